@@ -1,0 +1,176 @@
+"""What the vision side of a checkpoint looks like: tower shape, prefix tokens, projector and image preprocessing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+RGB = 3
+"""Channels of a decoded picture; the tower knows no other count."""
+
+ACTIVATIONS = frozenset({"gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu", "relu2", "silu"})
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """Shape of a packed RADIO tower with its projector, and the image rule that feeds it.
+
+    Raises `ValueError`, with the numbers, for a combination that no tower can have.
+    """
+
+    hidden_size: int = 1280
+    """Width of the tower, in features."""
+    num_layers: int = 32
+    num_heads: int = 16
+    intermediate_size: int = 5120
+    """Inner width of the MLP: `int(hidden_size * mlp_ratio)`, or `swiglu_size(...)` of it with `use_swiglu_ffn`."""
+    hidden_act: str = "gelu"
+    use_swiglu_ffn: bool = False
+    qkv_bias: bool = True
+    layer_norm_eps: float = 1e-6
+    layerscale_value: float = 1.0
+    """What a layer scale is when the checkpoint stores none; 1.0 is the identity."""
+    patch_size: int = 16
+    """Side of a patch, in pixels."""
+    max_img_size: int = 2048
+    """Side, in pixels, of the square picture that the position table was made for."""
+    num_cls_tokens: int = 3
+    num_registers: int = 7
+    video_temporal_patch_size: int | None = None
+    """Frames in one video patch, or None for a tower without a video projection."""
+    min_num_patches: int = 1024
+    max_num_patches: int = 13312
+    """Largest patch grid of one picture; 0 leaves only the context length as a bound."""
+    max_model_len: int = 16384
+    """Context length, in tokens, which bounds what the pictures of one call may take."""
+    image_mean: tuple[float, float, float] = CLIP_MEAN
+    image_std: tuple[float, float, float] = CLIP_STD
+    """Mean and deviation per channel of pixels scaled to 0..1."""
+    merge_size: int = 2
+    """Patches per image token along each side: the reciprocal of the checkpoint's downsample ratio."""
+    projector_hidden_size: int = 4096
+    text_hidden_size: int = 4096
+    """Width of the rows handed to the decoder."""
+    projector_eps: float = 1e-5
+    final_layernorm: bool = False
+    """Whether the features pass one more layer norm before the projector (towers trained beside MTP heads do)."""
+    video_target_num_patches: int = 1024
+    """Patch grid that one video frame is resized towards."""
+    video_maintain_aspect_ratio: bool = True
+
+    def __post_init__(self) -> None:
+        positive = (
+            "hidden_size", "num_layers", "num_heads", "intermediate_size", "patch_size", "max_img_size",
+            "min_num_patches", "max_model_len", "merge_size", "projector_hidden_size", "text_hidden_size",
+            "video_target_num_patches",
+        )  # fmt: skip
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise ValueError(f"vision {name} must be at least 1, got {getattr(self, name)}")
+        for name in ("num_cls_tokens", "num_registers", "max_num_patches"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"vision {name} must not be negative, got {getattr(self, name)}")
+        if self.hidden_size % self.num_heads:
+            raise ValueError(f"vision hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}")
+        if self.max_img_size < self.patch_size:
+            raise ValueError(f"vision max_img_size {self.max_img_size} is below patch_size {self.patch_size}")
+        if self.hidden_act not in ACTIVATIONS:
+            raise ValueError(f"vision hidden_act {self.hidden_act!r} is none of {sorted(ACTIVATIONS)}")
+        if self.video_temporal_patch_size is not None and self.video_temporal_patch_size < 2:
+            raise ValueError(f"video_temporal_patch_size must be at least 2, got {self.video_temporal_patch_size}")
+        if len(self.image_mean) != RGB or len(self.image_std) != RGB:
+            raise ValueError(f"image_mean and image_std need {RGB} numbers, got {self.image_mean}, {self.image_std}")
+        if min(self.image_std) <= 0:
+            raise ValueError(f"image_std must be positive, got {self.image_std}")
+
+    @staticmethod
+    def swiglu_size(mlp_size: int) -> int:
+        """Inner width of a SwiGLU MLP that stands for a plain one of `mlp_size`: two thirds, up to a multiple of 8."""
+        return (int(mlp_size * 2 / 3) + 7) // 8 * 8
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Class and register tokens ahead of the patches of each image."""
+        return self.num_cls_tokens + self.num_registers
+
+    @property
+    def patch_dim(self) -> int:
+        """Numbers in one flattened image patch."""
+        return RGB * self.patch_size**2
+
+    @property
+    def patches_per_token(self) -> int:
+        return self.merge_size**2
+
+    @property
+    def table_side(self) -> int:
+        """Rows, and columns, of the stored position table."""
+        return self.max_img_size // self.patch_size
+
+    @property
+    def patch_budget(self) -> int:
+        """Largest grid, in patches, that the image rule aims at: the context less 4 tokens, held to the two bounds."""
+        budget = max((self.max_model_len - 4) * self.patches_per_token, self.min_num_patches)
+        if self.max_num_patches:
+            budget = min(budget, self.max_num_patches)
+        return max(budget, self.min_num_patches)
+
+    @property
+    def min_image_tokens(self) -> int:
+        """`lo` of the encoder's budgets, in image tokens."""
+        return max(self.min_num_patches // self.patches_per_token, 1)
+
+    @property
+    def max_image_tokens(self) -> int:
+        """Tokens of the largest picture that the image rule aims at: the default `hi` of the encoder's budgets."""
+        return max(-(-self.patch_budget // self.patches_per_token), self.min_image_tokens)
+
+    def expected_weights(self) -> dict[str, tuple[int, ...]]:
+        """Every weight name that this tower can take, with its shape (`optional_weights` of them may be absent)."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        embeddings = "vision_model.embeddings."
+        shapes: dict[str, tuple[int, ...]] = {
+            embeddings + "patch_projection.weight": (hidden, self.patch_dim),
+            embeddings + "position_embedding": (1, self.table_side**2, hidden),
+            embeddings + "cls_register_token": (self.num_prefix_tokens, hidden),
+        }
+        if self.video_temporal_patch_size is not None:
+            width = self.video_temporal_patch_size * self.patch_dim
+            shapes[embeddings + "video_patch_projection.weight"] = (hidden, width)
+        for index in range(self.num_layers):
+            layer = f"vision_model.encoder.layer.{index}."
+            for norm in ("norm1", "norm2"):
+                shapes[layer + norm + ".weight"] = shapes[layer + norm + ".bias"] = (hidden,)
+            for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                shapes[f"{layer}attention.{part}.weight"] = (hidden, hidden)
+                if self.qkv_bias or part == "o_proj":
+                    shapes[f"{layer}attention.{part}.bias"] = (hidden,)
+            for part, rows, columns in self._mlp_parts(hidden, inner):
+                shapes[f"{layer}mlp.{part}.weight"] = (rows, columns)
+                shapes[f"{layer}mlp.{part}.bias"] = (rows,)
+            shapes[layer + "layer_scale1.lambda1"] = shapes[layer + "layer_scale2.lambda1"] = (hidden,)
+        if self.final_layernorm:
+            shapes["vision_final_layernorm.weight"] = shapes["vision_final_layernorm.bias"] = (hidden,)
+        merged = hidden * self.patches_per_token
+        shapes["multi_modal_projector.layer_norm.weight"] = (merged,)
+        shapes["multi_modal_projector.linear_1.weight"] = (self.projector_hidden_size, merged)
+        shapes["multi_modal_projector.linear_2.weight"] = (self.text_hidden_size, self.projector_hidden_size)
+        return shapes
+
+    def _mlp_parts(self, hidden: int, inner: int) -> tuple[tuple[str, int, int], ...]:
+        if self.use_swiglu_ffn:
+            return (("gate_proj", inner, hidden), ("up_proj", inner, hidden), ("down_proj", hidden, inner))
+        return (("fc1", inner, hidden), ("fc2", hidden, inner))
+
+    def optional_weights(self) -> frozenset[str]:
+        """Names that a checkpoint may leave out: layer scales, the final norm's affine and the video projection."""
+        return frozenset(
+            name
+            for name in self.expected_weights()
+            if ".layer_scale" in name or name.startswith("vision_final_layernorm.") or "video_patch_projection" in name
+        )

@@ -1,0 +1,134 @@
+"""From a decoded picture to flattened patches: the released image processor's grid rule, resize and normalisation.
+
+Shapes: H, W pixels; C = 3 channels; p the patch side; gh, gw the patch grid; T = gh * gw patches.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from encoder.config import RGB, VisionConfig
+
+
+@dataclass(frozen=True)
+class ImagePatches:
+    """One picture, ready for the tower: `patches` `[gh * gw, C * p * p]`, row-major in the grid, channel-major inside."""
+
+    grid: tuple[int, int]
+    patches: torch.Tensor
+    merge_size: int = 2
+
+    def __post_init__(self) -> None:
+        rows = self.grid[0] * self.grid[1]
+        if self.patches.dim() != 2 or self.patches.shape[0] != rows:
+            shape = tuple(self.patches.shape)
+            raise ValueError(f"a grid of {self.grid[0]}x{self.grid[1]} needs {rows} rows of patches, got shape {shape}")
+
+    @property
+    def tokens(self) -> int:
+        """Image tokens after the pixel shuffle: the rows that the decoder gets."""
+        return num_image_tokens(self.grid, merge_size=self.merge_size)
+
+
+def target_grid(
+    height: int, width: int, *, patch_size: int, min_patches: int, max_patches: int, merge_size: int = 2
+) -> tuple[int, int]:
+    """The patch grid `(gh, gw)` that a picture of `height` x `width` pixels is resized to.
+
+    The rule of the released processor: about one patch per `patch_size` pixels, shrunk to at most `max_patches`, grown
+    to at least `min_patches`, both sides made multiples of `merge_size`. Rounding a side of 1 up to `merge_size` may
+    leave a very flat picture above `max_patches`, as it does there.
+
+    Raises `ValueError` if a size is not positive or the shape is so flat that the rule gives it no rows at all.
+    """
+    if height < 1 or width < 1:
+        raise ValueError(f"a picture needs at least one pixel each way, got {height}x{width}")
+    if patch_size < 1 or min_patches < 1 or max_patches < 1:
+        numbers = f"patch_size {patch_size}, min_patches {min_patches}, max_patches {max_patches}"
+        raise ValueError(f"{numbers}: all must be positive")
+    # Python's round (half to even) is part of the rule: 224 / 16 + 0.5 = 14.5 -> 14, but 15.5 -> 16.
+    rows = round(height / patch_size + 0.5)
+    columns = round(width / patch_size + 0.5)
+    shrink = min(math.sqrt(max_patches / (rows * columns)), 1.0)
+    rows, columns = math.floor(shrink * rows), math.floor(shrink * columns)
+    if rows == 0 or columns == 0:
+        raise ValueError(
+            f"a picture of {height}x{width} pixels is too flat for a grid of at most {max_patches} patches"
+        )
+    if max_patches > min_patches and rows * columns < min_patches:
+        grow = math.sqrt(min_patches / (rows * columns))
+        rows, columns = math.ceil(grow * rows), math.ceil(grow * columns)
+    rows = _to_multiple(rows, columns, merge_size, max_patches)
+    columns = _to_multiple(columns, rows, merge_size, max_patches)
+    return rows, columns
+
+
+def _to_multiple(side: int, other: int, multiple: int, max_area: int) -> int:
+    over = side % multiple
+    if not over:
+        return side
+    up = side + multiple - over
+    return up if up * other <= max_area else max(multiple, side - over)
+
+
+def num_image_tokens(grid: tuple[int, int], *, merge_size: int = 2) -> int:
+    """Image tokens of a patch grid: one per `merge_size` x `merge_size` patches. `ValueError` if the grid is ragged."""
+    rows, columns = grid
+    if rows < 1 or columns < 1 or rows % merge_size or columns % merge_size:
+        raise ValueError(f"a grid of {rows}x{columns} patches is not made of {merge_size}x{merge_size} tokens")
+    return rows * columns // merge_size**2
+
+
+def image_grid(height: int, width: int, config: VisionConfig, *, max_patches: int | None = None) -> tuple[int, int]:
+    """`target_grid` with the numbers of `config`; `max_patches` lowers the budget of one picture."""
+    return target_grid(
+        height,
+        width,
+        patch_size=config.patch_size,
+        min_patches=config.min_num_patches,
+        max_patches=max_patches or config.patch_budget,
+        merge_size=config.merge_size,
+    )
+
+
+def patchify(
+    image_HWC: torch.Tensor, config: VisionConfig, dtype: torch.dtype, *, max_patches: int | None = None
+) -> ImagePatches:
+    """Resize, normalise and cut one picture.
+
+    `image_HWC`: `[H, W, 3]` uint8. The resize is bicubic with antialiasing in float32 on 0..255 and its overshoot is
+    kept. Returns new memory, patches in `dtype`. Raises `ValueError` for another shape or dtype.
+    """
+    if image_HWC.dim() != 3 or image_HWC.shape[2] != RGB or image_HWC.dtype != torch.uint8:
+        raise ValueError(f"expected [H, W, 3] uint8 pixels, got {tuple(image_HWC.shape)} {image_HWC.dtype}")
+    grid = image_grid(image_HWC.shape[0], image_HWC.shape[1], config, max_patches=max_patches)
+    size = (grid[0] * config.patch_size, grid[1] * config.patch_size)
+    pixels_CHW = resize_pixels(image_HWC.permute(2, 0, 1)[None], size)[0]
+    return ImagePatches(grid, cut_patches(normalise(pixels_CHW, config), config.patch_size, dtype), config.merge_size)
+
+
+def resize_pixels(pixels_NCHW: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """`[N, C, H, W]` uint8 -> float32 `[N, C, *size]` in 0..255, with the cubic's overshoot beyond that range kept."""
+    pixels_NCHW = pixels_NCHW.to(torch.float32, memory_format=torch.contiguous_format)
+    if tuple(pixels_NCHW.shape[-2:]) == size:
+        return pixels_NCHW
+    return F.interpolate(pixels_NCHW, size=size, mode="bicubic", align_corners=False, antialias=True)
+
+
+def normalise(pixels_CHW: torch.Tensor, config: VisionConfig) -> torch.Tensor:
+    """Float32 `[..., 3, H, W]` in 0..255 to the tower's scale: `(x / 255 - mean) / std` per channel."""
+    mean = torch.tensor(config.image_mean, dtype=torch.float32).view(RGB, 1, 1) * 255.0
+    std = torch.tensor(config.image_std, dtype=torch.float32).view(RGB, 1, 1) * 255.0
+    return (pixels_CHW - mean) / std
+
+
+def cut_patches(pixels_CHW: torch.Tensor, patch_size: int, dtype: torch.dtype) -> torch.Tensor:
+    """`[C, H, W]` -> `[(H / p) * (W / p), C * p * p]` in `dtype`: patches row-major, each laid out channel by channel."""
+    channels, height, width = pixels_CHW.shape
+    rows, columns = height // patch_size, width // patch_size
+    cut = pixels_CHW.to(dtype).view(channels, rows, patch_size, columns, patch_size).permute(1, 3, 0, 2, 4)
+    return cut.reshape(rows * columns, channels * patch_size**2)

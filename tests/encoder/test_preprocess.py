@@ -1,0 +1,146 @@
+"""The released processor's grid rule, resize and patch order."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from encoder.config import VisionConfig
+from encoder.preprocess import ImagePatches, num_image_tokens, patchify, target_grid
+
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "grid"),
+    [
+        (224, 224, (32, 32)),
+        (480, 640, (30, 40)),
+        (1080, 1920, (68, 120)),
+        (3024, 4032, (100, 132)),
+        (100, 2000, (8, 136)),
+    ],
+)
+def test_worked_rows_of_the_released_processor(height: int, width: int, grid: tuple[int, int]) -> None:
+    assert target_grid(height, width, patch_size=16, min_patches=1024, max_patches=13312) == grid
+
+
+@pytest.mark.parametrize(("height", "width", "grid"), [(40, 40, (6, 6)), (24, 200, (4, 26)), (300, 17, (38, 4))])
+def test_worked_rows_of_a_small_model(height: int, width: int, grid: tuple[int, int]) -> None:
+    assert target_grid(height, width, patch_size=8, min_patches=16, max_patches=256) == grid
+
+
+@functools.cache
+def released_rule() -> Callable[..., tuple[int, int]]:
+    """transformers' own function, cut out of its module, which needs torchvision for other things."""
+    spec = importlib.util.find_spec("transformers.models.nemotron_h_omni.image_processing_nemotron_h_omni")
+    assert spec is not None and spec.origin is not None
+    source = Path(spec.origin).read_text(encoding="utf-8")
+    start = source.index("def get_patch_grid_size")
+    end = source.index("def convert_image_to_patches")
+    namespace: dict[str, Any] = {"math": math}
+    exec(source[start:end], namespace)  # noqa: S102 - the module itself needs torchvision, this function does not
+    rule: Callable[..., tuple[int, int]] = namespace["get_patch_grid_size"]
+    return rule
+
+
+@settings(deadline=None)
+@given(
+    height=st.integers(1, 6000),
+    width=st.integers(1, 6000),
+    patch=st.sampled_from([8, 14, 16]),
+    bounds=st.tuples(st.integers(4, 2048), st.integers(4, 16384)).map(sorted),
+    merge=st.sampled_from([2, 4]),
+)
+def test_grid_equals_the_released_rule(height: int, width: int, patch: int, bounds: list[int], merge: int) -> None:
+    try:
+        expected = released_rule()(height, width, patch, merge, bounds[0], bounds[1])
+    except ZeroDivisionError:
+        expected = (0, 0)
+    if 0 in expected:
+        with pytest.raises(ValueError, match="too flat"):
+            target_grid(height, width, patch_size=patch, min_patches=bounds[0], max_patches=bounds[1], merge_size=merge)
+        return
+    got = target_grid(height, width, patch_size=patch, min_patches=bounds[0], max_patches=bounds[1], merge_size=merge)
+    assert got == expected
+    assert got[0] % merge == got[1] % merge == 0
+
+
+def small_config(**changes: Any) -> VisionConfig:
+    fields: dict[str, Any] = {
+        "hidden_size": 32, "num_layers": 1, "num_heads": 2, "intermediate_size": 64, "patch_size": 8,
+        "max_img_size": 128, "min_num_patches": 16, "max_num_patches": 256, "max_model_len": 512,
+        "projector_hidden_size": 48, "text_hidden_size": 40,
+    }  # fmt: skip
+    return VisionConfig(**{**fields, **changes})
+
+
+def picture(height: int, width: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("height", "width"), [(40, 40), (24, 200), (300, 17), (64, 64), (33, 57), (1, 1)])
+def test_patches_equal_the_rule_written_out(height: int, width: int) -> None:
+    config = small_config()
+    image = picture(height, width)
+    got = patchify(image, config, torch.float32)
+    size = (got.grid[0] * 8, got.grid[1] * 8)
+    pixels = image.permute(2, 0, 1)[None].float()
+    if size != (height, width):
+        pixels = F.interpolate(pixels, size=size, mode="bicubic", antialias=True, align_corners=False)
+    pixels = pixels[0] / 255
+    for channel in range(3):
+        pixels[channel] = (pixels[channel] - config.image_mean[channel]) / config.image_std[channel]
+    for row, column in ((0, 0), (got.grid[0] - 1, got.grid[1] - 1), (1, 0), (0, 1)):
+        expected = pixels[:, row * 8 : row * 8 + 8, column * 8 : column * 8 + 8].reshape(-1)
+        torch.testing.assert_close(got.patches[row * got.grid[1] + column], expected, atol=2e-6, rtol=1e-6)
+    assert got.tokens == got.grid[0] * got.grid[1] // 4
+
+
+def test_overshoot_of_the_resize_is_kept() -> None:
+    image = torch.zeros(20, 20, 3, dtype=torch.uint8)
+    image[:, 10:] = 255
+    config = small_config(image_mean=(0.0, 0.0, 0.0), image_std=(1.0, 1.0, 1.0))
+    patches = patchify(image, config, torch.float32).patches
+    assert patches.max() > 1.01 and patches.min() < -0.01
+
+
+def test_budget_of_a_call_is_clamped() -> None:
+    assert small_config(max_model_len=512).patch_budget == 256
+    assert small_config(max_model_len=24).patch_budget == 80
+    assert small_config(max_model_len=5).patch_budget == 16
+    assert small_config(max_num_patches=0, max_model_len=104).patch_budget == 400
+    assert VisionConfig().patch_budget == 13312
+
+
+def test_a_lower_budget_shrinks_the_grid() -> None:
+    config = small_config()
+    full, small = (patchify(picture(120, 120), config, torch.float32, max_patches=n) for n in (None, 64))
+    assert full.grid == (16, 16) and small.grid == (8, 8)
+
+
+def test_misuse_names_the_numbers() -> None:
+    with pytest.raises(ValueError, match="0x5"):
+        target_grid(0, 5, patch_size=8, min_patches=4, max_patches=8)
+    with pytest.raises(ValueError, match="3x4"):
+        num_image_tokens((3, 4))
+    with pytest.raises(ValueError, match=r"\(5, 5\)"):
+        patchify(torch.zeros(5, 5, dtype=torch.uint8), small_config(), torch.float32)
+    with pytest.raises(ValueError, match="float32"):
+        patchify(torch.zeros(5, 5, 3), small_config(), torch.float32)
+    with pytest.raises(ValueError, match="24 rows"):
+        ImagePatches((4, 6), torch.zeros(23, 192))
+    with pytest.raises(ValueError, match="33.*2"):
+        small_config(hidden_size=33)
+    with pytest.raises(ValueError, match="nope"):
+        small_config(hidden_act="nope")
