@@ -1,0 +1,1 @@
+"""The decoder runner: scheduler, state arena, hybrid Mamba-2 model, sampling."""

@@ -1,0 +1,174 @@
+"""Nouns of the decoder: what comes in, what goes out, and what a request is while it runs.
+
+Who owns what, and until when:
+
+    image rows    the source, until `release()`: called once, after the step that consumed the last row has executed, or
+                  when the request ends before that
+    slot, pages   the sequence, from admission to finish, abort or preemption
+    seat          the sequence, from admission to finish, abort or preemption (row of the sampler's buffers)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from decoder.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
+
+FinishReason = Literal["stop", "length", "error"]
+
+
+class EmbeddingSource(Protocol):
+    """Where the rows of one image come from. The decoder polls it from its own thread and never waits on it."""
+
+    @property
+    def ready(self) -> bool:
+        """True once `rows()` may be called; stays true until `release()`."""
+
+    @property
+    def error(self) -> Exception | None:
+        """Why there will be no rows, or `None`."""
+
+    def rows(self) -> torch.Tensor:
+        """`[n, hidden]` in the decoder's dtype; the decoder copies out of it, never into it."""
+
+    def release(self) -> None:
+        """Gives the rows back. Idempotent."""
+
+
+@dataclass(frozen=True)
+class ImageSpan:
+    """Prompt rows `[start, start + length)`, whose embeddings come from `source` instead of the embedding table."""
+
+    start: int
+    length: int
+    key: bytes
+    """Content key: equal keys mean equal rows."""
+    source: EmbeddingSource
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+@dataclass(frozen=True)
+class DecoderRequest:
+    """One sample to draw. `prompt_ids` holds a placeholder id for each image row; `spans` are in order and apart."""
+
+    request_id: str
+    prompt_ids: SequenceOf[int]
+    sampling: SamplingParams
+    spans: tuple[ImageSpan, ...] = ()
+    output_ids: SequenceOf[int] = ()
+    """Output that exists already (a resumed answer): counted as output everywhere, not reported again."""
+    eos_token_ids: frozenset[int] = frozenset()
+    sample_index: int = 0
+    """Which of the samples of one call this is; part of the random counter."""
+    priority: int = 0
+    """Larger goes first; equal ones in order of arrival."""
+    salt: bytes = b""
+    """Separates tenants: nothing is shared between requests of different salts."""
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """What one step says about one request: a token, the end, or both."""
+
+    request_id: str
+    token_id: int | None
+    """The drawn token; `None` when there is none (an error)."""
+    logprob: float | None = None
+    """Natural log of the token's probability in the raw distribution, when asked for."""
+    top: tuple[tuple[int, float], ...] = ()
+    """(token, logprob) of the likeliest tokens of the raw distribution, likeliest first."""
+    finish_reason: FinishReason | None = None
+    error: Exception | None = None
+    cached_tokens: int = 0
+    """Prompt tokens that were not computed because their state was cached."""
+    stop_token: int | None = None
+    """The end or stop token that ended the request: `token_id`, which is then not part of the text."""
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    """Holds no memory."""
+    RUNNING = "running"
+    """Holds a seat, and a slot and pages where the model has them."""
+    SWAPPED = "swapped"
+    """Waits; its exact state lies in host memory."""
+    DONE = "done"
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request while the decoder has it. Written by the scheduler and the runner only."""
+
+    request: DecoderRequest
+    arrival: int
+    limit: int
+    """Output tokens at most, `max_tokens` and `max_len` both applied."""
+    tokens: list[int] = field(default_factory=list)
+    """Prompt and output."""
+    computed: int = 0
+    """Tokens whose state and keys are in the arena."""
+    status: Status = Status.WAITING
+    seat: int = -1
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    next_span: int = 0
+    """First span whose rows are not all consumed; those before are released."""
+    cached_tokens: int = 0
+    last_step: int = -1
+    """Step in which it last advanced."""
+    barrier: int = 0
+    """Readiness that it needs before it is admitted again (it was put out while it waited for this row)."""
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            self.tokens = [*self.request.prompt_ids, *self.request.output_ids]
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def output_len(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to compute before the next one can be drawn."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def decoding(self) -> bool:
+        """True when its next row is one token on top of existing state."""
+        return self.remaining == 1 and self.computed > 0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sorts by who goes first."""
+        return (-self.request.priority, self.arrival)
+
+    def ready_end(self) -> int:
+        """First row whose embedding is not there yet, or the number of tokens. Polls the sources."""
+        for span in self.request.spans[self.next_span :]:
+            if span.end > self.computed and not span.source.ready:
+                return span.start
+        return len(self.tokens)
+
+    def source_error(self) -> Exception | None:
+        """The error of the first span that has one."""
+        for span in self.request.spans[self.next_span :]:
+            if span.source.error is not None:
+                return span.source.error
+        return None

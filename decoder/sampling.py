@@ -1,0 +1,98 @@
+"""How the next token is chosen: the parameters of one request.
+
+The draw itself is `kernels.sample`; `decoder.sampler` holds the state that penalties need.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+MAX_LOGPROBS = 1024
+SEED_LIMIT = 1 << 64
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling of one request. Raises `ValueError` with the field, its value and its range.
+
+    Order of application to the logits: `logit_bias`, repetition, frequency and presence penalties, the `min_tokens`
+    mask; then `temperature`, `top_k`, `top_p`, `min_p`; then one uniform number decides. `temperature` 0 takes the
+    largest logit after the penalties (the lowest id wins a tie).
+    """
+
+    max_tokens: int | None = None
+    """Output tokens at most; `None`: as many as the decoder's `max_len` leaves."""
+    min_tokens: int = 0
+    """Before so many output tokens, neither an end token nor a stop token can be drawn."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    """Keeps the smallest set of likeliest tokens whose probability reaches this; 1 = off."""
+    top_k: int = 0
+    """Keeps so many of the likeliest tokens; 0 = off."""
+    min_p: float = 0.0
+    """Drops tokens less likely than this share of the likeliest one's probability; 0 = off."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in the prompt or the output; 1 = off."""
+    presence_penalty: float = 0.0
+    """Taken from the logit of each token that is in the output."""
+    frequency_penalty: float = 0.0
+    """Taken from the logit of each token once for each time that it is in the output."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Token id -> what is added to its logit."""
+    seed: int = 0
+    """64-bit key of the counter-based generator: the same seed gives the same draws at the same positions."""
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """`None`: no log-probabilities; k: that of the drawn token, and the k likeliest tokens with theirs."""
+
+    def __post_init__(self) -> None:
+        self._check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1")
+        self._check("min_tokens", self.min_tokens >= 0, "at least 0")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
+        self._check("temperature", 0.0 <= self.temperature < math.inf, "at least 0 and finite")
+        self._check("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1")
+        self._check("top_k", self.top_k >= 0, "at least 0 (0 = off)")
+        self._check("min_p", 0.0 <= self.min_p <= 1.0, "from 0 to 1")
+        self._check("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "above 0 and finite")
+        self._check("presence_penalty", math.isfinite(self.presence_penalty), "finite")
+        self._check("frequency_penalty", math.isfinite(self.frequency_penalty), "finite")
+        self._check("seed", 0 <= self.seed < SEED_LIMIT, f"from 0 to {SEED_LIMIT - 1}")
+        limit = f"from 0 to {MAX_LOGPROBS}"
+        self._check("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, limit)
+        for token, bias in self.logit_bias.items():
+            if token < 0 or math.isnan(bias):
+                raise ValueError(f"logit_bias of token {token} is {bias}; ids are at least 0, biases are numbers")
+        for token in self.stop_token_ids:
+            if token < 0:
+                raise ValueError(f"stop_token_ids holds {token}; ids are at least 0")
+        object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
+        object.__setattr__(self, "stop_token_ids", frozenset(self.stop_token_ids))
+
+    def _check(self, name: str, ok: bool, allowed: str) -> None:
+        if not ok:
+            raise ValueError(f"{name} must be {allowed}, not {getattr(self, name)}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        """True when the choice depends on the tokens so far."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def plain(self) -> bool:
+        """True when the largest raw logit decides at every position and nothing else is asked for."""
+        return (
+            self.greedy
+            and not self.penalised
+            and not self.logit_bias
+            and self.min_tokens == 0
+            and self.logprobs is None
+        )
