@@ -1,0 +1,34 @@
+"""Writes the Python stubs of our protos: `python protos/generate.py [FOLDER]` (the checkout itself by default).
+
+The generator's version is pinned: generated code refuses to load on a runtime older than itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+PROTOS = Path(__file__).resolve().parent
+CHECKOUT = PROTOS.parent
+
+
+def generate(folder: Path) -> list[Path]:
+    """Writes the stubs of each `saccade/v1/*.proto` under `folder`; returns the files that have been written."""
+    from grpc_tools import protoc
+
+    sources = sorted(str(path.relative_to(PROTOS)) for path in (PROTOS / "saccade" / "v1").glob("*.proto"))
+    services = [source for source in sources if "\nservice " in (PROTOS / source).read_text()]
+    well_known = Path(protoc.__file__).parent / "_proto"
+    common = ["protoc", f"-I{PROTOS}", f"-I{well_known}"]
+    for arguments in (
+        [*common, f"--python_out={folder}", f"--pyi_out={folder}", *sources],
+        [*common, f"--grpc_python_out={folder}", *services],
+    ):
+        if protoc.main(arguments) != 0:
+            raise SystemExit(f"protoc failed: {' '.join(arguments)}")
+    return sorted((folder / "saccade" / "v1").glob("*_pb2*"))
+
+
+if __name__ == "__main__":
+    for path in generate(Path(sys.argv[1]) if len(sys.argv) > 1 else CHECKOUT):
+        print(path)

@@ -1,0 +1,1 @@
+"""Saccade's Python client."""

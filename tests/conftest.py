@@ -1,0 +1,31 @@
+"""What holds for every test: one thread, no network, the same random numbers each time."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+# Before torch, tokenizers and transformers are imported: each reads its variable once.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+import pytest
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(1)
+
+# Examples are the same in each run, so that a red test is red for the next person too; time limits belong to machines.
+settings.register_profile("saccade", deadline=None, derandomize=True, database=None)
+settings.load_profile("saccade")
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds() -> Iterator[None]:
+    """Each test starts from the same generator state, whatever ran before it."""
+    random.seed(0)
+    torch.manual_seed(0)
+    yield
