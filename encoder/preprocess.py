@@ -16,7 +16,7 @@ from encoder.config import RGB, VisionConfig
 
 @dataclass(frozen=True)
 class ImagePatches:
-    """One picture, ready for the tower: `patches` `[gh * gw, C * p * p]`, row-major in the grid, channel-major inside."""
+    """One picture, ready for the tower: `patches` `[gh * gw, C * p * p]`, row-major, channel-major inside."""
 
     grid: tuple[int, int]
     patches: torch.Tensor
@@ -127,7 +127,7 @@ def normalise(pixels_CHW: torch.Tensor, config: VisionConfig) -> torch.Tensor:
 
 
 def cut_patches(pixels_CHW: torch.Tensor, patch_size: int, dtype: torch.dtype) -> torch.Tensor:
-    """`[C, H, W]` -> `[(H / p) * (W / p), C * p * p]` in `dtype`: patches row-major, each laid out channel by channel."""
+    """`[C, H, W]` -> `[(H / p) * (W / p), C * p * p]` in `dtype`: row-major patches, channel by channel inside."""
     channels, height, width = pixels_CHW.shape
     rows, columns = height // patch_size, width // patch_size
     cut = pixels_CHW.to(dtype).view(channels, rows, patch_size, columns, patch_size).permute(1, 3, 0, 2, 4)

@@ -55,22 +55,28 @@ def test_duplicates_merge() -> None:
     ("arguments", "numbers"),
     [
         pytest.param({"lo": 64, "hi": 2048, "max_images": 4096}, ("4096", "2048"), id="images-above-range"),
-        pytest.param({"lo": 64, "hi": 8192, "token_budgets": [4, 1024], "max_images": 8}, ("8", "4"), id="images-over-min"),
+        pytest.param(
+            {"lo": 64, "hi": 8192, "token_budgets": [4, 1024], "max_images": 8}, ("8", "4"), id="images-over-min"
+        ),
         pytest.param({"lo": 64, "hi": 8192, "token_budgets": [512, 13824]}, ("13824", "8192"), id="budget-above-hi"),
         pytest.param({"lo": 64, "hi": 8192, "token_budgets": [0, 512]}, ("0", "512"), id="zero-budget"),
         pytest.param({"lo": 64, "hi": 8192, "token_budgets": [-5, 512]}, ("-5",), id="negative-budget"),
         pytest.param({"lo": 64, "hi": 8192, "token_budgets": []}, ("none",), id="no-budget"),
         pytest.param({"lo": 64, "hi": 8192, "max_images": 0}, ("0",), id="zero-images"),
         pytest.param({"lo": 64, "hi": 8192, "max_images": -3}, ("-3",), id="negative-images"),
-        pytest.param({"lo": 64, "hi": 8192, "token_budgets": [512], "max_images": 0}, ("0",), id="zero-images-with-budgets"),
+        pytest.param(
+            {"lo": 64, "hi": 8192, "token_budgets": [512], "max_images": 0}, ("0",), id="zero-images-with-budgets"
+        ),
         pytest.param({"lo": 65, "hi": 64}, ("65", "64"), id="lo-above-hi"),
         pytest.param({"lo": 0, "hi": 64}, ("0", "64"), id="zero-lo"),
         pytest.param({"lo": -1, "hi": 64}, ("-1",), id="negative-lo"),
         pytest.param({"lo": 1, "hi": 0}, ("1", "0"), id="zero-hi"),
         pytest.param({"lo": 65, "hi": 64, "token_budgets": [32]}, ("65", "64"), id="bad-range-with-budgets"),
-        pytest.param({"lo": 65, "hi": 64, "token_budgets": [32], "max_images": 2}, ("65", "64"), id="bad-range-with-both"),
+        pytest.param(
+            {"lo": 65, "hi": 64, "token_budgets": [32], "max_images": 2}, ("65", "64"), id="bad-range-with-both"
+        ),
     ],
-)  # fmt: skip
+)
 def test_holes_are_refused_with_their_numbers(arguments: dict[str, object], numbers: tuple[str, ...]) -> None:
     with pytest.raises(ValueError) as refused:
         resolve_budgets(**arguments)  # type: ignore[arg-type]

@@ -1,0 +1,206 @@
+"""Bytes of a picture to RGB pixels, by Pillow, for input that nobody vouches for.
+
+Formats are an allow-list of in-process decoders: PNG (APNG), JPEG (MPO), WebP, GIF, BMP, TIFF and PPM (PBM, PGM).
+Pillow's EPS and WMF readers, which start other programs, and its rarely used readers are not on it.
+
+What becomes of each kind of picture: several frames -> the first; EXIF orientation -> applied; alpha and palette
+transparency -> composited on white; CMYK, palettes, greys, one bit -> RGB as Pillow converts them, colour profiles
+unread; 16-bit greys -> scaled to 8 bits; 32-bit integer and float samples, which have no agreed white, and CIELAB ->
+refused. Limits are checked against the header before any pixel is decoded.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+ORIENTATION_TAG = 0x0112
+TIFF_BITS, TIFF_PHOTOMETRIC, TIFF_WHITE_IS_ZERO = 258, 262, 0
+GREY16 = ("I;16", "I;16L", "I;16B", "I;16N")
+
+
+class ImageError(ValueError):
+    """A picture that is refused; `reason` says why in words for the person who sent it."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """What one picture may be, checked before it is decoded."""
+
+    max_bytes: int = 64 << 20
+    """Encoded size, in bytes."""
+    max_pixels: int = 1 << 26
+    """Width times height; 8192 x 8192 by default. Decoding takes about 7 bytes per pixel."""
+    max_side: int = 32768
+    """Width, and height, in pixels."""
+    max_aspect: float = 200.0
+    """Longer side over shorter side."""
+
+    def check_bytes(self, size: int) -> None:
+        if size > self.max_bytes:
+            raise ImageError(f"the picture has {size} bytes, more than the {self.max_bytes} that are allowed")
+
+    def check_size(self, width: int, height: int) -> None:
+        """Raises `ImageError` with both numbers if a picture of this size is not allowed."""
+        what = f"the picture has {width}x{height} pixels"
+        if width < 1 or height < 1:
+            raise ImageError(f"{what}: it is empty")
+        if width * height > self.max_pixels:
+            raise ImageError(f"{what}, {width * height} in all, more than the {self.max_pixels} that are allowed")
+        if max(width, height) > self.max_side:
+            raise ImageError(f"{what}, a side longer than the {self.max_side} that are allowed")
+        if max(width, height) > self.max_aspect * min(width, height):
+            aspect = max(width, height) / min(width, height)
+            raise ImageError(f"{what}, an aspect of {aspect:.0f} to 1, more than the {self.max_aspect:g} allowed")
+
+
+@dataclass(frozen=True)
+class ImageHeader:
+    """What the header of an accepted picture says; orientation is not yet applied to width and height."""
+
+    format: str
+    width: int
+    height: int
+    mode: str
+
+
+def read_header(data: bytes, limits: ImageLimits | None = None) -> ImageHeader:
+    """Format and size of a picture without decoding it. Raises `ImageError` as `decode_image` would."""
+    with _quiet_pillow():
+        image = _open(data, limits or ImageLimits())
+        return ImageHeader(image.format or "", image.width, image.height, image.mode)
+
+
+def decode_image(data: bytes, limits: ImageLimits | None = None) -> torch.Tensor:
+    """`[H, W, 3]` uint8 RGB of the first frame, upright, on white; new memory.
+
+    Raises `ImageError`, and nothing else, for bytes that are no picture of an allowed format, are cut short or
+    corrupt, or exceed `limits`. Pillow drops the interpreter lock while its codecs run.
+    """
+    limits = limits or ImageLimits()
+    with _quiet_pillow():
+        image = _open(data, limits)
+        try:
+            image.load()
+            # A file may declare one size and deliver another once its frames or tiles are read.
+            limits.check_size(image.width, image.height)
+            pixels_HWC = _rgb(image)
+            return _upright(pixels_HWC, _orientation(image))
+        except ImageError:
+            raise
+        except Exception as error:  # whatever Pillow or a codec raises on hostile bytes
+            raise ImageError(f"the {image.format} picture cannot be decoded: {_words(error)}") from error
+
+
+def _open(data: bytes, limits: ImageLimits) -> Image.Image:
+    if not data:
+        raise ImageError("the picture is empty: 0 bytes")
+    limits.check_bytes(len(data))
+    try:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except UnidentifiedImageError as error:
+        raise ImageError(f"no {', '.join(FORMATS)} picture is recognised in these {len(data)} bytes") from error
+    except Exception as error:
+        raise ImageError(f"the header of the picture cannot be read: {_words(error)}") from error
+    limits.check_size(image.width, image.height)
+    return image
+
+
+def _words(error: Exception) -> str:
+    return (str(error) or type(error).__name__)[:200]
+
+
+def _rgb(image: Image.Image) -> torch.Tensor:
+    """The loaded picture as `[H, W, 3]` uint8, transparency laid on white."""
+    if image.mode in GREY16 or (image.mode == "I" and image.format in ("PNG", "PPM")):
+        return _grey16(image)
+    if image.mode in ("I", "F", "LAB"):
+        raise ImageError(f"{image.format} pictures with samples of mode {image.mode} are not served: use 8 or 16 bits")
+    if image.mode == "La":  # Pillow leaves premultiplied grey only by way of LA
+        image = image.convert("LA")
+    transparent = image.mode[-1] in "Aa" or image.info.get("transparency") is not None
+    if transparent:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        image = Image.alpha_composite(white, image)
+    return torch.from_numpy(np.array(image.convert("RGB"), dtype=np.uint8))
+
+
+def _grey16(image: Image.Image) -> torch.Tensor:
+    """Greys of more than 8 bits, scaled to 8 by rounding (a plain conversion would clip them to white)."""
+    grey_HW = np.array(image).astype(np.int64)
+    white = 0xFFFF
+    tags: Any = getattr(image, "tag_v2", {})
+    bits = tags.get(TIFF_BITS, (16,))[0]
+    if bits < 16:
+        white = (1 << bits) - 1
+    opaque = None
+    transparency = image.info.get("transparency")
+    if isinstance(transparency, int):
+        opaque = grey_HW != transparency
+    if tags.get(TIFF_PHOTOMETRIC) == TIFF_WHITE_IS_ZERO:
+        grey_HW = white - grey_HW
+    scaled_HW = np.clip((grey_HW * 255 + white // 2) // white, 0, 255).astype(np.uint8)
+    if opaque is not None:
+        scaled_HW[~opaque] = 255
+    return torch.from_numpy(scaled_HW)[:, :, None].repeat(1, 1, 3)
+
+
+def _orientation(image: Image.Image) -> int:
+    """EXIF orientation 1..8; 1 if there is none or the metadata is broken, which is no reason to refuse a picture."""
+    try:
+        value = image.getexif().get(ORIENTATION_TAG, 1)
+    except Exception:
+        return 1
+    return value if isinstance(value, int) and 1 <= value <= 8 else 1
+
+
+def _upright(pixels_HWC: torch.Tensor, orientation: int) -> torch.Tensor:
+    """Undo an EXIF orientation: 5..8 are stored transposed; the flips are in terms of the upright picture."""
+    if orientation == 1:
+        return pixels_HWC
+    if orientation >= 5:
+        pixels_HWC = pixels_HWC.transpose(0, 1)
+    flips = {2: (1,), 3: (0, 1), 4: (0,), 5: (), 6: (1,), 7: (0, 1), 8: (0,)}[orientation]
+    return pixels_HWC.flip(flips) if flips else pixels_HWC.contiguous()
+
+
+_quiet_lock = threading.Lock()
+_quiet_depth = 0
+_quiet_filter: Any = None
+
+
+@contextmanager
+def _quiet_pillow() -> Iterator[None]:
+    """Mute the warnings of PIL modules while any thread decodes.
+
+    `warnings.catch_warnings` restores a whole list and so is unsafe across threads; one filter entry, put in by the
+    first decoder and taken out by the last, is not.
+    """
+    global _quiet_depth, _quiet_filter
+    with _quiet_lock:
+        _quiet_depth += 1
+        if _quiet_depth == 1:
+            warnings.filterwarnings("ignore", module=r"PIL\b")
+            _quiet_filter = warnings.filters[0]
+    try:
+        yield
+    finally:
+        with _quiet_lock:
+            _quiet_depth -= 1
+            if _quiet_depth == 0 and _quiet_filter in warnings.filters:
+                warnings.filters.remove(_quiet_filter)  # type: ignore[attr-defined]

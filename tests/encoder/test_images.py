@@ -1,0 +1,259 @@
+"""Decoding by allow-list: every kind of picture, every limit, and nothing but ImageError for hostile bytes."""
+
+from __future__ import annotations
+
+import io
+import random
+import struct
+import threading
+import warnings
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageOps
+
+from encoder.images import FORMATS, ImageError, ImageLimits, decode_image, read_header
+
+torch.set_num_threads(1)
+LIMITS = ImageLimits(max_bytes=1 << 20, max_pixels=1 << 20)
+
+
+def gradient(height: int = 21, width: int = 34, channels: int = 3) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    rows, columns = np.mgrid[0:height, 0:width]
+    planes = [rows * 9, columns * 7, rows * 3 + columns * 2, 60 + rows * 4 + columns]
+    return np.stack([plane % 256 for plane in planes[:channels]], axis=-1).astype(np.uint8)
+
+
+def encoded(image: Image.Image, format: str, **options: Any) -> bytes:
+    out = io.BytesIO()
+    image.save(out, format, **options)
+    return out.getvalue()
+
+
+def white_rgb(image: Image.Image) -> torch.Tensor:
+    """The oracle: what transformers makes of a PIL picture, transparency on white and the rest by Pillow."""
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, (255,) * 4), image)
+    return torch.from_numpy(np.array(image.convert("RGB")))
+
+
+RGB = Image.fromarray(gradient())
+RGBA = Image.fromarray(gradient(channels=4))
+PALETTE = RGB.quantize(16)
+KINDS: list[Any] = [
+    pytest.param(encoded(RGB, "PNG"), id="png"),
+    pytest.param(encoded(RGB, "JPEG"), id="jpeg"),
+    pytest.param(encoded(RGB, "JPEG", progressive=True, quality=50), id="jpeg-progressive"),
+    pytest.param(encoded(RGB.convert("L"), "JPEG"), id="jpeg-grey"),
+    pytest.param(encoded(RGB.convert("CMYK"), "JPEG"), id="jpeg-cmyk"),
+    pytest.param(encoded(RGB, "WEBP", lossless=True), id="webp"),
+    pytest.param(encoded(RGBA, "WEBP", lossless=True), id="webp-alpha"),
+    pytest.param(encoded(PALETTE, "GIF"), id="gif"),
+    pytest.param(encoded(RGB, "BMP"), id="bmp"),
+    pytest.param(encoded(RGBA, "BMP"), id="bmp-alpha"),
+    pytest.param(encoded(RGB, "TIFF"), id="tiff"),
+    pytest.param(encoded(RGB.convert("CMYK"), "TIFF", compression="tiff_lzw"), id="tiff-cmyk-lzw"),
+    pytest.param(encoded(RGBA, "TIFF"), id="tiff-alpha"),
+    pytest.param(encoded(RGB, "PPM"), id="ppm"),
+    pytest.param(encoded(RGB.convert("L"), "PPM"), id="pgm"),
+    pytest.param(encoded(RGB.convert("1"), "PPM"), id="pbm"),
+    pytest.param(encoded(RGB.convert("1"), "PNG"), id="one-bit"),
+    pytest.param(encoded(RGB.convert("L"), "PNG"), id="grey"),
+    pytest.param(encoded(RGBA.convert("LA"), "PNG"), id="grey-alpha"),
+    pytest.param(encoded(RGBA, "PNG"), id="alpha"),
+    pytest.param(encoded(PALETTE, "PNG"), id="palette"),
+    pytest.param(encoded(PALETTE, "PNG", transparency=3), id="palette-transparent-index"),
+    pytest.param(encoded(PALETTE, "PNG", transparency=bytes([255, 0, 128, 7])), id="palette-alpha-table"),
+    pytest.param(encoded(PALETTE, "GIF", transparency=2), id="gif-transparent"),
+    pytest.param(encoded(RGB, "PNG", transparency=(9, 7, 5)), id="rgb-colour-key"),
+    pytest.param(encoded(RGB.convert("L"), "PNG", transparency=16), id="grey-colour-key"),
+]
+
+
+@pytest.mark.parametrize("data", KINDS)
+def test_every_kind_equals_the_oracle(data: bytes) -> None:
+    got = decode_image(data, LIMITS)
+    assert got.dtype == torch.uint8 and got.shape == (21, 34, 3) and got.is_contiguous()
+    assert torch.equal(got, white_rgb(Image.open(io.BytesIO(data))))
+
+
+def test_lossless_kinds_give_the_pixels_back() -> None:
+    for format in ("PNG", "BMP", "TIFF", "PPM"):
+        assert np.array_equal(decode_image(encoded(RGB, format)).numpy(), gradient())
+
+
+def test_transparency_is_laid_on_white() -> None:
+    clear = Image.new("RGBA", (4, 4), (200, 10, 10, 0))
+    half = Image.new("RGBA", (4, 4), (0, 0, 0, 128))
+    assert (decode_image(encoded(clear, "PNG")) == 255).all()
+    assert (decode_image(encoded(half, "PNG")) == 127).all()
+
+
+def test_sixteen_bit_greys_are_scaled_not_clipped() -> None:
+    values = np.array([[0, 128, 129, 257], [32768, 65535, 65407, 1000]], dtype=np.uint16)
+    expected = [[0, 0, 1, 1], [128, 255, 255, 4]]
+    pgm = b"P5 4 2 65535\n" + values.astype(">u2").tobytes()
+    for data in (
+        encoded(Image.fromarray(values), "PNG"),
+        encoded(Image.fromarray(values), "TIFF"),
+        pgm,
+    ):
+        got = decode_image(data)
+        assert got[:, :, 0].tolist() == expected
+        assert torch.equal(got[:, :, 0], got[:, :, 2])
+
+
+def test_sixteen_bit_tiffs_with_zero_as_white_are_inverted() -> None:
+    data = encoded(Image.fromarray(np.array([[0, 65535]], dtype=np.uint16)), "TIFF", tiffinfo={262: 0})
+    assert decode_image(data)[0, :, 0].tolist() == [255, 0]
+
+
+def test_thirty_two_bit_samples_are_refused_with_a_reason() -> None:
+    for mode in ("F", "I"):
+        with pytest.raises(ImageError, match="8 or 16 bits"):
+            decode_image(encoded(Image.new(mode, (4, 4)), "TIFF"))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "TIFF", "WEBP"])
+def test_exif_orientation_is_applied(orientation: int, format: str) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    options = {"lossless": True} if format == "WEBP" else {}
+    data = encoded(RGB, format, exif=exif.tobytes(), **options)
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    got = decode_image(data)
+    assert torch.equal(got, white_rgb(upright))
+    assert got.shape == ((34, 21, 3) if orientation >= 5 else (21, 34, 3))
+
+
+def test_broken_exif_does_not_refuse_the_picture() -> None:
+    data = encoded(RGB, "JPEG", exif=b"Exif\x00\x00II*\x00\xff\xff\xff\xff")
+    assert decode_image(data).shape == (21, 34, 3)
+
+
+@pytest.mark.parametrize("format", ["GIF", "PNG", "WEBP", "TIFF"])
+def test_animations_give_their_first_frame(format: str) -> None:
+    frames = [Image.new("RGB", (9, 7), colour) for colour in ("red", "green", "blue")]
+    options = {"lossless": True} if format == "WEBP" else {}
+    data = encoded(frames[0], format, save_all=True, append_images=frames[1:], **options)
+    assert decode_image(data)[3, 3].tolist() == [255, 0, 0]
+
+
+def test_mpo_gives_its_first_picture() -> None:
+    data = encoded(RGB, "MPO", save_all=True, append_images=[RGB.rotate(180)])
+    assert Image.open(io.BytesIO(data)).format == "MPO"
+    assert decode_image(data).shape == (21, 34, 3)
+
+
+@pytest.mark.parametrize("format", ["EPS", "ICO", "PCX", "TGA", "SGI", "JPEG2000", "PDF", "ICNS"])
+def test_other_formats_are_refused(format: str) -> None:
+    with pytest.raises(ImageError, match="recognised"):
+        decode_image(encoded(Image.new("RGB", (32, 32)), format))
+
+
+def test_no_listed_format_starts_another_program() -> None:
+    assert not {"EPS", "WMF", "FPX", "MIC"} & set(FORMATS)
+
+
+@pytest.mark.parametrize(
+    ("limits", "numbers"),
+    [
+        (ImageLimits(max_bytes=100), ("100",)),
+        (ImageLimits(max_pixels=713), ("714", "713", "34x21")),
+        (ImageLimits(max_side=33), ("33", "34x21")),
+        (ImageLimits(max_aspect=1.5), ("1.5", "34x21")),
+    ],
+    ids=["bytes", "pixels", "side", "aspect"],
+)
+def test_limits_name_both_numbers(limits: ImageLimits, numbers: tuple[str, ...]) -> None:
+    for read in (decode_image, read_header):
+        with pytest.raises(ImageError) as refused:
+            read(encoded(RGB, "PNG"), limits)
+        assert all(number in refused.value.reason for number in numbers), refused.value.reason
+    with pytest.raises(ImageError, match="200"):
+        decode_image(encoded(Image.new("RGB", (1, 201)), "PNG"))
+
+
+def png_chunk(kind: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+
+def test_a_bomb_is_refused_by_its_header() -> None:
+    """200,000 pixels square in a few bytes: refused without decoding, whatever Pillow's own limit is."""
+    header = struct.pack(">IIBBBBB", 200_000, 200_000, 8, 2, 0, 0, 0)
+    bomb = b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + png_chunk(b"IDAT", zlib.compress(b"\0" * 1000))
+    with pytest.raises(ImageError):
+        decode_image(bomb)
+    modest = bomb.replace(png_chunk(b"IHDR", header), png_chunk(b"IHDR", struct.pack(">II", 9000, 9000) + header[8:]))
+    with pytest.raises(ImageError, match="81000000 .* 67108864"):
+        decode_image(modest)
+
+
+@pytest.mark.parametrize("data", KINDS)
+def test_truncated_files_are_refused(data: bytes) -> None:
+    for share in (0.05, 0.5):
+        with pytest.raises(ImageError):
+            decode_image(data[: int(len(data) * share)], LIMITS)
+    with pytest.raises(ImageError, match="empty"):
+        decode_image(b"")
+
+
+def decode_or_refuse(data: bytes) -> None:
+    try:
+        got = decode_image(data, LIMITS)
+    except ImageError as error:
+        assert error.reason
+    else:
+        assert got.dtype == torch.uint8 and got.dim() == 3 and got.shape[2] == 3
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.binary(max_size=200), st.sampled_from([kind.values[0][:24] for kind in KINDS] + [b""]))
+def test_any_bytes_decode_or_are_refused(tail: bytes, magic: bytes) -> None:
+    decode_or_refuse(magic + tail)
+
+
+@pytest.mark.parametrize("data", KINDS)
+def test_mutated_files_decode_or_are_refused(data: bytes) -> None:
+    generator = random.Random(len(data))
+    for _ in range(60):
+        mutated = bytearray(data)
+        for _ in range(generator.choice((1, 1, 3, 20))):
+            position = generator.randrange(min(len(mutated), generator.choice((64, len(mutated)))))
+            mutated[position] = generator.choice((0, 255, generator.randrange(256)))
+        if generator.random() < 0.2:
+            del mutated[generator.randrange(len(mutated)) :]
+        decode_or_refuse(bytes(mutated))
+
+
+def test_no_warning_leaks_and_no_filter_stays() -> None:
+    """A palette with a byte table and broken EXIF both make Pillow warn; decoding in threads stays silent."""
+    noisy = [
+        encoded(PALETTE, "PNG", transparency=bytes([255, 0, 128, 7])),
+        encoded(RGB, "TIFF")[:-4] + b"\xff\xff\xff\xff",
+        encoded(RGB, "JPEG", exif=b"Exif\x00\x00II*\x00\xff\xff\xff\xff"),
+    ]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        before = list(warnings.filters)
+        for data in noisy:
+            decode_or_refuse(data)
+        threads = [threading.Thread(target=decode_or_refuse, args=(noisy[i % 3],)) for i in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert list(warnings.filters) == before
+    assert not seen, [str(warning.message) for warning in seen]
+
+
+def test_header_without_pixels() -> None:
+    header = read_header(encoded(RGB, "JPEG"))
+    assert (header.format, header.width, header.height, header.mode) == ("JPEG", 34, 21, "RGB")
