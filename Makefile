@@ -1,0 +1,88 @@
+# The names that the documentation and CI use. `make` alone prints them.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+VENV ?= .venv
+PYTHON ?= python3
+# Passed on to the program behind a target: make serve ARGS="--port 0", make test ARGS="tests/saccade -k stream"
+ARGS ?=
+MODEL ?= demo
+
+PY := $(VENV)/bin/python
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+# The stamp's name says what was installed where: `make setup` does nothing while neither has changed.
+SETUP_HASH := $(shell { cat pyproject.toml saccade/pyproject.toml constraints.txt; echo '$(CURDIR)'; } | sha256sum | cut -c1-16)
+STAMP := $(VENV)/.saccade-setup-$(SETUP_HASH)
+
+# $(call needs,PATH): stops with a plain sentence where a checkout does not hold PATH.
+needs = @test -e '$(1)' || { echo "make $@: this checkout has no $(1) yet" >&2; exit 1; }
+
+.PHONY: help setup demo serve test lint format protos demo-model bench aot soak gpu-check gpu-bench
+
+help:  ## print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+setup: $(STAMP)  ## make .venv with everything in it (a no-op when nothing changed)
+
+$(STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Saccade needs Python 3.11 or newer; say make PYTHON=python3.11 ...")'
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@# torch goes first and alone, because the index's default build brings gigabytes of CUDA libraries.
+	@if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then \
+	  echo "NVIDIA GPU found: torch $(TORCH) with CUDA"; $(PY) -m pip install --quiet 'torch==$(TORCH)'; \
+	else \
+	  echo "no NVIDIA GPU: torch $(TORCH) for the CPU"; \
+	  $(PY) -m pip install --quiet 'torch==$(TORCH)+cpu' 2>/dev/null \
+	  || $(PY) -m pip install --quiet --retries 1 --timeout 15 --index-url https://download.pytorch.org/whl/cpu 'torch==$(TORCH)' \
+	  || $(PY) -m pip install --quiet 'torch==$(TORCH)'; \
+	fi
+	$(PY) -m pip install --quiet -c constraints.txt -e ./saccade -e '.[dev]'
+	@rm -f $(VENV)/.saccade-setup-*
+	@touch $@
+
+demo: setup  ## start a server on the embedded model and ask it about the shipped pictures
+	@$(VENV)/bin/saccade demo $(ARGS)
+
+serve: setup  ## serve MODEL (the embedded model by default)
+	@$(VENV)/bin/saccade serve $(MODEL) $(ARGS)
+
+test: setup  ## run the tests
+	@$(PY) -m pytest -q $(ARGS)
+
+lint: setup  ## ruff and mypy
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+
+format: setup  ## rewrite the sources in the project's format
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+protos: setup  ## regenerate saccade/v1 from protos/
+	@$(PY) protos/generate.py
+
+demo-model: setup  ## train the embedded model (resumes where it stopped)
+	$(call needs,demo/train.py)
+	@$(PY) -m demo.train $(ARGS)
+
+bench: setup  ## compare with transformers on this machine, both sides in turn
+	$(call needs,benchmarks/compare.py)
+	@$(PY) -m benchmarks.compare --peer transformers $(ARGS)
+
+aot: setup  ## compile the Triton kernels for GPUs that this machine need not have
+	$(call needs,kernels/aot.py)
+	@$(PY) -m kernels.aot $(ARGS)
+
+soak: setup  ## the long fault and load runs
+	$(call needs,benchmarks/soak.py)
+	@$(PY) -m benchmarks.soak $(ARGS)
+
+gpu-check: setup  ## the checks that need an NVIDIA GPU
+	$(call needs,benchmarks/gpu_check.py)
+	@$(PY) -m benchmarks.gpu_check $(ARGS)
+
+gpu-bench: setup  ## the measurements that need an NVIDIA GPU
+	$(call needs,benchmarks/gpu.py)
+	@$(PY) -m benchmarks.gpu $(ARGS)

@@ -1,0 +1,5 @@
+"""The `saccade` command."""
+
+
+def main() -> int:
+    return 0

@@ -1,0 +1,232 @@
+"""Every error that a client raises, and the one place where a gRPC status becomes one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+OVERLOADED_REASONS = frozenset({"QUEUE_FULL", "WARMING", "DRAINING"})
+# The server has said that the same call would fail in the same way for as long as the other host is down.
+_NOT_RETRYABLE_REASONS = frozenset({"MEDIA_FETCH_FAILED"})
+_STATUS_DETAILS = "grpc-status-details-bin"
+_PUSHBACK = "grpc-retry-pushback-ms"
+
+
+class SaccadeError(Exception):
+    """The base of them all.
+
+    `reason` is a stable word for programs (QUEUE_FULL, IMAGE_DECODE_FAILED, ...), empty where the server gave none.
+    `retryable` says whether the same call may succeed later; `retry_after` is the server's wish in seconds, if it has one.
+    `metadata` holds the server's further facts about the reason (limits and counts, as strings). An error that came over
+    gRPC has the original `grpc.RpcError` as its `__cause__`.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str = "",
+        request_id: str = "",
+        retryable: bool = False,
+        retry_after: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.reason = reason
+        self.request_id = request_id
+        self.retryable = retryable
+        self.retry_after = retry_after
+        self.metadata = dict(metadata or {})
+
+    def __str__(self) -> str:
+        notes = [note for note in (self.reason, self.request_id and f"request {self.request_id}") if note]
+        return f"{self.message} ({', '.join(notes)})" if notes else self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exception's own rebuilds from the positional arguments alone and would lose the rest.
+        return type(self), (self.message,), self.__dict__
+
+
+class InvalidArgument(SaccadeError):
+    """The request itself is wrong, whoever noticed it first: the client or the server."""
+
+
+class NotFound(SaccadeError):
+    """No such model, media or batch."""
+
+
+class AlreadyExists(SaccadeError):
+    """The request id is in use for another request."""
+
+
+class FailedPrecondition(SaccadeError):
+    """The model or the server's present state does not allow it."""
+
+
+class OutOfRange(SaccadeError):
+    """A position past the end."""
+
+
+class Unimplemented(SaccadeError):
+    """The server does not have this call."""
+
+
+class Overloaded(SaccadeError):
+    """The server is full, still warming up or about to stop: try again later."""
+
+
+class RateLimited(SaccadeError):
+    """The quota of this key is used up for now."""
+
+
+class Unauthenticated(SaccadeError):
+    """No valid credentials."""
+
+
+class PermissionDenied(SaccadeError):
+    """The credentials are valid and do not allow this."""
+
+
+class DeadlineExceeded(SaccadeError):
+    """The call's total time ran out."""
+
+
+class Cancelled(SaccadeError):
+    """The call was cancelled."""
+
+
+class MessageTooLarge(SaccadeError):
+    """A message is larger than the receiver takes. Sending it again cannot help."""
+
+
+class Unavailable(SaccadeError):
+    """The server cannot be reached, or it went away during the call."""
+
+
+class Internal(SaccadeError):
+    """The server failed. Its operator finds the cause under the request id."""
+
+
+_BY_CODE: dict[str, type[SaccadeError]] = {
+    "INVALID_ARGUMENT": InvalidArgument,
+    "NOT_FOUND": NotFound,
+    "ALREADY_EXISTS": AlreadyExists,
+    "FAILED_PRECONDITION": FailedPrecondition,
+    "OUT_OF_RANGE": OutOfRange,
+    "UNIMPLEMENTED": Unimplemented,
+    "UNAUTHENTICATED": Unauthenticated,
+    "PERMISSION_DENIED": PermissionDenied,
+    "DEADLINE_EXCEEDED": DeadlineExceeded,
+    "CANCELLED": Cancelled,
+    "RESOURCE_EXHAUSTED": RateLimited,
+    "UNAVAILABLE": Unavailable,
+}
+
+
+@dataclass
+class StatusDetails:
+    """What a status carries beside its code and message."""
+
+    reason: str = ""
+    request_id: str = ""
+    retry_after: float | None = None
+    no_retry: bool = False
+    metadata: dict[str, str] = field(default_factory=dict)
+    fields: list[tuple[str, str]] = field(default_factory=list)
+
+
+def error_from_status(code: str, message: str, details: StatusDetails, *, request_id: str = "") -> SaccadeError:
+    """The error for a gRPC status.
+
+    Args:
+        code: the status code's name, for instance "UNAVAILABLE".
+        request_id: the caller's own id for the request, used where the status names none.
+    """
+    kind = _kind(code, message, details.reason)
+    if details.fields and not any(name and name in message for name, _ in details.fields):
+        message = f"{message} [{'; '.join(': '.join(part for part in pair if part) for pair in details.fields)}]"
+    retryable = not details.no_retry and (
+        (kind in (Unavailable, Overloaded) and details.reason not in _NOT_RETRYABLE_REASONS)
+        or (kind is RateLimited and (details.reason == "RATE_LIMITED" or details.retry_after is not None))
+    )
+    return kind(
+        message or code,
+        reason=details.reason,
+        request_id=details.request_id or request_id,
+        retryable=retryable,
+        retry_after=details.retry_after,
+        metadata=details.metadata,
+    )
+
+
+def _kind(code: str, message: str, reason: str) -> type[SaccadeError]:
+    if code == "UNAVAILABLE" and reason in OVERLOADED_REASONS:
+        return Overloaded
+    if code == "RESOURCE_EXHAUSTED" and not reason:
+        # gRPC itself uses this code for three conditions of its own; it sends no details with them.
+        if "larger than max" in message:
+            return MessageTooLarge
+        if "Concurrent RPC limit" in message:
+            return Overloaded
+        if "metadata size exceeds" in message:
+            return Internal
+    if code == "RESOURCE_EXHAUSTED" and reason == "MESSAGE_TOO_LARGE":
+        return MessageTooLarge
+    return _BY_CODE.get(code, Internal)
+
+
+def error_from_rpc(rpc_error: Any, *, request_id: str = "") -> SaccadeError:
+    """The error for a `grpc.RpcError` that is also a call (sync or aio), with that as its `__cause__`."""
+    trailers = _items(rpc_error.trailing_metadata())
+    error = error_from_status(
+        rpc_error.code().name, rpc_error.details() or "", parse_trailers(trailers), request_id=request_id
+    )
+    error.__cause__ = rpc_error
+    return error
+
+
+def _items(metadata: Any) -> list[tuple[str, str | bytes]]:
+    return [(str(key), value) for key, value in metadata or ()]
+
+
+def parse_trailers(trailers: list[tuple[str, str | bytes]]) -> StatusDetails:
+    """Reads google.rpc.Status and the retry pushback from trailing metadata; what cannot be read is passed over."""
+    details = StatusDetails()
+    for key, value in trailers:
+        if key == _STATUS_DETAILS and isinstance(value, bytes):
+            _parse_status(value, details)
+    for key, value in trailers:
+        if key == _PUSHBACK:
+            text = value.decode("ascii", "replace") if isinstance(value, bytes) else value
+            # gRPC's own rule: a negative or unreadable number means "do not try again".
+            milliseconds = int(text) if text.strip().isdigit() else -1
+            if milliseconds < 0:
+                details.no_retry = True
+            elif details.retry_after is None:
+                details.retry_after = milliseconds / 1000
+    return details
+
+
+def _parse_status(data: bytes, details: StatusDetails) -> None:
+    from google.protobuf.message import DecodeError
+    from google.rpc import error_details_pb2, status_pb2
+
+    info = error_details_pb2.ErrorInfo()
+    bad_request = error_details_pb2.BadRequest()
+    retry = error_details_pb2.RetryInfo()
+    request = error_details_pb2.RequestInfo()
+    try:
+        for packed in status_pb2.Status.FromString(data).details:
+            if packed.Unpack(info):
+                details.reason = info.reason
+                details.metadata.update(info.metadata)
+            elif packed.Unpack(bad_request):
+                details.fields += [(v.field, v.description) for v in bad_request.field_violations]
+            elif packed.Unpack(retry):
+                details.retry_after = retry.retry_delay.ToTimedelta().total_seconds()
+            elif packed.Unpack(request):
+                details.request_id = request.request_id
+    except DecodeError:
+        return

@@ -1,0 +1,160 @@
+"""Pictures in the forms that users hold them, turned into `Image` messages.
+
+Files and bytes pass through untouched: re-encoding could change what the model sees. Pillow and numpy are looked at only
+if the caller has already imported them, which somebody who holds one of their objects has.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import os
+import struct
+import sys
+import urllib.parse
+import zlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from saccade.errors import InvalidArgument
+from saccade.v1 import types_pb2
+
+if TYPE_CHECKING:
+    import numpy
+    import PIL.Image
+
+    ImageInput: TypeAlias = (
+        str | os.PathLike[str] | bytes | bytearray | memoryview | io.IOBase | PIL.Image.Image | numpy.ndarray[Any, Any]
+    )
+else:
+    ImageInput: TypeAlias = Any
+
+# PNG holds these as they are; other modes (CMYK, YCbCr, floats, ...) become RGB first.
+_PNG_MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "I;16"})
+_PNG_COLOR_TYPES = {1: 0, 2: 4, 3: 2, 4: 6}
+
+
+def image_messages(images: Iterable[ImageInput] | ImageInput) -> list[types_pb2.Image]:
+    """One message per picture; a single picture is taken as a list of one."""
+    if isinstance(images, list | tuple):
+        items = list(images)
+    elif _is_single(images):
+        items = [images]
+    elif isinstance(images, Iterable):
+        items = list(images)
+    else:
+        raise InvalidArgument(f"images: expected a list of pictures, got {type(images).__name__}")
+    return [image_message(item, f"images[{position}]") for position, item in enumerate(items)]
+
+
+def image_message(image: ImageInput, name: str = "image") -> types_pb2.Image:
+    """The message for one picture.
+
+    Args:
+        image: a path, an http(s) or data URL, the bytes of an encoded file, a binary file object, a Pillow image, or a
+            uint8 array `[H, W]` or `[H, W, C]` with 1 to 4 channels.
+        name: what to call it in an error.
+
+    Raises:
+        InvalidArgument: it is none of these, or the file cannot be read.
+    """
+    if isinstance(image, str | os.PathLike):
+        return _from_path_or_url(os.fspath(image), name)
+    if isinstance(image, bytes | bytearray | memoryview):
+        return types_pb2.Image(data=bytes(image))
+    if _is_pillow(image):
+        return types_pb2.Image(data=_png_from_pillow(image))
+    if _is_array(image):
+        return types_pb2.Image(data=_png_from_array(image, name))
+    if hasattr(image, "read"):
+        data = image.read()
+        if not isinstance(data, bytes):
+            raise InvalidArgument(f"{name}: the file object gives {type(data).__name__}; open it in binary mode")
+        return types_pb2.Image(data=data)
+    raise InvalidArgument(
+        f"{name}: expected a path, bytes, a binary file, a Pillow image or a uint8 array, got {type(image).__name__}"
+    )
+
+
+def _is_single(value: Any) -> bool:
+    if isinstance(value, str | os.PathLike | bytes | bytearray | memoryview) or hasattr(value, "read"):
+        return True
+    # An array of four dimensions is a batch, and iterating over it gives its pictures.
+    return _is_pillow(value) or (_is_array(value) and value.ndim <= 3)
+
+
+def _from_path_or_url(text: str, name: str) -> types_pb2.Image:
+    scheme = text.split(":", 1)[0].lower() if ":" in text else ""
+    if scheme in ("http", "https"):
+        return types_pb2.Image(uri=text)
+    if scheme == "data":
+        return types_pb2.Image(data=decode_data_url(text, name))
+    try:
+        with open(text, "rb") as file:
+            return types_pb2.Image(data=file.read())
+    except OSError as error:
+        raise InvalidArgument(f"{name}: cannot read {text!r}: {error.strerror}", reason="IMAGE_UNREADABLE") from error
+
+
+def decode_data_url(url: str, name: str) -> bytes:
+    """The bytes inside a `data:` URL, base64 or percent-encoded."""
+    header, comma, payload = url.partition(",")
+    if not comma:
+        raise InvalidArgument(f"{name}: a data URL needs a comma before its data")
+    try:
+        if header.endswith(";base64"):
+            return base64.b64decode(payload, validate=True)
+        return urllib.parse.unquote_to_bytes(payload)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidArgument(f"{name}: the data URL's base64 cannot be decoded") from error
+
+
+def _is_pillow(value: Any) -> bool:
+    module = sys.modules.get("PIL.Image")
+    return module is not None and isinstance(value, module.Image)
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "__array__") and hasattr(value, "shape") and hasattr(value, "ndim")
+
+
+def _png_from_pillow(image: PIL.Image.Image) -> bytes:
+    from PIL import ImageOps
+
+    # The server turns a file as its EXIF says. A Pillow image of that file has not been turned yet.
+    upright = ImageOps.exif_transpose(image)
+    if upright.mode not in _PNG_MODES:
+        upright = upright.convert("RGB")
+    buffer = io.BytesIO()
+    upright.save(buffer, format="PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+def _png_from_array(array: Any, name: str) -> bytes:
+    import numpy
+
+    pixels = numpy.asarray(array)
+    shape = tuple(pixels.shape)
+    if pixels.dtype != numpy.uint8:
+        raise InvalidArgument(f"{name}: expected a uint8 array, got {pixels.dtype} {list(shape)}")
+    if pixels.ndim == 2:
+        pixels = pixels[:, :, None]
+    if pixels.ndim != 3 or pixels.shape[2] not in _PNG_COLOR_TYPES or 0 in shape:
+        raise InvalidArgument(f"{name}: expected an array [H, W] or [H, W, 1..4], got {list(shape)}")
+    height, width, channels = pixels.shape
+    rows = numpy.zeros((height, 1 + width * channels), dtype=numpy.uint8)  # each row starts with its filter type, 0
+    rows[:, 1:] = pixels.reshape(height, width * channels)
+    header = struct.pack(">IIBBBBB", width, height, 8, _PNG_COLOR_TYPES[channels], 0, 0, 0)
+    return b"".join(
+        (
+            b"\x89PNG\r\n\x1a\n",
+            _png_chunk(b"IHDR", header),
+            _png_chunk(b"IDAT", zlib.compress(rows.tobytes(), 1)),
+            _png_chunk(b"IEND", b""),
+        )
+    )
+
+
+def _png_chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -1,0 +1,222 @@
+"""From the arguments of `generate` and `stream` to a `GenerateRequest`: the same for all three clients."""
+
+from __future__ import annotations
+
+import operator
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, TypedDict, cast
+
+from google.protobuf import json_format, struct_pb2
+
+from saccade.errors import InvalidArgument
+from saccade.images import ImageInput, image_message, image_messages
+from saccade.v1 import inference_pb2, types_pb2
+
+Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
+
+_ROLES = {
+    "system": types_pb2.ROLE_SYSTEM,
+    "user": types_pb2.ROLE_USER,
+    "assistant": types_pb2.ROLE_ASSISTANT,
+    "tool": types_pb2.ROLE_TOOL,
+}
+_INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs")
+_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+class Sampling(TypedDict, total=False):
+    """The further keyword arguments of `generate` and `stream`."""
+
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    min_tokens: int | None
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool | None
+    n: int | None
+    continued_token_ids: Sequence[int]
+    model: str
+    request_id: str
+    priority: int | None
+
+
+def build_request(
+    prompt: Prompt,
+    *,
+    images: Iterable[ImageInput] | ImageInput = (),
+    videos: Sequence[Any] = (),
+    raw: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    **sampling: Any,
+) -> inference_pb2.GenerateRequest:
+    """The message for one call. The request id is drawn here, once, so that every attempt carries the same one.
+
+    Raises:
+        InvalidArgument: an argument that no server could take; the message names it.
+    """
+    known = Sampling.__annotations__.keys() | set(_INTEGERS) | set(_FLOATS) | {"stop"}
+    unknown = sorted(sampling.keys() - known)
+    if unknown:
+        raise InvalidArgument(f"unknown arguments: {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+    if len(videos):
+        raise InvalidArgument("videos: no model that is served takes videos", reason="CAPABILITY_MISSING")
+    request = inference_pb2.GenerateRequest(
+        request_id=sampling.get("request_id") or uuid.uuid4().hex, model=sampling.get("model") or ""
+    )
+    _set_input(request, prompt, image_messages(images), raw, chat_template_kwargs)
+    _set_sampling(request.sampling, sampling)
+    with _naming("continued_token_ids"):
+        request.continued_token_ids.extend(map(operator.index, sampling.get("continued_token_ids") or ()))
+    if sampling.get("priority") is not None:
+        with _naming("priority"):
+            request.priority = operator.index(sampling["priority"])
+    return request
+
+
+class _naming:
+    """Turns what protobuf and Python say of a wrong value into an InvalidArgument that names the argument."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, TypeError | ValueError | OverflowError | json_format.ParseError):
+            raise InvalidArgument(f"{self.name}: {error}") from error
+
+
+def _set_sampling(message: types_pb2.SamplingParams, sampling: Mapping[str, Any]) -> None:
+    for name in _INTEGERS:
+        if sampling.get(name) is not None:
+            with _naming(name):
+                setattr(message, name, operator.index(sampling[name]))
+    for name in _FLOATS:
+        if sampling.get(name) is not None:
+            with _naming(name):
+                setattr(message, name, float(sampling[name]))
+    if sampling.get("ignore_eos") is not None:
+        message.ignore_eos = bool(sampling["ignore_eos"])
+    stop = sampling.get("stop") or ()
+    with _naming("stop"):
+        message.stop.extend([stop] if isinstance(stop, str) else stop)
+    with _naming("stop_token_ids"):
+        message.stop_token_ids.extend(map(operator.index, sampling.get("stop_token_ids") or ()))
+    with _naming("logit_bias"):
+        for token_id, bias in (sampling.get("logit_bias") or {}).items():
+            message.logit_bias[operator.index(token_id)] = float(bias)
+
+
+def _set_input(
+    request: inference_pb2.GenerateRequest,
+    prompt: Prompt,
+    images: list[types_pb2.Image],
+    raw: bool,
+    template_kwargs: Mapping[str, Any] | None,
+) -> None:
+    if isinstance(prompt, str):
+        if raw and template_kwargs:
+            raise InvalidArgument("chat_template_kwargs: a raw prompt does not pass through the chat template")
+        request.prompt.text = prompt
+        request.prompt.raw = raw
+        request.prompt.images.extend(images)
+        if template_kwargs:
+            request.prompt.chat_template_kwargs.CopyFrom(_struct(template_kwargs))
+        return
+    items = _items(prompt)
+    if isinstance(items[0], Mapping):
+        if raw:
+            raise InvalidArgument("raw: chat messages need the chat template; raw takes a string")
+        request.chat.messages.extend(_chat_messages(items, images))
+        if template_kwargs:
+            request.chat.chat_template_kwargs.CopyFrom(_struct(template_kwargs))
+        return
+    if template_kwargs:
+        raise InvalidArgument("chat_template_kwargs: token ids do not pass through the chat template")
+    with _naming("prompt"):
+        request.tokens.ids.extend(map(operator.index, items))
+    request.tokens.images.extend(images)
+
+
+def _items(prompt: Any) -> list[Any]:
+    expected = "a string, a list of chat messages or a list of token ids"
+    if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Iterable):
+        raise InvalidArgument(f"prompt: expected {expected}, got {type(prompt).__name__}")
+    items = list(prompt)
+    if not items:
+        raise InvalidArgument(f"prompt: expected {expected}, got an empty list")
+    return items
+
+
+def _struct(values: Mapping[str, Any]) -> struct_pb2.Struct:
+    with _naming("chat_template_kwargs"):
+        return cast(struct_pb2.Struct, json_format.ParseDict(dict(values), struct_pb2.Struct()))
+
+
+def _chat_messages(messages: list[Any], images: list[types_pb2.Image]) -> list[types_pb2.ChatMessage]:
+    """The conversation, with `images` put where it has parts {"type": "image"} without a picture of their own; if it has
+    no such part, they come first in the last user message."""
+    waiting: list[types_pb2.Part] = []
+    built = [_chat_message(message, f"messages[{i}]", waiting) for i, message in enumerate(messages)]
+    if waiting and len(waiting) != len(images):
+        raise InvalidArgument(f"the messages have {len(waiting)} places for pictures, images= holds {len(images)}")
+    for part, image in zip(waiting, images, strict=False):
+        part.image.CopyFrom(image)
+    if images and not waiting:
+        users = [message for message in built if message.role == types_pb2.ROLE_USER]
+        if not users:
+            raise InvalidArgument("images: the conversation has no user message that could hold them")
+        parts = [*(types_pb2.Part(image=image) for image in images), *users[-1].parts]
+        del users[-1].parts[:]
+        users[-1].parts.extend(parts)
+    return built
+
+
+def _chat_message(message: Any, name: str, waiting: list[types_pb2.Part]) -> types_pb2.ChatMessage:
+    if not isinstance(message, Mapping):
+        raise InvalidArgument(f"{name}: expected a dict with role and content, got {type(message).__name__}")
+    extra = sorted(message.keys() - {"role", "content"})
+    if extra:
+        raise InvalidArgument(f"{name}: unknown keys {', '.join(map(str, extra))}; known are content, role")
+    if message.get("role") not in _ROLES:
+        raise InvalidArgument(f"{name}.role: expected one of {', '.join(_ROLES)}, got {message.get('role')!r}")
+    built = types_pb2.ChatMessage(role=_ROLES[message["role"]])
+    content = message.get("content")
+    if isinstance(content, str):
+        built.parts.add(text=content)
+    elif isinstance(content, Sequence) and not isinstance(content, bytes):
+        for i, part in enumerate(content):
+            _add_part(built, part, f"{name}.content[{i}]", waiting)
+    else:
+        raise InvalidArgument(f"{name}.content: expected a string or a list of parts, got {type(content).__name__}")
+    return built
+
+
+def _add_part(message: types_pb2.ChatMessage, part: Any, name: str, waiting: list[types_pb2.Part]) -> None:
+    kind = "text" if isinstance(part, str) else part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text":
+        text = part if isinstance(part, str) else part.get("text")
+        if not isinstance(text, str):
+            raise InvalidArgument(f"{name}.text: expected a string, got {type(text).__name__}")
+        message.parts.add(text=text)
+    elif kind in ("image", "image_url"):
+        added = message.parts.add()
+        source = _part_source(part)
+        if source is None:
+            waiting.append(added)
+        else:
+            added.image.CopyFrom(image_message(source, name))
+    else:
+        raise InvalidArgument(f"{name}: expected a part of type text, image or image_url, got {kind or part!r}")
+
+
+def _part_source(part: Mapping[str, Any]) -> Any:
+    """The picture inside an image part in any of the common spellings, or None if the part only marks a place."""
+    for key in ("image", "image_url", "url", "path", "data"):
+        value = part.get(key)
+        if value is not None:
+            return value["url"] if key == "image_url" and isinstance(value, Mapping) else value
+    return None

@@ -1,0 +1,153 @@
+"""From response messages to the dataclasses of `saccade.types`: the same for all three clients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from saccade.errors import Internal
+from saccade.types import Delta, Generation, Sample, TokenLogprob, TopLogprob, Usage
+from saccade.v1 import inference_pb2, types_pb2
+
+_FINISH_REASONS = {
+    types_pb2.FINISH_REASON_STOP: "stop",
+    types_pb2.FINISH_REASON_LENGTH: "length",
+    types_pb2.FINISH_REASON_ABORTED: "aborted",
+}
+
+
+def usage_from(message: types_pb2.Usage) -> Usage:
+    def seconds(field: str) -> float | None:
+        return getattr(message, field).ToTimedelta().total_seconds() if message.HasField(field) else None
+
+    return Usage(
+        prompt_tokens=message.prompt_tokens,
+        image_tokens=message.image_tokens,
+        cached_tokens=message.cached_tokens,
+        completion_tokens=message.completion_tokens,
+        queue_time=seconds("queue_time"),
+        time_to_first_token=seconds("time_to_first_token"),
+    )
+
+
+def logprobs_from(messages: Any) -> list[TokenLogprob]:
+    return [
+        TokenLogprob(item.token_id, item.logprob, tuple(TopLogprob(top.token_id, top.logprob) for top in item.top))
+        for item in messages
+    ]
+
+
+def delta_from(message: inference_pb2.Delta, with_logprobs: bool) -> Delta:
+    return Delta(
+        text=message.text,
+        token_ids=list(message.token_ids),
+        index=message.index,
+        logprobs=logprobs_from(message.logprobs) if with_logprobs else None,
+        sequence=message.sequence,
+    )
+
+
+def _stop_match(message: inference_pb2.Sample | inference_pb2.Finished) -> str | int | None:
+    which = message.WhichOneof("stop_match")
+    return getattr(message, which) if which else None
+
+
+def _generation(samples: list[Sample], **facts: Any) -> Generation:
+    if not samples:
+        raise Internal("the server sent no answer", request_id=facts.get("request_id", ""))
+    first = samples[0]
+    return Generation(
+        text=first.text,
+        token_ids=first.token_ids,
+        finish_reason=first.finish_reason,
+        usage=first.usage,
+        logprobs=first.logprobs,
+        samples=samples,
+        **facts,
+    )
+
+
+def generation_from(response: inference_pb2.GenerateResponse, with_logprobs: bool) -> Generation:
+    """The answer of a unary call. `with_logprobs`: whether the request asked for them."""
+    samples = [
+        Sample(
+            text=sample.text,
+            token_ids=list(sample.token_ids),
+            finish_reason=_FINISH_REASONS.get(sample.finish_reason, ""),
+            usage=usage_from(sample.usage),
+            logprobs=logprobs_from(sample.logprobs) if with_logprobs else None,
+            index=sample.index,
+            stop_match=_stop_match(sample),
+        )
+        for sample in sorted(response.samples, key=lambda sample: sample.index)
+    ]
+    return _generation(
+        samples,
+        request_id=response.request_id,
+        model=response.model,
+        model_version=response.model_version,
+        seed=response.seed,
+    )
+
+
+class Assembler:
+    """Puts the messages of one stream together. Holds what has come so far; `finish` checks that it is whole."""
+
+    def __init__(self, request: inference_pb2.GenerateRequest) -> None:
+        self.request = request
+        self.with_logprobs = request.sampling.HasField("logprobs")
+        self.started: inference_pb2.Started | None = None
+        self._deltas: dict[int, list[Delta]] = {}
+        self._finished: dict[int, inference_pb2.Finished] = {}
+
+    def take(self, response: inference_pb2.StreamGenerateResponse) -> Delta | None:
+        """Takes one message; returns the delta for the user if it is one."""
+        event = response.WhichOneof("event")
+        if event == "delta":
+            delta = delta_from(response.delta, self.with_logprobs)
+            self._deltas.setdefault(delta.index, []).append(delta)
+            return delta
+        if event == "started":
+            self.started = response.started
+        elif event == "finished":
+            self._finished[response.finished.index] = response.finished
+        return None
+
+    def text(self, index: int = 0) -> str:
+        return "".join(delta.text for delta in self._deltas.get(index, ()))
+
+    def token_ids(self, index: int = 0) -> list[int]:
+        return [token_id for delta in self._deltas.get(index, ()) for token_id in delta.token_ids]
+
+    def finish(self) -> Generation:
+        """The whole answer, after the stream has ended.
+
+        Raises:
+            Internal: the stream ended without an error and yet without a Finished for each sample.
+        """
+        expected = max(1, self.request.sampling.n)
+        if len(self._finished) < expected or self.started is None:
+            raise Internal(
+                f"the stream ended after {len(self._finished)} of {expected} samples",
+                request_id=self.request.request_id,
+            )
+        started = self.started
+        return _generation(
+            [self._sample(index) for index in sorted(self._finished)],
+            request_id=started.request_id,
+            model=started.model,
+            model_version=started.model_version,
+            seed=started.seed,
+        )
+
+    def _sample(self, index: int) -> Sample:
+        finished = self._finished[index]
+        parts = [part for delta in self._deltas.get(index, ()) for part in delta.logprobs or ()]
+        return Sample(
+            text=self.text(index),
+            token_ids=self.token_ids(index),
+            finish_reason=_FINISH_REASONS.get(finished.finish_reason, ""),
+            usage=usage_from(finished.usage),
+            logprobs=parts if self.with_logprobs else None,
+            index=index,
+            stop_match=_stop_match(finished),
+        )
