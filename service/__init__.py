@@ -1,0 +1,1 @@
+"""The Saccade server: gRPC front, engine wiring, embedding handoff, checkpoints, configuration."""

@@ -1,0 +1,7 @@
+"""`python -m service serve ...`: the server's commands straight from a checkout."""
+
+import sys
+
+from service.cli import main
+
+sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,284 @@
+"""Reads model directories as they are published on the Hugging Face hub.
+
+Files name weights in one of two ways: NVIDIA's releases (and, by default, transformers' `save_pretrained`) say
+`language_model.backbone.layers.0...`, `vision_model.radio_model.model.blocks.0...` and `mlp1.1...`; transformers' own
+modules say `language_model.model.layers.0...`, `vision_model.encoder.layer.0...`. Everything is mapped to the second
+naming, less `language_model.`, and handed out as (name, tensor) pairs, a layer at a time, straight from the mapped
+file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from service.modelconfig import CheckpointError, ModelConfig, load_config, read_json
+
+log = logging.getLogger(__name__)
+
+__all__ = ["Checkpoint", "CheckpointError", "native_names", "open_checkpoint", "resolve_model"]
+
+# Parts of published models that this server does not run. Their weights are passed over, and that is logged once.
+_NOT_SERVED = re.compile(
+    r"^(language_model\.)?(sound_encoder\.|sound_projection\.|audio_tower\.|embed_audio\.|mtp\.|model\.mtp\.|backbone\.mtp\.)"
+    r"|\.input_conditioner\.|(^|\.)summary_idxs$"
+)
+_PATCHES = r"^vision_model\.radio_model\.model\.patch_generator\."
+_RENAMES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"^language_model\.", ""),
+        (r"^backbone\.", "model."),
+        (r"^mlp1\.0\.", "multi_modal_projector.layer_norm."),
+        (r"^mlp1\.1\.", "multi_modal_projector.linear_1."),
+        (r"^mlp1\.3\.", "multi_modal_projector.linear_2."),
+        (r"^vision_projector\.vision_final_layernorm\.", "vision_final_layernorm."),
+        (_PATCHES + r"video_embedder\.", "vision_model.embeddings.video_patch_projection."),
+        (_PATCHES + r"embedder\.", "vision_model.embeddings.patch_projection."),
+        (_PATCHES + r"pos_embed$", "vision_model.embeddings.position_embedding"),
+        (_PATCHES + r"cls_token\.token$", "vision_model.embeddings.cls_register_token"),
+        (r"^vision_model\.radio_model\.model\.blocks\.", "vision_model.encoder.layer."),
+        (r"(^vision_model\..*)\.attn\.proj\.", r"\1.attention.o_proj."),
+        (r"(^vision_model\..*)\.ls([12])\.gamma$", r"\1.layer_scale\2.lambda1"),
+    )
+)
+_FUSED_QKV = re.compile(r"^(vision_model\..*)\.attn\.qkv\.(weight|bias)$")
+_EXPERT = re.compile(r"^(.*\.mixer\.experts)\.(\d+)\.(up_proj|down_proj)\.weight$")
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes read, bytes in all) as weights stream in."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where the tensor of one native name comes from: a whole tensor, a third of a fused one, or experts to stack."""
+
+    names: tuple[str, ...]
+    kind: Literal["whole", "third", "stack"] = "whole"
+    third: int = 0
+
+
+def native_names(name: str) -> list[tuple[str, Literal["whole", "third", "stack"], int]]:
+    """The native names that a stored tensor contributes to: (name, how, index). Empty for parts that are not served."""
+    if _NOT_SERVED.search(name):
+        return []
+    for pattern, replacement in _RENAMES:
+        name = pattern.sub(replacement, name)
+    if fused := _FUSED_QKV.match(name):
+        layer, suffix = fused.groups()
+        return [(f"{layer}.attention.{part}_proj.{suffix}", "third", i) for i, part in enumerate("qkv")]
+    if expert := _EXPERT.match(name):
+        return [(f"{expert[1]}.{expert[3]}", "stack", int(expert[2]))]
+    return [(name, "whole", 0)]
+
+
+def hub_cache() -> Path:
+    """The folder in which the Hugging Face tools keep downloaded snapshots."""
+    if path := os.environ.get("HF_HUB_CACHE"):
+        return Path(path)
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
+    return Path(home).expanduser() / "hub"
+
+
+def resolve_model(model: str) -> Path:
+    """`demo`, a directory, or a hub id that the local cache holds -> the directory. Never downloads."""
+    if model == "demo":
+        return Path(__file__).resolve().parent.parent / "demo" / "model"
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    repository = hub_cache() / f"models--{model.replace('/', '--')}"
+    snapshots = repository / "snapshots"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and snapshots.is_dir():
+        reference = repository / "refs" / "main"
+        if reference.is_file() and (snapshots / reference.read_text().strip()).is_dir():
+            return snapshots / reference.read_text().strip()
+        if found := sorted(p for p in snapshots.iterdir() if p.is_dir()):
+            return found[-1]
+    raise CheckpointError(
+        f"no model {model!r}: it is neither 'demo', nor a directory, nor a hub id under {hub_cache()} "
+        "(this server never downloads; fetch it with `hf download` first)"
+    )
+
+
+class Checkpoint:
+    """One model directory: its configuration and its weights by native name."""
+
+    def __init__(self, path: Path, *, name: str | None = None) -> None:
+        self.config: ModelConfig = load_config(path, name=name)
+        self.path = path
+        self._files = _weight_files(path)
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._bytes: dict[str, int] = {}
+        self._file_of: dict[str, Path] = {}
+        digest = hashlib.sha256((path / "config.json").read_bytes())
+        for file in self._files:
+            header, raw = _read_header(file)
+            digest.update(raw)
+            _sample_into(digest, file)
+            for tensor, entry in header.items():
+                self._file_of[tensor] = file
+                self._shapes[tensor] = tuple(entry["shape"])
+                self._bytes[tensor] = entry["data_offsets"][1] - entry["data_offsets"][0]
+        self.revision = digest.hexdigest()[:16]
+        """Digest over config.json, the tensor tables and samples of the weights: keys caches, names the version."""
+        self._plan = self._resolve_sources()
+
+    def decoder_weights(self, progress: Progress | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """(native name, tensor) of the decoder in layer order, in the file's dtype, as views of the mapped file."""
+        return self._stream(self.config.decoder.expected_weights(), progress)
+
+    def vision_weights(self, progress: Progress | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same for the encoder. Empty for text-only models."""
+        vision = self.config.vision
+        return self._stream(vision.expected_weights() if vision else {}, progress)
+
+    def parameters(self) -> int:
+        """Parameters of the served parts."""
+        stored = {name for source in self._plan.values() for name in source.names}
+        return sum(math.prod(self._shapes[name]) for name in stored)
+
+    def _resolve_sources(self) -> dict[str, _Source]:
+        """Matches stored names with the expected ones; one error lists every name that is missing, unexpected or of
+        another shape."""
+        whole: dict[str, _Source] = {}
+        stacks: dict[str, dict[int, str]] = {}
+        passed_over: list[str] = []
+        for stored in self._shapes:
+            targets = native_names(stored)
+            if not targets:
+                passed_over.append(stored)
+            for target, kind, index in targets:
+                if kind == "stack":
+                    stacks.setdefault(target, {})[index] = stored
+                else:
+                    whole[target] = _Source((stored,), kind, index)
+        for target, experts in stacks.items():
+            whole[target] = _Source(tuple(experts[i] for i in sorted(experts)), "stack")
+        if passed_over:
+            parts = sorted({".".join(n.split(".")[:2]) for n in passed_over})
+            log.info("%d weights of parts that are not served are passed over: %s", len(passed_over), ", ".join(parts))
+        vision = self.config.vision
+        expected = dict(self.config.decoder.expected_weights())
+        optional = set(self.config.decoder.optional_weights())
+        if vision is not None:
+            expected |= vision.expected_weights()
+            optional |= vision.optional_weights()
+        if self.config.decoder.tie_word_embeddings:
+            whole.pop("lm_head.weight", None)
+        problems = [
+            f"missing {name} {list(shape)}"
+            for name, shape in expected.items()
+            if name not in whole and name not in optional
+        ]
+        problems += [f"unexpected {name}" for name in whole if name not in expected]
+        for name, shape in expected.items():
+            if name in whole and (found := self._shape_of(whole[name])) != shape:
+                problems.append(f"{name} has shape {list(found)}, not {list(shape)}")
+        if problems:
+            shown = "\n  ".join(problems[:40]) + (
+                f"\n  ... and {len(problems) - 40} more" if len(problems) > 40 else ""
+            )
+            raise CheckpointError(f"{self.path}: {len(problems)} weights do not fit config.json:\n  {shown}")
+        return {name: whole[name] for name in expected if name in whole}
+
+    def _shape_of(self, source: _Source) -> tuple[int, ...]:
+        first = self._shapes[source.names[0]]
+        if source.kind == "third":
+            return (first[0] // 3, *first[1:])
+        if source.kind == "stack":
+            same = all(self._shapes[n] == first for n in source.names)
+            return (len(source.names), *first) if same else ()
+        return first
+
+    def _stream(
+        self, expected: Mapping[str, tuple[int, ...]], progress: Progress | None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        from safetensors import SafetensorError, safe_open
+
+        wanted = [name for name in expected if name in self._plan]
+        total = sum(self._bytes[n] for name in wanted for n in self._plan[name].names) or 1
+        done = 0
+        handles: dict[Path, object] = {}
+
+        def load(stored: str) -> torch.Tensor:
+            file = self._file_of[stored]
+            if file not in handles:
+                handles[file] = safe_open(file, framework="pt")
+            return handles[file].get_tensor(stored)  # type: ignore[attr-defined,no-any-return]
+
+        try:
+            for name in wanted:
+                source = self._plan[name]
+                if source.kind == "stack":
+                    yield name, torch.stack([load(n) for n in source.names])
+                else:
+                    tensor = load(source.names[0])
+                    yield name, tensor.chunk(3)[source.third] if source.kind == "third" else tensor
+                done += sum(self._bytes[n] for n in source.names)
+                if progress:
+                    progress(done, total)
+        except SafetensorError as error:
+            raise CheckpointError(f"{self.path}: a weights file cannot be read: {error}") from error
+
+
+def open_checkpoint(model: str) -> Checkpoint:
+    """`demo`, directory or hub id -> Checkpoint. Raises CheckpointError, with everything that is wrong in one
+    message."""
+    path = resolve_model(model)
+    name = model if model == "demo" or not Path(model).expanduser().is_dir() else None
+    return Checkpoint(path, name=name)
+
+
+def _weight_files(path: Path) -> list[Path]:
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        files = sorted({path / file for file in read_json(index).get("weight_map", {}).values()})
+        if absent := [f.name for f in files if not f.exists()]:
+            raise CheckpointError(f"{path}: the index names files that are not there: {', '.join(absent)}")
+        return files
+    if (single := path / "model.safetensors").exists():
+        return [single]
+    if files := sorted(path.glob("*.safetensors")):
+        return files
+    raise CheckpointError(f"{path} holds no safetensors weights (other formats are not read)")
+
+
+def _read_header(file: Path) -> tuple[dict[str, dict[str, list[int]]], bytes]:
+    """The tensor table of a safetensors file: an 8-byte little-endian length, then JSON."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size + 1
+        if length > size - 8:
+            raise CheckpointError(f"{file} is not a safetensors file, or is cut short ({size} bytes)")
+        raw = stream.read(length)
+    try:
+        header: dict[str, dict[str, list[int]]] = json.loads(raw)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise CheckpointError(f"{file} is not a safetensors file: its table is not JSON") from None
+    header.pop("__metadata__", None)
+    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if 8 + length + end > size:
+        raise CheckpointError(f"{file} is cut short: {size} bytes of {8 + length + end}")
+    return header, raw
+
+
+def _sample_into(digest: hashlib._Hash, file: Path, blocks: int = 64, block: int = 4096) -> None:
+    """Mixes evenly spaced blocks of a file into the digest: two fine-tunes differ everywhere, so samples tell them
+    apart."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        for i in range(blocks):
+            stream.seek(size * i // blocks)
+            digest.update(stream.read(block))

@@ -1,0 +1,219 @@
+"""Every option of the server, in one place: field, default, unit, and where its value comes from.
+
+A value is taken from the command line (`--max-seqs 8`), else the environment (`SACCADE_MAX_SEQS=8`), else the file
+given by `--config FILE.toml` (`max_seqs = 8`), else the default here. A name that is not an option is an error
+everywhere."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+ENV_PREFIX = "SACCADE_"
+# Variables of the SDK that share the prefix.
+_SDK_VARIABLES = {"SACCADE_API_KEY", "SACCADE_SERVER"}
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+T = TypeVar("T", bound="EngineOptions")
+
+
+class ConfigError(ValueError):
+    """An option that cannot be what it was set to; the message names it and what it accepts."""
+
+
+def _option(
+    default: Any, help: str, *, choices: tuple[str, ...] = (), minimum: float | None = None, size: bool = False
+) -> Any:
+    """A field with its help text; `size` accepts suffixes such as 512Mi."""
+    metadata = {"help": help, "choices": choices, "minimum": minimum, "size": size}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What the engine process is built from."""
+
+    model: str = _option("demo", "'demo', a checkpoint directory, or a hub id that the local Hugging Face cache holds")
+    dtype: str | None = _option(
+        None, "compute dtype; unset: what the checkpoint declares", choices=("float32", "bfloat16")
+    )
+    device: str | None = _option(None, "'cpu' or 'cuda'; unset: cuda where there is one")
+    threads: int | None = _option(None, "threads of the engine's maths; unset: one per core", minimum=1)
+    max_seqs: int = _option(32, "requests that run at the same time", minimum=1)
+    max_len: int | None = _option(
+        None, "tokens of one request, prompt, pictures and answer together; unset: the model's, at most 8192", minimum=2
+    )
+    max_batched_tokens: int = _option(2048, "tokens of one decoder step over all requests", minimum=1)
+    memory_bytes: int | None = _option(
+        None,
+        "bytes of the state arena (states, KV pages); unset: what max_seqs x max_len needs, within half the memory",
+        minimum=1,
+        size=True,
+    )
+    handoff_bytes: int = _option(256 * 2**20, "bytes of image embeddings, in flight and cached", minimum=1, size=True)
+    graphs: str = _option("auto", "encoder graphs", choices=("auto", "on", "off"))
+    token_budgets: tuple[int, ...] = _option(
+        (), "encoder budgets in image tokens, such as 64,256,1024; unset: a ladder", minimum=1
+    )
+    max_images: int | None = _option(
+        None, "pictures of one encoder batch; unset: as many as the budgets allow", minimum=1
+    )
+    encoder_step_tokens: int | None = _option(
+        None, "image tokens the encoder takes on at a time; unset: the largest legal picture", minimum=1
+    )
+
+
+@dataclass(frozen=True)
+class ServerOptions(EngineOptions):
+    """The engine's options and those of the gRPC front."""
+
+    host: str = _option("127.0.0.1", "address to listen on; one that is not loopback needs --insecure (no TLS yet)")
+    port: int = _option(50051, "port to listen on; 0 picks one", minimum=0)
+    insecure: bool = _option(False, "serve plain text on an address that others can reach")
+    max_queue: int = _option(
+        1024, "requests in the server, running and waiting, before new ones are refused", minimum=1
+    )
+    max_message_bytes: int = _option(64 * 2**20, "largest request message", minimum=1024, size=True)
+    max_images_per_request: int = _option(16, "pictures of one request", minimum=0)
+    max_image_bytes: int = _option(32 * 2**20, "encoded bytes of one picture", minimum=1, size=True)
+    max_image_pixels: int = _option(64_000_000, "pixels of one picture", minimum=1, size=True)
+    image_workers: int = _option(2, "threads that decode and resize pictures", minimum=1)
+    default_timeout: float = _option(600.0, "seconds a call without a deadline may take", minimum=0.001)
+    grace: float = _option(30.0, "seconds that running calls get after SIGTERM", minimum=0)
+    log_level: str = _option("info", "what is logged to stderr", choices=("debug", "info", "warning", "error"))
+
+
+def option_type(options: type, name: str) -> Any:
+    """The plain type behind a field's annotation: `int | None` -> int."""
+    hint = typing.get_type_hints(options)[name]
+    if isinstance(hint, types.UnionType):
+        hint = next(a for a in typing.get_args(hint) if a is not type(None))
+    return hint
+
+
+def parse_value(options: type, name: str, raw: Any) -> Any:
+    """One value as written on a command line, in the environment or in TOML -> the field's type. Raises ConfigError."""
+    spec = next(f for f in dataclasses.fields(options) if f.name == name)
+    kind = option_type(options, name)
+    try:
+        if kind is bool:
+            value: Any = _parse_bool(raw)
+        elif typing.get_origin(kind) is tuple:
+            parts = raw if isinstance(raw, list | tuple) else [p for p in str(raw).split(",") if p.strip()]
+            value = tuple(int(p) for p in parts)
+        elif spec.metadata["size"]:
+            value = parse_size(raw)
+        elif kind is int and isinstance(raw, float | bool):
+            raise ValueError("not a whole number")
+        else:
+            value = kind(raw)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name}: {raw!r} is not {_describe(kind, spec.metadata['size'])}") from None
+    if spec.metadata["choices"] and value not in spec.metadata["choices"]:
+        raise ConfigError(f"{name}: {value!r} is not one of {', '.join(spec.metadata['choices'])}")
+    minimum = spec.metadata["minimum"]
+    for number in value if isinstance(value, tuple) else (value,):
+        if minimum is not None and number < minimum:
+            raise ConfigError(f"{name}: {number} is below the minimum of {minimum}")
+    return value
+
+
+def parse_size(raw: Any) -> int:
+    """`1048576`, `1Mi`, `64MiB` or `2g` -> bytes. Raises ValueError."""
+    text = str(raw).strip().lower().removesuffix("b")
+    digits = text.rstrip("kmgi")
+    return int(float(digits) * _UNITS[text[len(digits) :]]) if text[len(digits) :] in _UNITS else int(text)
+
+
+def _parse_bool(raw: Any) -> bool:
+    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if isinstance(raw, bool):
+        return raw
+    if str(raw).lower() not in words:
+        raise ValueError(raw)
+    return words[str(raw).lower()]
+
+
+def _describe(kind: Any, size: bool) -> str:
+    if size:
+        return "a number of bytes, such as 67108864 or 64Mi"
+    if typing.get_origin(kind) is tuple:
+        return "a list of whole numbers, such as 64,256"
+    return {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "text")
+
+
+def add_arguments(parser: argparse.ArgumentParser, options: type) -> None:
+    """One argument per field. Values stay strings here; `resolve` parses them."""
+    parser.add_argument("--config", metavar="FILE.toml", help="read options from this file")
+    for spec in dataclasses.fields(options):
+        if spec.name == "model":
+            parser.add_argument(
+                "model", nargs="?", default=None, help=f"{spec.metadata['help']} (default: {spec.default})"
+            )
+            continue
+        flag = "--" + spec.name.replace("_", "-")
+        default = "" if spec.default in (None, ()) else f" (default: {spec.default})"
+        help_text = (spec.metadata["help"] + default).replace("%", "%%")
+        if option_type(options, spec.name) is bool:
+            parser.add_argument(flag, action="store_const", const=True, default=None, dest=spec.name, help=help_text)
+        else:
+            metavar = "|".join(spec.metadata["choices"]) or "N"
+            parser.add_argument(flag, default=None, dest=spec.name, metavar=metavar, help=help_text)
+
+
+def resolve(options: type[T], arguments: Mapping[str, Any], environment: Mapping[str, str]) -> T:
+    """Arguments over environment over `--config` file over defaults. Raises ConfigError."""
+    names = {f.name for f in dataclasses.fields(options)}
+    values: dict[str, Any] = {}
+    if path := arguments.get("config") or environment.get(ENV_PREFIX + "CONFIG"):
+        values |= _read_file(Path(path), names)
+    everything = {f.name for f in dataclasses.fields(ServerOptions)}
+    for variable, raw in environment.items():
+        if not variable.startswith(ENV_PREFIX) or variable in _SDK_VARIABLES or variable == ENV_PREFIX + "CONFIG":
+            continue
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if name not in everything:
+            raise ConfigError(
+                f"environment variable {variable} is no option; options are {', '.join(sorted(everything))}"
+            )
+        if name in names:
+            values[name] = raw
+    values |= {name: value for name, value in arguments.items() if name in names and value is not None}
+    return options(**{name: parse_value(options, name, raw) for name, raw in values.items()})
+
+
+def _read_file(path: Path, names: set[str]) -> dict[str, Any]:
+    try:
+        values = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config file {path}: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"config file {path}: {error}") from None
+    if unknown := sorted(set(values) - names):
+        raise ConfigError(
+            f"config file {path}: {', '.join(unknown)} is no option; options are {', '.join(sorted(names))}"
+        )
+    return values
+
+
+def from_keywords(options: type[T], keywords: Mapping[str, Any]) -> T:
+    """Keyword arguments of the SDK's LocalClient -> options. Raises ConfigError for unknown names."""
+    names = {f.name for f in dataclasses.fields(options)}
+    if unknown := sorted(set(keywords) - names):
+        raise ConfigError(f"{', '.join(unknown)} is no option; options are {', '.join(sorted(names))}")
+    return options(**{name: parse_value(options, name, raw) for name, raw in keywords.items() if raw is not None})
+
+
+def from_command_line(options: type[T], parser: argparse.ArgumentParser, argv: Sequence[str]) -> T:
+    """Parses and resolves in one go, against this process's environment."""
+    add_arguments(parser, options)
+    return resolve(options, vars(parser.parse_args(list(argv))), os.environ)

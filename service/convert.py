@@ -1,0 +1,262 @@
+"""Protos <-> domain, both ways, and nowhere else."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from google.protobuf import json_format
+
+from saccade.v1 import inference_pb2, model_pb2, types_pb2
+from service import errors
+from service.chat import Message
+from service.config import ServerOptions
+from service.engine import EngineInfo
+from service.frontend import MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_LENGTH, MAX_STOP_STRINGS, FrontLimits, ModelAssets
+from service.types import (
+    ChatInput,
+    Delta,
+    Event,
+    Finished,
+    GenerateSpec,
+    ImageSource,
+    Logprob,
+    RawInput,
+    Started,
+    TokensInput,
+    Usage,
+)
+
+MAX_REQUEST_ID = 128
+_ROLES = {
+    types_pb2.ROLE_SYSTEM: "system",
+    types_pb2.ROLE_USER: "user",
+    types_pb2.ROLE_ASSISTANT: "assistant",
+    types_pb2.ROLE_TOOL: "tool",
+}
+_REASONS = {"stop": types_pb2.FINISH_REASON_STOP, "length": types_pb2.FINISH_REASON_LENGTH}
+_SCALARS = (
+    "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "seed", "ignore_eos", "logprobs",
+)  # fmt: skip
+
+
+def spec_from_proto(request: inference_pb2.GenerateRequest) -> GenerateSpec:
+    """Raises InvalidArgument with the path of the field that makes no sense."""
+    if len(request.request_id) > MAX_REQUEST_ID:
+        raise errors.InvalidArgument(
+            f"request_id has {len(request.request_id)} characters; at most {MAX_REQUEST_ID} are taken",
+            field="request_id",
+        )
+    images: list[ImageSource] = []
+    match request.WhichOneof("input"):
+        case "chat":
+            value: ChatInput | RawInput | TokensInput = _chat(request.chat, images)
+        case "prompt":
+            value = _prompt(request.prompt, images)
+        case "tokens":
+            images += [_image(image, f"tokens.images[{i}]") for i, image in enumerate(request.tokens.images)]
+            value = TokensInput(tuple(request.tokens.ids))
+        case _:
+            raise errors.InvalidArgument("one of chat, prompt and tokens must be set", field="input")
+    sampling = request.sampling
+    return GenerateSpec(
+        request_id=request.request_id or secrets.token_hex(8),
+        model=request.model,
+        input=value,
+        images=tuple(images),
+        sampling=_sampling(sampling),
+        stop=tuple(sampling.stop),
+        n=sampling.n if sampling.HasField("n") else 1,
+        continued=tuple(request.continued_token_ids),
+        priority=request.priority,
+    )
+
+
+def _chat(chat: inference_pb2.ChatInput, images: list[ImageSource]) -> ChatInput:
+    if not chat.messages:
+        raise errors.InvalidArgument("chat.messages is empty", field="chat.messages")
+    messages = []
+    for i, message in enumerate(chat.messages):
+        if message.role not in _ROLES:
+            raise errors.InvalidArgument(
+                f"chat.messages[{i}].role is {message.role}; known are {', '.join(_ROLES.values())}",
+                field=f"chat.messages[{i}].role",
+            )
+        parts: list[str | None] = []
+        for j, part in enumerate(message.parts):
+            path = f"chat.messages[{i}].parts[{j}]"
+            match part.WhichOneof("part"):
+                case "text":
+                    parts.append(part.text)
+                case "image":
+                    parts.append(None)
+                    images.append(_image(part.image, f"{path}.image"))
+                case _:
+                    raise errors.InvalidArgument(f"{path} is empty", field=path)
+        messages.append(Message(_ROLES[message.role], tuple(parts)))
+    return ChatInput(tuple(messages), _template_arguments(chat.chat_template_kwargs))
+
+
+def _prompt(prompt: inference_pb2.PromptInput, images: list[ImageSource]) -> ChatInput | RawInput:
+    images += [_image(image, f"prompt.images[{i}]") for i, image in enumerate(prompt.images)]
+    if prompt.raw:
+        if prompt.chat_template_kwargs.fields:
+            raise errors.InvalidArgument("raw text passes no chat template", field="prompt.chat_template_kwargs")
+        return RawInput(prompt.text)
+    parts = (*[None] * len(images), prompt.text)
+    return ChatInput((Message("user", parts),), _template_arguments(prompt.chat_template_kwargs))
+
+
+def _template_arguments(struct: Any) -> Mapping[str, Any]:
+    arguments: dict[str, Any] = json_format.MessageToDict(struct)
+    if bad := sorted({"messages", "add_generation_prompt"} & set(arguments)):
+        raise errors.InvalidArgument(f"chat_template_kwargs may not set {', '.join(bad)}", field="chat_template_kwargs")
+    # Struct knows only doubles: whole ones were meant as integers
+    return {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in arguments.items()}
+
+
+def _image(image: types_pb2.Image, path: str) -> ImageSource:
+    match image.WhichOneof("source"):
+        case "data":
+            return ImageSource(image.data, path)
+        case "uri":
+            raise errors.InvalidArgument(
+                f"{path}.uri: this server fetches no URLs; send the bytes", field=f"{path}.uri"
+            )
+        case "media_id":
+            raise errors.NotFound(f"{path}.media_id: no uploaded media {image.media_id!r}", field=f"{path}.media_id")
+    raise errors.InvalidArgument(f"{path} has no source", field=path)
+
+
+def _sampling(sampling: types_pb2.SamplingParams) -> dict[str, Any]:
+    fields: Any = sampling
+    values: dict[str, Any] = {name: getattr(fields, name) for name in _SCALARS if fields.HasField(name)}
+    if sampling.logit_bias:
+        values["logit_bias"] = dict(sampling.logit_bias)
+    if sampling.stop_token_ids:
+        values["stop_token_ids"] = frozenset(sampling.stop_token_ids)
+    return values
+
+
+def event_to_proto(event: Event) -> inference_pb2.StreamGenerateResponse:
+    match event:
+        case Started():
+            started = inference_pb2.Started(
+                request_id=event.request_id, prompt_tokens=event.prompt_tokens, image_tokens=event.image_tokens,
+                model=event.model, model_version=event.version, seed=event.seed,
+            )  # fmt: skip
+            return inference_pb2.StreamGenerateResponse(started=started)
+        case Delta():
+            delta = inference_pb2.Delta(
+                index=event.index, text=event.text, token_ids=event.token_ids,
+                logprobs=[_logprob(p) for p in event.logprobs], sequence=event.sequence,
+            )  # fmt: skip
+            return inference_pb2.StreamGenerateResponse(delta=delta)
+    finished = inference_pb2.Finished(
+        index=event.index, finish_reason=_REASONS[event.reason], usage=_usage(event.usage)
+    )
+    _set_stop(finished, event)
+    return inference_pb2.StreamGenerateResponse(finished=finished)
+
+
+def _set_stop(target: Any, event: Finished) -> None:
+    if event.stop_string is not None:
+        target.stop_string = event.stop_string
+    elif event.stop_token is not None:
+        target.stop_token_id = event.stop_token
+
+
+def _logprob(value: Logprob) -> types_pb2.TokenLogprob:
+    top = [types_pb2.TopLogprob(token_id=t, logprob=p) for t, p in value.top]
+    return types_pb2.TokenLogprob(token_id=value.token_id, logprob=value.logprob, top=top)
+
+
+def _usage(usage: Usage) -> types_pb2.Usage:
+    proto = types_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens, image_tokens=usage.image_tokens, cached_tokens=usage.cached_tokens,
+        completion_tokens=usage.completion_tokens,
+    )  # fmt: skip
+    proto.queue_time.FromMicroseconds(round(usage.queue_seconds * 1e6))
+    proto.time_to_first_token.FromMicroseconds(round(usage.first_token_seconds * 1e6))
+    return proto
+
+
+class ResponseBuilder:
+    """The events of a stream -> the response of a unary call."""
+
+    def __init__(self) -> None:
+        self._started: Started | None = None
+        self._samples: dict[int, inference_pb2.Sample] = {}
+        self._text: dict[int, list[str]] = {}
+
+    def add(self, event: Event) -> None:
+        match event:
+            case Started():
+                self._started = event
+            case Delta():
+                sample = self._sample(event.index)
+                sample.token_ids.extend(event.token_ids)
+                sample.logprobs.extend(_logprob(p) for p in event.logprobs)
+                self._text.setdefault(event.index, []).append(event.text)
+            case Finished():
+                sample = self._sample(event.index)
+                sample.finish_reason = _REASONS[event.reason]
+                sample.usage.CopyFrom(_usage(event.usage))
+                _set_stop(sample, event)
+
+    def _sample(self, index: int) -> inference_pb2.Sample:
+        return self._samples.setdefault(index, inference_pb2.Sample(index=index))
+
+    def response(self) -> inference_pb2.GenerateResponse:
+        assert self._started is not None, "a stream without Started"
+        for index, pieces in self._text.items():
+            self._samples[index].text = "".join(pieces)
+        return inference_pb2.GenerateResponse(
+            request_id=self._started.request_id,
+            model=self._started.model,
+            model_version=self._started.version,
+            seed=self._started.seed,
+            samples=[self._samples[i] for i in sorted(self._samples)],
+        )
+
+
+def model_to_proto(
+    info: EngineInfo, assets: ModelAssets, limits: FrontLimits, options: ServerOptions | None = None
+) -> model_pb2.Model:
+    """What clients need to know before they send anything."""
+    from encoder.images import FORMATS
+
+    vision = assets.vision
+    modalities = [model_pb2.MODALITY_TEXT] + ([model_pb2.MODALITY_IMAGE] if vision else [])
+    defaults = types_pb2.SamplingParams()
+    for name, value in assets.sampling_defaults.items():
+        setattr(defaults, name, value)
+    return model_pb2.Model(
+        name=info.model,
+        version=info.revision,
+        model_type=assets.config.model_type,
+        dtype=info.dtype,
+        input_modalities=modalities,
+        default_sampling=defaults,
+        image_token_id=assets.image_token_id,
+        eos_token_ids=sorted(assets.config.eos_token_ids),
+        vocab_size=assets.config.decoder.vocab_size,
+        has_tokenizer=assets.tokenizer is not None,
+        has_chat_template=assets.template.present,
+        limits=model_pb2.Limits(
+            context_length=info.max_len,
+            max_message_bytes=options.max_message_bytes if options else 0,
+            max_images=limits.max_images if vision else 0,
+            max_image_bytes=limits.image.max_bytes,
+            max_image_pixels=limits.image.max_pixels,
+            min_image_tokens=vision.min_image_tokens if vision else 0,
+            max_image_tokens=min(vision.max_image_tokens, info.max_image_tokens) if vision else 0,
+            image_formats=sorted(FORMATS) if vision else [],
+            max_samples=MAX_SAMPLES,
+            max_logprobs=MAX_LOGPROBS,
+            max_stop_strings=MAX_STOP_STRINGS,
+            max_stop_string_length=MAX_STOP_LENGTH,
+        ),
+    )

@@ -1,0 +1,177 @@
+"""The front's side of the engine process: starts it, speaks to it, notices its end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from itertools import count
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+from service import wire
+from service.config import ConfigError, EngineOptions
+from service.engine import EngineEvent, EngineInfo, EngineRequest, EventSink
+
+log = logging.getLogger(__name__)
+
+
+class EngineDied(RuntimeError):
+    """The engine process ended."""
+
+
+class EngineProcess:
+    """An engine behind the process boundary, with the methods of `service.engine.Engine`. Thread-safe."""
+
+    def __init__(
+        self, options: EngineOptions, *, log_level: str = "info", on_death: Callable[[], None] = lambda: None
+    ) -> None:
+        """Starts the process and waits until its model is loaded. Raises ConfigError with the engine's own words
+        where it refuses the options. `on_death` is called once, from the reader thread, if the process ends by
+        itself."""
+        self._on_death = on_death
+        self._send_lock = threading.Lock()
+        self._state_lock = threading.Lock()
+        self._live: set[str] = set()
+        self._queries: dict[int, Future[dict[str, Any]]] = {}
+        self._numbers = count()
+        self._emit: EventSink = lambda events: None
+        self._closing = False
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            root = str(Path(__file__).resolve().parent.parent)
+            path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "service.engine_process", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": path},
+            )
+        finally:
+            theirs.close()
+        self._connection: Connection = Connection(ours.detach())
+        self._reader: threading.Thread | None = None
+        try:
+            self._connection.send((options, log_level))
+            verdict, value = self._connection.recv()
+        except (EOFError, ConnectionError):
+            raise EngineDied(f"the engine process ended with code {self._process.wait()} while starting") from None
+        except BaseException:
+            self._process.kill()
+            self._process.wait()
+            raise
+        if verdict == "failed":
+            self._process.wait()
+            raise ConfigError(value)
+        self.info: EngineInfo = value
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None and not self._closing
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def start(self, on_events: EventSink) -> None:
+        """Events are delivered from the reader thread."""
+        self._emit = on_events
+        self._reader = threading.Thread(target=self._read, name="saccade-engine-reader", daemon=True)
+        self._reader.start()
+
+    def submit(self, request: EngineRequest) -> None:
+        """Hands the request over; a dead engine shows as the request's error event."""
+        bare, pixels = wire.pack_pixels(request)
+        try:
+            with self._state_lock:
+                self._live.add(request.request_id)
+            if not self._send(("submit", bare, pixels is not None), pixels):
+                self._lose([request.request_id])
+        finally:
+            if pixels is not None:
+                os.close(pixels)
+
+    def abort(self, request_id: str) -> None:
+        with self._state_lock:
+            self._live.discard(request_id)
+        self._send(("abort", request_id))
+
+    def query(self, what: Literal["stats", "integrity"]) -> Future[dict[str, Any]]:
+        future: Future[dict[str, Any]] = Future()
+        number = next(self._numbers)
+        with self._state_lock:
+            self._queries[number] = future
+        if not self._send(("query", number, what)):
+            self._fail_queries()
+        return future
+
+    def close(self) -> None:
+        """Ends the process, by force if it does not answer. Idempotent."""
+        self._closing = True
+        self._send(("close",))
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            log.warning("the engine process did not stop; it is killed")
+            self._process.kill()
+            self._process.wait()
+        if self._reader is not None and self._reader is not threading.current_thread():
+            self._reader.join()
+        self._connection.close()
+
+    def _send(self, message: Any, descriptor: int | None = None) -> bool:
+        with self._send_lock:
+            try:
+                wire.send(self._connection, message, descriptor)
+            except (OSError, ValueError):  # closed or broken
+                return False
+            return True
+
+    def _read(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                match self._connection.recv():
+                    case ("events", events):
+                        with self._state_lock:
+                            self._live.difference_update(e.request_id for e in events if e.finish_reason)
+                        self._emit(events)
+                    case ("answer", number, value, error):
+                        with self._state_lock:
+                            future = self._queries.pop(number, None)
+                        if future is None:
+                            continue
+                        if error is None:
+                            future.set_result(value)
+                        else:
+                            future.set_exception(AssertionError(error))
+        code = self._process.wait()
+        if not self._closing:
+            log.error("the engine process ended by itself (code %d)", code)
+        with self._state_lock:
+            lost = sorted(self._live)
+        self._lose(lost)
+        self._fail_queries()
+        if not self._closing:
+            self._on_death()
+
+    def _lose(self, request_ids: list[str]) -> None:
+        with self._state_lock:
+            lost = [r for r in request_ids if r in self._live]
+            self._live.difference_update(lost)
+        if lost:
+            self._emit(
+                [EngineEvent(r, finish_reason="error", error="died", message="the engine stopped") for r in lost]
+            )
+
+    def _fail_queries(self) -> None:
+        with self._state_lock:
+            queries, self._queries = list(self._queries.values()), {}
+        for future in queries:
+            future.set_exception(EngineDied("the engine stopped"))

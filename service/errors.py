@@ -1,0 +1,117 @@
+"""Every way a call can fail: one table from exception class to gRPC status, reason and retry advice.
+
+Our own refusals are `StatusError`s. What else may reach the top of a call is listed in `FOREIGN`; anything that is in
+neither is INTERNAL, and its text stays in the server's log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import grpc
+
+from encoder.images import ImageError
+from service.engine_client import EngineDied
+
+DOMAIN = "saccade"
+MAX_MESSAGE = 1024
+"""Characters of a status message: trailers above the peer's limit would replace the status by RESOURCE_EXHAUSTED."""
+
+
+class StatusError(Exception):
+    """A call's end with a status other than OK."""
+
+    code: grpc.StatusCode = grpc.StatusCode.INTERNAL
+    reason: str = "INTERNAL"
+
+    def __init__(
+        self, message: str, *, reason: str | None = None, field: str | None = None,
+        metadata: Mapping[str, str] | None = None, retry_after: float | None = None,
+    ) -> None:  # fmt: skip
+        """`field`: path of the request field at fault. `retry_after`: seconds; None means that a retry will not
+        help."""
+        super().__init__(message)
+        self.message = message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 3] + "..."
+        self.reason = reason or type(self).reason
+        self.field = field
+        self.metadata = dict(metadata or {})
+        self.retry_after = retry_after
+
+
+class InvalidArgument(StatusError):
+    code, reason = grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT"
+
+
+class NotFound(StatusError):
+    code, reason = grpc.StatusCode.NOT_FOUND, "NOT_FOUND"
+
+
+class AlreadyExists(StatusError):
+    code, reason = grpc.StatusCode.ALREADY_EXISTS, "ALREADY_EXISTS"
+
+
+class FailedPrecondition(StatusError):
+    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "CAPABILITY_MISSING"
+
+
+class Unavailable(StatusError):
+    code, reason = grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE"
+
+
+class DeadlineExceeded(StatusError):
+    code, reason = grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"
+
+
+class Internal(StatusError):
+    code, reason = grpc.StatusCode.INTERNAL, "INTERNAL"
+
+
+class Unimplemented(StatusError):
+    code, reason = grpc.StatusCode.UNIMPLEMENTED, "UNIMPLEMENTED"
+
+
+# Exceptions of other modules that may end a call: (class, status error, reason, whether its text may be shown)
+FOREIGN: tuple[tuple[type[BaseException], type[StatusError], str, bool], ...] = (
+    (ImageError, InvalidArgument, "IMAGE_DECODE_FAILED", True),
+    (EngineDied, Unavailable, "ENGINE_DIED", True),
+    (TimeoutError, DeadlineExceeded, "DEADLINE_EXCEEDED", False),
+    (asyncio.TimeoutError, DeadlineExceeded, "DEADLINE_EXCEEDED", False),
+)
+
+
+def to_status(error: BaseException) -> StatusError:
+    """Any exception -> the status error that ends the call."""
+    if isinstance(error, StatusError):
+        return error
+    for kind, target, reason, shown in FOREIGN:
+        if isinstance(error, kind):
+            return target(str(error) if shown else "the call took longer than it was allowed to", reason=reason)
+    return Internal("the server failed on this request; its log has the details under the request id")
+
+
+def details(error: StatusError, request_id: str) -> bytes | None:
+    """The `grpc-status-details-bin` trailer: google.rpc.Status with ErrorInfo, RequestInfo and, where they apply,
+    BadRequest and RetryInfo. None where googleapis-common-protos is not installed."""
+    try:
+        from google.protobuf.any_pb2 import Any
+        from google.rpc import error_details_pb2, status_pb2
+    except ImportError:
+        return None
+    entries: list[object] = [
+        error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata),
+        error_details_pb2.RequestInfo(request_id=request_id),
+    ]
+    if error.field is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        entries.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_after is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromMilliseconds(round(error.retry_after * 1000))
+        entries.append(retry)
+    status = status_pb2.Status(code=error.code.value[0], message=error.message)
+    for entry in entries:
+        packed = Any()
+        packed.Pack(entry)
+        status.details.append(packed)
+    return bytes(status.SerializeToString())

@@ -1,0 +1,217 @@
+"""The gRPC server: options, services, health, life and death.
+
+Order at the end: health NOT_SERVING, new calls refused, running calls get their grace, then the engine stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable
+
+import grpc
+
+from encoder.images import ImageLimits
+from saccade.v1 import inference_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc
+from service import convert
+from service.build import resolve_max_len, resolve_vision
+from service.checkpoint import open_checkpoint
+from service.config import ConfigError, ServerOptions
+from service.engine import EngineHandle
+from service.engine_client import EngineProcess
+from service.frontend import Frontend, FrontLimits, ModelAssets
+from service.servicer import InferenceServicer, ModelServicer
+
+log = logging.getLogger(__name__)
+
+
+class Server:
+    """One listening server over one engine. `start`, then `wait` or `stop`."""
+
+    def __init__(self, options: ServerOptions, engine: EngineHandle, assets: ModelAssets) -> None:
+        check_exposure(options)
+        self.options = options
+        limits = front_limits(options)
+        self.frontend = Frontend(engine, assets, limits, workers=options.image_workers)
+        self._model = convert.model_to_proto(engine.info, assets, limits, options)
+        self._draining = False
+        self._server: grpc.aio.Server | None = None
+        self._set_health: Callable[[bool], None] = lambda serving: None
+        self.port = 0
+
+    async def start(self) -> None:
+        """Listens; health is SERVING on return. Raises ConfigError where the address cannot be had."""
+        self.frontend.start()
+        server = grpc.aio.server(options=channel_options(self.options))
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(
+            InferenceServicer(
+                self.frontend, default_timeout=self.options.default_timeout, draining=lambda: self._draining
+            ),
+            server,
+        )
+        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self._model), server)
+        services = [
+            inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
+            model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name,
+        ]
+        self._set_health = _add_standard_services(server, services)
+        address = f"[{self.options.host}]" if ":" in self.options.host else self.options.host
+        try:
+            self.port = server.add_insecure_port(f"{address}:{self.options.port}")
+        except RuntimeError:
+            raise ConfigError(f"port: cannot listen on {self.options.host}:{self.options.port}; is it taken?") from None
+        await server.start()
+        self._server = server
+        self._set_health(True)
+
+    async def stop(self, grace: float | None = None) -> None:
+        """Refuses new calls, lets running ones finish within `grace` seconds, then stops the engine. Idempotent."""
+        self._draining = True
+        self._set_health(False)
+        if self._server is not None:
+            await self._server.stop(self.options.grace if grace is None else grace)
+            self._server = None
+        await asyncio.get_running_loop().run_in_executor(None, self.frontend.close)
+
+    def engine_died(self) -> None:
+        """Health says so at once; running calls are told by their own events."""
+        self._set_health(False)
+
+
+def front_limits(options: ServerOptions) -> FrontLimits:
+    image = ImageLimits(max_bytes=options.max_image_bytes, max_pixels=options.max_image_pixels)
+    return FrontLimits(max_queue=options.max_queue, max_images=options.max_images_per_request, image=image)
+
+
+def load_assets(options: ServerOptions) -> ModelAssets:
+    checkpoint = open_checkpoint(options.model)
+    return ModelAssets(checkpoint.config, resolve_vision(checkpoint, resolve_max_len(options, checkpoint)))
+
+
+def check_exposure(options: ServerOptions) -> None:
+    """Plain text is for this machine only, unless somebody says otherwise."""
+    try:
+        addresses = {entry[4][0] for entry in socket.getaddrinfo(options.host, None)}
+    except OSError:
+        raise ConfigError(f"host: {options.host!r} is no address of this machine") from None
+    exposed = [a for a in addresses if not ipaddress.ip_address(str(a).partition("%")[0]).is_loopback]
+    if exposed and not options.insecure:
+        raise ConfigError(
+            f"host: {options.host} can be reached from other machines and this server speaks plain text; use "
+            "127.0.0.1 behind a proxy with TLS, or say --insecure"
+        )
+
+
+def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
+    return [
+        ("grpc.so_reuseport", 0),  # or a second server on the port would silently take half of the calls
+        ("grpc.max_receive_message_length", options.max_message_bytes),
+        ("grpc.max_send_message_length", options.max_message_bytes),
+        # Clients may ping a long silent generation every 10 s without being told to go away.
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]
+
+
+def _add_standard_services(server: grpc.aio.Server, services: list[str]) -> Callable[[bool], None]:
+    """Health and reflection, where their packages are installed. Returns what sets health."""
+    try:
+        from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+    except ImportError:
+        log.warning("grpcio-health-checking is not installed: no health service")
+        return lambda serving: None
+    health_servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    try:
+        from grpc_reflection.v1alpha import reflection
+    except ImportError:
+        log.warning("grpcio-reflection is not installed: no reflection service")
+    else:
+        reflection.enable_server_reflection([*services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    loop = asyncio.get_running_loop()
+    pending: set[asyncio.Task[None]] = set()
+
+    def set_health(serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+
+        async def apply() -> None:
+            for name in ("", *services):
+                await health_servicer.set(name, status)
+
+        def start() -> None:
+            task = loop.create_task(apply())
+            pending.add(task)
+            task.add_done_callback(pending.discard)
+
+        with contextlib.suppress(RuntimeError):  # the loop may be gone when the engine dies last
+            loop.call_soon_threadsafe(start)
+
+    return set_health
+
+
+async def serve(options: ServerOptions) -> int:
+    """Runs a server until SIGTERM or SIGINT. Prints the ready line once health is SERVING. Returns the exit code."""
+    loop = asyncio.get_running_loop()
+    stopping, died = asyncio.Event(), asyncio.Event()
+    signals = 0
+
+    def on_signal() -> None:
+        nonlocal signals
+        signals += 1
+        stopping.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+
+    def on_death() -> None:
+        loop.call_soon_threadsafe(died.set)
+
+    def build() -> tuple[EngineProcess, ModelAssets]:
+        assets = load_assets(options)
+        return EngineProcess(options, log_level=options.log_level, on_death=on_death), assets
+
+    check_exposure(options)
+    engine, assets = await loop.run_in_executor(None, build)
+    try:
+        server = Server(options, engine, assets)
+        await server.start()
+    except BaseException:
+        engine.close()
+        raise
+    print(f"saccade ready on {options.host}:{server.port}", flush=True)
+    ended, gone = asyncio.create_task(stopping.wait()), asyncio.create_task(died.wait())
+    await asyncio.wait({ended, gone}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (ended, gone):
+        task.cancel()
+    if died.is_set():
+        server.engine_died()
+        await server.stop(grace=1.0)
+        return 1
+    log.info("stopping: running calls get %.0f s", options.grace)
+    stop = asyncio.create_task(server.stop())
+    while not stop.done():
+        stopping.clear()
+        again = asyncio.create_task(stopping.wait())
+        await asyncio.wait({stop, again}, return_when=asyncio.FIRST_COMPLETED)
+        again.cancel()
+        if signals > 1 and not stop.done():
+            log.warning("second signal: stopping now")
+            await server.stop(grace=0)
+    await stop
+    return 0
+
+
+def run(options: ServerOptions) -> int:
+    """`saccade serve`: logging, event loop, server."""
+    logging.basicConfig(
+        level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    return asyncio.run(serve(options))

@@ -1,0 +1,43 @@
+"""Stop strings over streamed text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopMatcher:
+    """Passes text through until one of `stops` appears, which is never shown; text that may be the beginning of one is
+    held back until it is decided."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """Text that may be shown now. After a match `matched` is set and nothing more is shown."""
+        if self.matched is not None:
+            return ""
+        if not self._stops:
+            return text
+        self._held += text
+        found = [(at, -len(stop), stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            at, _, self.matched = min(found)
+            shown, self._held = self._held[:at], ""
+            return shown
+        keep = max(self._overlap(stop) for stop in self._stops)
+        shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return shown
+
+    def flush(self) -> str:
+        """What was held back and turned out to be ordinary text."""
+        shown, self._held = self._held, ""
+        return "" if self.matched is not None else shown
+
+    def _overlap(self, stop: str) -> int:
+        """Length of the longest end of the held text that begins `stop`."""
+        for length in range(min(len(stop) - 1, len(self._held)), 0, -1):
+            if self._held.endswith(stop[:length]):
+                return length
+        return 0

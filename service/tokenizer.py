@@ -1,0 +1,107 @@
+"""Text to ids and back: `tokenizer.json` through the `tokenizers` library, and a detokeniser that streams."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer as _Tokenizer
+
+from service.modelconfig import CheckpointError
+
+_LITERAL_OPEN, _LITERAL_CLOSE = "\ue000", "\ue001"
+_REPLACEMENT = "\ufffd"
+
+
+class Tokenizer:
+    """One checkpoint's tokenizer. Thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._tokenizer = _Tokenizer.from_file(str(path))
+            # A second instance that takes special tokens in the text for ordinary characters.
+            self._plain = _Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception for every malformed file
+            raise CheckpointError(f"{path} is not a tokenizer file: {error}") from None
+        self._plain.encode_special_tokens = True
+        for tokenizer in (self._tokenizer, self._plain):
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+        self._lock = threading.Lock()  # `tokenizers` raises "Already borrowed" when a setter meets a reader
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def token_id(self, token: str) -> int | None:
+        value = self._tokenizer.token_to_id(token)
+        return None if value is None else int(value)
+
+    def token(self, token_id: int) -> str | None:
+        value = self._tokenizer.id_to_token(token_id)
+        return None if value is None else str(value)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text` with special tokens recognised and none added. Spans made by `literal` are taken as
+        characters."""
+        ids: list[int] = []
+        rest = text
+        while rest:
+            before, mark, after = rest.partition(_LITERAL_OPEN)
+            if before:
+                ids.extend(self._tokenizer.encode(before, add_special_tokens=False).ids)
+            if not mark:
+                break
+            plain, _, rest = after.partition(_LITERAL_CLOSE)
+            ids.extend(self._plain.encode(plain, add_special_tokens=False).ids)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`; special tokens and ids without an entry decode to nothing."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def literal(text: str, *tokens: str) -> str:
+    """Marks each occurrence of `tokens` in a user's text so that `Tokenizer.encode` reads it as characters: a user who
+    writes `<image>` has written seven characters, not sent a picture."""
+    text = text.replace(_LITERAL_OPEN, "").replace(_LITERAL_CLOSE, "")
+    for token in tokens:
+        text = text.replace(token, f"{_LITERAL_OPEN}{token}{_LITERAL_CLOSE}")
+    return text
+
+
+class Detokenizer:
+    """Ids in, text out, as soon as it is certain.
+
+    A character may span several byte-level tokens, and a token's text may depend on its left neighbour, so a short
+    window is decoded with and without the new ids and the difference is what they add; text ending in an incomplete
+    character is held back."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._prefix = self._read = 0
+
+    def _text(self, start: int, stop: int) -> str:
+        assert self._tokenizer is not None
+        return self._tokenizer.decode(self._ids[start:stop])
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Text that became certain with `ids`."""
+        self._ids.extend(ids)
+        return self._advance(final=False)
+
+    def flush(self) -> str:
+        """What was held back, an incomplete character as U+FFFD."""
+        return self._advance(final=True)
+
+    def _advance(self, *, final: bool) -> str:
+        if self._tokenizer is None or self._read == len(self._ids):
+            return ""
+        shown = self._text(self._prefix, self._read)
+        text = self._text(self._prefix, len(self._ids))
+        if len(text) <= len(shown) or (text.endswith(_REPLACEMENT) and not final):
+            return ""
+        self._prefix, self._read = self._read, len(self._ids)
+        return text[len(shown) :]

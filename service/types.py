@@ -1,0 +1,112 @@
+"""Nouns of the front: a request as its caller meant it, and the events of an answer. Plain Python, no protos."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from service.chat import Message
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """One encoded picture and where in the request it was, for error messages."""
+
+    data: bytes
+    field: str
+
+
+@dataclass(frozen=True)
+class ChatInput:
+    """Messages in which None stands for the next of `images`."""
+
+    messages: tuple[Message, ...]
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RawInput:
+    """Text that is tokenised as it is."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class TokensInput:
+    """Ids that are taken as they are, one image token id for each picture."""
+
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class GenerateSpec:
+    """A request. `sampling` holds only the fields that the caller set."""
+
+    request_id: str
+    model: str
+    input: ChatInput | RawInput | TokensInput
+    images: tuple[ImageSource, ...] = ()
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    continued: tuple[int, ...] = ()
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Natural logs of raw probabilities."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Usage:
+    prompt_tokens: int
+    image_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    queue_seconds: float
+    first_token_seconds: float
+
+
+@dataclass(frozen=True)
+class Started:
+    """The request is admitted."""
+
+    request_id: str
+    prompt_tokens: int
+    image_tokens: int
+    model: str
+    version: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A piece of sample `index`. Text is whole characters; ids may run ahead of it."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Logprob, ...]
+    sequence: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The end of sample `index`."""
+
+    index: int
+    reason: FinishReason
+    usage: Usage
+    stop_string: str | None = None
+    stop_token: int | None = None
+
+
+Event = Started | Delta | Finished

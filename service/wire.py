@@ -1,0 +1,88 @@
+"""Messages between the front process and the engine process: a socket pair for control, shared memory for pixels.
+
+Control messages are pickled by `multiprocessing.connection`, which is safe because both ends are processes of this
+program on a socket pair that has no address. The pixels of a request travel in one anonymous memory file whose
+descriptor crosses the socket: it has no name, so nothing is left behind however either process ends."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recvfds, sendfds
+from typing import Any
+
+import torch
+
+from encoder.preprocess import ImagePatches
+from service.engine import EngineImage, EngineRequest
+
+
+def pack_pixels(request: EngineRequest) -> tuple[EngineRequest, int | None]:
+    """Moves the request's pixels to an anonymous memory file: (request without pixels, descriptor or None).
+
+    The caller owns the descriptor. Each image's patches are replaced by an empty tensor of the same row width.
+    """
+    if not request.images:
+        return request, None
+    tensors = [image.patches.patches.contiguous() for image in request.images]
+    total = sum(t.numel() * t.element_size() for t in tensors)
+    descriptor = os.memfd_create("saccade-pixels", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, total)
+        with mmap.mmap(descriptor, total) as memory:
+            offset = 0
+            for tensor in tensors:
+                view = tensor.view(torch.uint8).numpy().reshape(-1)
+                memory[offset : offset + view.nbytes] = view.data
+                offset += view.nbytes
+    except BaseException:
+        os.close(descriptor)
+        raise
+    bare: Any = tuple(map(_Bare, request.images, tensors))
+    return replace(request, images=bare), descriptor
+
+
+class _Bare:
+    """An image without its pixels, as it is pickled."""
+
+    def __init__(self, image: EngineImage, tensor: torch.Tensor) -> None:
+        self.start, self.key, self.grid = image.start, image.key, image.patches.grid
+        self.merge_size, self.shape, self.dtype = image.patches.merge_size, tuple(tensor.shape), tensor.dtype
+
+
+def unpack_pixels(request: EngineRequest, descriptor: int | None) -> EngineRequest:
+    """The other side of `pack_pixels`: patches become views of the mapped memory, which lives as long as they do.
+
+    Takes over the descriptor.
+    """
+    if descriptor is None:
+        return request
+    try:
+        memory = mmap.mmap(descriptor, 0)
+    finally:
+        os.close(descriptor)
+    images, offset = [], 0
+    for bare in request.images:
+        assert isinstance(bare, _Bare)
+        count = bare.shape[0] * bare.shape[1]
+        patches = torch.frombuffer(memory, dtype=bare.dtype, count=count, offset=offset).view(bare.shape)
+        offset += count * bare.dtype.itemsize
+        images.append(EngineImage(bare.start, bare.key, ImagePatches(bare.grid, patches, bare.merge_size)))
+    return replace(request, images=tuple(images))
+
+
+def send(connection: Connection, message: Any, descriptor: int | None = None) -> None:
+    """One message and, where its tuple says so, one descriptor. The caller holds the connection's send lock."""
+    connection.send(message)
+    if descriptor is not None:
+        with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sendfds(sock, [descriptor])
+
+
+def receive_descriptor(connection: Connection) -> int:
+    """The descriptor that follows the message just received."""
+    with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        return int(recvfds(sock, 1)[0])
