@@ -118,6 +118,8 @@ class Sequence:
     """Tokens whose state and keys are in the arena."""
     status: Status = Status.WAITING
     seat: int = -1
+    admission: int = -1
+    """Number of the admission that gave it its seat; tells who a seat's buffers were last written for."""
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     next_span: int = 0

@@ -1,0 +1,190 @@
+"""The decoder's memory: conv windows, SSM states and KV pages of all layers, in one buffer of superblocks.
+
+A superblock holds either the windows and states of every Mamba layer of one sequence, or `pages_per_block` pages of keys and values
+of `page_size` tokens over every attention layer. Each layer sees the buffer through a strided view, `[slots, ...]` or
+`[pages, ...]`; nothing is copied to change what a superblock is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decoder.blocks import SuperblockPool
+from decoder.config import DecoderConfig, DecoderOptions
+
+ALIGNMENT = 64
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _aligned(size: int) -> int:
+    return _cdiv(size, ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class ArenaLayout:
+    """Byte sizes of one model's memory. Pure arithmetic; `saccade plan` prints it."""
+
+    window_bytes: int
+    """Conv window of one Mamba layer, padded to the alignment."""
+    state_bytes: int
+    """SSM state of one Mamba layer, padded to the alignment."""
+    mamba_layers: int
+    page_bytes: int
+    """One page over all attention layers; 0 without attention."""
+    page_size: int
+
+    @classmethod
+    def of(cls, config: DecoderConfig, options: DecoderOptions) -> ArenaLayout:
+        element, state_element = options.dtype.itemsize, options.state_dtype.itemsize
+        window = (config.conv_kernel - 1) * config.conv_dim * element
+        state = config.mamba_inner * config.ssm_state_size * state_element
+        page = 2 * options.page_size * config.kv_heads * config.head_dim * element * config.attention_layers
+        return cls(_aligned(window), _aligned(state), config.mamba_layers, _aligned(page), options.page_size)
+
+    @property
+    def slot_bytes(self) -> int:
+        """What one sequence's windows and states take; 0 without Mamba layers."""
+        return self.mamba_layers * (self.window_bytes + self.state_bytes)
+
+    @property
+    def pages_per_block(self) -> int:
+        """Pages of one superblock: as many as cover a slot, 1 without Mamba layers, 0 without attention."""
+        if self.page_bytes == 0:
+            return 0
+        return max(1, _cdiv(self.slot_bytes, self.page_bytes))
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one superblock. The model without either kind has blocks of one alignment unit, which nothing touches."""
+        return max(ALIGNMENT, self.pages_per_block * self.page_bytes or self.slot_bytes)
+
+    def blocks_for(self, sequences: int, tokens: int) -> int:
+        """Superblocks that `sequences` requests of `tokens` tokens each need at once."""
+        slots = sequences if self.slot_bytes else 0
+        pages = sequences * _cdiv(tokens, self.page_size)
+        return slots + (_cdiv(pages, self.pages_per_block) if self.pages_per_block else 0)
+
+    def sequences_for(self, blocks: int, tokens: int) -> int:
+        """How many requests of `tokens` tokens fit at once."""
+        low, high = 0, blocks * max(1, self.pages_per_block) + 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.blocks_for(middle, tokens) <= blocks else (low, middle - 1)
+        return low
+
+
+def machine_memory() -> int:
+    """Bytes of memory this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def resolve_blocks(layout: ArenaLayout, options: DecoderOptions) -> int:
+    """How many superblocks the arena has. `ValueError` when one request of `max_len` does not fit."""
+    needed = layout.blocks_for(1, options.max_len)
+    if options.memory_bytes is None:
+        share = int(machine_memory() * options.memory_share)
+        blocks = min(layout.blocks_for(options.max_seqs, options.max_len), max(1, share // layout.block_bytes))
+        source = f"{options.memory_share:.0%} of this machine's memory ({share} bytes)"
+    else:
+        blocks = options.memory_bytes // layout.block_bytes
+        source = f"memory_bytes {options.memory_bytes}"
+    if blocks < needed:
+        raise ValueError(
+            f"{source} is {blocks} superblocks of {layout.block_bytes} bytes, but one request of max_len "
+            f"{options.max_len} needs {needed}: give at least {needed * layout.block_bytes} bytes"
+            + _shorter(layout, blocks, options)
+        )
+    return blocks
+
+
+def _shorter(layout: ArenaLayout, blocks: int, options: DecoderOptions) -> str:
+    """The max_len that would do, where one would."""
+    spare = blocks - (1 if layout.slot_bytes else 0)
+    tokens = spare * layout.pages_per_block * layout.page_size
+    return f", or lower max_len to at most {tokens}" if tokens >= 2 else ""
+
+
+class Arena:
+    """The buffer, its per-layer views and its book-keeping (`pool`)."""
+
+    def __init__(self, config: DecoderConfig, options: DecoderOptions) -> None:
+        """Memory is reserved, not touched: pages that are never used cost nothing on a CPU. `ValueError` as above."""
+        self.layout = ArenaLayout.of(config, options)
+        blocks = resolve_blocks(self.layout, options)
+        self.pool = SuperblockPool(blocks, self.layout.pages_per_block, has_slots=self.layout.slot_bytes > 0)
+        self.buffer = torch.empty(blocks * self.layout.block_bytes, dtype=torch.uint8, device=options.device)
+        self.windows = [self._window_view(config, options, i) for i in range(config.mamba_layers)]
+        self.states = [self._state_view(config, options, i) for i in range(config.mamba_layers)]
+        self.kv = self._page_views(config, options)
+        """Of each attention layer: `[pages, 2, page_size, kv heads, head dim]`."""
+
+    @property
+    def total_bytes(self) -> int:
+        return self.buffer.numel()
+
+    def _slot_view(self, dtype: torch.dtype, offset: int, shape: tuple[int, ...]) -> Tensor:
+        flat = self.buffer.view(dtype)
+        strides = [1]
+        for size in reversed(shape[1:]):
+            strides.insert(0, strides[0] * size)
+        stride = self.layout.block_bytes // dtype.itemsize
+        return flat.as_strided((self.pool.num_blocks, *shape), (stride, *strides), offset // dtype.itemsize)
+
+    def _window_view(self, config: DecoderConfig, options: DecoderOptions, layer: int) -> Tensor:
+        offset = self.layout.mamba_layers * self.layout.state_bytes + layer * self.layout.window_bytes
+        return self._slot_view(options.dtype, offset, (config.conv_kernel - 1, config.conv_dim))
+
+    def _state_view(self, config: DecoderConfig, options: DecoderOptions, layer: int) -> Tensor:
+        shape = (config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size)
+        return self._slot_view(options.state_dtype, layer * self.layout.state_bytes, shape)
+
+    def _page_views(self, config: DecoderConfig, options: DecoderOptions) -> list[Tensor]:
+        if not self.layout.page_bytes:
+            return []
+        pages = self.pool.num_blocks * self.layout.pages_per_block
+        shape = (2, options.page_size, config.kv_heads, config.head_dim)
+        flat = self.buffer.view(options.dtype).view(pages, -1)
+        size = 2 * options.page_size * config.kv_heads * config.head_dim
+        return [flat[:, i * size : (i + 1) * size].unflatten(1, shape) for i in range(config.attention_layers)]
+
+    def clear_pages(self, pages: Sequence[int]) -> None:
+        """Zeroes pages that are handed out: old state bits read as numbers may be NaN, and NaN x 0 is not 0."""
+        if pages and self.layout.page_bytes:
+            index = torch.tensor(pages, dtype=torch.int64, device=self.buffer.device)
+            self._pages().index_fill_(0, index, 0)
+
+    def _pages(self) -> Tensor:
+        return self.buffer.view(self.pool.num_blocks * self.layout.pages_per_block, self.layout.page_bytes)
+
+    def save(self, slot: int, pages: Sequence[int]) -> tuple[Tensor | None, Tensor | None]:
+        """A copy in host memory of a slot's bytes and of pages' bytes."""
+        state = self._slot(slot).cpu().clone() if slot >= 0 else None
+        if not pages or not self.layout.page_bytes:
+            return state, None
+        index = torch.tensor(pages, dtype=torch.int64, device=self.buffer.device)
+        return state, self._pages().index_select(0, index).cpu()
+
+    def load(self, slot: int, pages: Sequence[int], saved: tuple[Tensor | None, Tensor | None]) -> None:
+        """Puts a saved copy into a slot and pages, which need not be the ones it came from."""
+        state, content = saved
+        if state is not None:
+            self._slot(slot).copy_(state)
+        if content is not None:
+            index = torch.tensor(pages[: content.shape[0]], dtype=torch.int64, device=self.buffer.device)
+            self._pages().index_copy_(0, index, content.to(self.buffer.device))
+
+    def _slot(self, slot: int) -> Tensor:
+        start = slot * self.layout.block_bytes
+        return self.buffer[start : start + self.layout.slot_bytes]
+
+    def saved_bytes(self, pages: int) -> int:
+        """Host memory that `save` of a slot and so many pages takes."""
+        return self.layout.slot_bytes + pages * self.layout.page_bytes

@@ -1,0 +1,87 @@
+"""Which sizes get a captured graph. Pure policy: ints in, ints out.
+
+Two lists that are never one: *mixed* sizes count tokens, *decode* sizes count requests. Neither is ever shortened in silence: a
+size that cannot be is a `ValueError`, and the largest size asked for is always there, on the stride or off it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+MODES = ("balanced", "interactivity")
+FINE_LIMIT = 256
+FINE_STEP, COARSE_STEP = 8, 16
+DENSE_LIMIT = 32
+
+
+def _strides(cap: int, mode: str) -> list[int]:
+    dense = range(1, min(cap, DENSE_LIMIT) + 1) if mode == "interactivity" else (1, 2, 4)
+    sizes = {size for size in dense if size <= cap}
+    sizes.update(range(FINE_STEP, min(cap + 1, FINE_LIMIT), FINE_STEP))
+    sizes.update(range(FINE_LIMIT, cap + 1, COARSE_STEP))
+    sizes.add(cap)
+    return sorted(sizes)
+
+
+def capture_sizes(
+    max_batched_tokens: int, max_capture: int, *, mode: str = "balanced", sizes: Iterable[int] | None = None
+) -> list[int]:
+    """Sizes in tokens for graphs of mixed batches, rising.
+
+    Without `sizes`: 1, 2, 4 (`interactivity`: every size to 32), then steps of 8 below 256 and of 16 above, up to
+    cap = min(max_capture, max_batched_tokens), and cap itself. With `sizes`: exactly those, sorted, once each; `max_capture` is
+    not looked at, and a size below 1 or above `max_batched_tokens` is a `ValueError`.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode {mode!r} is not one of {', '.join(MODES)}")
+    if max_batched_tokens < 1:
+        raise ValueError(f"max_batched_tokens must be at least 1, not {max_batched_tokens}")
+    if sizes is not None:
+        given = sorted(set(sizes))
+        for size in given:
+            if not 1 <= size <= max_batched_tokens:
+                raise ValueError(f"capture size {size} is not between 1 and max_batched_tokens {max_batched_tokens}")
+        return given
+    if max_capture < 1:
+        raise ValueError(f"max_capture must be at least 1, not {max_capture}")
+    return _strides(min(max_capture, max_batched_tokens), mode)
+
+
+def decode_sizes(max_seqs: int, max_capture: int) -> list[int]:
+    """Sizes in requests for graphs of decode batches, rising; the last is min(max_seqs, max_capture)."""
+    if max_seqs < 1 or max_capture < 1:
+        raise ValueError(f"max_seqs {max_seqs} and max_capture {max_capture} must be at least 1")
+    return _strides(min(max_seqs, max_capture), "balanced")
+
+
+def padded_size(n: int, sizes: Sequence[int]) -> int | None:
+    """The smallest of the rising `sizes` that holds `n`, or `None` when none does: no graph."""
+    place = bisect_left(sizes, n)
+    return sizes[place] if place < len(sizes) else None
+
+
+def check_state_slots(
+    max_seqs: int,
+    slots: int,
+    *,
+    slots_per_seq: int = 1,
+    concurrent: int | None = None,
+    has_mamba: bool = True,
+    full_graphs: bool = True,
+    profiling: bool = False,
+) -> None:
+    """`ValueError` when full graphs of `max_seqs` rows would need more state slots than the arena can hold.
+
+    `slots`: superblocks, were all of them slots. `concurrent`: how many requests the arena really serves at once, with their
+    pages; named in the message when given.
+    """
+    if not has_mamba or not full_graphs or profiling or max_seqs * slots_per_seq <= slots:
+        return
+    message = (
+        f"max_seqs {max_seqs} needs {max_seqs * slots_per_seq} state slots ({slots_per_seq} for each request), but the arena "
+        f"holds {slots}: lower max_seqs to at most {slots // slots_per_seq}, or give the arena more memory"
+    )
+    if concurrent is not None:
+        message += f"; with their KV pages, {concurrent} requests run at once"
+    raise ValueError(message)

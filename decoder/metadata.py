@@ -1,0 +1,47 @@
+"""Rules for the padded rows of a step. Pure policy.
+
+Rows beyond the requests of a step belong to nobody: state index -1, accepted 1, length 0, never a prefill. They are counted in requests,
+never in tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+STATE_MODES = ("none", "align", "all", "auto")
+
+
+def prefilling_rows(computed: Sequence[int], prompt: Sequence[int], num_reqs: int) -> list[bool]:
+    """Which of the padded rows still compute their prompt. Rows from `num_reqs` on hold what an earlier step left: False."""
+    if len(computed) != len(prompt):
+        raise ValueError(f"computed has {len(computed)} rows, prompt has {len(prompt)}")
+    if not 0 <= num_reqs <= len(computed):
+        raise ValueError(f"num_reqs {num_reqs} is not between 0 and the {len(computed)} rows")
+    return [row < num_reqs and done < total for row, (done, total) in enumerate(zip(computed, prompt, strict=True))]
+
+
+def state_table_width(max_len: int, state_block: int, num_speculative: int, mode: str) -> int:
+    """Columns of the table of state indices, one row for each request.
+
+    `all` keeps one state for each block of the longest sequence; the last scheduled token of `max_len` is in block
+    (max_len - 1) // state_block, and a window anchored there reaches `num_speculative` columns on.
+    """
+    if mode not in STATE_MODES:
+        raise ValueError(f"mode {mode!r} is not one of {', '.join(STATE_MODES)}")
+    if max_len < 1 or state_block < 1 or num_speculative < 0:
+        raise ValueError(
+            f"max_len {max_len} and state_block {state_block} must be at least 1, num_speculative {num_speculative} at least 0"
+        )
+    if mode == "all":
+        return -(-max_len // state_block) + num_speculative
+    return 1 + num_speculative
+
+
+def pad_rows(values: Sequence[T], num_rows: int, fill: T) -> list[T]:
+    """`values`, one for each request, and `fill` for the rows after them."""
+    if len(values) > num_rows:
+        raise ValueError(f"{len(values)} requests do not fit {num_rows} rows")
+    return [*values, *[fill] * (num_rows - len(values))]

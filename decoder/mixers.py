@@ -1,0 +1,200 @@
+"""The four kinds of layers of `nemotron_h`. Each maps normalised rows `[T, d]` to what is added to the residual stream.
+
+Letters: `T` tokens, `U` update rows, `D` hidden size, `H` Mamba heads, `P` head size, `G` groups, `N` state size, `C` conv channels,
+`W` taps. Weights come by the names of the checkpoint, without the layer's prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from decoder.batch import Batch
+from decoder.config import DecoderConfig, DecoderOptions
+from kernels.causal_conv1d import causal_conv1d, causal_conv1d_update
+from kernels.chunk_scan import chunk_scan
+from kernels.gated_norm import gated_norm
+from kernels.linear import Linear
+from kernels.moe import route, run_experts
+from kernels.paged_attention import decode_attention, extend_attention, write_kv
+from kernels.selective_state_update import discretise, selective_state_update
+
+Weights = Mapping[str, Tensor]
+Mixer = Callable[[Tensor, Batch], Tensor]
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu2": lambda x: F.relu(x).square(),
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+def _linear(weights: Weights, name: str, options: DecoderOptions) -> Linear:
+    bias = weights.get(f"{name}.bias")
+    place = {"device": options.device, "dtype": options.dtype}
+    return Linear(weights[f"{name}.weight"].to(**place), None if bias is None else bias.to(**place))
+
+
+def _float(weights: Weights, name: str, options: DecoderOptions) -> Tensor:
+    return weights[name].to(device=options.device, dtype=torch.float32, copy=True)
+
+
+class MambaMixer:
+    """Mamba-2: projection, causal convolution, state update or scan, gated norm, projection."""
+
+    def __init__(
+        self, config: DecoderConfig, options: DecoderOptions, weights: Weights, windows_SWC: Tensor, states_SHPN: Tensor
+    ) -> None:
+        self.config, self.windows, self.states = config, windows_SWC, states_SHPN
+        self.in_proj = _linear(weights, "in_proj", options)
+        self.out_proj = _linear(weights, "out_proj", options)
+        self.conv_WC = _float(weights, "conv1d.weight", options)[:, 0].t().contiguous()
+        self.conv_bias_C = _float(weights, "conv1d.bias", options) if config.use_conv_bias else None
+        self.A_H = -torch.exp(_float(weights, "A_log", options))
+        self.D_H = _float(weights, "D", options)
+        self.dt_bias_H = _float(weights, "dt_bias", options)
+        self.norm_weight = _float(weights, "norm.weight", options)
+        self.sizes = [config.mamba_inner, config.conv_dim, config.mamba_num_heads]
+
+    def __call__(self, x_TD: Tensor, batch: Batch) -> Tensor:
+        gate, conv_in, dt = self.in_proj(x_TD).split(self.sizes, dim=-1)
+        updates = batch.updates
+        if batch.scan is None:
+            y = self._update(conv_in, dt, batch)
+        elif updates == 0:
+            y = self._scan(conv_in, dt, batch)
+        else:
+            first = self._update(conv_in[:updates], dt[:updates], batch)
+            y = torch.cat((first, self._scan(conv_in[updates:], dt[updates:], batch)))
+        config = self.config
+        group = config.mamba_inner // config.n_groups
+        return self.out_proj(gated_norm(y, gate, self.norm_weight, group, config.layer_norm_epsilon))
+
+    def _split(self, mixed_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        config, tokens = self.config, mixed_TC.shape[0]
+        bc = config.n_groups * config.ssm_state_size
+        x, b, c = mixed_TC.split([config.mamba_inner, bc, bc], dim=-1)
+        shape = (tokens, config.n_groups, config.ssm_state_size)
+        return x.view(tokens, config.mamba_num_heads, config.mamba_head_dim), b.view(shape), c.view(shape)
+
+    def _update(self, conv_in_UC: Tensor, dt_UH: Tensor, batch: Batch) -> Tensor:
+        mixed = causal_conv1d_update(
+            conv_in_UC, self.conv_WC, self.conv_bias_C, self.windows, batch.slots_U, batch.first_slot
+        )
+        x, b, c = self._split(mixed)
+        y = selective_state_update(
+            self.states,
+            batch.slots_U,
+            x,
+            dt_UH,
+            self.A_H,
+            b,
+            c,
+            self.D_H,
+            self.dt_bias_H,
+            self.config.time_step_limit,
+            batch.first_slot,
+        )
+        return y.view(x.shape[0], -1)
+
+    def _scan(self, conv_in_TC: Tensor, dt_TH: Tensor, batch: Batch) -> Tensor:
+        scan = batch.scan
+        assert scan is not None and scan.plan is not None
+        mixed = causal_conv1d(
+            conv_in_TC, self.conv_WC, self.conv_bias_C, self.windows, scan.slots_R, scan.initial_R, scan.starts_R
+        )
+        x, b, c = self._split(mixed)
+        dt = discretise(dt_TH, self.dt_bias_H, self.config.time_step_limit)
+        y = chunk_scan(self.states, scan.slots_R, scan.initial_R, x, dt, self.A_H, b, c, self.D_H, scan.plan)
+        return y.view(x.shape[0], -1)
+
+
+class AttentionMixer:
+    """Grouped-query attention without positions over paged keys and values. q, k and v are one product."""
+
+    def __init__(self, config: DecoderConfig, options: DecoderOptions, weights: Weights, kv_B2SKP: Tensor) -> None:
+        self.heads, self.kv_heads, self.width = config.num_attention_heads, config.kv_heads, config.head_dim
+        self.kv, self.scale = kv_B2SKP, config.head_dim**-0.5
+        names = ("q_proj", "k_proj", "v_proj")
+        fused = {"qkv.weight": torch.cat([weights[f"{name}.weight"] for name in names])}
+        if any(f"{name}.bias" in weights for name in names):
+            biases = [weights.get(f"{name}.bias", weights[f"{name}.weight"].new_zeros(size)) for name, size in zip(
+                names, (self.heads * self.width, self.kv_heads * self.width, self.kv_heads * self.width), strict=True
+            )]
+            fused["qkv.bias"] = torch.cat(biases)
+        self.qkv = _linear(fused, "qkv", options)
+        self.o_proj = _linear(weights, "o_proj", options)
+
+    def __call__(self, x_TD: Tensor, batch: Batch) -> Tensor:
+        tokens, updates, width = x_TD.shape[0], batch.updates, self.width
+        qkv = self.qkv(x_TD).view(tokens, -1, width)
+        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        write_kv(self.kv, k, v, batch.places_T)
+        outs = []
+        if updates:
+            outs.append(
+                decode_attention(q[:updates], self.kv, batch.tables_UW, batch.lengths_U, self.scale, batch.longest)
+            )
+        scan = batch.scan
+        if scan is not None:
+            new = (q[updates:], k[updates:], v[updates:])
+            outs.append(
+                extend_attention(*new, self.kv, scan.tables_RW, scan.computed_R, scan.starts_R, self.scale)
+            )
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
+        return self.o_proj(out.reshape(tokens, -1))
+
+
+class MlpMixer:
+    """Ungated MLP: `down(act(up(x)))`."""
+
+    def __init__(self, config: DecoderConfig, options: DecoderOptions, weights: Weights) -> None:
+        self.up, self.down = _linear(weights, "up_proj", options), _linear(weights, "down_proj", options)
+        self.squared = config.mlp_hidden_act == "relu2"
+        self.act = ACTIVATIONS[config.mlp_hidden_act]
+
+    def __call__(self, x_TD: Tensor, batch: Batch | None = None) -> Tensor:
+        return self.down(self.up.relu_squared(x_TD) if self.squared else self.act(self.up(x_TD)))
+
+
+class ExpertsMixer:
+    """Mixture of ungated MLPs, in a latent space where the model has one, and one expert that every token takes."""
+
+    def __init__(self, config: DecoderConfig, options: DecoderOptions, weights: Weights) -> None:
+        self.config = config
+        self.gate_ED = _float(weights, "gate.weight", options)
+        self.correction_E = _float(weights, "gate.e_score_correction_bias", options)
+        ups, downs = weights["experts.up_proj"], weights["experts.down_proj"]
+        self.experts = [
+            MlpMixer(config, options, {"up_proj.weight": ups[e], "down_proj.weight": downs[e]})
+            for e in range(config.n_routed_experts)
+        ]
+        prefix = "shared_experts."
+        shared = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+        self.shared = MlpMixer(config, options, shared)
+        latent = config.moe_latent_size is not None
+        self.enter = _linear(weights, "fc1_latent_proj", options) if latent else None
+        self.leave = _linear(weights, "fc2_latent_proj", options) if latent else None
+
+    def __call__(self, x_TD: Tensor, batch: Batch | None = None) -> Tensor:
+        config = self.config
+        experts, weights = route(
+            x_TD,
+            self.gate_ED,
+            self.correction_E,
+            config.num_experts_per_tok,
+            config.n_group,
+            config.topk_group,
+            config.norm_topk_prob,
+            config.routed_scaling_factor,
+        )
+        inner = x_TD if self.enter is None else self.enter(x_TD)
+        routed = run_experts(inner, experts, weights, self.experts)
+        if self.leave is not None:
+            routed = self.leave(routed)
+        return routed + self.shared(x_TD)

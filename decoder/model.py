@@ -1,0 +1,95 @@
+"""The `nemotron_h` decoder: embeddings, layers with one mixer each, final norm, vocabulary projection.
+
+x = embed(ids); for each layer: x += mixer(rms_norm(x)); logits = head(rms_norm(x)). No positions anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from decoder.arena import Arena
+from decoder.batch import Batch
+from decoder.config import DecoderConfig, DecoderOptions
+from decoder.mixers import AttentionMixer, ExpertsMixer, MambaMixer, Mixer, MlpMixer, Weights
+from kernels.linear import Linear
+from kernels.rms_norm import rms_norm
+
+
+class HybridModel:
+    """Weights and layers; the state of sequences is the arena's."""
+
+    def __init__(
+        self, config: DecoderConfig, options: DecoderOptions, arena: Arena, weights: Iterable[tuple[str, Tensor]]
+    ) -> None:
+        """Copies, casts and lays out every tensor. `ValueError` lists names that are missing, unknown or of a wrong shape."""
+        self.config, self.options = config, options
+        tensors = dict(weights)
+        check_weights(config, tensors)
+        place = {"device": options.device, "dtype": options.dtype}
+        embeddings = tensors.pop("model.embeddings.weight")
+        self.embeddings = embeddings.to(**place, copy=True)
+        head = self.embeddings if config.tie_word_embeddings else tensors.pop("lm_head.weight").to(**place)
+        self.head = Linear(head, owned=config.tie_word_embeddings)
+        self.norm_f = _norm_weight(tensors.pop("model.norm_f.weight"), options)
+        self.norms: list[Tensor] = []
+        self.mixers: list[Mixer] = []
+        views = iter(zip(arena.windows, arena.states, strict=True)), iter(arena.kv)
+        for index, kind in enumerate(config.pattern):
+            prefix = f"model.layers.{index}."
+            layer = {n.removeprefix(prefix): tensors.pop(n) for n in [n for n in tensors if n.startswith(prefix)]}
+            self.norms.append(_norm_weight(layer.pop("norm.weight"), options))
+            mixer = {name.removeprefix("mixer."): tensor for name, tensor in layer.items()}
+            if kind == "M":
+                self.mixers.append(MambaMixer(config, options, mixer, *next(views[0])))
+            elif kind == "*":
+                self.mixers.append(AttentionMixer(config, options, mixer, next(views[1])))
+            else:
+                self.mixers.append(_stateless(kind, config, options, mixer))
+
+    def embed(self, batch: Batch) -> Tensor:
+        """`[T, d]`: rows of the table, images' rows in their places."""
+        x_TD = F.embedding(batch.ids_T, self.embeddings)
+        for first, rows in batch.splices:
+            x_TD[first : first + rows.shape[0]] = rows
+        return x_TD
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """Runs all layers and updates the arena. `[T, d]`, before the final norm."""
+        x_TD = self.embed(batch)
+        if self.config.residual_in_fp32:
+            x_TD = x_TD.float()
+        eps, dtype = self.config.layer_norm_epsilon, self.options.dtype
+        for norm, mixer in zip(self.norms, self.mixers, strict=True):
+            x_TD += mixer(rms_norm(x_TD, norm, eps, dtype), batch)
+        return x_TD
+
+    def logits(self, hidden_TD: Tensor, samples: Tensor | None = None) -> Tensor:
+        """`[L, vocab]` in the compute dtype, of the tokens named in `samples` (default: all)."""
+        x = hidden_TD if samples is None else hidden_TD.index_select(0, samples)
+        return self.head(rms_norm(x, self.norm_f, self.config.layer_norm_epsilon, self.options.dtype))
+
+
+def _stateless(kind: str, config: DecoderConfig, options: DecoderOptions, weights: Weights) -> Mixer:
+    return MlpMixer(config, options, weights) if kind == "-" else ExpertsMixer(config, options, weights)
+
+
+def _norm_weight(weight: Tensor, options: DecoderOptions) -> Tensor:
+    return weight.to(device=options.device, dtype=torch.float32, copy=True)
+
+
+def check_weights(config: DecoderConfig, tensors: dict[str, Tensor]) -> None:
+    """`ValueError` that lists every name that is missing, unknown or of a wrong shape."""
+    expected, optional = config.expected_weights(), config.optional_weights()
+    problems = [f"missing {name}" for name in expected if name not in tensors and name not in optional]
+    problems += [f"unknown {name}" for name in tensors if name not in expected]
+    problems += [
+        f"{name} has shape {tuple(tensors[name].shape)}, not {shape}"
+        for name, shape in expected.items()
+        if name in tensors and tuple(tensors[name].shape) != shape
+    ]
+    if problems:
+        raise ValueError(f"weights do not fit the decoder's configuration: {'; '.join(problems)}")

@@ -1,0 +1,210 @@
+"""The decoder runner: requests in, token events out. One thread owns it; nothing here waits or locks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from decoder.arena import Arena
+from decoder.batch import BatchBuilder, image_rows
+from decoder.config import DecoderConfig, DecoderOptions
+from decoder.model import HybridModel
+from decoder.request import DecoderRequest, FinishReason, Sequence, Status, TokenEvent
+from decoder.sampler import Choice, Sampler
+from decoder.scheduler import Scheduler, Step
+
+Saved = tuple[Tensor | None, Tensor | None]
+
+
+class DecoderRunner:
+    """Serves any number of requests, `max_seqs` at a time."""
+
+    def __init__(
+        self, config: DecoderConfig, options: DecoderOptions, weights: Iterable[tuple[str, Tensor]]
+    ) -> None:
+        """`weights` are consumed once and copied. `ValueError` when they, or the memory, do not fit the configuration."""
+        self.config, self.options = config, options
+        self.arena = Arena(config, options)
+        self.model = HybridModel(config, options, self.arena, weights)
+        layout = self.arena.layout
+        self.scheduler = Scheduler(
+            options, self.arena.pool, page_bytes=layout.page_bytes, slot_bytes=layout.slot_bytes
+        )
+        self.builder = BatchBuilder(config, options)
+        self.sampler = Sampler(config.vocab_size, options.max_seqs, options.device)
+        self._sequences: dict[str, Sequence] = {}
+        self._saved: dict[str, Saved] = {}
+        self._counters = {"steps": 0, "output_tokens": 0, "batched_tokens": 0, "failed": 0}
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def add(self, request: DecoderRequest) -> None:
+        """Queues a request. `ValueError` when it can never be served, with the numbers that stand against it."""
+        if request.request_id in self._sequences:
+            raise ValueError(f"a request {request.request_id!r} is here already")
+        vocab = self.config.vocab_size
+        for token in (*request.prompt_ids, *request.output_ids):
+            if not 0 <= token < vocab:
+                raise ValueError(f"token id {token} is not between 0 and {vocab - 1}")
+        self._sequences[request.request_id] = self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request without an event and frees all it holds. False when there is none of that name.
+
+        Steps run in the caller's own thread, so that no step is ever using it.
+        """
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return False
+        self._end(sequence)
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    @property
+    def runnable(self) -> bool:
+        """False when there is nothing to do until some image's rows are ready."""
+        return self.scheduler.runnable
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> list[TokenEvent]:
+        """Schedule, run, postprocess. Empty when nothing could advance, or when no row reached its last token."""
+        step = self.scheduler.schedule()
+        self._move(step)
+        images = self._images(step)
+        choices = self._run(step, images) if step.rows else []
+        return self._postprocess(step, choices)
+
+    def _move(self, step: Step) -> None:
+        """Memory changes hands: out to the host, cleared, back in."""
+        for sequence, slot, pages in step.saves:
+            self._saved[sequence.request_id] = self.arena.save(slot, pages)
+        self.arena.clear_pages(step.new_pages)
+        for sequence in step.loads:
+            self.arena.load(sequence.slot, sequence.pages, self._saved.pop(sequence.request_id))
+
+    def _images(self, step: Step) -> dict[str, list[tuple[int, Tensor]]]:
+        """Image rows of the step. A request whose source cannot give them fails, and its row leaves the step."""
+        found: dict[str, list[tuple[int, Tensor]]] = {}
+        for row in list(step.rows):
+            sequence = row.sequence
+            if sequence.next_span == len(sequence.request.spans):
+                continue
+            try:
+                found[sequence.request_id] = image_rows(row, self.config.hidden_size)
+            except Exception as error:  # noqa: BLE001 - whatever a source raises ends its own request and no other
+                step.rows.remove(row)
+                step.failed.append((sequence, error))
+        return found
+
+    def _run(self, step: Step, images: dict[str, list[tuple[int, Tensor]]]) -> list[Choice]:
+        batch = self.builder.build(step.rows, images)
+        hidden = self.model.hidden(batch)
+        drawing = [row.sequence for row in step.rows if row.samples]
+        if not drawing:
+            return []
+        return self.sampler.sample(self.model.logits(hidden, batch.samples), drawing)
+
+    def _postprocess(self, step: Step, choices: list[Choice]) -> list[TokenEvent]:
+        self._counters["steps"] += bool(step.rows)
+        self._counters["batched_tokens"] += step.tokens
+        self.scheduler.commit(step)
+        events = [self._failure(sequence, error) for sequence, error in step.failed]
+        drawn = iter(choices)
+        for row in step.rows:
+            sequence = row.sequence
+            if sequence.next_span < len(sequence.request.spans):
+                _release_spans(sequence)
+            if row.samples:
+                events.append(self._append(sequence, next(drawn)))
+        return events
+
+    def _append(self, sequence: Sequence, choice: Choice) -> TokenEvent:
+        """Adds a drawn token to its sequence, and ends it where it has to end."""
+        sequence.tokens.append(choice.token)
+        self._counters["output_tokens"] += 1
+        reason, stop = _finish_reason(sequence)
+        if reason is not None:
+            self._end(sequence)
+        return TokenEvent(
+            sequence.request_id,
+            choice.token,
+            choice.logprob,
+            choice.top,
+            reason,
+            cached_tokens=sequence.cached_tokens,
+            stop_token=stop,
+        )
+
+    def _failure(self, sequence: Sequence, error: Exception) -> TokenEvent:
+        self._counters["failed"] += 1
+        self._end(sequence)
+        return TokenEvent(sequence.request_id, None, finish_reason="error", error=error)
+
+    def _end(self, sequence: Sequence) -> None:
+        if sequence.status is not Status.DONE:
+            self.scheduler.finish(sequence)
+        for span in sequence.request.spans[sequence.next_span :]:
+            span.source.release()
+        sequence.next_span = len(sequence.request.spans)
+        self._saved.pop(sequence.request_id, None)
+        del self._sequences[sequence.request_id]
+
+    # -- looking in ----------------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the start, and what is held now."""
+        pool, scheduler = self.arena.pool, self.scheduler
+        return {
+            **self._counters,
+            "preemptions": scheduler.preemptions,
+            "recomputes": scheduler.recomputes,
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "used_slots": pool.used_slots,
+            "used_pages": pool.used_pages,
+            "loose_pages": pool.loose_pages,
+            "free_blocks": pool.free_blocks,
+            "total_blocks": pool.num_blocks,
+            "host_bytes": scheduler.host_used,
+            "arena_bytes": self.arena.total_bytes,
+        }
+
+    def check_integrity(self) -> None:
+        """`AssertionError` unless everything that is held belongs to a request that is here."""
+        self.scheduler.check_integrity()
+        known = {sequence.request_id for sequence in self.scheduler.sequences}
+        assert known == set(self._sequences), "a request is lost"
+        swapped = {s.request_id for s in self.scheduler.waiting if s.status is Status.SWAPPED}
+        assert set(self._saved) <= swapped, "saved state without an owner"
+
+    def close(self) -> None:
+        """Ends all requests without events. Idempotent."""
+        for sequence in list(self._sequences.values()):
+            self._end(sequence)
+
+
+def _release_spans(sequence: Sequence) -> None:
+    """Gives back the rows of images that have been consumed to the end."""
+    spans = sequence.request.spans
+    while sequence.next_span < len(spans) and spans[sequence.next_span].end <= sequence.computed:
+        spans[sequence.next_span].source.release()
+        sequence.next_span += 1
+
+
+def _finish_reason(sequence: Sequence) -> tuple[FinishReason | None, int | None]:
+    """Why the sequence ends with its last token, and that token if it is an end or stop token."""
+    request, token = sequence.request, sequence.tokens[-1]
+    params = request.sampling
+    ends = token in params.stop_token_ids or (token in request.eos_token_ids and not params.ignore_eos)
+    if ends and sequence.output_len > params.min_tokens:
+        return "stop", token
+    if sequence.output_len >= sequence.limit:
+        return "length", None
+    return None, None

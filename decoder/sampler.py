@@ -1,0 +1,197 @@
+"""From a step's logits to tokens: groups rows by what they ask for, and keeps what penalties need.
+
+A row's answer depends on its own logits, its own tokens and (seed, sample index, position) only: never on the batch that it is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from decoder.request import Sequence
+from kernels.sample import draw, draw_filtered, greedy, logprobs, penalise, uniform
+
+UNIFORMS_AHEAD = 64
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One drawn token; `logprob` and `top` are of the raw distribution, where asked for."""
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass
+class _Seat:
+    """What belongs to the sequence in one seat."""
+
+    admission: int = -1
+    counted: int = 0
+    """Tokens that the penalty buffers hold."""
+    first: int = 0
+    uniforms: list[float] = field(default_factory=list)
+    """Random numbers of positions `first` onwards."""
+    bias: tuple[Tensor, Tensor] | None = None
+    ends: Tensor | None = None
+
+
+class Sampler:
+    """Draws for rows of logits. Penalty buffers are per seat and allocated when a request first asks for a penalty."""
+
+    def __init__(self, vocab_size: int, max_seqs: int, device: torch.device | str = "cpu") -> None:
+        self.vocab_size, self.max_seqs, self.device = vocab_size, max_seqs, device
+        self._seats = [_Seat() for _ in range(max_seqs)]
+        self._in_context: Tensor | None = None
+        self._counts: Tensor | None = None
+
+    def sample(self, logits_LV: Tensor, sequences: SequenceOf[Sequence]) -> list[Choice]:
+        """One token for each row. One host sync, where the tokens are read."""
+        if all(sequence.request.sampling.plain for sequence in sequences):
+            return [Choice(token) for token in greedy(logits_LV).tolist()]
+        for sequence in sequences:
+            self._seat(sequence)
+        raw = logits_LV.float()
+        adjusted = self._adjust(raw, sequences)
+        tokens = self._draw(adjusted, sequences)
+        return self._report(raw, tokens, sequences)
+
+    def _seat(self, sequence: Sequence) -> _Seat:
+        """The state of a sequence's seat, made anew when the seat has changed hands."""
+        if self._seats[sequence.seat].admission != sequence.admission:
+            params, seat = sequence.request.sampling, _Seat(sequence.admission)
+            self._seats[sequence.seat] = seat
+            known = [(token, bias) for token, bias in params.logit_bias.items() if token < self.vocab_size]
+            if known:
+                ids, values = zip(*known, strict=True)
+                seat.bias = self._ids(ids), torch.tensor(values, dtype=torch.float32, device=self.device)
+            if params.min_tokens > 0:
+                ends = sequence.request.eos_token_ids | params.stop_token_ids
+                seat.ends = self._ids(sorted(token for token in ends if token < self.vocab_size))
+        return self._seats[sequence.seat]
+
+    def _ids(self, tokens: SequenceOf[int]) -> Tensor:
+        return torch.tensor(list(tokens), dtype=torch.int64, device=self.device)
+
+    # -- adjustments ---------------------------------------------------------------------------------------------------
+
+    def _adjust(self, raw_LV: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
+        """Bias, penalties and the `min_tokens` mask, on a copy where there are any."""
+        out = raw_LV
+        penalised: list[int] = []
+        for row, sequence in enumerate(sequences):
+            params, seat = sequence.request.sampling, self._seats[sequence.seat]
+            masked = seat.ends is not None and sequence.output_len < params.min_tokens
+            if not (seat.bias or masked or params.penalised):
+                continue
+            if out is raw_LV:
+                out = raw_LV.clone()
+            if seat.bias:
+                out[row].index_add_(0, *seat.bias)
+            if params.penalised:
+                penalised.append(row)
+        if penalised:
+            self._penalise(out, penalised, sequences)
+        for row, sequence in enumerate(sequences):
+            ends = self._seats[sequence.seat].ends
+            if ends is not None and sequence.output_len < sequence.request.sampling.min_tokens:
+                out[row].index_fill_(0, ends, float("-inf"))
+        return out
+
+    def _penalise(self, logits_LV: Tensor, rows: list[int], sequences: SequenceOf[Sequence]) -> None:
+        chosen = [sequences[row] for row in rows]
+        for sequence in chosen:
+            self._count(sequence)
+        assert self._in_context is not None and self._counts is not None
+        index, seats = self._ids(rows), self._ids([s.seat for s in chosen])
+        part = logits_LV.index_select(0, index)
+        params = [s.request.sampling for s in chosen]
+        penalise(
+            part,
+            self._in_context.index_select(0, seats),
+            self._counts.index_select(0, seats),
+            self._floats([p.repetition_penalty for p in params]),
+            self._floats([p.presence_penalty for p in params]),
+            self._floats([p.frequency_penalty for p in params]),
+        )
+        logits_LV.index_copy_(0, index, part)
+
+    def _count(self, sequence: Sequence) -> None:
+        """Brings the seat's buffers up to the sequence's tokens."""
+        if self._in_context is None or self._counts is None:
+            shape = (self.max_seqs, self.vocab_size)
+            self._in_context = torch.zeros(shape, dtype=torch.bool, device=self.device)
+            self._counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        seat, row = self._seats[sequence.seat], sequence.seat
+        if seat.counted == 0:
+            self._in_context[row] = False
+            self._counts[row] = 0
+        fresh = self._ids([token for token in sequence.tokens[seat.counted :] if token < self.vocab_size])
+        self._in_context[row].index_fill_(0, fresh, True)
+        output = self._ids(sequence.tokens[max(seat.counted, sequence.prompt_len) :])
+        self._counts[row].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+        seat.counted = len(sequence.tokens)
+
+    def _floats(self, values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+    # -- drawing -------------------------------------------------------------------------------------------------------
+
+    def _draw(self, logits_LV: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
+        groups: dict[str, list[int]] = {"greedy": [], "plain": [], "filtered": []}
+        for row, sequence in enumerate(sequences):
+            params = sequence.request.sampling
+            filtered = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+            groups["greedy" if params.greedy else "filtered" if filtered else "plain"].append(row)
+        tokens = torch.empty(len(sequences), dtype=torch.int64, device=self.device)
+        for kind, rows in groups.items():
+            if not rows:
+                continue
+            whole = len(rows) == len(sequences)
+            index = self._ids(rows)
+            part = logits_LV if whole else logits_LV.index_select(0, index)
+            tokens[index] = self._draw_group(kind, part, [sequences[row] for row in rows])
+        return tokens
+
+    def _draw_group(self, kind: str, logits_RV: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
+        if kind == "greedy":
+            return greedy(logits_RV)
+        params = [sequence.request.sampling for sequence in sequences]
+        scaled = logits_RV / self._floats([p.temperature for p in params])[:, None]
+        uniforms = self._floats([self._uniform(sequence) for sequence in sequences], torch.float64)
+        if kind == "plain":
+            return draw(scaled, uniforms)
+        top_k = self._ids([p.top_k for p in params])
+        top_p = self._floats([p.top_p for p in params], torch.float64)
+        min_p = self._floats([p.min_p for p in params], torch.float64)
+        return draw_filtered(scaled, uniforms, top_k, top_p, min_p)
+
+    def _uniform(self, sequence: Sequence) -> float:
+        """The random number of the position that is drawn now; made for many positions at a time."""
+        seat, position = self._seats[sequence.seat], len(sequence.tokens)
+        if not seat.first <= position < seat.first + len(seat.uniforms):
+            request = sequence.request
+            seat.first = position
+            seat.uniforms = uniform(request.sampling.seed, request.sample_index, position, UNIFORMS_AHEAD).tolist()
+        return seat.uniforms[position - seat.first]
+
+    # -- reporting -----------------------------------------------------------------------------------------------------
+
+    def _report(self, raw_LV: Tensor, tokens_L: Tensor, sequences: SequenceOf[Sequence]) -> list[Choice]:
+        tokens = tokens_L.tolist()
+        asked = [row for row, s in enumerate(sequences) if s.request.sampling.logprobs is not None]
+        if not asked:
+            return [Choice(token) for token in tokens]
+        index = self._ids(asked)
+        wanted = [sequences[row].request.sampling.logprobs or 0 for row in asked]
+        chosen, ids, values = logprobs(raw_LV.index_select(0, index), tokens_L.index_select(0, index), max(wanted))
+        found = zip(asked, wanted, chosen.tolist(), ids.tolist(), values.tolist(), strict=True)
+        extra = {
+            row: (logprob, tuple(zip(top[:count], best[:count], strict=True)))
+            for row, count, logprob, top, best in found
+        }
+        return [Choice(token, *extra.get(row, (None, ()))) for row, token in enumerate(tokens)]

@@ -1,0 +1,342 @@
+"""Which requests run in the next step, and with how many tokens each. Pure policy: no tensors, no clock.
+
+Liveness. A request that runs and can advance always does: when memory is short, the request of least urgency gives its memory up (its
+state goes to host memory, or is computed again later), so the most urgent one can always grow to its end. A request that waits for
+an image holds nothing that another one, ready to run, needs: it is put out first. Requests whose image rows are given back already
+cannot be computed again; they are moved to host memory even above its bound, when nothing else helps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from decoder.blocks import SuperblockPool
+from decoder.config import DecoderOptions
+from decoder.request import DecoderRequest, Sequence, Status
+
+
+@dataclass(frozen=True)
+class Row:
+    """`count` tokens of a sequence, from its `computed` on."""
+
+    sequence: Sequence
+    count: int
+    start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+    @property
+    def samples(self) -> bool:
+        """True when the row reaches the last token, so that the next one can be drawn."""
+        return self.end == len(self.sequence.tokens)
+
+    @property
+    def kind(self) -> int:
+        """Order of rows in a batch: 0 decode, 1 short extend, 2 long extend, 3 prefill."""
+        if self.start == 0:
+            return 3
+        if self.count > 1:
+            return 2
+        return 0 if self.samples else 1
+
+
+@dataclass
+class Step:
+    """What the runner is to do, in this order: save, clear, load, run; failures are to be reported."""
+
+    rows: list[Row] = field(default_factory=list)
+    saves: list[tuple[Sequence, int, list[int]]] = field(default_factory=list)
+    """(sequence, slot, pages) whose content goes to host memory before anything else."""
+    loads: list[Sequence] = field(default_factory=list)
+    """Sequences whose content comes back into the slot and pages that they have now."""
+    new_pages: list[int] = field(default_factory=list)
+    failed: list[tuple[Sequence, Exception]] = field(default_factory=list)
+    put_out: set[int] = field(default_factory=set)
+    """Arrival numbers of the sequences that lost their memory in this step: they do not come back in it."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(row.count for row in self.rows)
+
+    @property
+    def empty(self) -> bool:
+        return not self.rows
+
+
+class Scheduler:
+    """Owns the queues and, through the pool, all memory of sequences."""
+
+    def __init__(
+        self, options: DecoderOptions, pool: SuperblockPool, *, page_bytes: int = 0, slot_bytes: int = 0
+    ) -> None:
+        """`page_bytes`, `slot_bytes`: what a page and a slot take in host memory, held against `host_bytes`."""
+        self.options = options
+        self.pool = pool
+        self.page_bytes, self.slot_bytes = page_bytes, slot_bytes
+        block_bytes = max(slot_bytes, page_bytes * pool.pages_per_block)
+        self.host_limit = pool.num_blocks * block_bytes // 4 if options.host_bytes is None else options.host_bytes
+        self.host_used = 0
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.step_number = 0
+        self.preemptions = 0
+        self.recomputes = 0
+        self._arrivals = 0
+        self._admissions = 0
+        self._seats = list(range(options.max_seqs - 1, -1, -1))
+        self._host: dict[str, int] = {}
+
+    # -- requests come and go ------------------------------------------------------------------------------------------
+
+    def add(self, request: DecoderRequest) -> Sequence:
+        """Queues a request. `ValueError` when it can never be served, with the numbers."""
+        prompt, output = len(request.prompt_ids), len(request.output_ids)
+        maximum = self.options.max_len
+        if prompt == 0:
+            raise ValueError("the prompt is empty: at least one token is needed")
+        if prompt + output >= maximum:
+            raise ValueError(
+                f"a prompt of {prompt} tokens with {output} output tokens leaves no room in max_len {maximum}: "
+                f"at most {maximum - 1 - output} prompt tokens can be served"
+            )
+        limit = maximum - prompt
+        if request.sampling.max_tokens is not None:
+            limit = min(limit, request.sampling.max_tokens)
+        if output >= limit:
+            raise ValueError(f"max_tokens {limit} is not above the {output} output tokens that were passed")
+        _check_spans(request)
+        sequence = Sequence(request, self._arrivals, limit)
+        self._arrivals += 1
+        self.waiting.append(sequence)
+        return sequence
+
+    def finish(self, sequence: Sequence) -> None:
+        """Takes a sequence out and frees all it holds. The caller sees to it that no step is using it."""
+        if sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+            self._release(sequence)
+        elif sequence.status is not Status.DONE:
+            self.waiting.remove(sequence)
+            self.host_used -= self._host.pop(sequence.request_id, 0)
+        sequence.status = Status.DONE
+
+    def commit(self, step: Step) -> None:
+        """The rows of `step` have been computed."""
+        for row in step.rows:
+            row.sequence.computed = row.end
+            row.sequence.last_step = self.step_number
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Step:
+        """Rows for the next step; empty when nothing can advance. Memory for them is taken."""
+        self.step_number += 1
+        step = Step()
+        self._collect_failures(step)
+        budget = self.options.max_batched_tokens
+        chosen: dict[int, Row] = {}
+        for sequence in self._running_order():
+            if budget == 0:
+                break
+            if sequence.status is not Status.RUNNING:
+                continue
+            row = self._row(sequence, budget)
+            if row is not None and self._grow(sequence, row.end, step, chosen):
+                chosen[sequence.arrival] = row
+                budget -= row.count
+        budget = self._admit(step, chosen, budget)
+        step.rows = sorted(chosen.values(), key=lambda row: (row.kind, *row.sequence.order))
+        return step
+
+    def _collect_failures(self, step: Step) -> None:
+        for sequence in [*self.running, *self.waiting]:
+            if sequence.request.spans:
+                error = sequence.source_error()
+                if error is not None:
+                    step.failed.append((sequence, error))
+        for sequence, _ in step.failed:
+            self.finish(sequence)
+
+    def _running_order(self) -> list[Sequence]:
+        """Decode rows first, then by urgency; those that advanced longest ago first when the budget cannot hold all."""
+        crowded = len(self.running) > self.options.max_batched_tokens
+        return sorted(
+            self.running,
+            key=lambda s: (s.last_step if crowded else 0, not s.decoding, *s.order),
+        )
+
+    def _row(self, sequence: Sequence, budget: int) -> Row | None:
+        """What the sequence can compute now, or `None` when its next row is not ready."""
+        start = sequence.computed
+        end = min(sequence.ready_end(), start + budget)
+        if self.options.max_chunk is not None:
+            end = min(end, start + self.options.max_chunk)
+        return Row(sequence, end - start, start) if end > start else None
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.options.page_size) if self.pool.pages_per_block else 0
+
+    def _grow(self, sequence: Sequence, tokens: int, step: Step, chosen: dict[int, Row]) -> bool:
+        """Pages for the first `tokens` tokens; puts less urgent sequences out for them. False: it has to wait or was put out."""
+        while True:
+            needed = self._pages_for(tokens) - len(sequence.pages)
+            pages = self.pool.take_pages(max(0, needed))
+            if pages is not None:
+                sequence.pages += pages
+                step.new_pages += pages
+                return True
+            victim = self._victim(sequence, chosen)
+            if victim is None:
+                return False
+            self._put_out(victim, step, chosen)
+            if victim is sequence:
+                return False
+
+    def _victim(self, sequence: Sequence, chosen: dict[int, Row]) -> Sequence | None:
+        """Whom to put out so that `sequence` can grow: one that is stuck, else the least urgent one, maybe itself."""
+        others = [s for s in self.running if s is not sequence]
+        for stuck in (True, False):
+            candidates = [s for s in others if not stuck or self._stuck(s)]
+            for candidate in sorted(candidates, key=lambda s: s.order, reverse=True):
+                if not stuck and candidate.order < sequence.order:
+                    break
+                if self._can_leave(candidate):
+                    return candidate
+        if not others:
+            return None
+        return sequence if self._can_leave(sequence) else self._forced(sequence)
+
+    def _forced(self, sequence: Sequence) -> Sequence:
+        """Nobody may leave by the rules: the least urgent goes to host memory above its bound."""
+        return max(self.running, key=lambda s: s.order)
+
+    def _stuck(self, sequence: Sequence) -> bool:
+        return sequence.ready_end() <= sequence.computed
+
+    def _host_need(self, sequence: Sequence) -> int:
+        return self.slot_bytes + len(sequence.pages) * self.page_bytes
+
+    def _can_leave(self, sequence: Sequence) -> bool:
+        """By swap within the bound, or by computing again what it has."""
+        return self._swappable(sequence) or sequence.next_span == 0
+
+    def _swappable(self, sequence: Sequence) -> bool:
+        return sequence.computed > 0 and self.host_used + self._host_need(sequence) <= self.host_limit
+
+    def _put_out(self, sequence: Sequence, step: Step, chosen: dict[int, Row]) -> None:
+        """Back to the queue, its memory free. Its exact state is saved if there is room, or if it could not be computed again."""
+        self.preemptions += 1
+        step.put_out.add(sequence.arrival)
+        if self._stuck(sequence):
+            sequence.barrier = sequence.ready_end() + 1
+        chosen.pop(sequence.arrival, None)
+        fresh = set(step.new_pages) & set(sequence.pages)
+        step.new_pages = [page for page in step.new_pages if page not in fresh]
+        if self._swappable(sequence) or sequence.next_span > 0:
+            used = sequence.pages[: self._pages_for(sequence.computed)]
+            step.saves.append((sequence, sequence.slot, used))
+            need = self.slot_bytes + len(used) * self.page_bytes
+            self._host[sequence.request_id] = need
+            self.host_used += need
+            sequence.status = Status.SWAPPED
+        else:
+            self.recomputes += 1
+            sequence.computed = 0
+            sequence.status = Status.WAITING
+        self._release(sequence)
+        self.running.remove(sequence)
+        self.waiting.append(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pool.release_slot(sequence.slot)
+        self.pool.release_pages(sequence.pages)
+        self._seats.append(sequence.seat)
+        sequence.slot, sequence.pages, sequence.seat = -1, [], -1
+
+    # -- admission -----------------------------------------------------------------------------------------------------
+
+    def _admit(self, step: Step, chosen: dict[int, Row], budget: int) -> int:
+        """Lets waiting requests in, in order, as long as there is budget and memory."""
+        for sequence in sorted(self.waiting, key=lambda s: s.order):
+            if budget == 0:
+                break
+            if sequence.arrival in step.put_out or sequence.ready_end() < sequence.barrier:
+                continue
+            row = self._row(sequence, budget)
+            if row is None:
+                continue
+            if not self._make_room(sequence, step, chosen):
+                break
+            self._enter(sequence, step)
+            chosen[sequence.arrival] = row
+            budget -= row.count
+        return budget
+
+    def _entry_pages(self, sequence: Sequence) -> int:
+        """Pages for every token it has: a prompt that is let in can be computed to its end."""
+        return self._pages_for(len(sequence.tokens))
+
+    def _make_room(self, sequence: Sequence, step: Step, chosen: dict[int, Row]) -> bool:
+        """Is there a seat, a slot and pages? Sequences that wait for images are put out for them, no others."""
+        pages = self._entry_pages(sequence)
+        stuck = sorted((s for s in self.running if self._stuck(s)), key=lambda s: s.order)
+        while not (self._seats and self.pool.fits(1, pages)):
+            if not stuck:
+                return False
+            self._put_out(stuck.pop(), step, chosen)
+        return True
+
+    def _enter(self, sequence: Sequence, step: Step) -> None:
+        slot = self.pool.take_slot()
+        pages = self.pool.take_pages(self._entry_pages(sequence))
+        assert slot is not None and pages is not None
+        sequence.slot, sequence.pages, sequence.seat = slot, pages, self._seats.pop()
+        sequence.admission = self._admissions
+        self._admissions += 1
+        step.new_pages += pages
+        if sequence.status is Status.SWAPPED:
+            step.loads.append(sequence)
+            self.host_used -= self._host.pop(sequence.request_id)
+        sequence.status, sequence.barrier = Status.RUNNING, 0
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+
+    # -- looking in ----------------------------------------------------------------------------------------------------
+
+    @property
+    def sequences(self) -> Iterator[Sequence]:
+        yield from self.running
+        yield from self.waiting
+
+    @property
+    def runnable(self) -> bool:
+        """Could `schedule` give rows, or a failure? May be True although memory then says no."""
+        return any(
+            s.ready_end() > max(s.computed, s.barrier - 1) or (s.request.spans and s.source_error()) for s in self.sequences
+        )
+
+    def check_integrity(self) -> None:
+        """`AssertionError` unless seats, slots, pages and host memory add up."""
+        self.pool.check_integrity(
+            [s.slot for s in self.running], [page for s in self.running for page in s.pages]
+        )
+        seats = self._seats + [s.seat for s in self.running]
+        assert sorted(seats) == list(range(self.options.max_seqs)), "a seat is lost or taken twice"
+        assert self.host_used == sum(self._host.values())
+        assert set(self._host) == {s.request_id for s in self.waiting if s.status is Status.SWAPPED}
+        assert all(s.slot == -1 and not s.pages for s in self.waiting)
+
+
+def _check_spans(request: DecoderRequest) -> None:
+    last, prompt = 0, len(request.prompt_ids)
+    for span in request.spans:
+        if span.length < 1 or span.start < last or span.end > prompt:
+            raise ValueError(
+                f"image rows {span.start} to {span.end} do not lie in the prompt of {prompt} tokens, after row {last}"
+            )
+        last = span.end

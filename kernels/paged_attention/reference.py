@@ -1,0 +1,93 @@
+"""Causal attention over keys and values in pages; the maths is in README.md.
+
+`T` tokens, `R` rows, `Q` query heads, `K` key/value heads, `P` head size, `B` pages, `S` tokens of a page, `W` table width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def write_kv(pool_B2SKP: Tensor, k_TKP: Tensor, v_TKP: Tensor, places_T: Tensor) -> None:
+    """Stores each token's key and value at `places[t]` = page * S + offset; -1 stores nothing.
+
+    pool: `[B, 2, S, K, P]`, any stride between pages.
+    """
+    size = pool_B2SKP.shape[2]
+    if bool((places_T < 0).any()):
+        live = places_T >= 0
+        places_T, k_TKP, v_TKP = places_T[live], k_TKP[live], v_TKP[live]
+    pages, offsets = torch.div(places_T, size, rounding_mode="floor"), places_T % size
+    pool_B2SKP[pages, 0, offsets] = k_TKP
+    pool_B2SKP[pages, 1, offsets] = v_TKP
+
+
+def decode_attention(
+    q_RQP: Tensor, pool_B2SKP: Tensor, tables_RW: Tensor, lengths_R: Tensor, scale: float, longest: int
+) -> Tensor:
+    """One query for each row over its first `lengths[r]` keys, its own included. Returns `[R, Q, P]` in q's dtype.
+
+    tables: `[R, W]` page numbers in order, -1 beyond a row's pages; `longest` is the largest length (known to the host).
+    Pages that a table names hold finite numbers throughout. A row of length 0 is padding: its output is zeros.
+    """
+    rows, heads, width = q_RQP.shape
+    size, kv_heads = pool_B2SKP.shape[2:4]
+    count = -(-longest // size)
+    tables = tables_RW[:, :count]
+    tables = torch.where(tables < 0, tables[:, :1].clamp(min=0), tables)
+    kv = pool_B2SKP.index_select(0, tables.reshape(-1)).view(rows, count, 2, size, kv_heads, width)
+    k, v = (kv[:, :, i].reshape(rows, count * size, kv_heads, width).transpose(1, 2) for i in (0, 1))
+    q = q_RQP.view(rows, kv_heads, heads // kv_heads, width)
+    open_RS = torch.arange(count * size, device=q.device) < lengths_R[:, None]
+    bias = torch.zeros(open_RS.shape, dtype=q.dtype, device=q.device).masked_fill_(~open_RS, float("-inf"))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[:, None, None], scale=scale)
+    out = out.reshape(rows, heads, width)
+    return torch.where((lengths_R > 0)[:, None, None], out, torch.zeros((), dtype=out.dtype))
+
+
+def extend_attention(
+    q_TQP: Tensor,
+    k_TKP: Tensor,
+    v_TKP: Tensor,
+    pool_B2SKP: Tensor,
+    tables_RW: Tensor,
+    computed_R: Tensor,
+    starts_R: Tensor,
+    scale: float,
+) -> Tensor:
+    """New tokens of each row over the row's earlier keys (in pages) and over each other, causally.
+
+    q, k, v: packed new tokens, row r is `starts[r]:starts[r+1]`; its keys are already written. `computed[r]`: keys before
+    them. Returns `[T, Q, P]` in q's dtype.
+    """
+    heads, kv_heads = q_TQP.shape[1], k_TKP.shape[1]
+    bounds, computed = starts_R.tolist(), computed_R.tolist()
+    outs = []
+    for row, old in enumerate(computed):
+        begin, end = bounds[row], bounds[row + 1]
+        q = q_TQP[begin:end].transpose(0, 1)[None]
+        if old == 0:
+            k, v = k_TKP[begin:end], v_TKP[begin:end]
+        else:
+            k, v = _gather(pool_B2SKP, tables_RW[row], old + end - begin)
+        k, v = (_repeat(t.transpose(0, 1)[None], heads // kv_heads) for t in (k, v))
+        mask = None
+        if old:
+            mask = torch.ones(end - begin, old + end - begin, dtype=torch.bool, device=q.device).tril_(old)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=old == 0, scale=scale)
+        outs.append(out[0].transpose(0, 1))
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def _gather(pool_B2SKP: Tensor, table_W: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """The first `length` keys and values of one row, `[length, K, P]` each."""
+    size = pool_B2SKP.shape[2]
+    kv = pool_B2SKP.index_select(0, table_W[: -(-length // size)])
+    return tuple(kv[:, i].reshape(-1, *kv.shape[3:])[:length] for i in (0, 1))  # type: ignore[return-value]
+
+
+def _repeat(x_1KSP: Tensor, times: int) -> Tensor:
+    """Each key/value head beside the query heads that share it."""
+    return x_1KSP if times == 1 else x_1KSP.repeat_interleave(times, dim=1)

@@ -1,0 +1,57 @@
+"""Philox4x32-10, the counter-based generator; the maths is in README.md.
+
+Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+
+
+class Purpose(IntEnum):
+    """Third word of the counter: numbers drawn for different ends never coincide."""
+
+    TOKEN = 0
+
+
+def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
+    """Ten rounds. counter `[..., 4]` and key `[..., 2]` hold 32-bit words in int64; so does the result `[..., 4]`."""
+    c0, c1, c2, c3 = counter.unbind(-1)
+    k0, k1 = key.unbind(-1)
+    for _ in range(10):
+        high0, low0 = _multiply(_M0, c0)
+        high1, low1 = _multiply(_M1, c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
+    return torch.stack((c0, c1, c2, c3), -1)
+
+
+def _multiply(constant: int, word: Tensor) -> tuple[Tensor, Tensor]:
+    """High and low word of the 64-bit product, in halves so that no signed 64-bit number overflows."""
+    low = word * (constant & 0xFFFF)
+    high = word * (constant >> 16)
+    middle = (low >> 16) + (high & 0xFFFF)
+    return (high >> 16) + (middle >> 16), ((middle & 0xFFFF) << 16) | (low & 0xFFFF)
+
+
+def uniform(seed: int, sample_index: int, position: int, count: int, purpose: Purpose = Purpose.TOKEN) -> Tensor:
+    """`[count]` float64 in the open interval (0, 1): those of positions `position` onwards.
+
+    key = the two words of `seed`, low first; counter = (position, sample index, purpose, 0). 52 bits of the first two words,
+    and a half step, so that neither 0 nor 1 comes up.
+    """
+    key = torch.tensor([seed & _MASK, seed >> 32], dtype=torch.int64)
+    counter = torch.zeros(count, 4, dtype=torch.int64)
+    counter[:, 0] = torch.arange(position, position + count)
+    counter[:, 1] = sample_index
+    counter[:, 2] = int(purpose)
+    words = philox4x32(counter, key.expand(count, 2))
+    bits = (words[:, 0] << 20) | (words[:, 1] >> 12)
+    return (bits.double() + 0.5) * 2.0**-52

@@ -1,0 +1,128 @@
+"""From logits and one uniform number a row to a token; the maths is in README.md.
+
+`R` rows, `V` tokens of the vocabulary. Whatever a row gets depends on that row alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK = 256
+FIRST_CANDIDATES = 64
+
+
+def greedy(logits_RV: Tensor) -> Tensor:
+    """`[R]` int64: the largest logit, the lowest id among equals."""
+    return logits_RV.argmax(-1)
+
+
+def penalise(
+    logits_RV: Tensor,
+    in_context_RV: Tensor,
+    output_counts_RV: Tensor,
+    repetition_R: Tensor,
+    presence_R: Tensor,
+    frequency_R: Tensor,
+) -> None:
+    """Repetition over prompt and output, frequency and presence over the output. In place on float32 logits."""
+    factor = repetition_R[:, None].expand_as(logits_RV)
+    scaled = torch.where(logits_RV > 0, logits_RV / factor, logits_RV * factor)
+    logits_RV.copy_(torch.where(in_context_RV, scaled, logits_RV))
+    logits_RV.sub_(output_counts_RV * frequency_R[:, None]).sub_((output_counts_RV > 0) * presence_R[:, None])
+
+
+def draw(logits_RV: Tensor, uniform_R: Tensor) -> Tensor:
+    """Inverse of the cumulative softmax over ids in order, `[R]` int64; float32 logits, float64 uniforms in (0, 1)."""
+    rows, vocab = logits_RV.shape
+    weights = torch.exp(logits_RV - logits_RV.amax(-1, keepdim=True))
+    blocks = -(-vocab // BLOCK)
+    padded = torch.nn.functional.pad(weights, (0, blocks * BLOCK - vocab)).view(rows, blocks, BLOCK)
+    ends = padded.sum(-1, dtype=torch.float64).cumsum(-1)
+    target = uniform_R[:, None] * ends[:, -1:]
+    block = torch.searchsorted(ends, target, right=True).clamp_(max=blocks - 1)
+    begin = torch.where(block > 0, ends.gather(1, (block - 1).clamp(min=0)), torch.zeros((), dtype=ends.dtype))
+    inside = padded.gather(1, block[:, :, None].expand(rows, 1, BLOCK))[:, 0].double()
+    token = torch.searchsorted(inside.cumsum(-1) + begin, target, right=True).clamp_(max=BLOCK - 1)
+    return _last_possible(inside, token)[:, 0] + block[:, 0] * BLOCK
+
+
+def _last_possible(weights_RN: Tensor, place_R1: Tensor) -> Tensor:
+    """Moves a place that rounding has put on an impossible token back to the nearest possible one before it."""
+    if bool((weights_RN.gather(1, place_R1) > 0).all()):
+        return place_R1
+    places = torch.arange(weights_RN.shape[1]).expand_as(weights_RN)
+    before = (weights_RN > 0) & (places <= place_R1)
+    return torch.where(before, places, torch.full_like(places, -1)).amax(-1, keepdim=True).clamp_(min=0)
+
+
+def draw_filtered(
+    logits_RV: Tensor, uniform_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor
+) -> Tensor:
+    """A token of the kept ones, `[R]` int64.
+
+    Tokens are ordered by falling logit, equals by rising id; each filter keeps a prefix of that order, so together they
+    keep the shortest. `top_k` (0 = off) comes first, `top_p` is measured on what it leaves, `min_p` on the likeliest token.
+    The draw is the inverse of the cumulative probability in that order.
+    """
+    rows, vocab = logits_RV.shape
+    total = torch.exp(logits_RV - logits_RV.amax(-1, keepdim=True)).sum(-1, dtype=torch.float64)
+    out = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
+    todo = torch.arange(rows, device=logits_RV.device)
+    width = min(vocab, FIRST_CANDIDATES)
+    while True:
+        part = logits_RV[todo]
+        values, ids = _ordered(part, width)
+        weights = torch.exp((values - values[:, :1]).double())
+        kept, certain = _kept(weights, total[todo], top_k_R[todo], top_p_R[todo], min_p_R[todo], vocab)
+        sums = weights.cumsum(-1)
+        target = uniform_R[todo, None] * sums.gather(1, kept[:, None] - 1)
+        place = torch.searchsorted(sums, target, right=True)[:, 0].minimum(kept - 1)
+        # Among equals at the very end of the candidates, topk may have left out lower ids.
+        certain &= (kept < width) & (values.gather(1, kept[:, None] - 1)[:, 0] > values[:, -1]) | (width == vocab)
+        out[todo] = ids.gather(1, place[:, None])[:, 0]
+        if bool(certain.all()):
+            return out
+        todo, width = todo[~certain], min(vocab, width * 16)
+
+
+def _ordered(logits_RV: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The `width` largest of each row, by falling value and rising id."""
+    if width == logits_RV.shape[1]:
+        values, ids = logits_RV.sort(dim=-1, descending=True, stable=True)
+        return values, ids
+    ids = logits_RV.topk(width, dim=-1)[1].sort(-1)[0]
+    values, order = logits_RV.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(1, order)
+
+
+def _kept(
+    weights_RN: Tensor, total_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, vocab: int
+) -> tuple[Tensor, Tensor]:
+    """How many of the ordered tokens each row keeps (at least 1), and whether the candidates were enough to tell."""
+    width = weights_RN.shape[1]
+    sums = weights_RN.cumsum(-1)
+    top_k = torch.where(top_k_R == 0, vocab, top_k_R).clamp(max=vocab)
+    inside = top_k <= width
+    within = sums.gather(1, top_k.clamp(max=width)[:, None] - 1)[:, 0]
+    mass = torch.where(top_k >= vocab, total_R, within)
+    reached = (sums < (top_p_R * mass)[:, None]).sum(-1) + 1
+    by_p = torch.where(top_p_R < 1.0, reached, vocab)
+    by_min = torch.where(min_p_R > 0.0, (weights_RN >= min_p_R[:, None]).sum(-1), vocab)
+    # A top-k wider than the candidates leaves the mass that top-p is measured on unknown.
+    known_p = (top_p_R < 1.0) & (reached <= width) & (inside | (top_k >= vocab))
+    known_min = (min_p_R > 0.0) & (by_min < width)
+    known = torch.where(top_p_R < 1.0, known_p, inside | known_min)
+    kept = torch.minimum(torch.minimum(top_k, by_p), by_min).clamp(1, width)
+    return kept, known
+
+
+def logprobs(logits_RV: Tensor, tokens_R: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the softmax of float32 logits: log-probability of `tokens` `[R]`; the `count` likeliest `[R, count]` and theirs."""
+    norm = torch.logsumexp(logits_RV, -1, keepdim=True)
+    chosen = (logits_RV.gather(1, tokens_R[:, None]) - norm)[:, 0]
+    if count == 0:
+        empty = logits_RV.new_zeros(logits_RV.shape[0], 0)
+        return chosen, empty.long(), empty
+    values, ids = _ordered(logits_RV, min(count, logits_RV.shape[1]))
+    return chosen, ids, values - norm

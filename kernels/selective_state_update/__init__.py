@@ -1,0 +1,5 @@
+"""The Mamba-2 recurrence, one token for each row."""
+
+from kernels.selective_state_update.reference import discretise, selective_state_update
+
+__all__ = ["discretise", "selective_state_update"]

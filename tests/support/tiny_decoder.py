@@ -1,0 +1,145 @@
+"""Builders for decoder tests: random tiny models of transformers, their weights, and runners of ours on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import NemotronHConfig, NemotronHForCausalLM
+
+from decoder.config import DecoderConfig, DecoderOptions
+from decoder.request import DecoderRequest, ImageSpan, TokenEvent
+from decoder.runner import DecoderRunner
+from decoder.sampling import SamplingParams
+
+TINY: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "ssm_state_size": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "conv_kernel": 4,
+    "chunk_size": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+}
+
+
+def tiny_config(pattern: str = "M-*EM", **changes: Any) -> DecoderConfig:
+    """A decoder of a few thousand parameters."""
+    return DecoderConfig(pattern=pattern, **(TINY | changes))
+
+
+def oracle(config: DecoderConfig, seed: int = 0) -> NemotronHForCausalLM:
+    """The same shape in transformers, with random weights that make every term count."""
+    names = NemotronHConfig.__dataclass_fields__
+    fields = {name: getattr(config, name) for name in vars(config) if name in names}
+    fields["layers_block_type"] = NemotronHConfig._pattern_to_list(config.pattern)
+    fields.pop("time_step_limit")
+    torch.manual_seed(seed)
+    model = NemotronHForCausalLM(NemotronHConfig(time_step_min=1e-9, **fields)).eval()
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith(("dt_bias", "e_score_correction_bias", ".bias")):
+                tensor.normal_(0.0, 0.3)
+            elif name.endswith(("norm.weight", "norm_f.weight", ".D")):
+                tensor.uniform_(0.5, 1.5)
+            elif name.endswith("A_log"):
+                tensor.uniform_(-1.0, 1.0)
+            else:
+                tensor.normal_(0.0, 0.6 / tensor.shape[-1] ** 0.5 if tensor.dim() > 1 and "conv1d" not in name else 0.3)
+        model.model.embeddings.weight.normal_(0.0, 1.0)
+        if config.tie_word_embeddings:
+            model.lm_head.weight.copy_(model.model.embeddings.weight)
+    return model
+
+
+def weights_of(model: NemotronHForCausalLM, config: DecoderConfig) -> dict[str, Tensor]:
+    """Native names, as the checkpoint reader hands them over."""
+    state = model.state_dict()
+    if config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    return dict(state)
+
+
+def random_weights(config: DecoderConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
+    """Random weights without transformers, at a scale that keeps activations near 1."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, shape in config.expected_weights().items():
+        if name.endswith(("norm.weight", "norm_f.weight", ".D")):
+            tensor = torch.rand(shape, generator=generator) + 0.5
+        elif name.endswith("A_log"):
+            tensor = torch.rand(shape, generator=generator) * 2.0 - 1.0
+        else:
+            fan = shape[-1] if len(shape) > 1 else 10
+            tensor = torch.randn(shape, generator=generator) / fan**0.5
+        if name == "model.embeddings.weight":
+            tensor = torch.randn(shape, generator=generator)
+        yield name, tensor.to(dtype)
+
+
+def make_runner(config: DecoderConfig, weights: Any = None, **options: Any) -> DecoderRunner:
+    """A runner with small defaults; `weights` defaults to `random_weights(config)`."""
+    chosen = DecoderOptions(**({"max_seqs": 8, "max_len": 256, "max_batched_tokens": 512} | options))
+    if weights is None:
+        weights = random_weights(config)
+    return DecoderRunner(config, chosen, weights.items() if isinstance(weights, dict) else weights)
+
+
+def greedy_params(max_tokens: int = 8, **changes: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, **changes)
+
+
+def request(
+    name: str, prompt: Sequence[int], params: SamplingParams | None = None, spans: Sequence[ImageSpan] = (), **rest: Any
+) -> DecoderRequest:
+    return DecoderRequest(name, list(prompt), params or greedy_params(), tuple(spans), **rest)
+
+
+class FakeSource:
+    """Image rows that become ready, fail, and are given back when the test says so."""
+
+    def __init__(self, rows: Tensor | None = None, *, ready: bool = True) -> None:
+        self._rows, self.ready = rows, ready
+        self.error: Exception | None = None
+        self.releases = 0
+
+    def rows(self) -> Tensor:
+        assert self.ready and self.releases == 0, "rows are read before they are ready, or after they were given back"
+        assert self._rows is not None
+        return self._rows
+
+    def release(self) -> None:
+        self.releases += 1
+
+
+def image(start: int, rows: Tensor, *, ready: bool = True) -> ImageSpan:
+    """A span of `rows`, with a content key of its own."""
+    return ImageSpan(start, rows.shape[0], rows.numpy().tobytes()[:32], FakeSource(rows, ready=ready))
+
+
+def run(runner: DecoderRunner, *requests: DecoderRequest, limit: int = 2000) -> dict[str, list[TokenEvent]]:
+    """Adds the requests and steps until all have ended; events by request. Fails when nothing advances."""
+    for item in requests:
+        runner.add(item)
+    events: dict[str, list[TokenEvent]] = {}
+    for _ in range(limit):
+        if not runner.has_work:
+            runner.check_integrity()
+            return events
+        for event in runner.step():
+            events.setdefault(event.request_id, []).append(event)
+    raise AssertionError(f"requests have not ended after {limit} steps: {runner.stats()}")
+
+
+def tokens(events: Sequence[TokenEvent]) -> list[int]:
+    return [event.token_id for event in events if event.token_id is not None]
