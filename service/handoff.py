@@ -14,8 +14,7 @@ keeps them alive, and is released by the decoder after the step that consumed th
 request ends for any reason. All methods may be called from any thread.
 
 Liveness. Reservations are granted strictly in order, so a large picture is never starved by small ones. What can
-stall is a set of requests that hold READY rows while each waits for space; `unblock` then takes the rows of others
-back (they are encoded again later) until the chosen request's picture fits, so each pass advances a request or frees
+stall is a set of requests that hold READY rows while each waits for space; `unblock` then takes rows back (they are encoded again later) until the chosen request's picture fits, so each pass advances a request or frees
 an entry.
 """
 
@@ -175,28 +174,26 @@ class Handoff:
         self.on_change()
 
     def unblock(self) -> bool:
-        """Makes room for the picture that waits longest by taking back READY rows that other requests hold.
+        """Makes room for the picture that waits longest by taking READY rows back from the requests that hold them.
 
-        Call it only while no request can advance. True if the picture now has its space; False where nothing waits, or
-        an encoding that is under way will let somebody advance.
+        Call it only while no request can advance: then no held row is one that a request consumes next, and each is
+        encoded again later. True if the picture now has its space; False where nothing waits, or an encoding that is
+        under way will let somebody advance. Rows that are taken back queue up last, so within as many calls as pictures
+        wait, one of them is some request's next.
         """
         with self._lock:
             under_way = (EntryState.RESERVED, EntryState.WRITING)
             if not self._waiting or any(e.state in under_way for e in self._entries.values()):
                 return False
             wanted = self._waiting[0]
-            owners = {lease.owner for lease in wanted.leases}
             for entry in list(self._entries.values()):
                 if self._fits(wanted):
                     break
-                if entry.rows is None or not owners.isdisjoint(lease.owner for lease in entry.leases):
-                    continue
-                if entry.key in self._cached:
-                    continue  # counted as free already
-                self._free_rows(entry)
-                entry.state = EntryState.WAITING
-                self._waiting.append(entry)
-                self.counters["revocations"] += 1
+                if entry.rows is not None and entry.key not in self._cached:
+                    self._free_rows(entry)
+                    entry.state = EntryState.WAITING
+                    self._waiting.append(entry)
+                    self.counters["revocations"] += 1
             self._reserve()
             granted = wanted.state is EntryState.RESERVED
         self.on_change()

@@ -18,7 +18,7 @@ from decoder.config import DecoderConfig
 from encoder.config import CLIP_MEAN, CLIP_STD, VisionConfig
 
 SERVED_MODEL_TYPES = ("nemotron_h_omni", "nemotron_h")
-# The released Omni files predate the upstream model type; their architecture name says what they are.
+# What released Omni files, which predate the upstream model type, call themselves.
 _MODEL_TYPE_ALIASES = {
     "NemotronH_Nano_Omni_Reasoning_V3": "nemotron_h_omni",
     "NemotronH_Omni_Reasoning_V3": "nemotron_h_omni",
@@ -252,10 +252,8 @@ def _eos_ids(*sources: Mapping[str, Any]) -> frozenset[int]:
 def load_config(path: Path, *, name: str | None = None) -> ModelConfig:
     """Reads a model directory's JSON files. Raises CheckpointError with the field at fault."""
     config = read_json(path / "config.json")
-    architectures = config.get("architectures") or [""]
-    model_type = str(config.get("model_type", ""))
-    if model_type not in SERVED_MODEL_TYPES:
-        model_type = _MODEL_TYPE_ALIASES.get(model_type, _MODEL_TYPE_ALIASES.get(str(architectures[0]), model_type))
+    model_type = str(config.get("model_type") or (config.get("architectures") or [""])[0])
+    model_type = _MODEL_TYPE_ALIASES.get(model_type, model_type)
     if model_type not in SERVED_MODEL_TYPES:
         raise CheckpointError(f"model_type {model_type!r} is not served; served are {', '.join(SERVED_MODEL_TYPES)}")
     omni = model_type == "nemotron_h_omni"

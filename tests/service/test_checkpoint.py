@@ -1,0 +1,218 @@
+"""Model directories as they are published: both namings, shards, everything that can be wrong with them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_checkpoint import make_checkpoint
+
+from service.checkpoint import Checkpoint, native_names, open_checkpoint, resolve_model
+from service.modelconfig import CheckpointError, load_config
+
+
+@pytest.mark.parametrize("naming", ["released", "native"])
+@pytest.mark.parametrize("shard", [None, "20KB"], ids=["one-file", "shards"])
+def test_every_weight_arrives_under_its_native_name(tmp_path: Path, naming: str, shard: str | None) -> None:
+    tiny = make_checkpoint(tmp_path, 3, naming=naming, mtp=True, shard=shard, text={"pattern": "ME*-"})
+    assert shard is None or len(list(tmp_path.glob("*.safetensors"))) > 1
+    checkpoint = Checkpoint(tmp_path)
+    state = tiny.model.state_dict()
+    seen = {f"language_model.{n}": t for n, t in checkpoint.decoder_weights()} | dict(checkpoint.vision_weights())
+    assert set(seen) == {n for n in state if not n.endswith("summary_idxs")}
+    for name, tensor in seen.items():
+        assert torch.equal(tensor, state[name]), name
+
+
+def test_text_only_models_have_no_vision_weights(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 5, vision=False, text={"pattern": "M*"})
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.config.vision is None
+    assert list(checkpoint.vision_weights()) == []
+    assert dict(checkpoint.decoder_weights())["model.norm_f.weight"].shape == (checkpoint.config.decoder.hidden_size,)
+
+
+def test_progress_reaches_the_total(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 1, text={"pattern": "M"})
+    seen: list[tuple[int, int]] = []
+    list(Checkpoint(tmp_path).decoder_weights(lambda done, total: seen.append((done, total))))
+    assert seen[-1][0] == seen[-1][1] > 0
+    assert seen == sorted(seen)
+
+
+def edit_weights(path: Path, change: dict[str, torch.Tensor | None]) -> None:
+    weights = load_file(path / "model.safetensors")
+    for name, tensor in change.items():
+        if tensor is None:
+            del weights[name]
+        else:
+            weights[name] = tensor
+    save_file(weights, path / "model.safetensors")
+
+
+def test_parts_that_are_not_served_are_passed_over_with_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_checkpoint(tmp_path, 2, text={"pattern": "M"})
+    names = [
+        "sound_encoder.encoder.layers.0.x", "sound_projection.norm.weight", "mtp.layers.0.enorm.weight",
+        "language_model.mtp.layers.0.hnorm.weight", "vision_model.radio_model.input_conditioner.norm_mean",
+        "vision_model.radio_model.summary_idxs",
+    ]  # fmt: skip
+    edit_weights(tmp_path, {name: torch.zeros(2) for name in names})
+    with caplog.at_level(logging.INFO):
+        Checkpoint(tmp_path)
+    assert len([r for r in caplog.records if "passed over" in r.message]) == 1
+
+
+def test_one_error_lists_all_that_does_not_fit(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 2, text={"pattern": "M*"})
+    edit_weights(
+        tmp_path,
+        {
+            "language_model.backbone.norm_f.weight": None,
+            "language_model.backbone.layers.0.norm.weight": torch.zeros(3),
+            "language_model.backbone.layers.7.norm.weight": torch.zeros(3),
+        },
+    )
+    with pytest.raises(CheckpointError) as error:
+        Checkpoint(tmp_path)
+    text = str(error.value)
+    assert "3 weights" in text
+    assert "missing model.norm_f.weight" in text
+    assert "unexpected model.layers.7.norm.weight" in text
+    assert "model.layers.0.norm.weight has shape [3], not [" in text
+
+
+def test_an_absent_vision_norm_is_the_identity_and_not_missing(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 2, mtp=True, text={"pattern": "M"})
+    edit_weights(tmp_path, {"vision_final_layernorm.weight": None, "vision_final_layernorm.bias": None})
+    names = dict(Checkpoint(tmp_path).vision_weights())
+    assert not [n for n in names if "vision_final_layernorm" in n]
+
+
+def test_missing_expert_is_a_shape_error(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 4, text={"pattern": "E"})
+    edit_weights(tmp_path, {"language_model.backbone.layers.0.mixer.experts.1.up_proj.weight": None})
+    with pytest.raises(CheckpointError, match=r"experts\.up_proj has shape"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -10])
+def test_truncated_files_are_named(tmp_path: Path, keep: int) -> None:
+    make_checkpoint(tmp_path, 2, text={"pattern": "M"})
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*(cut short|not a safetensors)"):
+        Checkpoint(tmp_path)
+
+
+def test_shards_named_by_the_index_must_exist(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 3, shard="20KB", text={"pattern": "ME*-"})
+    lost = sorted(tmp_path.glob("*.safetensors"))[0]
+    lost.unlink()
+    with pytest.raises(CheckpointError, match=lost.name):
+        Checkpoint(tmp_path)
+
+
+def test_the_revision_follows_the_weights(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "a", 3, text={"pattern": "M"})
+    make_checkpoint(tmp_path / "b", 3, text={"pattern": "M"})
+    before, twin = Checkpoint(tmp_path / "a").revision, Checkpoint(tmp_path / "b").revision
+    assert before == twin
+    weights = load_file(tmp_path / "a" / "model.safetensors")
+    edit_weights(tmp_path / "a", {n: t + 1 for n, t in weights.items()})
+    assert Checkpoint(tmp_path / "a").revision != before
+
+
+@pytest.mark.parametrize(
+    ("stored", "native"),
+    [
+        ("language_model.backbone.layers.3.mixer.conv1d.weight", "model.layers.3.mixer.conv1d.weight"),
+        ("backbone.norm_f.weight", "model.norm_f.weight"),
+        ("language_model.lm_head.weight", "lm_head.weight"),
+        ("mlp1.3.weight", "multi_modal_projector.linear_2.weight"),
+        ("vision_model.radio_model.model.blocks.1.ls1.gamma", "vision_model.encoder.layer.1.layer_scale1.lambda1"),
+        ("vision_projector.vision_final_layernorm.bias", "vision_final_layernorm.bias"),
+        ("model.layers.0.norm.weight", "model.layers.0.norm.weight"),
+    ],
+)
+def test_names(stored: str, native: str) -> None:
+    assert [n for n, _, _ in native_names(stored)] == [native]
+
+
+def edit_config(path: Path, change: dict[str, object]) -> None:
+    config = json.loads((path / "config.json").read_text()) | change
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def test_released_field_names_mean_the_same(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 3, mtp=True, text={"pattern": "ME*-"})
+    native = load_config(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    text = config.pop("text_config")
+    text["hybrid_override_pattern"] = "ME*-"
+    del text["layers_block_type"]
+    config["llm_config"] = text
+    config["vit_hidden_size"] = config.pop("vision_hidden_size")
+    config["img_context_token_id"] = config.pop("image_token_id")
+    config["model_type"] = "NemotronH_Nano_Omni_Reasoning_V3"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    released = load_config(tmp_path)
+    assert released == native
+    assert released.decoder.time_step_limit == (0.0, float("inf"))
+
+
+def test_vision_args_of_released_files(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 3, text={"pattern": "M"})
+    (tmp_path / "preprocessor_config.json").unlink()
+    args = {
+        "model": "vit_small_patch16_224", "min_num_patches": 64, "max_num_patches": 512, "register_multiple": 10,
+        "cpe_max_size": 1024, "teachers": [{"name": "a"}, {"name": "b"}, {"name": "c"}],
+    }  # fmt: skip
+    edit_config(tmp_path, {"vision_config": {"args": args, "patch_size": 16}, "vision_hidden_size": 384})
+    vision = load_config(tmp_path).vision
+    assert vision is not None
+    assert (vision.hidden_size, vision.num_layers, vision.num_heads, vision.intermediate_size) == (384, 12, 6, 1536)
+    assert (vision.num_cls_tokens, vision.num_registers, vision.max_img_size) == (3, 7, 1024)
+    assert (vision.min_num_patches, vision.max_num_patches) == (64, 512)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "llama"}, "served are nemotron_h_omni, nemotron_h"),
+        ({"downsample_ratio": 0.3}, "downsample_ratio"),
+        ({"vision_hidden_size": 7}, r"vision_hidden_size \(7\)"),
+        ({"text_config": {"layers_block_type": ["mamba", "conv"]}}, "conv"),
+        ({"text_config": {}}, "layers_block_type"),
+    ],
+)
+def test_configurations_that_cannot_be_served(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    make_checkpoint(tmp_path, 3, text={"pattern": "M"})
+    edit_config(tmp_path, change)
+    with pytest.raises(CheckpointError, match=message):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{", "\xff"])
+def test_config_that_is_no_json_object(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load_config(tmp_path)
+
+
+def test_hub_ids_resolve_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--some--model"
+    make_checkpoint(repository / "snapshots" / "abc", 1, text={"pattern": "M"})
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc\n")
+    assert resolve_model("some/model") == repository / "snapshots" / "abc"
+    assert open_checkpoint("some/model").config.name == "some/model"
+    with pytest.raises(CheckpointError, match="never downloads"):
+        resolve_model("some/other")

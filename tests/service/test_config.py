@@ -1,0 +1,73 @@
+"""Options: their sources, their order, and the errors of each."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.config import ConfigError, EngineOptions, ServerOptions, add_arguments, from_keywords, parse_size, resolve
+
+
+def parse(*argv: str, env: dict[str, str] | None = None) -> ServerOptions:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_arguments(parser, ServerOptions)
+    return resolve(ServerOptions, vars(parser.parse_args(list(argv))), env or {})
+
+
+def test_command_line_over_environment_over_file_over_default(tmp_path: Path) -> None:
+    file = tmp_path / "saccade.toml"
+    file.write_text('max_seqs = 3\nport = 7\nmax_queue = 9\nhandoff_bytes = "2Mi"\ntoken_budgets = [64, 256]\n')
+    options = parse("--config", str(file), "--max-seqs", "1", env={"SACCADE_MAX_SEQS": "2", "SACCADE_PORT": "8"})
+    assert (options.max_seqs, options.port, options.max_queue, options.max_batched_tokens) == (1, 8, 9, 2048)
+    assert options.handoff_bytes == 2 * 2**20 and options.token_budgets == (64, 256)
+
+
+def test_flags_lists_and_sizes_on_the_command_line() -> None:
+    options = parse("some/model", "--insecure", "--token-budgets", "64,128", "--memory-bytes", "1.5Gi", "--grace", "0")
+    assert options.model == "some/model" and options.insecure and options.token_budgets == (64, 128)
+    assert options.memory_bytes == 3 * 2**29 and options.grace == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "env", "message"),
+    [
+        (["--max-seqs", "0"], {}, "max_seqs: 0 is below the minimum of 1"),
+        (["--max-seqs", "many"], {}, "max_seqs: 'many' is not a whole number"),
+        (["--dtype", "int3"], {}, "dtype: 'int3' is not one of float32, bfloat16"),
+        (["--token-budgets", "64,0"], {}, "token_budgets: 0 is below"),
+        (["--handoff-bytes", "lots"], {}, "handoff_bytes: 'lots' is not a number of bytes"),
+        ([], {"SACCADE_MAX_SEQ": "1"}, "SACCADE_MAX_SEQ is no option"),
+        ([], {"SACCADE_INSECURE": "perhaps"}, "insecure: 'perhaps' is not true or false"),
+        (["--config", "/nonexistent.toml"], {}, "config file /nonexistent.toml"),
+    ],
+)
+def test_errors_name_the_option(argv: list[str], env: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(*argv, env=env)
+
+
+@pytest.mark.parametrize(("text", "message"), [("max_seq = 1", "max_seq is no option"), ("max_seqs = ", "config file")])
+def test_errors_in_the_file(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "saccade.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        parse("--config", str(file))
+
+
+def test_the_sdks_own_variables_are_not_options() -> None:
+    assert parse(env={"SACCADE_API_KEY": "x", "SACCADE_SERVER": "y", "OTHER": "z"}) == ServerOptions()
+
+
+def test_keywords_of_the_local_client() -> None:
+    options: Any = from_keywords(EngineOptions, {"model": "demo", "dtype": None, "max_seqs": 4})
+    assert options == EngineOptions(max_seqs=4)
+    with pytest.raises(ConfigError, match="maxseqs is no option"):
+        from_keywords(EngineOptions, {"maxseqs": 4})
+
+
+@pytest.mark.parametrize(("text", "value"), [("64MiB", 64 * 2**20), ("1k", 1000), (17, 17), ("2 G", 2 * 10**9)])
+def test_sizes(text: Any, value: int) -> None:
+    assert parse_size(text) == value

@@ -1,0 +1,154 @@
+"""Tokenizer, detokeniser, chat template, stop strings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as RawTokenizer
+
+from service.chat import ChatTemplate, Message, load_template
+from service.modelconfig import CheckpointError
+from service.stops import StopMatcher
+from service.tokenizer import Detokenizer, Tokenizer, literal
+
+SPECIAL = ["<image>", "<img>", "</img>", "<|im_start|>", "<|im_end|>"]
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if p.type == 'image' %}<image>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking %}<think>{% endif %}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """One token per byte, so that characters are split in every possible way."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = RawTokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(r"\s"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    raw.save(str(path))
+    return Tokenizer(path)
+
+
+@given(text=st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\ue000\ue001")), cut=st.integers(1, 5))
+def test_streamed_text_equals_the_whole_and_is_never_half_a_character(
+    tokenizer: Tokenizer, text: str, cut: int
+) -> None:
+    ids = tokenizer.encode(text)
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.push(ids[i : i + cut]) for i in range(0, len(ids), cut)]
+    assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
+    assert "".join(pieces) + detokenizer.flush() == text == tokenizer.decode(ids)
+
+
+def test_an_incomplete_character_is_shown_at_the_end_only(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("é!")
+    detokenizer = Detokenizer(tokenizer)
+    assert detokenizer.push(ids[:1]) == ""
+    assert detokenizer.flush() == "\ufffd"
+
+
+def test_ids_without_an_entry_decode_to_nothing(tokenizer: Tokenizer) -> None:
+    detokenizer = Detokenizer(tokenizer)
+    ids = [*tokenizer.encode("a"), 5000, *tokenizer.encode("b")]
+    assert "".join(detokenizer.push([i]) for i in ids) + detokenizer.flush() == "ab"
+    assert Detokenizer(None).push([1, 2]) == ""
+
+
+def test_literal_image_tokens_are_characters(tokenizer: Tokenizer) -> None:
+    image = tokenizer.token_id("<image>")
+    assert tokenizer.encode("a<image>b").count(image) == 1  # type: ignore[arg-type]
+    ids = tokenizer.encode(literal("a<image>b", "<image>"))
+    assert image not in ids and tokenizer.decode(ids) == "a<image>b"
+
+
+def template(source: str | None = TEMPLATE) -> ChatTemplate:
+    return ChatTemplate(source, image_token="<image>", special_tokens={"bos_token": "<s>"})
+
+
+def test_parts_keep_their_order_and_arguments_reach_the_template() -> None:
+    messages = [Message("system", ("be brief",)), Message("user", ("left", None, "right", None))]
+    text = template().render(messages, {"enable_thinking": True})
+    assert text == (
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nleft<image>right<image><|im_end|>\n"
+        "<|im_start|>assistant\n<think>"
+    )
+
+
+def test_a_text_only_template_still_places_pictures() -> None:
+    source = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    assert template(source).render([Message("user", (None, "what?"))]) == "[user]<image>what?"
+
+
+def test_without_a_template_contents_are_joined() -> None:
+    assert template(None).render([Message("user", (None, "a")), Message("user", ("b",))]) == "<image>a\nb"
+
+
+def test_a_user_cannot_smuggle_a_picture_place(tokenizer: Tokenizer) -> None:
+    text = template().render([Message("user", (None, "is <image> a word?"))])
+    ids = tokenizer.encode(text)
+    assert ids.count(tokenizer.token_id("<image>")) == 1  # type: ignore[arg-type]
+    assert "is <image> a word?" in tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages.__class__.__mro__ }}", "chat template"),
+        ("{{ nothing.attribute }}", "chat template"),
+        ("no pictures here", "does not place all 1 pictures"),
+    ],
+)
+def test_refusals_of_a_template(source: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        template(source).render([Message("user", (None, "a"))])
+
+
+def test_templates_are_found_where_checkpoints_keep_them(tmp_path: Path) -> None:
+    assert not load_template(tmp_path, image_token=None).present
+    config = {"chat_template": [{"name": "default", "template": "D{{ bos_token }}"}], "bos_token": {"content": "<s>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load_template(tmp_path, image_token=None).render([Message("user", ("a",))]) == "D<s>"
+    (tmp_path / "chat_template.jinja").write_text("J")
+    assert load_template(tmp_path, image_token=None).render([Message("user", ("a",))]) == "J"
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(CheckpointError, match="line 1"):
+        load_template(tmp_path, image_token=None)
+
+
+def test_a_file_that_is_no_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="tokenizer"):
+        Tokenizer(tmp_path / "tokenizer.json")
+
+
+@given(
+    text=st.text("ab", max_size=30),
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+    cuts=st.lists(st.integers(1, 4), min_size=1, max_size=10),
+)
+def test_stop_strings_however_the_text_is_cut(text: str, stops: list[str], cuts: list[int]) -> None:
+    """What is shown is the text before the stop string that is complete first; nothing of it ever shows."""
+    matcher = StopMatcher(stops)
+    shown, position, i = "", 0, 0
+    while position < len(text) and matcher.matched is None:
+        cut = cuts[i % len(cuts)]
+        shown += matcher.push(text[position : position + cut])
+        position, i = position + cut, i + 1
+    shown += matcher.flush()
+    if matcher.matched is None:
+        assert shown == text and not any(stop in text for stop in stops)
+    else:
+        assert text.startswith(shown + matcher.matched)
+        assert not any(stop in shown for stop in stops)
