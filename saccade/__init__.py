@@ -1,1 +1,65 @@
-"""Saccade's Python client."""
+"""Saccade's Python client.
+
+    import saccade
+
+    client = saccade.Client("localhost:50051")
+    print(client.generate("What is in the picture?", images=["cat.png"]).text)
+
+`Client` talks to a server, `AsyncClient` does so from asyncio programs, and `LocalClient` runs the engine in this
+process. Importing this module loads neither gRPC nor any of the three; each comes when it is first named.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from saccade import errors
+from saccade.errors import SaccadeError
+from saccade.types import Delta, Generation, Sample, TokenLogprob, TopLogprob, Usage
+
+if TYPE_CHECKING:
+    from saccade.aio import AsyncClient, AsyncStream
+    from saccade.client import Client, Stream
+    from saccade.local import LocalClient
+    from saccade.transport import TLSConfig
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "Client",
+    "Delta",
+    "Generation",
+    "LocalClient",
+    "SaccadeError",
+    "Sample",
+    "Stream",
+    "TLSConfig",
+    "TokenLogprob",
+    "TopLogprob",
+    "Usage",
+    "errors",
+]
+
+_LAZY = {
+    "AsyncClient": "saccade.aio",
+    "AsyncStream": "saccade.aio",
+    "Client": "saccade.client",
+    "Stream": "saccade.client",
+    "LocalClient": "saccade.local",
+    "TLSConfig": "saccade.transport",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(globals().keys() | _LAZY.keys())

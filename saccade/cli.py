@@ -1,5 +1,120 @@
-"""The `saccade` command."""
+"""The `saccade` command.
+
+`ask` needs nothing but this package. The other commands belong to the server and are handed to `service.cli` as they
+are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from saccade.errors import InvalidArgument, SaccadeError
+
+SERVER_VARIABLE = "SACCADE_SERVER"
+DEFAULT_SERVER = "127.0.0.1:50051"
+
+SERVER_COMMANDS = {
+    "serve": "serve a model over gRPC",
+    "demo": "start a server on the embedded model and ask it about the shipped pictures",
+    "plan": "print what a configuration will do before it runs",
+    "tune": "measure this machine and suggest options",
+}
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code: 0 if all is well, 1 for an error, 2 for a wrong command line."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0] in SERVER_COMMANDS:
+        return _server_command(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    run: Callable[[argparse.Namespace], int] = options.run
+    try:
+        return run(options)
+    except SaccadeError as error:
+        print(f"saccade: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # The reader of our output has seen enough. Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _server_command(arguments: list[str]) -> int:
+    try:
+        from service.cli import main as service_main
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "service":
+            raise
+        print(f"saccade {arguments[0]} needs the server's package: pip install saccade-server", file=sys.stderr)
+        return 1
+    return int(service_main(arguments) or 0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="saccade", description="Ask and serve vision-language models.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    _add_ask(commands)
+    for name, text in SERVER_COMMANDS.items():
+        commands.add_parser(name, help=text, add_help=False)
+    return parser
+
+
+def _add_ask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    ask = commands.add_parser(
+        "ask", help="ask a running server about pictures", usage="%(prog)s [options] [IMAGE...] QUESTION"
+    )
+    ask.add_argument(
+        "image_and_question",
+        nargs="+",
+        metavar="IMAGE... QUESTION",
+        help="pictures (paths or URLs), then the question",
+    )
+    ask.add_argument(
+        "--server",
+        metavar="HOST:PORT",
+        default=os.environ.get(SERVER_VARIABLE, DEFAULT_SERVER),
+        help=f"the server's address (default: ${SERVER_VARIABLE}, else {DEFAULT_SERVER})",
+    )
+    ask.add_argument("--tls", action="store_true", help="talk TLS, trusting the system's certificates")
+    ask.add_argument("--ca", metavar="FILE", help="talk TLS, trusting the certificates in FILE")
+    ask.add_argument("--max-tokens", type=int, metavar="N", help="the most tokens to answer with")
+    ask.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the model's own)")
+    ask.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
+    ask.add_argument("--timeout", type=float, metavar="SECONDS", help="for the whole answer (default: 600)")
+    ask.set_defaults(run=_ask)
+
+
+def _ask(options: argparse.Namespace) -> int:
+    from saccade.client import Client
+    from saccade.transport import TLSConfig
+
+    *images, question = options.image_and_question
+    if not question.strip():
+        raise InvalidArgument("the question is empty")
+    tls = TLSConfig(ca=options.ca) if options.ca else options.tls
+    with (
+        Client(options.server, tls=tls) as client,
+        client.stream(
+            question,
+            images=images,
+            max_tokens=options.max_tokens,
+            temperature=options.temperature,
+            seed=options.seed,
+            timeout=options.timeout,
+        ) as stream,
+    ):
+        for delta in stream:
+            print(delta.text, end="", flush=True)
+        print()
+        if stream.final().finish_reason == "length":
+            print("saccade: the answer was cut off at its token limit", file=sys.stderr)
     return 0

@@ -17,9 +17,9 @@ class SaccadeError(Exception):
     """The base of them all.
 
     `reason` is a stable word for programs (QUEUE_FULL, IMAGE_DECODE_FAILED, ...), empty where the server gave none.
-    `retryable` says whether the same call may succeed later; `retry_after` is the server's wish in seconds, if it has one.
-    `metadata` holds the server's further facts about the reason (limits and counts, as strings). An error that came over
-    gRPC has the original `grpc.RpcError` as its `__cause__`.
+    `retryable` says whether the same call may succeed later; `retry_after` is the server's wish in seconds, if it has
+    one. `metadata` holds the server's further facts about the reason (limits and counts, as strings). An error that
+    came over gRPC has the original `grpc.RpcError` as its `__cause__`.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Pictures in the forms that users hold them, turned into `Image` messages.
 
-Files and bytes pass through untouched: re-encoding could change what the model sees. Pillow and numpy are looked at only
-if the caller has already imported them, which somebody who holds one of their objects has.
+Files and bytes pass through untouched: re-encoding could change what the model sees. Pillow and numpy are looked at
+only if the caller has already imported them, which somebody who holds one of their objects has.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _is_array(value: Any) -> bool:
     return hasattr(value, "__array__") and hasattr(value, "shape") and hasattr(value, "ndim")
 
 
-def _png_from_pillow(image: PIL.Image.Image) -> bytes:
+def _png_from_pillow(image: Any) -> bytes:
     from PIL import ImageOps
 
     # The server turns a file as its EXIF says. A Pillow image of that file has not been turned yet.

@@ -157,8 +157,8 @@ def _struct(values: Mapping[str, Any]) -> struct_pb2.Struct:
 
 
 def _chat_messages(messages: list[Any], images: list[types_pb2.Image]) -> list[types_pb2.ChatMessage]:
-    """The conversation, with `images` put where it has parts {"type": "image"} without a picture of their own; if it has
-    no such part, they come first in the last user message."""
+    """The conversation, with `images` put where it has parts {"type": "image"} without a picture of their own; if it
+    has no such part, they come first in the last user message."""
     waiting: list[types_pb2.Part] = []
     built = [_chat_message(message, f"messages[{i}]", waiting) for i, message in enumerate(messages)]
     if waiting and len(waiting) != len(images):

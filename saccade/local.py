@@ -1,0 +1,144 @@
+"""The client that needs no server: the engine runs in this process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from saccade.client import Responses, SyncClient
+from saccade.errors import Cancelled, FailedPrecondition, SaccadeError, StatusDetails, error_from_status
+from saccade.v1 import inference_pb2
+
+INSTALL = "LocalClient runs the engine in this process, which needs the server's package: pip install saccade-server"
+
+
+class LocalClient(SyncClient):
+    """Loads a model and serves this process alone, with the methods of `saccade.Client`.
+
+    Args:
+        model: "demo" for the embedded model, a checkpoint's folder, or a hub id that the local Hugging Face cache
+        holds.
+        dtype: "float32" or "bfloat16"; None leaves it to the engine.
+        device: "cpu" or "cuda"; None leaves it to the engine.
+        engine_options: the options of `saccade serve`, with underscores.
+
+    Raises:
+        FailedPrecondition: the server's package is not installed.
+        SaccadeError: the model cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] = "demo",
+        *,
+        dtype: str | None = None,
+        device: str | None = None,
+        **engine_options: Any,
+    ) -> None:
+        self._arguments = {"model": os.fspath(model), "dtype": dtype, "device": device, **engine_options}
+        self._closed = False
+        self._load()
+
+    def _load(self) -> None:
+        try:
+            from service.local import LocalService
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "service":
+                raise
+            raise FailedPrecondition(INSTALL, reason="NOT_INSTALLED") from error
+        self._pid = os.getpid()
+        with _translated(""):
+            self._service = LocalService(**self._arguments)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self._arguments
+
+    def __setstate__(self, arguments: dict[str, Any]) -> None:
+        self._arguments = arguments
+        self._closed = False
+        self._load()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._arguments['model']!r})"
+
+    def close(self) -> None:
+        """Ends the engine and frees what it holds. May be called any number of times."""
+        if not self._closed:
+            self._closed = True
+            if self._pid == os.getpid():
+                self._service.close()
+
+    def _engine(self) -> Any:
+        if self._closed:
+            raise FailedPrecondition("the client has been closed", reason="CLIENT_CLOSED")
+        if self._pid != os.getpid():
+            # Threads do not survive a fork: the engine behind the inherited object is one that nobody runs.
+            self._load()
+        return self._service
+
+    def _generate(
+        self, request: inference_pb2.GenerateRequest, timeout: float | None
+    ) -> inference_pb2.GenerateResponse:
+        with _translated(request.request_id):
+            response: inference_pb2.GenerateResponse = self._engine().generate(request, timeout)
+            return response
+
+    def _stream(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Responses:
+        return _LocalResponses(self._engine().stream(request, timeout), request.request_id)
+
+
+class _LocalResponses:
+    """The messages of one stream of the engine, whose generator only the thread that reads it may close."""
+
+    def __init__(self, generator: Any, request_id: str) -> None:
+        self._generator = generator
+        self._request_id = request_id
+        self._closed = False
+
+    def __iter__(self) -> Iterator[inference_pb2.StreamGenerateResponse]:
+        return self
+
+    def __next__(self) -> inference_pb2.StreamGenerateResponse:
+        with _translated(self._request_id):
+            response: inference_pb2.StreamGenerateResponse = next(self._generator)
+        if self._closed:
+            self._generator.close()
+            raise Cancelled("the stream has been closed", request_id=self._request_id)
+        return response
+
+    def close(self) -> None:
+        self._closed = True
+        try:
+            self._generator.close()
+        except ValueError:
+            # Another thread is waiting in it: that one closes it when it wakes.
+            return
+
+
+class _translated:
+    """Turns the service's own status errors into the client's, as the wire would have."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None or isinstance(error, SaccadeError):
+            return
+        from service.errors import StatusError
+
+        if isinstance(error, StatusError):
+            raise error_from_service(error, self.request_id) from error
+
+
+def error_from_service(error: Any, request_id: str) -> SaccadeError:
+    """The client's error for a `service.errors.StatusError`."""
+    details = StatusDetails(
+        reason=error.reason,
+        retry_after=getattr(error, "retry_after", None),
+        metadata={str(key): str(value) for key, value in (getattr(error, "metadata", None) or {}).items()},
+        fields=[(name, "") for name in [getattr(error, "field", None)] if name],
+    )
+    return error_from_status(error.code.name, error.message, details, request_id=request_id)

@@ -1,0 +1,367 @@
+"""The synchronous client against a scripted server."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import threading
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+from fake_server import Failure, Script, serve
+
+import saccade
+from saccade import errors
+from saccade.transport import Deadline, retry_delay
+
+Code = grpc.StatusCode
+
+
+def test_generate_returns_the_whole_answer(client: saccade.Client, script: Script) -> None:
+    answer = client.generate("What is it?", temperature=0, seed=3)
+    assert (answer.text, answer.token_ids, answer.finish_reason) == ("a red square", [0, 1, 2], "stop")
+    assert answer.usage.prompt_tokens == 9 and answer.usage.completion_tokens == 3
+    assert answer.usage.queue_time == pytest.approx(0.005)
+    assert answer.usage.time_to_first_token is None
+    assert answer.logprobs is None
+    assert answer.seed == 3 and answer.model == "fake"
+    assert answer.request_id == script.requests[0].request_id != ""
+    assert answer.samples[0].stop_match == "."
+
+
+def test_samples_come_in_order_and_the_first_is_the_answer(client: saccade.Client) -> None:
+    answer = client.generate("?", n=3)
+    assert [sample.index for sample in answer.samples] == [0, 1, 2]
+    assert answer.text == answer.samples[0].text
+
+
+def test_logprobs(client: saccade.Client) -> None:
+    answer = client.generate("?", logprobs=2)
+    assert answer.logprobs is not None
+    assert [item.token_id for item in answer.logprobs] == [0, 1, 2]
+    assert answer.logprobs[0].top == ((0, 0.0), (1, -1.0))
+    assert answer.logprobs[0].top[1].logprob == -1.0
+
+
+@pytest.mark.parametrize("options", [{}, {"n": 3}, {"logprobs": 2}, {"logprobs": 0}], ids=str)
+def test_streamed_is_what_unary_returns(client: saccade.Client, options: dict[str, int]) -> None:
+    with client.stream("?", **options) as stream:  # type: ignore[arg-type]
+        deltas = list(stream)
+    assert stream.final() == client.generate("?", **options)  # type: ignore[arg-type]
+    first = [delta for delta in deltas if delta.index == 0]
+    assert [delta.text for delta in first] == ["a ", "red ", "square"]
+    assert [delta.sequence for delta in first] == [0, 1, 2]
+    assert stream.text == "a red square" and stream.token_ids == [0, 1, 2] and stream.seed == 7
+
+
+def test_final_reads_the_stream_itself(client: saccade.Client) -> None:
+    assert client.stream("?").final().text == "a red square"
+
+
+def test_a_stream_that_is_left_early_is_cancelled(client: saccade.Client, script: Script) -> None:
+    script.hang_after = 1
+    with client.stream("?") as stream:
+        assert next(stream).text == "a "
+    assert script.ended.acquire(timeout=10)
+    assert list(stream) == []
+    assert stream.text == "a "
+    with pytest.raises(errors.Cancelled):
+        stream.final()
+
+
+def test_a_stream_that_nobody_holds_any_more_is_cancelled(client: saccade.Client, script: Script) -> None:
+    script.hang_after = 1
+    stream = client.stream("?")
+    next(stream)
+    del stream
+    assert script.ended.acquire(timeout=10)
+
+
+def test_another_thread_can_close_a_stream_that_waits(client: saccade.Client, script: Script) -> None:
+    script.hang_after = 1
+    stream = client.stream("?")
+    assert next(stream).text == "a "
+    closer = threading.Timer(0.05, stream.close)
+    closer.start()
+    with pytest.raises(errors.Cancelled):
+        next(stream)
+    closer.join()
+    assert script.ended.acquire(timeout=10)
+
+
+def test_a_stream_without_its_end_is_an_error(client: saccade.Client, script: Script) -> None:
+    stream = client.stream("?", n=2)
+    stream._assembler.request.sampling.n = 3
+    with pytest.raises(errors.Internal, match="2 of 3"):
+        stream.final()
+
+
+STATUSES = [
+    (Failure(Code.INVALID_ARGUMENT, reason="BAD"), errors.InvalidArgument, False),
+    (Failure(Code.INVALID_ARGUMENT, reason="IMAGE_DECODE_FAILED"), errors.InvalidArgument, False),
+    (Failure(Code.NOT_FOUND), errors.NotFound, False),
+    (Failure(Code.ALREADY_EXISTS), errors.AlreadyExists, False),
+    (Failure(Code.FAILED_PRECONDITION, reason="CAPABILITY_MISSING"), errors.FailedPrecondition, False),
+    (Failure(Code.OUT_OF_RANGE), errors.OutOfRange, False),
+    (Failure(Code.UNIMPLEMENTED), errors.Unimplemented, False),
+    (Failure(Code.UNAVAILABLE, reason="QUEUE_FULL"), errors.Overloaded, True),
+    (Failure(Code.UNAVAILABLE, reason="WARMING"), errors.Overloaded, True),
+    (Failure(Code.UNAVAILABLE, reason="DRAINING"), errors.Overloaded, True),
+    (Failure(Code.UNAVAILABLE, reason="ENGINE_DIED"), errors.Unavailable, True),
+    (Failure(Code.UNAVAILABLE), errors.Unavailable, True),
+    (Failure(Code.UNAVAILABLE, reason="MEDIA_FETCH_FAILED"), errors.Unavailable, False),
+    (Failure(Code.UNAVAILABLE, pushback="-1"), errors.Unavailable, False),
+    (Failure(Code.RESOURCE_EXHAUSTED, reason="RATE_LIMITED"), errors.RateLimited, True),
+    (Failure(Code.RESOURCE_EXHAUSTED, reason="QUOTA_SPENT"), errors.RateLimited, False),
+    (Failure(Code.RESOURCE_EXHAUSTED, "Received message larger than max (5 vs. 4)"), errors.MessageTooLarge, False),
+    (Failure(Code.UNAUTHENTICATED), errors.Unauthenticated, False),
+    (Failure(Code.PERMISSION_DENIED, reason="MEDIA_HOST_DENIED"), errors.PermissionDenied, False),
+    (Failure(Code.CANCELLED), errors.Cancelled, False),
+    (Failure(Code.INTERNAL), errors.Internal, False),
+    (Failure(Code.UNKNOWN), errors.Internal, False),
+    (Failure(Code.DATA_LOSS), errors.Internal, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind", "retryable"), STATUSES, ids=[f"{f.code.name}-{f.reason or f.pushback}" for f, _, _ in STATUSES]
+)
+def test_each_status_is_its_error(
+    address: str, script: Script, failure: Failure, kind: type[saccade.SaccadeError], retryable: bool
+) -> None:
+    with saccade.Client(address, max_retries=0) as client:
+        for call in (client.generate, lambda prompt: client.stream(prompt).final()):
+            script.failures = [failure]
+            with pytest.raises(kind) as caught:
+                call("?")
+            error = caught.value
+            assert type(error) is kind
+            assert error.retryable is retryable
+            assert error.reason == failure.reason
+            assert isinstance(error.__cause__, grpc.RpcError)
+            assert error.request_id == script.requests[-1].request_id
+            assert error.request_id in str(error) and failure.message in str(error)
+
+
+def test_details_reach_the_error(address: str, script: Script) -> None:
+    script.failures = [
+        Failure(
+            Code.INVALID_ARGUMENT,
+            "too long",
+            reason="CONTEXT_LENGTH_EXCEEDED",
+            metadata={"limit": "512", "got": "600"},
+            retry_after=1.5,
+            request_id="the-servers-own",
+            violation="chat.messages",
+        )
+    ]
+    with saccade.Client(address) as client, pytest.raises(errors.InvalidArgument) as caught:
+        client.generate("?")
+    error = caught.value
+    assert error.metadata == {"limit": "512", "got": "600"}
+    assert error.retry_after == 1.5
+    assert error.request_id == "the-servers-own"
+    assert "chat.messages" in str(error)
+
+
+def test_an_error_survives_pickling() -> None:
+    error = errors.RateLimited("slow down", reason="RATE_LIMITED", request_id="r", retryable=True, metadata={"a": "b"})
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is errors.RateLimited and str(copy) == str(error) and copy.__dict__ == error.__dict__
+
+
+def test_unavailable_is_tried_again_with_the_same_request_id(address: str, script: Script) -> None:
+    with saccade.Client(address, max_retries=2) as client:
+        for call in (client.generate, lambda prompt: client.stream(prompt).final()):
+            script.requests.clear()
+            script.failures = [Failure(Code.UNAVAILABLE, reason="QUEUE_FULL", retry_after=0.01)] * 2
+            assert call("?").text == "a red square"
+            assert len(script.requests) == 3
+            assert len({request.request_id for request in script.requests}) == 1
+
+
+def test_retries_end(address: str, script: Script) -> None:
+    script.failures = [Failure(Code.UNAVAILABLE, reason="QUEUE_FULL", retry_after=0.01)] * 5
+    with saccade.Client(address, max_retries=1) as client, pytest.raises(errors.Overloaded):
+        client.generate("?")
+    assert len(script.requests) == 2
+
+
+@pytest.mark.parametrize("code", [Code.INTERNAL, Code.DEADLINE_EXCEEDED, Code.INVALID_ARGUMENT], ids=lambda c: c.name)
+def test_other_errors_are_not_tried_again(client: saccade.Client, script: Script, code: grpc.StatusCode) -> None:
+    script.failures = [Failure(code)]
+    with pytest.raises(errors.SaccadeError):
+        client.generate("?")
+    assert len(script.requests) == 1
+
+
+def test_a_stream_is_not_tried_again_once_it_has_begun(client: saccade.Client, script: Script) -> None:
+    script.failures = [Failure(Code.UNAVAILABLE, reason="ENGINE_DIED")]
+    script.fail_after = 2
+    stream = client.stream("?")
+    with pytest.raises(errors.Unavailable):
+        list(stream)
+    assert len(script.requests) == 1
+    assert stream.text == "a red " and stream.seed == 7  # what a caller needs to continue
+
+
+def test_a_wait_longer_than_the_deadline_is_not_begun(address: str, script: Script) -> None:
+    script.failures = [Failure(Code.UNAVAILABLE, reason="QUEUE_FULL", retry_after=60)]
+    began = time.monotonic()
+    with saccade.Client(address, timeout=10) as client, pytest.raises(errors.Overloaded) as caught:
+        client.generate("?")
+    assert time.monotonic() - began < 5
+    assert caught.value.retry_after == 60
+
+
+def test_the_wait_doubles_and_honours_the_server() -> None:
+    full = errors.Overloaded("full", retryable=True)
+    no_limit = Deadline(None)
+    waits = [retry_delay(full, attempt, 9, no_limit, random_unit=lambda: 1.0) for attempt in range(1, 8)]
+    assert waits == [0.5, 1, 2, 4, 8, 8, 8]
+    assert retry_delay(full, 1, 9, no_limit, random_unit=lambda: 0.0) == 0.25
+    asked = errors.Overloaded("full", retryable=True, retry_after=3)
+    assert 3 <= (retry_delay(asked, 1, 9, no_limit) or 0) <= 3.1
+    assert retry_delay(full, 3, 2, no_limit) is None
+    assert retry_delay(errors.Internal("no"), 1, 2, no_limit) is None
+    assert retry_delay(asked, 1, 9, Deadline(2.0)) is None
+
+
+@pytest.mark.parametrize("how", ["generate", "stream"])
+def test_the_deadline_ends_the_call_on_both_sides(client: saccade.Client, script: Script, how: str) -> None:
+    script.hang_after = 1
+    with pytest.raises(errors.DeadlineExceeded):
+        if how == "generate":
+            client.generate("?", timeout=0.2)
+        else:
+            client.stream("?", timeout=0.2).final()
+    assert script.ended.acquire(timeout=10)
+
+
+def test_the_deadline_covers_all_attempts(address: str, script: Script) -> None:
+    script.failures = [Failure(Code.UNAVAILABLE, retry_after=0.2)]
+    script.hang_after = 0
+    began = time.monotonic()
+    with saccade.Client(address) as client, pytest.raises(errors.DeadlineExceeded):
+        client.generate("?", timeout=0.6)
+    assert time.monotonic() - began < 5
+    assert len(script.requests) == 2
+
+
+def test_no_server_is_unavailable() -> None:
+    with saccade.Client("127.0.0.1:1", max_retries=0) as client, pytest.raises(errors.Unavailable) as caught:
+        client.generate("?", timeout=10)
+    assert caught.value.retryable
+
+
+def test_a_message_over_the_servers_limit(script: Script) -> None:
+    limit = (("grpc.max_receive_message_length", 1000),)
+    with serve(script, options=limit) as address, saccade.Client(address) as client:
+        with pytest.raises(errors.MessageTooLarge):
+            client.generate("?", images=[b"x" * 2000])
+    assert script.requests == []
+
+
+def test_an_answer_over_grpcs_default_limit(client: saccade.Client, script: Script) -> None:
+    script.words = ["x" * 5_000_000]
+    assert len(client.generate("?").text) == 5_000_000
+
+
+def test_the_api_key_is_sent_and_never_shown(address: str, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    with saccade.Client(address, api_key="s3cret") as client:
+        client.generate("?")
+        assert "s3cret" not in repr(client) + repr(client._settings)
+    monkeypatch.setenv("SACCADE_API_KEY", "from-env")
+    with saccade.Client(address) as client:
+        client.stream("?").final()
+    assert [seen["authorization"] for seen in script.metadata] == ["Bearer s3cret", "Bearer from-env"]
+
+
+def test_close_may_be_called_twice_and_ends_the_client(address: str, script: Script) -> None:
+    client = saccade.Client(address)
+    client.generate("?")
+    client.close()
+    client.close()
+    with pytest.raises(errors.FailedPrecondition) as caught:
+        client.generate("?")
+    assert caught.value.reason == "CLIENT_CLOSED"
+    with pytest.raises(errors.FailedPrecondition):
+        client.stream("?")
+    saccade.Client(address).close()  # one that was never used
+
+
+def test_closing_the_client_ends_its_running_calls(address: str, script: Script) -> None:
+    script.hang_after = 1
+    client = saccade.Client(address)
+    stream = client.stream("?")
+    next(stream)
+    client.close()
+    with pytest.raises(errors.Cancelled):
+        next(stream)
+    assert script.ended.acquire(timeout=10)
+
+
+def test_nothing_is_connected_before_it_is_used() -> None:
+    client = saccade.Client("127.0.0.1:1")
+    assert client._channel is None
+
+
+@pytest.mark.parametrize("address", ["localhost", "localhost:http", ":50051", "http://localhost:50051", "a:70000"])
+def test_a_wrong_address_is_refused(address: str) -> None:
+    with pytest.raises(errors.InvalidArgument, match="HOST:PORT"):
+        saccade.Client(address)
+
+
+@pytest.mark.parametrize("wrong", [{"timeout": 0}, {"timeout": -1}, {"max_retries": -1}], ids=str)
+def test_wrong_settings_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(errors.InvalidArgument, match=next(iter(wrong))):
+        saccade.Client("localhost:1", **wrong)  # type: ignore[arg-type]
+
+
+def test_a_pickled_client_connects_anew(address: str) -> None:
+    with saccade.Client(address, api_key="k", timeout=20, max_retries=5) as client:
+        client.generate("?")
+        copy = pickle.loads(pickle.dumps(client))
+    assert copy._settings == client._settings
+    with copy:
+        assert copy.generate("?").text == "a red square"
+
+
+def _ask_in_child(client: saccade.Client) -> str:
+    return client.generate("?").text
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_client_works_in_a_forked_process(tmp_path: Path) -> None:
+    # The server runs in a process of its own: one that has forked while its threads run cannot promise anything.
+    context = multiprocessing.get_context("spawn")
+    ready, done = context.Queue(), context.Event()
+    server = context.Process(target=_serve_until, args=(ready, done))
+    server.start()
+    try:
+        with saccade.Client(ready.get(timeout=60), timeout=20) as client:
+            assert client.generate("?").text == "a red square"
+            reading, writing = os.pipe()
+            child = os.fork()
+            if child == 0:
+                try:
+                    os.write(writing, _ask_in_child(client).encode())
+                finally:
+                    os._exit(0)
+            os.close(writing)
+            with os.fdopen(reading) as pipe:
+                assert pipe.read() == "a red square"
+            os.waitpid(child, 0)
+            assert client.generate("?").text == "a red square"
+    finally:
+        done.set()
+        server.join()
+
+
+def _serve_until(ready: multiprocessing.Queue[str], done: threading.Event) -> None:
+    with serve(Script()) as address:
+        ready.put(address)
+        done.wait()

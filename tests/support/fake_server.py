@@ -1,0 +1,183 @@
+"""A real gRPC server with a servicer that answers by script: what the client's tests talk to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from saccade.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+
+
+@dataclass
+class Failure:
+    """A status to answer with."""
+
+    code: grpc.StatusCode
+    message: str = "refused"
+    reason: str = ""
+    metadata: dict[str, str] = field(default_factory=dict)
+    retry_after: float | None = None
+    pushback: str | None = None
+    request_id: str = ""
+    violation: str = ""
+
+    def abort(self, context: grpc.ServicerContext) -> None:
+        details: list[Any] = []
+        if self.reason:
+            details.append(error_details_pb2.ErrorInfo(reason=self.reason, domain="saccade", metadata=self.metadata))
+        if self.retry_after is not None:
+            delay = duration_pb2.Duration()
+            delay.FromMilliseconds(int(self.retry_after * 1000))
+            details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+        if self.request_id:
+            details.append(error_details_pb2.RequestInfo(request_id=self.request_id))
+        if self.violation:
+            violation = error_details_pb2.BadRequest.FieldViolation(field=self.violation, description="is wrong")
+            details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+        trailers: list[tuple[str, str | bytes]] = []
+        if details:
+            status = status_pb2.Status(code=self.code.value[0], message=self.message)
+            for detail in details:
+                packed = any_pb2.Any()
+                packed.Pack(detail)
+                status.details.append(packed)
+            trailers.append(("grpc-status-details-bin", status.SerializeToString()))
+        if self.pushback is not None:
+            trailers.append(("grpc-retry-pushback-ms", self.pushback))
+        context.set_trailing_metadata(trailers)
+        context.abort(self.code, self.message)
+
+
+@dataclass
+class Script:
+    """What the servicer does, and what it has seen. A request takes the next of `failures` first, if there is one."""
+
+    words: list[str] = field(default_factory=lambda: ["a ", "red ", "square"])
+    failures: list[Failure] = field(default_factory=list)
+    fail_after: int | None = None
+    """Streams break with the next failure after this many deltas instead of before the first message."""
+    hang_after: int | None = None
+    """Streams wait for cancellation after this many deltas; unary calls do so at once."""
+    requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
+    metadata: list[dict[str, Any]] = field(default_factory=list)
+    ended: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    """Released once for each call that was to hang and is over."""
+
+    def see(self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext) -> None:
+        self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
+
+    def hang(self, context: grpc.ServicerContext) -> None:
+        over = threading.Event()
+        if context.add_callback(over.set):
+            over.wait(timeout=30)
+
+
+class Servicer(inference_pb2_grpc.InferenceServiceServicer):
+    def __init__(self, script: Script) -> None:
+        self.script = script
+
+    def Generate(
+        self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> inference_pb2.GenerateResponse:
+        script = self.script
+        script.see(request, context)
+        if script.failures:
+            script.failures.pop(0).abort(context)
+        if script.hang_after is not None:
+            script.hang(context)
+            script.ended.release()
+        return inference_pb2.GenerateResponse(
+            request_id=request.request_id,
+            model="fake",
+            model_version="1",
+            seed=request.sampling.seed or 7,
+            samples=[self._sample(request, index) for index in reversed(range(max(1, request.sampling.n)))],
+        )
+
+    def StreamGenerate(
+        self, request: inference_pb2.StreamGenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[inference_pb2.StreamGenerateResponse]:
+        script = self.script
+        script.see(request.request, context)
+        if script.failures and script.fail_after is None:
+            script.failures.pop(0).abort(context)
+        try:
+            yield from self._stream(request.request, context)
+        finally:
+            # A call that ends while a message is on its way leaves the generator where it is, to be closed there.
+            if script.hang_after is not None:
+                script.ended.release()
+
+    def _stream(
+        self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[inference_pb2.StreamGenerateResponse]:
+        script, response = self.script, inference_pb2.StreamGenerateResponse
+        seed = request.sampling.seed or 7
+        started = inference_pb2.Started(
+            request_id=request.request_id, model="fake", model_version="1", seed=seed, prompt_tokens=9
+        )
+        yield response(started=started)
+        samples = [self._sample(request, index) for index in range(max(1, request.sampling.n))]
+        for position, word in enumerate(script.words):
+            if script.fail_after == position and script.failures:
+                script.failures.pop(0).abort(context)
+            if script.hang_after == position:
+                script.hang(context)
+                return
+            for sample in samples:
+                delta = inference_pb2.Delta(
+                    index=sample.index,
+                    text=word,
+                    token_ids=[position],
+                    logprobs=sample.logprobs[position : position + 1],
+                    sequence=position,
+                )
+                yield response(delta=delta)
+        for sample in samples:
+            finished = inference_pb2.Finished(
+                index=sample.index, finish_reason=sample.finish_reason, usage=sample.usage, stop_string="."
+            )
+            yield response(finished=finished)
+
+    def _sample(self, request: inference_pb2.GenerateRequest, index: int) -> inference_pb2.Sample:
+        logprobs = [
+            types_pb2.TokenLogprob(
+                token_id=i, logprob=-0.5, top=[types_pb2.TopLogprob(token_id=k, logprob=-float(k)) for k in range(2)]
+            )
+            for i in range(len(self.script.words))
+        ]
+        usage = types_pb2.Usage(prompt_tokens=9, completion_tokens=len(self.script.words))
+        usage.queue_time.FromMilliseconds(5)
+        return inference_pb2.Sample(
+            index=index,
+            text="".join(self.script.words),
+            token_ids=range(len(self.script.words)),
+            logprobs=logprobs if request.sampling.HasField("logprobs") else [],
+            finish_reason=types_pb2.FINISH_REASON_STOP,
+            usage=usage,
+            stop_string=".",
+        )
+
+
+@contextmanager
+def serve(
+    script: Script, *, options: tuple[tuple[str, Any], ...] = (), add_port: Callable[[grpc.Server], int] | None = None
+) -> Iterator[str]:
+    """Runs the servicer on a free port of 127.0.0.1 and gives its address."""
+    server = grpc.server(futures.ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0), *options])
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Servicer(script), server)
+    port = add_port(server) if add_port else server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait()
