@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
+from typing import Any
 
 MAX_LOGPROBS = 1024
 SEED_LIMIT = 1 << 64
@@ -72,6 +73,13 @@ class SamplingParams:
                 raise ValueError(f"stop_token_ids holds {token}; ids are at least 0")
         object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
         object.__setattr__(self, "stop_token_ids", frozenset(self.stop_token_ids))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles by its arguments: the frozen view of `logit_bias` cannot be."""
+        return type(self), tuple(
+            dict(value) if isinstance(value, MappingProxyType) else value
+            for value in (getattr(self, f.name) for f in fields(self))
+        )
 
     def _check(self, name: str, ok: bool, allowed: str) -> None:
         if not ok:
