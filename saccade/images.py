@@ -93,8 +93,9 @@ def _from_path_or_url(text: str, name: str) -> types_pb2.Image:
     try:
         with open(text, "rb") as file:
             return types_pb2.Image(data=file.read())
-    except OSError as error:
-        raise InvalidArgument(f"{name}: cannot read {text!r}: {error.strerror}", reason="IMAGE_UNREADABLE") from error
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+        why = error.strerror if isinstance(error, OSError) else error
+        raise InvalidArgument(f"{name}: cannot read {text!r}: {why}", reason="IMAGE_UNREADABLE") from error
 
 
 def decode_data_url(url: str, name: str) -> bytes:

@@ -1,0 +1,163 @@
+"""The asyncio client against a scripted server."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import grpc
+import pytest
+from fake_server import Failure, Script
+
+import saccade
+from saccade import errors
+
+Code = grpc.StatusCode
+
+
+def run(body: Callable[[saccade.AsyncClient], Coroutine[Any, Any, None]], address: str, **options: Any) -> None:
+    async def main() -> None:
+        async with saccade.AsyncClient(address, timeout=20, **options) as client:
+            await body(client)
+
+    asyncio.run(main())
+
+
+async def ended(script: Script) -> bool:
+    return await asyncio.to_thread(script.ended.acquire, timeout=10)
+
+
+def test_its_answers_are_those_of_the_synchronous_client(address: str, client: saccade.Client) -> None:
+    expected = client.generate("?", n=2, logprobs=1)
+
+    async def body(client: saccade.AsyncClient) -> None:
+        assert await client.generate("?", n=2, logprobs=1) == expected
+        assert await client.stream("?", n=2, logprobs=1).final() == expected
+        texts = [delta.text async for delta in client.stream("?")]
+        assert texts == ["a ", "red ", "square"]
+        async with await client.stream("?") as stream:
+            assert (await anext(stream)).text == "a "
+            assert stream.text == "a " and stream.seed == 7 and stream.token_ids == [0]
+
+    run(body, address)
+
+
+def test_many_at_once(address: str) -> None:
+    async def body(client: saccade.AsyncClient) -> None:
+        answers = await asyncio.gather(*(client.generate("?", seed=seed) for seed in range(1, 33)))
+        assert [answer.seed for answer in answers] == list(range(1, 33))
+
+    run(body, address)
+
+
+def test_errors_and_retries(address: str, script: Script) -> None:
+    async def body(client: saccade.AsyncClient) -> None:
+        for call in (client.generate, lambda prompt, **options: client.stream(prompt, **options).final()):
+            script.requests.clear()
+            script.failures = [Failure(Code.UNAVAILABLE, reason="WARMING", retry_after=0.01)]
+            assert (await call("?")).text == "a red square"
+            assert len({request.request_id for request in script.requests}) == 1 and len(script.requests) == 2
+            script.failures = [Failure(Code.NOT_FOUND, reason="MODEL_UNKNOWN")]
+            with pytest.raises(errors.NotFound) as caught:
+                await call("?")
+            assert caught.value.reason == "MODEL_UNKNOWN"
+            assert isinstance(caught.value.__cause__, grpc.aio.AioRpcError)
+            script.hang_after = 0
+            with pytest.raises(errors.DeadlineExceeded):
+                await (
+                    client.generate("?", timeout=0.2)
+                    if call == client.generate
+                    else client.stream("?", timeout=0.2).final()
+                )
+            script.hang_after = None
+
+    run(body, address)
+
+
+def test_wrong_arguments_are_raised_when_it_is_awaited(address: str) -> None:
+    async def body(client: saccade.AsyncClient) -> None:
+        with pytest.raises(errors.InvalidArgument, match="nonsense"):
+            await client.generate("?", nonsense=1)  # type: ignore[call-arg]
+        with pytest.raises(errors.InvalidArgument, match="no/such/file"):
+            await client.stream("?", images=["no/such/file"])
+
+    run(body, address)
+
+
+def test_a_stream_that_is_left_early_is_cancelled(address: str, script: Script) -> None:
+    script.hang_after = 1
+
+    async def body(client: saccade.AsyncClient) -> None:
+        async with client.stream("?") as stream:
+            assert (await anext(stream)).text == "a "
+        assert await ended(script)
+        with pytest.raises(errors.Cancelled):
+            await stream.final()
+
+    run(body, address)
+
+
+def test_closing_a_stream_from_another_task(address: str, script: Script) -> None:
+    script.hang_after = 1
+
+    async def body(client: saccade.AsyncClient) -> None:
+        stream = await client.stream("?")
+        await anext(stream)
+        reader = asyncio.create_task(stream.final())
+        await asyncio.sleep(0)
+        await stream.close()
+        with pytest.raises(errors.Cancelled):
+            await reader
+        assert await ended(script)
+
+    run(body, address)
+
+
+@pytest.mark.parametrize("how", ["generate", "stream"])
+def test_a_cancelled_task_cancels_the_call(address: str, script: Script, how: str) -> None:
+    script.hang_after = 1
+
+    async def body(client: saccade.AsyncClient) -> None:
+        stream = client.stream("?")
+        if how == "stream":
+            await anext(stream)
+        task = asyncio.create_task(client.generate("?") if how == "generate" else stream.final())
+        await asyncio.sleep(0)  # one that has not begun yet has nothing to cancel
+        while not script.requests:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await ended(script)
+
+    run(body, address)
+
+
+def test_closing_the_client_ends_its_running_calls(address: str, script: Script) -> None:
+    script.hang_after = 1
+
+    async def body(client: saccade.AsyncClient) -> None:
+        stream = client.stream("?")
+        await anext(stream)
+        reader = asyncio.create_task(stream.final())
+        await asyncio.sleep(0)
+        await client.close()
+        await client.close()
+        with pytest.raises(errors.Cancelled):
+            await reader
+        with pytest.raises(errors.FailedPrecondition):
+            await client.generate("?")
+
+    run(body, address)
+
+
+def test_one_client_in_several_event_loops(address: str) -> None:
+    client = saccade.AsyncClient(address, timeout=20)  # outside of any loop
+    for copy in (client, client, pickle.loads(pickle.dumps(client))):
+
+        async def ask(client: saccade.AsyncClient = copy) -> str:
+            return (await client.generate("?")).text
+
+        assert asyncio.run(ask()) == "a red square"

@@ -1,0 +1,117 @@
+"""Pictures in every form that the client takes."""
+
+from __future__ import annotations
+
+import base64
+import io
+import pathlib
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from saccade import errors
+from saccade.images import image_message, image_messages
+
+
+def jpeg(**options: object) -> bytes:
+    buffer = io.BytesIO()
+    Image.effect_noise((9, 5), 50).convert("RGB").save(buffer, "JPEG", **options)
+    return buffer.getvalue()
+
+
+def decoded(data: bytes) -> Image.Image:
+    image = Image.open(io.BytesIO(data))
+    assert image.format == "PNG"
+    image.load()
+    return image
+
+
+def test_files_and_bytes_pass_untouched(tmp_path: pathlib.Path) -> None:
+    data = jpeg()
+    path = tmp_path / "a picture.jpg"
+    path.write_bytes(data)
+    with path.open("rb") as file:
+        forms = [path, str(path), data, bytearray(data), memoryview(data), file, io.BytesIO(data)]
+        messages = image_messages(forms)  # type: ignore[arg-type]
+    assert [message.data for message in messages] == [data] * 7
+
+
+def test_urls() -> None:
+    assert image_message("https://host/a.png").uri == "https://host/a.png"
+    assert image_message("data:image/png;base64," + base64.b64encode(b"abc").decode()).data == b"abc"
+    assert image_message("data:,a%20b").data == b"a b"
+
+
+def test_one_picture_is_a_list_of_one(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "p"
+    path.write_bytes(b"x")
+    array = numpy.zeros((2, 2, 3), numpy.uint8)
+    for single in (str(path), path, b"x", io.BytesIO(b"x"), array, Image.new("RGB", (2, 2))):
+        assert len(image_messages(single)) == 1  # type: ignore[arg-type]
+    assert len(image_messages(numpy.zeros((4, 2, 2, 3), numpy.uint8))) == 4
+    assert len(image_messages(image for image in (b"1", b"2"))) == 2
+    assert image_messages(()) == []
+
+
+@given(
+    height=st.integers(1, 20),
+    width=st.integers(1, 20),
+    channels=st.sampled_from([0, 1, 2, 3, 4]),
+    seed=st.integers(0, 99),
+)
+def test_an_array_arrives_pixel_for_pixel(height: int, width: int, channels: int, seed: int) -> None:
+    shape = (height, width, channels) if channels else (height, width)
+    array = numpy.random.default_rng(seed).integers(0, 256, shape, dtype=numpy.uint8)
+    image = decoded(image_message(array).data)
+    assert image.mode == {0: "L", 1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}[channels]
+    assert numpy.array_equal(numpy.asarray(image).reshape(shape), array)
+
+
+def test_views_and_tensors() -> None:
+    import torch
+
+    array = numpy.arange(60, dtype=numpy.uint8).reshape(4, 5, 3)
+    for view in (array[::-1, ::2], array.transpose(1, 0, 2), torch.from_numpy(array)):
+        assert numpy.array_equal(numpy.asarray(decoded(image_message(view).data)), numpy.asarray(view))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "P", "1", "CMYK", "YCbCr", "I;16", "HSV"])
+def test_a_pillow_image_keeps_its_pixels(mode: str) -> None:
+    image = Image.effect_noise((7, 4), 80).convert("RGB")
+    image = Image.new(mode, (7, 4), 40000) if mode == "I;16" else image.convert(mode)
+    sent = decoded(image_message(image).data)
+    if mode in ("CMYK", "YCbCr", "HSV"):
+        image = image.convert("RGB")
+    assert sent.size == (7, 4) and sent.convert("RGBA").tobytes() == image.convert("RGBA").tobytes()
+
+
+def test_a_pillow_image_is_turned_as_its_file_would_be() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by a quarter
+    image = Image.open(io.BytesIO(jpeg(exif=exif)))
+    assert image.size == (9, 5)
+    assert decoded(image_message(image).data).size == (5, 9)
+
+
+@pytest.mark.parametrize(
+    ("image", "named"),
+    [
+        pytest.param("no/such/file.png", "no/such/file.png", id="missing"),
+        pytest.param("a\0b", "null byte", id="null-byte"),
+        pytest.param(pathlib.Path(), "directory", id="folder"),
+        pytest.param(3, "int", id="number"),
+        pytest.param(io.StringIO("text"), "binary", id="text-file"),
+        pytest.param(numpy.zeros((2, 2, 3)), "float64", id="floats"),
+        pytest.param(numpy.zeros((2, 2, 5), numpy.uint8), "5", id="channels"),
+        pytest.param(numpy.zeros((0, 2, 3), numpy.uint8), "0, 2, 3", id="empty"),
+        pytest.param("data:image/png;base64,***", "base64", id="base64"),
+        pytest.param("data:image/png", "comma", id="no-comma"),
+    ],
+)
+def test_what_is_no_picture_is_refused_by_name(image: object, named: str) -> None:
+    with pytest.raises(errors.InvalidArgument, match=r"images\[1\]") as caught:
+        image_messages([b"x", image])  # type: ignore[list-item]
+    assert named in str(caught.value)

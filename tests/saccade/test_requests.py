@@ -1,0 +1,191 @@
+"""What the arguments of `generate` become on the wire."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import saccade
+from saccade import errors
+from saccade.requests import build_request
+from saccade.v1 import types_pb2
+
+PNG = b"\x89PNG any bytes"
+
+
+def text_of(message: types_pb2.ChatMessage) -> list[str]:
+    return [part.text or f"<{part.image.data.decode()}>" for part in message.parts]
+
+
+def test_a_string_goes_through_the_template_unless_raw() -> None:
+    request = build_request("Hi", images=[PNG], chat_template_kwargs={"enable_thinking": False})
+    assert request.WhichOneof("input") == "prompt"
+    assert (request.prompt.text, request.prompt.raw) == ("Hi", False)
+    assert request.prompt.images[0].data == PNG
+    assert dict(request.prompt.chat_template_kwargs) == {"enable_thinking": False}
+    assert build_request("Hi", raw=True).prompt.raw
+
+
+def test_token_ids_are_taken_as_they_are() -> None:
+    request = build_request([1, 0, 70000], images=[PNG])
+    assert list(request.tokens.ids) == [1, 0, 70000] and len(request.tokens.images) == 1
+
+
+def test_numpy_and_torch_ids_are_integers_too() -> None:
+    import numpy
+    import torch
+
+    assert list(build_request(numpy.array([3, 4])).tokens.ids) == [3, 4]  # type: ignore[arg-type]
+    assert list(build_request(torch.tensor([3, 4])).tokens.ids) == [3, 4]  # type: ignore[arg-type]
+
+
+def test_chat_messages_keep_the_order_of_their_parts() -> None:
+    request = build_request(
+        [
+            {"role": "system", "content": "Be brief."},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "before"},
+                    {"type": "image", "image": b"one"},
+                    "between",
+                    {"type": "image_url", "image_url": {"url": "data:image/png;base64,dHdv"}},
+                    {"type": "text", "text": "after"},
+                ],
+            },
+            {"role": "assistant", "content": "ok"},
+        ]
+    )
+    assert [message.role for message in request.chat.messages] == [1, 2, 3]
+    assert text_of(request.chat.messages[1]) == ["before", "<one>", "between", "<two>", "after"]
+
+
+def test_images_fill_the_places_that_the_messages_mark() -> None:
+    place = {"type": "image"}
+    request = build_request(
+        [{"role": "user", "content": [place, "a"]}, {"role": "user", "content": ["b", place]}], images=[b"1", b"2"]
+    )
+    assert [text_of(message) for message in request.chat.messages] == [["<1>", "a"], ["b", "<2>"]]
+
+
+def test_images_without_places_come_first_in_the_last_user_message() -> None:
+    request = build_request(
+        [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b"},
+            {"role": "user", "content": "c"},
+            {"role": "assistant", "content": "d"},
+        ],
+        images=[b"1", b"2"],
+    )
+    assert [text_of(message) for message in request.chat.messages] == [["a"], ["b"], ["<1>", "<2>", "c"], ["d"]]
+
+
+def test_what_is_not_given_is_not_set() -> None:
+    request = build_request("?", temperature=None, max_tokens=None, stop=())
+    assert request.sampling == types_pb2.SamplingParams()
+    assert not request.HasField("priority")
+
+
+def test_zero_is_not_the_same_as_unset() -> None:
+    names = ["max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "n"]
+    sampling = build_request("?", ignore_eos=False, **dict.fromkeys(names, 0)).sampling
+    assert all(sampling.HasField(name) for name in [*names, "ignore_eos"])
+
+
+def test_every_sampling_field_arrives() -> None:
+    values: dict[str, Any] = {
+        "max_tokens": 5, "min_tokens": 1, "temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05,
+        "repetition_penalty": 1.1, "presence_penalty": -0.5, "frequency_penalty": 0.5, "logit_bias": {3: -1.5},
+        "seed": 2**64 - 1, "stop": ["a", "b"], "stop_token_ids": [7], "ignore_eos": True, "n": 2, "logprobs": 5,
+    }  # fmt: skip
+    assert values.keys() == {field.name for field in types_pb2.SamplingParams.DESCRIPTOR.fields}
+    sampling = build_request("?", **values).sampling
+    for name, value in values.items():
+        got = getattr(sampling, name)
+        assert (dict(got) if isinstance(value, dict) else list(got) if isinstance(value, list) else got) == value
+
+
+def test_one_stop_string_is_not_its_letters() -> None:
+    assert list(build_request("?", stop="END").sampling.stop) == ["END"]
+
+
+def test_continued_tokens_priority_model_and_id() -> None:
+    request = build_request("?", continued_token_ids=[1, 2], priority=-1, model="m", request_id="r")
+    assert (list(request.continued_token_ids), request.priority) == ([1, 2], -1)
+    assert (request.model, request.request_id) == ("m", "r")
+    assert build_request("?").request_id != build_request("?").request_id
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        pytest.param({"prompt": []}, "prompt", id="empty-list"),
+        pytest.param({"prompt": 3}, "prompt", id="number"),
+        pytest.param({"prompt": b"bytes"}, "prompt", id="bytes"),
+        pytest.param({"prompt": [1, "two"]}, "prompt", id="mixed-ids"),
+        pytest.param({"prompt": [-1]}, "prompt", id="negative-id"),
+        pytest.param({"prompt": [1.5]}, "prompt", id="float-id"),
+        pytest.param({"prompt": [2**40]}, "prompt", id="huge-id"),
+        pytest.param({"prompt": [{"role": "robot", "content": ""}]}, r"messages\[0\].role", id="role"),
+        pytest.param({"prompt": [{"role": "user"}]}, r"messages\[0\].content", id="no-content"),
+        pytest.param({"prompt": [{"role": "user", "content": "", "x": 1}]}, "unknown keys x", id="extra-key"),
+        pytest.param({"prompt": [{"role": "user", "content": [{"type": "audio"}]}]}, r"content\[0\]", id="part-type"),
+        pytest.param({"prompt": [{"role": "user", "content": [{"type": "text"}]}]}, r"content\[0\].text", id="no-text"),
+        pytest.param({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "1 places.*holds 0", id="too-few"),
+        pytest.param(
+            {"prompt": [{"role": "system", "content": "x"}], "images": [PNG]}, "no user message", id="no-user"
+        ),
+        pytest.param({"prompt": [{"role": "user", "content": ""}], "raw": True}, "raw", id="raw-chat"),
+        pytest.param({"prompt": [1], "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", id="kwargs-with-ids"),
+        pytest.param({"prompt": "", "raw": True, "chat_template_kwargs": {"a": 1}}, "chat_template", id="kwargs-raw"),
+        pytest.param({"prompt": "", "chat_template_kwargs": {"a": object()}}, "chat_template_kwargs", id="kwargs-type"),
+        pytest.param({"prompt": "", "seed": -1}, "seed", id="seed"),
+        pytest.param({"prompt": "", "max_tokens": 1.5}, "max_tokens", id="float-count"),
+        pytest.param({"prompt": "", "max_tokens": 2**31}, "max_tokens", id="count-too-big"),
+        pytest.param({"prompt": "", "temperature": "hot"}, "temperature", id="temperature"),
+        pytest.param({"prompt": "", "stop": [1]}, "stop", id="stop"),
+        pytest.param({"prompt": "", "stop_token_ids": ["a"]}, "stop_token_ids", id="stop-ids"),
+        pytest.param({"prompt": "", "logit_bias": {-1: 0.0}}, "logit_bias", id="logit-bias"),
+        pytest.param({"prompt": "", "continued_token_ids": [-2]}, "continued_token_ids", id="continued"),
+        pytest.param({"prompt": "", "temprature": 1}, "temprature.*temperature", id="misspelt"),
+        pytest.param({"prompt": "", "videos": [b""]}, "videos", id="videos"),
+    ],
+)
+def test_what_is_refused_is_named(arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(errors.InvalidArgument, match=named):
+        build_request(**arguments)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.text() | st.floats() | st.integers() | st.binary(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(
+    prompt=json_values,
+    option=st.sampled_from(["seed", "stop", "logit_bias", "temperature", "images"]),
+    value=json_values,
+)
+def test_anything_builds_or_is_an_invalid_argument(prompt: Any, option: str, value: Any) -> None:
+    try:
+        build_request(prompt, **{option: value})
+    except errors.InvalidArgument as error:
+        assert str(error)
+
+
+def test_the_clients_have_the_same_methods() -> None:
+    for name in ("generate", "stream", "close"):
+        signatures = {
+            tuple((p.name, p.kind, p.default) for p in inspect.signature(getattr(cls, name)).parameters.values())
+            for cls in (saccade.Client, saccade.AsyncClient, saccade.LocalClient)
+        }
+        assert len(signatures) == 1, name
+    generate, stream = (inspect.signature(getattr(saccade.Client, name)).parameters for name in ("generate", "stream"))
+    assert generate == stream
