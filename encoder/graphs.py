@@ -1,0 +1,207 @@
+"""One graph per token budget over one arena: static buffers, calibration against eager, teardown.
+
+Every budget's buffers are views of the arena, which the largest budget sizes, so a batch in one budget leaves stale
+rows under another. `EncoderArena.fill` clears what the batches before it left inside the view that is about to run,
+and no more.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from encoder.budget import EncoderBudgets, GraphShape, graph_shape
+from encoder.layout import Layout, layout
+from encoder.model import PackedBatch, VisionTower
+from encoder.positions import PositionCache
+from encoder.preprocess import ImagePatches
+from kernels.graphs import GraphPool, StaticGraph
+
+log = logging.getLogger(__name__)
+
+INPUTS = ("patches", "positions", "source", "cu_seqlens", "token_rows")
+
+
+class EncoderArena:
+    """Buffers of the largest budget; `view` gives those of any budget, `fill` writes a batch into one.
+
+    Bytes are counted once: the views own nothing. Host code writes it between replays, a graph reads it during one.
+    """
+
+    def __init__(self, tower: VisionTower, budgets: EncoderBudgets) -> None:
+        config = tower.config
+        self._tower = tower
+        self._merge = config.merge_size
+        self._prefix = config.num_prefix_tokens
+        self.shapes = {
+            budget: graph_shape(budget, budgets, prefix=self._prefix, patches_per_token=config.patches_per_token)
+            for budget in budgets.token_budgets
+        }
+        largest = self.shapes[budgets.largest]
+
+        def buffer(*sizes: int, dtype: torch.dtype = tower.dtype) -> Tensor:
+            return torch.zeros(sizes, dtype=dtype, device=tower.device)
+
+        self.buffers = {
+            "patches": buffer(largest.patches, config.patch_dim),
+            "positions": buffer(largest.patches, config.hidden_size),
+            "source": buffer(largest.rows, dtype=torch.int64),
+            "cu_seqlens": buffer(largest.sequences + 1, dtype=torch.int32),
+            "token_rows": buffer(largest.capacity, config.patches_per_token, dtype=torch.int64),
+            "rows": buffer(largest.capacity, config.text_hidden_size),
+        }
+        self._dirty = 0  # patch rows that some earlier batch may have left non-zero
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.buffers.values())
+
+    def view(self, budget: int) -> dict[str, Tensor]:
+        """The buffers of one budget, `rows` being the output; they alias those of every other budget."""
+        shape = self.shapes[budget]
+        sizes = {
+            "patches": shape.patches,
+            "positions": shape.patches,
+            "source": shape.rows,
+            "cu_seqlens": shape.sequences + 1,
+            "token_rows": shape.capacity,
+            "rows": shape.capacity,
+        }
+        return {name: self.buffers[name][:size] for name, size in sizes.items()}
+
+    def fill(self, budget: int, images: Sequence[ImagePatches], positions: PositionCache) -> Layout:
+        """Copy a batch into the view of `budget`: `[0, n)` written, the stale rows behind it cleared."""
+        shape = self.shapes[budget]
+        placed = layout([image.grid for image in images], prefix=self._prefix, merge=self._merge, shape=shape)
+        buffers = self.buffers
+        row = 0
+        for image in images:
+            end = row + image.patches.shape[0]
+            buffers["patches"][row:end].copy_(image.patches)
+            buffers["positions"][row:end].copy_(positions.get(image.grid))
+            row = end
+        stale = min(self._dirty, shape.patches)
+        if stale > row:
+            buffers["patches"][row:stale].zero_()
+            buffers["positions"][row:stale].zero_()
+        # Rows beyond this view were not touched: what an earlier, larger batch left there is still stale.
+        self._dirty = self._dirty if self._dirty > shape.patches else row
+        buffers["source"][: shape.rows].copy_(placed.source_R)
+        buffers["cu_seqlens"][: shape.sequences + 1].copy_(placed.cu_seqlens)
+        buffers["token_rows"][: shape.capacity].copy_(placed.token_rows_NM)
+        return placed
+
+
+def _step(tower: VisionTower, shape: GraphShape) -> Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]:
+    """The tower over one budget's buffers. `max_seqlen` is baked: the padding sequence may take every row."""
+
+    def run(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+        batch = PackedBatch(
+            patches_TP=inputs["patches"],
+            positions_TD=inputs["positions"],
+            source_R=inputs["source"],
+            cu_seqlens=inputs["cu_seqlens"],
+            token_rows_NM=inputs["token_rows"],
+            max_seqlen=shape.rows,
+        )
+        outputs["rows"].copy_(tower.forward(batch))
+
+    return run
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the calibration found for one budget; seconds are None where it was not timed."""
+
+    use: bool
+    graph_seconds: float | None = None
+    eager_seconds: float | None = None
+
+
+class EncoderGraphs:
+    """The graphs of all budgets. `run` replays; `calibrate` says which of them pay."""
+
+    def __init__(self, tower: VisionTower, budgets: EncoderBudgets, positions: PositionCache) -> None:
+        """Captures every budget, largest first, so that the smaller ones fit the pool's memory."""
+        self.arena = EncoderArena(tower, budgets)
+        self._tower = tower
+        self._budgets = budgets
+        self._positions = positions
+        pool = GraphPool(tower.device)
+        self._graphs: dict[int, StaticGraph] = {}
+        for budget in reversed(budgets.token_budgets):
+            view = self.arena.view(budget)
+            graph = StaticGraph(
+                f"encoder-{budget}",
+                _step(tower, self.arena.shapes[budget]),
+                {name: view[name] for name in INPUTS},
+                {"rows": view["rows"]},
+                pool=pool,
+            )
+            if tower.device.type == "cuda":
+                self.arena.fill(budget, [self._sample(budget)], positions)
+            graph.capture()
+            self._graphs[budget] = graph
+
+    def run(self, budget: int, images: Sequence[ImagePatches]) -> Tensor:
+        """Rows of `images` in their order, `[tokens, text_hidden]`: a view of the arena until the next `run`."""
+        placed = self.arena.fill(budget, images, self._positions)
+        view = self.arena.view(budget)
+        outputs = self._graphs[budget].replay({name: view[name] for name in INPUTS})
+        return outputs["rows"][: placed.tokens]
+
+    def _sample(self, tokens: int) -> ImagePatches:
+        """A made-up picture of at most `tokens` image tokens, about square."""
+        config = self._tower.config
+        rows = max(math.isqrt(tokens), 1)
+        grid = (rows * config.merge_size, tokens // rows * config.merge_size)
+        return ImagePatches(
+            grid, torch.zeros(grid[0] * grid[1], config.patch_dim, dtype=self._tower.dtype), config.merge_size
+        )
+
+    def calibrate(self, eager: Callable[[Sequence[ImagePatches]], Tensor], *, seconds: float) -> dict[int, Verdict]:
+        """Time each budget's replay against `eager` on a batch half way between the budget below and this one.
+
+        Budgets ascend; once `seconds` are spent the rest are not timed and left unused, which on a CPU, where a replay
+        saves no launch and padding is work, is what timing would find.
+        """
+        verdicts: dict[int, Verdict] = {}
+        start = time.perf_counter()
+        below = 0
+        for budget in self._budgets.token_budgets:
+            if time.perf_counter() - start > seconds:
+                verdicts[budget] = Verdict(use=False)
+                continue
+            images = [self._sample(max((below + budget + 1) // 2, 1))]
+            replay = self._best(lambda budget=budget, images=images: self.run(budget, images))  # type: ignore[misc]
+            plain = self._best(lambda images=images: eager(images))  # type: ignore[misc]
+            verdicts[budget] = Verdict(replay < plain, replay, plain)
+            below = budget
+        return verdicts
+
+    def _best(self, call: Callable[[], Tensor]) -> float:
+        """Best seconds of a few calls, the first of them warm-up; one repetition where each call is slow anyway."""
+        cuda = self._tower.device.type == "cuda"
+        best = math.inf
+        for _ in range(5 if cuda else 2):
+            if cuda:
+                torch.cuda.synchronize(self._tower.device)
+            start = time.perf_counter()
+            call()
+            if cuda:
+                torch.cuda.synchronize(self._tower.device)
+            best = min(best, time.perf_counter() - start)
+            if best > 0.05:
+                break
+        return best
+
+    def close(self) -> None:
+        """Tear every graph down; idempotent."""
+        for graph in self._graphs.values():
+            graph.close()

@@ -1,0 +1,70 @@
+"""Where each patch, prefix token and image token of a packed launch lies: host-side index arithmetic, cached per grid.
+
+Sequences lie one after the other, each its K prefix rows and then its patches. In a static layout the rows that are
+left form one more sequence, so that each row belongs to one and none stays unwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from encoder.budget import GraphShape
+from kernels.pixel_shuffle import shuffle_order
+
+Grid = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Host tensors that place the images of one launch."""
+
+    source_R: Tensor
+    """int64: 0..K-1 a prefix token, K the padding row, K + 1 + t patch t."""
+    cu_seqlens: Tensor
+    """int32, monotone, from 0 to R."""
+    token_rows_NM: Tensor
+    """int64: tower rows of the patches under each image token; padding tokens name the last row."""
+    max_seqlen: int
+    patches: int
+    """Real patches: what the rows behind them hold is never read by an image."""
+    tokens: int
+    """Real image tokens."""
+
+
+@lru_cache(maxsize=256)
+def _shuffle(grid: Grid, merge: int) -> Tensor:
+    return shuffle_order(grid[0], grid[1], merge)
+
+
+def layout(grids: Sequence[Grid], *, prefix: int, merge: int, shape: GraphShape | None = None) -> Layout:
+    """Place `grids` in their order; padded to `shape` where one is given, else exactly as long as needed."""
+    assert grids, "a launch needs an image"
+    patches = sum(rows * columns for rows, columns in grids)
+    tokens = patches // merge**2
+    used = patches + prefix * len(grids)
+    total = used if shape is None else shape.rows
+    sequences = len(grids) if shape is None else shape.sequences
+    if shape is not None:
+        fits = len(grids) < shape.sequences and tokens <= shape.capacity and used < shape.rows
+        assert fits, f"{len(grids)} images, {tokens} tokens, {used} rows do not fit {shape}"
+    source_R = torch.full((total,), prefix, dtype=torch.int64)
+    token_rows_NM = torch.full((tokens if shape is None else shape.capacity, merge**2), total - 1, dtype=torch.int64)
+    cu_seqlens = torch.full((sequences + 1,), used, dtype=torch.int32)
+    row = patch = token = 0
+    cu_seqlens[0] = 0
+    for index, grid in enumerate(grids):
+        count = grid[0] * grid[1]
+        torch.arange(prefix, out=source_R[row : row + prefix])
+        first = row + prefix
+        torch.arange(prefix + 1 + patch, prefix + 1 + patch + count, out=source_R[first : first + count])
+        torch.add(_shuffle(grid, merge), first, out=token_rows_NM[token : token + count // merge**2])
+        row, patch, token = first + count, patch + count, token + count // merge**2
+        cu_seqlens[index + 1] = row
+    cu_seqlens[-1] = total
+    longest = total if shape is not None else max(rows * columns for rows, columns in grids) + prefix
+    return Layout(source_R, cu_seqlens, token_rows_NM, longest, patches, tokens)

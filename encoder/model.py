@@ -1,0 +1,197 @@
+"""The RADIO tower over packed images, with pixel shuffle and projector, as plain functions over fused weights.
+
+T patches, K table rows (prefix tokens and one of zeros for padding), R tower rows, D features, H heads, N image tokens.
+The maths follows transformers' `RadioModel` and `NemotronH_Omni_Reasoning_V3.get_image_features`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from encoder.config import VisionConfig
+from kernels.linear import Linear
+from kernels.patch_embed import patch_embed
+from kernels.pixel_shuffle import pixel_shuffle
+from kernels.rms_norm import rms_norm
+from kernels.varlen_attention import varlen_attention
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def _tanh_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _relu_squared(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": F.gelu,
+    "gelu_new": _tanh_gelu,
+    "gelu_pytorch_tanh": _tanh_gelu,
+    "gelu_fast": _tanh_gelu,
+    "quick_gelu": _quick_gelu,
+    "relu": F.relu,
+    "relu2": _relu_squared,
+    "silu": F.silu,
+}
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Device tensors of one packed launch; every size in it is known on the host."""
+
+    patches_TP: Tensor
+    positions_TD: Tensor
+    source_R: Tensor
+    """int64: which table row or patch each tower row is."""
+    cu_seqlens: Tensor
+    """int32, from 0 to R."""
+    token_rows_NM: Tensor
+    """int64: the tower rows under each image token."""
+    max_seqlen: int
+
+
+@dataclass(frozen=True)
+class _Norm:
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+    def __call__(self, x_RD: Tensor) -> Tensor:
+        return F.layer_norm(x_RD, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    norm1: _Norm
+    qkv: Linear
+    out: Linear
+    norm2: _Norm
+    gate: Linear | None
+    up: Linear
+    down: Linear
+
+
+class VisionTower:
+    """Weights fused and cast once; `forward` is a pure function of the batch. Raises `ValueError` for missing names."""
+
+    def __init__(
+        self, config: VisionConfig, weights: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        given = dict(weights)
+        missing = config.expected_weights().keys() - config.optional_weights() - given.keys()
+        if missing:
+            raise ValueError(f"{len(missing)} vision weights are missing, such as {sorted(missing)[:3]}")
+        self._given = given
+        self._activation = ACTIVATIONS["silu" if config.use_swiglu_ffn else config.hidden_act]
+        self.patch_projection = self._linear("vision_model.embeddings.patch_projection")
+        self.video_projection = self._video_projection()
+        self.position_table = self._take("vision_model.embeddings.position_embedding").clone()
+        prefix_KD = self._take("vision_model.embeddings.cls_register_token")
+        self.table_KD = torch.cat([prefix_KD, prefix_KD.new_zeros(1, config.hidden_size)])
+        self.layers = [self._layer(f"vision_model.encoder.layer.{index}.") for index in range(config.num_layers)]
+        self.final_norm = self._final_norm()
+        self.projector_norm = self._take("multi_modal_projector.layer_norm.weight").float().clone()
+        self.linear_1 = self._linear("multi_modal_projector.linear_1")
+        self.linear_2 = self._linear("multi_modal_projector.linear_2")
+        del self._given
+
+    def _take(self, name: str, scale: Tensor | None = None) -> Tensor:
+        tensor = self._given[name]
+        if scale is not None:
+            # A layer scale belongs to the rows of the layer before it: one rounding, and no work at run time.
+            tensor = scale.view(-1, *[1] * (tensor.dim() - 1)) * tensor.float()
+        return tensor.to(self.device, self.dtype)
+
+    def _linear(self, name: str, scale: Tensor | None = None) -> Linear:
+        bias = self._take(name + ".bias", scale) if name + ".bias" in self._given else None
+        return Linear(self._take(name + ".weight", scale), bias)
+
+    def _norm(self, name: str) -> _Norm:
+        # clone: the norm must not keep the checkpoint's memory map alive
+        return _Norm(
+            self._take(name + ".weight").clone(), self._take(name + ".bias").clone(), self.config.layer_norm_eps
+        )
+
+    def _video_projection(self) -> Linear | None:
+        name = "vision_model.embeddings.video_patch_projection"
+        return self._linear(name) if name + ".weight" in self._given else None
+
+    def _final_norm(self) -> _Norm | None:
+        if not self.config.final_layernorm:
+            return None
+        if "vision_final_layernorm.weight" in self._given:
+            return self._norm("vision_final_layernorm")
+        ones = torch.ones(self.config.hidden_size, dtype=self.dtype, device=self.device)
+        return _Norm(ones, torch.zeros_like(ones), self.config.layer_norm_eps)
+
+    def _layer_scale(self, name: str) -> Tensor | None:
+        stored = self._given.get(name)
+        value = self.config.layerscale_value
+        if stored is not None:
+            return None if bool((stored == 1).all()) else stored.to(self.dtype).float()
+        return None if value == 1.0 else torch.full((self.config.hidden_size,), value)
+
+    def _layer(self, prefix: str) -> _Layer:
+        scale1, scale2 = (self._layer_scale(f"{prefix}layer_scale{index}.lambda1") for index in (1, 2))
+        parts = [f"{prefix}attention.{part}_proj" for part in "qkv"]
+        bias = torch.cat([self._take(part + ".bias") for part in parts]) if self.config.qkv_bias else None
+        swiglu = self.config.use_swiglu_ffn
+        up, down = ("up_proj", "down_proj") if swiglu else ("fc1", "fc2")
+        return _Layer(
+            norm1=self._norm(prefix + "norm1"),
+            qkv=Linear(torch.cat([self._take(part + ".weight") for part in parts]), bias),
+            out=self._linear(prefix + "attention.o_proj", scale1),
+            norm2=self._norm(prefix + "norm2"),
+            gate=self._linear(prefix + "mlp.gate_proj") if swiglu else None,
+            up=self._linear(f"{prefix}mlp.{up}"),
+            down=self._linear(f"{prefix}mlp.{down}", scale2),
+        )
+
+    def forward(self, batch: PackedBatch, *, video: bool = False) -> Tensor:
+        """`[N, text_hidden]` rows in the tower's dtype, one per entry of `token_rows`; new memory.
+
+        `video` takes the projection for temporal patches. One host read of `cu_seqlens` in the torch attention.
+        """
+        projection = self.video_projection if video else self.patch_projection
+        assert projection is not None, "this tower has no video projection"
+        x_RD = patch_embed(batch.patches_TP, projection, batch.positions_TD, self.table_KD, batch.source_R)
+        for layer in self.layers:
+            x_RD = self._block(layer, x_RD, batch)
+        # The norm is per row, so taking the image rows out first is the same and does less.
+        features_NE = pixel_shuffle(x_RD, batch.token_rows_NM)
+        if self.final_norm is not None:
+            tokens = features_NE.shape[0]
+            features_NE = self.final_norm(features_NE.view(-1, self.config.hidden_size)).view(tokens, -1)
+        return self._project(features_NE)
+
+    def _block(self, layer: _Layer, x_RD: Tensor, batch: PackedBatch) -> Tensor:
+        rows, heads, width = x_RD.shape[0], self.config.num_heads, self.config.head_dim
+        q_RHD, k_RHD, v_RHD = layer.qkv(layer.norm1(x_RD)).view(rows, 3, heads, width).unbind(1)
+        mixed_RHD = varlen_attention(q_RHD, k_RHD, v_RHD, batch.cu_seqlens, batch.max_seqlen, scale=width**-0.5)
+        x_RD = layer.out(mixed_RHD.view(rows, heads * width)).add_(x_RD)
+        inner = self._activation(layer.up(layer.norm2(x_RD))) if layer.gate is None else self._gated(layer, x_RD)
+        return layer.down(inner).add_(x_RD)
+
+    def _gated(self, layer: _Layer, x_RD: Tensor) -> Tensor:
+        assert layer.gate is not None
+        normed = layer.norm2(x_RD)
+        return self._activation(layer.gate(normed)).mul_(layer.up(normed))
+
+    def _project(self, features_NE: Tensor) -> Tensor:
+        normed = rms_norm(features_NE, self.projector_norm, self.config.projector_eps)
+        return self.linear_2(self.linear_1.relu_squared(normed))

@@ -1,0 +1,149 @@
+"""Static buffers and the replay guard that both runners share.
+
+A `StaticGraph` is one function over buffers that never move. On a GPU it is captured once as a CUDA graph, whose
+replays read and write those addresses whatever the caller believes. On a CPU a replay calls the function on the very
+same buffers at their full padded size, so that stale rows, wrong padding and aliasing fail in tests without a GPU.
+Either way a replay first checks that the buffers it was built on are the buffers that it is given.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+Step = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
+"""`step(inputs, outputs)` reads the one and writes every output in place; no host decision may depend on a value."""
+
+WARMUP_RUNS = 2
+"""Eager runs before a capture: lazy initialisation and autotuning must not land in the graph."""
+
+
+class ReplayError(RuntimeError):
+    """A buffer was replaced, moved or reshaped behind a graph: a bug of ours, never of a request."""
+
+
+@dataclass(frozen=True)
+class BufferStamp:
+    """What a captured graph has baked in about one buffer."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    address: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> BufferStamp:
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr())
+
+
+class GraphPool:
+    """Memory that the graphs of one runner share; `None` inside where there is no CUDA."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.handle: Any = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+
+class StaticGraph:
+    """One step bound to its buffers. Build, `capture()` once, `replay()` many times, `close()`.
+
+    The inputs and outputs stay the caller's memory; the graph keeps references, so they live as long as it does.
+    Captures that share a pool go from the largest to the smallest, and a replay's outputs are overwritten by the next
+    replay of the same graph (by any graph whose outputs are views of the same arena).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        step: Step,
+        inputs: Mapping[str, Tensor],
+        outputs: Mapping[str, Tensor],
+        *,
+        pool: GraphPool | None = None,
+    ) -> None:
+        """Raises `ValueError` if there is no output or the buffers are spread over devices."""
+        devices = {tensor.device for tensor in (*inputs.values(), *outputs.values())}
+        if not outputs or len(devices) != 1:
+            places = sorted(map(str, devices))
+            raise ValueError(f"graph {name} needs outputs and one device, got {len(outputs)} outputs on {places}")
+        self.name = name
+        self.device = devices.pop()
+        self.inputs = dict(inputs)
+        self.outputs = dict(outputs)
+        self.captured = False
+        self.replays = 0
+        self._step = step
+        self._pool = pool
+        self._stamps = {key: BufferStamp.of(tensor) for key, tensor in self._buffers(inputs, outputs)}
+        self._cuda_graph: Any = None
+
+    @staticmethod
+    def _buffers(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+        named = (("input", inputs), ("output", outputs))
+        return [(f"{side} {key}", tensor) for side, tensors in named for key, tensor in tensors.items()]
+
+    def capture(self) -> None:
+        """Make it ready. On a GPU the step runs and is recorded: the buffers must hold a valid batch, outputs are
+        overwritten. On a CPU there is nothing to record and nothing runs."""
+        assert not self.captured, f"graph {self.name} is captured already"
+        start = time.perf_counter()
+        if self.device.type == "cuda":
+            self._capture_cuda()
+        self.captured = True
+        log.debug("graph %s captured in %.1f ms", self.name, (time.perf_counter() - start) * 1e3)
+
+    def _capture_cuda(self) -> None:
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for _ in range(WARMUP_RUNS):
+                self._step(self.inputs, self.outputs)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=None if self._pool is None else self._pool.handle, stream=stream):
+            self._step(self.inputs, self.outputs)
+        self._cuda_graph = graph
+
+    def check(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor] | None = None) -> None:
+        """Raises `ReplayError`, naming the buffer and both sides, unless these are the buffers of the capture."""
+        given = dict(self._buffers(inputs, self.outputs if outputs is None else outputs))
+        if given.keys() != self._stamps.keys():
+            raise ReplayError(f"graph {self.name} was built on {sorted(self._stamps)}, got {sorted(given)}")
+        for key, stamp in self._stamps.items():
+            now = BufferStamp.of(given[key])
+            if now != stamp:
+                raise ReplayError(f"graph {self.name}: {key} was {stamp} and is now {now}")
+
+    def replay(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Run the step on the static buffers, already filled by the caller; returns the static outputs.
+
+        On a GPU the work is enqueued on the current stream: no host sync. Raises `ReplayError` as `check` does, or
+        when the graph was never captured or is closed.
+        """
+        if not self.captured:
+            raise ReplayError(f"graph {self.name} is not captured")
+        self.check(inputs)
+        if self._cuda_graph is not None:
+            self._cuda_graph.replay()
+        else:
+            self._step(self.inputs, self.outputs)
+        self.replays += 1
+        return self.outputs
+
+    def close(self) -> None:
+        """Give the graph's memory back; idempotent."""
+        if self._cuda_graph is not None:
+            torch.cuda.synchronize(self.device)
+            self._cuda_graph.reset()
+            self._cuda_graph = None
+        self.captured = False

@@ -1,0 +1,25 @@
+"""Patch projection, position and prefix rows of packed images, in torch; the maths is in README.md.
+
+T patches of P numbers, D features, K prefix rows, R tower rows.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kernels.linear import Linear
+
+
+def patch_embed(
+    patches_TP: Tensor, projection: Linear, positions_TD: Tensor, table_KD: Tensor, source_R: Tensor
+) -> Tensor:
+    """New `[R, D]` in the dtype of the patches: row r is entry `source_R[r]` of `table` followed by embedded patches.
+
+    `table_KD` holds the prefix tokens and any padding row, so that source 0..K-1 picks one of those and source K + t
+    picks patch t. `source_R` is int64 on the same device; no host sync.
+    """
+    embedded_TD = projection(patches_TP).add_(positions_TD)
+    rows = table_KD.new_empty(table_KD.shape[0] + embedded_TD.shape[0], table_KD.shape[1])
+    rows[: table_KD.shape[0]] = table_KD
+    rows[table_KD.shape[0] :] = embedded_TD
+    return rows.index_select(0, source_R)

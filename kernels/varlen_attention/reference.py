@@ -1,0 +1,109 @@
+"""Unmasked attention over packed sequences, in torch; the maths, FLOPs and bytes are in README.md.
+
+R packed rows, S rows of one sequence, N neighbouring sequences of one length, H heads, D features per head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+ROW_BLOCK = 256
+"""Query rows whose scores are held at once, where scores are held at all."""
+SCORE_BYTES = 4 << 20
+"""Score bytes of short sequences worked on together; beyond, a second-level cache is left."""
+MIN_ROWS = 48
+"""Shorter sequences leave `scaled_dot_product_attention` ahead: fewer operator calls."""
+SHIFT_STRIDE = 8
+"""Every how many keys one is looked at to place the row's shift."""
+FAR_TOTAL = 20
+"""A row total beyond this many times the keys says that the sample missed a far larger key."""
+
+
+def reads_host(device: torch.device) -> bool:
+    """Whether attention on `device` looks at sequence lengths on the host, so that no graph can be captured of it."""
+    return device.type != "cpu"
+
+
+def varlen_attention(
+    q_RHD: Tensor, k_RHD: Tensor, v_RHD: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, scale: float
+) -> Tensor:
+    """`[R, H, D]` -> new `[R, H, D]`: every row attends to all rows of its own sequence.
+
+    `cu_seqlens` `[sequences + 1]` int32: 0, then the end of each sequence, never falling, the last equal to R, so that
+    no output row stays unwritten; `max_seqlen` is an upper bound of the lengths. q, k and v may be strided views. One
+    host read of `cu_seqlens`. Raises `ValueError`, with the offsets, where that contract is broken.
+    """
+    rows, heads, width = q_RHD.shape
+    out_RHD = q_RHD.new_empty(rows, heads, width)
+    blocked = q_RHD.device.type == "cpu" and q_RHD.dtype == torch.bfloat16
+    for start, length, count in _runs(cu_seqlens.tolist(), rows, max_seqlen):
+        if blocked and length >= MIN_ROWS:
+            count_at_once = max(SCORE_BYTES // (heads * min(length, ROW_BLOCK) * length * 2), 1)
+        else:
+            count_at_once = count
+        for first in range(0, count, count_at_once):
+            n = min(count_at_once, count - first)
+            part = slice(start + first * length, start + (first + n) * length)
+            q_NHSD, k_NHSD, v_NHSD = (
+                x_RHD[part].unflatten(0, (n, length)).transpose(1, 2) for x_RHD in (q_RHD, k_RHD, v_RHD)
+            )
+            out_NHSD = out_RHD[part].unflatten(0, (n, length)).transpose(1, 2)
+            if blocked and length >= MIN_ROWS:
+                blocked_attention(q_NHSD, k_NHSD, v_NHSD, scale, out_NHSD)
+            else:
+                out_NHSD.copy_(F.scaled_dot_product_attention(q_NHSD, k_NHSD, v_NHSD, scale=scale))
+    return out_RHD
+
+
+def _runs(bounds: list[int], rows: int, max_seqlen: int) -> Iterator[tuple[int, int, int]]:
+    """(first row, length, count) of each run of neighbouring sequences of one length; empty sequences are skipped."""
+    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != rows:
+        raise ValueError(f"sequence offsets must run from 0 to {rows} rows, got {bounds[:1]}..{bounds[-1:]}")
+    start = count = length = 0
+    for before, after in zip(bounds, bounds[1:]):
+        size = after - before
+        if not 0 <= size <= max_seqlen:
+            raise ValueError(f"a sequence from {before} to {after}: its length must be in 0..{max_seqlen}")
+        if size == length and count:
+            count += 1
+        elif size:
+            if count:
+                yield start, length, count
+            start, length, count = before, size, 1
+    if count:
+        yield start, length, count
+
+
+def blocked_attention(q_NHSD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor, scale: float, out_NHSD: Tensor) -> None:
+    """The same in bfloat16 matrix products, written to `out_NHSD`; for CPUs, whose fused kernel is slower.
+
+    Scores rounded to bfloat16 would be off by 0.4 % of their size, so each row is shifted inside the product, where
+    the sum is still float32, by the largest score that a sample of the keys gives it: what is rounded is then small
+    wherever it matters. A block with a row that the sample placed badly, or whose exponentials overflowed, is done
+    again with the true maximum.
+    """
+    count, heads, length, width = q_NHSD.shape
+    scaled_NHSD = q_NHSD * scale
+    stride = max(min(SHIFT_STRIDE, length // 32), 1)
+    sample_NHDK = k_NHSD[:, :, ::stride].transpose(-1, -2)
+    shifted_NHSE = q_NHSD.new_empty(count, heads, length, width + 1)
+    shifted_NHSE[..., :width] = scaled_NHSD
+    torch.neg(torch.matmul(scaled_NHSD, sample_NHDK).amax(-1), out=shifted_NHSE[..., width])
+    keys_NHSE = k_NHSD.new_ones(count, heads, length, width + 1)
+    keys_NHSE[..., :width] = k_NHSD
+    keys_NHES = keys_NHSE.transpose(-1, -2)
+    v_NHSD = v_NHSD.contiguous()
+    for start in range(0, length, ROW_BLOCK):
+        block = slice(start, start + ROW_BLOCK)
+        queries = shifted_NHSE[:, :, block]
+        weights = torch.matmul(queries, keys_NHES).exp_()
+        total = weights.sum(-1, keepdim=True, dtype=torch.float32)
+        if not bool((total <= FAR_TOTAL * length).all()):
+            queries[..., width] -= torch.matmul(queries, keys_NHES).amax(-1)
+            weights = torch.matmul(queries, keys_NHES).exp_()
+            total = weights.sum(-1, keepdim=True, dtype=torch.float32)
+        out_NHSD[:, :, block] = torch.matmul(weights, v_NHSD) / total

@@ -1,0 +1,302 @@
+"""Packed = alone, graph = eager, on an arena full of NaN; counters; what is refused before anything runs."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tiny_encoder import TinyTower, random_image, relative_error, tiny_tower
+
+from encoder import runner as runner_module
+from encoder.budget import EncoderBudgets, graph_shape
+from encoder.graphs import INPUTS, EncoderArena, EncoderGraphs, Verdict
+from encoder.layout import layout
+from encoder.preprocess import ImagePatches
+from encoder.runner import EncoderOptions, EncoderRunner
+from kernels.graphs import ReplayError
+
+torch.set_num_threads(1)
+GRIDS = [(4, 6), (2, 2), (12, 10), (2, 14), (4, 6), (6, 4), (8, 8), (2, 2), (10, 2)]
+
+
+@pytest.fixture(scope="module")
+def tiny() -> TinyTower:
+    return tiny_tower(11, final_layernorm=True)
+
+
+def make(tiny: TinyTower, graphs: str, **options: object) -> EncoderRunner:
+    return EncoderRunner(
+        tiny.config,
+        EncoderOptions(dtype=torch.float32, graphs=graphs, **options),  # type: ignore[arg-type]
+        tiny.weights.items(),
+    )
+
+
+@pytest.fixture
+def on(tiny: TinyTower) -> Iterator[EncoderRunner]:
+    runner = make(tiny, "on")
+    yield runner
+    runner.check_integrity()
+    runner.close()
+
+
+def destinations(runner: EncoderRunner, images: list[ImagePatches]) -> list[torch.Tensor]:
+    width = runner.config.text_hidden_size
+    return [torch.full((image.tokens, width), float("nan"), dtype=runner.options.dtype) for image in images]
+
+
+def encode(runner: EncoderRunner, images: list[ImagePatches]) -> list[torch.Tensor]:
+    out = destinations(runner, images)
+    runner.encode(images, out)
+    return out
+
+
+def pictures(tiny: TinyTower, grids: list[tuple[int, int]] = GRIDS) -> list[ImagePatches]:
+    return [random_image(tiny.config, *grid, seed=index) for index, grid in enumerate(grids)]
+
+
+@torch.inference_mode()
+def poison(runner: EncoderRunner) -> None:
+    """Every float of the arena NaN, every index out of range: whatever a launch reads, it must have written."""
+    assert runner._graphs is not None
+    for buffer in runner._graphs.arena.buffers.values():
+        buffer.fill_(float("nan") if buffer.is_floating_point() else 10**6)
+
+
+def test_graph_equals_eager_equals_alone(tiny: TinyTower, on: EncoderRunner) -> None:
+    off = make(tiny, "off")
+    images = pictures(tiny)
+    packed, eager = encode(on, images), encode(off, images)
+    for image, graph_rows, eager_rows in zip(images, packed, eager, strict=True):
+        (alone,) = encode(off, [image])
+        assert relative_error(eager_rows, alone) <= 1e-5
+        assert relative_error(graph_rows, alone) <= 1e-5
+    stats = on.stats()
+    assert sum(count for name, count in stats.items() if name.startswith("replays_")) == stats["batches"] > 0
+    assert not any(name.startswith("eager_") for name in stats)
+
+
+def test_nothing_unwritten_is_read(tiny: TinyTower, on: EncoderRunner) -> None:
+    images = pictures(tiny)
+    clean = encode(on, images)
+    poison(on)
+    for before, after in zip(clean, encode(on, images), strict=True):
+        assert torch.equal(before, after)
+
+
+def test_any_order_and_any_history_give_the_same_rows(tiny: TinyTower, on: EncoderRunner) -> None:
+    images = pictures(tiny, GRIDS[:5])
+    expected = [encode(on, [image])[0] for image in images]
+    poison(on)
+    for order in itertools.islice(itertools.permutations(range(5)), 0, 120, 7):
+        for index, rows in zip(order, encode(on, [images[i] for i in order]), strict=True):
+            assert relative_error(rows, expected[index]) <= 1e-5
+
+
+@torch.inference_mode()
+def test_only_the_stale_tail_is_cleared(tiny: TinyTower) -> None:
+    """A big batch, a small one in a small budget, then a small one in the big budget: each clears what it must."""
+    runner = make(tiny, "on", token_budgets=(8, 64))
+    arena = runner._graphs.arena  # type: ignore[union-attr]
+    patches = arena.buffers["patches"]
+    patches.fill_(5.0)
+    big, small = random_image(tiny.config, 12, 16), random_image(tiny.config, 2, 4)
+    arena.fill(64, [big], runner.positions)
+    assert torch.equal(patches[:192], big.patches) and (patches[192:] == 5).all()
+    arena.fill(8, [small], runner.positions)
+    assert torch.equal(patches[:8], small.patches)
+    assert (patches[8:32] == 0).all() and torch.equal(patches[32:192], big.patches[32:])
+    arena.fill(64, [small], runner.positions)
+    assert (patches[8:192] == 0).all() and (patches[192:] == 5).all()
+
+
+def test_each_row_of_a_static_layout_belongs_to_one_sequence() -> None:
+    budgets = EncoderBudgets((6, 13), 5)
+    for budget in budgets.token_budgets:
+        shape = graph_shape(budget, budgets, prefix=3, patches_per_token=4)
+        for grids in ([(2, 2)], [(2, 2)] * 5, [(2, 2 * budget)], [(2, 4), (2, 2)]):
+            placed = layout(grids, prefix=3, merge=2, shape=shape)
+            steps = placed.cu_seqlens.diff()
+            assert placed.cu_seqlens[0] == 0 and placed.cu_seqlens[-1] == shape.rows
+            assert (steps >= 0).all() and steps[-1] >= 1
+            assert (steps > 0).sum() == len(grids) + 1
+            assert len(placed.source_R) == shape.rows and (placed.source_R[-int(steps[-1]) :] == 3).all()
+            assert placed.token_rows_NM.shape == (shape.capacity, 4)
+            assert (placed.token_rows_NM[placed.tokens :] == shape.rows - 1).all()
+            assert placed.token_rows_NM.max() < shape.rows
+
+
+def test_a_planted_unwritten_padding_row_is_found(
+    tiny: TinyTower, on: EncoderRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the padding sequence the offsets end early, and the attention refuses them."""
+    from encoder import graphs
+
+    def without_padding(*arguments: object, **options: object) -> object:
+        placed = layout(*arguments, **options)  # type: ignore[arg-type]
+        placed.cu_seqlens[-1] = placed.cu_seqlens[-2]
+        return placed
+
+    monkeypatch.setattr(graphs, "layout", without_padding)
+    with pytest.raises(ValueError, match="offsets must run from 0"):
+        encode(on, pictures(tiny))
+
+
+def test_a_planted_shared_buffer_is_found(tiny: TinyTower, on: EncoderRunner) -> None:
+    """An input that was swapped for an equal tensor at another address, dtype or shape does not replay."""
+    graphs = on._graphs
+    assert graphs is not None
+    budget = on.budgets.largest
+    graph = graphs._graphs[budget]
+    view = {name: graphs.arena.view(budget)[name] for name in INPUTS}
+    for name, planted in (
+        ("positions", view["positions"].clone()),
+        ("positions", view["patches"]),
+        ("source", view["source"].int()),
+        ("token_rows", view["token_rows"][:-1]),
+    ):
+        with pytest.raises(ReplayError, match=f"input {name}"):
+            graph.replay({**view, name: planted})
+    with pytest.raises(ReplayError, match="built on"):
+        graph.replay({name: view[name] for name in INPUTS[1:]})
+
+
+def test_a_planted_floor_division_is_found(tiny: TinyTower, monkeypatch: pytest.MonkeyPatch) -> None:
+    from encoder import budget
+
+    monkeypatch.setattr(budget, "rows_per_image", lambda tokens, images: tokens // images)
+    with pytest.raises(AssertionError):
+        make(tiny, "on", token_budgets=(13, 60), max_images=7)
+
+
+def test_budget_views_share_one_arena(tiny: TinyTower, on: EncoderRunner) -> None:
+    arena = on._graphs.arena  # type: ignore[union-attr]
+    largest = arena.view(on.budgets.largest)
+    for budget in on.budgets.token_budgets:
+        for name, tensor in arena.view(budget).items():
+            assert tensor.data_ptr() == largest[name].data_ptr()
+            assert tensor.shape[0] <= largest[name].shape[0]
+    assert arena.bytes == sum(t.numel() * t.element_size() for t in largest.values())
+    assert on.plan()["arena_bytes"] == arena.bytes
+
+
+def test_an_image_above_every_budget_runs_eagerly_alone(tiny: TinyTower) -> None:
+    runner = make(tiny, "on", token_budgets=(4, 10))
+    images = pictures(tiny, [(2, 4), (12, 10), (2, 2)])
+    off = make(tiny, "off")
+    for image, rows in zip(images, encode(runner, images), strict=True):
+        assert relative_error(rows, encode(off, [image])[0]) <= 1e-5
+    stats = runner.stats()
+    assert stats["eager_too_large"] == 1 and stats["replays_4"] == 1
+    assert stats["real_tokens"] == 2 + 30 + 1 and stats["padded_tokens"] == 1
+    assert (stats["images"], stats["batches"]) == (3, 2)
+
+
+def test_auto_leaves_a_losing_graph_unused_and_says_so(tiny: TinyTower, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "encoder"):
+        runner = make(tiny, "auto")
+    assert caplog.text.count("encoder graph") == len(runner.budgets.token_budgets)
+    images = pictures(tiny)
+    for image, rows in zip(images, encode(runner, images), strict=True):
+        assert relative_error(rows, encode(make(tiny, "off"), [image])[0]) <= 1e-5
+    stats = runner.stats()
+    used = runner.plan()["used_budgets"]
+    assert stats["unused_graphs"] == len(runner.budgets.token_budgets) - len(used)  # type: ignore[arg-type]
+    runner.check_integrity()
+
+
+def test_a_mixed_verdict_runs_each_budget_its_way(tiny: TinyTower, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EncoderGraphs, "calibrate", lambda *_, **__: {4: Verdict(True, 1, 2), 30: Verdict(False, 2, 1)})
+    runner = make(tiny, "auto", token_budgets=(4, 30))
+    images = pictures(tiny, [(2, 4), (12, 10)])
+    for image, rows in zip(images, encode(runner, images), strict=True):
+        assert relative_error(rows, encode(make(tiny, "off"), [image])[0]) <= 1e-5
+    stats = runner.stats()
+    assert (stats["replays_4"], stats["eager_slower_graph"], stats["unused_graphs"]) == (1, 1, 1)
+
+
+@torch.inference_mode()
+def test_calibration_times_graph_and_eager(tiny: TinyTower) -> None:
+    runner = make(tiny, "on")
+    graphs = runner._graphs
+    assert graphs is not None
+    verdicts = graphs.calibrate(runner._run_eagerly, seconds=math.inf)
+    assert list(verdicts) == list(runner.budgets.token_budgets)
+    for verdict in verdicts.values():
+        assert verdict.graph_seconds and verdict.eager_seconds
+        assert verdict.use == (verdict.graph_seconds < verdict.eager_seconds)
+    unspent = graphs.calibrate(runner._run_eagerly, seconds=-1)
+    assert not any(verdict.use or verdict.graph_seconds for verdict in unspent.values())
+
+
+def test_a_bad_image_is_named_before_anything_runs(tiny: TinyTower, on: EncoderRunner) -> None:
+    images = pictures(tiny, [(2, 4), (4, 4), (2, 2)])
+    bad = [
+        (ImagePatches((3, 4), torch.zeros(12, 48)), "image 1: .*3x4"),
+        (ImagePatches((2, 4), torch.zeros(8, 47)), "image 1: .*47.*48"),
+    ]
+    for image, message in bad:
+        out = destinations(on, images)
+        with pytest.raises(ValueError, match=message):
+            on.encode([images[0], image, images[2]], out)
+        assert all(rows.isnan().all() for rows in out)
+    out = destinations(on, images)
+    with pytest.raises(ValueError, match="destination 2: .*bfloat16"):
+        on.encode(images, [*out[:2], out[2].bfloat16()])
+    with pytest.raises(ValueError, match="destination 0"):
+        on.encode(images, [out[1], out[1], out[2]])
+    with pytest.raises(ValueError, match="3 images and 2"):
+        on.encode(images, out[:2])
+    assert on.stats()["batches"] == 0
+    on.encode([], [])
+
+
+def test_options_that_cannot_hold_name_their_numbers(tiny: TinyTower) -> None:
+    with pytest.raises(ValueError, match="'sometimes'"):
+        EncoderOptions(graphs="sometimes")
+    with pytest.raises(ValueError, match="0"):
+        EncoderOptions(max_tokens_per_step=0)
+    with pytest.raises(ValueError, match="lo 4 and hi 3"):
+        make(tiny, "off", max_tokens_per_step=3)
+    with pytest.raises(ValueError, match="100.*64"):
+        make(tiny, "off", token_budgets=(100,))
+
+
+def test_a_step_limit_bounds_every_launch(tiny: TinyTower) -> None:
+    runner = make(tiny, "on", max_tokens_per_step=16)
+    images = pictures(tiny, [(4, 8)] * 9)
+    encode(runner, images)
+    stats = runner.stats()
+    assert runner.budgets.largest == 16 and stats["batches"] >= 5
+    assert runner.plan()["token_budgets"] == [4, 8, 16]
+
+
+@torch.inference_mode()
+def test_close_is_idempotent_and_graphs_do_not_replay_after_it(tiny: TinyTower) -> None:
+    runner = make(tiny, "on")
+    graphs = runner._graphs
+    assert graphs is not None
+    runner.close()
+    runner.close()
+    with pytest.raises(ReplayError, match="not captured"):
+        graphs.run(4, pictures(tiny, [(2, 2)]))
+
+
+def test_an_eager_launch_on_a_cpu_is_bounded(tiny: TinyTower, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "EAGER_TOKENS_ON_CPU", 10)
+    runner = make(tiny, "off")
+    encode(runner, pictures(tiny, [(4, 8)] * 4))
+    assert runner.stats()["eager_off"] == 4
+
+
+@torch.inference_mode()
+def test_arena_refuses_what_does_not_fit(tiny: TinyTower, on: EncoderRunner) -> None:
+    arena = EncoderArena(on.tower, EncoderBudgets((4, 8), 2))
+    with pytest.raises(AssertionError, match="do not fit"):
+        arena.fill(4, pictures(tiny, [(4, 6)]), on.positions)
+    with pytest.raises(AssertionError, match="do not fit"):
+        arena.fill(8, pictures(tiny, [(2, 2)] * 3), on.positions)
