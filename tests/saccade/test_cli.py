@@ -1,0 +1,72 @@
+"""The `saccade` command against a scripted server."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+from fake_server import Failure, Script
+
+from saccade import cli
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> str:
+    path = tmp_path / "a.png"
+    path.write_bytes(b"png")
+    return str(path)
+
+
+def test_ask_streams_the_answer(address: str, script: Script, picture: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--server", address, "--max-tokens", "5", "--temperature", "0", "--seed", "1"]
+    assert cli.main(["ask", *options, picture, picture, "What is it?"]) == 0
+    assert capsys.readouterr().out == "a red square\n"
+    (request,) = script.requests
+    assert request.prompt.text == "What is it?" and [image.data for image in request.prompt.images] == [b"png"] * 2
+    assert (request.sampling.max_tokens, request.sampling.temperature, request.sampling.seed) == (5, 0, 1)
+
+
+def test_the_server_can_come_from_the_environment(
+    address: str, script: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SACCADE_SERVER", address)
+    assert cli.main(["ask", "no picture?"]) == 0
+    assert capsys.readouterr().out == "a red square\n"
+    assert not script.requests[0].sampling.HasField("temperature")
+
+
+def test_an_error_is_one_line_and_exit_code_1(address: str, script: Script, capsys: pytest.CaptureFixture[str]) -> None:
+    script.failures = [Failure(grpc.StatusCode.INVALID_ARGUMENT, "too long", reason="CONTEXT_LENGTH_EXCEEDED")]
+    assert cli.main(["ask", "--server", address, "?"]) == 1
+    assert cli.main(["ask", "--server", address, "no/such.png", "?"]) == 1
+    assert cli.main(["ask", "--server", address, " "]) == 1
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert "too long" in first and "CONTEXT_LENGTH_EXCEEDED" in first
+    assert "no/such.png" in second and "empty" in third
+
+
+def test_wrong_command_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    for arguments in (["ask"], ["fly"], ["ask", "--max-tokens", "many", "?"]):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(arguments)
+        assert caught.value.code == 2
+    assert "serve" in capsys.readouterr().err
+
+
+def test_it_is_a_program_and_a_module(address: str) -> None:
+    arguments = ["ask", "--server", address, "?"]
+    program = Path(sys.executable).parent / "saccade"
+    for command in ([str(program)], [sys.executable, "-m", "saccade"]):
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "a red square\n", "")
+
+
+def test_a_reader_that_has_seen_enough(address: str, script: Script) -> None:
+    script.words = ["word "] * 200_000
+    command = f"'{sys.executable}' -m saccade ask --server {address} '?' | head -c 5"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("word ", "")

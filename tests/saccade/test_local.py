@@ -1,0 +1,59 @@
+"""LocalClient without a model: its errors, and what it says where the engine is not installed. (With one:
+tests/e2e.)"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import saccade
+from saccade import errors
+from saccade.errors import error_from_status, parse_trailers
+from saccade.local import error_from_service
+from service import errors as service_errors
+
+FAILURES = [
+    service_errors.InvalidArgument("bad picture", reason="IMAGE_DECODE_FAILED", field="images[0]"),
+    service_errors.InvalidArgument("600 > 512", reason="CONTEXT_LENGTH_EXCEEDED", metadata={"limit": "512"}),
+    service_errors.NotFound("no such model"),
+    service_errors.AlreadyExists("in use"),
+    service_errors.FailedPrecondition("no tokenizer"),
+    service_errors.Unavailable("full", reason="QUEUE_FULL", retry_after=0.25),
+    service_errors.Unavailable("gone", reason="ENGINE_DIED"),
+    service_errors.DeadlineExceeded("late"),
+    service_errors.Internal("failed"),
+    service_errors.Unimplemented("not here"),
+]
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: f"{type(failure).__name__}-{failure.reason}")
+def test_an_error_is_the_same_with_and_without_a_server(failure: service_errors.StatusError) -> None:
+    local = error_from_service(failure, "r1")
+    trailer = service_errors.details(failure, "r1")
+    assert trailer is not None
+    details = parse_trailers([("grpc-status-details-bin", trailer)])
+    remote = error_from_status(failure.code.name, failure.message, details, request_id="r1")
+    assert type(local) is type(remote) and type(local).__name__ in dir(errors)
+    for name in ("reason", "request_id", "retryable", "retry_after", "metadata"):
+        assert getattr(local, name) == getattr(remote, name), name
+
+
+def test_a_model_that_is_not_there(tmp_path: object) -> None:
+    with pytest.raises(errors.SaccadeError, match="nowhere"):
+        saccade.LocalClient(f"{tmp_path}/nowhere")
+
+
+def test_an_unknown_engine_option_is_an_error() -> None:
+    with pytest.raises(errors.InvalidArgument, match="max_sequences"):
+        saccade.LocalClient("demo", max_sequences=3)
+
+
+@pytest.mark.parametrize("call", ["saccade.LocalClient()", "__import__('saccade.cli').cli.main(['serve'])"])
+def test_without_the_servers_package_it_says_what_to_install(call: str) -> None:
+    # `None` in sys.modules is Python's own way to make an import fail.
+    program = f"import sys; sys.modules['service'] = None; import saccade\nprint({call})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "pip install saccade-server" in done.stderr
+    assert "Error: " in done.stderr or done.stdout == "1\n"

@@ -1,0 +1,136 @@
+"""Decisions about the whole tree, held by a test each: who may import whom, and that generated files are fresh."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+PACKAGES = ("saccade", "service", "encoder", "decoder", "kernels")
+
+# What each package may import of the others, and whether torch and transformers are within its reach.
+MAY_IMPORT = {
+    "saccade": set(),
+    "service": {"encoder", "decoder", "kernels", "saccade.v1"},
+    "encoder": {"kernels"},
+    "decoder": {"kernels"},
+    "kernels": set(),
+}
+# The SDK's two doors to the server, opened when called; and the demo command, which is a client of the server it
+# starts.
+EXCEPTIONS = {
+    ("saccade/local.py", "service"),
+    ("saccade/cli.py", "service"),
+    ("service/cli.py", "saccade"),
+}
+PROTOCOLS = {"grpc", "grpc_health", "grpc_reflection", "grpc_status", "google"}
+NEVER = {
+    "saccade": {"torch", "transformers", "tokenizers", "triton"},
+    "service": {"transformers"},
+    "encoder": {"transformers", "asyncio"} | PROTOCOLS,
+    "decoder": {"transformers", "asyncio"} | PROTOCOLS,
+    "kernels": {"transformers", "asyncio"} | PROTOCOLS,
+}
+
+
+def sources(package: str) -> list[Path]:
+    return sorted(path for path in (CHECKOUT / package).rglob("*.py") if "_pb2" not in path.name)
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """Each module that the file imports, and whether that happens when the file itself is imported."""
+    package = ".".join(path.relative_to(CHECKOUT).with_suffix("").parts[:-1])
+
+    def walk(node: ast.AST, top: bool) -> Iterator[tuple[str, bool]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from ((alias.name, top) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                name = child.module or ""
+                if child.level:
+                    name = importlib.util.resolve_name("." * child.level + name, package)
+                # `from saccade import v1` names a module too.
+                yield from ((f"{name}.{alias.name}", top) for alias in child.names)
+            elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                yield from walk(ast.Module(child.orelse, []), top)
+            else:
+                yield from walk(child, top and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
+
+    yield from walk(ast.parse(path.read_text("utf-8")), True)
+
+
+def within(module: str, parent: str) -> bool:
+    return module == parent or module.startswith(parent + ".")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_follow_the_arrows(package: str) -> None:
+    wrong = []
+    for path in sources(package):
+        name = path.relative_to(CHECKOUT).as_posix()
+        for module, _ in imports(path):
+            top = module.partition(".")[0]
+            ours = top in {*PACKAGES, "demo", "tests", "benchmarks"} and top != package
+            allowed = any(within(module, target) for target in MAY_IMPORT[package]) or (name, top) in EXCEPTIONS
+            if (ours and not allowed) or top in NEVER[package]:
+                wrong.append(f"{name} imports {module}")
+    assert not wrong
+
+
+def test_the_sdk_opens_its_doors_to_the_server_only_when_called() -> None:
+    for path in sources("saccade"):
+        assert not [module for module, top in imports(path) if top and within(module, "service")], path
+
+
+def test_triton_is_only_imported_by_kernels_and_never_by_a_reference() -> None:
+    found = [
+        path.relative_to(CHECKOUT).as_posix()
+        for package in PACKAGES
+        for path in sources(package)
+        for module, top in imports(path)
+        if within(module, "triton") and (top or package != "kernels") and path.name != "kernel.py"
+    ]
+    assert not found
+
+
+def test_the_walk_sees_what_it_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "CHECKOUT", tmp_path)
+    file = tmp_path / "encoder" / "bad.py"
+    file.parent.mkdir()
+    file.write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import hidden\nfrom decoder import request\n"
+        "from . import budget\nclass A:\n    import asyncio\ndef f():\n    import service.errors\n"
+    )
+    assert set(imports(file)) == {
+        ("typing.TYPE_CHECKING", True),
+        ("decoder.request", True),
+        ("encoder.budget", True),
+        ("asyncio", True),
+        ("service.errors", False),
+    }
+
+
+def test_generated_code_is_fresh(tmp_path: Path) -> None:
+    script = CHECKOUT / "protos" / "generate.py"
+    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True, capture_output=True)
+    fresh = {path.name: path.read_bytes() for path in (tmp_path / "saccade" / "v1").iterdir()}
+    committed = {path.name: path.read_bytes() for path in (CHECKOUT / "saccade" / "v1").glob("*_pb2*")}
+    assert fresh.keys() == committed.keys()
+    stale = [name for name in fresh if fresh[name] != committed[name]]
+    assert not stale, "run `make protos`"
+
+
+def test_transformers_does_not_take_our_kernels_for_the_package_of_that_name() -> None:
+    from transformers.utils import import_utils
+
+    import kernels
+
+    assert Path(kernels.__file__ or "").parent == CHECKOUT / "kernels"
+    assert not hasattr(kernels, "__version__")
+    assert not import_utils.is_kernels_available()
