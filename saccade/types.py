@@ -87,5 +87,5 @@ class Generation:
     request_id: str = field(default="", compare=False)
     model: str = ""
     model_version: str = ""
-    seed: int = 0
+    seed: int = field(default=0, compare=False)
     """The seed used, whether given or drawn by the server: with it the same request gives the same answer."""
