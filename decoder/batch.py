@@ -16,7 +16,12 @@ from torch import Tensor
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.request import Sequence
 from decoder.scheduler import Row
-from kernels.chunk_scan import ChunkPlan, plan_chunks
+from kernels.chunk_scan import Chunk, plan_chunks
+from kernels.slots import SlotRun
+
+
+CHUNK_LIMIT = 64
+"""Longest chunk of the scan: the work inside a chunk grows with its length, and on a CPU shorter ones stay in the cache."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +35,8 @@ class ScanRows:
     """`[R + 1]` int64, relative to the first of these tokens."""
     computed_R: Tensor
     tables_RW: Tensor
-    plan: ChunkPlan | None
-    """`None` for a model without Mamba layers."""
+    chunks: tuple[Chunk, ...]
+    """Empty for a model without Mamba layers."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,8 @@ class Batch:
     """(first token, rows): embeddings that replace those of the table."""
     updates: int
     slots_U: Tensor
-    first_slot: int | None
-    """Set when update row i has slot `first_slot + i`."""
+    slot_runs: tuple[SlotRun, ...]
+    """The same slots as runs: what the host knows of them."""
     lengths_U: Tensor
     """Keys of each update row, its own included."""
     longest: int
@@ -84,6 +89,7 @@ class BatchBuilder:
     def __init__(self, config: DecoderConfig, options: DecoderOptions) -> None:
         self.config, self.options = config, options
         self.tables = PageTables(options) if config.attention_layers else None
+        self.chunk_size = min(config.chunk_size, CHUNK_LIMIT)
         self._empty = torch.empty(0, dtype=torch.int64, device=options.device)
 
     def build(self, rows: SequenceOf[Row], images: Mapping[str, list[tuple[int, Tensor]]]) -> Batch:
@@ -99,14 +105,13 @@ class BatchBuilder:
             if row.samples:
                 samples.append(len(ids) - 1)
         slots = [row.sequence.slot for row in rows[:updates]]
-        dense = bool(slots) and slots == list(range(slots[0], slots[0] + updates)) and slots[0] >= 0
         tables, places = self._pages(rows)
         return Batch(
             ids_T=self._tensor(ids),
             splices=tuple(splices),
             updates=updates,
             slots_U=self._tensor(slots),
-            first_slot=slots[0] if dense else None,
+            slot_runs=tuple(SlotRun.of(slots)),
             lengths_U=self._tensor([row.end for row in rows[:updates]]),
             longest=max((row.end for row in rows[:updates]), default=0),
             tables_UW=tables[:updates],
@@ -138,17 +143,17 @@ class BatchBuilder:
         starts, computed = [0], [row.start for row in rows]
         for row in rows:
             starts.append(starts[-1] + row.count)
-        plan = None
+        chunks: tuple[Chunk, ...] = ()
         if self.config.mamba_layers:
             lengths = [row.count for row in rows]
-            plan = plan_chunks(lengths, computed, self.config.chunk_size, device=self.options.device)
+            chunks = plan_chunks(lengths, computed, self.chunk_size)
         return ScanRows(
             slots_R=self._tensor([row.sequence.slot for row in rows]),
             initial_R=torch.tensor([start > 0 for start in computed], device=self.options.device),
             starts_R=self._tensor(starts),
             computed_R=self._tensor(computed),
             tables_RW=tables_RW,
-            plan=plan,
+            chunks=chunks,
         )
 
 

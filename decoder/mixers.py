@@ -84,7 +84,7 @@ class MambaMixer:
 
     def _update(self, conv_in_UC: Tensor, dt_UH: Tensor, batch: Batch) -> Tensor:
         mixed = causal_conv1d_update(
-            conv_in_UC, self.conv_WC, self.conv_bias_C, self.windows, batch.slots_U, batch.first_slot
+            conv_in_UC, self.conv_WC, self.conv_bias_C, self.windows, batch.slots_U, batch.slot_runs
         )
         x, b, c = self._split(mixed)
         y = selective_state_update(
@@ -98,20 +98,20 @@ class MambaMixer:
             self.D_H,
             self.dt_bias_H,
             self.config.time_step_limit,
-            batch.first_slot,
+            batch.slot_runs,
         )
-        return y.view(x.shape[0], -1)
+        return y.reshape(x.shape[0], -1)
 
     def _scan(self, conv_in_TC: Tensor, dt_TH: Tensor, batch: Batch) -> Tensor:
         scan = batch.scan
-        assert scan is not None and scan.plan is not None
+        assert scan is not None
         mixed = causal_conv1d(
             conv_in_TC, self.conv_WC, self.conv_bias_C, self.windows, scan.slots_R, scan.initial_R, scan.starts_R
         )
         x, b, c = self._split(mixed)
         dt = discretise(dt_TH, self.dt_bias_H, self.config.time_step_limit)
-        y = chunk_scan(self.states, scan.slots_R, scan.initial_R, x, dt, self.A_H, b, c, self.D_H, scan.plan)
-        return y.view(x.shape[0], -1)
+        y = chunk_scan(self.states, scan.slots_R, scan.initial_R, x, dt, self.A_H, b, c, self.D_H, scan.chunks)
+        return y.reshape(x.shape[0], -1)
 
 
 class AttentionMixer:

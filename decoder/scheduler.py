@@ -148,7 +148,7 @@ class Scheduler:
                 chosen[sequence.arrival] = row
                 budget -= row.count
         budget = self._admit(step, chosen, budget)
-        step.rows = sorted(chosen.values(), key=lambda row: (row.kind, *row.sequence.order))
+        step.rows = sorted(chosen.values(), key=_batch_order)
         return step
 
     def _collect_failures(self, step: Step) -> None:
@@ -330,6 +330,11 @@ class Scheduler:
         assert self.host_used == sum(self._host.values())
         assert set(self._host) == {s.request_id for s in self.waiting if s.status is Status.SWAPPED}
         assert all(s.slot == -1 and not s.pages for s in self.waiting)
+
+
+def _batch_order(row: Row) -> tuple[int, ...]:
+    """By kind; rows that update a state in order of their slots, so that neighbours in the batch are neighbours in memory."""
+    return (row.kind, row.sequence.slot) if row.kind < 2 else (row.kind, *row.sequence.order)
 
 
 def _check_spans(request: DecoderRequest) -> None:

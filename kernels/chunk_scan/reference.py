@@ -1,16 +1,16 @@
 """The Mamba-2 recurrence over packed sequences, a chunk at a time; the maths is in README.md.
 
-`T` tokens, `K` chunks, `L` places in a chunk, `H` heads, `P` channels of a head, `G` groups, `J` heads of a group, `N`
-state size, `S` slots, `R` rows.
+`T` tokens, `L` tokens of a chunk, `H` heads, `P` channels of a head, `G` groups, `N` state size, `S` slots, `R` rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from kernels.chunk_scan.plan import ChunkPlan
+from kernels.chunk_scan.plan import Chunk
 
 
 def chunk_scan(
@@ -23,75 +23,88 @@ def chunk_scan(
     B_TGN: Tensor,
     C_TGN: Tensor,
     D_H: Tensor,
-    plan: ChunkPlan,
-    saves: list[tuple[int, int]] | None = None,
+    chunks: Sequence[Chunk],
+    saves: Sequence[tuple[int, int]] = (),
 ) -> Tensor:
     """Runs every row from its slot's state (or zeros) to its end and writes the final state to the slot.
 
     pool: `[S, H, P, N]`. x, B, C, dt: float32, dt after bias, softplus and clamp. A (negative), D: `[H]` float32. A row whose
-    `has_initial` is False, or whose slot is -1, starts from zeros; slot -1 leaves no state. `saves`: (chunk of the plan,
-    slot) pairs: the state after that chunk goes to that slot too. Returns `[T, H, P]` float32.
+    `has_initial` is False, or whose slot is -1, starts from zeros; slot -1 leaves no state. `chunks`: those of all rows, row after
+    row. `saves`: (index of a chunk, slot): the state after that chunk goes to that slot too. Returns `[T, H, P]` float32.
+
+    Chunk after chunk on purpose: everything that one needs stays in the cache, and no padding is computed.
     """
-    groups, state = B_TGN.shape[1:]
-    heads, width = x_THP.shape[1:]
-    chunks, places, per = len(plan.chunks), plan.width, heads // groups
-    x = _spread(x_THP, plan).view(chunks, places, groups, per, width)
-    dt = _spread(dt_TH, plan).view(chunks, places, groups, per).permute(0, 2, 3, 1)
-    b = _spread(B_TGN, plan).view(chunks, places, groups, state).transpose(1, 2)
-    c = _spread(C_TGN, plan).view(chunks, places, groups, state).transpose(1, 2)
-    sums = torch.cumsum(dt * A_H.view(groups, per, 1), -1)
-    carried = (dt * torch.exp(sums[..., -1:] - sums)).permute(0, 3, 1, 2)
-    weighted = (x * carried[..., None]).permute(0, 2, 3, 4, 1).reshape(chunks, groups, per * width, places)
-    states = torch.matmul(weighted, b).view(chunks, heads, width, state)
-    before = _pass_states(pool_SHPN, slots_R, has_initial_R, states, torch.exp(sums[..., -1]), plan, saves or [])
-
-    out = torch.matmul(c, before.view(chunks, groups, per * width, state).transpose(2, 3))
-    out = out.view(chunks, groups, places, per, width).transpose(2, 3)
-    out = out * torch.exp(sums)[..., None]
-    scores = torch.matmul(c, b.transpose(2, 3))
-    mix = (sums[..., :, None] - sums[..., None, :]).clamp_(max=0.0).exp_()
-    mix = mix.mul_(scores[:, :, None]).mul_(dt[..., None, :]).tril_()
-    inner = x.permute(0, 2, 3, 1, 4).reshape(chunks * heads, places, width)
-    out = torch.baddbmm(out.reshape(chunks * heads, places, width), mix.view(chunks * heads, places, places), inner)
-    y = out.view(chunks, heads, places, width).transpose(1, 2).reshape(chunks * places, heads, width)
-    if plan.inverse is not None:
-        y = y.index_select(0, plan.inverse)
-    return y.addcmul_(x_THP, D_H[:, None])
-
-
-def _spread(packed: Tensor, plan: ChunkPlan) -> Tensor:
-    """`[T, ...]` -> `[chunks * width, ...]`, zeros in empty places (so dt is 0 there: no decay, no input)."""
-    if plan.index is None:
-        return packed.contiguous()
-    padded = F.pad(packed.reshape(packed.shape[0], -1), (0, 0, 0, 1))
-    return padded.index_select(0, plan.index).view(-1, *packed.shape[1:])
-
-
-def _pass_states(
-    pool_SHPN: Tensor,
-    slots_R: Tensor,
-    has_initial_R: Tensor,
-    states_KHPN: Tensor,
-    decay_KGJ: Tensor,
-    plan: ChunkPlan,
-    saves: list[tuple[int, int]],
-) -> Tensor:
-    """State before each chunk `[K, H, P, N]`; stores final and saved states. Turns `states` into states *after* chunks."""
-    before = torch.empty_like(states_KHPN)
-    decay = decay_KGJ.reshape(*states_KHPN.shape[:2], 1, 1)
+    tokens, heads, width = x_THP.shape
+    out = torch.empty(tokens, heads, width, dtype=torch.float32, device=x_THP.device)
     slots, initial = slots_R.tolist(), has_initial_R.tolist()
-    for row, places in enumerate(plan.row_chunks):
-        slot = slots[row]
-        if initial[row] and slot >= 0:
-            before[places[0]] = pool_SHPN[slot]
-        else:
-            before[places[0]] = 0.0
-        for place in places:
-            if place != places[0]:
-                before[place] = states_KHPN[place - 1]
-            states_KHPN[place].addcmul_(before[place], decay[place])
-        if slot >= 0:
-            pool_SHPN[slot] = states_KHPN[places[-1]].to(pool_SHPN.dtype)
-    for place, slot in saves:
-        pool_SHPN[slot] = states_KHPN[place].to(pool_SHPN.dtype)
-    return before
+    shape = (heads, width, B_TGN.shape[2])
+    kept = dict(_by_chunk(saves))
+    mask = _causal_mask(max(chunk.last - chunk.first for chunk in chunks), x_THP.device)
+    h = torch.zeros(shape, device=x_THP.device)
+    for index, chunk in enumerate(chunks):
+        part, slot = slice(chunk.first, chunk.last), slots[chunk.row]
+        fresh = chunk.opens and not (initial[chunk.row] and slot >= 0)
+        if chunk.opens:
+            in_place = slot >= 0 and pool_SHPN.dtype == torch.float32
+            h = pool_SHPN[slot] if in_place else torch.zeros(shape, device=x_THP.device)
+            if not fresh and not in_place:
+                h.copy_(pool_SHPN[slot])
+        _scan_chunk(h, fresh, x_THP[part], dt_TH[part], A_H, B_TGN[part], C_TGN[part], mask, out[part])
+        last = index + 1 == len(chunks) or chunks[index + 1].opens
+        if last and slot >= 0 and h.dtype != pool_SHPN.dtype:
+            pool_SHPN[slot] = h
+        for target in kept.get(index, ()):
+            pool_SHPN[target] = h
+    return out.addcmul_(x_THP, D_H[:, None])
+
+
+def _by_chunk(saves: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
+    grouped: dict[int, list[int]] = {}
+    for index, slot in saves:
+        grouped.setdefault(index, []).append(slot)
+    return grouped
+
+
+def _causal_mask(size: int, device: torch.device) -> Tensor:
+    """`[size, size]`: 0 on and below the diagonal, -inf above."""
+    return torch.full((size, size), float("-inf"), device=device).triu_(1)
+
+
+def _scan_chunk(
+    h_HPN: Tensor,
+    fresh: bool,
+    x_LHP: Tensor,
+    dt_LH: Tensor,
+    A_H: Tensor,
+    b_LGN: Tensor,
+    c_LGN: Tensor,
+    mask: Tensor,
+    out_LHP: Tensor,
+) -> None:
+    """One chunk: fills `out` (without the D term) and advances `h` in place; `fresh`: h counts as zero whatever it holds."""
+    length, heads, width = x_LHP.shape
+    groups, state = b_LGN.shape[1:]
+    grouped = h_HPN.view(groups, heads // groups * width, state)
+    b, c = b_LGN.transpose(0, 1), c_LGN.transpose(0, 1)
+    sums = torch.cumsum(dt_LH * A_H, 0)
+    by_head = sums.t().contiguous()
+    input_LHP = x_LHP * dt_LH[:, :, None]
+
+    mix = by_head[:, :, None] - by_head[:, None, :]
+    mix.add_(mask[:length, :length]).exp_()
+    mix.view(groups, -1, length, length).mul_(torch.bmm(c, b.transpose(1, 2))[:, None])
+    inner = torch.bmm(mix, input_LHP.transpose(0, 1)).transpose(0, 1)
+    if fresh:
+        out_LHP.copy_(inner)
+    else:
+        carried = torch.bmm(c, grouped.transpose(1, 2)).view(groups, length, -1, width).transpose(0, 1)
+        decay = torch.exp(sums).view(length, groups, -1, 1)
+        torch.addcmul(inner.view(carried.shape), carried, decay, out=out_LHP.view(carried.shape))
+
+    input_LHP *= torch.exp(sums[-1] - sums)[:, :, None]
+    weighted = input_LHP.view(length, groups, -1).permute(1, 2, 0)
+    if fresh:
+        torch.bmm(weighted, b, out=grouped)
+    else:
+        h_HPN.mul_(torch.exp(sums[-1])[:, None, None])
+        grouped.baddbmm_(weighted, b)

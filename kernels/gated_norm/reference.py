@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.rms_norm.reference import BLOCK_ROWS, inverse_rms
+
 
 def gated_norm(
     y: Tensor, gate: Tensor, weight: Tensor, group_size: int, eps: float, dtype: torch.dtype | None = None
@@ -13,9 +15,20 @@ def gated_norm(
     """`y * silu(gate)`, normalised over each group of `group_size` channels, times `weight`.
 
     y, gate: `[rows, channels]` of any float dtype; weight: `[channels]` float32. Computed in float32, returned in `dtype`
-    (default: the gate's). `group_size` divides the channels.
+    (default: the gate's). `group_size` divides the channels. Many rows are worked through in blocks that stay in the cache.
     """
-    rows, channels = y.shape
-    value = (y.float() * F.silu(gate.float())).view(rows, channels // group_size, group_size)
-    value = F.rms_norm(value, (group_size,), None, eps).view(rows, channels)
-    return value.mul_(weight).to(dtype or gate.dtype)
+    dtype = dtype or gate.dtype
+    if y.shape[0] <= BLOCK_ROWS:
+        return _gated_norm(y, gate, weight, group_size, eps).to(dtype)
+    out = torch.empty(y.shape, dtype=dtype, device=y.device)
+    parts = zip(y.split(BLOCK_ROWS), gate.split(BLOCK_ROWS), out.split(BLOCK_ROWS), strict=True)
+    for value, gating, result in parts:
+        result.copy_(_gated_norm(value, gating, weight, group_size, eps))
+    return out
+
+
+def _gated_norm(y: Tensor, gate: Tensor, weight: Tensor, group_size: int, eps: float) -> Tensor:
+    value = F.silu(gate.float(), inplace=gate.dtype != torch.float32).mul(y)
+    grouped = value.view(y.shape[0], -1, group_size)
+    grouped.mul_(inverse_rms(grouped, eps))
+    return value.mul_(weight)

@@ -5,14 +5,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.slots import SlotRun
+
 
 def discretise(dt_TH: Tensor, dt_bias_H: Tensor, limit: tuple[float, float]) -> Tensor:
     """`softplus(dt + bias)` in float32, clamped to `limit` only. `F.softplus` is the log1p form, linear above 20."""
-    dt = F.softplus(dt_TH.float() + dt_bias_H)
+    dt = F.softplus(dt_TH + dt_bias_H)
     if limit != (0.0, float("inf")):
         dt = dt.clamp_(*limit)
     return dt
@@ -29,31 +33,32 @@ def selective_state_update(
     D_H: Tensor,
     dt_bias_H: Tensor,
     limit: tuple[float, float] = (0.0, float("inf")),
-    first_slot: int | None = None,
+    runs: Sequence[SlotRun] | None = None,
 ) -> Tensor:
     """Advances the state of each row by one token and returns `[R, H, P]` float32.
 
-    pool: `[S, H, P, N]`, any strides between slots. x, B, C: float32; dt: raw, before bias and softplus; A (negative), D
-    and dt_bias: `[H]` float32. `first_slot`: row i uses slot `first_slot + i` and none is padding. Rows with slot -1
-    neither read nor write a slot; their output is that of a zero state. No slot may appear twice.
+    pool: `[S, H, P, N]`, any stride between slots. x, B, C: float32; dt: raw, before bias and softplus; A (negative), D and
+    dt_bias: `[H]` float32. `runs` is what the host knows of `slots`. Rows with slot -1 neither read nor write a slot; their
+    output is that of a zero state. No slot may appear twice.
     """
     rows, heads, width = x_RHP.shape
-    groups = B_RGN.shape[1]
+    groups, state = B_RGN.shape[1:]
+    per = heads // groups * width
     dt = discretise(dt_RH, dt_bias_H, limit)
     decay = torch.exp(dt * A_H)
-    scaled = x_RHP * dt[:, :, None]
-    out = torch.empty_like(x_RHP)
-    slots = range(first_slot, first_slot + rows) if first_slot is not None else slots_R.tolist()
-    for row, slot in enumerate(slots):
-        if slot < 0:
-            h = torch.zeros(pool_SHPN.shape[1:], dtype=torch.float32, device=x_RHP.device)
+    scaled = (x_RHP * dt[:, :, None]).view(rows, groups, per, 1)
+    out = torch.empty(rows, groups, per, dtype=torch.float32, device=x_RHP.device)
+    for run in runs if runs is not None else SlotRun.of(slots_R.tolist()):
+        part = slice(run.begin, run.end)
+        if run.slot < 0:
+            h = torch.zeros(run.end - run.begin, *pool_SHPN.shape[1:], device=x_RHP.device)
         else:
-            h = pool_SHPN[slot]
+            h = pool_SHPN[run.slots]
         new = h if h.dtype == torch.float32 else h.float()
-        new.mul_(decay[row, :, None, None])
-        grouped = new.view(groups, heads // groups * width, -1)
-        grouped.baddbmm_(scaled[row].view(groups, -1, 1), B_RGN[row, :, None, :])
-        torch.bmm(grouped, C_RGN[row, :, :, None], out=out[row].view(groups, -1, 1))
-        if slot >= 0 and new is not h:
+        new.mul_(decay[part, :, None, None])
+        grouped = new.view(-1, groups, per, state)
+        grouped.addcmul_(scaled[part], B_RGN[part, :, None])
+        torch.sum(grouped * C_RGN[part, :, None], -1, out=out[part])
+        if run.slot >= 0 and new is not h:
             h.copy_(new)
-    return out.addcmul_(x_RHP, D_H[:, None])
+    return out.view(rows, heads, width).addcmul_(x_RHP, D_H[:, None])

@@ -1,0 +1,36 @@
+"""Rows whose state slots follow one another, so that a view of the pool serves them all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_RUN = 16
+"""Rows worked on together: more would push their states out of the cache between two passes."""
+
+
+@dataclass(frozen=True)
+class SlotRun:
+    """Rows `[begin, end)` have slots `slot`, `slot + 1`, ...; `slot` -1: all of them are padding."""
+
+    begin: int
+    end: int
+    slot: int
+
+    @property
+    def slots(self) -> slice:
+        return slice(self.slot, self.slot + self.end - self.begin)
+
+    @classmethod
+    def of(cls, slots: Sequence[int], limit: int = MAX_RUN) -> list[SlotRun]:
+        """Cuts rows into runs of at most `limit`."""
+        runs: list[SlotRun] = []
+        for row, slot in enumerate(slots):
+            if runs:
+                last = runs[-1]
+                follows = slot == last.slot + row - last.begin if slot >= 0 else last.slot == -1
+                if follows and (slot < 0) == (last.slot < 0) and row - last.begin < limit:
+                    runs[-1] = cls(last.begin, row + 1, last.slot)
+                    continue
+            runs.append(cls(row, row + 1, slot))
+        return runs
