@@ -1,0 +1,19 @@
+"""A conversation about a picture, with two questions after each other: python examples/chat.py PICTURE"""
+
+import os
+import sys
+
+import saccade
+
+with saccade.Client(os.environ.get("SACCADE_SERVER", "127.0.0.1:50051")) as client:
+    messages = [
+        {
+            "role": "user",
+            "content": [{"type": "image", "image": sys.argv[1]}, {"type": "text", "text": "What is in the picture?"}],
+        }
+    ]
+    for question in ("Where is it?", None):
+        answer = client.generate(messages, temperature=0)
+        print(answer.text)
+        if question:
+            messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": question}]

@@ -1,0 +1,10 @@
+"""The engine in this process, without a server: python examples/local.py PICTURE... QUESTION"""
+
+import sys
+
+import saccade
+
+*pictures, question = sys.argv[1:]
+
+with saccade.LocalClient("demo") as client:
+    print(client.generate(question, images=pictures, temperature=0).text)

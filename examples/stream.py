@@ -1,0 +1,16 @@
+"""Prints the answer as it is written: python examples/stream.py PICTURE... QUESTION"""
+
+import os
+import sys
+
+import saccade
+
+*pictures, question = sys.argv[1:]
+
+with (
+    saccade.Client(os.environ.get("SACCADE_SERVER", "127.0.0.1:50051")) as client,
+    client.stream(question, images=pictures) as stream,  # leaving the block early cancels the work on the server
+):
+    for delta in stream:
+        print(delta.text, end="", flush=True)
+    print(f"\n[{stream.final().finish_reason}, seed {stream.seed}]")
