@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,17 @@ def test_example(name: str, address: str, script: Script, tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(expected.format(picture=picture))
     assert script.requests
+
+
+def test_the_readmes_client(address: str, script: Script, tmp_path: Path) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (EXAMPLES.parent / "README.md").read_text("utf-8"), re.DOTALL)
+    for name in ("picture.png", "a.png", "b.png"):
+        (tmp_path / name).write_bytes(b"png")
+    program = block.replace("127.0.0.1:50051", address)
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("IMAGE_UNREADABLE \n")
+    assert len(script.requests) == 3
 
 
 def test_each_example_has_a_case() -> None:
