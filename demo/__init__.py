@@ -1,0 +1,1 @@
+"""The embedded demo model: its world, its training and its evaluation."""
