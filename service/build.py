@@ -75,7 +75,7 @@ def build_engine(options: EngineOptions) -> Engine:
                 vision,
                 EncoderOptions(
                     dtype=dtype,
-                    device=device,
+                    device=torch.device(device),
                     graphs=options.graphs,
                     token_budgets=options.token_budgets or None,
                     max_images=options.max_images,

@@ -150,6 +150,9 @@ class Frontend:
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="saccade-front")
         self._queues: dict[str, asyncio.Queue[EngineEvent]] = {}
         self._live_ids: set[str] = set()
+        self.idle = asyncio.Event()
+        """Set while no request is in the server."""
+        self.idle.set()
         self._numbers = count()
         self._loop: asyncio.AbstractEventLoop | None = None
         fingerprint = f"{engine.info.revision}|{engine.info.dtype}|{assets.vision}"
@@ -182,6 +185,7 @@ class Frontend:
         if spec.request_id in self._live_ids:
             raise errors.AlreadyExists(f"a request {spec.request_id!r} is running", field="request_id")
         self._live_ids.add(spec.request_id)
+        self.idle.clear()
         try:
             arrived = time.monotonic()
             seed = spec.sampling.get("seed")
@@ -192,6 +196,8 @@ class Frontend:
                 yield event
         finally:
             self._live_ids.discard(spec.request_id)
+            if not self._live_ids:
+                self.idle.set()
 
     # -- prepare -------------------------------------------------------------------------------------------------------
 

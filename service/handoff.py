@@ -14,7 +14,8 @@ keeps them alive, and is released by the decoder after the step that consumed th
 request ends for any reason. All methods may be called from any thread.
 
 Liveness. Reservations are granted strictly in order, so a large picture is never starved by small ones. What can
-stall is a set of requests that hold READY rows while each waits for space; `unblock` then takes rows back (they are encoded again later) until the chosen request's picture fits, so each pass advances a request or frees
+stall is a set of requests that hold READY rows while each waits for space; `unblock` then takes rows back (they are
+encoded again later) until the picture that waits longest fits, so each pass advances a request or frees
 an entry.
 """
 

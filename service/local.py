@@ -25,10 +25,13 @@ class LocalService:
     def __init__(
         self, model: str = "demo", dtype: str | None = None, device: str | None = None, **options: Any
     ) -> None:
-        """`options`: any option of the server by name. Raises ConfigError or CheckpointError, both ValueErrors."""
-        self.options = from_keywords(ServerOptions, {"model": model, "dtype": dtype, "device": device, **options})
-        assets = load_assets(self.options)
-        engine = build_engine(self.options)
+        """`options`: any option of the server by name. Raises InvalidArgument with what would work instead."""
+        try:
+            self.options = from_keywords(ServerOptions, {"model": model, "dtype": dtype, "device": device, **options})
+            assets = load_assets(self.options)
+            engine = build_engine(self.options)
+        except ValueError as error:  # ConfigError, CheckpointError and the runners' own refusals
+            raise errors.InvalidArgument(str(error)) from error
         limits = front_limits(self.options)
         self._frontend = Frontend(engine, assets, limits, workers=self.options.image_workers)
         self._model = convert.model_to_proto(engine.info, assets, limits)

@@ -70,11 +70,16 @@ class Server:
         self._set_health(True)
 
     async def stop(self, grace: float | None = None) -> None:
-        """Refuses new calls, lets running ones finish within `grace` seconds, then stops the engine. Idempotent."""
+        """Refuses new calls, lets running ones finish within `grace` seconds, then stops the engine. Idempotent; may be
+        cancelled and called again with less grace."""
         self._draining = True
         self._set_health(False)
+        with contextlib.suppress(TimeoutError):
+            # The port stays open meanwhile, so that new calls are told DRAINING; a closed one would only say CANCELLED.
+            async with asyncio.timeout(self.options.grace if grace is None else grace):
+                await self.frontend.idle.wait()
         if self._server is not None:
-            await self._server.stop(self.options.grace if grace is None else grace)
+            await self._server.stop(grace=1.0 if self.frontend.idle.is_set() else 0)
             self._server = None
         await asyncio.get_running_loop().run_in_executor(None, self.frontend.close)
 
@@ -161,15 +166,8 @@ async def serve(options: ServerOptions) -> int:
     """Runs a server until SIGTERM or SIGINT. Prints the ready line once health is SERVING. Returns the exit code."""
     loop = asyncio.get_running_loop()
     stopping, died = asyncio.Event(), asyncio.Event()
-    signals = 0
-
-    def on_signal() -> None:
-        nonlocal signals
-        signals += 1
-        stopping.set()
-
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
+        loop.add_signal_handler(number, stopping.set)
 
     def on_death() -> None:
         loop.call_soon_threadsafe(died.set)
@@ -196,16 +194,17 @@ async def serve(options: ServerOptions) -> int:
         await server.stop(grace=1.0)
         return 1
     log.info("stopping: running calls get %.0f s", options.grace)
-    stop = asyncio.create_task(server.stop())
-    while not stop.done():
-        stopping.clear()
-        again = asyncio.create_task(stopping.wait())
-        await asyncio.wait({stop, again}, return_when=asyncio.FIRST_COMPLETED)
-        again.cancel()
-        if signals > 1 and not stop.done():
-            log.warning("second signal: stopping now")
-            await server.stop(grace=0)
-    await stop
+    stopping.clear()
+    stop, again = asyncio.create_task(server.stop()), asyncio.create_task(stopping.wait())
+    await asyncio.wait({stop, again}, return_when=asyncio.FIRST_COMPLETED)
+    again.cancel()
+    if not stop.done():
+        log.warning("second signal: stopping now")
+        stop.cancel()
+        await asyncio.wait({stop})
+        await server.stop(grace=0)
+    else:
+        await stop
     return 0
 
 

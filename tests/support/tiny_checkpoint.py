@@ -135,7 +135,7 @@ def _randomise(model: torch.nn.Module, seed: int) -> None:
 
 def make_checkpoint(
     path: Path, seed: int, *, vision: bool = True, naming: str = "released", text: dict[str, Any] | None = None,
-    mtp: bool = False, shard: str | None = None,
+    mtp: bool = False, shard: str | None = None, image_token: int = IMAGE_TOKEN,
 ) -> TinyCheckpoint:  # fmt: skip
     """Writes a random tiny model. `naming`: `released` (NVIDIA's names) or `native` (transformers' own)."""
     rng = random.Random(seed)
@@ -149,7 +149,7 @@ def make_checkpoint(
             audio_config=None,
             projector_hidden_size=rng.choice([16, 40]),
             vision_hidden_size=vision_config["hidden_size"],
-            image_token_id=IMAGE_TOKEN,
+            image_token_id=image_token,
         )
         model: Any = NemotronH_Omni_Reasoning_V3(config)
     else:

@@ -1,0 +1,153 @@
+"""Life and death of real processes: clients that vanish, engines that are killed, signals, ports, standard input."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from running import RunningServer
+
+import saccade
+import saccade.errors
+from service.cli import ServerProcess
+
+ROOT = Path(__file__).resolve().parents[2]
+# Opens ten streams with a picture each, reads one message of every one, and is gone without a word.
+VANISHING = """
+import os, sys
+sys.path[:0] = [sys.argv[3], sys.argv[4]]
+import saccade
+from pictures import picture
+client = saccade.Client(sys.argv[1])
+streams = [
+    client.stream("tell me", images=[picture(int(sys.argv[2]) * 10 + i)], max_tokens=400, ignore_eos=True, seed=i)
+    for i in range(10)
+]
+for i, stream in enumerate(streams):
+    if i % 3:
+        next(stream)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_two_hundred_clients_that_die_leave_nothing(server: RunningServer, client: saccade.Client) -> None:
+    steady = client.generate("steady", max_tokens=20, temperature=0, ignore_eos=True)
+    arguments = [sys.executable, "-c", VANISHING, server.address]
+    for wave in range(5):
+        dying = [
+            subprocess.Popen([*arguments, str(wave * 4 + i), str(ROOT), str(ROOT / "tests" / "support")])
+            for i in range(4)
+        ]
+        assert client.generate("steady", max_tokens=20, temperature=0, ignore_eos=True) == steady
+        assert [process.wait(timeout=120) for process in dying] == [-signal.SIGKILL] * 4
+    stats = server.drained()
+    assert stats["decoder"]["used_slots"] == 0 and stats["decoder"]["used_pages"] == 0
+    assert stats["handoff"]["leases"] == 0
+    assert stats["handoff"]["used_bytes"] == stats["handoff"]["cached_bytes"]
+
+
+def test_streams_that_are_closed_at_any_point_free_everything(server: RunningServer, client: saccade.Client) -> None:
+    for count in range(12):
+        with client.stream("x", max_tokens=300, ignore_eos=True, seed=1) as stream:
+            for _ in range(count):
+                next(stream)
+    assert server.drained()["decoder"]["used_slots"] == 0
+
+
+def test_a_killed_engine_ends_streams_with_what_they_had_and_new_calls_at_once(model: Path) -> None:
+    running = RunningServer(str(model), max_seqs=4, max_len=600)
+    try:
+        with saccade.Client(running.address, max_retries=0) as client:
+            with client.stream("x", max_tokens=550, ignore_eos=True) as stream:
+                first = next(stream)
+                os.kill(running.engine.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+                with pytest.raises(saccade.errors.Unavailable) as error:
+                    stream.final()
+                assert error.value.reason == "ENGINE_DIED"
+                assert stream.token_ids[: len(first.token_ids)] == first.token_ids
+            with pytest.raises(saccade.errors.Unavailable) as error:
+                client.generate("y", max_tokens=1)
+            assert error.value.reason == "ENGINE_DIED"
+    finally:
+        running.close()
+
+
+def test_sigterm_lets_a_running_call_finish(model: Path) -> None:
+    with ServerProcess([str(model), "--dtype", "float32", "--threads", "1", "--log-level", "error"]) as server:
+        with saccade.Client(server.address, max_retries=0) as client:
+            with client.stream("x", max_tokens=200, ignore_eos=True) as stream:
+                next(stream)
+                os.kill(server.pid, signal.SIGTERM)
+                assert stream.final().usage.completion_tokens == 200
+        assert server.stop() == 0
+
+
+def test_a_second_sigterm_stops_now(model: Path) -> None:
+    with ServerProcess([str(model), "--max-len", "9000", "--threads", "1", "--log-level", "error"]) as server:
+        with saccade.Client(server.address, max_retries=0) as client:
+            with client.stream("x", max_tokens=8900, ignore_eos=True) as stream:
+                next(stream)
+                os.kill(server.pid, signal.SIGTERM)
+                with pytest.raises(saccade.errors.Overloaded) as error:
+                    while True:  # until the signal has arrived
+                        client.generate("y", max_tokens=1)
+                assert error.value.reason == "DRAINING" and error.value.retryable
+                os.kill(server.pid, signal.SIGTERM)
+                with pytest.raises(saccade.errors.SaccadeError):
+                    stream.final()
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--host", "0.0.0.0"], "--insecure"),
+        (["--max-seqs", "0"], "minimum of 1"),
+        (["--handoff-bytes", "16"], "at least"),
+        (["--memory-bytes", "1000"], "memory"),
+        (["--token-budgets", "4096"], "4096"),
+        (["/nonexistent"], "never downloads"),
+    ],
+)
+def test_configurations_that_cannot_work_are_errors_with_a_way_out(
+    model: Path, arguments: list[str], message: str
+) -> None:
+    where = [] if arguments[0].startswith("/") else [str(model)]
+    command = [sys.executable, "-m", "service", "serve", *where, *arguments, "--port", "0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stdout == ""
+    assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_taken_port_is_an_error_and_not_shared(server: RunningServer, model: Path) -> None:
+    port = server.address.rpartition(":")[2]
+    command = [sys.executable, "-m", "service", "serve", str(model), "--threads", "1", "--port", port]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "port" in done.stderr and "Traceback" not in done.stderr
+
+
+LOCAL = "import saccade; c = saccade.LocalClient({model!r}, threads=1); print(c.generate('a', max_tokens=3).usage); c.close()"
+
+
+@pytest.mark.parametrize("way", ["standard input", "interactive", "-c"])
+def test_local_client_needs_no_main_module(model: Path, way: str) -> None:
+    code = LOCAL.format(model=str(model))
+    arguments = {"standard input": ["-"], "interactive": ["-i"], "-c": ["-c", code]}[way]
+    done = subprocess.run(
+        [sys.executable, *arguments], input=None if way == "-c" else code + "\n", cwd=ROOT, capture_output=True,
+        text=True, timeout=120,
+    )  # fmt: skip
+    assert "completion_tokens=3" in done.stdout, done.stderr
+
+
+def test_the_server_starts_from_another_folder(model: Path, tmp_path: Path) -> None:
+    """Helper processes find the checkout by themselves."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from service.cli import ServerProcess; import saccade\n"
+    code += f"with ServerProcess([{str(model)!r}, '--threads', '1']) as s, saccade.Client(s.address) as c: "
+    code += "print(c.generate('a', max_tokens=2).usage)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert "completion_tokens=2" in done.stdout, done.stderr

@@ -1,0 +1,274 @@
+"""A real server on a real socket: what comes back, in whatever way it is asked for, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from pictures import picture
+from PIL import Image
+from running import RunningServer
+from served import IMAGE_TOKEN, VOCAB
+
+import saccade
+import saccade.errors
+from saccade.v1 import inference_pb2, model_pb2, model_pb2_grpc
+
+Request = dict[str, Any]
+
+
+def mixed_requests(count: int) -> list[Request]:
+    """Requests of every kind: chat and ids, zero to two pictures, greedy and sampled, short and long."""
+    requests: list[Request] = []
+    for i in range(count):
+        images = [picture(100 + i % 7 + j) for j in range(i % 3)]
+        options: Request = {"images": images, "max_tokens": 4 + i % 13, "temperature": 0 if i % 2 else 1.0, "seed": i}
+        if i % 4 == 0:
+            options["prompt"] = [7 + (i * k) % 250 for k in range(1, 5 + i * 3)] + [IMAGE_TOKEN] * len(images)
+        else:
+            options["prompt"] = f"question {i}: " + "what is it? " * (i % 5)
+        if i % 5 == 0:
+            options |= {"top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}
+        requests.append(options)
+    return requests
+
+
+def ask(client: Any, request: Request) -> saccade.Generation:
+    return client.generate(request["prompt"], **{k: v for k, v in request.items() if k != "prompt"})
+
+
+def test_thirty_two_at_once_equal_one_at_a_time(client: saccade.Client, local: saccade.LocalClient) -> None:
+    requests = mixed_requests(32)
+    with ThreadPoolExecutor(32) as pool:
+        together = list(pool.map(lambda request: ask(client, request), requests))
+    alone = [ask(local, request) for request in requests]
+    assert together == alone
+
+
+def test_streamed_equals_unary(client: saccade.Client) -> None:
+    for request in mixed_requests(6):
+        options = {k: v for k, v in request.items() if k != "prompt"} | {"logprobs": 3}
+        whole = client.generate(request["prompt"], **options)
+        with client.stream(request["prompt"], **options) as stream:
+            deltas = list(stream)
+            final = stream.final()
+        assert final == whole
+        assert "".join(d.text for d in deltas) == whole.text
+        assert [t for d in deltas for t in d.token_ids] == whole.token_ids
+        assert [d.sequence for d in deltas] == list(range(len(deltas)))
+
+
+def test_async_client_gives_the_same(client: saccade.Client, server: RunningServer) -> None:
+    requests = mixed_requests(4)
+
+    async def run() -> list[saccade.Generation]:
+        async with saccade.AsyncClient(server.address) as other:
+            return list(await asyncio.gather(*[ask(other, request) for request in requests]))
+
+    assert asyncio.run(run()) == [ask(client, request) for request in requests]
+
+
+def test_samples_differ_repeat_and_stand_alone(client: saccade.Client) -> None:
+    """n samples share a seed and differ by their index; the same call gives the same samples again."""
+    first = client.generate("a", n=3, max_tokens=8, seed=5, temperature=1.5)
+    assert first == client.generate("a", n=3, max_tokens=8, seed=5, temperature=1.5)
+    assert len({tuple(sample.token_ids) for sample in first.samples}) == 3
+    assert first.samples[0].token_ids == client.generate("a", max_tokens=8, seed=5, temperature=1.5).token_ids
+
+
+def test_an_unset_seed_is_drawn_and_returned(client: saccade.Client) -> None:
+    one = client.generate("a", max_tokens=12, temperature=1.0)
+    assert one.seed != client.generate("a", max_tokens=12, temperature=1.0).seed
+    assert client.generate("a", max_tokens=12, temperature=1.0, seed=one.seed) == one
+
+
+@pytest.mark.parametrize("cut", [1, 5, 11, 12])
+@pytest.mark.parametrize("temperature", [0, 1.2])
+def test_a_continued_answer_equals_the_uninterrupted_one(client: saccade.Client, cut: int, temperature: float) -> None:
+    options: Request = {"images": [picture(1)], "max_tokens": 12, "seed": 3, "ignore_eos": True, "logprobs": 0}
+    options |= {"presence_penalty": 0.7, "temperature": temperature}
+    whole = client.generate("go on", **options)
+    rest = client.generate("go on", continued_token_ids=whole.token_ids[:cut], **options)
+    assert whole.token_ids[:cut] + rest.token_ids == whole.token_ids
+    assert rest.finish_reason == whole.finish_reason
+    assert rest.usage.completion_tokens == whole.usage.completion_tokens == 12
+
+
+def test_stop_strings_and_ids(client: saccade.Client) -> None:
+    whole = client.generate("abc", max_tokens=40, temperature=0, ignore_eos=True)
+    assert len(whole.text) > 8
+    stop = whole.text[5:8]
+    cut = client.generate("abc", max_tokens=40, temperature=0, ignore_eos=True, stop=[stop])
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert cut.finish_reason == "stop" and cut.samples[0].stop_match == stop
+    token = whole.token_ids[6]
+    ended = client.generate("abc", max_tokens=40, temperature=0, ignore_eos=True, stop_token_ids=[token])
+    at = whole.token_ids.index(token)
+    assert ended.token_ids == whole.token_ids[: at + 1] and ended.samples[0].stop_match == token
+
+
+def test_logit_bias_and_limits(client: saccade.Client) -> None:
+    answer = client.generate("a", max_tokens=5, temperature=0, ignore_eos=True, logit_bias={9: 1000.0})
+    assert answer.token_ids == [9] * 5 and answer.finish_reason == "length"
+    assert answer.usage.completion_tokens == 5
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P", "CMYK", "1", "I;16"])
+def test_pictures_of_every_kind(client: saccade.Client, local: saccade.LocalClient, mode: str) -> None:
+    picture_rgb = Image.open(io.BytesIO(picture(5, (40, 24))))
+    converted = picture_rgb.convert("I").convert("I;16") if mode == "I;16" else picture_rgb.convert(mode)
+    buffer = io.BytesIO()
+    converted.save(buffer, "TIFF" if mode == "CMYK" else "PNG")
+    data = buffer.getvalue()
+    answer = client.generate("what?", images=[data], max_tokens=3, temperature=0)
+    assert answer == local.generate("what?", images=[data], max_tokens=3, temperature=0)
+    assert answer.usage.image_tokens > 0
+
+
+def test_images_as_path_bytes_pil_numpy_and_message_part(client: saccade.Client, tmp_path: Path) -> None:
+    import numpy as np
+
+    data = picture(6)
+    file = tmp_path / "picture.png"
+    file.write_bytes(data)
+    image = Image.open(io.BytesIO(data))
+    options: Request = {"max_tokens": 6, "temperature": 0}
+    answers = [client.generate("what?", images=[x], **options) for x in (file, str(file), data, image, np.array(image))]
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what?"}]
+    answers.append(client.generate([{"role": "user", "content": parts}], **options))
+    assert all(answer == answers[0] for answer in answers)
+
+
+def test_one_picture_in_many_requests_is_encoded_once(server: RunningServer, client: saccade.Client) -> None:
+    before = server.stats()["handoff"]["misses"]
+    data = picture(777)
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda i: client.generate(f"{i}", images=[data], max_tokens=2), range(16)))
+    assert server.stats()["handoff"]["misses"] == before + 1
+
+
+INVALID: list[tuple[str, Request, str]] = [
+    ("temperature", {"temperature": -1}, "temperature"),
+    ("top_p", {"top_p": 0}, "top_p"),
+    ("top_k", {"top_k": -2}, "top_k"),
+    ("min_p", {"min_p": 1.5}, "min_p"),
+    ("repetition_penalty", {"repetition_penalty": 0}, "repetition_penalty"),
+    ("max_tokens", {"max_tokens": 0}, "max_tokens"),
+    ("max_tokens above the context", {"max_tokens": 10_000}, "600"),
+    ("n", {"n": 0}, "from 1 to 64"),
+    ("logprobs", {"logprobs": 1000}, "from 0 to 100"),
+    ("empty stop", {"stop": [""]}, r"stop\[0\]"),
+    ("bias of an unknown token", {"logit_bias": {VOCAB: 1.0}}, str(VOCAB)),
+    ("nan", {"temperature": float("nan")}, "temperature"),
+    ("ids out of range", {"prompt": [1, VOCAB]}, str(VOCAB)),
+    ("no ids", {"prompt": []}, "empty"),
+    ("too long", {"prompt": [5] * 700}, "700.*600"),
+    ("image without a place", {"prompt": [5], "images": [picture(1)]}, "0 image tokens.*1 images"),
+    ("place without an image", {"prompt": [5, IMAGE_TOKEN]}, "1 image tokens.*0 images"),
+    ("not a picture", {"images": [b"hello"]}, "recognised"),
+    ("cut short", {"images": [picture(1, (64, 64))[:200]]}, "images"),
+    ("too many pictures", {"images": [picture(1)] * 17}, "from 0 to 16"),
+    ("continued with samples", {"continued_token_ids": [5], "n": 2}, "continued"),
+]
+
+
+@pytest.mark.parametrize(("request_fields", "message"), [c[1:] for c in INVALID], ids=[c[0] for c in INVALID])
+@pytest.mark.parametrize("transport", ["grpc", "local"])
+def test_bad_input_is_named_and_nothing_else_is_touched(
+    client: saccade.Client, local: saccade.LocalClient, transport: str, request_fields: Request, message: str
+) -> None:
+    target: Any = client if transport == "grpc" else local
+    with ThreadPoolExecutor(1) as pool:
+        good = pool.submit(target.generate, "steady", max_tokens=8, temperature=0)
+        with pytest.raises(saccade.errors.InvalidArgument, match=message) as error:
+            ask(target, {"prompt": "x", **request_fields})
+    assert not error.value.retryable
+    assert good.result() == local.generate("steady", max_tokens=8, temperature=0)
+
+
+def test_an_undecodable_picture_has_its_own_reason(client: saccade.Client) -> None:
+    with pytest.raises(saccade.errors.InvalidArgument) as error:
+        client.generate("x", images=[b"not a picture"])
+    assert error.value.reason == "IMAGE_DECODE_FAILED"
+
+
+def test_unknown_model(server: RunningServer) -> None:
+    with grpc.insecure_channel(server.address) as channel:
+        with pytest.raises(grpc.RpcError) as error:
+            model_pb2_grpc.ModelServiceStub(channel).GetModel(model_pb2.GetModelRequest(name="other"))
+    assert error.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_the_model_tells_its_limits(server: RunningServer, model: Path) -> None:
+    with grpc.insecure_channel(server.address) as channel:
+        stub = model_pb2_grpc.ModelServiceStub(channel)
+        listed = stub.ListModels(model_pb2.ListModelsRequest()).models
+        found = stub.GetModel(model_pb2.GetModelRequest()).model
+    assert list(listed) == [found]
+    assert found.name == model.name and found.limits.context_length == 600
+    assert model_pb2.MODALITY_IMAGE in found.input_modalities and found.image_token_id == IMAGE_TOKEN
+    assert found.default_sampling.temperature == 0 and found.default_sampling.HasField("temperature")
+
+
+def test_health_and_reflection(server: RunningServer) -> None:
+    with grpc.insecure_channel(server.address) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        for service in ("", "saccade.v1.InferenceService", "saccade.v1.ModelService"):
+            request = health_pb2.HealthCheckRequest(service=service)
+            assert check(request).status == health_pb2.HealthCheckResponse.SERVING
+        from google.protobuf.descriptor_pool import DescriptorPool
+        from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+        database = ProtoReflectionDescriptorDatabase(channel)
+        assert "saccade.v1.InferenceService" in database.get_services()
+        service = DescriptorPool(database).FindServiceByName("saccade.v1.InferenceService")
+        assert service.methods_by_name["StreamGenerate"].output_type.name == "StreamGenerateResponse"
+
+
+def test_a_queue_that_is_full_says_when_to_come_back(model: Path) -> None:
+    with RunningServer(str(model), max_seqs=1, max_len=600, max_queue=1) as small:
+        with saccade.Client(small.address, max_retries=0) as one:
+            with one.stream("x", max_tokens=500, ignore_eos=True) as stream:
+                next(stream)
+                with pytest.raises(saccade.errors.Overloaded) as error:
+                    one.generate("y", max_tokens=1)
+            assert error.value.reason == "QUEUE_FULL" and error.value.retryable
+
+
+def test_a_picture_above_the_handoff_bound_is_refused_with_both_numbers(model: Path) -> None:
+    with saccade.LocalClient(model, dtype="float32", threads=1, handoff_bytes=6 * 4 * 64) as small:
+        with pytest.raises(saccade.errors.InvalidArgument, match=r"takes \d+ tokens.*holds \d+"):
+            small.generate("x", images=[picture(3, (64, 64))])
+        assert small.generate("x", max_tokens=2).usage.completion_tokens == 2
+
+
+def test_deadlines_free_what_they_held(server: RunningServer, client: saccade.Client) -> None:
+    with pytest.raises(saccade.errors.DeadlineExceeded):
+        client.generate("x", images=[picture(2)], max_tokens=500, ignore_eos=True, timeout=0.05)
+    server.drained()
+
+
+def test_a_live_request_id_is_not_taken_twice(server: RunningServer) -> None:
+    from saccade.v1 import inference_pb2_grpc
+
+    request = inference_pb2.GenerateRequest(request_id="mine")
+    request.prompt.text = "x"
+    request.sampling.max_tokens = 400
+    request.sampling.ignore_eos = True
+    with grpc.insecure_channel(server.address) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        call = stub.StreamGenerate(inference_pb2.StreamGenerateRequest(request=request))
+        next(call)
+        with pytest.raises(grpc.RpcError) as error:
+            stub.Generate(request)
+        assert error.value.code() is grpc.StatusCode.ALREADY_EXISTS
+        call.cancel()
+    server.drained()

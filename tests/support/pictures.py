@@ -1,0 +1,17 @@
+"""Pictures to send. Light: test programs that are killed import it too."""
+
+from __future__ import annotations
+
+import io
+import random
+
+from PIL import Image
+
+
+def picture(seed: int, size: tuple[int, int] | None = None) -> bytes:
+    """A PNG of noise, 8 to 64 pixels a side."""
+    rng = random.Random(seed)
+    width, height = size or (rng.randint(8, 64), rng.randint(8, 64))
+    buffer = io.BytesIO()
+    Image.frombytes("RGB", (width, height), rng.randbytes(3 * width * height)).save(buffer, "PNG")
+    return buffer.getvalue()

@@ -1,0 +1,70 @@
+"""A real server in this process: its own event loop in a thread, its engine in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from service.config import ServerOptions
+from service.engine import EngineHandle
+from service.engine_client import EngineProcess
+from service.server import Server, load_assets
+
+T = TypeVar("T")
+
+
+class RunningServer:
+    """Listens on a free port of the loopback. A context manager; leaving it checks that nothing is left behind."""
+
+    def __init__(self, model: str, *, engine: EngineHandle | None = None, **options: Any) -> None:
+        values = {"dtype": "float32", "threads": 1, "log_level": "warning", **options}
+        self.options = ServerOptions(model=model, port=0, **values)
+        self.engine = engine or EngineProcess(self.options, log_level="warning")
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="test-server", daemon=True)
+        self._thread.start()
+        self.server: Server = self.run(self._start())
+
+    async def _start(self) -> Server:
+        server = Server(self.options, self.engine, load_assets(self.options))
+        await server.start()
+        return server
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.server.port}"
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout=120)
+
+    def stats(self) -> dict[str, Any]:
+        return self.engine.query("stats").result(timeout=60)
+
+    def drained(self, timeout: float = 60.0) -> dict[str, Any]:
+        """Waits until no request is live in front and engine, then checks every pool. Returns the counters."""
+
+        async def wait() -> None:
+            async with asyncio.timeout(timeout):
+                while self.server.frontend.live or (await asyncio.wrap_future(self.engine.query("stats")))["live"]:
+                    await asyncio.sleep(0.005)
+
+        self.run(wait())
+        return self.engine.query("integrity").result(timeout=60)
+
+    def close(self) -> None:
+        self.run(self.server.stop(grace=0))
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+    def __enter__(self) -> RunningServer:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None and self.engine.alive:
+                self.drained()
+        finally:
+            self.close()
