@@ -145,8 +145,7 @@ def error_from_status(code: str, message: str, details: StatusDetails, *, reques
         request_id: the caller's own id for the request, used where the status names none.
     """
     kind = _kind(code, message, details.reason)
-    if details.fields and not any(name and name in message for name, _ in details.fields):
-        message = f"{message} [{'; '.join(': '.join(part for part in pair if part) for pair in details.fields)}]"
+    message = _with_fields(message, details.fields)
     retryable = not details.no_retry and (
         (kind in (Unavailable, Overloaded) and details.reason not in _NOT_RETRYABLE_REASONS)
         or (kind is RateLimited and (details.reason == "RATE_LIMITED" or details.retry_after is not None))
@@ -159,6 +158,16 @@ def error_from_status(code: str, message: str, details: StatusDetails, *, reques
         retry_after=details.retry_after,
         metadata=details.metadata,
     )
+
+
+def _with_fields(message: str, fields: list[tuple[str, str]]) -> str:
+    """The message, and of each wrong field what it does not say itself."""
+    notes = []
+    for name, description in fields:
+        unsaid = [] if name.rpartition(".")[2] in message else [name]
+        notes.append(": ".join(unsaid + ([description] if description and description not in message else [])))
+    notes = [note for note in notes if note]
+    return f"{message} [{'; '.join(notes)}]" if notes else message
 
 
 def _kind(code: str, message: str, reason: str) -> type[SaccadeError]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from saccade.client import Responses, SyncClient
@@ -80,18 +81,30 @@ class LocalClient(SyncClient):
     def _generate(
         self, request: inference_pb2.GenerateRequest, timeout: float | None
     ) -> inference_pb2.GenerateResponse:
-        with _translated(request.request_id):
-            response: inference_pb2.GenerateResponse = self._engine().generate(request, timeout)
+        engine = self._engine()
+        with self._ended_by_close(request.request_id), _translated(request.request_id):
+            response: inference_pb2.GenerateResponse = engine.generate(request, timeout)
             return response
 
     def _stream(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Responses:
-        return _LocalResponses(self._engine().stream(request, timeout), request.request_id)
+        return _LocalResponses(self, self._engine().stream(request, timeout), request.request_id)
+
+    @contextmanager
+    def _ended_by_close(self, request_id: str) -> Iterator[None]:
+        """Whatever the engine says of a call that `close` has cut short, the caller gets Cancelled, as over gRPC."""
+        try:
+            yield
+        except SaccadeError as error:
+            if self._closed:
+                raise Cancelled("the client has been closed", request_id=request_id) from error
+            raise
 
 
 class _LocalResponses:
     """The messages of one stream of the engine, whose generator only the thread that reads it may close."""
 
-    def __init__(self, generator: Any, request_id: str) -> None:
+    def __init__(self, client: LocalClient, generator: Any, request_id: str) -> None:
+        self._client = client
         self._generator = generator
         self._request_id = request_id
         self._closed = False
@@ -100,7 +113,9 @@ class _LocalResponses:
         return self
 
     def __next__(self) -> inference_pb2.StreamGenerateResponse:
-        with _translated(self._request_id):
+        if self._client._closed:
+            raise Cancelled("the client has been closed", request_id=self._request_id)
+        with self._client._ended_by_close(self._request_id), _translated(self._request_id):
             response: inference_pb2.StreamGenerateResponse = next(self._generator)
         if self._closed:
             self._generator.close()

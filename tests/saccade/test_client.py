@@ -164,7 +164,16 @@ def test_details_reach_the_error(address: str, script: Script) -> None:
     assert error.metadata == {"limit": "512", "got": "600"}
     assert error.retry_after == 1.5
     assert error.request_id == "the-servers-own"
-    assert "chat.messages" in str(error)
+    assert error.message == "too long [chat.messages: is wrong]"
+
+
+def test_a_message_does_not_say_the_same_twice() -> None:
+    def message(text: str, *fields: tuple[str, str]) -> str:
+        return errors.error_from_status("INVALID_ARGUMENT", text, errors.StatusDetails(fields=list(fields))).message
+
+    assert message("top_p is 2", ("sampling.top_p", "top_p is 2")) == "top_p is 2"
+    assert message("not in [0, 1]", ("sampling.top_p", "not in [0, 1]")) == "not in [0, 1] [sampling.top_p]"
+    assert message("two wrong", ("a.x", "y"), ("b", "")) == "two wrong [a.x: y; b]"
 
 
 def test_an_error_survives_pickling() -> None:
