@@ -1,6 +1,7 @@
 """Unmasked attention over packed sequences, in torch; the maths, FLOPs and bytes are in README.md.
 
-R packed rows, S rows of one sequence, N neighbouring sequences of one length, H heads, D features per head.
+R packed rows, S rows of one sequence, N neighbouring sequences of one length, H heads, D features per head; G = N x H,
+B query rows of a block, E = D + 1.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-ROW_BLOCK = 256
+ROW_BLOCK = 128
 """Query rows whose scores are held at once, where scores are held at all."""
 SCORE_BYTES = 4 << 20
 """Score bytes of short sequences worked on together; beyond, a second-level cache is left."""
@@ -87,23 +88,36 @@ def blocked_attention(q_NHSD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor, scale: flo
     again with the true maximum.
     """
     count, heads, length, width = q_NHSD.shape
-    scaled_NHSD = q_NHSD * scale
+    groups, block = count * heads, min(ROW_BLOCK, length)
+    queries_GSE = q_NHSD.new_empty(groups, length, width + 1)
+    keys_GSE = q_NHSD.new_ones(groups, length, width + 1)
+    torch.mul(q_NHSD, scale, out=queries_GSE.view(count, heads, length, width + 1)[..., :width])
+    keys_GSE.view(count, heads, length, width + 1)[..., :width] = k_NHSD
+    v_GSD = v_NHSD.reshape(groups, length, width)
     stride = max(min(SHIFT_STRIDE, length // 32), 1)
-    sample_NHDK = k_NHSD[:, :, ::stride].transpose(-1, -2)
-    shifted_NHSE = q_NHSD.new_empty(count, heads, length, width + 1)
-    shifted_NHSE[..., :width] = scaled_NHSD
-    torch.neg(torch.matmul(scaled_NHSD, sample_NHDK).amax(-1), out=shifted_NHSE[..., width])
-    keys_NHSE = k_NHSD.new_ones(count, heads, length, width + 1)
-    keys_NHSE[..., :width] = k_NHSD
-    keys_NHES = keys_NHSE.transpose(-1, -2)
-    v_NHSD = v_NHSD.contiguous()
-    for start in range(0, length, ROW_BLOCK):
-        block = slice(start, start + ROW_BLOCK)
-        queries = shifted_NHSE[:, :, block]
-        weights = torch.matmul(queries, keys_NHES).exp_()
-        total = weights.sum(-1, keepdim=True, dtype=torch.float32)
-        if not bool((total <= FAR_TOTAL * length).all()):
-            queries[..., width] -= torch.matmul(queries, keys_NHES).amax(-1)
-            weights = torch.matmul(queries, keys_NHES).exp_()
-            total = weights.sum(-1, keepdim=True, dtype=torch.float32)
-        out_NHSD[:, :, block] = torch.matmul(weights, v_NHSD) / total
+    sampled_GSK = torch.bmm(queries_GSE[..., :width], keys_GSE[:, ::stride, :width].transpose(1, 2))
+    torch.neg(sampled_GSK.amax(-1), out=queries_GSE[..., width])
+    keys_GES = keys_GSE.transpose(1, 2)
+    # One piece of memory for all blocks: allocated anew, each would be returned to the system and faulted in again.
+    weights = q_NHSD.new_empty(groups * block * length)
+    mixed = q_NHSD.new_empty(groups * block * width)
+    for start in range(0, length, block):
+        rows = min(block, length - start)
+        queries_GBE = queries_GSE[:, start : start + rows]
+        weights_GBS = weights[: groups * rows * length].view(groups, rows, length)
+        mixed_GBD = mixed[: groups * rows * width].view(groups, rows, width)
+        total_GB1 = _exponentials(queries_GBE, keys_GES, weights_GBS)
+        if not bool((total_GB1 <= FAR_TOTAL * length).all()):
+            queries_GBE[..., width] -= torch.bmm(queries_GBE, keys_GES, out=weights_GBS).amax(-1)
+            total_GB1 = _exponentials(queries_GBE, keys_GES, weights_GBS)
+        torch.bmm(weights_GBS, v_GSD, out=mixed_GBD)
+        torch.div(
+            mixed_GBD.view(count, heads, rows, width),
+            total_GB1.view(count, heads, rows, 1),
+            out=out_NHSD[:, :, start : start + rows],
+        )
+
+
+def _exponentials(queries_GBE: Tensor, keys_GES: Tensor, weights_GBS: Tensor) -> Tensor:
+    """Writes `exp(q k)` to `weights_GBS`; returns the rows' totals `[G, B, 1]` in float32."""
+    return torch.bmm(queries_GBE, keys_GES, out=weights_GBS).exp_().sum(-1, keepdim=True, dtype=torch.float32)
