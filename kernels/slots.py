@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MAX_RUN = 16
+MAX_RUN = 4
 """Rows worked on together: more would push their states out of the cache between two passes."""
 
 

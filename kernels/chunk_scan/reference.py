@@ -12,6 +12,9 @@ from torch import Tensor
 
 from kernels.chunk_scan.plan import Chunk
 
+LOG2_E = 1.4426950408889634
+"""Decays are powers of 2: `exp` on a CPU is 10 to 100 times slower than `exp2` at -inf and near underflow."""
+
 
 def chunk_scan(
     pool_SHPN: Tensor,
@@ -86,25 +89,25 @@ def _scan_chunk(
     groups, state = b_LGN.shape[1:]
     grouped = h_HPN.view(groups, heads // groups * width, state)
     b, c = b_LGN.transpose(0, 1), c_LGN.transpose(0, 1)
-    sums = torch.cumsum(dt_LH * A_H, 0)
+    sums = torch.cumsum(dt_LH * (A_H * LOG2_E), 0)
     by_head = sums.t().contiguous()
     input_LHP = x_LHP * dt_LH[:, :, None]
 
     mix = by_head[:, :, None] - by_head[:, None, :]
-    mix.add_(mask[:length, :length]).exp_()
+    mix.add_(mask[:length, :length]).exp2_()
     mix.view(groups, -1, length, length).mul_(torch.bmm(c, b.transpose(1, 2))[:, None])
     inner = torch.bmm(mix, input_LHP.transpose(0, 1)).transpose(0, 1)
     if fresh:
         out_LHP.copy_(inner)
     else:
         carried = torch.bmm(c, grouped.transpose(1, 2)).view(groups, length, -1, width).transpose(0, 1)
-        decay = torch.exp(sums).view(length, groups, -1, 1)
+        decay = torch.exp2(sums).view(length, groups, -1, 1)
         torch.addcmul(inner.view(carried.shape), carried, decay, out=out_LHP.view(carried.shape))
 
-    input_LHP *= torch.exp(sums[-1] - sums)[:, :, None]
+    input_LHP *= torch.exp2(sums[-1] - sums)[:, :, None]
     weighted = input_LHP.view(length, groups, -1).permute(1, 2, 0)
     if fresh:
         torch.bmm(weighted, b, out=grouped)
     else:
-        h_HPN.mul_(torch.exp(sums[-1])[:, None, None])
+        h_HPN.mul_(torch.exp2(sums[-1])[:, None, None])
         grouped.baddbmm_(weighted, b)

@@ -37,8 +37,9 @@ def decode_attention(
     count = -(-longest // size)
     tables = tables_RW[:, :count]
     tables = torch.where(tables < 0, tables[:, :1].clamp(min=0), tables)
-    kv = pool_B2SKP.index_select(0, tables.reshape(-1)).view(rows, count, 2, size, kv_heads, width)
-    k, v = (kv[:, :, i].reshape(rows, count * size, kv_heads, width).transpose(1, 2) for i in (0, 1))
+    pages = tables.reshape(-1)
+    shape = (rows, count * size, kv_heads, width)
+    k, v = (pool_B2SKP[:, i].index_select(0, pages).view(shape).transpose(1, 2) for i in (0, 1))
     q = q_RQP.view(rows, kv_heads, heads // kv_heads, width)
     open_RS = torch.arange(count * size, device=q.device) < lengths_R[:, None]
     bias = torch.zeros(open_RS.shape, dtype=q.dtype, device=q.device).masked_fill_(~open_RS, float("-inf"))
@@ -84,8 +85,9 @@ def extend_attention(
 def _gather(pool_B2SKP: Tensor, table_W: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """The first `length` keys and values of one row, `[length, K, P]` each."""
     size = pool_B2SKP.shape[2]
-    kv = pool_B2SKP.index_select(0, table_W[: -(-length // size)])
-    return tuple(kv[:, i].reshape(-1, *kv.shape[3:])[:length] for i in (0, 1))  # type: ignore[return-value]
+    pages = table_W[: -(-length // size)]
+    k, v = (pool_B2SKP[:, i].index_select(0, pages).flatten(0, 1)[:length] for i in (0, 1))
+    return k, v
 
 
 def _repeat(x_1KSP: Tensor, times: int) -> Tensor:

@@ -13,8 +13,19 @@ FIRST_CANDIDATES = 64
 
 
 def greedy(logits_RV: Tensor) -> Tensor:
-    """`[R]` int64: the largest logit, the lowest id among equals."""
-    return logits_RV.argmax(-1)
+    """`[R]` int64: the largest logit, the lowest id among equals.
+
+    In two levels, because `argmax` of a whole row is not vectorised where `amax` is (bfloat16: 10 times slower).
+    """
+    rows, vocab = logits_RV.shape
+    if vocab < 2 * BLOCK:
+        return logits_RV.argmax(-1)
+    if vocab % BLOCK:
+        logits_RV = torch.nn.functional.pad(logits_RV, (0, -vocab % BLOCK), value=float("-inf"))
+    blocks = logits_RV.view(rows, -1, BLOCK)
+    block = blocks.amax(-1).argmax(-1)
+    inside = blocks.gather(1, block[:, None, None].expand(rows, 1, BLOCK))[:, 0]
+    return block * BLOCK + inside.argmax(-1)
 
 
 def penalise(
