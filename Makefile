@@ -30,15 +30,18 @@ $(STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Saccade needs Python 3.11 or newer; say make PYTHON=python3.11 ...")'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@# torch goes first and alone, because the index's default build brings gigabytes of CUDA libraries.
+	@cp constraints.txt $(VENV)/constraints.txt
 	@if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then \
-	  echo "NVIDIA GPU found: torch $(TORCH) with CUDA"; $(PY) -m pip install --quiet 'torch==$(TORCH)'; \
+	  echo "NVIDIA GPU found: torch $(TORCH) with CUDA and the triton that it asks for"; \
+	  sed -i '/^triton==/d' $(VENV)/constraints.txt; \
+	  $(PY) -m pip install --quiet 'torch==$(TORCH)'; \
 	else \
 	  echo "no NVIDIA GPU: torch $(TORCH) for the CPU"; \
 	  $(PY) -m pip install --quiet 'torch==$(TORCH)+cpu' 2>/dev/null \
 	  || $(PY) -m pip install --quiet --retries 1 --timeout 15 --index-url https://download.pytorch.org/whl/cpu 'torch==$(TORCH)' \
 	  || $(PY) -m pip install --quiet 'torch==$(TORCH)'; \
 	fi
-	$(PY) -m pip install --quiet -c constraints.txt -e ./saccade -e '.[dev]'
+	$(PY) -m pip install --quiet -c $(VENV)/constraints.txt -e ./saccade -e '.[dev]'
 	@rm -f $(VENV)/.saccade-setup-*
 	@touch $@
 
