@@ -1,0 +1,267 @@
+"""Side by side with another server on the same checkpoint and the same requests.
+
+    python -m benchmarks.compare --peer transformers [--rounds 3] [--only decode,prefill,omni]
+
+Ours runs behind its gRPC server, the peer in a process of its own; in each round both sides run each workload in turn,
+and what is printed is medians and their ratios. The ceilings are measured in the same run: a decode step at batch b reads
+the weights once and each request's state twice, so tokens/s cannot pass b / (bytes / bandwidth); a prefill cannot pass
+2 FLOP a parameter and token over the rate of a large product. Run it on an idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import io
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+import saccade
+from benchmarks import machine, models
+from service.cli import ServerProcess
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PROMPT = 128
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests that start together; `new_tokens` each."""
+
+    name: str
+    prompts: list[list[int]]
+    pictures: list[list[Path]]
+    new_tokens: int
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self.prompts) * self.new_tokens
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+
+def text_workload(name: str, requests: int, new_tokens: int) -> Workload:
+    rng = random.Random(requests)
+    prompts = [[rng.randrange(3, models.VOCAB - 1) for _ in range(PROMPT)] for _ in range(requests)]
+    return Workload(name, prompts, [[] for _ in prompts], new_tokens)
+
+
+def picture_workload(name: str, folder: Path, sizes: Sequence[tuple[int, int]], new_tokens: int) -> Workload:
+    rng = random.Random(len(sizes))
+    prompts, pictures = [], []
+    for i, (width, height) in enumerate(sizes):
+        file = folder / f"{name.replace(' ', '-')}-{i}.png"
+        buffer = io.BytesIO()
+        Image.frombytes("RGB", (width, height), rng.randbytes(3 * width * height)).save(buffer, "PNG", compress_level=1)
+        file.write_bytes(buffer.getvalue())
+        prompts.append([models.IMAGE_TOKEN, *(rng.randrange(3, models.VOCAB - 1) for _ in range(32))])
+        pictures.append([file])
+    return Workload(name, prompts, pictures, new_tokens)
+
+
+MIXED = [(224, 224), (512, 512), (320, 240), (256, 384), (448, 448), (224, 320), (384, 512), (336, 336)]
+
+
+def workloads(folder: Path, only: set[str]) -> tuple[list[Workload], list[Workload]]:
+    """(text workloads, picture workloads)"""
+    text, omni = [], []
+    if "decode" in only:
+        text += [text_workload(f"decode {c}", c, 128 if c == 1 else 64) for c in (1, 8, 32)]
+    if "prefill" in only:
+        text += [text_workload("prefill 1x128", 1, 1), text_workload("prefill 32x128", 32, 1)]
+    if "omni" in only:
+        omni.append(picture_workload("picture 1", folder, [(512, 384)], 33))
+        omni.append(picture_workload("pictures 8", folder, MIXED, 33))
+    return text, omni
+
+
+class Ours:
+    """Our server behind gRPC, one client thread per request."""
+
+    def __init__(self, model: Path) -> None:
+        self._server = ServerProcess([str(model), "--dtype", "bfloat16", "--max-seqs", "32", "--log-level", "warning"])
+        self._client = saccade.Client(self._server.address)
+        self._pool = ThreadPoolExecutor(32)
+
+    def run(self, workload: Workload) -> tuple[float, float]:
+        """(seconds, seconds to the last request's first token)"""
+        started = time.perf_counter()
+
+        def ask(index: int) -> float:
+            first = 0.0
+            # Other bytes behind the picture, which decoders ignore, make it another picture to the embedding cache.
+            images = [file.read_bytes() + os.urandom(8) for file in workload.pictures[index]]
+            with self._client.stream(
+                workload.prompts[index], images=images, max_tokens=workload.new_tokens, temperature=0, ignore_eos=True
+            ) as stream:
+                for _ in stream:
+                    first = first or time.perf_counter() - started
+                assert len(stream.final().token_ids) == workload.new_tokens
+            return first
+
+        firsts = list(self._pool.map(ask, range(len(workload.prompts))))
+        return time.perf_counter() - started, max(firsts)
+
+    def close(self) -> None:
+        self._client.close()
+        self._pool.shutdown()
+        self._server.stop()
+
+
+class Transformers:
+    """The peer process."""
+
+    def __init__(self, model: Path, omni: bool) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.peer_transformers"], cwd=ROOT, text=True, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        self._ask({"load": str(model), "omni": omni})
+
+    def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the peer ended with code {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def run(self, workload: Workload) -> tuple[float, float]:
+        answer = self._ask(
+            {
+                "prompts": workload.prompts,
+                "pictures": [[str(file) for file in files] for files in workload.pictures],
+                "new_tokens": workload.new_tokens,
+            }
+        )
+        assert answer["tokens"] == workload.output_tokens
+        return answer["seconds"], 0.0
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def floor_seconds(workload: Workload, ceilings: dict[str, float]) -> float | None:
+    """The least time the machine could need for a text workload: the prompt's products, then one pass over weights and
+    state for each further token."""
+    if any(workload.pictures):
+        return None
+    hidden, mlp, inner, heads, state, groups = 768, 3072, 1536, 24, 128, 4
+    mamba = hidden * (2 * inner + 2 * groups * state + heads) + inner * hidden
+    attention = 2 * hidden * hidden + 2 * hidden * 256
+    body = 7 * mamba + 7 * 2 * hidden * mlp + 2 * attention
+    head = hidden * models.VOCAB
+    requests = len(workload.prompts)
+    rate, bandwidth = ceilings["bf16_gflop_s"] * 1e9, ceilings["read_gb_s"] * 1e9
+    prefill = 2 * (body * workload.prompt_tokens + head * requests) / rate
+    state_bytes = 7 * heads * 64 * state * 4 * 2
+    step = max((2 * (body + head) + requests * state_bytes) / bandwidth, 2 * (body + head) * requests / rate)
+    return prefill + step * (workload.new_tokens - 1)
+
+
+def measure(
+    side_by_side: list[tuple[Path, bool, list[Workload]]], rounds: int, ceilings: dict[str, float]
+) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for model, omni, loads in side_by_side:
+        if not loads:
+            continue
+        ours, peer = Ours(model), Transformers(model, omni)
+        try:
+            for load in loads:  # once to warm both up
+                ours.run(load)
+                peer.run(load)
+            times: dict[str, list[tuple[float, float, float]]] = {load.name: [] for load in loads}
+            for _ in range(rounds):
+                for load in loads:
+                    mine, first = ours.run(load)
+                    times[load.name].append((mine, first, peer.run(load)[0]))
+        finally:
+            ours.close()
+            peer.close()
+        for load in loads:
+            mine, first, theirs = (statistics.median(column) for column in zip(*times[load.name], strict=True))
+            counted = load.prompt_tokens if load.new_tokens == 1 else load.output_tokens
+            floor = floor_seconds(load, ceilings)
+            rows.append(
+                {
+                    "workload": load.name,
+                    "ours_s": mine,
+                    "ours_first_token_s": first,
+                    "peer_s": theirs,
+                    "ours_tokens_s": counted / mine,
+                    "peer_tokens_s": counted / theirs,
+                    "ratio": theirs / mine,
+                    "floor_fraction": floor / mine if floor else None,
+                    "all": times[load.name],
+                }
+            )
+            print(format_row(rows[-1]), flush=True)
+    return rows
+
+
+def format_row(row: dict[str, Any]) -> str:
+    floor = f"{row['floor_fraction']:6.0%} of the floor" if row["floor_fraction"] else ""
+    return (
+        f"{row['workload']:16} ours {row['ours_tokens_s']:8.0f} tok/s {row['ours_s']:7.3f} s   "
+        f"peer {row['peer_tokens_s']:8.0f} tok/s {row['peer_s']:7.3f} s   ratio {row['ratio']:5.2f}   {floor}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", choices=["transformers"], default="transformers")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="decode,prefill,omni", help="comma-separated kinds of workload")
+    parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
+    parser.add_argument("--write", action="store_true", help="write a dated result under benchmarks/results")
+    arguments = parser.parse_args(argv)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    load = machine.load()
+    if load > 0.5:
+        print(f"warning: the load is {load:.1f}; on a busy machine only the ratios mean anything", file=sys.stderr)
+    ceilings = machine.ceilings()
+    print(json.dumps({**machine.describe(), **ceilings, "load": load}))
+    with tempfile.TemporaryDirectory() as folder:
+        text, omni = workloads(Path(folder), set(arguments.only.split(",")))
+        sides = [(models.text_model(arguments.folder), False, text), (models.omni_model(arguments.folder), True, omni)]
+        rows = measure(sides, arguments.rounds, ceilings)
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python -m benchmarks.compare", *(sys.argv[1:] if argv is None else argv)]),
+        "machine": machine.describe(),
+        "load_before": load,
+        "ceilings": ceilings,
+        "rows": rows,
+    }
+    if arguments.write:
+        RESULTS.mkdir(exist_ok=True)
+        path = RESULTS / f"{result['date']}-compare-{arguments.peer}.json"
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"written to {path.relative_to(ROOT)}", file=sys.stderr)
+    print(json.dumps({row["workload"]: {"ratio": round(row["ratio"], 3)} for row in rows}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

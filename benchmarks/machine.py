@@ -1,0 +1,60 @@
+"""What this machine can do at best, and what it is: the lines that every result carries."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from pathlib import Path
+
+import torch
+
+
+def describe() -> dict[str, str | int]:
+    """Processor, cores, memory and versions."""
+    model = platform.processor() or "unknown"
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = dict(line.split(":", 1) for line in cpuinfo.read_text().splitlines() if ":" in line)
+        model = {k.strip(): v.strip() for k, v in lines.items()}.get("model name", model)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "processor": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory / 2**30),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def load() -> float:
+    """Runnable processes over the last minute: above about 0.5 before a run, the numbers are somebody else's too."""
+    return os.getloadavg()[0]
+
+
+def read_bandwidth(size: int = 1 << 30, repeats: int = 5) -> float:
+    """Bytes per second at which all cores together read memory that no cache holds: the best of some sums."""
+    data = torch.ones(size // 4, dtype=torch.float32)
+    data.sum()
+    best = min(_timed(data.sum) for _ in range(repeats))
+    return size / best
+
+
+def matmul_rate(dtype: torch.dtype = torch.bfloat16, side: int = 2048, repeats: int = 5) -> float:
+    """FLOP per second of a large square product: the best of some."""
+    a, b = torch.randn(side, side, dtype=dtype), torch.randn(side, side, dtype=dtype)
+    a @ b
+    best = min(_timed(lambda: a @ b) for _ in range(repeats))
+    return 2 * side**3 / best
+
+
+def ceilings() -> dict[str, float]:
+    """Read bandwidth in GB/s and bf16 products in GFLOP/s."""
+    return {"read_gb_s": read_bandwidth() / 1e9, "bf16_gflop_s": matmul_rate() / 1e9}
+
+
+def _timed(function: object) -> float:
+    assert callable(function)
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started

@@ -1,0 +1,74 @@
+"""The random checkpoints that comparisons run on: written once, by transformers, into a cache folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+PATTERN = "M-M-M*-M-M-M*-M-"
+VOCAB = 32000
+IMAGE_TOKEN = 31999
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 768,
+    "layers_block_type": [KINDS[k] for k in PATTERN],
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 3072,
+    "ssm_state_size": 128,
+    "mamba_num_heads": 24,
+    "mamba_head_dim": 64,
+    "n_groups": 4,
+    "chunk_size": 128,
+    "max_position_embeddings": 8192,
+    "time_step_min": 1e-9,
+}
+"""116 M parameters, 66 M of them outside the embeddings."""
+VISION: dict[str, Any] = {
+    "model_type": "radio",
+    "hidden_size": 384,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 6,
+    "patch_size": 16,
+    "max_img_size": 2048,
+    "video_temporal_patch_size": 2,
+}
+"""A ViT-S of RADIO's kind."""
+IMAGE_RULE = {"patch_size": 16, "min_num_patches": 64, "max_num_patches": 1024}
+
+
+def text_model(folder: Path) -> Path:
+    """The 116 M decoder alone, in bf16."""
+    return _write(folder / "nemotron-h-116m", vision=False)
+
+
+def omni_model(folder: Path) -> Path:
+    """The same decoder under the ViT, in bf16."""
+    return _write(folder / "omni-116m-radio-s", vision=True)
+
+
+def _write(path: Path, *, vision: bool) -> Path:
+    if (path / "complete").exists():
+        return path
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+    from transformers.models.nemotron_h_omni.configuration_nemotron_h_omni import NemotronH_Omni_Reasoning_V3_Config
+    from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import NemotronH_Omni_Reasoning_V3
+
+    torch.manual_seed(0)
+    if vision:
+        config = NemotronH_Omni_Reasoning_V3_Config(
+            text_config=TEXT, vision_config=VISION, audio_config=None, projector_hidden_size=1536,
+            vision_hidden_size=VISION["hidden_size"], image_token_id=IMAGE_TOKEN,
+        )  # fmt: skip
+        model: Any = NemotronH_Omni_Reasoning_V3(config)
+    else:
+        model = NemotronHForCausalLM(NemotronHConfig(**TEXT))
+    model.to(torch.bfloat16).save_pretrained(path)
+    (path / "preprocessor_config.json").write_text(json.dumps(IMAGE_RULE))
+    (path / "complete").touch()
+    return path

@@ -1,0 +1,90 @@
+"""The peer's side of `benchmarks.compare`: transformers in a process of its own, one JSON command a line on stdin.
+
+    {"load": DIR, "omni": bool}                                  -> {"parameters": N}
+    {"prompts": [[id, ...], ...], "pictures": [[file, ...], ...],
+     "new_tokens": N}                                            -> {"seconds": s, "tokens": n}
+
+Prompts of one length run as one batch; ragged ones one after another, which is how the library takes them best.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class Peer:
+    """One loaded model."""
+
+    def __init__(self, path: str, omni: bool) -> None:
+        from transformers import NemotronHForCausalLM
+        from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import NemotronH_Omni_Reasoning_V3
+
+        kind: Any = NemotronH_Omni_Reasoning_V3 if omni else NemotronHForCausalLM
+        self.model = kind.from_pretrained(path, dtype=torch.bfloat16).eval()
+        self.vision = None
+        if omni:
+            from service.checkpoint import Checkpoint
+
+            self.vision = Checkpoint(Path(path)).config.vision
+
+    @torch.inference_mode()
+    def run(self, prompts: list[list[int]], pictures: list[list[str]], new_tokens: int) -> tuple[float, int]:
+        """Seconds, and output tokens. Decoding and resizing pictures is left out of the time, in the peer's favour."""
+        inputs = [self._inputs(prompt, files) for prompt, files in zip(prompts, pictures, strict=True)]
+        started = time.perf_counter()
+        if not any(pictures) and len({len(prompt) for prompt in prompts}) == 1:
+            inputs = [{"input_ids": torch.cat([i["input_ids"] for i in inputs])}]
+        tokens = 0
+        for entry in inputs:
+            entry["attention_mask"] = torch.ones_like(entry["input_ids"])
+            output = self.model.generate(
+                **entry, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, use_cache=True
+            )
+            tokens += output.shape[0] * (output.shape[1] - entry["input_ids"].shape[1])
+        return time.perf_counter() - started, tokens
+
+    def _inputs(self, prompt: list[int], files: list[str]) -> dict[str, torch.Tensor]:
+        if not files:
+            return {"input_ids": torch.tensor([prompt])}
+        from encoder.images import decode_image
+        from encoder.preprocess import patchify
+
+        assert self.vision is not None
+        images = [patchify(decode_image(Path(f).read_bytes()), self.vision, torch.bfloat16) for f in files]
+        token = self.model.config.image_token_id
+        sizes = iter(images)
+        widened = [i for t in prompt for i in ([t] * next(sizes).tokens if t == token else [t])]
+        return {
+            "input_ids": torch.tensor([widened]),
+            "pixel_values": torch.cat([image.patches for image in images]),
+            "image_grid_hw": torch.tensor([image.grid for image in images]),
+        }
+
+
+def main() -> None:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    peer: Peer | None = None
+    for line in sys.stdin:
+        command = json.loads(line)
+        if "load" in command:
+            peer = Peer(command["load"], command["omni"])
+            answer: dict[str, Any] = {"parameters": sum(p.numel() for p in peer.model.parameters())}
+        else:
+            assert peer is not None
+            seconds, tokens = peer.run(command["prompts"], command["pictures"], command["new_tokens"])
+            answer = {"seconds": seconds, "tokens": tokens}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
