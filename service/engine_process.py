@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
 
+from kernels.host_memory import keep_freed_memory
 from service import wire
 from service.config import EngineOptions
 
@@ -31,6 +32,7 @@ def main(descriptor: int) -> int:
     logging.basicConfig(
         level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    keep_freed_memory()
     try:
         return _serve(connection, options)
     except (EOFError, ConnectionError, BrokenPipeError):
