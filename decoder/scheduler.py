@@ -23,15 +23,15 @@ class Row:
     sequence: Sequence
     count: int
     start: int
+    samples: bool = field(init=False)
+    """True when the row reaches the last token that there is at this step, so that the next one can be drawn."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "samples", self.end == len(self.sequence.tokens))
 
     @property
     def end(self) -> int:
         return self.start + self.count
-
-    @property
-    def samples(self) -> bool:
-        """True when the row reaches the last token, so that the next one can be drawn."""
-        return self.end == len(self.sequence.tokens)
 
     @property
     def kind(self) -> int:

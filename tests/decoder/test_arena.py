@@ -1,0 +1,114 @@
+"""Sizes, views and the numbers in error messages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_decoder import tiny_config
+
+from decoder.arena import Arena, ArenaLayout
+from decoder.config import DecoderConfig, DecoderOptions
+
+
+def nano_12b() -> DecoderConfig:
+    return DecoderConfig(
+        pattern="M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M-",
+        vocab_size=131072,
+        hidden_size=5120,
+        num_attention_heads=40,
+        num_key_value_heads=8,
+        mamba_head_dim=80,
+    )
+
+
+def test_a_slot_of_a_released_model() -> None:
+    """148.9 MB for a slot and 393,216 bytes for a page of 16 tokens: 379 pages, 0.1 % wasted."""
+    layout = ArenaLayout.of(nano_12b(), DecoderOptions(dtype=torch.bfloat16))
+    assert layout.page_bytes == 393_216
+    assert layout.slot_bytes == pytest.approx(148.9e6, rel=1e-3)
+    assert layout.pages_per_block == 379
+    assert layout.block_bytes <= 1.002 * layout.slot_bytes
+
+
+@given(st.sampled_from(["M", "*", "M*", "MM*-", "E"]), st.integers(1, 40), st.integers(1, 200))
+def test_sequences_for_is_the_inverse_of_blocks_for(pattern: str, blocks: int, tokens: int) -> None:
+    layout = ArenaLayout.of(tiny_config(pattern), DecoderOptions())
+    if not layout.slot_bytes and not layout.page_bytes:
+        return
+    count = layout.sequences_for(blocks, tokens)
+    assert layout.blocks_for(count, tokens) <= blocks < layout.blocks_for(count + 1, tokens)
+
+
+def make(pattern: str = "M*M*", **options: int) -> Arena:
+    return Arena(tiny_config(pattern), DecoderOptions(**({"max_seqs": 3, "max_len": 64} | options)))
+
+
+def test_views_of_one_slot_do_not_overlap() -> None:
+    arena = make()
+    arena.buffer.zero_()
+    for layer, (window, state) in enumerate(zip(arena.windows, arena.states, strict=True)):
+        window[1] = layer + 1
+        state[1] = -layer - 1
+    for layer, (window, state) in enumerate(zip(arena.windows, arena.states, strict=True)):
+        assert (window[1] == layer + 1).all() and (state[1] == -layer - 1).all()
+        assert (window[0] == 0).all() and (window[2] == 0).all() and (state[0] == 0).all() and (state[2] == 0).all()
+    assert all((kv[2 * arena.layout.pages_per_block :] == 0).all() for kv in arena.kv)
+
+
+def test_pages_of_a_block_lie_in_its_bytes() -> None:
+    arena = make()
+    arena.buffer.zero_()
+    per = arena.layout.pages_per_block
+    for kv in arena.kv:
+        kv[per : 2 * per] = 1.0
+    used = arena.buffer.view(arena.pool.num_blocks, -1).ne(0).any(1)
+    assert used.tolist() == [False, True] + [False] * (arena.pool.num_blocks - 2)
+    for layer, kv in enumerate(arena.kv):
+        kv[per] = layer + 2.0
+    assert [kv[per].unique().tolist() for kv in arena.kv] == [[2.0], [3.0]]
+
+
+def test_fresh_pages_are_finite_and_others_untouched() -> None:
+    arena = make()
+    arena.buffer.fill_(255)
+    arena.clear_pages([0, 3])
+    for kv in arena.kv:
+        assert (kv[[0, 3]] == 0).all()
+        assert kv[[1, 2, 4]].isnan().all()
+
+
+def test_saved_content_comes_back_elsewhere() -> None:
+    arena = make()
+    arena.buffer.random_(0, 100)
+    before = [state[0].clone() for state in arena.states], [kv[[8, 6]].clone() for kv in arena.kv]
+    saved = arena.save(0, [8, 6])
+    arena.buffer.zero_()
+    arena.load(2, [9, 10, 11], saved)
+    assert all(torch.equal(state[2], old) for state, old in zip(arena.states, before[0], strict=True))
+    assert all(torch.equal(kv[[9, 10]], old) for kv, old in zip(arena.kv, before[1], strict=True))
+
+
+@pytest.mark.parametrize("pattern", ["M", "*", "-"])
+def test_models_without_one_of_the_kinds(pattern: str) -> None:
+    arena = make(pattern)
+    assert (len(arena.states), len(arena.kv)) == (pattern.count("M"), pattern.count("*"))
+    saved = arena.save(0 if pattern == "M" else -1, [0, 1] if pattern == "*" else [])
+    arena.load(1 if pattern == "M" else -1, [1, 0] if pattern == "*" else [], saved)
+
+
+def test_memory_that_is_too_small_names_what_would_do() -> None:
+    layout = make().layout
+    needed = layout.blocks_for(1, 64)
+    with pytest.raises(ValueError, match=f"at least {needed * layout.block_bytes} bytes") as raised:
+        make(memory_bytes=(needed - 1) * layout.block_bytes)
+    longest = (needed - 2) * layout.pages_per_block * 16
+    assert f"max_len to at most {longest}" in str(raised.value)
+    make(memory_bytes=(needed - 1) * layout.block_bytes, max_len=longest)
+    make(memory_bytes=needed * layout.block_bytes)
+
+
+def test_default_holds_max_seqs_of_max_len() -> None:
+    arena = make()
+    assert arena.layout.sequences_for(arena.pool.num_blocks, 64) == 3

@@ -1,0 +1,122 @@
+"""Superblocks never get lost, shared by mistake or fragmented without bound."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from decoder.blocks import SuperblockPool
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Takes, shares and gives back slots and pages in any order, beside a plain list of who holds what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = SuperblockPool(7, 3)
+        self.slots: list[int] = []
+        self.pages: list[int] = []
+
+    @rule()
+    def take_slot(self) -> None:
+        possible = self.pool.fits(1, 0)
+        slot = self.pool.take_slot()
+        assert (slot is not None) == possible
+        if slot is not None:
+            assert slot not in self.slots
+            self.slots.append(slot)
+
+    @rule(count=st.integers(0, 8))
+    def take_pages(self, count: int) -> None:
+        possible = self.pool.fits(0, count)
+        pages = self.pool.take_pages(count)
+        assert (pages is not None) == possible
+        if pages is not None:
+            assert len(pages) == count
+            assert not set(pages) & set(self.pages)
+            self.pages += pages
+
+    @precondition(lambda self: self.slots)
+    @rule(data=st.data())
+    def share_slot(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(self.slots))
+        self.pool.retain_slot(slot)
+        self.slots.append(slot)
+
+    @precondition(lambda self: self.pages)
+    @rule(data=st.data())
+    def share_page(self, data: st.DataObject) -> None:
+        page = data.draw(st.sampled_from(self.pages))
+        self.pool.retain_pages([page])
+        self.pages.append(page)
+
+    @precondition(lambda self: self.slots)
+    @rule(data=st.data())
+    def release_slot(self, data: st.DataObject) -> None:
+        slot = self.slots.pop(data.draw(st.integers(0, len(self.slots) - 1)))
+        self.pool.release_slot(slot)
+
+    @precondition(lambda self: self.pages)
+    @rule(data=st.data())
+    def release_pages(self, data: st.DataObject) -> None:
+        place = data.draw(st.integers(0, len(self.pages) - 1))
+        self.pool.release_pages(self.pages[place:])
+        del self.pages[place:]
+
+    @invariant()
+    def adds_up(self) -> None:
+        self.pool.check_integrity(self.slots, self.pages)
+        held = {page // 3 for page in self.pages}
+        assert self.pool.free_blocks == 7 - len(set(self.slots)) - len(held)
+        assert self.pool.loose_pages == 3 * len(held) - len(set(self.pages))
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@given(st.integers(0, 3), st.integers(0, 9))
+def test_what_fits_can_be_taken_together(slots: int, pages: int) -> None:
+    pool = SuperblockPool(4, 3)
+    expected = slots + -(-pages // 3) <= 4
+    assert pool.fits(slots, pages) == expected
+    if expected:
+        assert all(pool.take_slot() is not None for _ in range(slots))
+        assert pool.take_pages(pages) is not None
+
+
+def test_slots_come_low_and_pages_high() -> None:
+    pool = SuperblockPool(4, 2)
+    assert [pool.take_slot(), pool.take_slot()] == [0, 1]
+    assert pool.take_pages(3) == [6, 7, 4]
+
+
+def test_partial_blocks_fill_up_before_new_ones_are_opened() -> None:
+    pool = SuperblockPool(3, 4)
+    first = pool.take_pages(6)
+    assert first is not None
+    assert pool.free_blocks == 1
+    pool.release_pages(first[:1])
+    again = pool.take_pages(3)
+    assert again is not None and pool.free_blocks == 1
+    pool.check_integrity([], [*first[1:], *again])
+
+
+def test_models_of_one_kind() -> None:
+    states_only = SuperblockPool(2, 0)
+    assert states_only.take_pages(100) == []
+    assert states_only.fits(2, 100) and not states_only.fits(3, 0)
+    pages_only = SuperblockPool(2, 1, has_slots=False)
+    assert [pages_only.take_slot() for _ in range(5)] == [-1] * 5
+    assert pages_only.take_pages(2) == [1, 0] and pages_only.take_pages(1) is None
+    pages_only.release_slot(-1)
+    pages_only.check_integrity([-1], [0, 1])
+
+
+def test_integrity_notices_a_leak() -> None:
+    pool = SuperblockPool(3, 2)
+    pool.take_slot()
+    with pytest.raises(AssertionError, match="references"):
+        pool.check_integrity([], [])

@@ -1,0 +1,112 @@
+"""What a configuration refuses, and the weights that it expects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_decoder import oracle, tiny_config, weights_of
+
+from decoder.config import DecoderConfig, DecoderOptions
+from decoder.sampling import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        pytest.param({"pattern": ""}, "at least one layer", id="empty-pattern"),
+        pytest.param({"pattern": "MX"}, r"\['X'\]", id="unknown-kind"),
+        pytest.param({"vocab_size": 0}, "vocab_size .* not 0", id="no-vocabulary"),
+        pytest.param({"n_groups": 3}, "4 is not a multiple of n_groups 3", id="groups"),
+        pytest.param({"chunk_size": 100}, "power of two, not 100", id="chunk"),
+        pytest.param({"num_key_value_heads": 3}, "4 is not a multiple of num_key_value_heads 3", id="kv-heads"),
+        pytest.param({"mlp_hidden_act": "swiglu"}, "'swiglu'", id="activation"),
+        pytest.param({"n_group": 3}, "4 is not a multiple of n_group 3", id="expert-groups"),
+        pytest.param({"n_group": 2, "topk_group": 3}, "topk_group 3 is above n_group 2", id="kept-groups"),
+        pytest.param({"num_experts_per_tok": 5}, "5 is above the 4 experts", id="chosen-experts"),
+        pytest.param({"time_step_limit": (1.0, 0.5)}, "not 1.0 to 0.5", id="time-step"),
+    ],
+)
+def test_refused_configurations(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny_config(**{"pattern": "M-*E", **changes})
+
+
+def test_layers_that_are_not_there_are_not_checked() -> None:
+    assert tiny_config("*", n_groups=3, n_group=7).attention_layers == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_seqs": 0}, "max_seqs .* not 0"),
+        ({"max_len": 1}, "max_len .* not 1"),
+        ({"max_chunk": 0}, "max_chunk .* not 0"),
+        ({"memory_share": 1.5}, "memory_share .* not 1.5"),
+        ({"dtype": torch.int8}, "floating"),
+    ],
+)
+def test_refused_options(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DecoderOptions(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"use_bias": True, "mlp_bias": True, "moe_latent_size": 8, "use_conv_bias": False},
+        {"tie_word_embeddings": True},
+    ],
+)
+def test_expected_weights_are_those_of_transformers(changes: dict[str, Any]) -> None:
+    config: DecoderConfig = tiny_config("M-*E", **changes)
+    theirs = {name: tuple(tensor.shape) for name, tensor in weights_of(oracle(config), config).items()}
+    assert config.expected_weights() == theirs
+
+
+def test_attention_biases_are_optional() -> None:
+    config = tiny_config("*", attention_bias=True)
+    prefix = "model.layers.0.mixer."
+    assert config.optional_weights() == {prefix + f"{name}_proj.bias" for name in "qkvo"}
+    assert config.optional_weights() < set(config.expected_weights())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("min_tokens", -1),
+        ("temperature", -0.5),
+        ("temperature", float("nan")),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("top_k", -1),
+        ("min_p", 2.0),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", float("inf")),
+        ("seed", 2**64),
+        ("logprobs", -1),
+        ("logprobs", 5000),
+    ],
+)
+def test_refused_sampling(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{field} must be .*{value}"):
+        SamplingParams(**{field: value})
+
+
+def test_refused_sampling_of_ids() -> None:
+    with pytest.raises(ValueError, match="token -3"):
+        SamplingParams(logit_bias={-3: 1.0})
+    with pytest.raises(ValueError, match="min_tokens 5 is above max_tokens 4"):
+        SamplingParams(min_tokens=5, max_tokens=4)
+    with pytest.raises(ValueError, match="-1"):
+        SamplingParams(stop_token_ids=frozenset({-1}))
+
+
+def test_sampling_does_not_change_behind_its_back() -> None:
+    bias = {1: 2.0}
+    sampling = SamplingParams(logit_bias=bias)
+    bias[1] = 3.0
+    assert sampling.logit_bias[1] == 2.0

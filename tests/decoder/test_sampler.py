@@ -1,0 +1,139 @@
+"""Drawing: what filters keep, what penalties do, and that company changes nothing."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from decoder.request import DecoderRequest, Sequence
+from decoder.sampler import Choice, Sampler
+from decoder.sampling import SamplingParams
+from kernels.sample import uniform
+
+VOCAB = 300
+
+
+def sequence(seat: int, params: SamplingParams, prompt: list[int], output: list[int], **rest: Any) -> Sequence:
+    made = Sequence(DecoderRequest(str(seat), prompt, params, output_ids=output, **rest), seat, 100)
+    made.seat, made.admission = seat, seat
+    return made
+
+
+def naive(logits: Tensor, of: Sequence) -> int:
+    """One row, one token at a time, in Python and float64."""
+    params, row = of.request.sampling, logits.double().tolist()
+    for token, bias in params.logit_bias.items():
+        row[token] += bias
+    output = of.tokens[of.prompt_len :]
+    for token in set(of.tokens):
+        row[token] = row[token] / params.repetition_penalty if row[token] > 0 else row[token] * params.repetition_penalty
+    for token in set(output):
+        row[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
+    if len(output) < params.min_tokens:
+        for token in of.request.eos_token_ids | params.stop_token_ids:
+            row[token] = -math.inf
+    if params.greedy:
+        return row.index(max(row))
+    weights = [math.exp((value - max(row)) / params.temperature) for value in row]
+    order = sorted(range(len(row)), key=lambda token: (-row[token], token))
+    filtered = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+    if params.top_k:
+        order = order[: params.top_k]
+    mass, kept = sum(weights[token] for token in order), []
+    for token in order:
+        if sum(weights[t] for t in kept) >= params.top_p * mass:
+            break
+        if weights[token] >= params.min_p:
+            kept.append(token)
+    if not filtered:
+        kept = list(range(len(row)))
+    target = uniform(params.seed, of.request.sample_index, len(of.tokens), 1).item() * sum(weights[t] for t in kept)
+    for token in kept:
+        target -= weights[token]
+        if target < 0:
+            return token
+    return kept[-1]
+
+
+PARAMS = st.builds(
+    SamplingParams,
+    max_tokens=st.none(),
+    min_tokens=st.sampled_from([0, 5]),
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+    top_p=st.sampled_from([1.0, 0.95, 0.5, 0.01]),
+    top_k=st.sampled_from([0, 1, 7, 100, 299, 1000]),
+    min_p=st.sampled_from([0.0, 0.05, 1.0]),
+    repetition_penalty=st.sampled_from([1.0, 1.3, 0.8]),
+    presence_penalty=st.sampled_from([0.0, 0.5]),
+    frequency_penalty=st.sampled_from([0.0, 0.2]),
+    logit_bias=st.sampled_from([{}, {3: 5.0, 7: -100.0}]),
+    seed=st.integers(0, 2**64 - 1),
+    stop_token_ids=st.sampled_from([frozenset(), frozenset({11})]),
+    logprobs=st.sampled_from([None, 0, 3]),
+)
+
+
+@settings(max_examples=150)
+@given(st.lists(PARAMS, min_size=1, max_size=5), st.sampled_from([0.3, 3.0]), st.integers(0, 1000))
+def test_a_batch_draws_what_each_row_draws(params: list[SamplingParams], scale: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(params), VOCAB, generator=generator) * scale
+    rows = [
+        sequence(seat, item, [1, 2, 3, seat], [5, 5, seat][: seed % 4], eos_token_ids=frozenset({2}), sample_index=seat)
+        for seat, item in enumerate(params)
+    ]
+    choices = Sampler(VOCAB, 8).sample(logits, rows)
+    for row, choice in zip(rows, choices, strict=True):
+        assert Sampler(VOCAB, 8).sample(logits[row.seat : row.seat + 1], [row]) == [choice]
+        assert choice.token == naive(logits[row.seat], row)
+
+
+def test_penalties_follow_the_tokens() -> None:
+    """The buffers of a seat keep up with its sequence, and start anew with a new one."""
+    params = SamplingParams(temperature=0.0, frequency_penalty=1.0, repetition_penalty=1.1)
+    sampler, logits = Sampler(VOCAB, 2), torch.linspace(3.0, -3.0, VOCAB)[None]
+    for admission in range(2):
+        row = sequence(0, params, [9, 9], [])
+        row.admission = admission
+        for _ in range(12):
+            token = sampler.sample(logits, [row])[0].token
+            assert token == naive(logits[0], row)
+            row.tokens.append(token)
+
+
+def test_reported_logprobs_are_of_the_raw_distribution() -> None:
+    logits = torch.randn(1, VOCAB)
+    params = SamplingParams(temperature=0.2, top_k=3, logit_bias={250: 50.0}, logprobs=4)
+    choice = Sampler(VOCAB, 1).sample(logits, [sequence(0, params, [1], [])])[0]
+    raw = torch.log_softmax(logits[0].double(), -1)
+    assert choice.token == 250
+    assert choice.logprob == pytest.approx(raw[250].item(), abs=1e-5)
+    values, ids = raw.topk(4)
+    assert [token for token, _ in choice.top] == ids.tolist()
+    assert [value for _, value in choice.top] == pytest.approx(values.tolist(), abs=1e-5)
+
+
+def test_greedy_takes_the_lowest_of_equals() -> None:
+    logits = torch.zeros(2, VOCAB)
+    logits[1, [40, 200]] = 1.0
+    rows = [sequence(seat, SamplingParams(temperature=0.0), [1], []) for seat in (0, 1)]
+    assert Sampler(VOCAB, 2).sample(logits, rows) == [Choice(0), Choice(40)]
+
+
+def test_frequencies_follow_probabilities() -> None:
+    """4,000 draws of one distribution: within 5 standard deviations of what softmax gives."""
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    count, found = 4000, [0] * 4
+    sampler = Sampler(4, 1)
+    row = sequence(0, SamplingParams(seed=11), [1], [])
+    for position in range(count):
+        row.tokens = [1] * (position + 1)
+        found[sampler.sample(logits, [row])[0].token] += 1
+    for hits, p in zip(found, torch.softmax(logits[0], -1).tolist(), strict=True):
+        assert abs(hits - count * p) < 5 * math.sqrt(count * p * (1 - p))

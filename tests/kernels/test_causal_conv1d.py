@@ -1,0 +1,83 @@
+"""The causal convolution against a loop over its definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels.causal_conv1d import causal_conv1d, causal_conv1d_update
+from kernels.slots import SlotRun
+
+CHANNELS = 6
+
+
+def by_definition(inputs: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """One row: silu(bias + sum_j w[j] x[t - W + 1 + j]), earlier inputs from the window."""
+    taps, history = weight.shape[0], torch.cat((window, inputs)).double()
+    rows = []
+    for t in range(inputs.shape[0]):
+        total = torch.zeros(CHANNELS, dtype=torch.float64) if bias is None else bias.double()
+        for j in range(taps):
+            total = total + weight[j].double() * history[t + j]
+        rows.append(F.silu(total))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("taps", [2, 3, 4])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("lengths", [[1], [2, 1, 3], [130, 5], [300], [4, 128, 129]], ids=str)
+def test_packed_rows(taps: int, biased: bool, lengths: list[int]) -> None:
+    weight, bias = torch.randn(taps, CHANNELS), torch.randn(CHANNELS) if biased else None
+    pool = torch.randn(9, taps - 1, CHANNELS)
+    before = pool.clone()
+    slots, initial = [7, 0, 4][: len(lengths)], [True, False, True][: len(lengths)]
+    x = torch.randn(sum(lengths), CHANNELS)
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    out = causal_conv1d(x, weight, bias, pool, torch.tensor(slots), torch.tensor(initial), starts)
+    for row, part in enumerate(x.split(lengths)):
+        window = before[slots[row]] if initial[row] else torch.zeros(taps - 1, CHANNELS)
+        expected = by_definition(part, window, weight, bias)
+        torch.testing.assert_close(out[starts[row] : starts[row + 1]].double(), expected, rtol=1e-5, atol=1e-5)
+        assert torch.equal(pool[slots[row]], torch.cat((window, part))[-(taps - 1) :])
+    others = [slot for slot in range(9) if slot not in slots]
+    assert torch.equal(pool[others], before[others])
+
+
+def test_update_is_one_token_of_the_packed_form() -> None:
+    weight, bias = torch.randn(4, CHANNELS), torch.randn(CHANNELS)
+    pool = torch.randn(12, 3, CHANNELS)
+    other = pool.clone()
+    slots = torch.tensor([3, 4, 5, 6, 7, 0, 9])
+    x = torch.randn(7, CHANNELS)
+    whole = causal_conv1d(x, weight, bias, other, slots, torch.ones(7, dtype=torch.bool), torch.arange(8))
+    found = causal_conv1d_update(x, weight, bias, pool, slots)
+    torch.testing.assert_close(found, whole)
+    assert torch.equal(pool, other)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_padding_reads_and_writes_nothing(told: bool) -> None:
+    weight, bias = torch.randn(4, CHANNELS), torch.randn(CHANNELS)
+    pool = torch.full((3, 3, CHANNELS), float("nan"))
+    pool[1] = 1.0
+    slots, x = [-1, 1, -1, -1], torch.randn(4, CHANNELS)
+    runs = SlotRun.of(slots) if told else None
+    out = causal_conv1d_update(x, weight, bias, pool, torch.tensor(slots), runs)
+    assert out.isfinite().all()
+    assert pool[[0, 2]].isnan().all() and pool[1].isfinite().all()
+    out = causal_conv1d(
+        x, weight, bias, pool, torch.tensor([-1, 1]), torch.tensor([True, True]), torch.tensor([0, 2, 4])
+    )
+    assert out.isfinite().all() and pool[[0, 2]].isnan().all()
+
+
+def test_state_keeps_its_own_dtype() -> None:
+    weight, pool = torch.randn(4, CHANNELS), torch.zeros(1, 3, CHANNELS, dtype=torch.bfloat16)
+    x = torch.randn(5, CHANNELS).bfloat16()
+    slot, yes = torch.tensor([0]), torch.tensor([True])
+    whole = causal_conv1d(x, weight, None, pool.clone(), slot, yes, torch.tensor([0, 5]))
+    parts = [causal_conv1d_update(x[i : i + 1], weight, None, pool, slot) for i in range(5)]
+    torch.testing.assert_close(torch.cat(parts), whole)
+    assert torch.equal(pool[0], x[2:])
