@@ -272,3 +272,42 @@ def test_a_live_request_id_is_not_taken_twice(server: RunningServer) -> None:
         assert error.value.code() is grpc.StatusCode.ALREADY_EXISTS
         call.cancel()
     server.drained()
+
+
+def test_pictures_that_fill_the_handoff_one_by_one_still_pass(model: Path, local: saccade.LocalClient) -> None:
+    """Room for one picture, requests with three each, sharing some in another order: all end, with the same answers."""
+    shared = [picture(50 + i, (64, 64)) for i in range(4)]
+    requests = [
+        {"prompt": f"{i}", "images": [shared[i % 4], shared[(i + 2) % 4], shared[(3 * i + 1) % 4]], "max_tokens": 6}
+        for i in range(10)
+    ]
+    for request in requests:
+        request |= {"temperature": 0}
+    hidden = local._service._frontend.assets.config.decoder.hidden_size
+    bound = 16 * 4 * hidden  # a picture of 64 x 64 pixels takes 16 tokens
+    with saccade.LocalClient(model, dtype="float32", threads=1, max_seqs=2, max_len=600, handoff_bytes=bound) as small:
+        with ThreadPoolExecutor(10) as pool:
+            together = list(pool.map(lambda request: ask(small, request), requests))
+        stats = small._service.stats(integrity=True)
+    assert together == [ask(local, request) for request in requests]
+    assert stats["handoff"]["used_bytes"] <= bound and stats["handoff"]["revocations"] > 0
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 16, 61])
+def test_any_step_size_gives_the_same(model: Path, local: saccade.LocalClient, step: int) -> None:
+    """Chunked = whole, pictures cut in the middle."""
+    requests = mixed_requests(6)
+    with saccade.LocalClient(
+        model, dtype="float32", threads=1, max_seqs=3, max_len=600, max_batched_tokens=step
+    ) as chunked:
+        with ThreadPoolExecutor(6) as pool:
+            assert list(pool.map(lambda r: ask(chunked, r), requests)) == [ask(local, r) for r in requests]
+
+
+@pytest.mark.parametrize("graphs", ["on", "off"])
+def test_encoder_graphs_change_nothing(model: Path, local: saccade.LocalClient, graphs: str) -> None:
+    with saccade.LocalClient(model, dtype="float32", threads=1, max_len=600, graphs=graphs) as other:
+        for request in mixed_requests(6):
+            assert ask(other, request) == ask(local, request)
+        encoder = other._service.stats()["encoder"]
+    assert encoder["real_tokens"] > 0 and (encoder["padded_tokens"] > 0) == (graphs == "on")
