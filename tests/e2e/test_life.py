@@ -130,7 +130,10 @@ def test_a_taken_port_is_an_error_and_not_shared(server: RunningServer, model: P
     assert done.returncode == 2 and "port" in done.stderr and "Traceback" not in done.stderr
 
 
-LOCAL = "import saccade; c = saccade.LocalClient({model!r}, threads=1); print(c.generate('a', max_tokens=3).usage); c.close()"
+LOCAL = (
+    "import saccade; c = saccade.LocalClient({model!r}, threads=1); "
+    "print(c.generate('a', max_tokens=3).usage); c.close()"
+)
 
 
 @pytest.mark.parametrize("way", ["standard input", "interactive", "-c"])
