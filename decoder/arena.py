@@ -1,8 +1,8 @@
 """The decoder's memory: conv windows, SSM states and KV pages of all layers, in one buffer of superblocks.
 
-A superblock holds either the windows and states of every Mamba layer of one sequence, or `pages_per_block` pages of keys and values
-of `page_size` tokens over every attention layer. Each layer sees the buffer through a strided view, `[slots, ...]` or
-`[pages, ...]`; nothing is copied to change what a superblock is.
+A superblock holds either the windows and states of every Mamba layer of one sequence, or `pages_per_block` pages of
+keys and values of `page_size` tokens over every attention layer. Each layer sees the buffer through a strided view,
+`[slots, ...]` or `[pages, ...]`; nothing is copied to change what a superblock is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tensors of one step, built from the scheduler's rows.
 
-Tokens are packed row after row. The first `updates` rows bring one token each on top of an existing state and take the update path; the
-rows after them are scanned. What a layer needs is here once for all layers.
+Tokens are packed row after row. The first `updates` rows bring one token each on top of an existing state and take
+the update path; the rows after them are scanned. What a layer needs is here once for all layers.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from decoder.scheduler import Row
 from kernels.chunk_scan import Chunk, plan_chunks
 from kernels.slots import SlotRun
 
-
 CHUNK_LIMIT = 64
-"""Longest chunk of the scan: the work inside a chunk grows with its length, and on a CPU shorter ones stay in the cache."""
+"""Longest chunk of the scan: the work inside a chunk grows with its length, and on a CPU shorter ones stay in the
+cache.
+"""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,9 @@ class Batch:
 
 
 class PageTables:
-    """Page numbers of every seat `[max_seqs, width]` int32, on the device; a row is brought up to date before it is used."""
+    """Page numbers of every seat `[max_seqs, width]` int32, on the device; a row is brought up to date before it is
+    used.
+    """
 
     def __init__(self, options: DecoderOptions) -> None:
         width = -(-options.max_len // options.page_size)

@@ -1,7 +1,8 @@
 """Who owns which superblock: the arena's book-keeping. Pure Python, no tensors.
 
-A superblock is free, or one state slot, or a run of `pages_per_block` KV pages. A slot's number is its superblock's; page `p` lies
-in superblock `p // pages_per_block`. Slots are taken from the low end and page blocks from the high end, so that both stay dense.
+A superblock is free, or one state slot, or a run of `pages_per_block` KV pages. A slot's number is its superblock's;
+page `p` lies in superblock `p // pages_per_block`. Slots are taken from the low end and page blocks from the high
+end, so that both stay dense.
 
     free superblock -> take_slot -> slot     -> (retain)* release -> free superblock
     free superblock -> take_pages -> pages   -> (retain)* release -> free superblock once its last page is back
@@ -137,7 +138,9 @@ class SuperblockPool:
         """
         holding = {page // self.pages_per_block for page in self._pages}
         kinds = [set(self._free), set(self._slots), holding | set(self._partial)]
-        assert sum(map(len, kinds)) == self.num_blocks == len(set().union(*kinds)), "a superblock is lost or owned twice"
+        assert sum(map(len, kinds)) == self.num_blocks == len(set().union(*kinds)), (
+            "a superblock is lost or owned twice"
+        )
         assert self._free == sorted(set(self._free))
         for block in holding | set(self._partial):
             used = sum(1 for page in self._pages if page // self.pages_per_block == block)

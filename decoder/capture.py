@@ -1,7 +1,8 @@
 """Which sizes get a captured graph. Pure policy: ints in, ints out.
 
-Two lists that are never one: *mixed* sizes count tokens, *decode* sizes count requests. Neither is ever shortened in silence: a
-size that cannot be is a `ValueError`, and the largest size asked for is always there, on the stride or off it.
+Two lists that are never one: *mixed* sizes count tokens, *decode* sizes count requests. Neither is ever shortened in
+silence: a size that cannot be is a `ValueError`, and the largest size asked for is always there, on the stride or off
+it.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def capture_sizes(
     """Sizes in tokens for graphs of mixed batches, rising.
 
     Without `sizes`: 1, 2, 4 (`interactivity`: every size to 32), then steps of 8 below 256 and of 16 above, up to
-    cap = min(max_capture, max_batched_tokens), and cap itself. With `sizes`: exactly those, sorted, once each; `max_capture` is
-    not looked at, and a size below 1 or above `max_batched_tokens` is a `ValueError`.
+    cap = min(max_capture, max_batched_tokens), and cap itself. With `sizes`: exactly those, sorted, once each;
+    `max_capture` is not looked at, and a size below 1 or above `max_batched_tokens` is a `ValueError`.
     """
     if mode not in MODES:
         raise ValueError(f"mode {mode!r} is not one of {', '.join(MODES)}")
@@ -73,14 +74,14 @@ def check_state_slots(
 ) -> None:
     """`ValueError` when full graphs of `max_seqs` rows would need more state slots than the arena can hold.
 
-    `slots`: superblocks, were all of them slots. `concurrent`: how many requests the arena really serves at once, with their
-    pages; named in the message when given.
+    `slots`: superblocks, were all of them slots. `concurrent`: how many requests the arena really serves at once,
+    with their pages; named in the message when given.
     """
     if not has_mamba or not full_graphs or profiling or max_seqs * slots_per_seq <= slots:
         return
     message = (
-        f"max_seqs {max_seqs} needs {max_seqs * slots_per_seq} state slots ({slots_per_seq} for each request), but the arena "
-        f"holds {slots}: lower max_seqs to at most {slots // slots_per_seq}, or give the arena more memory"
+        f"max_seqs {max_seqs} needs {max_seqs * slots_per_seq} state slots ({slots_per_seq} for each request), but the "
+        f"arena holds {slots}: lower max_seqs to at most {slots // slots_per_seq}, or give the arena more memory"
     )
     if concurrent is not None:
         message += f"; with their KV pages, {concurrent} requests run at once"

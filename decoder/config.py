@@ -1,7 +1,8 @@
 """What a `nemotron_h` decoder is (`DecoderConfig`) and how it is run (`DecoderOptions`).
 
-Field names of `DecoderConfig` are those of the Hugging Face configuration, so that a reader can hold one beside the other;
-the layer types are one string, `pattern`, of `M` (Mamba-2), `*` (attention), `-` (MLP) and `E` (mixture of experts).
+Field names of `DecoderConfig` are those of the Hugging Face configuration, so that a reader can hold one beside the
+other; the layer types are one string, `pattern`, of `M` (Mamba-2), `*` (attention), `-` (MLP) and `E` (mixture of
+experts).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def _require(ok: bool, message: str) -> None:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Shape of the model. Every size is in elements; `ValueError` names the field and both numbers where two disagree."""
+    """Shape of the model, in elements. `ValueError` names the field, and both numbers where two disagree."""
 
     pattern: str
     """One letter for each layer, in order."""
@@ -133,7 +134,9 @@ class DecoderConfig:
         _require(experts % groups == 0, f"n_routed_experts {experts} is not a multiple of n_group {groups}")
         _require(kept <= groups, f"topk_group {kept} is above n_group {groups}")
         available = kept * (experts // groups)
-        _require(chosen <= available, f"num_experts_per_tok {chosen} is above the {available} experts of the kept groups")
+        _require(
+            chosen <= available, f"num_experts_per_tok {chosen} is above the {available} experts of the kept groups"
+        )
 
     # -- derived sizes -------------------------------------------------------------------------------------------------
 
@@ -254,7 +257,7 @@ class DecoderConfig:
 
 @dataclass(frozen=True)
 class DecoderOptions:
-    """How the decoder runs. Frozen: what "auto" (`None`) stands for is resolved into the runner, never back into this."""
+    """How the decoder runs. What `None` stands for is worked out by the runner, never written back into this."""
 
     dtype: torch.dtype = torch.float32
     """Dtype of weights, activations, KV pages and conv windows."""
@@ -268,7 +271,9 @@ class DecoderOptions:
     max_chunk: int | None = None
     """Prompt tokens that one request may compute in one step; `None`: no limit but `max_batched_tokens`."""
     memory_bytes: int | None = None
-    """Size of the state arena; `None`: what `max_seqs` requests of `max_len` need, at most `memory_share` of the memory."""
+    """Size of the state arena; `None`: what `max_seqs` requests of `max_len` need, at most `memory_share` of the
+    memory.
+    """
     memory_share: float = 0.5
     """Share of the machine's memory that a default arena may take."""
     host_bytes: int | None = None

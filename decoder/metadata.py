@@ -1,7 +1,7 @@
 """Rules for the padded rows of a step. Pure policy.
 
-Rows beyond the requests of a step belong to nobody: state index -1, accepted 1, length 0, never a prefill. They are counted in requests,
-never in tokens.
+Rows beyond the requests of a step belong to nobody: state index -1, accepted 1, length 0, never a prefill. They are
+counted in requests, never in tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ STATE_MODES = ("none", "align", "all", "auto")
 
 
 def prefilling_rows(computed: Sequence[int], prompt: Sequence[int], num_reqs: int) -> list[bool]:
-    """Which of the padded rows still compute their prompt. Rows from `num_reqs` on hold what an earlier step left: False."""
+    """Which of the padded rows still compute their prompt. Rows from `num_reqs` on hold what an earlier step left:
+    False.
+    """
     if len(computed) != len(prompt):
         raise ValueError(f"computed has {len(computed)} rows, prompt has {len(prompt)}")
     if not 0 <= num_reqs <= len(computed):
@@ -33,7 +35,8 @@ def state_table_width(max_len: int, state_block: int, num_speculative: int, mode
         raise ValueError(f"mode {mode!r} is not one of {', '.join(STATE_MODES)}")
     if max_len < 1 or state_block < 1 or num_speculative < 0:
         raise ValueError(
-            f"max_len {max_len} and state_block {state_block} must be at least 1, num_speculative {num_speculative} at least 0"
+            f"max_len {max_len} and state_block {state_block} must be at least 1, "
+            f"num_speculative {num_speculative} at least 0"
         )
     if mode == "all":
         return -(-max_len // state_block) + num_speculative

@@ -1,7 +1,7 @@
 """The four kinds of layers of `nemotron_h`. Each maps normalised rows `[T, d]` to what is added to the residual stream.
 
-Letters: `T` tokens, `U` update rows, `D` hidden size, `H` Mamba heads, `P` head size, `G` groups, `N` state size, `C` conv channels,
-`W` taps. Weights come by the names of the checkpoint, without the layer's prefix.
+Letters: `T` tokens, `U` update rows, `D` hidden size, `H` Mamba heads, `P` head size, `G` groups, `N` state size, `C`
+conv channels, `W` taps. Weights come by the names of the checkpoint, without the layer's prefix.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def _linear(weights: Weights, name: str, options: DecoderOptions) -> Linear:
     bias = weights.get(f"{name}.bias")
-    place = {"device": options.device, "dtype": options.dtype}
-    return Linear(weights[f"{name}.weight"].to(**place), None if bias is None else bias.to(**place))
+    if bias is not None:
+        bias = bias.to(options.device, options.dtype)
+    return Linear(weights[f"{name}.weight"].to(options.device, options.dtype), bias)
 
 
 def _float(weights: Weights, name: str, options: DecoderOptions) -> Tensor:
@@ -123,10 +124,8 @@ class AttentionMixer:
         names = ("q_proj", "k_proj", "v_proj")
         fused = {"qkv.weight": torch.cat([weights[f"{name}.weight"] for name in names])}
         if any(f"{name}.bias" in weights for name in names):
-            biases = [weights.get(f"{name}.bias", weights[f"{name}.weight"].new_zeros(size)) for name, size in zip(
-                names, (self.heads * self.width, self.kv_heads * self.width, self.kv_heads * self.width), strict=True
-            )]
-            fused["qkv.bias"] = torch.cat(biases)
+            rows = {name: weights[f"{name}.weight"][:, 0] for name in names}
+            fused["qkv.bias"] = torch.cat([weights.get(f"{n}.bias", torch.zeros_like(rows[n])) for n in names])
         self.qkv = _linear(fused, "qkv", options)
         self.o_proj = _linear(weights, "o_proj", options)
 
@@ -143,9 +142,7 @@ class AttentionMixer:
         scan = batch.scan
         if scan is not None:
             new = (q[updates:], k[updates:], v[updates:])
-            outs.append(
-                extend_attention(*new, self.kv, scan.tables_RW, scan.computed_R, scan.starts_R, self.scale)
-            )
+            outs.append(extend_attention(*new, self.kv, scan.tables_RW, scan.computed_R, scan.starts_R, self.scale))
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         return self.o_proj(out.reshape(tokens, -1))
 

@@ -25,14 +25,16 @@ class HybridModel:
     def __init__(
         self, config: DecoderConfig, options: DecoderOptions, arena: Arena, weights: Iterable[tuple[str, Tensor]]
     ) -> None:
-        """Copies, casts and lays out every tensor. `ValueError` lists names that are missing, unknown or of a wrong shape."""
+        """Copies, casts and lays out every tensor. `ValueError` lists names that are missing, unknown or of a wrong
+        shape.
+        """
         self.config, self.options = config, options
         tensors = dict(weights)
         check_weights(config, tensors)
-        place = {"device": options.device, "dtype": options.dtype}
         embeddings = tensors.pop("model.embeddings.weight")
-        self.embeddings = embeddings.to(**place, copy=True)
-        head = self.embeddings if config.tie_word_embeddings else tensors.pop("lm_head.weight").to(**place)
+        self.embeddings = embeddings.to(options.device, options.dtype, copy=True)
+        head = self.embeddings if config.tie_word_embeddings else tensors.pop("lm_head.weight")
+        head = head.to(options.device, options.dtype)
         self.head = Linear(head, owned=config.tie_word_embeddings)
         self.norm_f = _norm_weight(tensors.pop("model.norm_f.weight"), options)
         self.norms: list[Tensor] = []

@@ -21,17 +21,13 @@ Saved = tuple[Tensor | None, Tensor | None]
 class DecoderRunner:
     """Serves any number of requests, `max_seqs` at a time."""
 
-    def __init__(
-        self, config: DecoderConfig, options: DecoderOptions, weights: Iterable[tuple[str, Tensor]]
-    ) -> None:
-        """`weights` are consumed once and copied. `ValueError` when they, or the memory, do not fit the configuration."""
+    def __init__(self, config: DecoderConfig, options: DecoderOptions, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """`weights` are read once and copied. `ValueError` when they, or the memory, do not fit the configuration."""
         self.config, self.options = config, options
         self.arena = Arena(config, options)
         self.model = HybridModel(config, options, self.arena, weights)
         layout = self.arena.layout
-        self.scheduler = Scheduler(
-            options, self.arena.pool, page_bytes=layout.page_bytes, slot_bytes=layout.slot_bytes
-        )
+        self.scheduler = Scheduler(options, self.arena.pool, page_bytes=layout.page_bytes, slot_bytes=layout.slot_bytes)
         self.builder = BatchBuilder(config, options)
         self.sampler = Sampler(config.vocab_size, options.max_seqs, options.device)
         self._sequences: dict[str, Sequence] = {}
@@ -98,7 +94,7 @@ class DecoderRunner:
                 continue
             try:
                 found[sequence.request_id] = image_rows(row, self.config.hidden_size)
-            except Exception as error:  # noqa: BLE001 - whatever a source raises ends its own request and no other
+            except Exception as error:  # whatever a source raises ends its own request, and no other
                 step.rows.remove(row)
                 step.failed.append((sequence, error))
         return found

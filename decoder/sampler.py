@@ -1,6 +1,7 @@
 """From a step's logits to tokens: groups rows by what they ask for, and keeps what penalties need.
 
-A row's answer depends on its own logits, its own tokens and (seed, sample index, position) only: never on the batch that it is in.
+A row's answer depends on its own logits, its own tokens and (seed, sample index, position) only: never on the batch
+that it is in.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Which requests run in the next step, and with how many tokens each. Pure policy: no tensors, no clock.
 
-Liveness. A request that runs and can advance always does: when memory is short, the request of least urgency gives its memory up (its
-state goes to host memory, or is computed again later), so the most urgent one can always grow to its end. A request that waits for
-an image holds nothing that another one, ready to run, needs: it is put out first. Requests whose image rows are given back already
-cannot be computed again; they are moved to host memory even above its bound, when nothing else helps.
+Liveness. A request that runs and can advance always does: when memory is short, the request of least urgency gives
+its memory up (its state goes to host memory, or is computed again later), so the most urgent one can always grow to
+its end. A request that waits for an image holds nothing that another one, ready to run, needs: it is put out first.
+Requests whose image rows are given back already cannot be computed again; they are moved to host memory even above
+its bound, when nothing else helps.
 """
 
 from __future__ import annotations
@@ -182,7 +183,9 @@ class Scheduler:
         return -(-tokens // self.options.page_size) if self.pool.pages_per_block else 0
 
     def _grow(self, sequence: Sequence, tokens: int, step: Step, chosen: dict[int, Row]) -> bool:
-        """Pages for the first `tokens` tokens; puts less urgent sequences out for them. False: it has to wait or was put out."""
+        """Pages for the first `tokens` tokens; puts less urgent sequences out for them. False: it has to wait or was
+        put out.
+        """
         while True:
             needed = self._pages_for(tokens) - len(sequence.pages)
             pages = self.pool.take_pages(max(0, needed))
@@ -229,7 +232,9 @@ class Scheduler:
         return sequence.computed > 0 and self.host_used + self._host_need(sequence) <= self.host_limit
 
     def _put_out(self, sequence: Sequence, step: Step, chosen: dict[int, Row]) -> None:
-        """Back to the queue, its memory free. Its exact state is saved if there is room, or if it could not be computed again."""
+        """Back to the queue, its memory free. Its exact state is saved if there is room, or if it could not be computed
+        again.
+        """
         self.preemptions += 1
         step.put_out.add(sequence.arrival)
         if self._stuck(sequence):
@@ -317,14 +322,13 @@ class Scheduler:
     def runnable(self) -> bool:
         """Could `schedule` give rows, or a failure? May be True although memory then says no."""
         return any(
-            s.ready_end() > max(s.computed, s.barrier - 1) or (s.request.spans and s.source_error()) for s in self.sequences
+            s.ready_end() > max(s.computed, s.barrier - 1) or (s.request.spans and s.source_error())
+            for s in self.sequences
         )
 
     def check_integrity(self) -> None:
         """`AssertionError` unless seats, slots, pages and host memory add up."""
-        self.pool.check_integrity(
-            [s.slot for s in self.running], [page for s in self.running for page in s.pages]
-        )
+        self.pool.check_integrity([s.slot for s in self.running], [page for s in self.running for page in s.pages])
         seats = self._seats + [s.seat for s in self.running]
         assert sorted(seats) == list(range(self.options.max_seqs)), "a seat is lost or taken twice"
         assert self.host_used == sum(self._host.values())
@@ -333,7 +337,9 @@ class Scheduler:
 
 
 def _batch_order(row: Row) -> tuple[int, ...]:
-    """By kind; rows that update a state in order of their slots, so that neighbours in the batch are neighbours in memory."""
+    """By kind; rows that update a state in order of their slots, so that neighbours in the batch are neighbours in
+    memory.
+    """
     return (row.kind, row.sequence.slot) if row.kind < 2 else (row.kind, *row.sequence.order)
 
 

@@ -70,8 +70,8 @@ def causal_conv1d_update(
 ) -> Tensor:
     """One token for each row. Arguments as above; returns `[R, C]` float32.
 
-    `runs` is what the host knows of `slots`: rows whose slots follow one another are worked on together and in place. A row
-    with slot -1 reads and writes no slot; its output is that of a zero state.
+    `runs` is what the host knows of `slots`: rows whose slots follow one another are worked on together and in place.
+    A row with slot -1 reads and writes no slot; its output is that of a zero state.
     """
     out = torch.empty(x_RC.shape, dtype=torch.float32, device=x_RC.device)
     for run in runs if runs is not None else SlotRun.of(slots_R.tolist()):

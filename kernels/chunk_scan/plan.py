@@ -27,8 +27,9 @@ def plan_chunks(
 ) -> tuple[Chunk, ...]:
     """Cuts each row's new tokens at absolute multiples of `chunk_size` and at its `stops` (absolute positions).
 
-    `lengths[r]` new tokens follow `computed[r]` old ones. Chunks never cross rows and come row after row. A row resumed at a
-    multiple of the chunk size is cut as it would have been without the pause, so its result is bitwise the same.
+    `lengths[r]` new tokens follow `computed[r]` old ones. Chunks never cross rows and come row after row. A row
+    resumed at a multiple of the chunk size is cut as it would have been without the pause, so its result is bitwise
+    the same.
     """
     chunks: list[Chunk] = []
     first = 0

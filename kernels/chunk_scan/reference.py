@@ -31,9 +31,10 @@ def chunk_scan(
 ) -> Tensor:
     """Runs every row from its slot's state (or zeros) to its end and writes the final state to the slot.
 
-    pool: `[S, H, P, N]`. x, B, C, dt: float32, dt after bias, softplus and clamp. A (negative), D: `[H]` float32. A row whose
-    `has_initial` is False, or whose slot is -1, starts from zeros; slot -1 leaves no state. `chunks`: those of all rows, row after
-    row. `saves`: (index of a chunk, slot): the state after that chunk goes to that slot too. Returns `[T, H, P]` float32.
+    pool: `[S, H, P, N]`. x, B, C, dt: float32, dt after bias, softplus and clamp. A (negative), D: `[H]` float32. A
+    row whose `has_initial` is False, or whose slot is -1, starts from zeros; slot -1 leaves no state. `chunks`: those
+    of all rows, row after row. `saves`: (index of a chunk, slot): the state after that chunk goes to that slot too.
+    Returns `[T, H, P]` float32.
 
     Chunk after chunk on purpose: everything that one needs stays in the cache, and no padding is computed.
     """
@@ -84,7 +85,9 @@ def _scan_chunk(
     mask: Tensor,
     out_LHP: Tensor,
 ) -> None:
-    """One chunk: fills `out` (without the D term) and advances `h` in place; `fresh`: h counts as zero whatever it holds."""
+    """One chunk: fills `out` (without the D term) and advances `h` in place; `fresh`: h counts as zero whatever it
+    holds.
+    """
     length, heads, width = x_LHP.shape
     groups, state = b_LGN.shape[1:]
     grouped = h_HPN.view(groups, heads // groups * width, state)

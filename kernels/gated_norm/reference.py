@@ -14,8 +14,9 @@ def gated_norm(
 ) -> Tensor:
     """`y * silu(gate)`, normalised over each group of `group_size` channels, times `weight`.
 
-    y, gate: `[rows, channels]` of any float dtype; weight: `[channels]` float32. Computed in float32, returned in `dtype`
-    (default: the gate's). `group_size` divides the channels. Many rows are worked through in blocks that stay in the cache.
+    y, gate: `[rows, channels]` of any float dtype; weight: `[channels]` float32. Computed in float32, returned in
+    `dtype` (default: the gate's). `group_size` divides the channels. Many rows are worked through in blocks that stay
+    in the cache.
     """
     dtype = dtype or gate.dtype
     if y.shape[0] <= BLOCK_ROWS:

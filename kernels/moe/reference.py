@@ -24,7 +24,8 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Chosen experts `[T, K]` int64 and their weights `[T, K]` float32.
 
-    The correction is added for the choice only, never to the weights. A group's score is the sum of its two best experts.
+    The correction is added for the choice only, never to the weights. A group's score is the sum of its two best
+    experts.
     """
     scores = torch.sigmoid(F.linear(x_TD.float(), gate_ED))
     choice = scores + correction_E

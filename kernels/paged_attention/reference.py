@@ -1,6 +1,7 @@
 """Causal attention over keys and values in pages; the maths is in README.md.
 
-`T` tokens, `R` rows, `Q` query heads, `K` key/value heads, `P` head size, `B` pages, `S` tokens of a page, `W` table width.
+`T` tokens, `R` rows, `Q` query heads, `K` key/value heads, `P` head size, `B` pages, `S` tokens of a page, `W` table
+width.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def decode_attention(
 ) -> Tensor:
     """One query for each row over its first `lengths[r]` keys, its own included. Returns `[R, Q, P]` in q's dtype.
 
-    tables: `[R, W]` page numbers in order, -1 beyond a row's pages; `longest` is the largest length (known to the host).
-    Pages that a table names hold finite numbers throughout. A row of length 0 is padding: its output is zeros.
+    tables: `[R, W]` page numbers in order, -1 beyond a row's pages; `longest` is the largest length (known to the
+    host). Pages that a table names hold finite numbers throughout. A row of length 0 is padding: its output is zeros.
     """
     rows, heads, width = q_RQP.shape
     size, kv_heads = pool_B2SKP.shape[2:4]
@@ -60,8 +61,8 @@ def extend_attention(
 ) -> Tensor:
     """New tokens of each row over the row's earlier keys (in pages) and over each other, causally.
 
-    q, k, v: packed new tokens, row r is `starts[r]:starts[r+1]`; its keys are already written. `computed[r]`: keys before
-    them. Returns `[T, Q, P]` in q's dtype.
+    q, k, v: packed new tokens, row r is `starts[r]:starts[r+1]`; its keys are already written. `computed[r]`: keys
+    before them. Returns `[T, Q, P]` in q's dtype.
     """
     heads, kv_heads = q_TQP.shape[1], k_TKP.shape[1]
     bounds, computed = starts_R.tolist(), computed_R.tolist()

@@ -67,14 +67,12 @@ def _last_possible(weights_RN: Tensor, place_R1: Tensor) -> Tensor:
     return torch.where(before, places, torch.full_like(places, -1)).amax(-1, keepdim=True).clamp_(min=0)
 
 
-def draw_filtered(
-    logits_RV: Tensor, uniform_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor
-) -> Tensor:
+def draw_filtered(logits_RV: Tensor, uniform_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
     """A token of the kept ones, `[R]` int64.
 
-    Tokens are ordered by falling logit, equals by rising id; each filter keeps a prefix of that order, so together they
-    keep the shortest. `top_k` (0 = off) comes first, `top_p` is measured on what it leaves, `min_p` on the likeliest token.
-    The draw is the inverse of the cumulative probability in that order.
+    Tokens are ordered by falling logit, equals by rising id; each filter keeps a prefix of that order, so together
+    they keep the shortest. `top_k` (0 = off) comes first, `top_p` is measured on what it leaves, `min_p` on the
+    likeliest token. The draw is the inverse of the cumulative probability in that order.
     """
     rows, vocab = logits_RV.shape
     total = torch.exp(logits_RV - logits_RV.amax(-1, keepdim=True)).sum(-1, dtype=torch.float64)
@@ -129,7 +127,9 @@ def _kept(
 
 
 def logprobs(logits_RV: Tensor, tokens_R: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the softmax of float32 logits: log-probability of `tokens` `[R]`; the `count` likeliest `[R, count]` and theirs."""
+    """Of the softmax of float32 logits: log-probability of `tokens` `[R]`; the `count` likeliest `[R, count]` and
+    theirs.
+    """
     norm = torch.logsumexp(logits_RV, -1, keepdim=True)
     chosen = (logits_RV.gather(1, tokens_R[:, None]) - norm)[:, 0]
     if count == 0:

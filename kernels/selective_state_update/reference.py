@@ -37,9 +37,9 @@ def selective_state_update(
 ) -> Tensor:
     """Advances the state of each row by one token and returns `[R, H, P]` float32.
 
-    pool: `[S, H, P, N]`, any stride between slots. x, B, C: float32; dt: raw, before bias and softplus; A (negative), D and
-    dt_bias: `[H]` float32. `runs` is what the host knows of `slots`. Rows with slot -1 neither read nor write a slot; their
-    output is that of a zero state. No slot may appear twice.
+    pool: `[S, H, P, N]`, any stride between slots. x, B, C: float32; dt: raw, before bias and softplus; A (negative),
+    D and dt_bias: `[H]` float32. `runs` is what the host knows of `slots`. Rows with slot -1 neither read nor write a
+    slot; their output is that of a zero state. No slot may appear twice.
     """
     rows, heads, width = x_RHP.shape
     groups, state = B_RGN.shape[1:]

@@ -20,12 +20,16 @@ SHAPES: list[Any] = [
     pytest.param("M-*EM", {}, 1, id="one-token-prompt"),
     pytest.param("M-*EM", {}, 8, id="one-whole-chunk"),
     pytest.param("*-M*", {}, 63, id="two-attention-layers"),
-    pytest.param("MEM*", {"n_groups": 1, "mamba_num_heads": 3, "mamba_head_dim": 5, "conv_kernel": 2}, 20, id="odd-mamba"),
+    pytest.param(
+        "MEM*", {"n_groups": 1, "mamba_num_heads": 3, "mamba_head_dim": 5, "conv_kernel": 2}, 20, id="odd-mamba"
+    ),
     pytest.param("MM*", {"n_groups": 4, "conv_kernel": 3, "use_conv_bias": False}, 21, id="group-per-head"),
     pytest.param("M*-E", {"use_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, 30, id="biases-tied"),
     pytest.param("*E", {"num_key_value_heads": 1, "num_attention_heads": 3}, 18, id="multi-query"),
     pytest.param("*M", {"num_key_value_heads": 4}, 18, id="multi-head"),
-    pytest.param("EM", {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}, 25, id="moe-groups"),
+    pytest.param(
+        "EM", {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}, 25, id="moe-groups"
+    ),
     pytest.param(
         "E*", {"moe_latent_size": 12, "mlp_bias": True, "routed_scaling_factor": 2.5}, 25, id="moe-latent-biased"
     ),

@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_decoder import FakeSource, greedy_params, image, make_runner, random_weights, request, run, tiny_config, tokens
+from tiny_decoder import (
+    FakeSource,
+    greedy_params,
+    image,
+    make_runner,
+    random_weights,
+    request,
+    run,
+    tiny_config,
+    tokens,
+)
 
 from decoder.arena import ArenaLayout
 from decoder.config import DecoderConfig, DecoderOptions
@@ -31,7 +41,12 @@ def params(index: int) -> SamplingParams:
         SamplingParams(max_tokens=OUTPUT, temperature=1.0, seed=index),
         SamplingParams(max_tokens=OUTPUT, temperature=0.8, top_p=0.9, top_k=30, min_p=0.01, seed=index),
         SamplingParams(
-            max_tokens=OUTPUT, seed=index, repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.3, logprobs=2
+            max_tokens=OUTPUT,
+            seed=index,
+            repetition_penalty=1.3,
+            presence_penalty=0.2,
+            frequency_penalty=0.3,
+            logprobs=2,
         ),
         SamplingParams(max_tokens=OUTPUT, seed=index, logit_bias={3: 2.0, 5: -100.0}, min_tokens=4, top_k=5),
     ][index % 5]
@@ -117,7 +132,12 @@ def test_resumed_equals_uninterrupted(alone: dict[str, list[int]]) -> None:
         if len(known) < 5:
             continue
         again = request(
-            first.request_id, first.prompt_ids, first.sampling, first.spans, eos_token_ids=frozenset({7}), output_ids=known
+            first.request_id,
+            first.prompt_ids,
+            first.sampling,
+            first.spans,
+            eos_token_ids=frozenset({7}),
+            output_ids=known,
         )
         events = run(runner, again)[first.request_id]
         assert known + tokens(events) == alone[first.request_id]

@@ -32,7 +32,9 @@ def naive(logits: Tensor, of: Sequence) -> int:
         row[token] += bias
     output = of.tokens[of.prompt_len :]
     for token in set(of.tokens):
-        row[token] = row[token] / params.repetition_penalty if row[token] > 0 else row[token] * params.repetition_penalty
+        row[token] = (
+            row[token] / params.repetition_penalty if row[token] > 0 else row[token] * params.repetition_penalty
+        )
     for token in set(output):
         row[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
     if len(output) < params.min_tokens:

@@ -18,10 +18,14 @@ from decoder.scheduler import Row, Scheduler, Step
 
 def make(blocks: int = 12, per_block: int = 2, has_slots: bool = True, **options: Any) -> Scheduler:
     chosen = {"max_seqs": 4, "max_len": 48, "max_batched_tokens": 16, "page_size": 4} | options
-    return Scheduler(DecoderOptions(**chosen), SuperblockPool(blocks, per_block, has_slots), page_bytes=10, slot_bytes=20)
+    return Scheduler(
+        DecoderOptions(**chosen), SuperblockPool(blocks, per_block, has_slots), page_bytes=10, slot_bytes=20
+    )
 
 
-def request(name: str, length: int, output: int = 4, spans: tuple[ImageSpan, ...] = (), priority: int = 0) -> DecoderRequest:
+def request(
+    name: str, length: int, output: int = 4, spans: tuple[ImageSpan, ...] = (), priority: int = 0
+) -> DecoderRequest:
     return DecoderRequest(name, [1] * length, SamplingParams(max_tokens=output), spans, priority=priority)
 
 
@@ -98,7 +102,7 @@ def test_every_request_ends(
     host_bytes: int,
     chance: Any,
 ) -> None:
-    """Random prompts, images that become ready one at a time and only when asked for, memory for little more than one."""
+    """Random prompts, images that become ready only when nothing else can be done, memory for little more than one."""
     blocks = max(blocks, 1 + -(-12 // per_block))
     scheduler = make(blocks, per_block, max_seqs=max_seqs, max_batched_tokens=budget, host_bytes=host_bytes)
     spans: list[ImageSpan] = []
@@ -121,7 +125,7 @@ def test_every_request_ends(
 
 def test_rows_of_a_mixed_step() -> None:
     """Decode rows come first, in order of their slots; then the tail of a prompt, then new prompts."""
-    scheduler = make(max_batched_tokens=40, max_seqs=4)
+    scheduler = make(blocks=16, max_batched_tokens=40)
     for name, length in (("a", 3), ("b", 3)):
         scheduler.add(request(name, length))
     advance(scheduler)

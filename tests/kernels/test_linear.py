@@ -23,7 +23,9 @@ def test_against_float64(dtype: torch.dtype, shape: tuple[int, int, int], biased
     assert found.dtype == dtype
     assert (found.double() - exact).square().mean().sqrt() <= 2 * allowed
     squared = linear.relu_squared(x).double()
-    torch.testing.assert_close(squared, exact.relu().square(), rtol=0.03 if dtype == torch.bfloat16 else 1e-4, atol=1e-2)
+    torch.testing.assert_close(
+        squared, exact.relu().square(), rtol=0.03 if dtype == torch.bfloat16 else 1e-4, atol=1e-2
+    )
 
 
 def test_rows_of_a_wider_tensor() -> None:

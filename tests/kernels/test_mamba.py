@@ -43,9 +43,7 @@ class Inputs:
         return flat[:, :size].unflatten(1, (self.heads, self.width, self.state))
 
 
-def recurrence(
-    i: Inputs, part: slice, h: Tensor, limit: tuple[float, float] = NO_LIMIT
-) -> tuple[Tensor, Tensor]:
+def recurrence(i: Inputs, part: slice, h: Tensor, limit: tuple[float, float] = NO_LIMIT) -> tuple[Tensor, Tensor]:
     """(outputs, final state) of one row by the definition, float64."""
     h, per, outs = h.double().clone(), i.heads // i.groups, []
     dt = torch.log1p(torch.exp(i.dt[part].double() + i.bias.double())).clamp(*limit)
@@ -66,9 +64,7 @@ def test_update(limit: tuple[float, float], shape: tuple[int, int, int, int]) ->
     i = Inputs(7, *shape)
     pool = i.pool()
     before, slots = pool.clone(), [2, 3, 4, 5, 6, 8, 0]
-    out = selective_state_update(
-        pool, torch.tensor(slots), i.x, i.dt, i.A, i.b, i.c, i.D, i.bias, limit
-    )
+    out = selective_state_update(pool, torch.tensor(slots), i.x, i.dt, i.A, i.b, i.c, i.D, i.bias, limit)
     for row, slot in enumerate(slots):
         y, h = recurrence(i, slice(row, row + 1), before[slot], limit)
         torch.testing.assert_close(out[row].double(), y[0], rtol=1e-4, atol=1e-5)
@@ -84,9 +80,7 @@ def test_padding_of_an_update(told: bool) -> None:
     pool[1] = 1.0
     slots = [-1, -1, 1, -1]
     runs = SlotRun.of(slots) if told else None
-    out = selective_state_update(
-        pool, torch.tensor(slots), i.x, i.dt, i.A, i.b, i.c, i.D, i.bias, runs=runs
-    )
+    out = selective_state_update(pool, torch.tensor(slots), i.x, i.dt, i.A, i.b, i.c, i.D, i.bias, runs=runs)
     assert out.isfinite().all() and pool[1].isfinite().all() and pool[[0, 2]].isnan().all()
 
 

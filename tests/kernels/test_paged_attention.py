@@ -69,9 +69,7 @@ def test_extend(heads: int, kv_heads: int, old: list[int]) -> None:
     for row in range(3):
         rows.write(row, 0, rows.lengths[row])
     fresh = [torch.cat([side[row][old[row] :] for row in range(3)]) for side in (rows.k, rows.v)]
-    out = extend_attention(
-        q, fresh[0], fresh[1], rows.pool, rows.tables, torch.tensor(old), torch.tensor(starts), 0.3
-    )
+    out = extend_attention(q, fresh[0], fresh[1], rows.pool, rows.tables, torch.tensor(old), torch.tensor(starts), 0.3)
     for row in range(3):
         part = slice(starts[row], starts[row + 1])
         expected = plain(q[part], rows.k[row], rows.v[row], 0.3)

@@ -71,7 +71,9 @@ def weights_of(model: NemotronHForCausalLM, config: DecoderConfig) -> dict[str, 
     return dict(state)
 
 
-def random_weights(config: DecoderConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
+def random_weights(
+    config: DecoderConfig, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[str, Tensor]]:
     """Random weights without transformers, at a scale that keeps activations near 1."""
     generator = torch.Generator().manual_seed(seed)
     for name, shape in config.expected_weights().items():
