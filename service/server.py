@@ -23,9 +23,9 @@ from service.build import resolve_max_len, resolve_vision
 from service.checkpoint import open_checkpoint
 from service.config import ConfigError, ServerOptions
 from service.engine import EngineHandle
-from service.engine_client import EngineProcess
 from service.frontend import Frontend, FrontLimits, ModelAssets
 from service.servicer import InferenceServicer, ModelServicer
+from service.supervisor import SupervisedEngine
 
 log = logging.getLogger(__name__)
 
@@ -83,9 +83,9 @@ class Server:
             self._server = None
         await asyncio.get_running_loop().run_in_executor(None, self.frontend.close)
 
-    def engine_died(self) -> None:
-        """Health says so at once; running calls are told by their own events."""
-        self._set_health(False)
+    def engine_changed(self, alive: bool) -> None:
+        """Health follows the engine; running calls are told by their own events. May be called from any thread."""
+        self._set_health(alive and not self._draining)
 
 
 def front_limits(options: ServerOptions) -> FrontLimits:
@@ -165,34 +165,30 @@ def _add_standard_services(server: grpc.aio.Server, services: list[str]) -> Call
 async def serve(options: ServerOptions) -> int:
     """Runs a server until SIGTERM or SIGINT. Prints the ready line once health is SERVING. Returns the exit code."""
     loop = asyncio.get_running_loop()
-    stopping, died = asyncio.Event(), asyncio.Event()
+    stopping = asyncio.Event()
+    servers: list[Server] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
 
-    def on_death() -> None:
-        loop.call_soon_threadsafe(died.set)
+    def on_change(alive: bool) -> None:
+        for server in servers:
+            server.engine_changed(alive)
 
-    def build() -> tuple[EngineProcess, ModelAssets]:
+    def build() -> tuple[SupervisedEngine, ModelAssets]:
         assets = load_assets(options)
-        return EngineProcess(options, log_level=options.log_level, on_death=on_death), assets
+        return SupervisedEngine(options, log_level=options.log_level, on_change=on_change), assets
 
     check_exposure(options)
     engine, assets = await loop.run_in_executor(None, build)
     try:
         server = Server(options, engine, assets)
+        servers.append(server)
         await server.start()
     except BaseException:
         engine.close()
         raise
     print(f"saccade ready on {options.host}:{server.port}", flush=True)
-    ended, gone = asyncio.create_task(stopping.wait()), asyncio.create_task(died.wait())
-    await asyncio.wait({ended, gone}, return_when=asyncio.FIRST_COMPLETED)
-    for task in (ended, gone):
-        task.cancel()
-    if died.is_set():
-        server.engine_died()
-        await server.stop(grace=1.0)
-        return 1
+    await stopping.wait()
     log.info("stopping: running calls get %.0f s", options.grace)
     stopping.clear()
     stop, again = asyncio.create_task(server.stop()), asyncio.create_task(stopping.wait())
