@@ -38,70 +38,82 @@ def resolve_max_len(options: EngineOptions, checkpoint: Checkpoint) -> int:
     return options.max_len or min(checkpoint.config.decoder.max_position_embeddings, DEFAULT_MAX_LEN)
 
 
-def resolve_vision(checkpoint: Checkpoint, max_len: int) -> VisionConfig | None:
-    """The vision configuration with the image budget that a context of `max_len` leaves."""
+def resolve_dtype(options: EngineOptions, checkpoint: Checkpoint) -> torch.dtype:
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[options.dtype or checkpoint.config.dtype]
+
+
+def resolve_vision(options: EngineOptions, checkpoint: Checkpoint) -> VisionConfig | None:
+    """The vision configuration with the image budget that the context leaves. None for text-only models."""
     vision = checkpoint.config.vision
-    return None if vision is None else replace(vision, max_model_len=min(vision.max_model_len, max_len))
+    if vision is None:
+        return None
+    return replace(vision, max_model_len=min(vision.max_model_len, resolve_max_len(options, checkpoint)))
+
+
+def decoder_options(options: EngineOptions, checkpoint: Checkpoint) -> DecoderOptions:
+    return DecoderOptions(
+        dtype=resolve_dtype(options, checkpoint),
+        device=resolve_device(options),
+        max_seqs=options.max_seqs,
+        max_len=resolve_max_len(options, checkpoint),
+        max_batched_tokens=options.max_batched_tokens,
+        memory_bytes=options.memory_bytes,
+    )
+
+
+def encoder_options(options: EngineOptions, checkpoint: Checkpoint) -> EncoderOptions:
+    return EncoderOptions(
+        dtype=resolve_dtype(options, checkpoint),
+        device=torch.device(resolve_device(options)),
+        graphs=options.graphs,
+        token_budgets=options.token_budgets or None,
+        max_images=options.max_images,
+        max_tokens_per_step=options.encoder_step_tokens,
+    )
+
+
+def check_handoff(options: EngineOptions, vision: VisionConfig, hidden: int, dtype: torch.dtype) -> None:
+    """Raises ConfigError where not even the smallest picture fits the handoff."""
+    row = hidden * dtype.itemsize
+    if options.handoff_bytes // row < vision.min_image_tokens:
+        raise ConfigError(
+            f"handoff_bytes: {options.handoff_bytes} holds {options.handoff_bytes // row} image tokens and the "
+            f"smallest picture has {vision.min_image_tokens}; at least {vision.min_image_tokens * row} would work"
+        )
 
 
 def build_engine(options: EngineOptions) -> Engine:
     """Reads the checkpoint and makes encoder, handoff and decoder. Raises ConfigError or CheckpointError with the
     number that would work; nothing is started yet."""
-    device = resolve_device(options)
     threads = options.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     checkpoint = open_checkpoint(options.model)
-    name = options.dtype or checkpoint.config.dtype
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
-    max_len = resolve_max_len(options, checkpoint)
-    vision = resolve_vision(checkpoint, max_len)
+    dtype = resolve_dtype(options, checkpoint)
+    vision = resolve_vision(options, checkpoint)
+    hidden = checkpoint.config.decoder.hidden_size
     with _progress("decoder") as progress:
         decoder = DecoderRunner(
-            checkpoint.config.decoder,
-            DecoderOptions(
-                dtype=dtype,
-                device=device,
-                max_seqs=options.max_seqs,
-                max_len=max_len,
-                max_batched_tokens=options.max_batched_tokens,
-                memory_bytes=options.memory_bytes,
-            ),
-            checkpoint.decoder_weights(progress),
+            checkpoint.config.decoder, decoder_options(options, checkpoint), checkpoint.decoder_weights(progress)
         )
     encoder, handoff = None, None
     if vision is not None:
+        check_handoff(options, vision, hidden, dtype)
         with _progress("encoder") as progress:
-            encoder = EncoderRunner(
-                vision,
-                EncoderOptions(
-                    dtype=dtype,
-                    device=torch.device(device),
-                    graphs=options.graphs,
-                    token_budgets=options.token_budgets or None,
-                    max_images=options.max_images,
-                    max_tokens_per_step=options.encoder_step_tokens,
-                ),
-                checkpoint.vision_weights(progress),
-            )
-        handoff = Handoff(options.handoff_bytes, checkpoint.config.decoder.hidden_size, dtype, device)
-        if handoff.max_tokens < vision.min_image_tokens:
-            need = vision.min_image_tokens * checkpoint.config.decoder.hidden_size * dtype.itemsize
-            raise ConfigError(
-                f"handoff_bytes: {options.handoff_bytes} holds {handoff.max_tokens} image tokens and the smallest "
-                f"picture has {vision.min_image_tokens}; at least {need} would work"
-            )
+            encoder = EncoderRunner(vision, encoder_options(options, checkpoint), checkpoint.vision_weights(progress))
+        handoff = Handoff(options.handoff_bytes, hidden, dtype, decoder.options.device)
     info = EngineInfo(
         model=checkpoint.config.name,
         revision=checkpoint.revision,
-        max_len=max_len,
+        max_len=decoder.options.max_len,
         max_seqs=options.max_seqs,
         max_image_tokens=handoff.max_tokens if handoff else 0,
-        dtype=name,
+        dtype=str(dtype).removeprefix("torch."),
         pixel_dtype=dtype,
     )
     log.info(
         "%s (%s, revision %s): %.1f M parameters on %s, up to %d requests of %d tokens",
-        info.model, name, info.revision, checkpoint.parameters() / 1e6, device, options.max_seqs, max_len,
+        info.model, info.dtype, info.revision, checkpoint.parameters() / 1e6, decoder.options.device, options.max_seqs,
+        info.max_len,
     )  # fmt: skip
     step_tokens = options.encoder_step_tokens or (vision.max_image_tokens if vision else None)
     return Engine(info, decoder, encoder, handoff, encoder_step_tokens=step_tokens, threads=threads)

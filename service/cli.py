@@ -1,4 +1,4 @@
-"""The server's commands: `serve`, `demo`. The `saccade` command hands them over to `main`."""
+"""The server's commands: `serve`, `demo`, `plan`. The `saccade` command hands them over to `main`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from service.config import ConfigError, ServerOptions, from_command_line
+from service.config import ConfigError, EngineOptions, ServerOptions, from_command_line
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs one command. Returns the exit code: 0, 1 for a failure, 2 for options that make no sense."""
-    commands = {"serve": serve, "demo": demo}
+    commands = {"serve": serve, "demo": demo, "plan": plan}
     if not argv or argv[0] not in commands:
         print(f"usage: saccade {{{','.join(commands)}}} ...", file=sys.stderr)
         return 2
@@ -40,6 +40,16 @@ def serve(argv: Sequence[str]) -> int:
     from service.server import run
 
     return run(options)
+
+
+def plan(argv: Sequence[str]) -> int:
+    """`saccade plan [MODEL] [options]`: what these options would do, before anything runs."""
+    parser = argparse.ArgumentParser("saccade plan", description="Say what a configuration will do before it runs.")
+    options = from_command_line(EngineOptions, parser, argv)
+    from service.plan import plan as tables
+
+    print("\n\n".join(str(table) for table in tables(options)))
+    return 0
 
 
 def demo(argv: Sequence[str]) -> int:

@@ -19,7 +19,7 @@ import grpc
 from encoder.images import ImageLimits
 from saccade.v1 import inference_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc
 from service import convert
-from service.build import resolve_max_len, resolve_vision
+from service.build import resolve_vision
 from service.checkpoint import open_checkpoint
 from service.config import ConfigError, ServerOptions
 from service.engine import EngineHandle
@@ -95,7 +95,7 @@ def front_limits(options: ServerOptions) -> FrontLimits:
 
 def load_assets(options: ServerOptions) -> ModelAssets:
     checkpoint = open_checkpoint(options.model)
-    return ModelAssets(checkpoint.config, resolve_vision(checkpoint, resolve_max_len(options, checkpoint)))
+    return ModelAssets(checkpoint.config, resolve_vision(options, checkpoint))
 
 
 def check_exposure(options: ServerOptions) -> None:

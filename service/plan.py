@@ -1,0 +1,126 @@
+"""`saccade plan MODEL`: what a configuration will do, before anything is loaded.
+
+Memory by part, how many requests fit and what binds, which sizes are captured. Reads the configuration and the tables of
+the weight files, never the weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from decoder.arena import ArenaLayout, resolve_blocks
+from decoder.capture import capture_sizes, decode_sizes
+from encoder.budget import graph_shape
+from service.build import check_handoff, decoder_options, encoder_options, resolve_dtype, resolve_vision
+from service.checkpoint import Checkpoint, open_checkpoint
+from service.config import EngineOptions
+
+
+@dataclass(frozen=True)
+class Table:
+    """A titled table of text cells; the first row of `rows` is the header."""
+
+    title: str
+    rows: list[tuple[str, ...]]
+
+    def __str__(self) -> str:
+        widths = [max(len(row[i]) for row in self.rows) for i in range(len(self.rows[0]))]
+        lines = [self.title]
+        for row in self.rows:
+            first, *rest = (cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
+            lines.append("  " + "  ".join([first, *rest]).rstrip())
+        return "\n".join(lines)
+
+
+def size(count: int) -> str:
+    """Bytes for people: 512 B, 1.5 KiB, 2.0 GiB."""
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def plan(options: EngineOptions) -> list[Table]:
+    """The tables of the plan. Raises what the server would raise for the same options."""
+    checkpoint = open_checkpoint(options.model)
+    tables = [
+        memory_table(options, checkpoint),
+        concurrency_table(options, checkpoint),
+        capture_table(options, checkpoint),
+    ]
+    if checkpoint.config.vision is not None:
+        tables.append(encoder_table(options, checkpoint))
+    return tables
+
+
+def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
+    """Bytes by part."""
+    decoder, layout = decoder_options(options, checkpoint), arena_layout(options, checkpoint)
+    blocks = resolve_blocks(layout, decoder)
+    item = resolve_dtype(options, checkpoint).itemsize
+    rows: list[tuple[str, ...]] = [("part", "bytes", "what")]
+    weights = checkpoint.parameters() * item
+    rows.append(("weights", size(weights), f"{checkpoint.parameters() / 1e6:.1f} M parameters of {item} bytes"))
+    arena = blocks * layout.block_bytes
+    rows.append(("state arena", size(arena), f"{blocks} superblocks of {size(layout.block_bytes)}"))
+    rows.append(("  a state slot", size(layout.slot_bytes), f"one sequence, {layout.mamba_layers} Mamba layers"))
+    rows.append(("  a KV page", size(layout.page_bytes), f"{layout.page_size} tokens, all attention layers"))
+    total = weights + arena
+    if checkpoint.config.vision is not None:
+        row = checkpoint.config.decoder.hidden_size * item
+        rows.append(("handoff", size(options.handoff_bytes), f"{options.handoff_bytes // row} image tokens"))
+        total += options.handoff_bytes
+    rows.append(("together", size(total), "without activations"))
+    return Table(f"{checkpoint.config.name}, revision {checkpoint.revision}, on {decoder.device}", rows)
+
+
+def arena_layout(options: EngineOptions, checkpoint: Checkpoint) -> ArenaLayout:
+    return ArenaLayout.of(checkpoint.config.decoder, decoder_options(options, checkpoint))
+
+
+def concurrency_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
+    """How many requests of a length run at once, and what stops the next one."""
+    decoder, layout = decoder_options(options, checkpoint), arena_layout(options, checkpoint)
+    blocks = resolve_blocks(layout, decoder)
+    rows: list[tuple[str, ...]] = [("tokens of each request", "at once", "bound by")]
+    lengths = sorted({n for n in (128, 512, 2048, 8192, 32768) if n < decoder.max_len} | {decoder.max_len})
+    for length in lengths:
+        fits = layout.sequences_for(blocks, length) if layout.slot_bytes or layout.page_bytes else decoder.max_seqs
+        bound = f"memory ({fits} fit)" if fits < decoder.max_seqs else f"max_seqs {decoder.max_seqs}"
+        rows.append((str(length), str(min(fits, decoder.max_seqs)), bound))
+    return Table("requests that run at once", rows)
+
+
+def capture_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
+    """The two lists of decoder batch sizes."""
+    decoder = decoder_options(options, checkpoint)
+    mixed = capture_sizes(decoder.max_batched_tokens, 512)
+    decode = decode_sizes(decoder.max_seqs, 512)
+    rows: list[tuple[str, ...]] = [("list", "sizes", "")]
+    rows.append(("mixed, in tokens", str(len(mixed)), _sizes(mixed)))
+    rows.append(("decode, in requests", str(len(decode)), _sizes(decode)))
+    return Table("decoder batch sizes", rows)
+
+
+def _sizes(sizes: list[int]) -> str:
+    text = [str(s) for s in sizes]
+    return ", ".join(text if len(text) <= 12 else [*text[:6], "...", *text[-3:]])
+
+
+def encoder_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
+    """The budgets of the encoder and the buffers that follow from them."""
+    vision = resolve_vision(options, checkpoint)
+    assert vision is not None
+    dtype = resolve_dtype(options, checkpoint)
+    check_handoff(options, vision, checkpoint.config.decoder.hidden_size, dtype)
+    budgets = encoder_options(options, checkpoint).budgets(vision)
+    rows: list[tuple[str, ...]] = [("budget (image tokens)", "rows/image", "capacity", "patches", "ViT rows")]
+    for budget in budgets.token_budgets:
+        shape = graph_shape(
+            budget, budgets, prefix=vision.num_prefix_tokens, patches_per_token=vision.patches_per_token
+        )
+        cells = (budget, shape.capacity // budgets.max_images, shape.capacity, shape.patches, shape.rows)
+        rows.append(tuple(map(str, cells)))
+    return Table(f"encoder, graphs {options.graphs}, up to {budgets.max_images} images a batch", rows)

@@ -1,0 +1,56 @@
+"""The plan says what the engine then does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_checkpoint import make_checkpoint
+
+from decoder.arena import Arena
+from service.build import build_engine, decoder_options
+from service.checkpoint import open_checkpoint
+from service.config import EngineOptions
+from service.plan import plan, size
+
+
+def test_the_plan_agrees_with_the_arena(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 3, text={"pattern": "M*-M"})
+    options = EngineOptions(model=str(tmp_path), dtype="float32", max_seqs=5, max_len=300, threads=1)
+    memory, concurrency, capture, encoder = plan(options)
+    checkpoint = open_checkpoint(str(tmp_path))
+    arena = Arena(checkpoint.config.decoder, decoder_options(options, checkpoint))
+    cells = {row[0].strip(): row[1:] for row in memory.rows}
+    assert cells["state arena"][0] == size(arena.total_bytes)
+    assert cells["a state slot"][0] == size(arena.layout.slot_bytes)
+    assert concurrency.rows[-1] == ("300", "5", "max_seqs 5")
+    assert capture.rows[-1][-1] == "1, 2, 4, 5"
+    engine = build_engine(options)
+    budgets = engine._encoder.budgets  # type: ignore[union-attr]
+    engine.close()
+    assert [row[0] for row in encoder.rows[1:]] == [str(b) for b in budgets.token_budgets]
+    assert f"{budgets.max_images} images" in encoder.title
+
+
+def test_memory_that_binds_is_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 3, vision=False, text={"pattern": "M*"})
+    checkpoint = open_checkpoint(str(tmp_path))
+    options = EngineOptions(model=str(tmp_path), max_seqs=8, max_len=256)
+    layout = Arena(checkpoint.config.decoder, decoder_options(options, checkpoint)).layout
+    small = EngineOptions(
+        model=str(tmp_path), max_seqs=8, max_len=256, memory_bytes=layout.blocks_for(3, 256) * layout.block_bytes
+    )
+    assert plan(small)[1].rows[-1] == ("256", "3", "memory (3 fit)")
+
+
+def test_what_cannot_work_is_an_error_with_the_number_that_would(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 3, text={"pattern": "M*"})
+    with pytest.raises(ValueError, match="at least"):
+        plan(EngineOptions(model=str(tmp_path), memory_bytes=64))
+    with pytest.raises(ValueError, match="at least"):
+        plan(EngineOptions(model=str(tmp_path), handoff_bytes=1))
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**30, "3.0 GiB")])
+def test_sizes_for_people(count: int, text: str) -> None:
+    assert size(count) == text
