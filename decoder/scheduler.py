@@ -267,6 +267,8 @@ class Scheduler:
 
     def _admit(self, step: Step, chosen: dict[int, Row], budget: int) -> int:
         """Lets waiting requests in, in order, as long as there is budget and memory."""
+        if not self._seats and not any(self._stuck(s) for s in self.running):
+            return budget
         for sequence in sorted(self.waiting, key=lambda s: s.order):
             if budget == 0:
                 break

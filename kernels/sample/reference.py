@@ -62,7 +62,7 @@ def _last_possible(weights_RN: Tensor, place_R1: Tensor) -> Tensor:
     """Moves a place that rounding has put on an impossible token back to the nearest possible one before it."""
     if bool((weights_RN.gather(1, place_R1) > 0).all()):
         return place_R1
-    places = torch.arange(weights_RN.shape[1]).expand_as(weights_RN)
+    places = torch.arange(weights_RN.shape[1], device=weights_RN.device).expand_as(weights_RN)
     before = (weights_RN > 0) & (places <= place_R1)
     return torch.where(before, places, torch.full_like(places, -1)).amax(-1, keepdim=True).clamp_(min=0)
 
