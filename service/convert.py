@@ -24,6 +24,7 @@ from service.types import (
     Logprob,
     RawInput,
     Started,
+    Tokenized,
     TokensInput,
     Usage,
 )
@@ -35,7 +36,11 @@ _ROLES = {
     types_pb2.ROLE_ASSISTANT: "assistant",
     types_pb2.ROLE_TOOL: "tool",
 }
-_REASONS = {"stop": types_pb2.FINISH_REASON_STOP, "length": types_pb2.FINISH_REASON_LENGTH}
+_REASONS = {
+    "stop": types_pb2.FINISH_REASON_STOP,
+    "length": types_pb2.FINISH_REASON_LENGTH,
+    "aborted": types_pb2.FINISH_REASON_ABORTED,
+}
 _SCALARS = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "seed", "ignore_eos", "logprobs",
@@ -49,6 +54,37 @@ def spec_from_proto(request: inference_pb2.GenerateRequest) -> GenerateSpec:
             f"request_id has {len(request.request_id)} characters; at most {MAX_REQUEST_ID} are taken",
             field="request_id",
         )
+    value, images = _input(request)
+    sampling = request.sampling
+    return GenerateSpec(
+        request_id=request.request_id or secrets.token_hex(8),
+        model=request.model,
+        input=value,
+        images=images,
+        sampling=_sampling(sampling),
+        stop=tuple(sampling.stop),
+        n=sampling.n if sampling.HasField("n") else 1,
+        continued=tuple(request.continued_token_ids),
+        priority=request.priority,
+    )
+
+
+def spec_from_tokenize(request: inference_pb2.TokenizeRequest) -> GenerateSpec:
+    """A request that only its prompt matters of. Raises InvalidArgument as `spec_from_proto`."""
+    value, images = _input(request)
+    return GenerateSpec(request_id="", model=request.model, input=value, images=images)
+
+
+def tokenized_to_proto(tokenized: Tokenized) -> inference_pb2.TokenizeResponse:
+    return inference_pb2.TokenizeResponse(
+        token_ids=tokenized.ids, prompt_tokens=tokenized.prompt_tokens, image_tokens=tokenized.image_tokens,
+        tokens_per_image=tokenized.tokens_per_image,
+    )  # fmt: skip
+
+
+def _input(
+    request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest,
+) -> tuple[ChatInput | RawInput | TokensInput, tuple[ImageSource, ...]]:
     images: list[ImageSource] = []
     match request.WhichOneof("input"):
         case "chat":
@@ -60,18 +96,7 @@ def spec_from_proto(request: inference_pb2.GenerateRequest) -> GenerateSpec:
             value = TokensInput(tuple(request.tokens.ids))
         case _:
             raise errors.InvalidArgument("one of chat, prompt and tokens must be set", field="input")
-    sampling = request.sampling
-    return GenerateSpec(
-        request_id=request.request_id or secrets.token_hex(8),
-        model=request.model,
-        input=value,
-        images=tuple(images),
-        sampling=_sampling(sampling),
-        stop=tuple(sampling.stop),
-        n=sampling.n if sampling.HasField("n") else 1,
-        continued=tuple(request.continued_token_ids),
-        priority=request.priority,
-    )
+    return value, tuple(images)
 
 
 def _chat(chat: inference_pb2.ChatInput, images: list[ImageSource]) -> ChatInput:
@@ -122,11 +147,9 @@ def _image(image: types_pb2.Image, path: str) -> ImageSource:
         case "data":
             return ImageSource(image.data, path)
         case "uri":
-            raise errors.InvalidArgument(
-                f"{path}.uri: this server fetches no URLs; send the bytes", field=f"{path}.uri"
-            )
+            return ImageSource(b"", path, uri=image.uri)
         case "media_id":
-            raise errors.NotFound(f"{path}.media_id: no uploaded media {image.media_id!r}", field=f"{path}.media_id")
+            return ImageSource(b"", path, media_id=image.media_id)
     raise errors.InvalidArgument(f"{path} has no source", field=path)
 
 

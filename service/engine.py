@@ -31,6 +31,7 @@ from service.handoff import Handoff, Lease
 log = logging.getLogger(__name__)
 
 ErrorKind = Literal["invalid", "internal", "died"]
+Query = Literal["stats", "integrity", "flush"]
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class EngineHandle(Protocol):
 
     def abort(self, request_id: str) -> None: ...
 
-    def query(self, what: Literal["stats", "integrity"]) -> Future[dict[str, Any]]: ...
+    def query(self, what: Query) -> Future[dict[str, Any]]: ...
 
     def close(self) -> None: ...
 
@@ -181,12 +182,16 @@ class Engine:
         """Frees all that the request holds. No further event follows. Unknown ids are ignored."""
         self._command(lambda: self._abort(request_id))
 
-    def query(self, what: Literal["stats", "integrity"]) -> Future[dict[str, Any]]:
-        """`stats`: counters of all parts. `integrity`: the same after checking every pool; idle ones must be empty."""
+    def query(self, what: Query) -> Future[dict[str, Any]]:
+        """`stats`: counters of all parts. `integrity`: the same after checking every pool; idle ones must be empty.
+        `flush`: drops what is cached and not in use, and says how many bytes that were (`freed_bytes`)."""
         future: Future[dict[str, Any]] = Future()
 
         def run() -> None:
             try:
+                if what == "flush":
+                    future.set_result({"freed_bytes": self._handoff.flush() if self._handoff else 0})
+                    return
                 if what == "integrity":
                     self._check_integrity()
                 future.set_result(self._stats())

@@ -14,11 +14,11 @@ from concurrent.futures import Future
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from service import wire
 from service.config import ConfigError, EngineOptions
-from service.engine import EngineEvent, EngineInfo, EngineRequest, EventSink
+from service.engine import EngineEvent, EngineInfo, EngineRequest, EventSink, Query
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class EngineProcess:
             self._live.discard(request_id)
         self._send(("abort", request_id))
 
-    def query(self, what: Literal["stats", "integrity"]) -> Future[dict[str, Any]]:
+    def query(self, what: Query) -> Future[dict[str, Any]]:
         future: Future[dict[str, Any]] = Future()
         number = next(self._numbers)
         with self._state_lock:

@@ -16,7 +16,7 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import count
@@ -42,6 +42,7 @@ from service.types import (
     Logprob,
     RawInput,
     Started,
+    Tokenized,
     TokensInput,
     Usage,
 )
@@ -115,6 +116,39 @@ class _Prompt:
         return sum(image.patches.tokens for image in self.images)
 
 
+Resolver = Callable[[GenerateSpec, bytes], Awaitable[GenerateSpec]]
+"""Fetches the pictures that a request of a tenant only names."""
+
+
+async def no_references(spec: GenerateSpec, salt: bytes) -> GenerateSpec:
+    """The resolver where there is nothing to fetch from. Raises StatusError."""
+    for image in spec.images:
+        if image.media_id is not None:
+            raise errors.NotFound(f"{image.field}: no uploaded media {image.media_id!r}", field=image.field)
+        if image.uri is not None:
+            raise errors.InvalidArgument(f"{image.field}: URLs are not fetched here; send the bytes", field=image.field)
+    return spec
+
+
+class _Call:
+    """One request in the server, as far as others may end it."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[EngineEvent] = asyncio.Queue()
+        self.names: list[str] = []
+        self.cancelled = False
+
+    def begin(self, names: list[str]) -> None:
+        self.names = names
+        if self.cancelled:
+            self.cancel()
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        for name in self.names:
+            self.queue.put_nowait(EngineEvent(name, finish_reason="aborted"))
+
+
 class _SampleState:
     """One sample while it streams."""
 
@@ -149,7 +183,8 @@ class Frontend:
         self.engine, self.assets, self.limits = engine, assets, limits
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="saccade-front")
         self._queues: dict[str, asyncio.Queue[EngineEvent]] = {}
-        self._live_ids: set[str] = set()
+        self._calls: dict[tuple[bytes, str], _Call] = {}
+        self.resolve: Resolver = no_references
         self.idle = asyncio.Event()
         """Set while no request is in the server."""
         self.idle.set()
@@ -171,20 +206,36 @@ class Frontend:
     @property
     def live(self) -> int:
         """Requests in the server."""
-        return len(self._live_ids)
+        return len(self._calls)
+
+    def cancel(self, request_id: str, *, salt: bytes = b"") -> bool:
+        """Ends a request of this tenant from outside: its samples finish as `aborted`. False: there is none."""
+        call = self._calls.get((salt, request_id))
+        if call is not None:
+            call.cancel()
+        return call is not None
+
+    async def tokenize(self, spec: GenerateSpec, *, salt: bytes = b"") -> Tokenized:
+        """What `stream` would make of the prompt. Raises StatusError."""
+        prompt = await self._prepare(spec, salt)
+        ids, previous = [], 0
+        for image in prompt.images:
+            ids += prompt.ids[previous : image.start + 1]
+            previous = image.start + image.patches.tokens
+        return Tokenized((*ids, *prompt.ids[previous:]), tuple(image.patches.tokens for image in prompt.images))
 
     async def stream(self, spec: GenerateSpec, *, salt: bytes = b"") -> AsyncGenerator[Event, None]:
         """Started, Deltas and one Finished per sample. Closing the iterator aborts what is left. Raises StatusError."""
         if not self.engine.alive:
             raise errors.Unavailable("the engine is not running", reason="ENGINE_DIED", retry_after=1.0)
-        if len(self._live_ids) >= self.limits.max_queue:
+        if len(self._calls) >= self.limits.max_queue:
             raise errors.Unavailable(
-                f"the server holds {len(self._live_ids)} requests, the most it takes",
+                f"the server holds {len(self._calls)} requests, the most it takes",
                 reason="QUEUE_FULL", metadata={"limit": str(self.limits.max_queue)}, retry_after=1.0,
             )  # fmt: skip
-        if spec.request_id in self._live_ids:
+        if (salt, spec.request_id) in self._calls:
             raise errors.AlreadyExists(f"a request {spec.request_id!r} is running", field="request_id")
-        self._live_ids.add(spec.request_id)
+        call = self._calls[salt, spec.request_id] = _Call()
         self.idle.clear()
         try:
             arrived = time.monotonic()
@@ -192,11 +243,11 @@ class Frontend:
             seed = secrets.randbits(63) if seed is None else int(seed)
             prompt = await self._prepare(spec, salt)
             params = self._sampling(spec, prompt, seed)
-            async for event in self._run(spec, prompt, params, salt, arrived):
+            async for event in self._run(spec, prompt, params, salt, arrived, call):
                 yield event
         finally:
-            self._live_ids.discard(spec.request_id)
-            if not self._live_ids:
+            del self._calls[salt, spec.request_id]
+            if not self._calls:
                 self.idle.set()
 
     # -- prepare -------------------------------------------------------------------------------------------------------
@@ -210,6 +261,8 @@ class Frontend:
                 f"no model {spec.model!r}; this server has {self.assets.config.name!r}", field="model"
             )
         _check_counts(spec, self.limits)
+        if any(image.elsewhere for image in spec.images):
+            spec = await self.resolve(spec, salt)
         if spec.images and self.assets.vision is None:
             raise errors.FailedPrecondition(f"{self.assets.config.name} takes no images", field=spec.images[0].field)
         images = [self._in_pool(self._decode, image) for image in spec.images]
@@ -329,14 +382,14 @@ class Frontend:
     # -- run -----------------------------------------------------------------------------------------------------------
 
     async def _run(
-        self, spec: GenerateSpec, prompt: _Prompt, params: SamplingParams, salt: bytes, arrived: float
+        self, spec: GenerateSpec, prompt: _Prompt, params: SamplingParams, salt: bytes, arrived: float, call: _Call
     ) -> AsyncGenerator[Event, None]:
         info: EngineInfo = self.engine.info
         yield_started = Started(
             spec.request_id, len(prompt.ids), prompt.image_tokens, info.model, info.revision, params.seed
         )
         states = [_SampleState(self.assets.tokenizer, spec.stop, params.min_tokens) for _ in range(spec.n)]
-        queue: asyncio.Queue[EngineEvent] = asyncio.Queue()
+        queue = call.queue
         names = [f"{next(self._numbers)}:{spec.request_id}" for _ in range(spec.n)]
         index_of = {name: i for i, name in enumerate(names)}
         clock = _Clock(arrived)
@@ -376,6 +429,7 @@ class Frontend:
                 else:
                     self.engine.submit(request)
             yield yield_started
+            call.begin(names)
             while not all(state.done for state in states):
                 batch = [await queue.get()]
                 while not queue.empty():
@@ -389,7 +443,7 @@ class Frontend:
                         if delta is not None:
                             yield delta
                         if reason is not None:
-                            if states[index].stop_string is not None:
+                            if states[index].stop_string is not None or reason == "aborted":
                                 self.engine.abort(name)
                             yield finished(index, reason, stop_token)
         finally:

@@ -7,10 +7,10 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Any
 
 from service.config import EngineOptions
-from service.engine import EngineInfo, EngineRequest, EventSink
+from service.engine import EngineInfo, EngineRequest, EventSink, Query
 from service.engine_client import EngineProcess
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class SupervisedEngine:
     def abort(self, request_id: str) -> None:
         self._engine.abort(request_id)
 
-    def query(self, what: Literal["stats", "integrity"]) -> Future[dict[str, Any]]:
+    def query(self, what: Query) -> Future[dict[str, Any]]:
         return self._engine.query(what)
 
     def close(self) -> None:

@@ -8,15 +8,22 @@ from typing import Any, Literal
 
 from service.chat import Message
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "aborted"]
 
 
 @dataclass(frozen=True)
 class ImageSource:
-    """One encoded picture and where in the request it was, for error messages."""
+    """One picture and where in the request it was, for error messages: its encoded bytes, or where they can be had."""
 
     data: bytes
     field: str
+    media_id: str | None = None
+    uri: str | None = None
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the bytes have still to be fetched."""
+        return self.media_id is not None or self.uri is not None
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,22 @@ class GenerateSpec:
     n: int = 1
     continued: tuple[int, ...] = ()
     priority: int = 0
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """What a prompt becomes: ids with one image token id per picture, and how many tokens each picture takes."""
+
+    ids: tuple[int, ...]
+    tokens_per_image: tuple[int, ...]
+
+    @property
+    def image_tokens(self) -> int:
+        return sum(self.tokens_per_image)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.ids) - len(self.tokens_per_image) + self.image_tokens
 
 
 @dataclass(frozen=True)

@@ -1,3 +1,6 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import struct_pb2 as _struct_pb2
 from saccade.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
@@ -91,10 +94,14 @@ class GenerateResponse(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., model_version: _Optional[str] = ..., seed: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ...) -> None: ...
 
 class StreamGenerateRequest(_message.Message):
-    __slots__ = ("request",)
+    __slots__ = ("request", "chunk_tokens", "max_chunk_delay")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_CHUNK_DELAY_FIELD_NUMBER: _ClassVar[int]
     request: GenerateRequest
-    def __init__(self, request: _Optional[_Union[GenerateRequest, _Mapping]] = ...) -> None: ...
+    chunk_tokens: int
+    max_chunk_delay: _duration_pb2.Duration
+    def __init__(self, request: _Optional[_Union[GenerateRequest, _Mapping]] = ..., chunk_tokens: _Optional[int] = ..., max_chunk_delay: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class StreamGenerateResponse(_message.Message):
     __slots__ = ("started", "delta", "finished")
@@ -149,3 +156,37 @@ class Finished(_message.Message):
     stop_string: str
     stop_token_id: int
     def __init__(self, index: _Optional[int] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., usage: _Optional[_Union[_types_pb2.Usage, _Mapping]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ...) -> None: ...
+
+class TokenizeRequest(_message.Message):
+    __slots__ = ("model", "chat", "prompt", "tokens")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    CHAT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    chat: ChatInput
+    prompt: PromptInput
+    tokens: TokensInput
+    def __init__(self, model: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., prompt: _Optional[_Union[PromptInput, _Mapping]] = ..., tokens: _Optional[_Union[TokensInput, _Mapping]] = ...) -> None: ...
+
+class TokenizeResponse(_message.Message):
+    __slots__ = ("token_ids", "prompt_tokens", "image_tokens", "tokens_per_image")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_IMAGE_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    prompt_tokens: int
+    image_tokens: int
+    tokens_per_image: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., image_tokens: _Optional[int] = ..., tokens_per_image: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CancelGenerationRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class CancelGenerationResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -47,6 +47,16 @@ class InferenceServiceStub:
                 request_serializer=saccade_dot_v1_dot_inference__pb2.StreamGenerateRequest.SerializeToString,
                 response_deserializer=saccade_dot_v1_dot_inference__pb2.StreamGenerateResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/saccade.v1.InferenceService/Tokenize',
+                request_serializer=saccade_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=saccade_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.CancelGeneration = channel.unary_unary(
+                '/saccade.v1.InferenceService/CancelGeneration',
+                request_serializer=saccade_dot_v1_dot_inference__pb2.CancelGenerationRequest.SerializeToString,
+                response_deserializer=saccade_dot_v1_dot_inference__pb2.CancelGenerationResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer:
@@ -69,6 +79,20 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """What a prompt becomes and costs, without running it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CancelGeneration(self, request, context):
+        """Ends a request from outside of its own call: its caller gets what there is and Finished(FINISH_REASON_ABORTED).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -81,6 +105,16 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.StreamGenerate,
                     request_deserializer=saccade_dot_v1_dot_inference__pb2.StreamGenerateRequest.FromString,
                     response_serializer=saccade_dot_v1_dot_inference__pb2.StreamGenerateResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=saccade_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=saccade_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'CancelGeneration': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelGeneration,
+                    request_deserializer=saccade_dot_v1_dot_inference__pb2.CancelGenerationRequest.FromString,
+                    response_serializer=saccade_dot_v1_dot_inference__pb2.CancelGenerationResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -140,6 +174,60 @@ class InferenceService:
             '/saccade.v1.InferenceService/StreamGenerate',
             saccade_dot_v1_dot_inference__pb2.StreamGenerateRequest.SerializeToString,
             saccade_dot_v1_dot_inference__pb2.StreamGenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/saccade.v1.InferenceService/Tokenize',
+            saccade_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+            saccade_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelGeneration(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/saccade.v1.InferenceService/CancelGeneration',
+            saccade_dot_v1_dot_inference__pb2.CancelGenerationRequest.SerializeToString,
+            saccade_dot_v1_dot_inference__pb2.CancelGenerationResponse.FromString,
             options,
             channel_credentials,
             insecure,
