@@ -19,6 +19,7 @@ from torch import Tensor
 from encoder.budget import EncoderBudgets, GraphShape, graph_shape
 from encoder.layout import Layout, layout
 from encoder.model import PackedBatch, VisionTower
+from encoder.plan import buffer_sizes
 from encoder.positions import PositionCache
 from encoder.preprocess import ImagePatches
 from kernels.graphs import GraphPool, StaticGraph
@@ -49,18 +50,10 @@ class EncoderArena:
             budget: graph_shape(budget, budgets, prefix=self._prefix, patches_per_token=config.patches_per_token)
             for budget in budgets.token_budgets
         }
-        largest = self.shapes[budgets.largest]
-
-        def buffer(*sizes: int, dtype: torch.dtype = tower.dtype) -> Tensor:
-            return torch.zeros(sizes, dtype=dtype, device=tower.device)
-
+        sizes = buffer_sizes(self.shapes[budgets.largest], config)
         self.buffers = {
-            "patches": buffer(largest.patches, config.patch_dim),
-            "positions": buffer(largest.patches, config.hidden_size),
-            "source": buffer(largest.rows, dtype=torch.int64),
-            "cu_seqlens": buffer(largest.sequences + 1, dtype=torch.int32),
-            "token_rows": buffer(largest.capacity, config.patches_per_token, dtype=torch.int64),
-            "rows": buffer(largest.capacity, config.text_hidden_size),
+            name: torch.zeros(size, dtype=kind or tower.dtype, device=tower.device)
+            for name, (size, kind) in sizes.items()
         }
         self._dirty = 0  # patch rows that some earlier batch may have left non-zero
 
@@ -70,16 +63,8 @@ class EncoderArena:
 
     def view(self, budget: int) -> dict[str, Tensor]:
         """The buffers of one budget, `rows` being the output; they alias those of every other budget."""
-        shape = self.shapes[budget]
-        sizes = {
-            "patches": shape.patches,
-            "positions": shape.patches,
-            "source": shape.rows,
-            "cu_seqlens": shape.sequences + 1,
-            "token_rows": shape.capacity,
-            "rows": shape.capacity,
-        }
-        return {name: self.buffers[name][:size] for name, size in sizes.items()}
+        sizes = buffer_sizes(self.shapes[budget], self._tower.config)
+        return {name: self.buffers[name][: size[0]] for name, (size, _) in sizes.items()}
 
     def fill(self, budget: int, images: Sequence[ImagePatches], positions: PositionCache) -> Layout:
         """Copy a batch into the view of `budget`: `[0, n)` written, the stale rows behind it cleared."""

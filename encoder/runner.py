@@ -22,6 +22,7 @@ from encoder.model import PackedBatch, VisionTower
 from encoder.packing import Packed, pack
 from encoder.positions import PositionCache
 from encoder.preprocess import ImagePatches, num_image_tokens
+from encoder.tune import TokenHistogram
 from kernels.varlen_attention import reads_host
 
 log = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ class EncoderRunner:
             self.positions = PositionCache(self.tower.position_table, config.table_side, options.position_cache_bytes)
             self._counts: Counter[str] = Counter()
             self._seconds = 0.0
+            self._sizes = TokenHistogram(max(config.max_image_tokens, self.budgets.largest))
             self._verdicts: dict[int, Verdict] = {}
             self._graphs = self._make_graphs()
         self._eager_budgets = self._grouping()
@@ -183,6 +185,7 @@ class EncoderRunner:
         for index, image in zip(indices, group):
             out[index].copy_(rows[first : first + image.tokens])
             first += image.tokens
+            self._sizes.add(image.tokens)
         self._counts["batches"] += 1
         self._counts["images"] += len(group)
         self._counts["real_tokens"] += tokens
@@ -242,12 +245,17 @@ class EncoderRunner:
         counts["encode_seconds"] = self._seconds
         return counts
 
+    def histogram(self) -> dict[int, int]:
+        """Image tokens -> pictures encoded since the start, in at most 1024 bins: what budgets are tuned on."""
+        return self._sizes.counts()
+
     def check_integrity(self) -> None:
         """Asserts what must hold between calls."""
         self.positions.check_integrity()
         replays = sum(count for name, count in self._counts.items() if name.startswith("replays_"))
         eager = sum(count for name, count in self._counts.items() if name.startswith("eager_"))
         assert replays + eager == self._counts["batches"], self._counts
+        assert sum(self._sizes.counts().values()) == self._counts["images"], self._counts
 
     def close(self) -> None:
         """Tear the graphs down; idempotent. The runner must not be used afterwards."""

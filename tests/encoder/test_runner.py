@@ -300,3 +300,11 @@ def test_arena_refuses_what_does_not_fit(tiny: TinyTower, on: EncoderRunner) -> 
         arena.fill(4, pictures(tiny, [(4, 6)]), on.positions)
     with pytest.raises(AssertionError, match="do not fit"):
         arena.fill(8, pictures(tiny, [(2, 2)] * 3), on.positions)
+
+
+def test_sizes_are_recorded_for_tuning(tiny: TinyTower) -> None:
+    runner = make(tiny, "off")
+    encode(runner, pictures(tiny, [(2, 4), (12, 10), (4, 2)]))
+    encode(runner, pictures(tiny, [(4, 6)]))
+    assert runner.histogram() == {2: 2, 6: 1, 30: 1}
+    runner.check_integrity()

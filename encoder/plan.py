@@ -1,0 +1,145 @@
+"""What the encoder's budgets will take before anything runs: sizes, bytes and the padding expected. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from encoder.budget import EncoderBudgets, GraphShape, graph_shape, rows_per_image
+from encoder.config import VisionConfig
+from encoder.tune import Histogram, check_histogram, ladder_work, packed_work, real_tokens
+
+INT64, INT32 = 8, 4
+
+
+def buffer_sizes(
+    shape: GraphShape, config: VisionConfig, *, video: bool = False
+) -> Mapping[str, tuple[tuple[int, ...], torch.dtype | None]]:
+    """Shape and dtype (None: the tower's) of each static buffer of one budget; with `video`, wide enough for frames."""
+    width = config.patch_dim * (config.video_temporal_patch_size or 1 if video else 1)
+    return {
+        "patches": ((shape.patches, width), None),
+        "positions": ((shape.patches, config.hidden_size), None),
+        "source": ((shape.rows,), torch.int64),
+        "cu_seqlens": ((shape.sequences + 1,), torch.int32),
+        "token_rows": ((shape.capacity, config.patches_per_token), torch.int64),
+        "rows": ((shape.capacity, config.text_hidden_size), None),
+    }
+
+
+def buffer_bytes(shape: GraphShape, config: VisionConfig, dtype: torch.dtype, *, video: bool = False) -> int:
+    """Bytes of one budget's static buffers; those of the largest are the arena's, the others are views of it."""
+    total = 0
+    for size, kind in buffer_sizes(shape, config, video=video).values():
+        items = 1
+        for length in size:
+            items *= length
+        total += items * (kind or dtype).itemsize
+    return total
+
+
+def activation_bytes(shape: GraphShape, config: VisionConfig, dtype: torch.dtype) -> int:
+    """An estimate of what one block holds at once: the residual, the fused q, k, v and the attention's output, or the
+    residual, its norm and the MLP before and after its activation. Graphs of one pool share it."""
+    attention = 5 * config.hidden_size
+    mlp = 2 * config.hidden_size + 2 * config.intermediate_size
+    return shape.rows * max(attention, mlp) * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One budget's graph."""
+
+    budget: int
+    rows_per_image: int
+    """Image-token rows set aside for each of the images of a batch."""
+    capacity: int
+    """Image-token rows of the output."""
+    tower_rows: int
+    """Rows that a replay computes, prefixes and the padding sequence included."""
+    sequences: int
+    """Attention sequences, the padding sequence included."""
+    buffer_bytes: int
+    """Static buffers: a view of the arena, so only the largest row's count."""
+    activation_bytes: int
+    """Estimated; shared, so only the largest row's count."""
+
+
+def describe(
+    config: VisionConfig, budgets: EncoderBudgets, dtype: torch.dtype, *, video: bool = False
+) -> list[PlanRow]:
+    """One row per budget, ascending. `video`: the buffers also take temporal patches."""
+    rows = []
+    for budget in budgets.token_budgets:
+        shape = graph_shape(
+            budget, budgets, prefix=config.num_prefix_tokens, patches_per_token=config.patches_per_token
+        )
+        rows.append(
+            PlanRow(
+                budget=budget,
+                rows_per_image=rows_per_image(budget, budgets.max_images),
+                capacity=shape.capacity,
+                tower_rows=shape.rows,
+                sequences=shape.sequences,
+                buffer_bytes=buffer_bytes(shape, config, dtype, video=video),
+                activation_bytes=activation_bytes(shape, config, dtype),
+            )
+        )
+    return rows
+
+
+@dataclass(frozen=True)
+class ExpectedPadding:
+    """Padded over real tokens that a histogram of pictures would meet."""
+
+    alone: float
+    packed: float
+    eager: float
+    """Share of pictures above every budget, which run eagerly and unpadded."""
+
+
+def expected_padding(histogram: Histogram, budgets: EncoderBudgets) -> ExpectedPadding:
+    """Raises `ValueError` for a histogram without pictures."""
+    check_histogram(histogram)
+    above = sum(count for tokens, count in histogram.items() if tokens > budgets.largest)
+    return ExpectedPadding(
+        alone=ladder_work(histogram, budgets.token_budgets) / real_tokens(histogram),
+        packed=packed_work(histogram, budgets),
+        eager=above / sum(histogram.values()),
+    )
+
+
+def render(
+    config: VisionConfig, budgets: EncoderBudgets, dtype: torch.dtype, *, video: bool = False,
+    histogram: Histogram | None = None,
+) -> str:  # fmt: skip
+    """The encoder's part of a printed plan, as text of several lines."""
+    rows = describe(config, budgets, dtype, video=video)
+    head = ("budget", "rows/image", "capacity", "tower rows", "sequences", "buffers", "activations")
+    table: list[tuple[str, ...]] = [head]
+    for row in rows:
+        numbers = (row.budget, row.rows_per_image, row.capacity, row.tower_rows, row.sequences)
+        table.append((*map(str, numbers), mebibytes(row.buffer_bytes), mebibytes(row.activation_bytes)))
+    widths = [max(len(line[column]) for line in table) for column in range(len(head))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in table]
+    arena, activations = rows[-1].buffer_bytes, rows[-1].activation_bytes
+    apart = sum(row.buffer_bytes for row in rows)
+    lines += [
+        f"image tokens: {config.min_image_tokens} to {config.max_image_tokens} a picture, up to {budgets.max_images} "
+        f"pictures and {budgets.largest} tokens a launch",
+        f"graph memory: {mebibytes(arena + activations)} = one arena of {mebibytes(arena)} (buffers apart would take "
+        f"{mebibytes(apart)}) + about {mebibytes(activations)} of activations, shared by all graphs",
+    ]
+    if histogram is not None:
+        padding = expected_padding(histogram, budgets)
+        lines.append(
+            f"expected padding over {sum(histogram.values())} pictures: {padding.alone:.2f}x each alone, "
+            f"{padding.packed:.2f}x packed by 16, {padding.eager:.1%} above every budget"
+        )
+    return "\n".join(lines)
+
+
+def mebibytes(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"

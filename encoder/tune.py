@@ -1,0 +1,232 @@
+"""Which token budgets waste least on the pictures that a server really gets.
+
+Pure integers. A histogram maps image tokens to how often they were seen. A picture of t tokens that is replayed alone
+costs the smallest budget that holds it, so the work of a ladder is the sum of those budgets, and its waste is that work
+over the tokens that were real. Replays of packed batches waste less; `packed_work` replays a sample of the histogram
+through the packer to say how much less.
+
+`tuned_ladder` is exact. Some best ladder consists of seen counts, since a budget between two of them can shrink to the
+lower one. With the counts v[1..n] ascending and N[j] pictures of at most v[j] tokens, the work of the best g budgets
+whose largest is v[j] is
+
+    f(g, j) = min over i < j of  f(g - 1, i) + v[j] * (N[j] - N[i])
+
+which, for each g, is the lower envelope of the lines `f(g - 1, i) - N[i] * x` at x = v[j]. Slopes fall and queries
+rise, so a pointer walks the envelope and all of it takes O(n) per budget.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from encoder.budget import EncoderBudgets, token_ladder
+from encoder.packing import pack
+
+Histogram = Mapping[int, int]
+"""Image tokens -> pictures seen."""
+
+SAMPLE_PICTURES = 1024
+"""Pictures that `packed_work` draws: its ratio then differs by about 1 % between draws."""
+
+
+class TokenHistogram:
+    """Counts of image tokens in a bounded number of bins; a picture counts as the upper end of its bin."""
+
+    def __init__(self, largest: int, *, bins: int = 1024) -> None:
+        """`largest`: the last bin, which also takes whatever is larger."""
+        if largest < 1 or bins < 1:
+            raise ValueError(f"a histogram needs positive sizes, got largest {largest} and bins {bins}")
+        self._largest = largest
+        self._width = -(-largest // bins)
+        self._counts: dict[int, int] = {}
+
+    def add(self, tokens: int) -> None:
+        key = min(-(-tokens // self._width) * self._width, self._largest)
+        self._counts[key] = self._counts.get(key, 0) + 1
+
+    def counts(self) -> dict[int, int]:
+        """Image tokens -> pictures, ascending; a copy."""
+        return dict(sorted(self._counts.items()))
+
+
+def check_histogram(histogram: Histogram) -> None:
+    """`ValueError`, with the numbers, unless there is a picture and every size and count is positive."""
+    for tokens, count in histogram.items():
+        if tokens < 1 or count < 0:
+            raise ValueError(f"a histogram entry of {count} pictures of {tokens} tokens: sizes must be positive")
+    if not any(histogram.values()):
+        raise ValueError("the histogram holds no picture")
+
+
+def real_tokens(histogram: Histogram) -> int:
+    """Tokens of all pictures, before any padding."""
+    return sum(tokens * count for tokens, count in histogram.items())
+
+
+def ladder_work(histogram: Histogram, ladder: Sequence[int]) -> int:
+    """Tokens that a replay of each picture alone computes; those above the ladder run eagerly, without padding."""
+    steps = sorted(ladder)
+    work = 0
+    for tokens, count in histogram.items():
+        position = bisect_left(steps, tokens)
+        work += count * (steps[position] if position < len(steps) else tokens)
+    return work
+
+
+def packed_work(
+    histogram: Histogram, budgets: EncoderBudgets, *, batch: int = 16, pictures: int = SAMPLE_PICTURES, seed: int = 0
+) -> float:
+    """Padded over real tokens when `batch` pictures wait at a time, on a sample that `seed` fixes."""
+    check_histogram(histogram)
+    sizes = sorted(histogram)
+    drawn = random.Random(seed).choices(sizes, [histogram[size] for size in sizes], k=pictures)
+    work = 0
+    for first in range(0, pictures, batch):
+        counts = drawn[first : first + batch]
+        for packed in pack(counts, budgets):
+            work += packed.budget if packed.budget is not None else sum(counts[index] for index in packed.indices)
+    return work / sum(drawn)
+
+
+def geometric_ladder(lo: int, hi: int, ratio: float) -> list[int]:
+    """`lo`, `lo * ratio`, ... rounded up, and `hi` itself. `ValueError` unless `0 < lo <= hi` and `ratio > 1`."""
+    if not 0 < lo <= hi or ratio <= 1:
+        raise ValueError(f"a ladder needs 0 < lo <= hi and a ratio above 1, got lo {lo}, hi {hi}, ratio {ratio}")
+    ladder: list[int] = []
+    power = 0
+    while (step := math.ceil(lo * ratio**power - 1e-6)) < hi:  # sqrt(2) ** 2 must be 2, not a hair above
+        if not ladder or step > ladder[-1]:
+            ladder.append(step)
+        power += 1
+    return [*ladder, hi]
+
+
+def tuned_ladder(histogram: Histogram, max_budgets: int, *, floor: int = 1, hi: int | None = None) -> list[int]:
+    """The at most `max_budgets` budgets with the least `ladder_work`; of equals, the fewest.
+
+    Every seen picture is covered. `floor`: the smallest budget allowed, such as the images of one batch. `hi`: a size
+    that must be covered although it may not have been seen, such as the largest legal picture. Raises `ValueError` for
+    an empty histogram, `max_budgets` or `floor` below 1, or a picture above `hi`.
+    """
+    check_histogram(histogram)
+    if max_budgets < 1 or floor < 1:
+        raise ValueError(f"max_budgets {max_budgets} and floor {floor} must be at least 1")
+    merged: dict[int, int] = {}
+    for tokens, count in histogram.items():
+        if count:
+            merged[max(tokens, floor)] = merged.get(max(tokens, floor), 0) + count
+    if hi is not None:
+        if max(merged) > hi:
+            raise ValueError(f"a picture of {max(merged)} tokens is above hi {hi}")
+        merged.setdefault(hi, 0)
+    sizes = sorted(merged)
+    below = [0, *accumulate(merged[size] for size in sizes)]
+    return _best_ladder(sizes, below, max_budgets)
+
+
+def _best_ladder(sizes: list[int], below: list[int], max_budgets: int) -> list[int]:
+    """`sizes` ascending, `below[j]` pictures among the first j of them; the last size is always in the ladder."""
+    count = len(sizes)
+    best: list[int | None] = [0] + [None] * count  # f(0, .): only nothing is covered by no budget
+    chosen: list[list[int]] = []
+    costs: list[int] = []
+    for _ in range(min(max_budgets, count)):
+        best, picks = _one_more_budget(sizes, below, best)
+        chosen.append(picks)
+        final = best[count]
+        assert final is not None, "the largest size can always be a budget"
+        costs.append(final)
+    used = costs.index(min(costs))  # the fewest budgets that reach the least work
+    ladder, end = [], count
+    for picks in reversed(chosen[: used + 1]):
+        ladder.append(sizes[end - 1])
+        end = picks[end]
+    assert end == 0, end
+    return ladder[::-1]
+
+
+def _one_more_budget(
+    sizes: list[int], below: list[int], before: list[int | None]
+) -> tuple[list[int | None], list[int]]:
+    """f(g, .) from f(g - 1, .), and for each j the i that it came from."""
+    after: list[int | None] = [None] * len(before)
+    picks = [0] * len(before)
+    hull: list[int] = []  # indices i whose line is on the envelope, in order of falling slope
+    walk = 0
+
+    def height(i: int, x: int) -> int:
+        start = before[i]
+        assert start is not None
+        return start - below[i] * x
+
+    for j in range(1, len(before)):
+        i = j - 1
+        if before[i] is not None:
+            while len(hull) >= 2 and _is_covered(hull[-2], hull[-1], i, below, before):
+                hull.pop()
+            if hull and below[hull[-1]] == below[i] and height(hull[-1], 0) >= height(i, 0):
+                hull.pop()  # parallel and no better
+            hull.append(i)
+            walk = min(walk, len(hull) - 1)
+        if not hull:
+            continue
+        x = sizes[j - 1]
+        while walk + 1 < len(hull) and height(hull[walk + 1], x) < height(hull[walk], x):
+            walk += 1
+        after[j] = height(hull[walk], x) + x * below[j]
+        picks[j] = hull[walk]
+    return after, picks
+
+
+def _is_covered(left: int, middle: int, right: int, below: list[int], start: list[int | None]) -> bool:
+    """Whether `middle` is nowhere lowest between its neighbours: the outer two meet no later than left and middle."""
+    a, b, c = start[left], start[middle], start[right]
+    assert a is not None and b is not None and c is not None
+    return (c - a) * (below[middle] - below[left]) <= (b - a) * (below[right] - below[left])
+
+
+@dataclass(frozen=True)
+class LadderReport:
+    """One ladder held against a histogram."""
+
+    name: str
+    ladder: tuple[int, ...]
+    alone: float
+    """Padded over real tokens, each picture replayed by itself."""
+    packed: float
+    """The same with 16 pictures waiting at a time."""
+
+
+def compare_ladders(
+    histogram: Histogram, max_budgets: int, *, lo: int | None = None, hi: int | None = None,
+    max_images: int | None = None,
+) -> list[LadderReport]:  # fmt: skip
+    """Doublings, sqrt(2) steps and the tuned ladder on one histogram, over the same range and images per batch.
+
+    `lo` and `hi` are the smallest and largest legal picture; without them, the smallest and largest that was seen.
+    """
+    check_histogram(histogram)
+    seen = [tokens for tokens, count in histogram.items() if count]
+    lo, hi = lo or min(seen), hi or max(seen)
+    if max(seen) > hi or lo > hi:
+        raise ValueError(f"pictures of up to {max(seen)} tokens and lo {lo} must not be above hi {hi}")
+    images = max_images or min(hi // lo, lo)
+    start = max(lo, images)
+    if start > hi:
+        raise ValueError(f"max_images {images} is above the {hi} tokens of the largest picture")
+    ladders = {
+        "doublings": token_ladder(start, hi),
+        "sqrt(2) steps": geometric_ladder(start, hi, math.sqrt(2)),
+        f"tuned, at most {max_budgets}": tuned_ladder(histogram, max_budgets, floor=images, hi=hi),
+    }
+    real = real_tokens(histogram)
+    reports = []
+    for name, ladder in ladders.items():
+        packed = packed_work(histogram, EncoderBudgets(tuple(ladder), images))
+        reports.append(LadderReport(name, tuple(ladder), ladder_work(histogram, ladder) / real, packed))
+    return reports

@@ -1,0 +1,90 @@
+"""The plan's numbers are those of the buffers that a runner then makes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_encoder import TinyTower, tiny_tower
+
+from encoder.budget import EncoderBudgets, resolve_budgets
+from encoder.config import VisionConfig
+from encoder.plan import activation_bytes, buffer_bytes, describe, expected_padding, render
+from encoder.runner import EncoderOptions, EncoderRunner
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> TinyTower:
+    return tiny_tower(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_planned_bytes_are_the_arena_s(tiny: TinyTower, dtype: torch.dtype) -> None:
+    options = EncoderOptions(dtype=dtype, graphs="on", token_budgets=(5, 13, 60), max_images=4)
+    runner = EncoderRunner(tiny.config, options, tiny.weights.items())
+    rows = describe(tiny.config, runner.budgets, dtype)
+    plan = runner.plan()
+    assert rows[-1].buffer_bytes == plan["arena_bytes"]
+    assert [row.capacity for row in rows] == plan["capacity"] == [8, 16, 60]
+    assert [row.tower_rows for row in rows] == plan["rows"] == [4 * 8 + 21, 4 * 16 + 21, 4 * 60 + 21]
+    assert [row.rows_per_image for row in rows] == [2, 4, 15]
+    assert [row.sequences for row in rows] == [5, 5, 5]
+    for row in rows:
+        view = runner._graphs.arena.view(row.budget)  # type: ignore[union-attr]
+        assert row.buffer_bytes == sum(t.numel() * t.element_size() for t in view.values())
+    runner.close()
+
+
+def test_worked_bytes_of_the_released_tower() -> None:
+    config = VisionConfig()
+    budgets = resolve_budgets(config.min_image_tokens, config.max_image_tokens)
+    rows = describe(config, budgets, torch.bfloat16)
+    assert [row.budget for row in rows] == [256, 512, 1024, 2048, 3328]
+    patches, tower_rows = 4 * 3328, 4 * 3328 + 10 * 13 + 1
+    expected = 2 * patches * (768 + 1280) + 8 * tower_rows + 4 * 15 + 8 * 4 * 3328 + 2 * 3328 * 4096
+    assert rows[-1].buffer_bytes == expected
+    assert rows[-1].activation_bytes == tower_rows * (2 * 1280 + 2 * 5120) * 2
+
+
+def test_one_arena_takes_less_than_buffers_apart() -> None:
+    """On doublings the largest budget is about half of all budgets together."""
+    config = VisionConfig(min_num_patches=256, max_num_patches=32768, max_model_len=16384)
+    rows = describe(config, resolve_budgets(64, 8192), torch.bfloat16)
+    assert sum(row.buffer_bytes for row in rows) > 1.9 * rows[-1].buffer_bytes
+
+
+def test_video_widens_the_patches_only() -> None:
+    config = VisionConfig(video_temporal_patch_size=2)
+    shape_rows = describe(config, EncoderBudgets((256,), 1), torch.float32)
+    wide = describe(config, EncoderBudgets((256,), 1), torch.float32, video=True)
+    assert wide[0].buffer_bytes - shape_rows[0].buffer_bytes == 4 * 1024 * config.patch_dim
+
+
+def test_expected_padding(tiny: TinyTower) -> None:
+    padding = expected_padding({60: 3, 100: 1}, EncoderBudgets((64,), 1))
+    assert (padding.alone, padding.packed, padding.eager) == ((3 * 64 + 100) / 280, pytest.approx(1.04, abs=0.02), 0.25)
+    with pytest.raises(ValueError, match="no picture"):
+        expected_padding({}, EncoderBudgets((64,), 1))
+
+
+def test_the_text_names_every_budget_and_the_totals(tiny: TinyTower) -> None:
+    budgets = EncoderBudgets((8, 64), 4)
+    text = render(tiny.config, budgets, torch.float32, histogram={8: 1, 20: 3})
+    lines = text.splitlines()
+    assert [line.split()[0] for line in lines[:3]] == ["budget", "8", "64"]
+    shape_bytes = describe(tiny.config, budgets, torch.float32)[-1]
+    total = (shape_bytes.buffer_bytes + shape_bytes.activation_bytes) / 2**20
+    assert f"graph memory: {total:.1f} MiB" in text
+    assert "up to 4 pictures and 64 tokens a launch" in text
+    assert "over 4 pictures" in lines[-1]
+
+
+def test_bytes_grow_with_the_dtype(tiny: TinyTower) -> None:
+    from encoder.budget import graph_shape
+
+    shape = graph_shape(64, EncoderBudgets((64,), 4), prefix=5, patches_per_token=4)
+    assert activation_bytes(shape, tiny.config, torch.float32) == 2 * activation_bytes(
+        shape, tiny.config, torch.bfloat16
+    )
+    assert buffer_bytes(shape, tiny.config, torch.float32) > buffer_bytes(shape, tiny.config, torch.bfloat16)
