@@ -217,3 +217,15 @@ def test_budget_smaller_than_rows_starves_nobody(host_bytes: int) -> None:
         for row in step.rows:
             served[row.sequence.request_id] += row.count
     assert max(served.values()) - min(served.values()) <= 3
+
+
+def test_requests_that_cannot_be_computed_again_never_block_each_other() -> None:
+    """Both have given their image rows back, both want a page, the host tier is full: one is swapped all the same."""
+    scheduler = make(blocks=5, per_block=1, has_slots=False, max_seqs=2, max_len=16, host_bytes=0)
+    for name in ("first", "second"):
+        scheduler.add(request(name, 8, 8, (span(1, 3, True),)))
+    ended: list[str] = []
+    for _ in range(60):
+        ended += advance(scheduler)[1]
+    assert sorted(ended) == ["first", "second"]
+    assert scheduler.preemptions >= 1 and scheduler.recomputes == 0
