@@ -41,8 +41,11 @@ class EncoderArena:
     Bytes are counted once: the views own nothing. Host code writes it between replays, a graph reads it during one.
     """
 
-    def __init__(self, tower: VisionTower, budgets: EncoderBudgets) -> None:
+    def __init__(self, tower: VisionTower, budgets: EncoderBudgets, *, video: bool = False) -> None:
+        """`video`: the patches are wide enough for temporal ones, whose graphs share the memory."""
         config = tower.config
+        self.video = video
+        self.pool = GraphPool(tower.device)
         self._tower = tower
         self._merge = config.merge_size
         self._prefix = config.num_prefix_tokens
@@ -50,46 +53,57 @@ class EncoderArena:
             budget: graph_shape(budget, budgets, prefix=self._prefix, patches_per_token=config.patches_per_token)
             for budget in budgets.token_budgets
         }
-        sizes = buffer_sizes(self.shapes[budgets.largest], config)
+        sizes = buffer_sizes(self.shapes[budgets.largest], config, video=video)
         self.buffers = {
             name: torch.zeros(size, dtype=kind or tower.dtype, device=tower.device)
             for name, (size, kind) in sizes.items()
         }
-        self._dirty = 0  # patch rows that some earlier batch may have left non-zero
+        # Leading elements of each buffer that some earlier batch may have left non-zero.
+        self._dirty = {"patches": 0, "positions": 0}
 
     @property
     def bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.buffers.values())
 
-    def view(self, budget: int) -> dict[str, Tensor]:
-        """The buffers of one budget, `rows` being the output; they alias those of every other budget."""
-        sizes = buffer_sizes(self.shapes[budget], self._tower.config)
-        return {name: self.buffers[name][: size[0]] for name, (size, _) in sizes.items()}
+    def view(self, budget: int, *, video: bool = False) -> dict[str, Tensor]:
+        """The buffers of one budget, `rows` being the output; they alias those of every other budget, and those of
+        temporal patches alias those of pictures."""
+        assert self.video or not video, "this arena was not made for temporal patches"
+        sizes = buffer_sizes(self.shapes[budget], self._tower.config, video=video)
+        return {name: self.buffers[name].view(-1)[: math.prod(size)].view(size) for name, (size, _) in sizes.items()}
 
-    def fill(self, budget: int, images: Sequence[ImagePatches], positions: PositionCache) -> Layout:
+    def fill(
+        self, budget: int, images: Sequence[ImagePatches], positions: PositionCache, *, video: bool = False
+    ) -> Layout:
         """Copy a batch into the view of `budget`: `[0, n)` written, the stale rows behind it cleared."""
         shape = self.shapes[budget]
         placed = layout([image.grid for image in images], prefix=self._prefix, merge=self._merge, shape=shape)
-        buffers = self.buffers
+        buffers = self.view(budget, video=video)
         row = 0
         for image in images:
             end = row + image.patches.shape[0]
             buffers["patches"][row:end].copy_(image.patches)
             buffers["positions"][row:end].copy_(positions.get(image.grid))
             row = end
-        stale = min(self._dirty, shape.patches)
-        if stale > row:
-            buffers["patches"][row:stale].zero_()
-            buffers["positions"][row:stale].zero_()
-        # Rows beyond this view were not touched: what an earlier, larger batch left there is still stale.
-        self._dirty = self._dirty if self._dirty > shape.patches else row
-        buffers["source"][: shape.rows].copy_(placed.source_R)
-        buffers["cu_seqlens"][: shape.sequences + 1].copy_(placed.cu_seqlens)
-        buffers["token_rows"][: shape.capacity].copy_(placed.token_rows_NM)
+        for name in ("patches", "positions"):
+            self._clear_stale(name, buffers[name], row)
+        buffers["source"].copy_(placed.source_R)
+        buffers["cu_seqlens"].copy_(placed.cu_seqlens)
+        buffers["token_rows"].copy_(placed.token_rows_NM)
         return placed
 
+    def _clear_stale(self, name: str, view: Tensor, rows: int) -> None:
+        written, room, dirty = rows * view.shape[1], view.numel(), self._dirty[name]
+        stale = min(dirty, room)
+        if stale > written:
+            view.view(-1)[written:stale].zero_()
+        # What lies beyond this view was not touched: what an earlier, larger batch left there is still stale.
+        self._dirty[name] = dirty if dirty > room else written
 
-def _step(tower: VisionTower, shape: GraphShape) -> Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]:
+
+def _step(
+    tower: VisionTower, shape: GraphShape, video: bool
+) -> Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]:
     """The tower over one budget's buffers. `max_seqlen` is baked: the padding sequence may take every row."""
 
     def run(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
@@ -101,7 +115,7 @@ def _step(tower: VisionTower, shape: GraphShape) -> Callable[[Mapping[str, Tenso
             token_rows_NM=inputs["token_rows"],
             max_seqlen=shape.rows,
         )
-        outputs["rows"].copy_(tower.forward(batch))
+        outputs["rows"].copy_(tower.forward(batch, video=video))
 
     return run
 
@@ -116,45 +130,47 @@ class Verdict:
 
 
 class EncoderGraphs:
-    """The graphs of all budgets. `run` replays; `calibrate` says which of them pay."""
+    """The graphs of all budgets, for pictures or for temporal patches. `run` replays; `calibrate` says which pay."""
 
-    def __init__(self, tower: VisionTower, budgets: EncoderBudgets, positions: PositionCache) -> None:
+    def __init__(
+        self, tower: VisionTower, budgets: EncoderBudgets, positions: PositionCache, arena: EncoderArena, *,
+        video: bool = False,
+    ) -> None:  # fmt: skip
         """Captures every budget, largest first, so that the smaller ones fit the pool's memory."""
-        self.arena = EncoderArena(tower, budgets)
+        self.arena = arena
         self._tower = tower
         self._budgets = budgets
         self._positions = positions
-        pool = GraphPool(tower.device)
+        self._video = video
         self._graphs: dict[int, StaticGraph] = {}
         for budget in reversed(budgets.token_budgets):
-            view = self.arena.view(budget)
+            view = arena.view(budget, video=video)
             graph = StaticGraph(
-                f"encoder-{budget}",
-                _step(tower, self.arena.shapes[budget]),
+                f"encoder-{'video-' if video else ''}{budget}",
+                _step(tower, arena.shapes[budget], video),
                 {name: view[name] for name in INPUTS},
                 {"rows": view["rows"]},
-                pool=pool,
+                pool=arena.pool,
             )
             if tower.device.type == "cuda":
-                self.arena.fill(budget, [self._sample(budget)], positions)
+                arena.fill(budget, [self._sample(budget)], positions, video=video)
             graph.capture()
             self._graphs[budget] = graph
 
     def run(self, budget: int, images: Sequence[ImagePatches]) -> Tensor:
         """Rows of `images` in their order, `[tokens, text_hidden]`: a view of the arena until the next `run`."""
-        placed = self.arena.fill(budget, images, self._positions)
-        view = self.arena.view(budget)
+        placed = self.arena.fill(budget, images, self._positions, video=self._video)
+        view = self.arena.view(budget, video=self._video)
         outputs = self._graphs[budget].replay({name: view[name] for name in INPUTS})
         return outputs["rows"][: placed.tokens]
 
     def _sample(self, tokens: int) -> ImagePatches:
-        """A made-up picture of at most `tokens` image tokens, about square."""
+        """A made-up picture, or temporal patch, of at most `tokens` image tokens, about square."""
         config = self._tower.config
         rows = max(math.isqrt(tokens), 1)
         grid = (rows * config.merge_size, tokens // rows * config.merge_size)
-        return ImagePatches(
-            grid, torch.zeros(grid[0] * grid[1], config.patch_dim, dtype=self._tower.dtype), config.merge_size
-        )
+        width = config.patch_dim * (config.video_temporal_patch_size or 1 if self._video else 1)
+        return ImagePatches(grid, torch.zeros(grid[0] * grid[1], width, dtype=self._tower.dtype), config.merge_size)
 
     def calibrate(self, eager: Callable[[Sequence[ImagePatches]], Tensor], *, seconds: float) -> dict[int, Verdict]:
         """Time each budget's replay against `eager` on a batch half way between the budget below and this one.

@@ -80,8 +80,8 @@ class ImageHeader:
 
 def read_header(data: bytes, limits: ImageLimits | None = None) -> ImageHeader:
     """Format and size of a picture without decoding it. Raises `ImageError` as `decode_image` would."""
-    with _quiet_pillow():
-        image = _open(data, limits or ImageLimits())
+    with quiet_pillow():
+        image = open_picture(data, limits or ImageLimits())
         return ImageHeader(image.format or "", image.width, image.height, image.mode)
 
 
@@ -92,21 +92,22 @@ def decode_image(data: bytes, limits: ImageLimits | None = None) -> torch.Tensor
     corrupt, or exceed `limits`. Pillow drops the interpreter lock while its codecs run.
     """
     limits = limits or ImageLimits()
-    with _quiet_pillow():
-        image = _open(data, limits)
+    with quiet_pillow():
+        image = open_picture(data, limits)
         try:
             image.load()
             # A file may declare one size and deliver another once its frames or tiles are read.
             limits.check_size(image.width, image.height)
-            pixels_HWC = _rgb(image)
-            return _upright(pixels_HWC, _orientation(image))
+            pixels_HWC = to_rgb(image)
+            return upright(pixels_HWC, orientation_of(image))
         except ImageError:
             raise
         except Exception as error:  # whatever Pillow or a codec raises on hostile bytes
-            raise ImageError(f"the {image.format} picture cannot be decoded: {_words(error)}") from error
+            raise ImageError(f"the {image.format} picture cannot be decoded: {words(error)}") from error
 
 
-def _open(data: bytes, limits: ImageLimits) -> Image.Image:
+def open_picture(data: bytes, limits: ImageLimits) -> Image.Image:
+    """Reads the header, decodes nothing. Raises `ImageError` as `decode_image` does; call it under `quiet_pillow`."""
     if not data:
         raise ImageError("the picture is empty: 0 bytes")
     limits.check_bytes(len(data))
@@ -115,16 +116,17 @@ def _open(data: bytes, limits: ImageLimits) -> Image.Image:
     except UnidentifiedImageError as error:
         raise ImageError(f"no {', '.join(FORMATS)} picture is recognised in these {len(data)} bytes") from error
     except Exception as error:
-        raise ImageError(f"the header of the picture cannot be read: {_words(error)}") from error
+        raise ImageError(f"the header of the picture cannot be read: {words(error)}") from error
     limits.check_size(image.width, image.height)
     return image
 
 
-def _words(error: Exception) -> str:
+def words(error: Exception) -> str:
+    """What a decoder's exception says, cut to a line."""
     return (str(error) or type(error).__name__)[:200]
 
 
-def _rgb(image: Image.Image) -> torch.Tensor:
+def to_rgb(image: Image.Image) -> torch.Tensor:
     """The loaded picture as `[H, W, 3]` uint8, transparency laid on white."""
     if image.mode in GREY16 or (image.mode == "I" and image.format in ("PNG", "PPM")):
         return _grey16(image)
@@ -160,7 +162,7 @@ def _grey16(image: Image.Image) -> torch.Tensor:
     return torch.from_numpy(scaled_HW)[:, :, None].repeat(1, 1, 3)
 
 
-def _orientation(image: Image.Image) -> int:
+def orientation_of(image: Image.Image) -> int:
     """EXIF orientation 1..8; 1 if there is none or the metadata is broken, which is no reason to refuse a picture."""
     try:
         value = image.getexif().get(ORIENTATION_TAG, 1)
@@ -169,7 +171,7 @@ def _orientation(image: Image.Image) -> int:
     return value if isinstance(value, int) and 1 <= value <= 8 else 1
 
 
-def _upright(pixels_HWC: torch.Tensor, orientation: int) -> torch.Tensor:
+def upright(pixels_HWC: torch.Tensor, orientation: int) -> torch.Tensor:
     """Undo an EXIF orientation: 5..8 are stored transposed; the flips are in terms of the upright picture."""
     if orientation == 1:
         return pixels_HWC
@@ -185,7 +187,7 @@ _quiet_filter: Any = None
 
 
 @contextmanager
-def _quiet_pillow() -> Iterator[None]:
+def quiet_pillow() -> Iterator[None]:
     """Mute the warnings of PIL modules while any thread decodes.
 
     `warnings.catch_warnings` restores a whole list and so is unsafe across threads; one filter entry, put in by the

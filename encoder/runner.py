@@ -1,6 +1,6 @@
-"""The encoder runner: images in, rows out, packed under the token budgets, by graph or eagerly, everything counted.
+"""The encoder runner: pictures and clips in, rows out, packed under the token budgets, by graph or eagerly.
 
-Synchronous and owned by one thread.
+Everything is counted. Synchronous and owned by one thread.
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ from torch import Tensor
 
 from encoder.budget import EncoderBudgets, graph_shape, resolve_budgets
 from encoder.config import VisionConfig
-from encoder.graphs import EncoderGraphs, Verdict
-from encoder.layout import layout
-from encoder.model import PackedBatch, VisionTower
+from encoder.graphs import EncoderArena
+from encoder.job import EncodeJob, EncoderItem, Launch
+from encoder.lane import Lane
+from encoder.model import VisionTower
 from encoder.packing import Packed, pack
 from encoder.positions import PositionCache
 from encoder.preprocess import ImagePatches, num_image_tokens
 from encoder.tune import TokenHistogram
+from encoder.video import VideoPatches
 from kernels.varlen_attention import reads_host
 
 log = logging.getLogger(__name__)
 
 GRAPH_MODES = ("auto", "on", "off")
-CALIBRATION_SECONDS = 0.25
-"""Time that `auto` may spend on a CPU; budgets not reached stay eager."""
-EAGER_TOKENS_ON_CPU = 512
-"""Where nothing is replayed on a CPU, images share a launch up to this size: beyond it activations leave the caches."""
+COUNTED = ("batches", "video_batches", "images", "temporal_patches", "real_tokens", "padded_tokens")
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,8 @@ class EncoderOptions:
     """Images per batch; None derives it from the budgets."""
     max_tokens_per_step: int | None = None
     """Image tokens of one launch, the upper end of the budgets; None covers the largest picture the rule aims at."""
+    videos: bool = False
+    """Whether clips get graphs too, in the same arena, whose patches they widen. Without it they run eagerly."""
     position_cache_bytes: int = 256 << 20
     """Bound of the interpolated position embeddings that are kept."""
 
@@ -66,7 +67,7 @@ class EncoderOptions:
 
 
 class EncoderRunner:
-    """Owns the tower, the graphs and the position cache; `encode` is the whole job."""
+    """Owns the tower, the graphs and the position cache; `encode` is the whole job, `begin` the same in steps."""
 
     def __init__(self, config: VisionConfig, options: EncoderOptions, weights: Iterable[tuple[str, Tensor]]) -> None:
         """`weights`: (name, tensor) pairs as `config.expected_weights` names them, copied, never kept.
@@ -83,134 +84,113 @@ class EncoderRunner:
             self._counts: Counter[str] = Counter()
             self._seconds = 0.0
             self._sizes = TokenHistogram(max(config.max_image_tokens, self.budgets.largest))
-            self._verdicts: dict[int, Verdict] = {}
-            self._graphs = self._make_graphs()
-        self._eager_budgets = self._grouping()
+            self.pictures, self.clips = self._make_lanes()
 
-    # -- start-up -------------------------------------------------------------------------------------------------
-
-    def _make_graphs(self) -> EncoderGraphs | None:
-        device, mode = self.tower.device, self.options.graphs
-        if mode == "off":
-            return None
-        if device.type != "cpu" and reads_host(device):
-            reason = f"the attention for {device.type} reads sequence lengths on the host, which no graph can hold"
-            if mode == "on":
+    def _make_lanes(self) -> tuple[Lane, Lane]:
+        tower, options = self.tower, self.options
+        no_graph = "" if options.graphs != "off" else "off"
+        if options.graphs != "off" and tower.device.type != "cpu" and reads_host(tower.device):
+            kind = tower.device.type
+            reason = f"the attention for {kind} reads sequence lengths on the host, which no graph can hold"
+            if options.graphs == "on":
                 raise ValueError(f"graphs=on: {reason}")
             log.info("encoder graphs are off: %s", reason)
-            return None
-        graphs = EncoderGraphs(self.tower, self.budgets, self.positions)
-        if mode == "on":
-            self._verdicts = {budget: Verdict(use=True) for budget in self.budgets.token_budgets}
-            return graphs
-        limit = CALIBRATION_SECONDS if device.type == "cpu" else float("inf")
-        self._verdicts = graphs.calibrate(self._run_eagerly, seconds=limit)
-        self._log_verdicts()
-        if any(verdict.use for verdict in self._verdicts.values()):
-            return graphs
-        graphs.close()
-        return None
-
-    def _log_verdicts(self) -> None:
-        for budget, verdict in self._verdicts.items():
-            if verdict.graph_seconds is None or verdict.eager_seconds is None:
-                log.info("encoder graph %d: not timed within the start-up limit, left unused", budget)
-            else:
-                log.info(
-                    "encoder graph %d: %.2f ms against %.2f ms eager, %s",
-                    budget,
-                    verdict.graph_seconds * 1e3,
-                    verdict.eager_seconds * 1e3,
-                    "used" if verdict.use else "left unused",
-                )
-
-    def _grouping(self) -> EncoderBudgets:
-        """What batches are packed under: the budgets, or, with no graph to fill, one size that limits a launch."""
-        if self._graphs is not None:
-            return self.budgets
-        step = self.budgets.largest
-        if self.tower.device.type == "cpu":
-            step = min(step, EAGER_TOKENS_ON_CPU)
-        return EncoderBudgets((step,), step)
+            no_graph = "host_reads"
+        video = options.videos and tower.video_projection is not None
+        arena = None if no_graph else EncoderArena(tower, self.budgets, video=video)
+        pictures, clips = (
+            Lane(
+                tower,
+                self.budgets,
+                self.positions,
+                video=kind,
+                arena=arena if video or not kind else None,
+                eager_reason=no_graph or "no_video_graphs",
+                calibrate=options.graphs == "auto",
+            )
+            for kind in (False, True)
+        )
+        self._arena_bytes = arena.bytes if arena is not None and (pictures.graphs or clips.graphs) else 0
+        return pictures, clips
 
     # -- work -----------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
-    def encode(self, images: Sequence[ImagePatches], out: Sequence[Tensor]) -> None:
-        """Write image i's `[tokens, text_hidden]` rows, in the options' dtype, into `out[i]`.
+    def encode(self, items: Sequence[EncoderItem], out: Sequence[Tensor]) -> list[tuple[int, ...]]:
+        """Write item i's `[tokens, text_hidden]` rows, in the options' dtype, into `out[i]`.
 
-        Each row is what the image gets alone, whatever shares its batch. Raises `ValueError` naming the position of
-        the first image or destination that does not fit, before anything has run.
+        Each row is what the item gets alone, whatever shares its batch. Returns for each item how many rows belong to
+        each of its attention sequences: all of a picture's, and what pruning left of each temporal patch of a clip.
+        Raises `ValueError` naming the position of the first item or destination that does not fit, before anything has
+        run.
         """
-        if len(images) != len(out):
-            raise ValueError(f"{len(images)} images and {len(out)} destinations")
-        for index, (image, rows) in enumerate(zip(images, out)):
-            self._check(index, image, rows)
-        start = time.perf_counter()
-        for batch in pack([image.tokens for image in images], self._eager_budgets):
-            self._launch(batch, images, out)
-        self._seconds += time.perf_counter() - start
+        job = self.begin(items, out)
+        while job.step():
+            pass
+        return job.rows
 
-    def _check(self, index: int, image: ImagePatches, rows: Tensor) -> None:
+    def begin(self, items: Sequence[EncoderItem], out: Sequence[Tensor]) -> EncodeJob:
+        """The same, one launch for each `step` of the job, so that others get a turn between launches."""
+        if len(items) != len(out):
+            raise ValueError(f"{len(items)} images and {len(out)} destinations")
+        for index, (item, rows) in enumerate(zip(items, out)):
+            self._check(index, item, rows)
+        return EncodeJob(items, out, self._pack, self._launch)
+
+    def _pack(self, tokens: list[int], video: bool) -> list[Packed]:
+        return pack(tokens, (self.clips if video else self.pictures).budgets)
+
+    def _check(self, index: int, item: EncoderItem, rows: Tensor) -> None:
         config = self.config
+        video = isinstance(item, VideoPatches)
+        if video and self.tower.video_projection is None:
+            raise ValueError(f"video {index}: this checkpoint has no projection for temporal patches")
+        name = "video" if video else "image"
         try:
-            tokens = num_image_tokens(image.grid, merge_size=config.merge_size)
+            num_image_tokens(item.grid, merge_size=config.merge_size)
         except ValueError as error:
-            raise ValueError(f"image {index}: {error}") from error
-        count = image.grid[0] * image.grid[1]
-        if tuple(image.patches.shape) != (count, config.patch_dim):
-            shape = tuple(image.patches.shape)
-            raise ValueError(f"image {index}: patches of shape {shape}, expected {(count, config.patch_dim)}")
-        expected = (tokens, config.text_hidden_size)
+            raise ValueError(f"{name} {index}: {error}") from error
+        count = item.grid[0] * item.grid[1]
+        wanted: tuple[int, ...] = (count, config.patch_dim)
+        if isinstance(item, VideoPatches):
+            wanted = (item.groups, count, config.patch_dim * (config.video_temporal_patch_size or 1))
+        if tuple(item.patches.shape) != wanted:
+            raise ValueError(f"{name} {index}: patches of shape {tuple(item.patches.shape)}, expected {wanted}")
+        if item.merge_size != config.merge_size:
+            raise ValueError(f"{name} {index}: merge_size {item.merge_size}, the tower's is {config.merge_size}")
+        expected = (item.tokens, config.text_hidden_size)
         if tuple(rows.shape) != expected or rows.dtype != self.options.dtype:
             raise ValueError(
                 f"destination {index}: {tuple(rows.shape)} {rows.dtype}, expected {expected} {self.options.dtype}"
             )
 
-    def _launch(self, batch: Packed, images: Sequence[ImagePatches], out: Sequence[Tensor]) -> None:
+    @torch.inference_mode()
+    def _launch(self, launch: Launch) -> None:
+        start = time.perf_counter()
         # Equal grids become neighbours, whose attention runs as one batch; order inside a launch is otherwise free.
-        indices = sorted(batch.indices, key=lambda index: (images[index].patches.shape[0], images[index].grid))
-        group = [images[index] for index in indices]
+        parts = sorted(launch.parts, key=lambda part: (part.patches.patches.shape[0], part.patches.grid))
+        group: list[ImagePatches] = [part.patches for part in parts]
         tokens = sum(image.tokens for image in group)
-        reason = self._eager_reason(batch)
+        lane = self.clips if launch.video else self.pictures
+        reason = lane.eager_reason(launch.budget)
         if reason is None:
-            assert self._graphs is not None and batch.budget is not None
-            rows = self._graphs.run(batch.budget, group)
-            self._counts[f"replays_{batch.budget}"] += 1
-            self._counts["padded_tokens"] += self._graphs.arena.shapes[batch.budget].capacity - tokens
+            assert lane.graphs is not None and launch.budget is not None
+            rows = lane.graphs.run(launch.budget, group)
+            self._counts[f"replays_{launch.budget}"] += 1
+            self._counts["padded_tokens"] += lane.graphs.arena.shapes[launch.budget].capacity - tokens
         else:
-            rows = self._run_eagerly(group)
+            rows = lane.run_eagerly(group)
             self._counts[f"eager_{reason}"] += 1
         first = 0
-        for index, image in zip(indices, group):
-            out[index].copy_(rows[first : first + image.tokens])
-            first += image.tokens
-            self._sizes.add(image.tokens)
+        for part in parts:
+            end = first + part.patches.tokens
+            part.out.copy_(rows[first:end])
+            self._sizes.add(end - first)
+            first = end
         self._counts["batches"] += 1
-        self._counts["images"] += len(group)
+        self._counts["video_batches"] += launch.video
+        self._counts["temporal_patches" if launch.video else "images"] += len(parts)
         self._counts["real_tokens"] += tokens
-
-    def _eager_reason(self, batch: Packed) -> str | None:
-        """Why a batch runs without a graph, or None if it does not."""
-        if self._graphs is None:
-            return "off" if self.options.graphs == "off" else "no_graph_pays"
-        if batch.budget is None:
-            return "too_large"
-        return None if self._verdicts[batch.budget].use else "slower_graph"
-
-    def _run_eagerly(self, images: Sequence[ImagePatches]) -> Tensor:
-        """Rows of `images` in their order, at exactly their size; new memory."""
-        config, device = self.config, self.tower.device
-        placed = layout([image.grid for image in images], prefix=config.num_prefix_tokens, merge=config.merge_size)
-        batch = PackedBatch(
-            patches_TP=torch.cat([image.patches.to(device, self.tower.dtype) for image in images]),
-            positions_TD=torch.cat([self.positions.get(image.grid) for image in images]),
-            source_R=placed.source_R.to(device),
-            cu_seqlens=placed.cu_seqlens.to(device),
-            token_rows_NM=placed.token_rows_NM.to(device),
-            max_seqlen=placed.max_seqlen,
-        )
-        return self.tower.forward(batch)
+        self._seconds += time.perf_counter() - start
 
     # -- what it is and what it did -------------------------------------------------------------------------------
 
@@ -228,17 +208,19 @@ class EncoderRunner:
             "max_images": self.budgets.max_images,
             "capacity": [shape.capacity for shape in shapes],
             "rows": [shape.rows for shape in shapes],
-            "arena_bytes": 0 if self._graphs is None else self._graphs.arena.bytes,
+            "arena_bytes": self._arena_bytes,
             "graphs": self.options.graphs,
-            "used_budgets": [budget for budget, verdict in self._verdicts.items() if verdict.use],
-            "unused_budgets": [budget for budget, verdict in self._verdicts.items() if not verdict.use],
+            "used_budgets": self.pictures.used_budgets,
+            "unused_budgets": self.pictures.unused_budgets,
+            "used_video_budgets": self.clips.used_budgets,
         }
 
     def stats(self) -> dict[str, int | float]:
-        """Counters since the start: replays per budget, eager calls per reason, images, tokens, seconds, positions."""
-        counts: dict[str, int | float] = dict.fromkeys(("batches", "images", "real_tokens", "padded_tokens"), 0)
+        """Counters since the start: replays per budget, eager calls per reason, images, temporal patches of clips,
+        tokens, seconds, positions."""
+        counts: dict[str, int | float] = dict.fromkeys(COUNTED, 0)
         counts.update(self._counts)
-        counts["unused_graphs"] = sum(not verdict.use for verdict in self._verdicts.values())
+        counts["unused_graphs"] = len(self.pictures.unused_budgets) + len(self.clips.unused_budgets)
         counts["position_hits"] = self.positions.hits
         counts["position_misses"] = self.positions.misses
         counts["position_bytes"] = self.positions.bytes
@@ -246,7 +228,8 @@ class EncoderRunner:
         return counts
 
     def histogram(self) -> dict[int, int]:
-        """Image tokens -> pictures encoded since the start, in at most 1024 bins: what budgets are tuned on."""
+        """Image tokens -> pictures and temporal patches encoded since the start, in at most 1024 bins: what budgets are
+        tuned on."""
         return self._sizes.counts()
 
     def check_integrity(self) -> None:
@@ -255,10 +238,10 @@ class EncoderRunner:
         replays = sum(count for name, count in self._counts.items() if name.startswith("replays_"))
         eager = sum(count for name, count in self._counts.items() if name.startswith("eager_"))
         assert replays + eager == self._counts["batches"], self._counts
-        assert sum(self._sizes.counts().values()) == self._counts["images"], self._counts
+        sequences = self._counts["images"] + self._counts["temporal_patches"]
+        assert sum(self._sizes.counts().values()) == sequences, self._counts
 
     def close(self) -> None:
         """Tear the graphs down; idempotent. The runner must not be used afterwards."""
-        if self._graphs is not None:
-            self._graphs.close()
-            self._graphs = None
+        self.pictures.close()
+        self.clips.close()

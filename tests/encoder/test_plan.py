@@ -31,7 +31,7 @@ def test_planned_bytes_are_the_arena_s(tiny: TinyTower, dtype: torch.dtype) -> N
     assert [row.rows_per_image for row in rows] == [2, 4, 15]
     assert [row.sequences for row in rows] == [5, 5, 5]
     for row in rows:
-        view = runner._graphs.arena.view(row.budget)  # type: ignore[union-attr]
+        view = runner.pictures.graphs.arena.view(row.budget)  # type: ignore[union-attr]
         assert row.buffer_bytes == sum(t.numel() * t.element_size() for t in view.values())
     runner.close()
 

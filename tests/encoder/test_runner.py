@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny_encoder import TinyTower, random_image, relative_error, tiny_tower
 
-from encoder import runner as runner_module
+from encoder import lane as lane_module
 from encoder.budget import EncoderBudgets, graph_shape
 from encoder.graphs import INPUTS, EncoderArena, EncoderGraphs, Verdict
 from encoder.layout import layout
@@ -62,8 +62,8 @@ def pictures(tiny: TinyTower, grids: list[tuple[int, int]] = GRIDS) -> list[Imag
 @torch.inference_mode()
 def poison(runner: EncoderRunner) -> None:
     """Every float of the arena NaN, every index out of range: whatever a launch reads, it must have written."""
-    assert runner._graphs is not None
-    for buffer in runner._graphs.arena.buffers.values():
+    assert runner.pictures.graphs is not None
+    for buffer in runner.pictures.graphs.arena.buffers.values():
         buffer.fill_(float("nan") if buffer.is_floating_point() else 10**6)
 
 
@@ -101,7 +101,7 @@ def test_any_order_and_any_history_give_the_same_rows(tiny: TinyTower, on: Encod
 def test_only_the_stale_tail_is_cleared(tiny: TinyTower) -> None:
     """A big batch, a small one in a small budget, then a small one in the big budget: each clears what it must."""
     runner = make(tiny, "on", token_budgets=(8, 64))
-    arena = runner._graphs.arena  # type: ignore[union-attr]
+    arena = runner.pictures.graphs.arena  # type: ignore[union-attr]
     patches = arena.buffers["patches"]
     patches.fill_(5.0)
     big, small = random_image(tiny.config, 12, 16), random_image(tiny.config, 2, 4)
@@ -148,7 +148,7 @@ def test_a_planted_unwritten_padding_row_is_found(
 
 def test_a_planted_shared_buffer_is_found(tiny: TinyTower, on: EncoderRunner) -> None:
     """An input that was swapped for an equal tensor at another address, dtype or shape does not replay."""
-    graphs = on._graphs
+    graphs = on.pictures.graphs
     assert graphs is not None
     budget = on.budgets.largest
     graph = graphs._graphs[budget]
@@ -174,7 +174,7 @@ def test_a_planted_floor_division_is_found(tiny: TinyTower, monkeypatch: pytest.
 
 
 def test_budget_views_share_one_arena(tiny: TinyTower, on: EncoderRunner) -> None:
-    arena = on._graphs.arena  # type: ignore[union-attr]
+    arena = on.pictures.graphs.arena  # type: ignore[union-attr]
     largest = arena.view(on.budgets.largest)
     for budget in on.budgets.token_budgets:
         for name, tensor in arena.view(budget).items():
@@ -222,14 +222,14 @@ def test_a_mixed_verdict_runs_each_budget_its_way(tiny: TinyTower, monkeypatch: 
 @torch.inference_mode()
 def test_calibration_times_graph_and_eager(tiny: TinyTower) -> None:
     runner = make(tiny, "on")
-    graphs = runner._graphs
+    graphs = runner.pictures.graphs
     assert graphs is not None
-    verdicts = graphs.calibrate(runner._run_eagerly, seconds=math.inf)
+    verdicts = graphs.calibrate(runner.pictures.run_eagerly, seconds=math.inf)
     assert list(verdicts) == list(runner.budgets.token_budgets)
     for verdict in verdicts.values():
         assert verdict.graph_seconds and verdict.eager_seconds
         assert verdict.use == (verdict.graph_seconds < 0.95 * verdict.eager_seconds)
-    unspent = graphs.calibrate(runner._run_eagerly, seconds=-1)
+    unspent = graphs.calibrate(runner.pictures.run_eagerly, seconds=-1)
     assert not any(verdict.use or verdict.graph_seconds for verdict in unspent.values())
 
 
@@ -278,7 +278,7 @@ def test_a_step_limit_bounds_every_launch(tiny: TinyTower) -> None:
 @torch.inference_mode()
 def test_close_is_idempotent_and_graphs_do_not_replay_after_it(tiny: TinyTower) -> None:
     runner = make(tiny, "on")
-    graphs = runner._graphs
+    graphs = runner.pictures.graphs
     assert graphs is not None
     runner.close()
     runner.close()
@@ -287,7 +287,7 @@ def test_close_is_idempotent_and_graphs_do_not_replay_after_it(tiny: TinyTower) 
 
 
 def test_an_eager_launch_on_a_cpu_is_bounded(tiny: TinyTower, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "EAGER_TOKENS_ON_CPU", 10)
+    monkeypatch.setattr(lane_module, "EAGER_TOKENS_ON_CPU", 10)
     runner = make(tiny, "off")
     encode(runner, pictures(tiny, [(4, 8)] * 4))
     assert runner.stats()["eager_off"] == 4

@@ -1,0 +1,252 @@
+"""Frames of an encoded clip, with limits on everything an attacker can declare.
+
+GIF, APNG and animated WebP are read by Pillow, with the readers that pictures are allowed. MP4 and WebM need PyAV, the
+optional extra `video`, which is imported when the first such clip arrives. Frames come out one at a time, upright, as
+`[H, W, 3]` uint8 on white, so that a clip never lies in memory whole. A picture of one frame is a clip of one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from encoder.images import ImageError, ImageLimits, open_picture, orientation_of, quiet_pillow, to_rgb, upright, words
+
+CONTAINERS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
+"""The demuxers of PyAV that are used: others read playlists, or other files."""
+
+
+class VideoError(ImageError):
+    """A clip that is refused; `reason` says why in words for the person who sent it."""
+
+
+@dataclass(frozen=True)
+class VideoLimits:
+    """What one clip may be."""
+
+    max_bytes: int = 256 << 20
+    """Encoded size, in bytes."""
+    max_frames: int = 20000
+    """Frames in the file, used or not: each must be decoded to reach the next."""
+    max_pixels: int = 1 << 24
+    """Width times height of a frame; 4096 x 4096 by default."""
+    max_total_pixels: int = 1 << 34
+    """Pixels of all frames that are decoded; 8,192 frames of 1080p by default. This is what bounds the time."""
+    max_side: int = 16384
+    max_aspect: float = 200.0
+
+    @property
+    def frame(self) -> ImageLimits:
+        """The limits of one frame."""
+        return ImageLimits(self.max_bytes, self.max_pixels, self.max_side, self.max_aspect)
+
+    def check(self, frames: int, width: int, height: int) -> None:
+        """Raises `VideoError` with both numbers for a clip of that many frames of that size."""
+        if frames < 1:
+            raise VideoError("the video has no frame")
+        if frames > self.max_frames:
+            raise VideoError(f"the video has {frames} frames, more than the {self.max_frames} that are allowed")
+        if frames * width * height > self.max_total_pixels:
+            raise VideoError(
+                f"the video has {frames} frames of {width}x{height}, {frames * width * height} pixels in all, more "
+                f"than the {self.max_total_pixels} that are allowed"
+            )
+
+
+class Clip(Protocol):
+    """An opened clip. `frames` may be called again: it starts over."""
+
+    @property
+    def num_frames(self) -> int:
+        """Frames in the file."""
+
+    @property
+    def fps(self) -> float | None:
+        """Frames per second, on average where they differ; None where the file does not say."""
+
+    def frames(self, indices: Sequence[int]) -> Iterator[torch.Tensor]:
+        """`[H, W, 3]` uint8 of the frames at `indices`, ascending. Raises `VideoError`, and nothing else, where the
+        file is corrupt, cut short or exceeds its limits after all."""
+
+
+def open_video(data: bytes, limits: VideoLimits | None = None) -> Clip:
+    """Reads the headers and decodes nothing, except that an animation's length is found by walking it.
+
+    Raises `VideoError`, and nothing else, for bytes that are no clip of an allowed format, exceed `limits`, or need an
+    extra that is not installed.
+    """
+    limits = limits or VideoLimits()
+    if len(data) > limits.max_bytes:
+        raise VideoError(f"the video has {len(data)} bytes, more than the {limits.max_bytes} that are allowed")
+    container = sniff_container(data)
+    return _AvClip(data, limits, container) if container is not None else _PillowClip(data, limits)
+
+
+def sniff_container(data: bytes) -> str | None:
+    """The PyAV demuxer for these bytes, or None if they are neither MP4 nor Matroska."""
+    if data[4:8] == b"ftyp":
+        return CONTAINERS[0]
+    if data[:4] == b"\x1a\x45\xdf\xa3":
+        return CONTAINERS[1]
+    return None
+
+
+class _PillowClip:
+    def __init__(self, data: bytes, limits: VideoLimits) -> None:
+        self._data, self._limits = data, limits
+        self._fps: float | None = None
+        self._timed = False
+        with quiet_pillow():
+            image = self._open()
+            try:
+                self._count = int(getattr(image, "n_frames", 1))
+            except Exception as error:
+                raise VideoError(f"the frames of the {image.format} cannot be counted: {words(error)}") from error
+            limits.check(self._count, image.width, image.height)
+
+    def _open(self) -> Any:
+        try:
+            return open_picture(self._data, self._limits.frame)
+        except ImageError as error:
+            raise VideoError(error.reason) from error
+
+    @property
+    def num_frames(self) -> int:
+        return self._count
+
+    @property
+    def fps(self) -> float | None:
+        if not self._timed:
+            for _ in self.frames([]):
+                pass
+        return self._fps
+
+    def frames(self, indices: Sequence[int]) -> Iterator[torch.Tensor]:
+        wanted = _ascending(indices, self._count)
+        with quiet_pillow():
+            image = self._open()
+        milliseconds = 0.0
+        for index in range(self._count):
+            # Entered anew for each frame: the consumer's code between two frames must keep its warnings.
+            with quiet_pillow():
+                frame_HWC = self._frame(image, index, index in wanted)
+                milliseconds += float(image.info.get("duration") or 0)
+            if frame_HWC is not None:
+                yield frame_HWC
+        self._timed = True
+        self._fps = 1000.0 * self._count / milliseconds if milliseconds > 0 else None
+
+    def _frame(self, image: Any, index: int, wanted: bool) -> torch.Tensor | None:
+        try:
+            image.seek(index)
+            if not wanted and image.format != "WEBP":  # whose durations come with the pixels
+                return None
+            image.load()
+            self._limits.frame.check_size(image.width, image.height)
+            return upright(to_rgb(image), orientation_of(image)) if wanted else None
+        except ImageError as error:
+            raise VideoError(f"frame {index}: {error.reason}") from error
+        except Exception as error:  # whatever Pillow or a codec raises on hostile bytes
+            raise VideoError(f"frame {index} of the {image.format} cannot be decoded: {words(error)}") from error
+
+
+class _AvClip:
+    def __init__(self, data: bytes, limits: VideoLimits, container: str) -> None:
+        self._data, self._limits, self._container = data, limits, container
+        try:
+            av: Any = importlib.import_module("av")
+        except ImportError as error:
+            raise VideoError("MP4 and WebM need the extra `video`: pip install 'saccade-server[video]'") from error
+        self._av = av
+        with self._opened() as (file, stream):
+            width, height = stream.codec_context.width, stream.codec_context.height
+            try:
+                limits.frame.check_size(width, height)
+            except ImageError as error:
+                raise VideoError(error.reason) from error
+            self._count = self._count_packets(file, stream)
+            limits.check(self._count, width, height)
+            rate = stream.average_rate or stream.guessed_rate
+            self._fps = float(rate) if rate else None
+
+    @property
+    def num_frames(self) -> int:
+        return self._count
+
+    @property
+    def fps(self) -> float | None:
+        return self._fps
+
+    def _opened(self) -> _AvFile:
+        return _AvFile(self._av, self._data, self._container)
+
+    def _count_packets(self, file: Any, stream: Any) -> int:
+        """Frames as the packets tell, since a header may say anything or nothing."""
+        count = 0
+        for packet in file.demux(stream):
+            count += packet.size > 0
+            if count > self._limits.max_frames:
+                break
+        return count
+
+    def frames(self, indices: Sequence[int]) -> Iterator[torch.Tensor]:
+        wanted = _ascending(indices, self._count)
+        left = len(wanted)
+        size: tuple[int, int] | None = None
+        with self._opened() as (file, stream):
+            for index, frame in enumerate(file.decode(stream)):
+                if not left:
+                    return
+                if index in wanted:
+                    left -= 1
+                    pixels_HWC = self._pixels(frame, index)
+                    size = size or (pixels_HWC.shape[0], pixels_HWC.shape[1])
+                    yield pixels_HWC
+        if left:
+            raise VideoError(f"the video ends {left} frames early: it promised {self._count}")
+
+    def _pixels(self, frame: Any, index: int) -> torch.Tensor:
+        try:
+            self._limits.frame.check_size(frame.width, frame.height)
+        except ImageError as error:
+            raise VideoError(f"frame {index}: {error.reason}") from error
+        pixels_HWC = torch.from_numpy(frame.to_ndarray(format="rgb24"))
+        turns = round(getattr(frame, "rotation", 0) / 90) % 4  # counter-clockwise, as torch.rot90
+        return torch.rot90(pixels_HWC, turns).contiguous() if turns else pixels_HWC
+
+
+class _AvFile:
+    """An open PyAV file and its first video stream, on one thread; whatever libav raises becomes a `VideoError`."""
+
+    def __init__(self, av: Any, data: bytes, container: str) -> None:
+        self._av, self._data, self._container = av, data, container
+
+    def __enter__(self) -> tuple[Any, Any]:
+        try:
+            self._file = self._av.open(io.BytesIO(self._data), format=self._container.split(",")[0])
+        except Exception as error:
+            raise VideoError(f"the header of the video cannot be read: {words(error)}") from error
+        if not self._file.streams.video:
+            self._file.close()
+            raise VideoError("the file holds no video stream")
+        stream = self._file.streams.video[0]
+        stream.codec_context.thread_count = 1
+        return self._file, stream
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        self._file.close()
+        if isinstance(error, Exception) and not isinstance(error, VideoError):
+            raise VideoError(f"the video cannot be decoded: {words(error)}") from error
+
+
+def _ascending(indices: Sequence[int], count: int) -> frozenset[int]:
+    if list(indices) != sorted(set(indices)):
+        raise ValueError(f"frame indices must ascend without repeats, got {list(indices)[:8]}")
+    if indices and not 0 <= indices[0] <= indices[-1] < count:
+        raise ValueError(f"frames {indices[0]} to {indices[-1]} of a clip of {count}")
+    return frozenset(indices)

@@ -1,0 +1,106 @@
+"""Pictures and clips on their way through the tower, one launch at a time.
+
+A clip is as many attention sequences as it has temporal patches, each of which is packed like a picture of its own:
+in one launch or in several, beside those of other clips. Pictures and clips are launched apart, since their patches
+pass different projections. A clip that is pruned is gathered first, and pruned when its last launch is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from encoder.packing import Packed
+from encoder.preprocess import ImagePatches
+from encoder.pruning import prune
+from encoder.video import VideoPatches
+
+EncoderItem = ImagePatches | VideoPatches
+
+
+@dataclass(frozen=True)
+class Part:
+    """One attention sequence: a picture, or one temporal patch of a clip, and where its rows go."""
+
+    item: int
+    patches: ImagePatches
+    out: Tensor
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What shares one pass through the tower."""
+
+    parts: tuple[Part, ...]
+    budget: int | None
+    video: bool
+
+
+Packer = Callable[[list[int], bool], list[Packed]]
+"""Token counts, and whether they are of clips, to batches."""
+
+
+class EncodeJob:
+    """`step` until it says that nothing is left; `rows` is then how the rows of each item divide."""
+
+    def __init__(
+        self, items: Sequence[EncoderItem], out: Sequence[Tensor], pack: Packer, launch: Callable[[Launch], None]
+    ) -> None:
+        """`items` and `out` have been checked against each other and the model."""
+        self.rows: list[tuple[int, ...]] = []
+        """Per item, the rows of each of its attention sequences: all of a picture's; what pruning left of a clip's."""
+        self._items, self._out, self._launch = items, out, launch
+        self._gathered: dict[int, Tensor] = {}
+        self._missing = [0] * len(items)
+        pictures: list[Part] = []
+        clips: list[Part] = []
+        for index, item in enumerate(items):
+            parts = self._split(index, item)
+            self._missing[index] = len(parts)
+            self.rows.append(tuple(part.patches.tokens for part in parts))
+            (clips if isinstance(item, VideoPatches) else pictures).extend(parts)
+        self._launches: list[Launch] = []
+        for parts, video in ((pictures, False), (clips, True)):
+            for batch in pack([part.patches.tokens for part in parts], video):
+                chosen = tuple(parts[position] for position in batch.indices)
+                self._launches.append(Launch(chosen, batch.budget, video))
+        # In the order of the items again, whichever kind they are of; the last is launched first off the end.
+        self._launches.sort(key=lambda launch: min(part.item for part in launch.parts), reverse=True)
+
+    def _split(self, index: int, item: EncoderItem) -> list[Part]:
+        out = self._out[index]
+        if isinstance(item, ImagePatches):
+            return [Part(index, item, out)]
+        tokens = item.group_tokens
+        if item.tokens != item.groups * tokens:
+            out = torch.empty(item.groups * tokens, out.shape[1], dtype=out.dtype, device=out.device)
+            self._gathered[index] = out
+        return [
+            Part(index, ImagePatches(item.grid, patches, item.merge_size), rows)
+            for patches, rows in zip(item.patches, out.split(tokens), strict=True)
+        ]
+
+    @property
+    def launches_left(self) -> int:
+        return len(self._launches)
+
+    @torch.inference_mode()
+    def step(self) -> bool:
+        """Run the next launch, and prune the clips that it completed. False once all is done, and no sooner."""
+        if not self._launches:
+            return False
+        launch = self._launches.pop()
+        self._launch(launch)
+        for part in launch.parts:
+            self._missing[part.item] -= 1
+            gathered = self._gathered.get(part.item)
+            if gathered is not None and not self._missing[part.item]:
+                item = self._items[part.item]
+                assert isinstance(item, VideoPatches)
+                rows_TND = gathered.unflatten(0, (item.groups, item.group_tokens))
+                self.rows[part.item] = prune(rows_TND, item.pruning_rate, self._out[part.item])
+                del self._gathered[part.item]
+        return bool(self._launches)

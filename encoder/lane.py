@@ -1,0 +1,114 @@
+"""One kind of attention sequence, pictures or temporal patches: its graphs, which of them pay, and its eager path."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from encoder.budget import EncoderBudgets
+from encoder.graphs import EncoderArena, EncoderGraphs, Verdict
+from encoder.layout import layout
+from encoder.model import PackedBatch, VisionTower
+from encoder.positions import PositionCache
+from encoder.preprocess import ImagePatches
+
+log = logging.getLogger(__name__)
+
+CALIBRATION_SECONDS = 0.25
+"""Time that `auto` may spend on a CPU; budgets not reached stay eager."""
+EAGER_TOKENS_ON_CPU = 512
+"""Where nothing is replayed on a CPU, sequences share a launch up to this size: activations stay in the caches."""
+
+
+class Lane:
+    """Runs packed batches of one kind. Without an arena it is eager, for the reason given."""
+
+    def __init__(
+        self, tower: VisionTower, budgets: EncoderBudgets, positions: PositionCache, *, video: bool,
+        arena: EncoderArena | None, eager_reason: str = "", calibrate: bool = False,
+    ) -> None:  # fmt: skip
+        """`calibrate`: time each graph against eager and keep those that win; else every graph is used."""
+        assert arena is not None or eager_reason
+        self.tower, self.video = tower, video
+        self.verdicts: dict[int, Verdict] = {}
+        self.graphs: EncoderGraphs | None = None
+        self._positions = positions
+        self._eager_reason = eager_reason
+        if arena is not None:
+            self._capture(EncoderGraphs(tower, budgets, positions, arena, video=video), budgets, calibrate)
+        self.budgets = budgets if self.graphs is not None else self._eager_budgets(budgets)
+        """What batches are packed under: the graphs' budgets, or one size that bounds an eager launch."""
+
+    def _capture(self, graphs: EncoderGraphs, budgets: EncoderBudgets, calibrate: bool) -> None:
+        if not calibrate:
+            self.verdicts = {budget: Verdict(use=True) for budget in budgets.token_budgets}
+        else:
+            limit = CALIBRATION_SECONDS if self.tower.device.type == "cpu" else float("inf")
+            self.verdicts = graphs.calibrate(self.run_eagerly, seconds=limit)
+            self._log_verdicts()
+        if any(verdict.use for verdict in self.verdicts.values()):
+            self.graphs = graphs
+        else:
+            graphs.close()
+            self._eager_reason = "no_graph_pays"
+
+    def _log_verdicts(self) -> None:
+        kind = "encoder video graph" if self.video else "encoder graph"
+        for budget, verdict in self.verdicts.items():
+            if verdict.graph_seconds is None or verdict.eager_seconds is None:
+                log.info("%s %d: not timed within the start-up limit, left unused", kind, budget)
+            else:
+                log.info(
+                    "%s %d: %.2f ms against %.2f ms eager, %s",
+                    kind,
+                    budget,
+                    verdict.graph_seconds * 1e3,
+                    verdict.eager_seconds * 1e3,
+                    "used" if verdict.use else "left unused",
+                )
+
+    def _eager_budgets(self, budgets: EncoderBudgets) -> EncoderBudgets:
+        step = budgets.largest
+        if self.tower.device.type == "cpu":
+            step = min(step, EAGER_TOKENS_ON_CPU)
+        return EncoderBudgets((step,), step)
+
+    @property
+    def used_budgets(self) -> list[int]:
+        return [budget for budget, verdict in self.verdicts.items() if verdict.use]
+
+    @property
+    def unused_budgets(self) -> list[int]:
+        return [budget for budget, verdict in self.verdicts.items() if not verdict.use]
+
+    def eager_reason(self, budget: int | None) -> str | None:
+        """Why a batch of that budget runs without a graph, or None if it does not."""
+        if self.graphs is None:
+            return self._eager_reason
+        if budget is None:
+            return "too_large"
+        return None if self.verdicts[budget].use else "slower_graph"
+
+    def run_eagerly(self, images: Sequence[ImagePatches]) -> Tensor:
+        """Rows of `images` in their order, at exactly their size; new memory."""
+        config, device = self.tower.config, self.tower.device
+        placed = layout([image.grid for image in images], prefix=config.num_prefix_tokens, merge=config.merge_size)
+        batch = PackedBatch(
+            patches_TP=torch.cat([image.patches.to(device, self.tower.dtype) for image in images]),
+            positions_TD=torch.cat([self._positions.get(image.grid) for image in images]),
+            source_R=placed.source_R.to(device),
+            cu_seqlens=placed.cu_seqlens.to(device),
+            token_rows_NM=placed.token_rows_NM.to(device),
+            max_seqlen=placed.max_seqlen,
+        )
+        return self.tower.forward(batch, video=self.video)
+
+    def close(self) -> None:
+        """Tear the graphs down; idempotent."""
+        if self.graphs is not None:
+            self.graphs.close()
+            self.graphs = None
+            self._eager_reason = "closed"

@@ -1,0 +1,216 @@
+"""Frames of animations and films: every one, in order, upright, timed; limits before decoding; hostile bytes."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import itertools
+import sys
+import warnings
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from encoder.config import VisionConfig
+from encoder.frames import VideoError, VideoLimits, open_video, sniff_container
+from encoder.video import patchify_video, sample_indices
+
+FORMATS = ["GIF", "PNG", "WEBP"]
+
+
+def pictures(count: int, height: int = 12, width: int = 20) -> list[Image.Image]:
+    """Plain frames of different greys with a bar that moves: exact in a palette too."""
+    made = []
+    for index in range(count):
+        frame = np.full((height, width, 3), 20 * index % 256, np.uint8)
+        frame[:, index % width] = 255
+        made.append(Image.fromarray(frame))
+    return made
+
+
+def animation(kind: str, frames: list[Image.Image], duration: int | list[int] = 40) -> bytes:
+    buffer = io.BytesIO()
+    options = {"lossless": True} if kind == "WEBP" else {}
+    frames[0].save(buffer, kind, save_all=True, append_images=frames[1:], duration=duration, **options)
+    return buffer.getvalue()
+
+
+def tensors(frames: list[Image.Image]) -> list[torch.Tensor]:
+    return [torch.from_numpy(np.array(frame)) for frame in frames]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_frame_in_order(kind: str) -> None:
+    frames = pictures(7)
+    clip = open_video(animation(kind, frames))
+    assert clip.num_frames == 7
+    for _ in range(2):
+        got = list(clip.frames(range(7)))
+        assert all(torch.equal(a, b) for a, b in zip(got, tensors(frames), strict=True))
+    assert clip.fps == pytest.approx(25)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_chosen_frames_and_the_mean_rate(kind: str) -> None:
+    frames = pictures(9)
+    durations = [20, 40, 60, 80, 100, 20, 40, 60, 80]
+    clip = open_video(animation(kind, frames, durations))
+    assert clip.fps == pytest.approx(9 * 1000 / sum(durations))
+    chosen = sample_indices(9, 4)
+    got = list(clip.frames(chosen))
+    expected = [tensors(frames)[index] for index in chosen]
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert clip.fps == pytest.approx(9 * 1000 / sum(durations))
+
+
+def test_a_still_picture_is_a_clip_of_one_frame() -> None:
+    (frame,) = pictures(1)
+    for kind in ("PNG", "BMP", "GIF"):
+        buffer = io.BytesIO()
+        frame.save(buffer, kind)
+        clip = open_video(buffer.getvalue())
+        assert clip.num_frames == 1 and clip.fps is None
+        assert torch.equal(next(clip.frames([0])), tensors([frame])[0])
+
+
+def test_transparency_is_laid_on_white() -> None:
+    frames = [Image.new("RGBA", (8, 8), (0, 0, 0, alpha)) for alpha in (0, 255)]
+    buffer = io.BytesIO()
+    frames[0].save(buffer, "PNG", save_all=True, append_images=frames[1:], duration=40)
+    clip = open_video(buffer.getvalue())
+    assert [int(frame[0, 0, 0]) for frame in clip.frames(range(2))] == [255, 0]
+
+
+def test_frames_go_straight_into_patches() -> None:
+    config = VisionConfig(patch_size=4, video_target_num_patches=24, video_temporal_patch_size=2)
+    frames = pictures(5)
+    clip = open_video(animation("PNG", frames))
+    indices = sample_indices(clip.num_frames, 3)
+    video = patchify_video(clip.frames(indices), config, torch.float32, num_frames=3)
+    listed = patchify_video([tensors(frames)[i] for i in indices], config, torch.float32)
+    assert torch.equal(video.patches, listed.patches)
+
+
+@pytest.mark.parametrize(
+    ("limits", "numbers"),
+    [
+        (VideoLimits(max_bytes=100), "bytes, more than the 100"),
+        (VideoLimits(max_frames=6), "7 frames, more than the 6"),
+        (VideoLimits(max_pixels=200), "20x12 pixels, 240 in all, more than the 200"),
+        (VideoLimits(max_total_pixels=1600), "1680 pixels in all, more than the 1600"),
+        (VideoLimits(max_side=15), "20x12 pixels, a side longer than the 15"),
+        (VideoLimits(max_aspect=1.5), "aspect of 2 to 1, more than the 1.5"),
+    ],
+)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_limits_hold_before_a_frame_is_decoded(kind: str, limits: VideoLimits, numbers: str) -> None:
+    with pytest.raises(VideoError, match=numbers):
+        open_video(animation(kind, pictures(7)), limits)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_broken_bytes_raise_nothing_else(kind: str, data: st.DataObject) -> None:
+    whole = bytearray(animation(kind, pictures(4)))
+    cut = data.draw(st.integers(0, len(whole)))
+    for position in data.draw(st.lists(st.integers(0, len(whole) - 1), max_size=5)):
+        whole[position] ^= data.draw(st.integers(1, 255))
+    try:
+        clip = open_video(bytes(whole[:cut]), VideoLimits(max_pixels=1 << 16))
+        for frame in clip.frames(range(clip.num_frames)):
+            assert frame.dim() == 3 and frame.dtype == torch.uint8
+    except VideoError as error:
+        assert error.reason
+
+
+def test_indices_must_ascend_within_the_clip() -> None:
+    clip = open_video(animation("GIF", pictures(3)))
+    for indices in ([1, 0], [0, 0], [0, 3], [-1, 0]):
+        with pytest.raises(ValueError, match=r"frame"):
+            list(clip.frames(indices))
+
+
+def test_warnings_of_the_consumer_are_its_own() -> None:
+    frames = open_video(animation("GIF", pictures(3))).frames(range(3))
+    next(frames)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warnings.warn_explicit("mine", UserWarning, "PIL/Image.py", 1, module="PIL.Image")
+    assert len(caught) == 1
+    frames.close()  # type: ignore[attr-defined]
+
+
+# -- films ------------------------------------------------------------------------------------------------------------
+
+
+def test_films_are_told_by_their_first_bytes() -> None:
+    assert sniff_container(b"\0\0\0\x20ftypisom") == "mov,mp4,m4a,3gp,3g2,mj2"
+    assert sniff_container(b"\x1a\x45\xdf\xa3....") == "matroska,webm"
+    assert sniff_container(b"GIF89a") is None and sniff_container(b"") is None
+
+
+def test_without_the_extra_a_film_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(VideoError, match=r"saccade-server\[video\]"):
+        open_video(b"\0\0\0\x20ftypisom")
+
+
+def film(container: str, codec: str, frames: int = 10, height: int = 32, width: int = 48) -> bytes:
+    """A film whose frame i is about grey 20 i."""
+    av = importlib.import_module("av")
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=container) as file:
+        stream = file.add_stream(codec, rate=Fraction(5))
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        for index in range(frames):
+            grey = np.full((height, width, 3), 20 * index, np.uint8)
+            for packet in stream.encode(av.VideoFrame.from_ndarray(grey, format="rgb24")):
+                file.mux(packet)
+        for packet in stream.encode(None):
+            file.mux(packet)
+    return buffer.getvalue()
+
+
+if importlib.util.find_spec("av"):  # the extra is optional, and what it must do is only asked where it is
+
+    @pytest.mark.parametrize(("container", "codec"), [("mp4", "mpeg4"), ("webm", "libvpx")])
+    def test_films(container: str, codec: str) -> None:
+        data = film(container, codec)
+        clip = open_video(data)
+        assert clip.num_frames == 10 and clip.fps == pytest.approx(5)
+        for indices in (range(10), [0, 3, 9], [2]):
+            got = list(clip.frames(indices))
+            assert len(got) == len(indices)
+            for index, frame in zip(indices, got, strict=True):
+                assert frame.shape == (32, 48, 3) and frame.dtype == torch.uint8
+                assert abs(frame.float().mean() - 20 * index) < 6
+
+    @pytest.mark.parametrize(
+        ("limits", "numbers"),
+        [
+            (VideoLimits(max_frames=9), "more than the 9"),
+            (VideoLimits(max_pixels=1000), "1536 in all, more than the 1000"),
+            (VideoLimits(max_total_pixels=15000), "15360 pixels in all, more than the 15000"),
+        ],
+    )
+    def test_film_limits(limits: VideoLimits, numbers: str) -> None:
+        with pytest.raises(VideoError, match=numbers):
+            open_video(film("mp4", "mpeg4"), limits)
+
+    def test_broken_films_raise_nothing_else() -> None:
+        whole = film("mp4", "mpeg4")
+        for cut, stride in itertools.product((0, 20, len(whole) // 2, len(whole)), (0, 7, 61)):
+            broken = bytearray(whole[:cut])
+            if stride:
+                broken[12::stride] = bytes(len(broken[12::stride]))
+            try:
+                clip = open_video(b"\0\0\0\x20ftyp" + bytes(broken[8:]))
+                list(clip.frames(range(clip.num_frames)))
+            except VideoError as error:
+                assert error.reason

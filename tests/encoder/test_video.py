@@ -1,0 +1,316 @@
+"""Clips: the released rules for grids, patches and labels, and rows against transformers' video features."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_encoder import TinyTower, random_image, relative_error, tiny_tower
+from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import compute_retention_mask
+from transformers.models.nemotron_h_omni.processing_nemotron_h_omni import NemotronH_Omni_Reasoning_V3Processor
+from transformers.models.nemotron_h_omni.video_processing_nemotron_h_omni import (
+    NemotronH_Omni_Reasoning_V3VideoProcessor,
+)
+
+from encoder.config import VisionConfig
+from encoder.runner import EncoderOptions, EncoderRunner
+from encoder.video import (
+    VideoPatches,
+    frame_labels,
+    patchify_video,
+    sample_indices,
+    video_grid,
+    video_text,
+    video_tokens,
+)
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> TinyTower:
+    return tiny_tower(21, final_layernorm=True)
+
+
+def released(config: VisionConfig) -> Any:
+    """transformers' own video processor on the numbers of `config`."""
+    made = object.__new__(NemotronH_Omni_Reasoning_V3VideoProcessor)  # its constructor wants torchvision
+    made.norm_mean, made.norm_std = list(config.image_mean), list(config.image_std)
+    made.patch_size, made.downsample_ratio = config.patch_size, 1 / config.merge_size
+    made.video_target_num_patches = config.video_target_num_patches
+    made.video_maintain_aspect_ratio = config.video_maintain_aspect_ratio
+    return made
+
+
+def clip(frames: int, height: int, width: int, seed: int = 0, *, still: bool = False) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    made = [torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=generator) for _ in range(frames)]
+    if still:  # the left half never moves
+        for frame in made[1:]:
+            frame[:, : width // 2] = made[0][:, : width // 2]
+    return made
+
+
+def pixels(config: VisionConfig, frames: list[torch.Tensor]) -> torch.Tensor:
+    """`[F, C, H, W]` as the released processor hands them to the model."""
+    return released(config)._preprocess([torch.stack(frames).permute(0, 3, 1, 2)])["pixel_values_videos"]
+
+
+# -- the rules of the processor ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep_aspect", [True, False])
+@settings(deadline=None, max_examples=150)
+@given(height=st.integers(1, 5000), width=st.integers(1, 5000), target=st.sampled_from([1, 16, 64, 1000, 1024, 1037]))
+def test_grid_is_the_released_one(keep_aspect: bool, height: int, width: int, target: int) -> None:
+    config = VisionConfig(video_target_num_patches=target, video_maintain_aspect_ratio=keep_aspect)
+    columns, rows = released(config)._compute_target_patches(height, width)
+    assert video_grid(height, width, config) == (rows, columns)
+
+
+@pytest.mark.parametrize(("height", "width"), [(40, 40), (24, 60), (61, 23), (8, 9), (16, 16)])
+@pytest.mark.parametrize("frames", [1, 2, 5])
+def test_patches_are_the_released_ones(height: int, width: int, frames: int) -> None:
+    config = VisionConfig(patch_size=4, video_target_num_patches=24, video_temporal_patch_size=2)
+    made = clip(frames, height, width)
+    got = patchify_video(made, config, torch.float32)
+    expected = pixels(config, made)
+    expected = torch.cat([expected, expected[-1:]])[: 2 * got.groups]
+    rows, columns = got.grid
+    assert expected.shape[-2:] == (4 * rows, 4 * columns)
+    cut = expected.reshape(got.groups, 6, rows, 4, columns, 4).permute(0, 2, 4, 1, 3, 5).reshape(got.patches.shape)
+    assert relative_error(got.patches, cut) <= 1e-6
+    assert got.num_frames == frames and got.groups == -(-frames // 2)
+    assert got.tokens == got.groups * rows * columns // 4 == video_tokens(frames, got.grid, config)
+
+
+def test_a_generator_gives_the_same_patches() -> None:
+    config = VisionConfig(patch_size=4, video_target_num_patches=24, video_temporal_patch_size=3)
+    made = clip(5, 12, 20)
+    listed = patchify_video(made, config, torch.bfloat16)
+    streamed = patchify_video(iter(made), config, torch.bfloat16, num_frames=5)
+    assert torch.equal(listed.patches, streamed.patches) and listed.patches.dtype == torch.bfloat16
+
+
+def test_bad_clips_name_the_frame_and_the_numbers() -> None:
+    config = VisionConfig(patch_size=4, video_target_num_patches=24, video_temporal_patch_size=2)
+    made = clip(3, 12, 20)
+    with pytest.raises(ValueError, match="frame 2 has 12x16 pixels, the first 12x20"):
+        patchify_video([*made[:2], made[2][:, :16]], config, torch.float32)
+    with pytest.raises(ValueError, match="frame 1: .*float32"):
+        patchify_video([made[0], made[1].float()], config, torch.float32)
+    with pytest.raises(ValueError, match="got 0"):
+        patchify_video([], config, torch.float32)
+    with pytest.raises(ValueError, match="3 frames of a clip of 4"):
+        patchify_video(iter(made), config, torch.float32, num_frames=4)
+    with pytest.raises(ValueError, match="frame 2 of a clip of 2"):
+        patchify_video(iter(made), config, torch.float32, num_frames=2)
+    with pytest.raises(ValueError, match="1.0"):
+        patchify_video(made, config, torch.float32, pruning_rate=1.0)
+    with pytest.raises(ValueError, match="takes no video"):
+        patchify_video(made, VisionConfig(), torch.float32)
+    with pytest.raises(ValueError, match="0x5"):
+        video_grid(0, 5, config)
+    with pytest.raises(ValueError, match="2x4 needs 8"):
+        VideoPatches((2, 4), torch.zeros(2, 7, 96), 3)
+
+
+@pytest.mark.parametrize("together", [1, 2, 3])
+@pytest.mark.parametrize("frames", [1, 2, 3, 7])
+@pytest.mark.parametrize(
+    ("fps", "indices"),
+    [(None, None), (24.0, None), (29.97, [0, 15, 30, 46, 61, 77, 92]), (2.0, [0, 3]), (0.0, None), (None, [0, 1])],
+)
+def test_labels_are_the_released_text(together: int, frames: int, fps: float | None, indices: list[int] | None) -> None:
+    processor = SimpleNamespace(
+        image_start_token="<img>", image_token="<image>", image_end_token="</img>", video_temporal_patch_dim=together
+    )
+    expected = NemotronH_Omni_Reasoning_V3Processor.replace_video_token(
+        processor,  # type: ignore[arg-type]
+        {"num_tokens": [3]},
+        0,
+        num_frames=frames,
+        video_metadata=SimpleNamespace(fps=fps, frames_indices=indices),
+    )
+    labels = frame_labels(frames, together, fps=fps, indices=indices)
+    assert video_text(labels, [3] * len(labels), start="<img>", token="<image>", end="</img>") == expected
+
+
+def test_pruned_patches_keep_their_labels() -> None:
+    text = video_text(["a: ", "b: "], [2, 0], start="<", token=".", end=">")
+    assert text == "a: <..>\nb: <>"
+    with pytest.raises(ValueError, match="2 labels for 1"):
+        video_text(["a", "b"], [1], start="", token="", end="")
+    with pytest.raises(ValueError, match="0 frames"):
+        frame_labels(0, 2)
+
+
+@given(total=st.integers(1, 500), count=st.integers(1, 500))
+def test_frames_are_sampled_evenly(total: int, count: int) -> None:
+    indices = sample_indices(total, count)
+    assert len(indices) == min(total, count) and indices[0] == 0 and indices[-1] < total
+    steps = {b - a for a, b in itertools.pairwise(indices)}
+    assert not steps or (min(steps) >= 1 and max(steps) - min(steps) <= 1)
+
+
+# -- the tower --------------------------------------------------------------------------------------------------------
+
+CLIPS = [(5, 40, 40, 0.0), (2, 24, 60, 0.0), (7, 61, 23, 0.5), (1, 16, 16, 0.9), (4, 30, 50, 0.8)]
+
+
+def make(tiny: TinyTower, graphs: str, **options: Any) -> EncoderRunner:
+    return EncoderRunner(
+        tiny.config, EncoderOptions(dtype=torch.float32, graphs=graphs, **options), tiny.weights.items()
+    )
+
+
+def video_config(tiny: TinyTower) -> VisionConfig:
+    return replace(tiny.config, video_target_num_patches=24)
+
+
+def prepared(tiny: TinyTower) -> list[VideoPatches]:
+    config = video_config(tiny)
+    return [
+        patchify_video(clip(frames, height, width, seed=i, still=True), config, torch.float32, pruning_rate=rate)
+        for i, (frames, height, width, rate) in enumerate(CLIPS)
+    ]
+
+
+@torch.no_grad()
+def oracle(tiny: TinyTower) -> list[tuple[torch.Tensor, list[int]]]:
+    """Rows of each clip and how many of each temporal patch: video features, masked with the true grid."""
+    results = []
+    config = video_config(tiny)
+    for i, (frames, height, width, rate) in enumerate(CLIPS):
+        values = pixels(config, clip(frames, height, width, seed=i, still=True))
+        features = tiny.oracle.get_video_features(values).pooler_output
+        groups, tokens, _ = features.shape
+        flat = features.flatten(0, 1)
+        mask = torch.ones(len(flat), dtype=torch.bool)
+        if rate:
+            rows, columns = video_grid(height, width, config)
+            shape = torch.tensor([groups, rows // 2, columns // 2])
+            mask = compute_retention_mask(video_embeds=flat, thw=shape, spatial_merge_size=1, q=rate)
+        results.append((flat[mask], mask.view(groups, tokens).sum(1).tolist()))
+    return results
+
+
+def encode(runner: EncoderRunner, items: list[Any]) -> tuple[list[torch.Tensor], list[tuple[int, ...]]]:
+    width = runner.config.text_hidden_size
+    out = [torch.full((item.tokens, width), float("nan")) for item in items]
+    rows = runner.encode(items, out)
+    runner.check_integrity()
+    return out, rows
+
+
+@pytest.mark.parametrize("graphs", ["off", "on"])
+@pytest.mark.parametrize("together", [True, False], ids=["packed", "alone"])
+def test_rows_equal_the_oracle_s(tiny: TinyTower, graphs: str, together: bool) -> None:
+    runner = make(tiny, graphs, videos=True)
+    clips = prepared(tiny)
+    batches = [clips] if together else [[video] for video in clips]
+    encoded = [encode(runner, batch) for batch in batches]
+    got = [rows for batch, _ in encoded for rows in batch]
+    counts = [count for _, batch in encoded for count in batch]
+    for rows, count, (expected, expected_count) in zip(got, counts, oracle(tiny), strict=True):
+        assert relative_error(rows, expected) <= 1e-5
+        assert list(count) == expected_count and sum(count) == len(rows)
+    stats = runner.stats()
+    assert stats["temporal_patches"] == sum(video.groups for video in clips)
+    assert stats["video_batches"] == stats["batches"]
+    replays = sum(count for name, count in stats.items() if name.startswith("replays_"))
+    assert replays == (stats["batches"] if graphs == "on" else 0), "pruning leaves graphs on"
+    runner.close()
+
+
+def test_three_frames_in_a_patch() -> None:
+    tiny = tiny_tower(4, video_temporal_patch_size=3)
+    config = video_config(tiny)
+    frames = clip(7, 20, 36)
+    video = patchify_video(frames, config, torch.float32)
+    (got,), _ = encode(make(tiny, "off"), [video])
+    with torch.no_grad():
+        expected = tiny.oracle.get_video_features(pixels(config, frames)).pooler_output
+    assert relative_error(got, expected.flatten(0, 1)) <= 1e-5
+
+
+@torch.inference_mode()
+def test_pictures_and_clips_in_one_call_on_a_poisoned_arena(tiny: TinyTower) -> None:
+    runner = make(tiny, "on", videos=True)
+    clips = prepared(tiny)
+    images = [random_image(tiny.config, *grid) for grid in ((4, 6), (2, 2), (12, 10))]
+    expected = [encode(runner, [item])[0][0] for item in (*clips, *images)]
+    arena = runner.pictures.graphs.arena  # type: ignore[union-attr]
+    assert runner.clips.graphs is not None and runner.clips.graphs.arena is arena
+    items: list[Any] = [clips[0], images[0], clips[2], images[1], clips[1], clips[3], images[2], clips[4]]
+    order = [0, 5, 2, 6, 1, 3, 7, 4]
+    for buffer in arena.buffers.values():
+        buffer.fill_(float("nan") if buffer.is_floating_point() else 10**6)
+    for _ in range(2):
+        for rows, index in zip(encode(runner, items)[0], order, strict=True):
+            assert relative_error(rows, expected[index]) <= 1e-5
+    runner.close()
+
+
+def test_clips_without_graphs_run_eagerly_and_say_why(tiny: TinyTower) -> None:
+    runner = make(tiny, "on")
+    clips = prepared(tiny)
+    items: list[Any] = [*clips, random_image(tiny.config, 4, 6)]
+    got, _ = encode(runner, items)
+    for rows, (expected, _) in zip(got, oracle(tiny)):
+        assert relative_error(rows, expected) <= 1e-5
+    stats = runner.stats()
+    assert stats["eager_no_video_graphs"] == stats["video_batches"] > 0
+    assert stats["batches"] == stats["video_batches"] + 1 and runner.plan()["used_video_budgets"] == []
+    assert make(tiny, "on", videos=True).plan()["used_video_budgets"] == list(runner.budgets.token_budgets)
+
+
+def test_the_arena_grows_by_the_wider_patches_only(tiny: TinyTower) -> None:
+    plain, wide = make(tiny, "on"), make(tiny, "on", videos=True)
+    largest = plain.pictures.graphs.arena.shapes[plain.budgets.largest]  # type: ignore[union-attr]
+    grown = wide.plan()["arena_bytes"] - plain.plan()["arena_bytes"]  # type: ignore[operator]
+    assert grown == largest.patches * tiny.config.patch_dim * 4
+
+
+def test_a_long_clip_takes_several_launches_with_turns_between(tiny: TinyTower) -> None:
+    runner = make(tiny, "on", videos=True, max_tokens_per_step=16)
+    video = patchify_video(clip(13, 40, 40, still=True), video_config(tiny), torch.float32, pruning_rate=0.5)
+    image = random_image(tiny.config, 4, 6)
+    out = [torch.full((item.tokens, tiny.config.text_hidden_size), float("nan")) for item in (video, image)]
+    job = runner.begin([video, image], out)
+    assert job.launches_left >= 3
+    steps = 0
+    while job.step():
+        steps += 1
+        assert job.launches_left
+        assert runner.stats()["batches"] == steps
+    assert not job.step() and not any(rows.isnan().any() for rows in out)
+    assert sum(job.rows[0]) == video.tokens and job.rows[1] == (image.tokens,)
+    whole, counts = encode(make(tiny, "off"), [video])
+    assert relative_error(out[0], whole[0]) <= 1e-5 and counts[0] == job.rows[0]
+
+
+def test_a_clip_that_does_not_fit_the_model_is_named(tiny: TinyTower) -> None:
+    runner = make(tiny, "off")
+    video = prepared(tiny)[0]
+    rows = torch.empty(video.tokens, tiny.config.text_hidden_size)
+    image = random_image(tiny.config, 4, 6)
+    with pytest.raises(ValueError, match="video 1: .*expected"):
+        runner.encode(
+            [image, VideoPatches(video.grid, video.patches[..., :48], 5)],
+            [torch.empty(6, tiny.config.text_hidden_size), rows],
+        )
+    with pytest.raises(ValueError, match="video 0: .*merge_size 1"):
+        runner.encode([VideoPatches(video.grid, video.patches, 5, merge_size=1)], [rows])
+    with pytest.raises(ValueError, match="destination 0"):
+        runner.encode([video], [rows[:-1]])
+    weights = {k: v for k, v in tiny.weights.items() if "video" not in k}
+    still = EncoderRunner(tiny.config, EncoderOptions(dtype=torch.float32, graphs="off"), weights.items())
+    with pytest.raises(ValueError, match="video 0: .*no projection"):
+        still.encode([video], [rows])
