@@ -85,8 +85,7 @@ def check_handoff(options: EngineOptions, vision: VisionConfig, hidden: int, dty
 def build_engine(options: EngineOptions) -> Engine:
     """Reads the checkpoint and makes encoder, handoff and decoder. Raises ConfigError or CheckpointError with the
     number that would work; nothing is started yet."""
-    threads = options.threads or len(os.sched_getaffinity(0))
-    torch.set_num_threads(threads)
+    torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
     checkpoint = open_checkpoint(options.model)
     dtype = resolve_dtype(options, checkpoint)
     vision = resolve_vision(options, checkpoint)
@@ -115,8 +114,9 @@ def build_engine(options: EngineOptions) -> Engine:
         info.model, info.dtype, info.revision, checkpoint.parameters() / 1e6, decoder.options.device, options.max_seqs,
         info.max_len,
     )  # fmt: skip
+    on_gpu = torch.device(decoder.options.device).type != "cpu"
     step_tokens = options.encoder_step_tokens or (vision.max_image_tokens if vision else None)
-    return Engine(info, decoder, encoder, handoff, encoder_step_tokens=step_tokens, threads=threads)
+    return Engine(info, decoder, encoder, handoff, encoder_step_tokens=step_tokens, encoder_thread=on_gpu)
 
 
 @contextlib.contextmanager

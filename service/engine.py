@@ -1,11 +1,17 @@
-"""The engine: encoder thread, handoff and decoder thread behind five calls.
+"""The engine: encoder, handoff and decoder behind five calls.
 
-    encoder thread   handoff.take -> encoder.encode -> handoff.publish
-    decoder thread   commands -> decoder.step (schedule -> run -> postprocess) -> events
+    commands   what came in from outside, through one queue
+    encode     handoff.take -> encoder.encode -> handoff.publish
+    decode     decoder.step (schedule -> run -> postprocess) -> events
 
-The same object serves in-process (tests, `saccade.LocalClient`) and behind the process boundary
-(`service.engine_process`). Runners are synchronous and each owned by one thread; everything that comes in from
-outside passes through one queue."""
+The same object serves in-process (`service.engine_thread`) and behind the process boundary (`service.engine_process`).
+
+Threads. On a CPU one thread does all three in turn, an encoder batch to a decoder step: both runners want every core,
+and taking turns bounds what a picture can add to another request's inter-token latency. It must also be the thread that
+built the runners: libgomp keeps a team of threads for each thread that ever did maths, and as soon as there are more of
+them than cores it hardly spins between operations, which costs a decode step half its speed. On a GPU the encoder has
+a thread and a stream of its own.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +19,6 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -109,70 +114,39 @@ class EngineHandle(Protocol):
     def close(self) -> None: ...
 
 
-class Turns:
-    """A lock that is granted in order of asking, so that encoder and decoder alternate on shared cores."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._queue: deque[threading.Event] = deque()
-        self._held = False
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._held:
-                self._held = True
-                return
-            turn = threading.Event()
-            self._queue.append(turn)
-        turn.wait()
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            if self._queue:
-                self._queue.popleft().set()
-            else:
-                self._held = False
-
-
 class Engine:
     """Encoder, handoff and decoder of one model. `encoder` and `handoff` are None for text-only models."""
 
     def __init__(
-        self, info: EngineInfo, decoder: DecoderRunner, encoder: EncoderRunner | None, handoff: Handoff | None,
-        *, encoder_step_tokens: int | None = None, threads: int | None = None,
-    ) -> None:  # fmt: skip
-        """`threads`: of the maths on a CPU, for each of the two threads; they take turns."""
+        self,
+        info: EngineInfo,
+        decoder: DecoderRunner,
+        encoder: EncoderRunner | None,
+        handoff: Handoff | None,
+        *,
+        encoder_step_tokens: int | None = None,
+        encoder_thread: bool = False,
+    ) -> None:
+        """`encoder_step_tokens`: image tokens that the encoder takes on at a time. `encoder_thread`: whether it has a
+        thread of its own instead of turns with the decoder."""
         self.info = info
         self._decoder, self._encoder, self._handoff = decoder, encoder, handoff
         self._encoder_step_tokens = encoder_step_tokens
-        self._maths_threads = threads
+        self._encoder_thread = encoder_thread and encoder is not None
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._wake_decoder, self._wake_encoder = threading.Event(), threading.Event()
+        self._wake, self._wake_encoder = threading.Event(), threading.Event()
         self._leases: dict[str, list[Lease]] = {}
         self._live: set[str] = set()
         self._emit: EventSink = lambda events: None
         self._closing = threading.Event()
         self._fatal: BaseException | None = None
-        # On a CPU both runners want all cores: they take turns, one encoder batch to one decoder step, which bounds
-        # what a picture can add to another request's inter-token latency. A GPU has a stream for each.
-        self._turns = Turns()
-        self._threads: list[threading.Thread] = []
         self._seconds = {"encode_seconds": 0.0, "decode_seconds": 0.0}
         if handoff is not None:
             handoff.on_change = self._on_handoff_change
 
     @property
     def alive(self) -> bool:
-        return bool(self._threads) and self._fatal is None and not self._closing.is_set()
-
-    def start(self, on_events: EventSink) -> None:
-        """Starts the threads. `on_events` is called from the decoder thread with the events of each step, in order."""
-        self._emit = on_events
-        targets = [("decoder", self._decode_loop)] + ([("encoder", self._encode_loop)] if self._encoder else [])
-        for name, target in targets:
-            thread = threading.Thread(target=target, name=f"saccade-{name}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        return self._fatal is None and not self._closing.is_set()
 
     def submit(self, request: EngineRequest) -> None:
         """Queues a request; whatever is wrong with it comes back as its error event."""
@@ -201,49 +175,69 @@ class Engine:
         self._command(run)
         return future
 
-    def close(self) -> None:
-        """Stops after the current step. Idempotent."""
+    def stop(self) -> None:
+        """Makes `run` return after the current step. May be called from any thread."""
         self._closing.set()
-        self._wake_decoder.set()
+        self._wake.set()
         self._wake_encoder.set()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
+
+    def run(self, on_events: EventSink, *, linger: bool = True) -> None:
+        """The loop: returns after `stop`, with both runners closed. Once, from the thread that built the runners.
+
+        `on_events` gets the events of each step, in order, from this thread. After an error that is not one request's
+        own, all requests are told and `alive` is False; with `linger` the loop goes on to refuse what still comes.
+        """
+        self._emit = on_events
+        encoder = threading.Thread(target=self._encode_loop, name="saccade-encoder", daemon=True)
+        if self._encoder_thread:
+            encoder.start()
+        try:
+            while not self._closing.is_set():
+                self._turn()
+        except BaseException as error:  # a bug in a step: nothing that is running can be trusted
+            self._die(error)
+            while linger and not self._closing.is_set():
+                self._wake.wait()
+                self._wake.clear()
+                self._run_commands()
+        self.stop()
+        if self._encoder_thread:
+            encoder.join()
+        self.close()
+
+    def close(self) -> None:
+        """Closes the runners of an engine that does not run. Idempotent."""
+        self._closing.set()
         if self._encoder is not None:
             self._encoder.close()
         self._decoder.close()
 
-    # -- decoder thread ------------------------------------------------------------------------------------------------
-
-    def _set_maths_threads(self) -> None:
-        if self._maths_threads is not None:
-            torch.set_num_threads(self._maths_threads)  # OpenMP keeps this number per thread
+    # -- the loop ------------------------------------------------------------------------------------------------------
 
     def _command(self, command: Callable[[], None]) -> None:
         self._commands.put(command)
-        self._wake_decoder.set()
+        self._wake.set()
 
     def _on_handoff_change(self) -> None:
-        self._wake_decoder.set()
+        self._wake.set()
         self._wake_encoder.set()
 
-    def _decode_loop(self) -> None:
-        self._set_maths_threads()
-        try:
-            while not self._closing.is_set():
-                self._wake_decoder.clear()
-                while not self._commands.empty():
-                    self._commands.get()()
-                if self._decoder.has_work and self._decoder.runnable:
-                    with self._turns:
-                        started = time.perf_counter()
-                        events = self._decoder.step()
-                        self._seconds["decode_seconds"] += time.perf_counter() - started
-                    self._publish_events(events)
-                elif not (self._decoder.has_work and self._handoff is not None and self._handoff.unblock()):
-                    self._wake_decoder.wait()
-        except BaseException as error:  # a bug in a step: nothing that is running can be trusted
-            self._die(error)
+    def _run_commands(self) -> None:
+        while not self._commands.empty():
+            self._commands.get()()
+
+    def _turn(self) -> None:
+        """Commands, then an encoder batch, then a decoder step; sleeps where there is nothing of either."""
+        self._wake.clear()
+        self._run_commands()
+        encoded = not self._encoder_thread and self._encode_batch()
+        if self._decoder.has_work and self._decoder.runnable:
+            started = time.perf_counter()
+            events = self._decoder.step()
+            self._seconds["decode_seconds"] += time.perf_counter() - started
+            self._publish_events(events)
+        elif not encoded and not (self._decoder.has_work and self._handoff is not None and self._handoff.unblock()):
+            self._wake.wait()
 
     def _die(self, error: BaseException) -> None:
         log.critical("the engine stopped on an error", exc_info=error)
@@ -251,11 +245,6 @@ class Engine:
         doomed = sorted(self._live)
         self._live.clear()
         self._emit([EngineEvent(r, finish_reason="error", error="died", message="the engine stopped") for r in doomed])
-        while not self._closing.is_set():  # requests that still arrive are told; queries still answer
-            self._wake_decoder.wait()
-            self._wake_decoder.clear()
-            while not self._commands.empty():
-                self._commands.get()()
 
     def _add(self, request: EngineRequest) -> None:
         if self._fatal is not None:
@@ -342,12 +331,15 @@ class Engine:
             "handoff": self._handoff.stats() if self._handoff else {},
         }
 
-    # -- encoder thread ------------------------------------------------------------------------------------------------
+    # -- encoder -------------------------------------------------------------------------------------------------------
 
     def _encode_loop(self) -> None:
-        self._set_maths_threads()
+        """The encoder's own thread, where it has one."""
         try:
-            self._encode_until_closed()
+            while not self._closing.is_set():
+                self._wake_encoder.clear()
+                if not self._encode_batch():
+                    self._wake_encoder.wait()
         except BaseException as error:  # without an encoder, requests would wait for ever
             failure = error
 
@@ -356,29 +348,27 @@ class Engine:
 
             self._command(stop)
 
-    def _encode_until_closed(self) -> None:
+    def _encode_batch(self) -> bool:
+        """Encodes what the handoff has space reserved for, within the encoder's step. False where there is nothing."""
+        work = self._handoff.take(self._encoder_step_tokens) if self._handoff is not None else []
+        if not work:
+            return False
+        failures = self._encode([w.image for w in work], [w.rows for w in work])
         assert self._handoff is not None
-        while not self._closing.is_set():
-            self._wake_encoder.clear()
-            work = self._handoff.take(self._encoder_step_tokens)
-            if not work:
-                self._wake_encoder.wait()
-                continue
-            failures = self._encode([w.image for w in work], [w.rows for w in work])
-            for item, failure in zip(work, failures, strict=True):
-                if failure is None:
-                    self._handoff.publish([item.key])
-                else:
-                    self._handoff.fail(item.key, failure)
+        for item, failure in zip(work, failures, strict=True):
+            if failure is None:
+                self._handoff.publish([item.key])
+            else:
+                self._handoff.fail(item.key, failure)
+        return True
 
     def _encode(self, images: list[ImagePatches], rows: list[torch.Tensor]) -> list[Exception | None]:
         """Encodes a batch; where it fails, each picture alone, so that one cannot take its neighbours along."""
         assert self._encoder is not None
         try:
-            with self._turns:
-                started = time.perf_counter()
-                self._encoder.encode(images, rows)
-                self._seconds["encode_seconds"] += time.perf_counter() - started
+            started = time.perf_counter()
+            self._encoder.encode(images, rows)
+            self._seconds["encode_seconds"] += time.perf_counter() - started
             return [None] * len(images)
         except Exception as error:  # reported to each waiter
             if len(images) == 1:

@@ -22,6 +22,12 @@ from service.engine import EngineEvent, EngineInfo, EngineRequest, EventSink, Qu
 
 log = logging.getLogger(__name__)
 
+SPINNING = {"GOMP_SPINCOUNT": "1000"}
+"""How long a thread of libgomp's team spins before it sleeps: about as long as Python takes between two operations. Its
+default is hundreds of times that, which gains little on an idle machine, and on one where anything else runs (this
+server's own front, for one) makes a step wait whole time slices for a thread that has lost its core: measured up to
+fifty times slower."""
+
 
 class EngineDied(RuntimeError):
     """The engine process ended."""
@@ -52,7 +58,7 @@ class EngineProcess:
                 [sys.executable, "-m", "service.engine_process", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path},
+                env={**SPINNING, **os.environ, "PYTHONPATH": path},
             )
         finally:
             theirs.close()

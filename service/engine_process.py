@@ -57,24 +57,28 @@ def _serve(connection: Connection, options: EngineOptions) -> int:
         error = future.exception()
         send(("answer", number, None if error else future.result(), repr(error) if error else None))
 
-    engine.start(lambda events: send(("events", events)))
+    def receive() -> None:
+        try:
+            while True:
+                match connection.recv():
+                    case ("submit", request, has_pixels):
+                        pixels = wire.receive_descriptor(connection) if has_pixels else None
+                        engine.submit(wire.unpack_pixels(request, pixels))
+                    case ("abort", request_id):
+                        engine.abort(request_id)
+                    case ("query", number, what):
+                        engine.query(what).add_done_callback(functools.partial(answer, number))
+                    case ("close",):
+                        return
+        except (EOFError, ConnectionError):
+            pass  # the front is gone; so are its requests
+        finally:
+            engine.stop()
+
     send(("ready", engine.info))
-    try:
-        while True:
-            match connection.recv():
-                case ("submit", request, has_pixels):
-                    pixels = wire.receive_descriptor(connection) if has_pixels else None
-                    engine.submit(wire.unpack_pixels(request, pixels))
-                case ("abort", request_id):
-                    engine.abort(request_id)
-                case ("query", number, what):
-                    engine.query(what).add_done_callback(functools.partial(answer, number))
-                case ("close",):
-                    return 0
-            if not engine.alive:
-                return 3
-    finally:
-        engine.close()
+    threading.Thread(target=receive, name="saccade-engine-receiver", daemon=True).start()
+    engine.run(lambda events: send(("events", events)), linger=False)
+    return 0
 
 
 if __name__ == "__main__":

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError, Future
+from typing import Any, TypeAlias, TypeVar
+
+import grpc
 
 from saccade.v1 import inference_pb2, model_pb2
 from service import convert, errors
-from service.build import build_engine
 from service.config import ServerOptions, from_keywords
+from service.engine_thread import EngineThread
 from service.frontend import Frontend
 from service.server import front_limits, load_assets
-from service.types import Event
 
 T = TypeVar("T")
+Message: TypeAlias = inference_pb2.StreamGenerateResponse | errors.StatusError | None
+
+
+class Cancelled(errors.StatusError):
+    """The caller, or `close`, has ended the call."""
+
+    code, reason = grpc.StatusCode.CANCELLED, "CANCELLED"
 
 
 class LocalService:
@@ -29,7 +39,7 @@ class LocalService:
         try:
             self.options = from_keywords(ServerOptions, {"model": model, "dtype": dtype, "device": device, **options})
             assets = load_assets(self.options)
-            engine = build_engine(self.options)
+            engine = EngineThread(self.options)
         except ValueError as error:  # ConfigError, CheckpointError and the runners' own refusals
             raise errors.InvalidArgument(str(error)) from error
         limits = front_limits(self.options)
@@ -39,63 +49,71 @@ class LocalService:
         self._thread = threading.Thread(target=self._loop.run_forever, name="saccade-local", daemon=True)
         self._thread.start()
         self._closed = False
-        self._run(self._start())
+        self._run(self._start()).result()
 
     async def _start(self) -> None:
         self._frontend.start()
 
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Waits for a coroutine on the service's loop; an interrupt of the caller cancels it."""
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Starts a coroutine on the service's loop. Cancelling the future cancels it."""
         if self._closed:
             coroutine.close()
             raise errors.FailedPrecondition("this client is closed", reason="CLOSED")
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def generate(
-        self, request: inference_pb2.GenerateRequest, timeout: float | None = None
-    ) -> inference_pb2.GenerateResponse:
-        """The whole answer. Raises StatusError."""
+    def begin(self, method: str, request: Any, timeout: float | None = None) -> LocalCall:
+        """Starts one of the unary methods of the gRPC services: Generate, Tokenize, GetModel, ListModels."""
+        answers: dict[str, Callable[[Any], Coroutine[Any, Any, Any]]] = {
+            "Generate": self._generate,
+            "Tokenize": self._tokenize,
+            "GetModel": self._get_model,
+            "ListModels": self._list_models,
+        }
+        if method not in answers:
+            raise errors.Unimplemented(f"{method} needs a server")
 
-        async def collect() -> inference_pb2.GenerateResponse:
-            builder = convert.ResponseBuilder()
-            async with contextlib.aclosing(self._events(request, timeout)) as events:
-                async for event in events:
-                    builder.add(event)
-            return builder.response()
+        async def limited() -> Any:
+            async with asyncio.timeout(timeout):
+                return await answers[method](request)
 
-        return self._run(_as_status(collect()))
+        return LocalCall(self._run(_as_status(limited())))
 
-    def stream(
-        self, request: inference_pb2.GenerateRequest, timeout: float | None = None
-    ) -> Iterator[inference_pb2.StreamGenerateResponse]:
-        """The events of the answer. Closing the iterator frees what the request holds. Raises StatusError."""
-        events = self._events(request, timeout)
-        try:
-            while (event := self._run(_as_status(_next(events)))) is not None:
-                yield convert.event_to_proto(event)
-        finally:
-            if not self._closed:
-                self._run(events.aclose())
+    async def _generate(self, request: inference_pb2.GenerateRequest) -> inference_pb2.GenerateResponse:
+        builder = convert.ResponseBuilder()
+        async with contextlib.aclosing(self._frontend.stream(convert.spec_from_proto(request))) as events:
+            async for event in events:
+                builder.add(event)
+        return builder.response()
 
-    async def _events(
-        self, request: inference_pb2.GenerateRequest, timeout: float | None
-    ) -> AsyncGenerator[Event, None]:
-        spec = convert.spec_from_proto(request)
-        deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
-        async with contextlib.aclosing(self._frontend.stream(spec)) as events:
-            iterator = aiter(events)
-            while True:
-                try:
-                    async with asyncio.timeout_at(deadline):
-                        event = await anext(iterator)
-                except StopAsyncIteration:
-                    return
-                yield event
+    async def _tokenize(self, request: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
+        return convert.tokenized_to_proto(await self._frontend.tokenize(convert.spec_from_tokenize(request)))
+
+    async def _get_model(self, request: model_pb2.GetModelRequest) -> model_pb2.GetModelResponse:
+        if request.name not in ("", self._model.name):
+            raise errors.NotFound(f"no model {request.name!r}; this engine has {self._model.name!r}", field="name")
+        return model_pb2.GetModelResponse(model=self._model)
+
+    async def _list_models(self, request: model_pb2.ListModelsRequest) -> model_pb2.ListModelsResponse:
+        return model_pb2.ListModelsResponse(models=[self._model])
+
+    def stream(self, request: inference_pb2.GenerateRequest, timeout: float | None = None) -> LocalStream:
+        """Starts an answer that is given as it is written."""
+        messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+
+        async def pump() -> None:
+            try:
+                async with asyncio.timeout(timeout):
+                    async with contextlib.aclosing(self._frontend.stream(convert.spec_from_proto(request))) as events:
+                        async for event in events:
+                            messages.put(convert.event_to_proto(event))
+                messages.put(None)
+            except asyncio.CancelledError:
+                messages.put(Cancelled("the stream has been closed"))
+                raise
+            except Exception as error:  # raised where it is read
+                messages.put(errors.to_status(error))
+
+        return LocalStream(self._run(pump()), messages)
 
     def get_model(self) -> model_pb2.Model:
         """What the model takes and gives."""
@@ -106,14 +124,67 @@ class LocalService:
         return self._frontend.engine.query("integrity" if integrity else "stats").result()
 
     def close(self) -> None:
-        """Stops the engine and its threads. Idempotent."""
+        """Stops the engine and its threads; what is running ends as cancelled. Idempotent."""
         if self._closed:
             return
         self._closed = True
+        asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result()
         self._frontend.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+class LocalCall:
+    """One unary call. Methods may be called from any thread."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    def result(self) -> Any:
+        """The answer, or StatusError."""
+        try:
+            return self._future.result()
+        except CancelledError:
+            raise Cancelled("the call was cancelled") from None
+
+    def cancel(self) -> None:
+        """Frees what the request holds. Idempotent."""
+        self._future.cancel()
+
+
+class LocalStream:
+    """The messages of one answer. `cancel` may be called from any thread."""
+
+    def __init__(self, future: Future[None], messages: queue.SimpleQueue[Message]) -> None:
+        self._future, self._messages = future, messages
+
+    def receive(self, patience: float | None = None) -> inference_pb2.StreamGenerateResponse | None:
+        """The next message; None at the end. Raises StatusError, and TimeoutError after `patience` seconds."""
+        try:
+            message = self._messages.get(timeout=patience)
+        except queue.Empty:
+            raise TimeoutError from None
+        if isinstance(message, errors.StatusError):
+            self._messages.put(message)  # for whoever reads on
+            raise message
+        return message
+
+    def cancel(self) -> None:
+        """Frees what the request holds. Idempotent."""
+        if self._future.cancel():
+            # It may never have begun, and then nothing of it tells the reader.
+            self._messages.put(Cancelled("the stream has been closed"))
+
+
+async def _cancel_all() -> None:
+    """Ends what runs on the loop, and waits until it is over: nothing may be left pending when the loop closes."""
+    loop = asyncio.get_running_loop()
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await loop.shutdown_asyncgens()
 
 
 async def _as_status(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -123,10 +194,3 @@ async def _as_status(coroutine: Coroutine[Any, Any, T]) -> T:
         raise
     except Exception as error:
         raise errors.to_status(error) from error
-
-
-async def _next(events: AsyncGenerator[Event, None]) -> Event | None:
-    try:
-        return await anext(events)
-    except StopAsyncIteration:
-        return None
