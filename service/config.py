@@ -76,19 +76,36 @@ class EngineOptions:
 class ServerOptions(EngineOptions):
     """The engine's options and those of the gRPC front."""
 
-    host: str = _option("127.0.0.1", "address to listen on; one that is not loopback needs --insecure (no TLS yet)")
+    host: str = _option(
+        "127.0.0.1", "address to listen on; one that is not loopback needs TLS and keys (or client certificates)"
+    )
     port: int = _option(50051, "port to listen on; 0 picks one", minimum=0)
-    insecure: bool = _option(False, "serve plain text on an address that others can reach")
+    insecure: bool = _option(False, "listen on an address that others can reach without TLS or without keys")
+    tls_cert: str | None = _option(None, "PEM file of the server's certificate chain; read again when it changes")
+    tls_key: str | None = _option(None, "PEM file of its private key, not encrypted")
+    tls_client_ca: str | None = _option(None, "PEM file of the authority that clients' certificates must come from")
+    api_keys: str | None = _option(None, "TOML file of API key hashes; read again when it changes")
+    admin: bool = _option(False, "without API keys: let every caller use AdminService")
     max_queue: int = _option(
         1024, "requests in the server, running and waiting, before new ones are refused", minimum=1
     )
     max_message_bytes: int = _option(64 * 2**20, "largest request message", minimum=1024, size=True)
+    max_inflight_bytes: int = _option(
+        512 * 2**20, "bytes of the request messages of all calls in progress", minimum=1024, size=True
+    )
     max_images_per_request: int = _option(16, "pictures of one request", minimum=0)
     max_image_bytes: int = _option(32 * 2**20, "encoded bytes of one picture", minimum=1, size=True)
     max_image_pixels: int = _option(64_000_000, "pixels of one picture", minimum=1, size=True)
     image_workers: int = _option(2, "threads that decode and resize pictures", minimum=1)
+    media_dir: str | None = _option(None, "folder of uploaded pictures; unset: a temporary one")
+    media_bytes: int = _option(2**30, "bytes of uploaded pictures, over all callers", minimum=0, size=True)
+    media_ttl: float = _option(3600.0, "seconds that an uploaded picture is kept", minimum=1)
     default_timeout: float = _option(600.0, "seconds a call without a deadline may take", minimum=0.001)
+    stall_timeout: float = _option(60.0, "seconds that a message of a stream may wait for its reader", minimum=0.001)
     grace: float = _option(30.0, "seconds that running calls get after SIGTERM", minimum=0)
+    metrics_port: int | None = _option(None, "port of the Prometheus endpoint; 0 picks one; unset: none", minimum=0)
+    metrics_host: str = _option("127.0.0.1", "address of the Prometheus endpoint")
+    log_json: bool = _option(False, "one JSON object for each request in the log, instead of key=value pairs")
     log_level: str = _option("info", "what is logged to stderr", choices=("debug", "info", "warning", "error"))
 
 

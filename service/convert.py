@@ -75,6 +75,17 @@ def spec_from_tokenize(request: inference_pb2.TokenizeRequest) -> GenerateSpec:
     return GenerateSpec(request_id="", model=request.model, input=value, images=images)
 
 
+def chunking_from_proto(request: inference_pb2.StreamGenerateRequest) -> tuple[int | None, float | None]:
+    """(chunk_tokens, max_chunk_delay in seconds), None where they are not asked for. Raises InvalidArgument."""
+    tokens = request.chunk_tokens if request.HasField("chunk_tokens") and request.chunk_tokens > 1 else None
+    if not request.HasField("max_chunk_delay"):
+        return tokens, None
+    delay = request.max_chunk_delay.seconds + request.max_chunk_delay.nanos / 1e9
+    if delay < 0:
+        raise errors.InvalidArgument(f"max_chunk_delay is {delay:g} s; it cannot be negative", field="max_chunk_delay")
+    return tokens, delay or None
+
+
 def tokenized_to_proto(tokenized: Tokenized) -> inference_pb2.TokenizeResponse:
     return inference_pb2.TokenizeResponse(
         token_ids=tokenized.ids, prompt_tokens=tokenized.prompt_tokens, image_tokens=tokenized.image_tokens,

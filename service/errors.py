@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from urllib.parse import quote
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from encoder.images import ImageError
 from service.engine_client import EngineDied
 
 DOMAIN = "saccade"
 MAX_MESSAGE = 1024
-"""Characters of a status message: trailers above the peer's limit would replace the status by RESOURCE_EXHAUSTED."""
+"""Bytes of a status message as it travels, percent-encoded: trailers above the peer's limit (8 KiB is common) would
+replace the status by RESOURCE_EXHAUSTED, and the message is in them up to three times."""
+MAX_METADATA = 128
+"""Characters of one value of ErrorInfo's metadata, and of a field's path."""
 
 
 class StatusError(Exception):
@@ -27,16 +32,31 @@ class StatusError(Exception):
 
     def __init__(
         self, message: str, *, reason: str | None = None, field: str | None = None,
-        metadata: Mapping[str, str] | None = None, retry_after: float | None = None,
+        metadata: Mapping[str, str] | None = None, retry_after: float | None = None, quota: str | None = None,
+        never_retry: bool = False,
     ) -> None:  # fmt: skip
-        """`field`: path of the request field at fault. `retry_after`: seconds; None means that a retry will not
-        help."""
+        """`field`: path of the request field at fault. `retry_after`: seconds; None means that a retry will not help.
+        `quota`: what has run out. `never_retry`: tells clients so even where the code alone would invite a retry."""
         super().__init__(message)
-        self.message = message if len(message) <= MAX_MESSAGE else message[: MAX_MESSAGE - 3] + "..."
+        self.message = _short(message)
         self.reason = reason or type(self).reason
-        self.field = field
-        self.metadata = dict(metadata or {})
+        self.field = field[:MAX_METADATA] if field else field
+        self.metadata = {name: str(value)[:MAX_METADATA] for name, value in (metadata or {}).items()}
         self.retry_after = retry_after
+        self.quota = quota
+        self.never_retry = never_retry
+
+
+def _short(message: str) -> str:
+    if len(quote(message)) <= MAX_MESSAGE:
+        return message
+    kept, room = [], MAX_MESSAGE - 3
+    for character in message:
+        room -= len(quote(character))
+        if room < 0:
+            break
+        kept.append(character)
+    return "".join(kept) + "..."
 
 
 class InvalidArgument(StatusError):
@@ -53,6 +73,26 @@ class AlreadyExists(StatusError):
 
 class FailedPrecondition(StatusError):
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "CAPABILITY_MISSING"
+
+
+class Cancelled(StatusError):
+    code, reason = grpc.StatusCode.CANCELLED, "CANCELLED"
+
+
+class OutOfRange(StatusError):
+    code, reason = grpc.StatusCode.OUT_OF_RANGE, "OUT_OF_RANGE"
+
+
+class Unauthenticated(StatusError):
+    code, reason = grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"
+
+
+class PermissionDenied(StatusError):
+    code, reason = grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED"
+
+
+class ResourceExhausted(StatusError):
+    code, reason = grpc.StatusCode.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED"
 
 
 class Unavailable(StatusError):
@@ -77,7 +117,13 @@ FOREIGN: tuple[tuple[type[BaseException], type[StatusError], str, bool], ...] = 
     (EngineDied, Unavailable, "ENGINE_DIED", True),
     (TimeoutError, DeadlineExceeded, "DEADLINE_EXCEEDED", False),
     (asyncio.TimeoutError, DeadlineExceeded, "DEADLINE_EXCEEDED", False),
+    (DecodeError, InvalidArgument, "MALFORMED_MESSAGE", False),
 )
+_HIDDEN = {
+    "DEADLINE_EXCEEDED": "the call took longer than it was allowed to",
+    "MALFORMED_MESSAGE": "the request is not a message of the type that this method takes",
+}
+"""What is said instead of the text of an exception that may not be shown."""
 
 
 def to_status(error: BaseException) -> StatusError:
@@ -86,7 +132,7 @@ def to_status(error: BaseException) -> StatusError:
         return error
     for kind, target, reason, shown in FOREIGN:
         if isinstance(error, kind):
-            return target(str(error) if shown else "the call took longer than it was allowed to", reason=reason)
+            return target(str(error) if shown else _HIDDEN[reason], reason=reason)
     return Internal("the server failed on this request; its log has the details under the request id")
 
 
@@ -103,15 +149,30 @@ def details(error: StatusError, request_id: str) -> bytes | None:
         error_details_pb2.RequestInfo(request_id=request_id),
     ]
     if error.field is not None:
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
-        entries.append(error_details_pb2.BadRequest(field_violations=[violation]))
+        wrong = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        entries.append(error_details_pb2.BadRequest(field_violations=[wrong]))
     if error.retry_after is not None:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromMilliseconds(round(error.retry_after * 1000))
         entries.append(retry)
+    if error.quota is not None:
+        violation = error_details_pb2.QuotaFailure.Violation(subject=error.quota, description=error.reason)
+        entries.append(error_details_pb2.QuotaFailure(violations=[violation]))
     status = status_pb2.Status(code=error.code.value[0], message=error.message)
     for entry in entries:
         packed = Any()
         packed.Pack(entry)
         status.details.append(packed)
     return bytes(status.SerializeToString())
+
+
+def trailers(error: StatusError, request_id: str) -> tuple[tuple[str, str | bytes], ...]:
+    """The trailing metadata of a call that ends with `error`."""
+    entries: list[tuple[str, str | bytes]] = []
+    if (packed := details(error, request_id)) is not None:
+        entries.append(("grpc-status-details-bin", packed))
+    if error.never_retry:
+        entries.append(("grpc-retry-pushback-ms", "-1"))
+    elif error.retry_after is not None:
+        entries.append(("grpc-retry-pushback-ms", str(round(error.retry_after * 1000))))
+    return tuple(entries)

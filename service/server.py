@@ -12,20 +12,35 @@ import logging
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import grpc
 
 from encoder.images import ImageLimits
-from saccade.v1 import inference_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc
+from saccade.v1 import (
+    admin_pb2_grpc,
+    inference_pb2_grpc,
+    media_pb2_grpc,
+    model_pb2_grpc,
+)
 from service import convert
+from service.admin import AdminServicer
+from service.auth import Guard, watch_keys
 from service.build import resolve_vision
+from service.calls import AccessLog, Calls
 from service.checkpoint import open_checkpoint
 from service.config import ConfigError, ServerOptions
 from service.engine import EngineHandle
 from service.frontend import Frontend, FrontLimits, ModelAssets
-from service.servicer import InferenceServicer, ModelServicer
+from service.interceptor import FrontDoor
+from service.limits import ByteBudget
+from service.media import Spool
+from service.metrics import Metrics
+from service.servicer import InferenceServicer, MediaServicer, ModelServicer, media_resolver
 from service.supervisor import SupervisedEngine
+from service.tls import server_credentials
 
 log = logging.getLogger(__name__)
 
@@ -39,41 +54,81 @@ class Server:
         limits = front_limits(options)
         self.frontend = Frontend(engine, assets, limits, workers=options.image_workers)
         self._model = convert.model_to_proto(engine.info, assets, limits, options)
+        self._credentials = server_credentials(options)
+        self._guard = Guard(watch_keys(options.api_keys) if options.api_keys else None, admin=options.admin)
+        self.metrics, self.budget = Metrics(), ByteBudget(options.max_inflight_bytes)
+        self.metrics.watch_engine(lambda: engine.query("stats"), self._gauges)
+        access = AccessLog(as_json=options.log_json)
+        self.calls = Calls(
+            self.frontend, default_timeout=options.default_timeout, draining=lambda: self._draining,
+            metrics=self.metrics, access=access,
+        )  # fmt: skip
+        self._door = FrontDoor(self._guard, self.budget, self.metrics, access, stall_timeout=options.stall_timeout)
+        self._ends = contextlib.ExitStack()
+        self.spool = self._open_spool(limits.image)
+        self.frontend.resolve = media_resolver(self.spool)
         self._draining = False
         self._server: grpc.aio.Server | None = None
         self._set_health: Callable[[bool], None] = lambda serving: None
         self.port = 0
+        self.metrics_port = 0
 
     async def start(self) -> None:
         """Listens; health is SERVING on return. Raises ConfigError where the address cannot be had."""
         self.frontend.start()
-        server = grpc.aio.server(options=channel_options(self.options))
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-            InferenceServicer(
-                self.frontend, default_timeout=self.options.default_timeout, draining=lambda: self._draining
-            ),
-            server,
-        )
-        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self._model), server)
-        services = [
-            inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
-            model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name,
-        ]
-        self._set_health = _add_standard_services(server, services)
+        server = grpc.aio.server(options=channel_options(self.options), interceptors=[self._door])
+        self._set_health = _add_standard_services(server, self._add_services(server))
         address = f"[{self.options.host}]" if ":" in self.options.host else self.options.host
         try:
-            self.port = server.add_insecure_port(f"{address}:{self.options.port}")
+            where = f"{address}:{self.options.port}"
+            if self._credentials is None:
+                self.port = server.add_insecure_port(where)
+            else:
+                self.port = server.add_secure_port(where, self._credentials)
         except RuntimeError:
             raise ConfigError(f"port: cannot listen on {self.options.host}:{self.options.port}; is it taken?") from None
+        if self.options.metrics_port is not None:
+            self.metrics_port, end = self.metrics.serve(self.options.metrics_host, self.options.metrics_port)
+            self._ends.callback(end)
         await server.start()
         self._server = server
         self._set_health(True)
 
+    def _add_services(self, server: grpc.aio.Server) -> list[str]:
+        """Registers what clients speak to; returns the services' full names."""
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self.calls), server)
+        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self._model), server)
+        media_pb2_grpc.add_MediaServiceServicer_to_server(MediaServicer(self.spool), server)
+        admin = AdminServicer(self.frontend, self.spool, self.budget, drain=self.drain, draining=lambda: self._draining)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
+        return [f"saccade.v1.{name}Service" for name in ("Inference", "Model", "Media", "Admin")]
+
+    def _open_spool(self, limits: ImageLimits) -> Spool:
+        folder = self.options.media_dir
+        if folder is None:
+            folder = self._ends.enter_context(tempfile.TemporaryDirectory(prefix="saccade-media-"))
+        try:
+            return Spool(Path(folder), self.options.media_bytes, self.options.media_ttl, limits)
+        except OSError as error:
+            raise ConfigError(f"media_dir: {folder}: {error.strerror}") from None
+
+    def _gauges(self) -> dict[str, float]:
+        return {
+            "live_requests": self.frontend.live,
+            "inflight_bytes": self.budget.used,
+            "media_bytes": self.spool.used_bytes,
+            "draining": float(self._draining),
+        }
+
+    def drain(self) -> None:
+        """New generations are refused and health says so; running ones go on."""
+        self._draining = True
+        self._set_health(False)
+
     async def stop(self, grace: float | None = None) -> None:
         """Refuses new calls, lets running ones finish within `grace` seconds, then stops the engine. Idempotent; may be
         cancelled and called again with less grace."""
-        self._draining = True
-        self._set_health(False)
+        self.drain()
         with contextlib.suppress(TimeoutError):
             # The port stays open meanwhile, so that new calls are told DRAINING; a closed one would only say CANCELLED.
             async with asyncio.timeout(self.options.grace if grace is None else grace):
@@ -82,6 +137,7 @@ class Server:
             await self._server.stop(grace=1.0 if self.frontend.idle.is_set() else 0)
             self._server = None
         await asyncio.get_running_loop().run_in_executor(None, self.frontend.close)
+        await asyncio.get_running_loop().run_in_executor(None, self._ends.close)
 
     def engine_changed(self, alive: bool) -> None:
         """Health follows the engine; running calls are told by their own events. May be called from any thread."""
@@ -99,16 +155,21 @@ def load_assets(options: ServerOptions) -> ModelAssets:
 
 
 def check_exposure(options: ServerOptions) -> None:
-    """Plain text is for this machine only, unless somebody says otherwise."""
+    """Plain text and strangers are for this machine only, unless somebody says otherwise."""
     try:
         addresses = {entry[4][0] for entry in socket.getaddrinfo(options.host, None)}
     except OSError:
         raise ConfigError(f"host: {options.host!r} is no address of this machine") from None
     exposed = [a for a in addresses if not ipaddress.ip_address(str(a).partition("%")[0]).is_loopback]
-    if exposed and not options.insecure:
+    missing = []
+    if options.tls_cert is None:
+        missing.append("plain text (no --tls-cert and --tls-key)")
+    if options.api_keys is None and options.tls_client_ca is None:
+        missing.append("with everybody (no --api-keys and no --tls-client-ca)")
+    if exposed and missing and not options.insecure:
         raise ConfigError(
-            f"host: {options.host} can be reached from other machines and this server speaks plain text; use "
-            "127.0.0.1 behind a proxy with TLS, or say --insecure"
+            f"host: {options.host} can be reached from other machines, and this server speaks {' and '.join(missing)}; "
+            "give it those, or use 127.0.0.1 behind a proxy that has them, or say --insecure"
         )
 
 

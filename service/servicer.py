@@ -1,82 +1,72 @@
-"""The gRPC methods: proto in, frontend, proto out. Every failure leaves through `service.errors`."""
+"""The gRPC methods: proto in, `Calls`, proto out. What they raise, `service.interceptor` turns into statuses."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any, TypeAlias
 
-from saccade.v1 import inference_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc
+from saccade.v1 import (
+    inference_pb2,
+    inference_pb2_grpc,
+    media_pb2,
+    media_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+)
 from service import convert, errors
-from service.frontend import Frontend
-from service.types import Event
-
-log = logging.getLogger(__name__)
+from service.calls import Calls, current_call
+from service.coalesce import coalesce
+from service.media import Media, Spool, tenant_folder
+from service.types import Event, GenerateSpec, ImageSource
 
 Context: TypeAlias = Any
 """`grpc.aio.ServicerContext`, which ships no type information."""
 
 
-async def end_with(context: Context, error: BaseException, request_id: str) -> None:
-    """Ends the call with the status of `error`. Does not return."""
-    status = errors.to_status(error)
-    if isinstance(status, errors.Internal):
-        log.error("request %s failed", request_id or "without id", exc_info=error)
-    trailers: list[tuple[str, str | bytes]] = []
-    if (packed := errors.details(status, request_id)) is not None:
-        trailers.append(("grpc-status-details-bin", packed))
-    if status.retry_after is not None:
-        trailers.append(("grpc-retry-pushback-ms", str(round(status.retry_after * 1000))))
-    await context.abort(status.code, status.message, tuple(trailers))
-
-
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """Generate and StreamGenerate."""
+    """Generate, StreamGenerate, Tokenize and CancelGeneration."""
 
-    def __init__(
-        self, frontend: Frontend, *, default_timeout: float, draining: Callable[[], bool] = lambda: False
-    ) -> None:
-        self._frontend = frontend
-        self._default_timeout = default_timeout
-        self._draining = draining
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> inference_pb2.GenerateResponse:
         builder = convert.ResponseBuilder()
-        try:
-            async with contextlib.aclosing(self._events(request, context)) as events:
-                async for event in events:
-                    builder.add(event)
-            return builder.response()
-        except Exception as error:  # each becomes a status
-            await end_with(context, error, request.request_id)
-            raise
+        async with contextlib.aclosing(self._events(request, context)) as events:
+            async for event in events:
+                builder.add(event)
+        return builder.response()
 
     async def StreamGenerate(
         self, request: inference_pb2.StreamGenerateRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.StreamGenerateResponse, None]:
-        try:
-            # aclosing: a call that is cancelled while it is blocked in `yield` ends by GeneratorExit, and the engine
-            # must hear of it at once, not when the garbage collector comes by
-            async with contextlib.aclosing(self._events(request.request, context)) as events:
-                async for event in events:
-                    yield convert.event_to_proto(event)
-        except Exception as error:  # each becomes a status
-            await end_with(context, error, request.request.request_id)
+        chunk_tokens, max_delay = convert.chunking_from_proto(request)
+        events = self._events(request.request, context)
+        if chunk_tokens is not None or max_delay is not None:
+            events = coalesce(events, chunk_tokens=chunk_tokens, max_delay=max_delay)
+        async with contextlib.aclosing(events):
+            async for event in events:
+                yield convert.event_to_proto(event)
 
-    async def _events(self, request: inference_pb2.GenerateRequest, context: Context) -> AsyncGenerator[Event, None]:
-        if self._draining():
-            raise errors.Unavailable("the server is shutting down", reason="DRAINING", retry_after=1.0)
-        # Without a deadline of the client's own, a lost peer behind a silent network would hold its slot for ever.
-        timeout = self._default_timeout if context.time_remaining() is None else None
+    def _events(self, request: inference_pb2.GenerateRequest, context: Context) -> AsyncGenerator[Event, None]:
         spec = convert.spec_from_proto(request)
-        async with asyncio.timeout(timeout):
-            async with contextlib.aclosing(self._frontend.stream(spec)) as events:
-                async for event in events:
-                    yield event
+        current_call().request_id = spec.request_id
+        return self._calls.stream(spec, timeout=context.time_remaining())
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: Context
+    ) -> inference_pb2.TokenizeResponse:
+        return convert.tokenized_to_proto(await self._calls.tokenize(convert.spec_from_tokenize(request)))
+
+    async def CancelGeneration(
+        self, request: inference_pb2.CancelGenerationRequest, context: Context
+    ) -> inference_pb2.CancelGenerationResponse:
+        self._calls.cancel(request.request_id)
+        return inference_pb2.CancelGenerationResponse()
 
 
 class ModelServicer(model_pb2_grpc.ModelServiceServicer):
@@ -87,9 +77,92 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
 
     async def GetModel(self, request: model_pb2.GetModelRequest, context: Context) -> model_pb2.GetModelResponse:
         if request.name not in ("", self._model.name):
-            error = errors.NotFound(f"no model {request.name!r}; this server has {self._model.name!r}", field="name")
-            await end_with(context, error, "")
+            raise errors.NotFound(f"no model {request.name!r}; this server has {self._model.name!r}", field="name")
         return model_pb2.GetModelResponse(model=self._model)
 
     async def ListModels(self, request: model_pb2.ListModelsRequest, context: Context) -> Any:
         return model_pb2.ListModelsResponse(models=[self._model])
+
+
+class MediaServicer(media_pb2_grpc.MediaServiceServicer):
+    """The spool over gRPC. Disk work leaves the event loop."""
+
+    def __init__(self, spool: Spool) -> None:
+        self._spool = spool
+
+    async def UploadMedia(
+        self, requests: AsyncIterator[media_pb2.UploadMediaRequest], context: Context
+    ) -> media_pb2.UploadMediaResponse:
+        first = await anext(requests, None)
+        if first is None or first.WhichOneof("part") != "header":
+            raise errors.InvalidArgument("an upload begins with its header", field="header")
+        header = first.header
+        async with _in_thread(self._spool.upload(header.size_bytes)) as upload:
+            async for request in requests:
+                if request.WhichOneof("part") != "chunk":
+                    raise errors.InvalidArgument("after the header come chunks", field="part")
+                await asyncio.to_thread(upload.write, request.chunk)
+            media = await asyncio.to_thread(upload.commit, _tenant(), header.media_id)
+        return media_pb2.UploadMediaResponse(media=_media_to_proto(media))
+
+    async def GetMedia(self, request: media_pb2.GetMediaRequest, context: Context) -> media_pb2.GetMediaResponse:
+        return media_pb2.GetMediaResponse(media=_media_to_proto(self._spool.get(_tenant(), request.media_id)))
+
+    async def DeleteMedia(
+        self, request: media_pb2.DeleteMediaRequest, context: Context
+    ) -> media_pb2.DeleteMediaResponse:
+        await asyncio.to_thread(self._spool.delete, _tenant(), request.media_id)
+        return media_pb2.DeleteMediaResponse()
+
+
+def _tenant() -> str:
+    return tenant_folder(current_call().tenant.salt)
+
+
+@contextlib.asynccontextmanager
+async def _in_thread(manager: Any) -> AsyncIterator[Any]:
+    """A blocking context manager whose ends run in a thread."""
+    value = await asyncio.to_thread(manager.__enter__)
+    try:
+        yield value
+    finally:
+        # what was not committed is deleted either way, so the body's exception is not its business
+        await asyncio.shield(asyncio.to_thread(manager.__exit__, None, None, None))
+
+
+def _media_to_proto(media: Media) -> media_pb2.Media:
+    proto = media_pb2.Media(
+        media_id=media.media_id, size_bytes=media.size, width=media.width, height=media.height, format=media.format
+    )
+    proto.expire_time.FromMilliseconds(round(media.expires * 1000))
+    return proto
+
+
+def media_resolver(
+    spool: Spool, fetch: Callable[[ImageSource], Any] | None = None
+) -> Callable[[GenerateSpec, bytes], Any]:
+    """What `Frontend.resolve` is on a server: media ids are read from the spool, URLs are `fetch`ed where that is
+    allowed."""
+
+    async def one(image: ImageSource, tenant: str) -> ImageSource:
+        try:
+            if image.media_id is not None:
+                data = await asyncio.to_thread(spool.read, tenant, image.media_id)
+                return ImageSource(data, image.field)
+        except errors.NotFound as error:
+            raise errors.NotFound(f"{image.field}: {error}", field=image.field, reason=error.reason) from None
+        if image.uri is not None:
+            if fetch is None:
+                raise errors.PermissionDenied(
+                    f"{image.field}: this server fetches no URLs; send the bytes or upload them",
+                    field=image.field, reason="MEDIA_HOST_DENIED",
+                )  # fmt: skip
+            fetched: ImageSource = await fetch(image)
+            return fetched
+        return image
+
+    async def resolve(spec: GenerateSpec, salt: bytes) -> GenerateSpec:
+        tenant = tenant_folder(salt)
+        return replace(spec, images=tuple([await one(image, tenant) for image in spec.images]))
+
+    return resolve

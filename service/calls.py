@@ -1,0 +1,209 @@
+"""What is known of a call while it runs, and the one door from the gRPC services to the frontend.
+
+`Calls` adds to `Frontend.stream` what every service needs: refusal while draining, deadlines, the tenant's rates and
+salt, and, once per generation, metrics and a line in the log. The line holds no prompt and no answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from service import errors
+from service.auth import Tenant
+from service.frontend import Frontend
+from service.metrics import Metrics
+from service.tracing import TraceContext
+from service.types import Delta, Event, Finished, GenerateSpec, Started, Tokenized
+
+log = logging.getLogger("service.access")
+
+
+@dataclass
+class CallInfo:
+    """One RPC, from its metadata to its end."""
+
+    method: str = ""
+    tenant: Tenant = field(default_factory=Tenant)
+    trace: TraceContext | None = None
+    started: float = field(default_factory=time.monotonic)
+    request_bytes: int = 0
+    request_id: str = ""
+    code: str = "OK"
+    reason: str = ""
+    generations: int = 0
+    """Generations that have written a line of their own."""
+
+    def fail(self, error: errors.StatusError) -> None:
+        self.code, self.reason = error.code.name, error.reason
+
+
+_current: ContextVar[CallInfo | None] = ContextVar("saccade_call", default=None)
+
+
+def current_call() -> CallInfo:
+    """The RPC that this code runs for; a blank one outside of any."""
+    return _current.get() or CallInfo()
+
+
+def set_current_call(info: CallInfo) -> None:
+    _current.set(info)
+
+
+class AccessLog:
+    """One line for each request: `key=value` pairs, or a JSON object."""
+
+    def __init__(self, *, as_json: bool = False) -> None:
+        self._as_json = as_json
+
+    def write(self, info: CallInfo, **values: Any) -> None:
+        entry: dict[str, Any] = {
+            "method": info.method,
+            "code": info.code,
+            "reason": info.reason,
+            "tenant": info.tenant.name,
+            "request_id": info.request_id,
+            "trace_id": info.trace.trace_id if info.trace else "",
+            "request_bytes": info.request_bytes,
+            **values,
+        }
+        entry = {k: round(v, 6) if isinstance(v, float) else v for k, v in entry.items() if v not in ("", None)}
+        if self._as_json:
+            log.info("%s", json.dumps(entry))
+        else:
+            log.info("%s", " ".join(f"{k}={json.dumps(v) if isinstance(v, str) else v}" for k, v in entry.items()))
+
+
+class _Generation:
+    """Counts and times of one generation."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self.started: Started | None = None
+        self.finished: list[Finished] = []
+        self.tokens = 0
+        self.first_token: float | None = None
+        self.last_token: dict[int, float] = {}
+        self.gaps: list[tuple[float, int]] = []
+
+    def see(self, event: Event) -> tuple[float, int] | None:
+        """Takes note of an event; for a delta after the first of its sample: (seconds since the last, tokens)."""
+        match event:
+            case Started():
+                self.started = event
+            case Finished():
+                self.finished.append(event)
+            case Delta(token_ids=ids) if ids:
+                now = time.monotonic()
+                self.tokens += len(ids)
+                if self.first_token is None:
+                    self.first_token = now - self.began
+                previous = self.last_token.get(event.index)
+                self.last_token[event.index] = now
+                if previous is not None:
+                    return now - previous, len(ids)
+        return None
+
+
+class Calls:
+    """The door. Used on the server's event loop."""
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        *,
+        default_timeout: float,
+        draining: Callable[[], bool] = lambda: False,
+        metrics: Metrics | None = None,
+        access: AccessLog | None = None,
+    ) -> None:
+        self.frontend = frontend
+        self.metrics = metrics or Metrics()
+        self.access = access or AccessLog()
+        self._default_timeout = default_timeout
+        self._draining = draining
+
+    async def stream(self, spec: GenerateSpec, *, timeout: float | None) -> AsyncGenerator[Event, None]:
+        """The events of an answer. `timeout`: seconds that the caller has left; None: it has set no deadline, and gets
+        the server's default. Raises StatusError."""
+        info, generation = current_call(), _Generation()
+        record = CallInfo(
+            info.method, info.tenant, info.trace, request_bytes=info.request_bytes, request_id=spec.request_id
+        )
+        info.generations += 1
+        try:
+            limit = self._admit(timeout)
+            info.tenant.limits.admit("tokens", 0)
+            # Without a deadline of the client's own, a lost peer behind a silent network would hold its slot for ever.
+            deadline = asyncio.get_running_loop().time() + limit
+            async with contextlib.aclosing(self.frontend.stream(spec, salt=info.tenant.salt)) as events:
+                while True:
+                    try:
+                        # around each step, not around the yields: time must not run out in the consumer's hands
+                        async with asyncio.timeout_at(deadline):
+                            event = await anext(events)
+                    except StopAsyncIteration:
+                        return
+                    if (gap := generation.see(event)) is not None:
+                        self.metrics.token_gap(*gap)
+                    yield event
+        except (asyncio.CancelledError, GeneratorExit):
+            if not self._complete(spec, generation):
+                record.code = grpc.StatusCode.CANCELLED.name
+            raise
+        except Exception as error:
+            status = errors.to_status(error)
+            record.fail(status)
+            if isinstance(status, errors.DeadlineExceeded) and not status.metadata:
+                status.metadata["phase"] = "generating" if generation.tokens else "queued"
+            if status is error:
+                raise
+            raise status from error
+        finally:
+            self._end(record, generation)
+
+    def _admit(self, timeout: float | None) -> float:
+        if self._draining():
+            raise errors.Unavailable("the server is shutting down", reason="DRAINING", retry_after=1.0)
+        if timeout is not None and timeout <= 0:
+            raise errors.DeadlineExceeded("the deadline has passed", metadata={"phase": "admission"})
+        return self._default_timeout if timeout is None else timeout
+
+    @staticmethod
+    def _complete(spec: GenerateSpec, generation: _Generation) -> bool:
+        return len(generation.finished) == spec.n
+
+    def _end(self, record: CallInfo, generation: _Generation) -> None:
+        seconds = time.monotonic() - generation.began
+        started, finished = generation.started, generation.finished
+        prompt = started.prompt_tokens if started else 0
+        record.tenant.limits.charge("tokens", prompt + generation.tokens)
+        cached = max((f.usage.cached_tokens for f in finished), default=0)
+        reasons = ",".join(sorted({f.reason for f in finished})) if record.code == "OK" else ""
+        self.metrics.generation(
+            record.code, prompt=prompt, image=started.image_tokens if started else 0, cached=cached,
+            generated=generation.tokens, first_token=generation.first_token, seconds=seconds,
+        )  # fmt: skip
+        self.access.write(
+            record, finish=reasons, prompt_tokens=prompt, image_tokens=started.image_tokens if started else 0,
+            cached_tokens=cached, completion_tokens=generation.tokens, first_token_seconds=generation.first_token,
+            seconds=seconds,
+        )  # fmt: skip
+
+    async def tokenize(self, spec: GenerateSpec) -> Tokenized:
+        """Raises StatusError."""
+        return await self.frontend.tokenize(spec, salt=current_call().tenant.salt)
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request of the caller's own tenant. Raises NotFound."""
+        if not self.frontend.cancel(request_id, salt=current_call().tenant.salt):
+            raise errors.NotFound(f"no request {request_id!r} is running", field="request_id")

@@ -1,0 +1,242 @@
+"""Uploaded pictures: a spool on disk, bounded in bytes and time.
+
+    DIRECTORY/<tenant>/<sha256>          a whole file, written once, renamed into place
+    DIRECTORY/incoming/<random>          one that is still arriving
+
+Bytes are reserved before they arrive, so uploads that cannot be kept are refused at their header. Nothing that has not
+expired is thrown out to make room: whoever got an id may rely on it until its time. Files outlive a restart if the
+directory does; their age is their modification time. All methods block and may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import logging
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
+
+from encoder.images import ImageError, ImageLimits, read_header
+from service import errors
+
+log = logging.getLogger(__name__)
+
+MAX_CHUNK = 2**20
+_ID = re.compile(r"[0-9a-f]{64}")
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@dataclass(frozen=True)
+class Media:
+    """One file in the spool. `expires` is Unix time."""
+
+    media_id: str
+    size: int
+    width: int
+    height: int
+    format: str
+    expires: float
+
+
+class Spool:
+    """The files of all tenants."""
+
+    def __init__(
+        self, directory: Path, capacity: int, ttl: float, limits: ImageLimits, clock: Callable[[], float] = time.time
+    ) -> None:
+        """Takes over what an earlier run has left in `directory`. `capacity`: bytes; `ttl`: seconds."""
+        self._directory, self._capacity, self._ttl, self._limits, self._clock = directory, capacity, ttl, limits, clock
+        self._lock = threading.Lock()
+        self._media: dict[tuple[str, str], Media] = {}
+        self._used = 0
+        self._reserved = 0
+        self._incoming = directory / "incoming"
+        self._incoming.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for part in self._incoming.iterdir():
+            part.unlink()
+        self._adopt()
+
+    @property
+    def used_bytes(self) -> int:
+        """Of whole files and of what has been promised to uploads."""
+        with self._lock:
+            return self._used + self._reserved
+
+    def _adopt(self) -> None:
+        for path in self._directory.glob("*/*"):
+            if not _ID.fullmatch(path.name) or not path.is_file():
+                continue
+            status = path.stat()
+            try:
+                header = read_header(path.read_bytes(), self._limits)
+            except ImageError:  # limits have changed since
+                path.unlink()
+                continue
+            media = Media(
+                path.name, status.st_size, header.width, header.height, header.format, status.st_mtime + self._ttl
+            )
+            self._media[path.parent.name, path.name] = media
+            self._used += media.size
+        self.sweep()
+
+    def sweep(self) -> int:
+        """Deletes what has expired; returns the bytes freed."""
+        now = self._clock()
+        with self._lock:
+            expired = [key for key, media in self._media.items() if media.expires <= now]
+            return sum(self._forget(key) for key in expired)
+
+    def _forget(self, key: tuple[str, str]) -> int:
+        media = self._media.pop(key)
+        self._used -= media.size
+        self._path(key).unlink(missing_ok=True)
+        return media.size
+
+    def _path(self, key: tuple[str, str]) -> Path:
+        return self._directory / key[0] / key[1]
+
+    @contextlib.contextmanager
+    def upload(self, size: int) -> Iterator[Upload]:
+        """Reserves `size` bytes for one file. Whatever is not committed is gone afterwards. Raises InvalidArgument or
+        ResourceExhausted."""
+        if size < 1:
+            raise errors.InvalidArgument(f"size_bytes is {size}; a file has at least 1 byte", field="header.size_bytes")
+        if size > self._limits.max_bytes:
+            raise errors.InvalidArgument(
+                f"size_bytes is {size}; a picture may have {self._limits.max_bytes}",
+                field="header.size_bytes", reason="IMAGE_TOO_LARGE",
+            )  # fmt: skip
+        self.sweep()
+        with self._lock:
+            if self._used + self._reserved + size > self._capacity:
+                raise _full(f"uploaded media fill {self._used + self._reserved} of {self._capacity} bytes")
+            self._reserved += size
+        path = self._incoming / secrets.token_hex(16)
+        try:
+            with _disk():
+                file = path.open("xb")
+            try:
+                yield Upload(self, path, file, size)
+            finally:
+                file.close()
+                path.unlink(missing_ok=True)
+        finally:
+            with self._lock:
+                self._reserved -= size
+
+    def _keep(self, tenant: str, path: Path, media: Media) -> Media:
+        key = (tenant, media.media_id)
+        with self._lock, _disk():
+            self._path(key).parent.mkdir(exist_ok=True, mode=0o700)
+            os.replace(path, self._path(key))
+            if key in self._media:
+                self._used -= self._media[key].size
+            self._media[key] = media = replace(media, expires=self._clock() + self._ttl)
+            self._used += media.size
+        return media
+
+    def get(self, tenant: str, media_id: str) -> Media:
+        """Raises NotFound."""
+        with self._lock:
+            media = self._media.get((tenant, media_id))
+        if media is None or media.expires <= self._clock():
+            raise _unknown(media_id)
+        return media
+
+    def read(self, tenant: str, media_id: str) -> bytes:
+        """The file. Raises NotFound."""
+        self.get(tenant, media_id)
+        try:
+            return self._path((tenant, media_id)).read_bytes()
+        except FileNotFoundError:
+            raise _unknown(media_id) from None
+
+    def delete(self, tenant: str, media_id: str) -> None:
+        """Raises NotFound."""
+        self.get(tenant, media_id)
+        with self._lock:
+            if (tenant, media_id) in self._media:
+                self._forget((tenant, media_id))
+
+    def check_integrity(self) -> None:
+        """The books agree with the disk; nothing is half there while no upload runs."""
+        with self._lock:
+            assert self._used == sum(media.size for media in self._media.values())
+            for key, media in self._media.items():
+                assert self._path(key).stat().st_size == media.size, key
+            if self._reserved == 0:
+                assert not list(self._incoming.iterdir()), "parts of uploads that have ended"
+
+
+class Upload:
+    """One file on its way in."""
+
+    def __init__(self, spool: Spool, path: Path, file: BinaryIO, size: int) -> None:
+        self._spool, self._path, self._file, self._size = spool, path, file, size
+        self._hash = hashlib.sha256()
+        self._written = 0
+
+    def write(self, chunk: bytes) -> None:
+        """Raises InvalidArgument beyond the announced size, ResourceExhausted on a full disk."""
+        if len(chunk) > MAX_CHUNK:
+            raise errors.InvalidArgument(f"a chunk has {len(chunk)} bytes; at most {MAX_CHUNK}", field="chunk")
+        self._written += len(chunk)
+        if self._written > self._size:
+            raise errors.InvalidArgument(f"the file is longer than the {self._size} bytes announced", field="chunk")
+        self._hash.update(chunk)
+        with _disk():
+            self._file.write(chunk)
+
+    def commit(self, tenant: str, expected_id: str = "") -> Media:
+        """The whole file is there. Raises InvalidArgument for one that is short, damaged or no picture."""
+        if self._written != self._size:
+            raise errors.InvalidArgument(
+                f"the file has {self._written} of the {self._size} bytes announced", field="chunk"
+            )
+        media_id = self._hash.hexdigest()
+        if expected_id and expected_id != media_id:
+            raise errors.InvalidArgument(
+                f"the bytes that arrived have the id {media_id}", field="header.media_id", reason="MEDIA_DAMAGED"
+            )
+        with _disk():
+            self._file.flush()
+        try:
+            header = read_header(self._path.read_bytes(), self._spool._limits)
+        except ImageError as error:
+            raise errors.InvalidArgument(str(error), reason="IMAGE_DECODE_FAILED", field="chunk") from error
+        media = Media(media_id, self._size, header.width, header.height, header.format, 0.0)
+        return self._spool._keep(tenant, self._path, media)
+
+
+def tenant_folder(salt: bytes) -> str:
+    return hashlib.sha256(salt).hexdigest()[:32] if salt else "anyone"
+
+
+@contextlib.contextmanager
+def _disk() -> Iterator[None]:
+    """Disk trouble -> a status that says no more than whose it is."""
+    try:
+        yield
+    except OSError as error:
+        log.error("the media spool: %s", error.strerror)
+        if error.errno in _FULL:
+            raise _full("the disk of the media spool is full") from error
+        raise
+
+
+def _full(message: str) -> errors.ResourceExhausted:
+    return errors.ResourceExhausted(message, reason="MEDIA_SPOOL_FULL", quota="media_bytes")
+
+
+def _unknown(media_id: str) -> errors.NotFound:
+    return errors.NotFound(
+        f"no uploaded media {media_id!r}, or it has expired", field="media_id", reason="MEDIA_NOT_FOUND"
+    )

@@ -1,0 +1,60 @@
+"""Server credentials that follow their files: a renewed certificate is used from the next handshake on."""
+
+from __future__ import annotations
+
+import ssl
+from typing import Any
+
+import grpc
+
+from service.config import ConfigError, ServerOptions
+from service.watch import Watched
+
+
+def server_credentials(options: ServerOptions) -> Any:
+    """`grpc.ServerCredentials` for the TLS options, or None without them. Raises ConfigError.
+
+    With `tls_client_ca`, clients must present a certificate that descends from it. Certificate, key and CA are read
+    again when any of them has changed.
+    """
+    if options.tls_cert is None and options.tls_key is None and options.tls_client_ca is None:
+        return None
+    if options.tls_cert is None or options.tls_key is None:
+        missing = "tls_cert" if options.tls_cert is None else "tls_key"
+        raise ConfigError(f"{missing}: TLS needs both a certificate and its key")
+    paths = [options.tls_cert, options.tls_key] + ([options.tls_client_ca] if options.tls_client_ca else [])
+
+    def parse(contents: list[bytes]) -> Any:
+        _check_pair(str(options.tls_cert), str(options.tls_key))
+        return _configuration(contents)
+
+    files = Watched(paths, parse)
+    used = first = files.current()
+
+    def fetch() -> Any:
+        """Called by gRPC before each handshake; None: as before."""
+        nonlocal used
+        latest = files.current()
+        if latest is used:
+            return None
+        used = latest
+        return latest
+
+    return grpc.dynamic_ssl_server_credentials(
+        first, fetch, require_client_authentication=options.tls_client_ca is not None
+    )
+
+
+def _check_pair(certificate: str, key: str) -> None:
+    """Raises ConfigError unless the two belong together: in the middle of a renewal they may not."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+    except ssl.SSLError as error:
+        raise ConfigError(f"tls_cert, tls_key: no certificate with its unencrypted key: {error.reason}") from None
+
+
+def _configuration(contents: list[bytes]) -> Any:
+    certificate, key, *authority = contents
+    return grpc.ssl_server_certificate_configuration(
+        [(key, certificate)], root_certificates=authority[0] if authority else None
+    )
