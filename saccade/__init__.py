@@ -16,11 +16,24 @@ from typing import TYPE_CHECKING, Any
 
 from saccade import errors
 from saccade.errors import SaccadeError
-from saccade.types import Delta, Generation, Sample, TokenLogprob, TopLogprob, Usage
+from saccade.types import (
+    Delta,
+    Generation,
+    Model,
+    ModelLimits,
+    Outcome,
+    Sample,
+    TokenLogprob,
+    Tokens,
+    TopLogprob,
+    Usage,
+)
 
 if TYPE_CHECKING:
     from saccade.aio import AsyncClient, AsyncStream
-    from saccade.client import Client, Stream
+    from saccade.batch import BatchSummary
+    from saccade.calls import Stream
+    from saccade.client import Client
     from saccade.local import LocalClient
     from saccade.transport import TLSConfig
 
@@ -29,15 +42,20 @@ __version__ = "0.1.0"
 __all__ = [
     "AsyncClient",
     "AsyncStream",
+    "BatchSummary",
     "Client",
     "Delta",
     "Generation",
     "LocalClient",
+    "Model",
+    "ModelLimits",
+    "Outcome",
     "SaccadeError",
     "Sample",
     "Stream",
     "TLSConfig",
     "TokenLogprob",
+    "Tokens",
     "TopLogprob",
     "Usage",
     "errors",
@@ -46,8 +64,9 @@ __all__ = [
 _LAZY = {
     "AsyncClient": "saccade.aio",
     "AsyncStream": "saccade.aio",
+    "BatchSummary": "saccade.batch",
     "Client": "saccade.client",
-    "Stream": "saccade.client",
+    "Stream": "saccade.calls",
     "LocalClient": "saccade.local",
     "TLSConfig": "saccade.transport",
 }

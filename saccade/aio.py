@@ -4,36 +4,69 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mapping, Sequence
+import time
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Generator,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from contextlib import aclosing
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from saccade.client import _left_to_the_parent
-from saccade.errors import Cancelled, FailedPrecondition, SaccadeError, error_from_rpc
+from saccade.errors import Cancelled, FailedPrecondition, error_from_rpc
 from saccade.images import ImageInput
-from saccade.requests import Prompt, Sampling, build_request
-from saccade.results import Assembler, generation_from
-from saccade.transport import Deadline, Settings, TLSConfig, channel_credentials, make_settings, retry_delay
-from saccade.types import Delta, Generation
-from saccade.v1 import inference_pb2
+from saccade.mapping import check_concurrency, map_async, outcome, prepare_mapping
+from saccade.requests import GenerateOptions, Prompt, Sampling, build_request, chat_messages, tokenize_request
+from saccade.results import generation_from, model_from, tokens_from
+from saccade.resuming import StreamState, stream_settings
+from saccade.transport import (
+    CallOptions,
+    CallSettings,
+    Deadline,
+    Settings,
+    TLSConfig,
+    channel_credentials,
+    make_settings,
+    retry_delay,
+    stub_class,
+)
+from saccade.types import Delta, Generation, Model, Outcome, Tokens
+from saccade.v1 import inference_pb2, model_pb2
+
+if TYPE_CHECKING:
+    from saccade.batch import BatchSummary
 
 
 class AsyncStream(AsyncIterator[Delta]):
     """An answer as it is written: `async for` gives its deltas, `await stream.final()` the whole.
 
     `async with` cancels the work on the server on leaving. Awaiting the stream itself sends the request without reading
-    from it; the first read does so too.
+    from it; the first read does so too. A stream that breaks off is continued, as with the synchronous client.
     """
 
-    def __init__(self, client: AsyncClient, build: Callable[[], inference_pb2.GenerateRequest], timeout: float | None):
+    def __init__(
+        self,
+        client: AsyncClient,
+        build: Callable[[], inference_pb2.GenerateRequest],
+        calls: CallSettings,
+        timeout: float | None,
+        resume: bool,
+    ) -> None:
         self._client = client
         self._build = build
-        self._timeout = timeout
-        self._assembler: Assembler | None = None
-        self._deadline = Deadline(None)
+        self._calls = calls
+        self._timeout = calls.timeout if timeout is None else timeout
+        self._resume = resume
+        self._state: StreamState | None = None
         self._call: Any = None
-        self._attempt = 0
-        self._delivered = False
         self._closed = False
         self._generation: Generation | None = None
 
@@ -41,12 +74,11 @@ class AsyncStream(AsyncIterator[Delta]):
         return self._opened().__await__()
 
     async def _opened(self) -> Self:
-        if self._assembler is None and not self._closed:
+        if self._state is None and not self._closed:
             # Reading files and encoding arrays takes time that the event loop does not have.
             request = await asyncio.to_thread(self._build)
-            self._assembler = Assembler(request)
-            self._deadline = self._client._deadline(self._timeout)
-            self._call = self._client._open(request, self._deadline)
+            self._state = StreamState(request, self._calls, Deadline(self._timeout), self._resume)
+            self._call = self._client._open(request, self._state.deadline)
         return self
 
     def __aiter__(self) -> Self:
@@ -56,11 +88,11 @@ class AsyncStream(AsyncIterator[Delta]):
         await self._opened()
         try:
             while not self._closed:
-                response = await self._next_response()
+                assert self._state is not None
+                response = await self._receive(self._state)
                 if response is None:
                     break
-                assert self._assembler is not None
-                delta = self._assembler.take(response)
+                delta = self._state.take(response)
                 if delta is not None:
                     return delta
         except BaseException:
@@ -68,52 +100,60 @@ class AsyncStream(AsyncIterator[Delta]):
             raise
         if not self._closed:
             await self.close()
-            assert self._assembler is not None
-            self._generation = self._assembler.finish()
+            assert self._state is not None
+            self._generation = self._state.assembler.finish()
         raise StopAsyncIteration
 
-    async def _next_response(self) -> inference_pb2.StreamGenerateResponse | None:
-        """The next message, or None at the end; tries again where nothing has been delivered yet."""
+    async def _receive(self, state: StreamState) -> inference_pb2.StreamGenerateResponse | None:
+        """The next message of this attempt or of the next one; None at the end."""
         import grpc
 
         while True:
+            began = time.monotonic()
             try:
-                response = await self._call.read()
-                self._delivered = True
+                async with asyncio.timeout(state.patience()):
+                    response = await self._call.read()
                 return None if response is grpc.aio.EOF else response
+            except TimeoutError:
+                raise state.out_of_patience() from None
             except grpc.RpcError as rpc_error:
                 error = error_from_rpc(rpc_error, request_id=self.request_id)
             except asyncio.CancelledError:
                 # grpc.aio reports a call that was cancelled by a close() in the same way as a task that was cancelled.
-                if (self._closed or self._client._closed) and not _task_is_cancelled():
+                if (self._closed or self._client._ended) and not _task_is_cancelled():
                     raise Cancelled("the stream has been closed", request_id=self.request_id) from None
                 raise
-            if self._delivered:
+            finally:
+                state.waited(time.monotonic() - began)
+            if state.assembler.complete:
+                return None  # the answer is whole; only the end of the call was lost
+            if self._closed:
                 raise error from error.__cause__
-            self._attempt += 1
-            await self._client._wait_or_raise(error, self._attempt, self._deadline)
-            assert self._assembler is not None
-            self._call = self._client._open(self._assembler.request, self._deadline)
+            await asyncio.sleep(state.delay_after(error))
+            if self._closed:
+                raise Cancelled("the stream has been closed", request_id=self.request_id)
+            self._call.cancel()
+            self._call = self._client._open(state.next_request(), state.deadline)
 
     @property
     def request_id(self) -> str:
         """Empty until the request has been built, by awaiting or reading the stream."""
-        return self._assembler.request.request_id if self._assembler else ""
+        return self._state.request.request_id if self._state else ""
 
     @property
     def text(self) -> str:
         """The first sample's text so far."""
-        return self._assembler.text() if self._assembler else ""
+        return self._state.assembler.text() if self._state else ""
 
     @property
     def token_ids(self) -> list[int]:
         """The first sample's token ids so far."""
-        return self._assembler.token_ids() if self._assembler else []
+        return self._state.assembler.token_ids() if self._state else []
 
     @property
     def seed(self) -> int | None:
         """The seed in use, once the stream's first message has come."""
-        return self._assembler.started.seed if self._assembler and self._assembler.started else None
+        return self._state.seed if self._state else None
 
     async def final(self) -> Generation:
         """Reads the stream to its end and returns the whole answer.
@@ -174,10 +214,11 @@ class AsyncClient:
             )
         )
 
-    def _set_up(self, settings: Settings) -> None:
+    def _set_up(self, settings: Settings, origin: AsyncClient | None = None) -> None:
         self._settings = settings
+        self._origin = origin
         self._channel: Any = None
-        self._stub: Any = None
+        self._stubs: dict[str, Any] = {}
         self._owner: tuple[int, asyncio.AbstractEventLoop] | None = None
         self._closed = False
 
@@ -189,6 +230,12 @@ class AsyncClient:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._settings.address!r})"
+
+    def with_options(self, **options: Unpack[CallOptions]) -> Self:
+        """A copy with other settings for its calls; see `saccade.Client.with_options`."""
+        copy = type(self).__new__(type(self))
+        copy._set_up(replace(self._settings, calls=self._settings.calls.changed(**options)), self._origin or self)
+        return copy
 
     async def generate(
         self,
@@ -232,6 +279,9 @@ class AsyncClient:
         raw: bool = False,
         timeout: float | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        first_token_timeout: float | None = None,
+        idle_timeout: float | None = None,
+        resume: bool = True,
         **sampling: Unpack[Sampling],
     ) -> AsyncStream:
         """The answer as it is written: `async for delta in client.stream(...)`; awaiting it first works too. See
@@ -244,72 +294,159 @@ class AsyncClient:
                 logprobs=logprobs, **sampling,
             )  # fmt: skip
 
-        return AsyncStream(self, build, timeout)
+        calls = stream_settings(self._settings.calls, first_token_timeout, idle_timeout)
+        return AsyncStream(self, build, calls, timeout, resume)
+
+    async def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        *,
+        system: str | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Generation:
+        """Asks for the next message of a conversation; see `saccade.Client.chat`."""
+        return await self.generate(chat_messages(messages, system), **options)
+
+    async def tokenize(
+        self,
+        prompt: Prompt,
+        *,
+        images: Iterable[ImageInput] | ImageInput = (),
+        raw: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        model: str = "",
+        timeout: float | None = None,
+    ) -> Tokens:
+        """What `generate` would make of a prompt, and how much of the context it takes."""
+        request = await asyncio.to_thread(
+            tokenize_request, prompt, images=images, raw=raw, chat_template_kwargs=chat_template_kwargs, model=model
+        )
+        return tokens_from(await self._unary("inference", "Tokenize", request, timeout))
+
+    async def models(self, *, timeout: float | None = None) -> list[Model]:
+        """The models that are served."""
+        found: list[Model] = []
+        token = ""
+        while True:
+            request = model_pb2.ListModelsRequest(page_token=token)
+            page = await self._unary("model", "ListModels", request, timeout)
+            found += map(model_from, page.models)
+            token = page.next_page_token
+            if not token:
+                return found
+
+    async def get_model(self, name: str = "", *, timeout: float | None = None) -> Model:
+        """A model with its limits; without a name, the only one."""
+        response = await self._unary("model", "GetModel", model_pb2.GetModelRequest(name=name), timeout)
+        return model_from(response.model)
+
+    def map(
+        self,
+        requests: Iterable[Mapping[str, Any]] | AsyncIterable[Mapping[str, Any]],
+        *,
+        concurrency: int = 32,
+        ordered: bool = False,
+    ) -> AsyncGenerator[Outcome, None]:
+        """Answers many requests: `async for outcome in client.map(...)`; see `saccade.Client.map`. Who leaves
+        it before its end should `aclose` it."""
+        check_concurrency(concurrency)
+        return self._map(requests, concurrency, ordered)
+
+    async def _map(
+        self,
+        requests: Iterable[Mapping[str, Any]] | AsyncIterable[Mapping[str, Any]],
+        concurrency: int,
+        ordered: bool,
+    ) -> AsyncGenerator[Outcome, None]:
+        async with aclosing(
+            map_async(self, requests, prepare_mapping, concurrency=concurrency, ordered=ordered)
+        ) as results:
+            async for index, request, result in results:
+                yield outcome(index, request, result)
+
+    async def run_batch(
+        self,
+        source: str | os.PathLike[str],
+        output: str | os.PathLike[str],
+        *,
+        max_retries: int = 8,
+        **options: Any,
+    ) -> BatchSummary:
+        """Answers a file of requests into another; see `saccade.Client.run_batch`."""
+        from saccade.batch import BatchJob, BatchOptions, run_async
+
+        job = BatchJob(source, output, BatchOptions(**options))
+        return await run_async(self.with_options(max_retries=max_retries), job)
 
     async def _generate(
         self, request: inference_pb2.GenerateRequest, timeout: float | None
     ) -> inference_pb2.GenerateResponse:
+        response: inference_pb2.GenerateResponse = await self._unary("inference", "Generate", request, timeout)
+        return response
+
+    async def _unary(self, service: str, method: str, message: Any, timeout: float | None) -> Any:
+        """One call with one answer, over all its attempts."""
         import grpc
 
-        deadline = self._deadline(timeout)
-        attempt = 0
+        calls = self._settings.calls
+        deadline = Deadline(calls.timeout if timeout is None else timeout)
+        request_id = getattr(message, "request_id", "")
+        failures = 0
         while True:
-            stub = self._inference()
             try:
-                response: inference_pb2.GenerateResponse = await stub.Generate(
-                    request, timeout=deadline.remaining(), metadata=self._settings.call_metadata()
+                return await getattr(self._stub(service), method)(
+                    message, timeout=deadline.remaining(), metadata=self._settings.call_metadata()
                 )
-                return response
             except grpc.RpcError as rpc_error:
-                error = error_from_rpc(rpc_error, request_id=request.request_id)
+                error = error_from_rpc(rpc_error, request_id=request_id)
             except asyncio.CancelledError:
-                if self._closed and not _task_is_cancelled():
-                    raise Cancelled("the client has been closed", request_id=request.request_id) from None
+                if self._ended and not _task_is_cancelled():
+                    raise Cancelled("the client has been closed", request_id=request_id) from None
                 raise
-            attempt += 1
-            await self._wait_or_raise(error, attempt, deadline)
+            failures += 1
+            delay = retry_delay(error, failures, calls.max_retries, deadline)
+            if delay is None:
+                raise error from error.__cause__
+            await asyncio.sleep(delay)
 
     def _open(self, request: inference_pb2.GenerateRequest, deadline: Deadline) -> Any:
-        return self._inference().StreamGenerate(
+        return self._stub("inference").StreamGenerate(
             inference_pb2.StreamGenerateRequest(request=request),
             timeout=deadline.remaining(),
             metadata=self._settings.call_metadata(),
         )
 
-    def _deadline(self, timeout: float | None) -> Deadline:
-        return Deadline(self._settings.timeout if timeout is None else timeout)
+    @property
+    def _ended(self) -> bool:
+        return self._closed or (self._origin is not None and self._origin._closed)
 
-    async def _wait_or_raise(self, error: SaccadeError, attempt: int, deadline: Deadline) -> None:
-        delay = retry_delay(error, attempt, self._settings.max_retries, deadline)
-        if delay is None:
-            raise error from error.__cause__
-        await asyncio.sleep(delay)
-
-    def _inference(self) -> Any:
+    def _stub(self, service: str) -> Any:
         if self._closed:
             raise FailedPrecondition("the client has been closed", reason="CLIENT_CLOSED")
+        if self._origin is not None:
+            return self._origin._stub(service)
         owner = (os.getpid(), asyncio.get_running_loop())
-        if self._stub is None or self._owner != owner:
+        if self._channel is None or self._owner != owner:
             import grpc
-
-            from saccade.v1 import inference_pb2_grpc
 
             if self._channel is not None:
                 # It belongs to another process or to a loop that is over: neither lets it be closed from here.
-                _left_to_the_parent.append((self._channel, self._stub))
+                _left_to_the_parent.append((self._channel, self._stubs))
             options = self._settings.all_channel_options()
             if self._settings.tls is None:
                 self._channel = grpc.aio.insecure_channel(self._settings.address, options)
             else:
                 credentials = channel_credentials(self._settings.tls)
                 self._channel = grpc.aio.secure_channel(self._settings.address, credentials, options)
-            self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+            self._stubs = {}
             self._owner = owner
-        return self._stub
+        if service not in self._stubs:
+            self._stubs[service] = stub_class(service)(self._channel)
+        return self._stubs[service]
 
     async def close(self) -> None:
         """Closes the connection; calls that are still running end as Cancelled. May be called any number of times."""
-        channel, self._channel, self._stub = self._channel, None, None
+        channel, self._channel, self._stubs = self._channel, None, {}
         self._closed = True
         if channel is not None:
             if self._owner == (os.getpid(), asyncio.get_running_loop()):

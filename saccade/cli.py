@@ -1,7 +1,7 @@
 """The `saccade` command.
 
-`ask` needs nothing but this package. The other commands belong to the server and are handed to `service.cli` as they
-are.
+`ask` and `batch` need nothing but this package (`batch --model` excepted). The other commands belong to the server and
+are handed to `service.cli` as they are.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="saccade", description="Ask and serve vision-language models.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_ask(commands)
+    _add_batch(commands)
     for name, text in SERVER_COMMANDS.items():
         commands.add_parser(name, help=text, add_help=False)
     return parser
@@ -78,19 +79,52 @@ def _add_ask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         metavar="IMAGE... QUESTION",
         help="pictures (paths or URLs), then the question",
     )
-    ask.add_argument(
-        "--server",
-        metavar="HOST:PORT",
-        default=os.environ.get(SERVER_VARIABLE, DEFAULT_SERVER),
-        help=f"the server's address (default: ${SERVER_VARIABLE}, else {DEFAULT_SERVER})",
-    )
-    ask.add_argument("--tls", action="store_true", help="talk TLS, trusting the system's certificates")
-    ask.add_argument("--ca", metavar="FILE", help="talk TLS, trusting the certificates in FILE")
+    _add_connection(ask)
     ask.add_argument("--max-tokens", type=int, metavar="N", help="the most tokens to answer with")
     ask.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the model's own)")
     ask.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
     ask.add_argument("--timeout", type=float, metavar="SECONDS", help="for the whole answer (default: 600)")
     ask.set_defaults(run=_ask)
+
+
+def _add_connection(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--server",
+        metavar="HOST:PORT",
+        default=os.environ.get(SERVER_VARIABLE, DEFAULT_SERVER),
+        help=f"the server's address (default: ${SERVER_VARIABLE}, else {DEFAULT_SERVER})",
+    )
+    parser.add_argument("--tls", action="store_true", help="talk TLS, trusting the system's certificates")
+    parser.add_argument("--ca", metavar="FILE", help="talk TLS, trusting the certificates in FILE")
+
+
+def _add_batch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    batch = commands.add_parser(
+        "batch",
+        help="answer a JSONL file of requests",
+        description="Answers a file in OpenAI's batch format (a chat completion request in each line) into another. "
+        "Started again after any interruption it goes on where it was. Exit code 0: each row has its answer; 1: some "
+        "rows are errors; 2: it could not be done. The last line on stdout is a summary in JSON.",
+    )
+    batch.add_argument("input", metavar="IN.jsonl", help="pictures may be named by paths inside its folder")
+    batch.add_argument("output", metavar="OUT.jsonl", help="what is there of this job stays")
+    _add_connection(batch)
+    batch.add_argument("--model", metavar="MODEL", help="load this model here instead of asking a server")
+    batch.add_argument("--concurrency", type=int, default=32, metavar="N", help="requests in flight (default: 32)")
+    batch.add_argument("--ordered", action="store_true", help="answers in the order of the requests")
+    batch.add_argument("--max-errors", type=int, metavar="N", help="stop after more than N error rows")
+    batch.add_argument("--max-retries", type=int, default=8, metavar="N", help="of a row, while nobody answers")
+    batch.add_argument("--timeout", type=float, metavar="SECONDS", help="for each row (default: 600)")
+    batch.add_argument("--any-model", action="store_true", help="answer rows that name another model, too")
+    batch.add_argument("--overwrite", action="store_true", help="start anew, whatever the output holds")
+    batch.add_argument("--quiet", action="store_true", help="show no progress")
+    batch.set_defaults(run=_batch)
+
+
+def _batch(options: argparse.Namespace) -> int:
+    from saccade.batch_command import run
+
+    return run(options)
 
 
 def _ask(options: argparse.Namespace) -> int:

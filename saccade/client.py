@@ -4,113 +4,42 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from saccade.errors import Cancelled, FailedPrecondition, SaccadeError, error_from_rpc
+from saccade.calls import Attempts, Responses, Stream, UnaryCall
+from saccade.errors import Cancelled, FailedPrecondition, error_from_rpc
 from saccade.images import ImageInput
-from saccade.requests import Prompt, Sampling, build_request
-from saccade.results import Assembler, generation_from
-from saccade.transport import Deadline, Settings, TLSConfig, channel_credentials, make_settings, retry_delay
-from saccade.types import Delta, Generation
-from saccade.v1 import inference_pb2
+from saccade.mapping import check_concurrency, map_sync, outcome, prepare_mapping
+from saccade.requests import GenerateOptions, Prompt, Sampling, build_request, chat_messages, tokenize_request
+from saccade.results import generation_from, model_from, tokens_from
+from saccade.resuming import StreamState, stream_settings
+from saccade.transport import (
+    CallOptions,
+    CallSettings,
+    Deadline,
+    Settings,
+    TLSConfig,
+    channel_credentials,
+    make_settings,
+    stub_class,
+)
+from saccade.types import Generation, Model, Outcome, Tokens
+from saccade.v1 import inference_pb2, model_pb2
+from saccade.watchdog import Watchdog
 
 if TYPE_CHECKING:
     import grpc
 
+    from saccade.batch import BatchSummary
+
 # Channels that a fork has copied into this process: closing them, or letting them be collected, would disturb the
 # connections of the process they belong to.
 _left_to_the_parent: list[Any] = []
-
-
-class Responses(Protocol):
-    """The messages of one stream. `close` may be called from any thread, at any time and more than once; it cancels."""
-
-    def __iter__(self) -> Iterator[inference_pb2.StreamGenerateResponse]: ...
-
-    def __next__(self) -> inference_pb2.StreamGenerateResponse: ...
-
-    def close(self) -> None: ...
-
-
-class Stream(Iterator[Delta]):
-    """An answer as it is written.
-
-    Iterating gives its deltas; `final()` reads the rest and gives the whole. As a context manager it cancels the work
-    on the server on leaving, unless the answer is complete; so does `close()`, which another thread may call too.
-    """
-
-    def __init__(self, assembler: Assembler, responses: Responses) -> None:
-        self._assembler = assembler
-        self._responses = responses
-        self._closed = False
-        self._generation: Generation | None = None
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Delta:
-        if self._closed:
-            raise StopIteration
-        try:
-            for response in self._responses:
-                delta = self._assembler.take(response)
-                if delta is not None:
-                    return delta
-        except BaseException:
-            self.close()
-            raise
-        self.close()
-        self._generation = self._assembler.finish()
-        raise StopIteration
-
-    @property
-    def request_id(self) -> str:
-        return self._assembler.request.request_id
-
-    @property
-    def text(self) -> str:
-        """The first sample's text so far."""
-        return self._assembler.text()
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The first sample's token ids so far."""
-        return self._assembler.token_ids()
-
-    @property
-    def seed(self) -> int | None:
-        """The seed in use, once the stream's first message has come."""
-        return self._assembler.started.seed if self._assembler.started else None
-
-    def final(self) -> Generation:
-        """Reads the stream to its end and returns the whole answer.
-
-        Raises:
-            Cancelled: the stream was closed before its end.
-        """
-        for _ in self:
-            pass
-        if self._generation is None:
-            raise Cancelled("the stream was closed before its end", request_id=self.request_id)
-        return self._generation
-
-    def close(self) -> None:
-        """Cancels what is still running; what has come so far stays readable."""
-        if not self._closed:
-            self._closed = True
-            self._responses.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class SyncClient(ABC):
@@ -158,7 +87,8 @@ class SyncClient(ABC):
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop,
             logprobs=logprobs, **sampling,
         )  # fmt: skip
-        return generation_from(self._generate(request, timeout), request.sampling.HasField("logprobs"))
+        response = self._attempts(request, timeout).result()
+        return generation_from(response, request.sampling.HasField("logprobs"))
 
     def stream(
         self,
@@ -176,24 +106,163 @@ class SyncClient(ABC):
         raw: bool = False,
         timeout: float | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        first_token_timeout: float | None = None,
+        idle_timeout: float | None = None,
+        resume: bool = True,
         **sampling: Unpack[Sampling],
     ) -> Stream:
         """Asks the model and returns the answer as it is written. Arguments and errors are those of `generate`; an
-        error of the server is raised while the stream is read."""
+        error of the server is raised while the stream is read.
+
+        Args:
+            first_token_timeout, idle_timeout: seconds that a reader waits for the first piece and for each further one;
+                None takes the client's. Longer, and it is DeadlineExceeded, with the name as its reason.
+            resume: go on where the stream broke off, if the server or its engine went away; see `Stream`.
+        """
         request = build_request(
             prompt, images=images, videos=videos, raw=raw, chat_template_kwargs=chat_template_kwargs,
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop,
             logprobs=logprobs, **sampling,
         )  # fmt: skip
-        return Stream(Assembler(request), self._stream(request, timeout))
+        calls = stream_settings(self._call_settings, first_token_timeout, idle_timeout)
+        deadline = Deadline(calls.timeout if timeout is None else timeout)
+        return Stream(StreamState(request, calls, deadline, resume), self._open)
+
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        *,
+        system: str | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Generation:
+        """Asks for the next message of a conversation; `messages.append(answer.message)` goes on from there.
+
+        Args:
+            messages: chat messages as `generate` takes them; a string is one message of the user.
+            system: the system's message, in front of the others.
+            options: those of `generate`.
+        """
+        return self.generate(chat_messages(messages, system), **options)
+
+    def tokenize(
+        self,
+        prompt: Prompt,
+        *,
+        images: Iterable[ImageInput] | ImageInput = (),
+        raw: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        model: str = "",
+        timeout: float | None = None,
+    ) -> Tokens:
+        """What `generate` would make of a prompt, and how much of the context it takes."""
+        request = tokenize_request(
+            prompt, images=images, raw=raw, chat_template_kwargs=chat_template_kwargs, model=model
+        )
+        return tokens_from(self._unary("inference", "Tokenize", request, timeout))
+
+    def models(self, *, timeout: float | None = None) -> list[Model]:
+        """The models that are served."""
+        found: list[Model] = []
+        token = ""
+        while True:
+            request = model_pb2.ListModelsRequest(page_token=token)
+            page = self._unary("model", "ListModels", request, timeout)
+            found += map(model_from, page.models)
+            token = page.next_page_token
+            if not token:
+                return found
+
+    def get_model(self, name: str = "", *, timeout: float | None = None) -> Model:
+        """A model with its limits; without a name, the only one.
+
+        Raises:
+            NotFound: there is none of that name.
+        """
+        return model_from(self._unary("model", "GetModel", model_pb2.GetModelRequest(name=name), timeout).model)
+
+    def map(
+        self, requests: Iterable[Mapping[str, Any]], *, concurrency: int = 32, ordered: bool = False
+    ) -> Iterator[Outcome]:
+        """Answers many requests, `concurrency` of them at a time, in memory that does not grow with their number.
+
+        Args:
+            requests: mappings with the arguments of `generate`, and a custom_id if you like. They are taken as there is
+                room for them.
+            ordered: in the order of the requests instead of as they come; a slow one then holds back those behind it.
+
+        Returns:
+            An iterator of outcomes. A request that failed is an outcome with an error, not an exception. Leaving the
+            iterator cancels what is running.
+        """
+        check_concurrency(concurrency)
+        return self._map(requests, concurrency, ordered)
+
+    def _map(self, requests: Iterable[Mapping[str, Any]], concurrency: int, ordered: bool) -> Iterator[Outcome]:
+        with closing(
+            map_sync(self, requests, prepare_mapping, concurrency=concurrency, ordered=ordered)
+        ) as results:  # fmt: skip
+            for index, request, result in results:
+                yield outcome(index, request, result)
+
+    def run_batch(
+        self,
+        source: str | os.PathLike[str],
+        output: str | os.PathLike[str],
+        *,
+        max_retries: int = 8,
+        **options: Any,
+    ) -> BatchSummary:
+        """Answers a file of requests in OpenAI's batch format into another; see `saccade.batch`.
+
+        The file is checked whole before the first request. A run that was stopped, however, goes on where it was when
+        it is started again with the same arguments. Rows that fail are rows of the output, not exceptions.
+
+        Args:
+            source, output: paths. Pictures may be named by paths inside the source's folder.
+            max_retries: how often a row is tried again while the server is unavailable.
+            options: the fields of `saccade.batch.BatchOptions`.
+
+        Raises:
+            InvalidArgument: the source is wrong; `problems` of the error has a sentence for each line.
+            AlreadyExists: the output holds something else than answers to this source with this model.
+            FailedPrecondition: another process is writing the output, there were too many errors, or it cannot be
+                written.
+            Unavailable: nobody answers any more; starting it again goes on.
+        """
+        from saccade.batch import BatchJob, BatchOptions, run_sync
+
+        job = BatchJob(source, output, BatchOptions(**options))
+        job.check()
+        with self.with_options(max_retries=max_retries) as client:
+            return run_sync(client, job)
+
+    def _attempts(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Attempts:
+        return Attempts(
+            lambda remaining: self._begin("inference", "Generate", request, remaining),
+            self._call_settings,
+            timeout,
+            request.request_id,
+        )
+
+    def _unary(self, service: str, method: str, message: Any, timeout: float | None) -> Any:
+        return Attempts(
+            lambda remaining: self._begin(service, method, message, remaining), self._call_settings, timeout, ""
+        ).result()
+
+    @property
+    @abstractmethod
+    def _call_settings(self) -> CallSettings: ...
 
     @abstractmethod
-    def _generate(
-        self, request: inference_pb2.GenerateRequest, timeout: float | None
-    ) -> inference_pb2.GenerateResponse: ...
+    def with_options(self, **options: Unpack[CallOptions]) -> Self:
+        """A copy with other settings for its calls: timeout, max_retries, first_token_timeout, idle_timeout. It shares
+        the connection or the engine of the client that it comes from, and closing it leaves that alone."""
 
     @abstractmethod
-    def _stream(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Responses: ...
+    def _begin(self, service: str, method: str, message: Any, timeout: float | None) -> UnaryCall: ...
+
+    @abstractmethod
+    def _open(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Responses: ...
 
     @abstractmethod
     def close(self) -> None: ...
@@ -218,7 +287,7 @@ class Client(SyncClient):
         tls: True for the system's certificates, or a `TLSConfig`; None for plain text.
         timeout: seconds for a whole call, retries included; None for no limit.
         max_retries: how often a call that failed as UNAVAILABLE, or over its rate with a time to wait, is tried again.
-            A stream is only tried again before its first message.
+            A stream that breaks off is continued.
         channel_options: further gRPC channel options, over the client's own.
     """
 
@@ -243,11 +312,12 @@ class Client(SyncClient):
             )
         )
 
-    def _set_up(self, settings: Settings) -> None:
+    def _set_up(self, settings: Settings, origin: Client | None = None) -> None:
         self._settings = settings
+        self._origin = origin
         self._lock = threading.Lock()
         self._channel: grpc.Channel | None = None
-        self._stub: Any = None
+        self._stubs: dict[str, Any] = {}
         self._pid = os.getpid()
         self._closed = False
 
@@ -260,10 +330,20 @@ class Client(SyncClient):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._settings.address!r})"
 
+    @property
+    def _call_settings(self) -> CallSettings:
+        return self._settings.calls
+
+    def with_options(self, **options: Unpack[CallOptions]) -> Self:
+        copy = type(self).__new__(type(self))
+        copy._set_up(replace(self._settings, calls=self._settings.calls.changed(**options)), self._origin or self)
+        return copy
+
     def close(self) -> None:
         """Closes the connection; calls that are still running end as Cancelled. May be called any number of times."""
         with self._lock_of_this_process():
-            channel, self._channel, self._stub = self._channel, None, None
+            channel, self._channel = self._channel, None
+            self._stubs = {}
             self._closed = True
         if channel is not None:
             channel.close()
@@ -273,114 +353,101 @@ class Client(SyncClient):
             # A fork copied this object, its lock in whatever state a thread of the parent held it.
             self._pid = os.getpid()
             self._lock = threading.Lock()
-            _left_to_the_parent.append((self._channel, self._stub))
-            self._channel = self._stub = None
+            _left_to_the_parent.append((self._channel, self._stubs))
+            self._channel, self._stubs = None, {}
         return self._lock
 
-    def _inference(self) -> Any:
+    def _stub(self, service: str) -> Any:
         with self._lock_of_this_process():
             if self._closed:
                 raise FailedPrecondition("the client has been closed", reason="CLIENT_CLOSED")
-            if self._stub is None:
-                import grpc
+            if self._origin is None:
+                if service not in self._stubs:
+                    self._stubs[service] = stub_class(service)(self._connected())
+                return self._stubs[service]
+        return self._origin._stub(service)
 
-                from saccade.v1 import inference_pb2_grpc
+    def _connected(self) -> grpc.Channel:
+        if self._channel is None:
+            import grpc
 
-                options = self._settings.all_channel_options()
-                if self._settings.tls is None:
-                    self._channel = grpc.insecure_channel(self._settings.address, options)
-                else:
-                    credentials = channel_credentials(self._settings.tls)
-                    self._channel = grpc.secure_channel(self._settings.address, credentials, options)
-                self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
-            return self._stub
+            options = self._settings.all_channel_options()
+            if self._settings.tls is None:
+                self._channel = grpc.insecure_channel(self._settings.address, options)
+            else:
+                credentials = channel_credentials(self._settings.tls)
+                self._channel = grpc.secure_channel(self._settings.address, credentials, options)
+        return self._channel
 
-    def _deadline(self, timeout: float | None) -> Deadline:
-        return Deadline(self._settings.timeout if timeout is None else timeout)
+    def _begin(self, service: str, method: str, message: Any, timeout: float | None) -> UnaryCall:
+        call = self._start(getattr(self._stub(service), method).future, message, timeout)
+        return _GrpcCall(call, getattr(message, "request_id", ""))
 
-    def _wait_or_raise(self, error: SaccadeError, attempt: int, deadline: Deadline) -> None:
-        delay = retry_delay(error, attempt, self._settings.max_retries, deadline)
-        if delay is None:
-            raise error from error.__cause__
-        time.sleep(delay)
+    def _open(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Responses:
+        message = inference_pb2.StreamGenerateRequest(request=request)
+        call = self._start(self._stub("inference").StreamGenerate, message, timeout)
+        return _GrpcResponses(call, request.request_id)
 
-    def _start(self, method: str, message: Any, deadline: Deadline) -> Any:
-        """Starts a unary or server-streaming call; returns its result (a future, or an iterator of messages)."""
-        stub = self._inference()
-        rpc = getattr(stub, method)
-        start = rpc.future if method == "Generate" else rpc
+    def _start(self, rpc: Any, message: Any, timeout: float | None) -> Any:
         try:
-            return start(message, timeout=deadline.remaining(), metadata=self._settings.call_metadata())
+            return rpc(message, timeout=timeout, metadata=self._settings.call_metadata())
         except ValueError as error:
             # gRPC's word for a channel that another thread has closed in between.
             raise FailedPrecondition("the client has been closed", reason="CLIENT_CLOSED") from error
 
-    def _generate(
-        self, request: inference_pb2.GenerateRequest, timeout: float | None
-    ) -> inference_pb2.GenerateResponse:
+
+class _GrpcCall:
+    """One unary call."""
+
+    def __init__(self, call: Any, request_id: str) -> None:
+        self._call = call
+        self._request_id = request_id
+
+    def result(self) -> Any:
         import grpc
 
-        deadline = self._deadline(timeout)
-        attempt = 0
-        while True:
-            call = self._start("Generate", request, deadline)
-            try:
-                response: inference_pb2.GenerateResponse = call.result()
-                return response
-            except grpc.RpcError as rpc_error:
-                error = error_from_rpc(rpc_error, request_id=request.request_id)
-            except grpc.FutureCancelledError:
-                raise Cancelled("the client has been closed", request_id=request.request_id) from None
-            except BaseException:
-                # An interrupt from the keyboard, say: the server need not finish what nobody waits for.
-                call.cancel()
-                raise
-            attempt += 1
-            self._wait_or_raise(error, attempt, deadline)
+        try:
+            return self._call.result()
+        except grpc.RpcError as rpc_error:
+            error = error_from_rpc(rpc_error, request_id=self._request_id)
+            raise error from rpc_error
+        except grpc.FutureCancelledError:
+            raise Cancelled("the call was cancelled", request_id=self._request_id) from None
 
-    def _stream(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Responses:
-        return _GrpcResponses(self, request, self._deadline(timeout))
+    def cancel(self) -> None:
+        self._call.cancel()
 
 
 class _GrpcResponses:
-    """The messages of one streaming call. It is open from the start, so that the server works while the caller gets
-    ready to read, and opened again while nothing has been delivered and the error allows it."""
+    """The messages of one streaming call."""
 
-    def __init__(self, client: Client, request: inference_pb2.GenerateRequest, deadline: Deadline) -> None:
-        self._client = client
-        self._request = request
-        self._deadline = deadline
-        self._attempt = 0
-        self._delivered = False
-        self._closed = False
-        self._call = self._open()
+    def __init__(self, call: Any, request_id: str) -> None:
+        self._call = call
+        self._request_id = request_id
+        self._watchdog: Watchdog | None = None
 
-    def _open(self) -> Any:
-        return self._client._start(
-            "StreamGenerate", inference_pb2.StreamGenerateRequest(request=self._request), self._deadline
-        )
-
-    def __iter__(self) -> Iterator[inference_pb2.StreamGenerateResponse]:
-        return self
-
-    def __next__(self) -> inference_pb2.StreamGenerateResponse:
+    def receive(self, patience: float | None) -> inference_pb2.StreamGenerateResponse | None:
         import grpc
 
-        while True:
-            try:
-                response: inference_pb2.StreamGenerateResponse = next(self._call)
-                self._delivered = True
-                return response
-            except grpc.RpcError as rpc_error:
-                error = error_from_rpc(rpc_error, request_id=self._request.request_id)
-            if self._delivered or self._closed:
-                raise error from error.__cause__
-            self._attempt += 1
-            self._client._wait_or_raise(error, self._attempt, self._deadline)
-            self._call = self._open()
-            if self._closed:
-                self._call.cancel()
+        watchdog = self._watchdog
+        if patience is not None:
+            watchdog = self._watchdog = watchdog or Watchdog(self._call)
+            watchdog.arm(patience)
+        try:
+            response: inference_pb2.StreamGenerateResponse = next(self._call)
+            return response
+        except StopIteration:
+            return None
+        except grpc.RpcError as rpc_error:
+            if watchdog is not None and watchdog.expired:
+                raise TimeoutError from rpc_error
+            error = error_from_rpc(rpc_error, request_id=self._request_id)
+            raise error from rpc_error
+        finally:
+            if watchdog is not None:
+                watchdog.disarm()
 
     def close(self) -> None:
-        self._closed = True
         self._call.cancel()
+        if self._watchdog is not None:
+            self._watchdog.stop()

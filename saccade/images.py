@@ -25,7 +25,15 @@ if TYPE_CHECKING:
     import PIL.Image
 
     ImageInput: TypeAlias = (
-        str | os.PathLike[str] | bytes | bytearray | memoryview | io.IOBase | PIL.Image.Image | numpy.ndarray[Any, Any]
+        str
+        | os.PathLike[str]
+        | bytes
+        | bytearray
+        | memoryview
+        | io.IOBase
+        | PIL.Image.Image
+        | numpy.ndarray[Any, Any]
+        | types_pb2.Image
     )
 else:
     ImageInput: TypeAlias = Any
@@ -53,12 +61,14 @@ def image_message(image: ImageInput, name: str = "image") -> types_pb2.Image:
 
     Args:
         image: a path, an http(s) or data URL, the bytes of an encoded file, a binary file object, a Pillow image, or a
-            uint8 array `[H, W]` or `[H, W, C]` with 1 to 4 channels.
+            uint8 array `[H, W]` or `[H, W, C]` with 1 to 4 channels; an `Image` message stays as it is.
         name: what to call it in an error.
 
     Raises:
         InvalidArgument: it is none of these, or the file cannot be read.
     """
+    if isinstance(image, types_pb2.Image):
+        return image
     if isinstance(image, str | os.PathLike):
         return _from_path_or_url(os.fspath(image), name)
     if isinstance(image, bytes | bytearray | memoryview):
@@ -78,7 +88,9 @@ def image_message(image: ImageInput, name: str = "image") -> types_pb2.Image:
 
 
 def _is_single(value: Any) -> bool:
-    if isinstance(value, str | os.PathLike | bytes | bytearray | memoryview) or hasattr(value, "read"):
+    if isinstance(value, str | os.PathLike | bytes | bytearray | memoryview | types_pb2.Image) or hasattr(
+        value, "read"
+    ):
         return True
     # An array of four dimensions is a batch, and iterating over it gives its pictures.
     return _is_pillow(value) or (_is_array(value) and value.ndim <= 3)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self, Unpack
 
-from saccade.client import Responses, SyncClient
+from saccade.calls import Responses, UnaryCall
+from saccade.client import SyncClient
 from saccade.errors import Cancelled, FailedPrecondition, SaccadeError, StatusDetails, error_from_status
+from saccade.transport import CallOptions, CallSettings
 from saccade.v1 import inference_pb2
 
 INSTALL = "LocalClient runs the engine in this process, which needs the server's package: pip install saccade-server"
@@ -38,6 +40,9 @@ class LocalClient(SyncClient):
         **engine_options: Any,
     ) -> None:
         self._arguments = {"model": os.fspath(model), "dtype": dtype, "device": device, **engine_options}
+        # Nobody else's engine stands behind this one: a call that failed would fail again.
+        self._calls = CallSettings(timeout=None, max_retries=0)
+        self._origin: LocalClient | None = None
         self._closed = False
         self._load()
 
@@ -52,83 +57,104 @@ class LocalClient(SyncClient):
         with _translated(""):
             self._service = LocalService(**self._arguments)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self._arguments
+    def __getstate__(self) -> tuple[dict[str, Any], CallSettings]:
+        return self._arguments, self._calls
 
-    def __setstate__(self, arguments: dict[str, Any]) -> None:
-        self._arguments = arguments
+    def __setstate__(self, state: tuple[dict[str, Any], CallSettings]) -> None:
+        self._arguments, self._calls = state
+        self._origin = None
         self._closed = False
         self._load()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._arguments['model']!r})"
 
+    @property
+    def _call_settings(self) -> CallSettings:
+        return self._calls
+
+    def with_options(self, **options: Unpack[CallOptions]) -> Self:
+        copy = type(self).__new__(type(self))
+        copy._arguments, copy._calls = self._arguments, self._calls.changed(**options)
+        copy._origin = self._origin or self
+        copy._closed = False
+        return copy
+
     def close(self) -> None:
         """Ends the engine and frees what it holds. May be called any number of times."""
         if not self._closed:
             self._closed = True
-            if self._pid == os.getpid():
+            if self._origin is None and self._pid == os.getpid():
                 self._service.close()
+
+    @property
+    def _ended(self) -> bool:
+        return self._closed or (self._origin is not None and self._origin._closed)
 
     def _engine(self) -> Any:
         if self._closed:
             raise FailedPrecondition("the client has been closed", reason="CLIENT_CLOSED")
+        if self._origin is not None:
+            return self._origin._engine()
         if self._pid != os.getpid():
             # Threads do not survive a fork: the engine behind the inherited object is one that nobody runs.
             self._load()
         return self._service
 
-    def _generate(
-        self, request: inference_pb2.GenerateRequest, timeout: float | None
-    ) -> inference_pb2.GenerateResponse:
-        engine = self._engine()
-        with self._ended_by_close(request.request_id), _translated(request.request_id):
-            response: inference_pb2.GenerateResponse = engine.generate(request, timeout)
-            return response
+    def _begin(self, service: str, method: str, message: Any, timeout: float | None) -> UnaryCall:
+        request_id = getattr(message, "request_id", "")
+        with self._ended_by_close(request_id), _translated(request_id):
+            return _LocalCall(self, self._engine().begin(method, message, timeout), request_id)
 
-    def _stream(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Responses:
-        return _LocalResponses(self, self._engine().stream(request, timeout), request.request_id)
+    def _open(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Responses:
+        with self._ended_by_close(request.request_id), _translated(request.request_id):
+            return _LocalResponses(self, self._engine().stream(request, timeout), request.request_id)
 
     @contextmanager
     def _ended_by_close(self, request_id: str) -> Iterator[None]:
         """Whatever the engine says of a call that `close` has cut short, the caller gets Cancelled, as over gRPC."""
+        running = not self._ended
         try:
             yield
         except SaccadeError as error:
-            if self._closed:
+            if running and self._ended:
                 raise Cancelled("the client has been closed", request_id=request_id) from error
             raise
 
 
+class _LocalCall:
+    """One unary call of the engine."""
+
+    def __init__(self, client: LocalClient, call: Any, request_id: str) -> None:
+        self._client, self._call, self._request_id = client, call, request_id
+
+    def result(self) -> Any:
+        with self._client._ended_by_close(self._request_id), _translated(self._request_id):
+            return self._call.result()
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
 class _LocalResponses:
-    """The messages of one stream of the engine, whose generator only the thread that reads it may close."""
+    """The messages of one stream of the engine."""
 
-    def __init__(self, client: LocalClient, generator: Any, request_id: str) -> None:
-        self._client = client
-        self._generator = generator
-        self._request_id = request_id
-        self._closed = False
+    def __init__(self, client: LocalClient, stream: Any, request_id: str) -> None:
+        self._client, self._stream, self._request_id = client, stream, request_id
 
-    def __iter__(self) -> Iterator[inference_pb2.StreamGenerateResponse]:
-        return self
-
-    def __next__(self) -> inference_pb2.StreamGenerateResponse:
-        if self._client._closed:
+    def receive(self, patience: float | None) -> inference_pb2.StreamGenerateResponse | None:
+        if self._client._ended:
             raise Cancelled("the client has been closed", request_id=self._request_id)
         with self._client._ended_by_close(self._request_id), _translated(self._request_id):
-            response: inference_pb2.StreamGenerateResponse = next(self._generator)
-        if self._closed:
-            self._generator.close()
-            raise Cancelled("the stream has been closed", request_id=self._request_id)
-        return response
+            response: inference_pb2.StreamGenerateResponse | None = self._stream.receive(patience)
+            return response
 
     def close(self) -> None:
-        self._closed = True
-        try:
-            self._generator.close()
-        except ValueError:
-            # Another thread is waiting in it: that one closes it when it wakes.
-            return
+        self._stream.cancel()
+
+    def __del__(self) -> None:
+        # A stream that nobody holds any more is cancelled, as over gRPC.
+        self._stream.cancel()
 
 
 class _translated:
@@ -154,6 +180,7 @@ def error_from_service(error: Any, request_id: str) -> SaccadeError:
         reason=error.reason,
         retry_after=getattr(error, "retry_after", None),
         metadata={str(key): str(value) for key, value in (getattr(error, "metadata", None) or {}).items()},
+        no_retry=bool(getattr(error, "never_retry", False)),
         fields=[(name, "") for name in [getattr(error, "field", None)] if name],
     )
     return error_from_status(error.code.name, error.message, details, request_id=request_id)

@@ -43,6 +43,22 @@ class Sampling(TypedDict, total=False):
     priority: int | None
 
 
+class GenerateOptions(Sampling, total=False):
+    """The keyword arguments of `generate`, beside those of `Sampling`."""
+
+    images: Iterable[ImageInput] | ImageInput
+    videos: Sequence[Any]
+    max_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    seed: int | None
+    stop: str | Sequence[str]
+    logprobs: int | None
+    timeout: float | None
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
 def build_request(
     prompt: Prompt,
     *,
@@ -215,8 +231,37 @@ def _add_part(message: types_pb2.ChatMessage, part: Any, name: str, waiting: lis
 
 def _part_source(part: Mapping[str, Any]) -> Any:
     """The picture inside an image part in any of the common spellings, or None if the part only marks a place."""
+    if part.get("media_id"):
+        return types_pb2.Image(media_id=str(part["media_id"]))
     for key in ("image", "image_url", "url", "path", "data"):
         value = part.get(key)
         if value is not None:
             return value["url"] if key == "image_url" and isinstance(value, Mapping) else value
     return None
+
+
+def chat_messages(messages: str | Sequence[Mapping[str, Any]], system: str | None) -> list[Mapping[str, Any]]:
+    """The conversation that `chat` takes, with the system's message in front."""
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    listed = _items(messages)
+    if not isinstance(listed[0], Mapping):
+        raise InvalidArgument(f"messages: expected a string or a list of messages, got {type(listed[0]).__name__}")
+    return listed if system is None else [{"role": "system", "content": system}, *listed]
+
+
+def tokenize_request(
+    prompt: Prompt,
+    *,
+    images: Iterable[ImageInput] | ImageInput = (),
+    raw: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    model: str = "",
+) -> inference_pb2.TokenizeRequest:
+    """The message for `tokenize`."""
+    built = build_request(prompt, images=images, raw=raw, chat_template_kwargs=chat_template_kwargs, model=model)
+    request = inference_pb2.TokenizeRequest(model=model)
+    for name in ("chat", "prompt", "tokens"):
+        if built.HasField(name):
+            getattr(request, name).CopyFrom(getattr(built, name))
+    return request

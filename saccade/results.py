@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from saccade.errors import Internal
-from saccade.types import Delta, Generation, Sample, TokenLogprob, TopLogprob, Usage
-from saccade.v1 import inference_pb2, types_pb2
+from saccade.types import Delta, Generation, Model, ModelLimits, Sample, TokenLogprob, Tokens, TopLogprob, Usage
+from saccade.v1 import inference_pb2, model_pb2, types_pb2
 
 _FINISH_REASONS = {
     types_pb2.FINISH_REASON_STOP: "stop",
@@ -44,6 +44,40 @@ def delta_from(message: inference_pb2.Delta, with_logprobs: bool) -> Delta:
         logprobs=logprobs_from(message.logprobs) if with_logprobs else None,
         sequence=message.sequence,
     )
+
+
+def model_from(message: model_pb2.Model) -> Model:
+    limits = message.limits
+    return Model(
+        name=message.name,
+        version=message.version,
+        model_type=message.model_type,
+        dtype=message.dtype,
+        takes_images=model_pb2.MODALITY_IMAGE in message.input_modalities,
+        limits=ModelLimits(
+            image_formats=tuple(limits.image_formats),
+            uri_schemes=tuple(limits.uri_schemes),
+            **{
+                item.name: getattr(limits, item.name)
+                for item in limits.DESCRIPTOR.fields
+                if item.name not in ("image_formats", "uri_schemes") and item.name in ModelLimits.__annotations__
+            },
+        ),
+        default_sampling={
+            item.name: value
+            for item, value in message.default_sampling.ListFields()
+            if isinstance(value, bool | int | float)
+        },
+        image_token_id=message.image_token_id if message.HasField("image_token_id") else None,
+        eos_token_ids=tuple(message.eos_token_ids),
+        vocab_size=message.vocab_size,
+        has_tokenizer=message.has_tokenizer,
+        has_chat_template=message.has_chat_template,
+    )
+
+
+def tokens_from(message: inference_pb2.TokenizeResponse) -> Tokens:
+    return Tokens(list(message.token_ids), message.prompt_tokens, message.image_tokens, list(message.tokens_per_image))
 
 
 def _stop_match(message: inference_pb2.Sample | inference_pb2.Finished) -> str | int | None:
@@ -118,19 +152,25 @@ class Assembler:
     def token_ids(self, index: int = 0) -> list[int]:
         return [token_id for delta in self._deltas.get(index, ()) for token_id in delta.token_ids]
 
+    @property
+    def complete(self) -> bool:
+        """Whether the end of each sample has come."""
+        return self.started is not None and len(self._finished) >= max(1, self.request.sampling.n)
+
     def finish(self) -> Generation:
         """The whole answer, after the stream has ended.
 
         Raises:
             Internal: the stream ended without an error and yet without a Finished for each sample.
         """
-        expected = max(1, self.request.sampling.n)
-        if len(self._finished) < expected or self.started is None:
+        if not self.complete:
+            expected = max(1, self.request.sampling.n)
             raise Internal(
                 f"the stream ended after {len(self._finished)} of {expected} samples",
                 request_id=self.request.request_id,
             )
         started = self.started
+        assert started is not None
         return _generation(
             [self._sample(index) for index in sorted(self._finished)],
             request_id=started.request_id,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from saccade.errors import InvalidArgument, SaccadeError
 
@@ -46,14 +47,52 @@ class TLSConfig:
 
 
 @dataclass(frozen=True)
+class CallSettings:
+    """How calls are made; `with_options` changes these."""
+
+    timeout: float | None = 600.0
+    """Seconds for a whole call, retries included; None for no limit."""
+    max_retries: int = 2
+    """How often a call that failed as UNAVAILABLE, or over its rate with a time to wait, is tried again. A stream
+    counts anew from each piece of the answer on."""
+    first_token_timeout: float | None = None
+    """Seconds that a reader of a stream waits for its first piece, waiting in queues included; None for no limit."""
+    idle_timeout: float | None = None
+    """Seconds that a reader of a stream waits for each further piece; None for no limit."""
+
+    def __post_init__(self) -> None:
+        for name in ("timeout", "first_token_timeout", "idle_timeout"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise InvalidArgument(f"{name}: expected more than 0 seconds, got {value}")
+        if self.max_retries < 0:
+            raise InvalidArgument(f"max_retries: expected 0 or more, got {self.max_retries}")
+
+    def changed(self, **options: Any) -> CallSettings:
+        """A copy. Raises InvalidArgument for names that are no options."""
+        known = [item.name for item in fields(self)]
+        if unknown := sorted(options.keys() - set(known)):
+            raise InvalidArgument(f"unknown options: {', '.join(unknown)}; known are {', '.join(known)}")
+        return replace(self, **options)
+
+
+class CallOptions(TypedDict, total=False):
+    """The arguments of `with_options`; None stands for no limit."""
+
+    timeout: float | None
+    max_retries: int
+    first_token_timeout: float | None
+    idle_timeout: float | None
+
+
+@dataclass(frozen=True)
 class Settings:
     """All that makes a gRPC client. Plain data: it is what a pickled client consists of."""
 
     address: str
     api_key: str | None = field(default=None, repr=False)
     tls: TLSConfig | None = None
-    timeout: float | None = 600.0
-    max_retries: int = 2
+    calls: CallSettings = CallSettings()
     channel_options: tuple[tuple[str, Any], ...] = ()
 
     def all_channel_options(self) -> list[tuple[str, Any]]:
@@ -85,16 +124,11 @@ def make_settings(
         host, colon, port = address.rpartition(":")
         if not (colon and host and "/" not in host and port.isdigit() and int(port) < 65536):
             raise InvalidArgument(f"address: expected HOST:PORT, got {address!r}")
-    if timeout is not None and not timeout > 0:
-        raise InvalidArgument(f"timeout: expected more than 0 seconds, got {timeout}")
-    if max_retries < 0:
-        raise InvalidArgument(f"max_retries: expected 0 or more, got {max_retries}")
     return Settings(
         address=address,
         api_key=api_key if api_key is not None else os.environ.get(API_KEY_VARIABLE) or None,
         tls=TLSConfig() if tls is True else tls or None,
-        timeout=timeout,
-        max_retries=max_retries,
+        calls=CallSettings(timeout=timeout, max_retries=max_retries),
         channel_options=tuple((channel_options or {}).items()),
     )
 
@@ -114,6 +148,12 @@ def channel_credentials(tls: TLSConfig) -> Any:
         private_key=content(tls.key, "key"),
         certificate_chain=content(tls.certificate, "certificate"),
     )
+
+
+def stub_class(service: str) -> Any:
+    """The stub of "inference", "model" or another of our services, loaded now: importing gRPC takes its time."""
+    module = importlib.import_module(f"saccade.v1.{service}_pb2_grpc")
+    return getattr(module, f"{service.capitalize()}ServiceStub")
 
 
 class Deadline:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from saccade.errors import SaccadeError
+
 
 @dataclass(frozen=True)
 class Usage:
@@ -89,3 +91,83 @@ class Generation:
     model_version: str = ""
     seed: int = field(default=0, compare=False)
     """The seed used, whether given or drawn by the server: with it the same request gives the same answer."""
+
+    @property
+    def message(self) -> dict[str, str]:
+        """The answer as a chat message, to go on from."""
+        return {"role": "assistant", "content": self.text}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one request of `map`: either `generation` or `error` is set."""
+
+    index: int
+    """Of the request, from 0."""
+    custom_id: str | None
+    """What the request said under this key."""
+    generation: Generation | None
+    error: SaccadeError | None
+
+    def result(self) -> Generation:
+        """The generation; raises the error if there is none."""
+        if self.error is not None:
+            raise self.error
+        assert self.generation is not None
+        return self.generation
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a prompt becomes."""
+
+    token_ids: list[int]
+    """With one image token id for each picture: `generate` takes it as a prompt, together with the same pictures."""
+    prompt_tokens: int
+    """What it takes of the context, pictures among it."""
+    image_tokens: int
+    tokens_per_image: list[int]
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """Bounds that the server refuses to pass. 0: no bound of its own."""
+
+    context_length: int = 0
+    """Prompt and answer together, in tokens."""
+    max_message_bytes: int = 0
+    """Of a whole request, pictures included."""
+    max_images: int = 0
+    max_image_bytes: int = 0
+    """Of one picture's file."""
+    max_image_pixels: int = 0
+    min_image_tokens: int = 0
+    max_image_tokens: int = 0
+    image_formats: tuple[str, ...] = ()
+    uri_schemes: tuple[str, ...] = ()
+    """Of pictures that the server fetches; none: it fetches none."""
+    max_samples: int = 0
+    max_logprobs: int = 0
+    max_stop_strings: int = 0
+    max_stop_string_length: int = 0
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that is served."""
+
+    name: str
+    version: str
+    """Changes whenever the weights do."""
+    model_type: str = ""
+    dtype: str = ""
+    takes_images: bool = False
+    limits: ModelLimits = field(default_factory=ModelLimits)
+    default_sampling: dict[str, float | int | bool] = field(default_factory=dict)
+    """What `generate` does where an argument is None."""
+    image_token_id: int | None = None
+    """The id to put into a prompt of token ids for each picture."""
+    eos_token_ids: tuple[int, ...] = ()
+    vocab_size: int = 0
+    has_tokenizer: bool = True
+    has_chat_template: bool = True

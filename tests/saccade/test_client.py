@@ -94,7 +94,7 @@ def test_another_thread_can_close_a_stream_that_waits(client: saccade.Client, sc
 
 def test_a_stream_without_its_end_is_an_error(client: saccade.Client, script: Script) -> None:
     stream = client.stream("?", n=2)
-    stream._assembler.request.sampling.n = 3
+    stream._state.assembler.request.sampling.n = 3
     with pytest.raises(errors.Internal, match="2 of 3"):
         stream.final()
 
@@ -207,10 +207,10 @@ def test_other_errors_are_not_tried_again(client: saccade.Client, script: Script
     assert len(script.requests) == 1
 
 
-def test_a_stream_is_not_tried_again_once_it_has_begun(client: saccade.Client, script: Script) -> None:
+def test_a_stream_is_not_tried_again_once_it_has_begun_if_one_says_so(client: saccade.Client, script: Script) -> None:
     script.failures = [Failure(Code.UNAVAILABLE, reason="ENGINE_DIED")]
     script.fail_after = 2
-    stream = client.stream("?")
+    stream = client.stream("?", resume=False)
     with pytest.raises(errors.Unavailable):
         list(stream)
     assert len(script.requests) == 1

@@ -13,11 +13,11 @@ import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
-from saccade.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from saccade.v1 import inference_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc, types_pb2
 
 
 @dataclass
-class Failure:
+class Failure(Exception):
     """A status to answer with."""
 
     code: grpc.StatusCode
@@ -66,10 +66,29 @@ class Script:
     """Streams break with the next failure after this many deltas instead of before the first message."""
     hang_after: int | None = None
     """Streams wait for cancellation after this many deltas; unary calls do so at once."""
+    idle_after: int | None = None
+    """Streams are silent after this many deltas, alive until they are cancelled."""
+    break_after: list[int] = field(default_factory=list)
+    """The next streams break with ENGINE_DIED after this many new deltas each."""
+    answer: Callable[[inference_pb2.GenerateRequest], list[str]] | None = None
+    """The words for a request, instead of `words`; may raise a Failure."""
+    version: str = "1"
+    """Of the model."""
+    gate: threading.Semaphore | None = None
+    """Unary calls are answered only as this is released."""
     requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
     metadata: list[dict[str, Any]] = field(default_factory=list)
     ended: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     """Released once for each call that was to hang and is over."""
+
+    def words_for(self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext) -> list[str]:
+        if self.answer is None:
+            return self.words
+        try:
+            return self.answer(request)
+        except Failure as failure:
+            failure.abort(context)
+            raise
 
     def see(self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext) -> None:
         self.requests.append(request)
@@ -95,12 +114,27 @@ class Servicer(inference_pb2_grpc.InferenceServiceServicer):
         if script.hang_after is not None:
             script.hang(context)
             script.ended.release()
+        if script.gate is not None:
+            script.gate.acquire()
+        words = script.words_for(request, context)
         return inference_pb2.GenerateResponse(
             request_id=request.request_id,
             model="fake",
-            model_version="1",
+            model_version=script.version,
             seed=request.sampling.seed or 7,
-            samples=[self._sample(request, index) for index in reversed(range(max(1, request.sampling.n)))],
+            samples=[self._sample(request, index, words) for index in reversed(range(max(1, request.sampling.n)))],
+        )
+
+    def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: grpc.ServicerContext
+    ) -> inference_pb2.TokenizeResponse:
+        pictures = len(request.prompt.images)
+        ids = [*[99] * pictures, *request.prompt.text.encode()]
+        return inference_pb2.TokenizeResponse(
+            token_ids=ids,
+            prompt_tokens=len(ids) + 3 * pictures,
+            image_tokens=4 * pictures,
+            tokens_per_image=[4] * pictures,
         )
 
     def StreamGenerate(
@@ -123,11 +157,21 @@ class Servicer(inference_pb2_grpc.InferenceServiceServicer):
         script, response = self.script, inference_pb2.StreamGenerateResponse
         seed = request.sampling.seed or 7
         started = inference_pb2.Started(
-            request_id=request.request_id, model="fake", model_version="1", seed=seed, prompt_tokens=9
+            request_id=request.request_id, model="fake", model_version=script.version, seed=seed, prompt_tokens=9
         )
         yield response(started=started)
-        samples = [self._sample(request, index) for index in range(max(1, request.sampling.n))]
-        for position, word in enumerate(script.words):
+        words = script.words_for(request, context)
+        samples = [self._sample(request, index, words) for index in range(max(1, request.sampling.n))]
+        break_after = script.break_after.pop(0) if script.break_after else None
+        before = len(request.continued_token_ids)
+        for position, word in enumerate(words):
+            if position < before:
+                continue
+            if break_after is not None and position == before + break_after:
+                Failure(grpc.StatusCode.UNAVAILABLE, reason="ENGINE_DIED", retry_after=0.001).abort(context)
+            if script.idle_after == position:
+                script.hang(context)
+                return
             if script.fail_after == position and script.failures:
                 script.failures.pop(0).abort(context)
             if script.hang_after == position:
@@ -139,7 +183,7 @@ class Servicer(inference_pb2_grpc.InferenceServiceServicer):
                     text=word,
                     token_ids=[position],
                     logprobs=sample.logprobs[position : position + 1],
-                    sequence=position,
+                    sequence=position - before,
                 )
                 yield response(delta=delta)
         for sample in samples:
@@ -148,23 +192,55 @@ class Servicer(inference_pb2_grpc.InferenceServiceServicer):
             )
             yield response(finished=finished)
 
-    def _sample(self, request: inference_pb2.GenerateRequest, index: int) -> inference_pb2.Sample:
+    def _sample(self, request: inference_pb2.GenerateRequest, index: int, words: list[str]) -> inference_pb2.Sample:
         logprobs = [
             types_pb2.TokenLogprob(
                 token_id=i, logprob=-0.5, top=[types_pb2.TopLogprob(token_id=k, logprob=-float(k)) for k in range(2)]
             )
-            for i in range(len(self.script.words))
+            for i in range(len(words))
         ]
-        usage = types_pb2.Usage(prompt_tokens=9, completion_tokens=len(self.script.words))
+        usage = types_pb2.Usage(prompt_tokens=9, completion_tokens=len(words))
         usage.queue_time.FromMilliseconds(5)
         return inference_pb2.Sample(
             index=index,
-            text="".join(self.script.words),
-            token_ids=range(len(self.script.words)),
+            text="".join(words),
+            token_ids=range(len(words)),
             logprobs=logprobs if request.sampling.HasField("logprobs") else [],
             finish_reason=types_pb2.FINISH_REASON_STOP,
             usage=usage,
             stop_string=".",
+        )
+
+
+class ModelServicer(model_pb2_grpc.ModelServiceServicer):
+    """Two models, a page each."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+
+    def _models(self) -> list[model_pb2.Model]:
+        first = model_pb2.Model(
+            name="fake",
+            version=self.script.version,
+            input_modalities=[model_pb2.MODALITY_TEXT, model_pb2.MODALITY_IMAGE],
+            limits=model_pb2.Limits(context_length=512, max_images=3, image_formats=["PNG"]),
+            image_token_id=99,
+        )
+        first.default_sampling.temperature = 0.5
+        return [first, model_pb2.Model(name="other", version="2")]
+
+    def GetModel(self, request: model_pb2.GetModelRequest, context: grpc.ServicerContext) -> model_pb2.GetModelResponse:
+        found = [model for model in self._models() if request.name in ("", model.name)]
+        if not found:
+            Failure(grpc.StatusCode.NOT_FOUND).abort(context)
+        return model_pb2.GetModelResponse(model=found[0])
+
+    def ListModels(
+        self, request: model_pb2.ListModelsRequest, context: grpc.ServicerContext
+    ) -> model_pb2.ListModelsResponse:
+        page = int(request.page_token or 0)
+        return model_pb2.ListModelsResponse(
+            models=[self._models()[page]], next_page_token="" if page == 1 else str(page + 1)
         )
 
 
@@ -173,8 +249,9 @@ def serve(
     script: Script, *, options: tuple[tuple[str, Any], ...] = (), add_port: Callable[[grpc.Server], int] | None = None
 ) -> Iterator[str]:
     """Runs the servicer on a free port of 127.0.0.1 and gives its address."""
-    server = grpc.server(futures.ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0), *options])
+    server = grpc.server(futures.ThreadPoolExecutor(40), options=[("grpc.so_reuseport", 0), *options])
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(Servicer(script), server)
+    model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(script), server)
     port = add_port(server) if add_port else server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:

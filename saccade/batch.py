@@ -1,0 +1,393 @@
+"""Jobs over JSONL files: checked whole, answered with bounded memory, resumed wherever the last run was stopped.
+
+check      every line is read and judged; what is kept of it is an id and a hash, in a temporary file
+open       the model's revision is asked for, and what an earlier run has written is taken stock of
+run        rows are read again as there is room for them; each answer or error becomes a line at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from contextlib import aclosing, closing, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from saccade import errors
+from saccade.batch_rows import (
+    BATCH_PRIORITY,
+    MAX_LINE_BYTES,
+    ImageFolder,
+    Row,
+    output_line,
+    parse_line,
+    request_from,
+    status_code,
+)
+from saccade.errors import FailedPrecondition, InvalidArgument, SaccadeError, Unavailable
+from saccade.journal import Journal, Written
+from saccade.mapping import Prepared, map_async, map_sync
+from saccade.types import Generation, Model
+
+if TYPE_CHECKING:
+    from saccade.aio import AsyncClient
+    from saccade.client import SyncClient
+
+MAX_PROBLEMS = 20
+_MAX_MODELS = 20
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """What can be chosen for a batch."""
+
+    concurrency: int = 32
+    """Requests in flight."""
+    ordered: bool = False
+    """Answers in the order of the requests instead of as they come."""
+    max_errors: int | None = None
+    """Stop after this many error rows of this run. None: never."""
+    overwrite: bool = False
+    """Start anew, whatever the output holds."""
+    any_model: bool = False
+    """Answer rows that name another model, too."""
+    timeout: float | None = None
+    """Seconds for one row. None: the client's."""
+    priority: int = BATCH_PRIORITY
+    on_progress: Callable[[BatchSummary, int, bool], None] | None = None
+    """Called after each row with the state so far, the row's completion tokens and whether it failed."""
+    on_start: Callable[[BatchSummary], None] | None = None
+
+
+@dataclass
+class BatchSummary:
+    """What came of a batch. Counts are of the whole output, `seconds` and `errors` of this run."""
+
+    input: str
+    output: str
+    model: str = ""
+    model_version: str = ""
+    total: int = 0
+    """Rows of the input."""
+    completed: int = 0
+    failed: int = 0
+    resumed: int = 0
+    """Rows, of those completed or failed, that an earlier run had answered."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    seconds: float = 0.0
+    tokens_per_second: float = 0.0
+    """Completion tokens of this run over its time."""
+    errors: dict[str, int] = field(default_factory=dict)
+    """How many error rows of this run had which reason."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether each row has its line."""
+        return self.completed + self.failed == self.total
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+
+class BatchInput:
+    """The rows of a file, of which only ids and hashes are kept, in a database of its own on the disk.
+
+    Raises:
+        InvalidArgument: the file cannot be read, or holds lines that are no requests; `problems` of the error has
+            a sentence for each of the first 20, with its line's number.
+    """
+
+    def __init__(self, path: Path, folder: ImageFolder) -> None:
+        self.path, self.folder = path, folder
+        self.total = 0
+        self.models: set[str] = set()
+        """Those that rows name; not all of them if they are very many."""
+        self._salt = b""
+        # An empty name is a temporary file that vanishes by itself. Asyncio may come from another thread each time.
+        self._db = sqlite3.connect("", isolation_level=None, check_same_thread=False)
+        self._db.executescript(
+            "PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;"
+            "CREATE TABLE input (position INTEGER PRIMARY KEY, line INTEGER, offset INTEGER, length INTEGER,"
+            " custom_id TEXT UNIQUE, digest BLOB, done INTEGER DEFAULT 0);"
+        )
+        try:
+            self._check()
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _check(self) -> None:
+        problems: list[str] = []
+        self._db.execute("BEGIN")
+        try:
+            with open(self.path, "rb") as file:
+                for number, offset, line in _lines(file):
+                    try:
+                        if len(line) > MAX_LINE_BYTES:
+                            raise InvalidArgument(f"longer than {MAX_LINE_BYTES} bytes")
+                        self._take(number, offset, line)
+                    except InvalidArgument as error:
+                        problems.append(f"line {number}: {error.message}")
+                        if len(problems) == MAX_PROBLEMS:
+                            problems.append("and perhaps more: no line behind it was looked at")
+                            break
+        except OSError as error:
+            raise InvalidArgument(f"cannot read {str(self.path)!r}: {error.strerror}") from error
+        self._db.execute("COMMIT")
+        if problems:
+            raise BatchInvalid(f"{self.path}: " + "; ".join(problems[:1]), problems)
+        if not self.total:
+            raise BatchInvalid(f"{self.path}: no requests in it", [])
+
+    def _take(self, number: int, offset: int, line: bytes) -> None:
+        row = parse_line(line, self.total, self.folder)
+        try:
+            self._db.execute(
+                "INSERT INTO input (position, line, offset, length, custom_id, digest) VALUES (?, ?, ?, ?, ?, ?)",
+                (self.total, number, offset, len(line), row.custom_id, row.digest),
+            )
+        except sqlite3.IntegrityError:
+            (first,) = self._db.execute("SELECT line FROM input WHERE custom_id = ?", (row.custom_id,)).fetchone()
+            raise InvalidArgument(f"custom_id {row.custom_id!r} is that of line {first} too") from None
+        self.total += 1
+        if len(self.models) < _MAX_MODELS:
+            self.models.add(row.body.get("model") or "")
+
+    def bind(self, model: Model) -> None:
+        """From here on row ids stand for answers of this model at this revision."""
+        self._salt = f"{model.name}\0{model.version}".encode()
+
+    def row_id(self, digest: bytes) -> str:
+        return f"batch_req_{hashlib.sha256(digest + self._salt).hexdigest()[:32]}"
+
+    def identify(self, custom_id: str) -> tuple[int, str] | None:
+        """(position, row id) of the row with this custom_id."""
+        found = self._db.execute("SELECT position, digest FROM input WHERE custom_id = ?", (custom_id,)).fetchone()
+        return None if found is None else (found[0], self.row_id(found[1]))
+
+    def skip(self, positions: Iterator[int]) -> None:
+        self._db.execute("BEGIN")
+        self._db.executemany("UPDATE input SET done = 1 WHERE position = ?", ((p,) for p in positions))
+        self._db.execute("COMMIT")
+
+    def rows(self) -> Generator[Row, None, None]:
+        """Those that are not skipped, read again. Raises FailedPrecondition if the file has changed."""
+        with open(self.path, "rb") as file:
+            for position, line, offset, length, digest in self._db.execute(
+                "SELECT position, line, offset, length, digest FROM input WHERE done = 0 ORDER BY position"
+            ):
+                file.seek(offset)
+                try:
+                    row = parse_line(file.read(length), position, self.folder)
+                except InvalidArgument as error:
+                    raise self._changed(line) from error
+                if row.digest != digest:
+                    raise self._changed(line)
+                yield row
+
+    def _changed(self, line: int) -> FailedPrecondition:
+        return FailedPrecondition(
+            f"{self.path}: line {line}, or a picture it names, has changed since it was checked",
+            reason="BATCH_INPUT_CHANGED",
+        )
+
+    def close(self) -> None:
+        self._db.close()
+
+
+class BatchInvalid(InvalidArgument):
+    """The input holds lines that are no requests."""
+
+    def __init__(self, message: str, problems: list[str]) -> None:
+        super().__init__(message, reason="BATCH_INVALID")
+        self.problems = problems
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.message, self.problems), self.__dict__
+
+
+def _lines(file: Any) -> Iterator[tuple[int, int, bytes]]:
+    """(number, offset, line) of those that are not blank. One that is too long comes cut, and is the last."""
+    offset = number = 0
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+        if content.strip():
+            yield number, offset + len(line) - len(content), content
+        if len(line) > MAX_LINE_BYTES:
+            return
+        offset += len(line)
+
+
+class BatchJob:
+    """One run over a file; the clients drive it. `check` first, then `open`, then `rows` and `take`, then `close`."""
+
+    def __init__(self, source: str | os.PathLike[str], output: str | os.PathLike[str], options: BatchOptions) -> None:
+        self._source, self._output = Path(source), Path(output)
+        self.options = options
+        self._folder = ImageFolder(self._source.parent)
+        self._input: BatchInput | None = None
+        self._journal: Journal | None = None
+        self._errors: Counter[str] = Counter()
+        self._unreachable = self._tokens = 0
+        self._began = time.monotonic()
+        self.summary = BatchSummary(str(source), str(output))
+
+    def check(self) -> None:
+        """Reads the whole input. Raises InvalidArgument."""
+        if self._output.exists() and self._source.exists() and self._output.samefile(self._source):
+            raise InvalidArgument(f"the output would overwrite the input {str(self._source)!r}")
+        self._input = BatchInput(self._source, self._folder)
+
+    def open(self, model: Model) -> None:
+        """Takes stock of what there is. Raises FailedPrecondition and AlreadyExists, see `Journal`."""
+        assert self._input is not None
+        others = sorted(self._input.models - {"", model.name})
+        if others and not self.options.any_model:
+            raise InvalidArgument(
+                f"rows name {', '.join(map(repr, others[:5]))}, and {model.name!r} is served; any_model answers them",
+                reason="BATCH_MODEL",
+            )
+        self._input.bind(model)
+        if self.options.overwrite:
+            # The journal first: without it, a half of the output would only be read again.
+            for suffix in (".journal", ".journal-wal", ".journal-shm", ""):
+                self._output.with_name(self._output.name + suffix).unlink(missing_ok=True)
+        self._journal = Journal(self._output, self._input.identify)
+        self._input.skip(self._journal.positions())
+        self._began = time.monotonic()
+        self.summary.model, self.summary.model_version = model.name, model.version
+        self.summary.total = self._input.total
+        self._count()
+        self.summary.resumed = self.summary.completed + self.summary.failed
+        if self.options.on_start is not None:
+            self.options.on_start(self.summary)
+
+    def rows(self) -> Generator[Row, None, None]:
+        """The rows that are to be answered."""
+        assert self._input is not None
+        return self._input.rows()
+
+    async def rows_async(self) -> AsyncGenerator[Row, None]:
+        """The same, read beside the event loop."""
+        with closing(self.rows()) as rows:
+            while (row := await asyncio.to_thread(next, rows, None)) is not None:
+                yield row
+
+    def prepare(self, row: Row) -> Prepared:
+        """The request for a row."""
+        options = self.options
+        request = request_from(row, self._folder, priority=options.priority, model=not options.any_model)
+        return request, options.timeout
+
+    def take(self, row: Row, result: Generation | SaccadeError) -> None:
+        """Writes a row's line.
+
+        Raises:
+            FailedPrecondition: there have been too many errors, or the output cannot be written.
+            Unavailable: nobody answers any more.
+        """
+        assert self._input is not None and self._journal is not None
+        failed = isinstance(result, SaccadeError)
+        self._look_for_trouble(result)
+        row_id = self._input.row_id(row.digest)
+        status, prompt, completion = 200, 0, 0
+        if isinstance(result, SaccadeError):
+            status = status_code(result)
+            self._errors[result.reason or type(result).__name__] += 1
+        else:
+            prompt = result.usage.prompt_tokens
+            completion = sum(sample.usage.completion_tokens for sample in result.samples)
+        line = output_line(row_id, row.custom_id, result)
+        self._journal.append(line, Written(row_id, row.custom_id, row.position, status, prompt, completion))
+        self._tokens += completion
+        if self.options.on_progress is not None:
+            self.options.on_progress(self.summary, completion, failed)
+        limit = self.options.max_errors
+        if limit is not None and self._errors.total() > limit:
+            raise FailedPrecondition(
+                f"{self._errors.total()} rows have failed, more than max_errors = {limit}", reason="BATCH_ERRORS"
+            )
+
+    def _look_for_trouble(self, result: Generation | SaccadeError) -> None:
+        """Stops where the next thousand rows would fail in the same way, leaving the present one for the next run."""
+        if isinstance(result, errors.Unauthenticated | errors.PermissionDenied):
+            raise result
+        self._unreachable = self._unreachable + 1 if isinstance(result, errors.Unavailable | errors.Overloaded) else 0
+        if isinstance(result, SaccadeError) and self._unreachable > self.options.concurrency:
+            raise Unavailable(
+                f"the last {self._unreachable} rows found nobody to answer them: {result.message}",
+                reason=result.reason or "BATCH_UNREACHABLE", retryable=True,
+            ) from result  # fmt: skip
+
+    def finish(self) -> BatchSummary:
+        """After the last row."""
+        assert self._journal is not None
+        self._journal.commit()
+        if self.options.ordered:
+            self._journal.sort()
+        self._count()
+        return self.summary
+
+    def _count(self) -> None:
+        assert self._journal is not None
+        totals, summary = self._journal.totals(), self.summary
+        summary.completed, summary.failed = totals["rows"] - totals["failed"], totals["failed"]
+        summary.prompt_tokens, summary.completion_tokens = totals["prompt_tokens"], totals["completion_tokens"]
+        summary.seconds = round(time.monotonic() - self._began, 3)
+        summary.tokens_per_second = round(self._tokens / summary.seconds, 1) if summary.seconds else 0.0
+        summary.errors = dict(self._errors.most_common())
+
+    def close(self) -> None:
+        """Brings to the disk what there is. Idempotent."""
+        if self._journal is not None:
+            with suppress(FailedPrecondition, sqlite3.Error):
+                self._journal.commit()
+                self._count()
+            self._journal.close()
+            self._journal = None
+        if self._input is not None:
+            self._input.close()
+
+
+def run_sync(client: SyncClient, job: BatchJob) -> BatchSummary:
+    """Runs a job that has been checked."""
+    with closing(job):
+        job.open(client.get_model())
+        options = job.options
+        with (
+            closing(job.rows()) as rows,
+            closing(
+                map_sync(client, rows, job.prepare, concurrency=options.concurrency, ordered=options.ordered)
+            ) as results,
+        ):
+            for _, row, result in results:
+                job.take(row, result)
+        return job.finish()
+
+
+async def run_async(client: AsyncClient, job: BatchJob) -> BatchSummary:
+    """Runs a job; files are read and written beside the event loop."""
+    try:
+        await asyncio.to_thread(job.check)
+        await asyncio.to_thread(job.open, await client.get_model())
+        options = job.options
+        async with (
+            aclosing(job.rows_async()) as rows,
+            aclosing(
+                map_async(client, rows, job.prepare, concurrency=options.concurrency, ordered=options.ordered)
+            ) as results,
+        ):
+            async for _, row, result in results:
+                await asyncio.to_thread(job.take, row, result)
+        return await asyncio.to_thread(job.finish)
+    finally:
+        await asyncio.to_thread(job.close)

@@ -1,0 +1,386 @@
+"""The lines of batch files: OpenAI's batch format in, checked to the last field, and the same format out.
+
+    in    {"custom_id": "a1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...], ...}}
+    out   {"id": "batch_req_...", "custom_id": "a1", "response": {"status_code": 200, "request_id": "...",
+           "body": {...}}, "error": null}
+
+A field that would change the answer and that cannot be honoured is an error: an answer to another question than the one
+in the file would be worse than none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from saccade import errors
+from saccade.errors import InvalidArgument, SaccadeError
+from saccade.images import decode_data_url
+from saccade.requests import build_request
+from saccade.types import Generation, Sample, TokenLogprob
+from saccade.v1 import inference_pb2, types_pb2
+
+URL = "/v1/chat/completions"
+MAX_LINE_BYTES = 256 * 2**20
+MAX_ID_LENGTH = 512
+BATCH_PRIORITY = -10
+"""Below that of calls that somebody waits for."""
+
+# name -> what the value must be, and which values are out of range whatever the model
+_Check = tuple[tuple[type, ...], str, Callable[[Any], bool]]
+_NUMBER = (int, float)
+_FIELDS: dict[str, _Check] = {
+    "max_tokens": ((int,), "a whole number from 1", lambda v: v >= 1),
+    "max_completion_tokens": ((int,), "a whole number from 1", lambda v: v >= 1),
+    "min_tokens": ((int,), "a whole number from 0", lambda v: v >= 0),
+    "temperature": (_NUMBER, "a number from 0", lambda v: v >= 0),
+    "top_p": (_NUMBER, "a number above 0 and up to 1", lambda v: 0 < v <= 1),
+    "top_k": ((int,), "a whole number from -1", lambda v: v >= -1),
+    "min_p": (_NUMBER, "a number from 0 to 1", lambda v: 0 <= v <= 1),
+    "repetition_penalty": (_NUMBER, "a number above 0", lambda v: v > 0),
+    "presence_penalty": (_NUMBER, "a number", lambda v: True),
+    "frequency_penalty": (_NUMBER, "a number", lambda v: True),
+    "seed": ((int,), "a whole number from 0 to 2^64 - 1", lambda v: 0 <= v < 2**64),
+    "n": ((int,), "a whole number from 1", lambda v: v >= 1),
+    "logprobs": ((bool,), "true or false", lambda v: True),
+    "top_logprobs": ((int,), "a whole number from 0", lambda v: v >= 0),
+    "ignore_eos": ((bool,), "true or false", lambda v: True),
+    "stop": ((str, list), "a string or a list of strings", lambda v: all(isinstance(s, str) for s in v)),
+    "stop_token_ids": ((list,), "a list of token ids", lambda v: all(type(i) is int for i in v)),
+    "logit_bias": ((dict,), "a map from token ids to numbers", lambda v: True),
+    "chat_template_kwargs": ((dict,), "a map", lambda v: True),
+    "model": ((str,), "a string", lambda v: True),
+}
+# Words for the reader of the file, which change no answer.
+_IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "stream": (False,),
+    "stream_options": (None,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+}
+_PART_KEYS = {
+    "text": {"type", "text"},
+    "image_url": {"type", "image_url"},
+    "image": {"type", "image", "media_id"},
+}
+
+_STATUS: dict[type[SaccadeError], int] = {
+    errors.InvalidArgument: 400,
+    errors.FailedPrecondition: 400,
+    errors.OutOfRange: 400,
+    errors.Unauthenticated: 401,
+    errors.PermissionDenied: 403,
+    errors.NotFound: 404,
+    errors.AlreadyExists: 409,
+    errors.MessageTooLarge: 413,
+    errors.RateLimited: 429,
+    errors.Cancelled: 499,
+    errors.Unimplemented: 501,
+    errors.Unavailable: 503,
+    errors.Overloaded: 503,
+    errors.DeadlineExceeded: 504,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One request of the file."""
+
+    position: int
+    """Counts the rows from 0; blank lines are none."""
+    custom_id: str
+    digest: bytes
+    """Of the row's content, whatever its spacing and the order of its keys, and of the files that it names."""
+    body: Mapping[str, Any]
+
+
+class ImageFolder:
+    """The pictures that a row may name: files inside one folder, with links resolved. `None` allows none."""
+
+    def __init__(self, root: Path | None) -> None:
+        self._root = root.resolve() if root is not None else None
+
+    def resolve(self, name: str, where: str) -> tuple[Path, os.stat_result]:
+        """The file and its status. Raises InvalidArgument for one that is outside, absent or not a plain file."""
+        if self._root is None:
+            raise InvalidArgument(f"{where}: a picture is a data URL or a media id here, not a path")
+        try:
+            path = (self._root / name).resolve(strict=True)
+            status = path.stat()
+        except (OSError, ValueError, RuntimeError) as error:
+            why = (error.strerror if isinstance(error, OSError) else "") or "no such file"
+            raise InvalidArgument(f"{where}: cannot read {name!r}: {why}", reason="IMAGE_UNREADABLE") from error
+        if not path.is_relative_to(self._root):
+            raise InvalidArgument(f"{where}: {name!r} lies outside {str(self._root)!r}", reason="IMAGE_OUTSIDE")
+        if not stat.S_ISREG(status.st_mode):
+            raise InvalidArgument(f"{where}: {name!r} is not a plain file", reason="IMAGE_UNREADABLE")
+        return path, status
+
+
+def parse_line(line: bytes, position: int, folder: ImageFolder) -> Row:
+    """One line of the file. Raises InvalidArgument with all that is wrong with it in words."""
+    row = _load(line)
+    extra = sorted(row.keys() - {"custom_id", "method", "url", "body"})
+    if extra:
+        raise InvalidArgument(f"unknown keys {', '.join(extra)}; known are body, custom_id, method, url")
+    custom_id = row.get("custom_id")
+    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_ID_LENGTH:
+        raise InvalidArgument(f"custom_id: expected a string of 1 to {MAX_ID_LENGTH} characters")
+    if row.get("method", "POST") != "POST":
+        raise InvalidArgument(f"method: expected POST, got {row['method']!r}")
+    if row.get("url", URL) != URL:
+        raise InvalidArgument(f"url: expected {URL}, got {row['url']!r}")
+    body = row.get("body")
+    if not isinstance(body, dict):
+        raise InvalidArgument(f"body: expected an object, got {type(body).__name__}")
+    digest = hashlib.sha256(_canonical(row))
+
+    def look(source: Any, where: str) -> Any:
+        if isinstance(source, str):
+            _, status = folder.resolve(source, where)
+            digest.update(f"\0{status.st_size}\0{status.st_mtime_ns}".encode())
+            return b""
+        return source
+
+    _build(body, look)
+    return Row(position, custom_id, digest.digest(), body)
+
+
+def request_from(row: Row, folder: ImageFolder, *, priority: int, model: bool = True) -> inference_pb2.GenerateRequest:
+    """The message for a row. `model`: whether the model that the row names is asked for."""
+
+    def read(source: Any, where: str) -> Any:
+        if not isinstance(source, str):
+            return source
+        path, _ = folder.resolve(source, where)
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise InvalidArgument(f"{where}: cannot read {source!r}: {error.strerror}") from error
+
+    request = _build(row.body, read)
+    request.priority = priority
+    if not model:
+        request.model = ""
+    return request
+
+
+def _load(line: bytes) -> dict[str, Any]:
+    def refuse(constant: str) -> Any:
+        raise ValueError(f"{constant} is no JSON value")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        built = dict(pairs)
+        if len(built) != len(pairs):
+            raise ValueError("an object names a key twice")
+        return built
+
+    try:
+        row = json.loads(line.decode("utf-8"), parse_constant=refuse, object_pairs_hook=unique)
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"not UTF-8 at byte {error.start}") from error
+    except RecursionError:
+        raise InvalidArgument("nested too deeply") from None
+    except ValueError as error:
+        raise InvalidArgument(f"not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise InvalidArgument(f"expected an object, got {type(row).__name__}")
+    return row
+
+
+def _canonical(row: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(row, sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument("a string holds half of a surrogate pair") from error
+    except ValueError as error:  # 1e999 has become infinity
+        raise InvalidArgument(f"a number is out of range: {error}") from error
+
+
+def _build(body: Mapping[str, Any], picture: Callable[[Any, str], Any]) -> inference_pb2.GenerateRequest:
+    """`picture(source, where)` turns a path into bytes; it gets bytes and messages as they are."""
+    fields = {key: value for key, value in body.items() if value is not None}
+    _check_fields(fields)
+    messages = [_message(m, f"messages[{i}]", picture) for i, m in enumerate(_messages(fields))]
+    options = {
+        name: fields[name]
+        for name in _FIELDS
+        if name in fields and name not in ("max_completion_tokens", "logprobs", "top_logprobs", "logit_bias")
+    }
+    if "max_completion_tokens" in fields:
+        if fields.get("max_tokens", fields["max_completion_tokens"]) != fields["max_completion_tokens"]:
+            raise InvalidArgument("max_tokens and max_completion_tokens differ")
+        options["max_tokens"] = fields["max_completion_tokens"]
+    if fields.get("top_k") == -1:  # the spelling of other servers
+        options["top_k"] = 0
+    if fields.get("logprobs"):
+        options["logprobs"] = fields.get("top_logprobs", 0)
+    elif fields.get("top_logprobs"):
+        raise InvalidArgument("top_logprobs: needs logprobs to be true")
+    if "logit_bias" in fields:
+        options["logit_bias"] = _logit_bias(fields["logit_bias"])
+    return build_request(messages, **options)
+
+
+def _check_fields(fields: Mapping[str, Any]) -> None:
+    for name, value in fields.items():
+        if name in _FIELDS:
+            kinds, expected, valid = _FIELDS[name]
+            right = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+            if not right or not valid(value):
+                raise InvalidArgument(f"{name}: expected {expected}, got {_short(value)}")
+        elif name in _ONLY:
+            if value not in _ONLY[name]:
+                raise InvalidArgument(f"{name}: {_short(value)} is not served in batches")
+        elif name not in _IGNORED and name != "messages":
+            raise InvalidArgument(f"{name}: unknown field; known are messages, {', '.join(_FIELDS)}")
+
+
+def _messages(fields: Mapping[str, Any]) -> list[Any]:
+    messages = fields.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise InvalidArgument("messages: expected a list of at least one message")
+    return messages
+
+
+def _message(message: Any, name: str, picture: Callable[[Any, str], Any]) -> Any:
+    if not isinstance(message, dict):
+        raise InvalidArgument(f"{name}: expected a message with role and content, got {_short(message)}")
+    built = dict(message)
+    if built.get("role") == "developer":
+        built["role"] = "system"
+    if isinstance(built.get("content"), list):
+        built["content"] = [
+            _part(part, f"{name}.content[{i}]", picture) if isinstance(part, dict) else part
+            for i, part in enumerate(built["content"])
+        ]
+    return built
+
+
+def _part(part: dict[str, Any], name: str, picture: Callable[[Any, str], Any]) -> dict[str, Any]:
+    kind = part.get("type")
+    extra = sorted(part.keys() - _PART_KEYS.get(str(kind), part.keys()))
+    if extra:
+        raise InvalidArgument(f"{name}: unknown keys {', '.join(extra)}")
+    if kind not in ("image", "image_url"):
+        return part
+    source = part.get(kind)
+    if kind == "image_url" and isinstance(source, dict):
+        if sorted(source.keys() - {"url", "detail"}):
+            raise InvalidArgument(f"{name}.image_url: known keys are detail, url")
+        source, name = source.get("url"), f"{name}.image_url.url"
+    else:
+        name = f"{name}.{kind}"
+    if source is None and part.get("media_id"):
+        source = f"media:{part['media_id']}"
+    if not isinstance(source, str) or not source:
+        raise InvalidArgument(f"{name}: expected a data URL, media:ID or a path, got {_short(source)}")
+    return {"type": "image", "image": picture(_source(source, name), name)}
+
+
+def _source(source: str, name: str) -> str | types_pb2.Image:
+    """A message for what is no path; a path as it is."""
+    scheme, colon, rest = source.partition(":")
+    match scheme.lower() if colon else "":
+        case "data":
+            return types_pb2.Image(data=decode_data_url(source, name))
+        case "media":
+            return types_pb2.Image(media_id=rest)
+        case "http" | "https":
+            return types_pb2.Image(uri=source)
+        case "file":
+            raise InvalidArgument(f"{name}: name a file by its path inside the input's folder, without file:")
+    return source
+
+
+def _logit_bias(values: dict[str, Any]) -> dict[int, float]:
+    bias = {}
+    for key, value in values.items():
+        if not (key.isascii() and key.isdigit()) or isinstance(value, bool) or not isinstance(value, int | float):
+            raise InvalidArgument(f"logit_bias: expected token ids and numbers, got {key!r}: {_short(value)}")
+        bias[int(key)] = float(value)
+    return bias
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# -- out ---------------------------------------------------------------------------------------------------------------
+
+
+def status_code(error: SaccadeError) -> int:
+    """The HTTP status that OpenAI's format wants."""
+    return next((_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS), 500)
+
+
+def is_transient(status: int) -> bool:
+    """Whether a row that failed with this status is worth asking again in a later run."""
+    return status in (401, 403, 429, 499) or (status >= 500 and status != 501)
+
+
+def output_line(row_id: str, custom_id: str, result: Generation | SaccadeError) -> bytes:
+    """The line for one answer or error, with its newline."""
+    if isinstance(result, SaccadeError):
+        error = {"code": result.reason or type(result).__name__, "message": result.message}
+        response: dict[str, Any] = {
+            "status_code": status_code(result),
+            "request_id": result.request_id,
+            "body": {"error": {**error, "type": type(result).__name__}},
+        }
+    else:
+        error = None
+        response = {"status_code": 200, "request_id": result.request_id, "body": _completion(result)}
+    row = {"id": row_id, "custom_id": custom_id, "response": response, "error": error}
+    return json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
+
+
+def _completion(answer: Generation) -> dict[str, Any]:
+    completion_tokens = sum(sample.usage.completion_tokens for sample in answer.samples)
+    return {
+        "id": f"chatcmpl-{answer.request_id}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": answer.model,
+        "system_fingerprint": answer.model_version,
+        "seed": answer.seed,
+        "choices": [_choice(sample) for sample in answer.samples],
+        "usage": {
+            "prompt_tokens": answer.usage.prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": answer.usage.prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {
+                "cached_tokens": answer.usage.cached_tokens,
+                "image_tokens": answer.usage.image_tokens,
+            },
+        },
+    }
+
+
+def _choice(sample: Sample) -> dict[str, Any]:
+    logprobs = None if sample.logprobs is None else {"content": [_logprob(item) for item in sample.logprobs]}
+    return {
+        "index": sample.index,
+        "message": {"role": "assistant", "content": sample.text},
+        "finish_reason": sample.finish_reason,
+        "stop_reason": sample.stop_match,
+        "logprobs": logprobs,
+    }
+
+
+def _logprob(item: TokenLogprob) -> dict[str, Any]:
+    # The wire holds ids: a token need not be a string by itself (half of a character is none).
+    top = [{"token": f"token_id:{t.token_id}", "logprob": t.logprob, "bytes": None} for t in item.top]
+    return {"token": f"token_id:{item.token_id}", "logprob": item.logprob, "bytes": None, "top_logprobs": top}

@@ -1,0 +1,334 @@
+"""The output of a batch and what is known of it: kill the process at any moment, and the next one goes on behind it.
+
+    output    whole lines, appended one write each; the id of a line is the hash of its request and the model's revision
+    journal   SQLite beside it: which rows the output holds, and where
+
+A row is appended first and journaled later, some rows at a time. After a crash the lines behind the last journaled one
+are read again: whole ones are taken over, a torn one is cut off. A journal that is lost, torn or about another file is
+made anew from the output, which holds all that matters.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from saccade.batch_rows import is_transient
+from saccade.errors import AlreadyExists, FailedPrecondition
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS rows (
+    id TEXT PRIMARY KEY, custom_id TEXT NOT NULL, position INTEGER NOT NULL, offset INTEGER NOT NULL,
+    length INTEGER NOT NULL, status INTEGER NOT NULL, prompt_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS by_offset ON rows (offset);
+"""
+_COLUMNS = "id, custom_id, position, offset, length, status, prompt_tokens, completion_tokens"
+_FLAGS = os.O_RDWR | os.O_APPEND | getattr(os, "O_BINARY", 0)
+_COMMIT_ROWS = 64
+_COMMIT_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Written:
+    """One line of the output."""
+
+    row_id: str
+    custom_id: str
+    position: int
+    status: int
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class _NotAsJournaled(Exception):
+    """The output is not where the journal says; the journal has been marked."""
+
+
+Identify = Callable[[str], tuple[int, str] | None]
+"""custom_id -> the input's position and row id for it, or None if the input has no such row."""
+
+
+class Journal:
+    """The output file and its journal, owned by one process at a time.
+
+    Raises:
+        FailedPrecondition: another process works on the output, or one of the files cannot be written.
+        AlreadyExists: the output holds something else than answers to this input with this model.
+    """
+
+    def __init__(self, output: Path, identify: Identify) -> None:
+        self.output = output
+        self.path = output.with_name(output.name + ".journal")
+        self._scratch = output.with_name(output.name + ".tmp")
+        self._identify = identify
+        self._pending: list[tuple[Any, ...]] = []
+        self._committed = time.monotonic()
+        self._db = self._open_journal()
+        try:
+            self._file = os.open(output, _FLAGS | os.O_CREAT, 0o666)
+        except OSError as error:
+            self._db.close()
+            raise FailedPrecondition(f"cannot write {str(output)!r}: {error.strerror}") from error
+        try:
+            self._recover(identify)
+        except BaseException:
+            self.close()
+            raise
+
+    # -- opening -------------------------------------------------------------------------------------------------------
+
+    def _open_journal(self) -> sqlite3.Connection:
+        try:
+            try:
+                return self._connect()
+            except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # noise can be in the words of an error too
+                if "locked" in str(error):
+                    raise
+                self.remove_journal()  # torn: the output says the same
+                return self._connect()
+        except sqlite3.DatabaseError as error:
+            if "locked" in str(error):
+                raise FailedPrecondition(
+                    f"another process works on {str(self.output)!r}", reason="BATCH_RUNNING"
+                ) from None
+            raise FailedPrecondition(f"cannot write {str(self.path)!r}: {error}") from error
+
+    def _connect(self) -> sqlite3.Connection:
+        # Calls come from one thread at a time, but in the asyncio client not always from the same one.
+        db = sqlite3.connect(self.path, timeout=0, isolation_level=None, check_same_thread=False)
+        try:
+            db.execute("PRAGMA locking_mode = EXCLUSIVE")
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA synchronous = NORMAL")
+            db.execute("BEGIN EXCLUSIVE")
+            db.executescript(_SCHEMA)
+            if db.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
+                raise sqlite3.DatabaseError("the journal is damaged")
+            db.execute(f"SELECT {_COLUMNS} FROM rows LIMIT 1")
+            db.execute("CREATE TEMP TABLE stale (id TEXT PRIMARY KEY) WITHOUT ROWID")
+            db.execute("CREATE TEMP TABLE moved (id TEXT PRIMARY KEY, offset INTEGER) WITHOUT ROWID")
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def remove_journal(self) -> None:
+        for suffix in ("", "-wal", "-shm"):
+            with suppress(FileNotFoundError):
+                os.unlink(f"{self.path}{suffix}")
+
+    # -- after a crash -------------------------------------------------------------------------------------------------
+
+    def _recover(self, identify: Identify) -> None:
+        with suppress(FileNotFoundError):
+            self._scratch.unlink()
+        size = os.fstat(self._file).st_size
+        start = self._trusted(size)
+        whole = start + self._adopt(start, identify)
+        self._classify(identify)
+        if whole < size:
+            os.ftruncate(self._file, whole)
+        self._db.execute("DELETE FROM rows WHERE id IN (SELECT id FROM stale)")
+        if self._one("SELECT coalesce(sum(length), 0) FROM rows") != whole:
+            try:
+                self._rewrite("offset")
+            except _NotAsJournaled:
+                self._recover(identify)
+
+    def _trusted(self, size: int) -> int:
+        """Up to where the journal describes the output. Nowhere, if the two do not belong together."""
+        end, total = self._db.execute(
+            "SELECT coalesce(max(offset + length), 0), coalesce(sum(length), 0) FROM rows"
+        ).fetchone()
+        if not self._one("PRAGMA user_version") and end == total <= size and end > 0:
+            offset, length, row_id = self._db.execute(
+                "SELECT offset, length, id FROM rows ORDER BY offset DESC LIMIT 1"
+            ).fetchone()
+            line = self._read(offset, length)
+            with suppress(ValueError):
+                if line.endswith(b"\n") and json.loads(line)["id"] == row_id:
+                    return int(end)
+        self._db.execute("DELETE FROM rows")
+        self._db.execute("PRAGMA user_version = 0")
+        return 0
+
+    def _read(self, offset: int, length: int) -> bytes:
+        os.lseek(self._file, offset, os.SEEK_SET)  # writes go to the end wherever this points
+        return os.read(self._file, length)
+
+    def _adopt(self, start: int, identify: Identify) -> int:
+        """Journals the whole lines from `start` on; returns how many bytes they take. A second line for a row that is
+        there is left out."""
+        taken = 0
+        rows: list[tuple[Any, ...]] = []
+        with open(self.output, "rb") as file:
+            file.seek(start)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break  # torn
+                rows.append(self._describe(line, start + taken, identify))
+                taken += len(line)
+                if len(rows) == 1000:
+                    self._insert(rows)
+                    rows = []
+        self._insert(rows)
+        return taken
+
+    def _describe(self, line: bytes, offset: int, identify: Identify) -> tuple[Any, ...]:
+        try:
+            row = json.loads(line)
+            row_id, custom_id, status = row["id"], row["custom_id"], row["response"]["status_code"]
+            usage = row["response"]["body"].get("usage") or {}
+            if not (isinstance(row_id, str) and isinstance(custom_id, str) and isinstance(status, int)):
+                raise ValueError
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self._foreign("a line that is no answer of a batch") from error
+        known = identify(custom_id)
+        return (
+            row_id, custom_id, known[0] if known else -1, offset, len(line), status,
+            usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0),
+        )  # fmt: skip
+
+    def _classify(self, identify: Identify) -> None:
+        """Finds the rows to answer again: changed requests, and errors that may not come back."""
+        count = ours = 0
+        self._db.execute("BEGIN")
+        for row_id, custom_id, position, status in self._db.execute(
+            "SELECT id, custom_id, position, status FROM rows ORDER BY id"
+        ):
+            count += 1
+            known = identify(custom_id)
+            mine = known is not None and known[1] == row_id
+            ours += mine
+            if not mine or is_transient(status):
+                self._db.execute("INSERT INTO stale VALUES (?)", (row_id,))
+            elif known is not None and known[0] != position:
+                self._db.execute("UPDATE rows SET position = ? WHERE id = ?", (known[0], row_id))
+        self._db.execute("COMMIT")
+        if count and not ours:
+            raise self._foreign(f"{count} answers, none of them to this input with this model")
+
+    def _foreign(self, what: str) -> AlreadyExists:
+        return AlreadyExists(
+            f"{str(self.output)!r} holds {what}; name another output, or say that it may be overwritten",
+            reason="BATCH_OUTPUT_FOREIGN",
+        )
+
+    def _rewrite(self, order: str) -> None:
+        """The output anew with the journaled lines alone, by `offset` or by `position`."""
+        self._db.execute("BEGIN")
+        self._db.execute("DELETE FROM moved")
+        with open(self._scratch, "wb") as scratch:
+            for offset, length, row_id in self._db.execute(f"SELECT offset, length, id FROM rows ORDER BY {order}"):
+                line = self._read(offset, length)
+                if not line.endswith(b"\n") or row_id.encode() not in line[: len(row_id) + 20]:
+                    self._db.execute("PRAGMA user_version = 1")
+                    self._db.execute("COMMIT")
+                    raise _NotAsJournaled
+                self._db.execute("INSERT INTO moved VALUES (?, ?)", (row_id, scratch.tell()))
+                scratch.write(line)
+            scratch.flush()
+            os.fsync(scratch.fileno())
+        # Until the two agree again the journal says that it cannot be trusted.
+        self._db.execute("PRAGMA user_version = 1")
+        self._db.execute("COMMIT")
+        os.replace(self._scratch, self.output)
+        os.close(self._file)
+        self._file = os.open(self.output, _FLAGS)
+        self._db.execute("BEGIN")
+        self._db.execute("UPDATE rows SET offset = (SELECT offset FROM moved WHERE moved.id = rows.id)")
+        self._db.execute("PRAGMA user_version = 0")
+        self._db.execute("COMMIT")
+
+    # -- running -------------------------------------------------------------------------------------------------------
+
+    def append(self, line: bytes, written: Written) -> None:
+        """Adds one line. It survives the death of this process from here on, and that of the machine within a second
+        or 64 rows."""
+        offset = os.fstat(self._file).st_size
+        try:
+            done = 0
+            while done < len(line):
+                done += os.write(self._file, line[done:])
+        except OSError as error:
+            os.ftruncate(self._file, offset)
+            raise FailedPrecondition(f"cannot write {str(self.output)!r}: {error.strerror}") from error
+        self._pending.append(
+            (
+                written.row_id, written.custom_id, written.position, offset, len(line), written.status,
+                written.prompt_tokens, written.completion_tokens,
+            )
+        )  # fmt: skip
+        if len(self._pending) >= _COMMIT_ROWS or time.monotonic() - self._committed >= _COMMIT_SECONDS:
+            self.commit()
+
+    def commit(self) -> None:
+        """Brings everything to the disk, the output before the journal that speaks of it."""
+        if self._pending:
+            try:
+                os.fsync(self._file)
+                self._insert(self._pending)
+            except (OSError, sqlite3.Error) as error:
+                raise FailedPrecondition(f"cannot write {str(self.output)!r} and its journal: {error}") from error
+            self._pending = []
+        self._committed = time.monotonic()
+
+    def _insert(self, rows: list[tuple[Any, ...]]) -> None:
+        self._db.execute("BEGIN")
+        try:
+            self._db.executemany("INSERT OR IGNORE INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
+            self._db.execute("COMMIT")
+        except sqlite3.Error:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+
+    def positions(self) -> Iterator[int]:
+        """Of the input's rows that the output holds, in the output's order."""
+        for (position,) in self._db.execute("SELECT position FROM rows ORDER BY offset"):
+            yield position
+
+    def sort(self) -> None:
+        """Brings the output into the order of the input."""
+        self.commit()
+        last = -1
+        for position in self.positions():
+            if position < last:
+                break
+            last = position
+        else:
+            return
+        try:
+            self._rewrite("position")
+        except _NotAsJournaled:
+            self._recover(self._identify)
+            self._rewrite("position")
+
+    def totals(self) -> dict[str, int]:
+        """Rows, error rows and tokens in the output."""
+        rows, failed, prompt, completion = self._db.execute(
+            "SELECT count(*), coalesce(sum(status != 200), 0), coalesce(sum(prompt_tokens), 0), "
+            "coalesce(sum(completion_tokens), 0) FROM rows"
+        ).fetchone()
+        return {"rows": rows, "failed": failed, "prompt_tokens": prompt, "completion_tokens": completion}
+
+    def _one(self, query: str) -> int:
+        return int(self._db.execute(query).fetchone()[0])
+
+    def close(self) -> None:
+        """Commits and lets go of both files. Idempotent."""
+        if self._file >= 0:
+            with suppress(FailedPrecondition):  # what the journal does not say, the output does
+                self.commit()
+            os.close(self._file)
+            self._file = -1
+            with suppress(sqlite3.Error):
+                self._db.close()

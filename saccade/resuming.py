@@ -1,0 +1,164 @@
+"""Streams that go on behind a break: what has come, what to ask for next, and the seam. Without input or output, so
+that the synchronous and the asyncio stream share it.
+
+A broken answer is continued by sending the request again with the seed that `Started` named and the ids received so far
+as `continued_token_ids`. Where there are several samples, which cannot be continued, the same request with the same
+seed gives the same answer, and what has been delivered of it is passed over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from saccade.errors import AlreadyExists, DeadlineExceeded, SaccadeError, Unavailable
+from saccade.results import Assembler
+from saccade.transport import CallSettings, Deadline, retry_delay
+from saccade.types import Delta
+from saccade.v1 import inference_pb2
+
+
+@dataclass
+class _Passed:
+    """What of a sample has been delivered and comes again."""
+
+    ids: list[int]
+    text: str
+
+
+class StreamState:
+    """One stream over all its attempts.
+
+    Args:
+        resume: go on after a break behind the first message; otherwise only before it.
+    """
+
+    def __init__(self, request: inference_pb2.GenerateRequest, calls: CallSettings, deadline: Deadline, resume: bool):
+        self.request = request
+        self.calls = calls
+        self.deadline = deadline
+        self.resume = resume and calls.max_retries > 0
+        self.assembler = Assembler(request)
+        self._failures = 0
+        self._resumed = False
+        self._waited = 0.0
+        self._begun = False
+        self._sequence: dict[int, int] = {}
+        self._passed: dict[int, _Passed] = {}
+
+    @property
+    def seed(self) -> int | None:
+        return self.assembler.started.seed if self.assembler.started else None
+
+    # -- messages ------------------------------------------------------------------------------------------------------
+
+    def take(self, response: inference_pb2.StreamGenerateResponse) -> Delta | None:
+        """Takes one message; returns the delta for the user if it brings something new.
+
+        Raises:
+            Unavailable: the attempt does not continue what has been delivered (RESUME_DIVERGED).
+        """
+        event = response.WhichOneof("event")
+        if event == "started":
+            first = self.assembler.started
+            if first is not None:
+                if (first.model, first.model_version) != (response.started.model, response.started.model_version):
+                    raise self._diverged("the model has changed since the stream began")
+                return None
+        elif event == "delta":
+            response = self._unseen(response)
+            if not response.HasField("delta"):
+                return None
+            self._failures = 0
+            self._begun = True
+        return self.assembler.take(response)
+
+    def _unseen(self, response: inference_pb2.StreamGenerateResponse) -> inference_pb2.StreamGenerateResponse:
+        """The message without what has been delivered before, counted on; empty if nothing is left."""
+        delta = response.delta
+        passed = self._passed.get(delta.index)
+        if passed is not None and (passed.ids or passed.text):
+            ids, text = len(passed.ids), len(passed.text)
+            if list(delta.token_ids[:ids]) != passed.ids[: len(delta.token_ids)] or (
+                delta.text[:text] != passed.text[: len(delta.text)]
+            ):
+                raise self._diverged("the repeated answer differs from the one that was delivered")
+            logprobs = list(delta.logprobs[ids:])
+            passed.ids, new_ids = passed.ids[len(delta.token_ids) :], list(delta.token_ids[ids:])
+            passed.text, new_text = passed.text[len(delta.text) :], delta.text[text:]
+            if not new_ids and not new_text:
+                return inference_pb2.StreamGenerateResponse()
+            delta = inference_pb2.Delta(index=delta.index, text=new_text, token_ids=new_ids, logprobs=logprobs)
+            response = inference_pb2.StreamGenerateResponse(delta=delta)
+        response.delta.sequence = self._sequence.get(delta.index, 0)
+        self._sequence[delta.index] = response.delta.sequence + 1
+        return response
+
+    def _diverged(self, why: str) -> Unavailable:
+        return Unavailable(
+            f"the stream broke and cannot be continued: {why}",
+            reason="RESUME_DIVERGED",
+            request_id=self.request.request_id,
+        )
+
+    # -- breaks --------------------------------------------------------------------------------------------------------
+
+    def delay_after(self, error: SaccadeError) -> float:
+        """Seconds to wait before the next attempt. Raises the error if there is to be none."""
+        if self.assembler.started is not None and not self.resume:
+            raise error from error.__cause__
+        if isinstance(error, AlreadyExists) and self._resumed:
+            # The server has not yet noticed that the broken attempt is over.
+            error_for_rule: SaccadeError = Unavailable(error.message, retryable=True)
+        else:
+            error_for_rule = error
+        self._failures += 1
+        delay = retry_delay(error_for_rule, self._failures, self.calls.max_retries, self.deadline)
+        if delay is None:
+            raise error from error.__cause__
+        return delay
+
+    def next_request(self) -> inference_pb2.GenerateRequest:
+        """What the next attempt asks for."""
+        started = self.assembler.started
+        if started is None:
+            return self.request
+        self._resumed = True
+        request = inference_pb2.GenerateRequest()
+        request.CopyFrom(self.request)
+        request.sampling.seed = started.seed
+        if request.sampling.n > 1:
+            self._passed = {
+                index: _Passed(self.assembler.token_ids(index), self.assembler.text(index)) for index in self._sequence
+            }
+        else:
+            request.continued_token_ids.extend(self.assembler.token_ids())
+        return request
+
+    # -- patience ------------------------------------------------------------------------------------------------------
+
+    def patience(self) -> float | None:
+        """Seconds that the reader may wait for the next message; None for no limit."""
+        if self._begun:
+            return self.calls.idle_timeout
+        limit = self.calls.first_token_timeout
+        return None if limit is None else max(0.001, limit - self._waited)
+
+    def waited(self, seconds: float) -> None:
+        """Counts time that the reader has waited for a message."""
+        self._waited += seconds
+
+    def out_of_patience(self) -> DeadlineExceeded:
+        """The error for a wait that was longer than `patience`."""
+        name = "idle_timeout" if self._begun else "first_token_timeout"
+        what = "nothing more" if self._begun else "no piece of the answer"
+        return DeadlineExceeded(
+            f"{what} came within {name} = {getattr(self.calls, name):g} seconds",
+            reason=name.upper(),
+            request_id=self.request.request_id,
+        )
+
+
+def stream_settings(calls: CallSettings, first_token_timeout: float | None, idle_timeout: float | None) -> CallSettings:
+    """The client's settings with those of one stream over them; None keeps the client's."""
+    given = {"first_token_timeout": first_token_timeout, "idle_timeout": idle_timeout}
+    return replace(calls, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]

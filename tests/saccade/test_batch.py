@@ -1,0 +1,474 @@
+"""Batch jobs against a scripted server: whole, in part, killed, torn, twice, and against others' files."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from fake_server import Failure, Script
+
+import saccade
+from saccade import cli, errors
+from saccade.batch import BatchInvalid
+from saccade.progress import Progress, duration
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+Code = grpc.StatusCode
+Run = Callable[..., saccade.BatchSummary]
+
+
+def write_input(path: Path, count: int, **body: Any) -> Path:
+    with open(path, "w") as file:
+        for i in range(count):
+            messages = [{"role": "user", "content": f"row {i}"}]
+            file.write(json.dumps({"custom_id": f"id {i}", "body": {"messages": messages, **body}}) + "\n")
+    return path
+
+
+def text_of(request: Any) -> str:
+    return str(request.chat.messages[0].parts[-1].text)
+
+
+def echo(request: Any) -> list[str]:
+    return [text_of(request), "!"]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def answers(path: Path) -> dict[str, str]:
+    """custom_id -> text; each id once."""
+    rows = read(path)
+    assert len({row["custom_id"] for row in rows}) == len(rows)
+    return {row["custom_id"]: row["response"]["body"]["choices"][0]["message"]["content"] for row in rows}
+
+
+def expected(count: int) -> dict[str, str]:
+    return {f"id {i}": f"row {i}!" for i in range(count)}
+
+
+@pytest.fixture(params=["sync", "async"])
+def run(request: pytest.FixtureRequest, address: str) -> Run:
+    """`run(source, output, **options)`, by either client."""
+
+    def sync(*arguments: Any, **options: Any) -> saccade.BatchSummary:
+        with saccade.Client(address, timeout=20) as client:
+            return client.run_batch(*arguments, **options)
+
+    def by_asyncio(*arguments: Any, **options: Any) -> saccade.BatchSummary:
+        async def main() -> saccade.BatchSummary:
+            async with saccade.AsyncClient(address, timeout=20) as client:
+                return await client.run_batch(*arguments, **options)
+
+        return asyncio.run(main())
+
+    return sync if request.param == "sync" else by_asyncio
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_few_hundred_rows(run: Run, script: Script, tmp_path: Path, ordered: bool) -> None:
+    script.answer = echo
+    source, output = write_input(tmp_path / "in.jsonl", 300), tmp_path / "out.jsonl"
+    summary = run(source, output, concurrency=16, ordered=ordered)
+    assert answers(output) == expected(300)
+    if ordered:
+        assert [row["custom_id"] for row in read(output)] == [f"id {i}" for i in range(300)]
+    assert (summary.total, summary.completed, summary.failed, summary.resumed) == (300, 300, 0, 0)
+    assert (summary.prompt_tokens, summary.completion_tokens) == (2700, 600)
+    assert summary.finished and summary.model == "fake" and summary.tokens_per_second > 0
+    assert {request.priority for request in script.requests} == {-10}
+    again = run(source, output)
+    assert again.resumed == 300 and len(script.requests) == 300
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "out.jsonl.journal"]
+
+
+def test_errors_are_rows_and_only_passing_ones_are_asked_again(run: Run, script: Script, tmp_path: Path) -> None:
+    def answer(request: Any) -> list[str]:
+        number = int(text_of(request).split()[1])
+        if number % 10 == 1:
+            raise Failure(Code.INVALID_ARGUMENT, "too long", reason="CONTEXT_LENGTH_EXCEEDED")
+        if number % 10 == 2:
+            raise Failure(Code.INTERNAL, "oops")
+        return echo(request)
+
+    script.answer = answer
+    source, output = write_input(tmp_path / "in.jsonl", 50), tmp_path / "out.jsonl"
+    summary = run(source, output)
+    assert (summary.completed, summary.failed) == (40, 10)
+    assert summary.errors == {"CONTEXT_LENGTH_EXCEEDED": 5, "Internal": 5}
+    rows = {row["custom_id"]: row for row in read(output)}
+    assert len(rows) == 50 and rows["id 1"]["response"]["status_code"] == 400
+    assert rows["id 2"]["error"]["code"] == "Internal" and rows["id 3"]["error"] is None
+
+    script.answer = echo
+    script.requests.clear()
+    summary = run(source, output, ordered=True)
+    assert sorted(map(text_of, script.requests)) == ["row 12", "row 2", "row 22", "row 32", "row 42"]
+    assert (summary.completed, summary.failed, summary.resumed) == (45, 5, 45)
+    assert [row["custom_id"] for row in read(output)] == [f"id {i}" for i in range(50)]  # sorted at the end
+
+
+def test_a_mended_row_replaces_its_answer(run: Run, script: Script, tmp_path: Path) -> None:
+    script.answer = echo
+    source, output = write_input(tmp_path / "in.jsonl", 20), tmp_path / "out.jsonl"
+    run(source, output)
+    lines = source.read_text().splitlines()
+    lines[3] = lines[3].replace("row 3", "another")
+    source.write_text("\n".join(lines[1:]))  # and the first is gone
+    script.requests.clear()
+    run(source, output)
+    assert [text_of(request) for request in script.requests] == ["another"]
+    wanted = expected(20) | {"id 3": "another!"}
+    del wanted["id 0"]
+    assert answers(output) == wanted
+
+
+def test_another_model_or_another_file_is_not_written_over(run: Run, script: Script, tmp_path: Path) -> None:
+    script.answer = echo
+    source, output = write_input(tmp_path / "in.jsonl", 5), tmp_path / "out.jsonl"
+    run(source, output)
+    before = output.read_bytes()
+    script.version = "2"
+    with pytest.raises(errors.AlreadyExists, match="none of them"):
+        run(source, output)
+    assert output.read_bytes() == before
+    run(source, output, overwrite=True)
+    assert {row["response"]["body"]["system_fingerprint"] for row in read(output)} == {"2"}
+    for foreign in (b"my notes\n", b'{"a": 1}\n', b"[1]\n", before):
+        output.write_bytes(foreign)
+        Path(f"{output}.journal").unlink()
+        with pytest.raises(errors.AlreadyExists):
+            run(source, output)
+        assert output.read_bytes() == foreign
+    with pytest.raises(errors.InvalidArgument, match="overwrite"):
+        run(source, source)
+
+
+def test_a_wrong_file_starts_nothing(run: Run, script: Script, tmp_path: Path) -> None:
+    source, output = write_input(tmp_path / "in.jsonl", 3), tmp_path / "out.jsonl"
+    with open(source, "a") as file:
+        file.write('{"custom_id": "id 1", "body": {"messages": []}}\n')
+    with pytest.raises(BatchInvalid) as caught:
+        run(source, output)
+    assert caught.value.problems == ["line 4: messages: expected a list of at least one message"]
+    for missing in (tmp_path / "nothing.jsonl", tmp_path):
+        with pytest.raises(errors.InvalidArgument, match="cannot read"):
+            run(missing, output)
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n\n")
+    with pytest.raises(errors.InvalidArgument, match="no requests"):
+        run(empty, output)
+    with pytest.raises(errors.InvalidArgument, match="'gpt'.*'fake'"):
+        run(write_input(tmp_path / "other.jsonl", 2, model="gpt"), output)
+    assert not output.exists() and not script.requests
+    script.answer = echo
+    assert run(tmp_path / "other.jsonl", output, any_model=True).completed == 2
+    assert {request.model for request in script.requests} == {""}
+
+
+def test_too_many_errors(run: Run, script: Script, tmp_path: Path) -> None:
+    script.answer = lambda request: (_ for _ in ()).throw(Failure(Code.INVALID_ARGUMENT, "no"))
+    source, output = write_input(tmp_path / "in.jsonl", 100), tmp_path / "out.jsonl"
+    with pytest.raises(errors.FailedPrecondition) as caught:
+        run(source, output, max_errors=5, concurrency=2)
+    assert caught.value.reason == "BATCH_ERRORS" and len(read(output)) == 6
+    script.answer = echo
+    assert run(source, output).failed == 6  # a wrong request stays wrong
+
+
+def test_a_server_that_is_gone_stops_the_job(run: Run, script: Script, tmp_path: Path) -> None:
+    script.answer = lambda request: (_ for _ in ()).throw(Failure(Code.UNAVAILABLE, "gone", pushback="-1"))
+    source, output = write_input(tmp_path / "in.jsonl", 100), tmp_path / "out.jsonl"
+    with pytest.raises(errors.Unavailable, match="nobody"):
+        run(source, output, concurrency=3)
+    assert len(read(output)) == 3
+    script.answer = echo
+    assert run(source, output).completed == 100
+    assert answers(output) == expected(100)
+
+
+def test_a_key_that_is_refused_stops_the_job_at_once(run: Run, script: Script, tmp_path: Path) -> None:
+    script.answer = lambda request: (_ for _ in ()).throw(Failure(Code.PERMISSION_DENIED, "no"))
+    with pytest.raises(errors.PermissionDenied):
+        run(write_input(tmp_path / "in.jsonl", 100), tmp_path / "out.jsonl", concurrency=2)
+    assert (tmp_path / "out.jsonl").read_bytes() == b""
+
+
+def test_a_file_that_changes_underneath_is_an_error(run: Run, script: Script, tmp_path: Path) -> None:
+    source, output = write_input(tmp_path / "in.jsonl", 400), tmp_path / "out.jsonl"
+
+    def answer(request: Any) -> list[str]:
+        source.write_bytes(source.read_bytes().replace(b"row", b"raw"))
+        return echo(request)
+
+    script.answer = answer
+    with pytest.raises(errors.FailedPrecondition) as caught:
+        run(source, output, concurrency=1)
+    assert caught.value.reason == "BATCH_INPUT_CHANGED"
+
+
+def test_a_picture_of_the_folder(run: Run, script: Script, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"pixels")
+    parts = [{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "text", "text": "what?"}]
+    row = {"custom_id": "a", "body": {"messages": [{"role": "user", "content": parts}]}}
+    (tmp_path / "in.jsonl").write_text(json.dumps(row))
+    assert run(tmp_path / "in.jsonl", tmp_path / "out.jsonl").completed == 1
+    assert script.requests[0].chat.messages[0].parts[0].image.data == b"pixels"
+
+
+def test_one_process_at_a_time(run: Run, script: Script, tmp_path: Path, address: str) -> None:
+    source, output = write_input(tmp_path / "in.jsonl", 2), tmp_path / "out.jsonl"
+    second: list[BaseException] = []
+
+    def answer(request: Any) -> list[str]:
+        if not second:
+            second.append(errors.SaccadeError("none"))
+            try:
+                with saccade.Client(address) as other:
+                    other.run_batch(source, output)
+            except errors.FailedPrecondition as error:
+                second.append(error)
+        return echo(request)
+
+    script.answer = answer
+    assert run(source, output, concurrency=1).completed == 2
+    assert isinstance(second[-1], errors.FailedPrecondition) and second[-1].reason == "BATCH_RUNNING"
+
+
+# -- crashes -----------------------------------------------------------------------------------------------------------
+
+
+def start(*arguments: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "saccade", "batch", *map(str, arguments)]
+    return subprocess.Popen(command, cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_killed_again_and_again_it_ends_with_each_row_once(
+    address: str, script: Script, tmp_path: Path, ordered: bool
+) -> None:
+    """kill -9 when the n-th request of each run arrives: before the first answer, between commits, behind one."""
+    source, output = write_input(tmp_path / "in.jsonl", 400), tmp_path / "out.jsonl"
+    victim: list[subprocess.Popen[str]] = []
+    moments = [1, 2, 30, 70, 131]
+    written: set[str] = set()
+    seen: list[str] = []
+    left = 0
+
+    def answer(request: Any) -> list[str]:
+        nonlocal left
+        seen.append(text_of(request))
+        left -= 1
+        if left == 0:
+            victim[0].kill()
+        return echo(request)
+
+    script.answer = answer
+    options = ["--server", address, "--concurrency", 8, "--quiet", *(["--ordered"] if ordered else [])]
+    for moment in [*moments, 0]:
+        left = moment
+        seen.clear()
+        victim[:] = [start(source, output, *options)]
+        stdout, stderr = victim[0].communicate(timeout=60)
+        assert not {f"id {text.split()[1]}" for text in seen} & written, "an answered row was asked again"
+        if moment:
+            assert victim[0].returncode == -signal.SIGKILL, stderr
+            if output.exists():
+                whole = output.read_bytes().rpartition(b"\n")[0]
+                written = {json.loads(line)["custom_id"] for line in whole.splitlines()}
+    assert victim[0].returncode == 0, stderr
+    assert answers(output) == expected(400)
+    summary = json.loads(stdout.splitlines()[-1])
+    assert summary["completed"] == 400 and summary["resumed"] == len(written) > 200
+    if ordered:
+        assert [row["custom_id"] for row in read(output)] == [f"id {i}" for i in range(400)]
+
+
+def test_an_interrupt_says_how_to_go_on(address: str, script: Script, tmp_path: Path) -> None:
+    source, output = write_input(tmp_path / "in.jsonl", 100), tmp_path / "out.jsonl"
+    for sent in (signal.SIGINT, signal.SIGTERM):
+        process: list[subprocess.Popen[str]] = []
+        seen: list[str] = []
+
+        def answer(request: Any, sent: int = sent, process: Any = process, seen: Any = seen) -> list[str]:
+            seen.append(text_of(request))
+            if len(seen) == 20:
+                process[0].send_signal(sent)
+            return echo(request)
+
+        script.answer = answer
+        process.append(start(source, output, "--server", address, "--concurrency", 2))
+        stdout, stderr = process[0].communicate(timeout=60)
+        assert process[0].returncode == 130, stderr
+        assert "the same command goes on" in stderr and "Traceback" not in stderr
+        assert json.loads(stdout)["completed"] == len(read(output)) >= 18
+    last = start(source, output, "--server", address, "--quiet")
+    last.communicate(timeout=60)
+    assert last.returncode == 0
+    assert answers(output) == expected(100)
+
+
+DAMAGES = ["cut", "cut-journal", "lost-journal", "noise-journal", "zeros", "deleted-line", "doubled-line", "halved"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("seed", range(3))
+def test_torn_files(client: saccade.Client, script: Script, tmp_path: Path, damage: str, seed: int) -> None:
+    """Whatever has become of output and journal, the next run ends with each row once and the right answer."""
+    rng = random.Random(f"{damage} {seed}")
+    source, output = write_input(tmp_path / "in.jsonl", 200), tmp_path / "out.jsonl"
+    journal = Path(f"{output}.journal")
+    script.answer = lambda r: echo(r) if len(script.requests) < 150 else (_ for _ in ()).throw(Failure(Code.INTERNAL))
+    with pytest.raises(errors.FailedPrecondition):
+        client.run_batch(source, output, max_errors=0, concurrency=4)
+    data = output.read_bytes()
+    lines = data.splitlines(keepends=True)
+    assert len(lines) >= 140
+    match damage:
+        case "cut":
+            os.truncate(output, rng.randrange(len(data)))
+        case "cut-journal":
+            os.truncate(journal, rng.randrange(journal.stat().st_size))
+        case "lost-journal":
+            journal.unlink()
+            os.truncate(output, len(data) - rng.randrange(1, 100))
+        case "noise-journal":
+            noise = bytearray(journal.read_bytes())
+            for _ in range(200):
+                noise[rng.randrange(len(noise))] = rng.randrange(256)
+            journal.write_bytes(noise)
+        case "zeros":  # what a power cut leaves where data had not reached the disk
+            output.write_bytes(data + bytes(rng.randrange(1, 5000)))
+        case "deleted-line":
+            del lines[rng.randrange(len(lines))]
+            output.write_bytes(b"".join(lines))
+        case "doubled-line":
+            output.write_bytes(data + lines[rng.randrange(len(lines))])
+        case "halved":
+            output.write_bytes(b"".join(lines[: len(lines) // 2]) + lines[-1][: len(lines[-1]) // 2])
+    script.answer = echo
+    summary = client.run_batch(source, output, ordered=bool(seed % 2))
+    assert summary.completed == 200 and summary.finished
+    assert answers(output) == expected(200)
+
+
+def test_a_crash_while_the_output_is_rewritten(client: saccade.Client, script: Script, tmp_path: Path) -> None:
+    """Between the renaming of the new output and the journal's word on it: the journal must not be believed."""
+    script.answer = echo
+    source, output = write_input(tmp_path / "in.jsonl", 60), tmp_path / "out.jsonl"
+    client.run_batch(source, output)
+    lines = output.read_bytes().splitlines(keepends=True)
+    random.Random(1).shuffle(lines)
+    output.write_bytes(b"".join(lines))
+    with sqlite3.connect(f"{output}.journal") as db:
+        db.execute("PRAGMA user_version = 1")
+    db.close()
+    Path(f"{output}.tmp").write_bytes(b"half of a li")
+    client.run_batch(source, output, ordered=True)
+    assert [row["custom_id"] for row in read(output)] == [f"id {i}" for i in range(60)]
+    assert not Path(f"{output}.tmp").exists()
+
+
+def test_a_full_disk_leaves_whole_lines(address: str, script: Script, tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk: the write that meets it is cut short."""
+    script.answer = echo
+    source, output = write_input(tmp_path / "in.jsonl", 300), tmp_path / "out.jsonl"
+    program = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY)); "
+        "from saccade.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    arguments = ["batch", str(source), str(output), "--server", address, "--quiet"]
+    done = subprocess.run([sys.executable, "-c", program, *arguments], cwd=CHECKOUT, capture_output=True, text=True)
+    assert done.returncode == 2 and "cannot write" in done.stderr and "Traceback" not in done.stderr
+    assert output.read_bytes().endswith(b"\n") and 50 < len(read(output)) < 300
+    assert cli.main(arguments) == 0
+    assert answers(output) == expected(300)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_the_command(address: str, script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script.answer = echo
+    source, output = write_input(tmp_path / "in.jsonl", 30), tmp_path / "out.jsonl"
+    arguments = ["batch", str(source), str(output), "--server", address, "--ordered"]
+    assert cli.main(arguments) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["completed"] == 30 and "30/30 rows" in captured.err
+    assert cli.main(arguments) == 0
+    assert "30 of 30 rows are there already" in capsys.readouterr().err
+
+    script.answer = lambda request: (_ for _ in ()).throw(Failure(Code.INVALID_ARGUMENT, "no"))
+    assert cli.main([*arguments, "--overwrite", "--quiet"]) == 1
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["errors"] == {"InvalidArgument": 30} and captured.err == ""
+    assert cli.main([*arguments, "--overwrite", "--max-errors", "3"]) == 2
+    assert "more than max_errors = 3" in capsys.readouterr().err
+
+    with open(source, "a") as file:
+        file.write("{\n{}\n")
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "line 31: not JSON" in captured.err and "line 32: custom_id" in captured.err
+    nobody = ["batch", str(write_input(source, 1)), str(output), "--server", "127.0.0.1:1", "--max-retries", "0"]
+    assert cli.main(nobody) == 2
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["batch", str(source)])
+    assert caught.value.code == 2
+
+
+class Terminal:
+    def __init__(self, terminal: bool) -> None:
+        self.text, self._terminal = "", terminal
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None:
+        return
+
+
+def test_progress() -> None:
+    now = [0.0]
+    log = Terminal(False)
+    progress = Progress(1000, 100, stream=log, clock=lambda: now[0])  # type: ignore[arg-type]
+    for _ in range(100):
+        now[0] += 0.1
+        progress.add(5, False)
+    progress.add(0, True)
+    assert progress.line() == "201/1000 rows, 1 failed, 50 tokens/s, 1m19s left"
+    assert 2 <= log.text.count("\n") <= 4  # one at once, then every five seconds
+    screen = Terminal(True)
+    progress = Progress(2, stream=screen, clock=lambda: now[0], use_rich=False)  # type: ignore[arg-type]
+    now[0] += 1
+    progress.add(3, False)
+    progress.add(3, False)
+    progress.close()
+    assert screen.text.startswith("\r\x1b[K1/2 rows") and screen.text.endswith("2/2 rows, 6 tokens/s, in 1s\n")
+    assert [duration(s) for s in (0.4, 59.6, 75.2, 7262)] == ["0s", "1m00s", "1m15s", "2h01m"]
+
+
+def test_progress_with_rich() -> None:
+    pytest.importorskip("rich")
+    screen = Terminal(True)
+    progress = Progress(2, stream=screen)  # type: ignore[arg-type]
+    progress.add(3, False)
+    progress.close()
+    assert "1/2 rows" in screen.text

@@ -1,0 +1,178 @@
+"""Many requests at once: `map` of the synchronous and of the asyncio client, on the same tests."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+from fake_server import Failure, Script
+
+import saccade
+from saccade import errors
+
+Mapped = Callable[..., list[saccade.Outcome]]
+
+
+@pytest.fixture(params=["sync", "async"])
+def mapped(request: pytest.FixtureRequest, address: str) -> Mapped:
+    """`mapped(requests, **options)` -> all outcomes."""
+
+    def sync(requests: Iterable[Any], *, max_retries: int = 2, **options: Any) -> list[saccade.Outcome]:
+        with saccade.Client(address, timeout=20, max_retries=max_retries) as client:
+            return list(client.map(requests, **options))
+
+    def by_asyncio(requests: Iterable[Any], *, max_retries: int = 2, **options: Any) -> list[saccade.Outcome]:
+        async def main() -> list[saccade.Outcome]:
+            async with saccade.AsyncClient(address, timeout=20, max_retries=max_retries) as client:
+                return [outcome async for outcome in client.map(requests, **options)]
+
+        return asyncio.run(main())
+
+    return sync if request.param == "sync" else by_asyncio
+
+
+def echo(request: Any) -> list[str]:
+    text = request.prompt.text
+    if text.startswith("bad"):
+        raise Failure(grpc.StatusCode.INVALID_ARGUMENT, text, reason="BAD")
+    return [text]
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_each_request_has_its_outcome(mapped: Mapped, script: Script, ordered: bool) -> None:
+    script.answer = echo
+    requests = [{"prompt": f"{'bad ' * (i % 7 == 3)}{i}", "custom_id": f"id {i}"} for i in range(60)]
+    outcomes = mapped(iter(requests), concurrency=7, ordered=ordered)
+    if ordered:
+        assert [o.index for o in outcomes] == list(range(60))
+    assert sorted(o.index for o in outcomes) == list(range(60))
+    for outcome in outcomes:
+        assert outcome.custom_id == f"id {outcome.index}"
+        if outcome.index % 7 == 3:
+            assert isinstance(outcome.error, errors.InvalidArgument) and outcome.generation is None
+            with pytest.raises(errors.InvalidArgument, match=f"bad {outcome.index}"):
+                outcome.result()
+        else:
+            assert outcome.result().text == str(outcome.index)
+
+
+def test_what_cannot_be_sent_is_an_outcome_too(mapped: Mapped) -> None:
+    outcomes = mapped([{"prompt": "?", "nonsense": 1}, {"prompt": "?", "images": ["no/such.png"]}, {}, {"prompt": "?"}])
+    found = {o.index: o.error for o in outcomes}
+    assert [type(found[i]) for i in range(3)] == [errors.InvalidArgument] * 3 and found[3] is None
+
+
+def test_no_requests_and_no_concurrency(mapped: Mapped) -> None:
+    assert mapped([]) == []
+    with pytest.raises(errors.InvalidArgument, match="concurrency"):
+        mapped([], concurrency=0)
+
+
+def test_a_refusal_is_tried_again(mapped: Mapped, script: Script) -> None:
+    script.failures = [Failure(grpc.StatusCode.UNAVAILABLE, reason="QUEUE_FULL", retry_after=0.001)] * 4
+    outcomes = mapped([{"prompt": str(i)} for i in range(10)], concurrency=3, max_retries=4)
+    assert all(o.error is None for o in outcomes) and len(script.requests) == 14
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_requests_are_taken_as_there_is_room(mapped: Mapped, script: Script, ordered: bool) -> None:
+    """Never more than `concurrency` requests are at the server, and the source is never read far ahead of it."""
+    lock, now, most, taken, furthest, answered = threading.Lock(), 0, 0, 0, 0, 0
+
+    def source() -> Iterator[dict[str, Any]]:
+        nonlocal taken, furthest
+        for i in range(50):
+            with lock:
+                taken += 1
+                furthest = max(furthest, taken - answered)
+            yield {"prompt": str(i)}
+
+    barrier = threading.Barrier(4)
+
+    def answer(request: Any) -> list[str]:
+        nonlocal now, most, answered
+        with lock:
+            now += 1
+            most = max(most, now)
+        if int(request.prompt.text) < 48:
+            barrier.wait(timeout=20)  # four at once, or not at all
+        with lock:
+            now -= 1
+            answered += 1
+        return ["x"]
+
+    script.answer = answer
+    assert len(mapped(source(), concurrency=4, ordered=ordered)) == 50
+    assert most == 4 and furthest <= 8
+
+
+def test_the_first_holds_back_no_more_than_a_window(mapped: Mapped, script: Script) -> None:
+    first = threading.Event()
+    seen: list[int] = []
+
+    def answer(request: Any) -> list[str]:
+        number = int(request.prompt.text)
+        if number == 0:
+            first.wait(timeout=20)
+        else:
+            seen.append(number)
+            if len(seen) == 15:  # as many as the window of 2 x 8 holds beside the first
+                first.set()
+        return [str(number)]
+
+    script.answer = answer
+    outcomes = mapped([{"prompt": str(i)} for i in range(40)], concurrency=2, ordered=True)
+    assert [o.result().text for o in outcomes] == [str(i) for i in range(40)]
+    assert max(seen[:15]) == 15
+
+
+def test_leaving_the_iterator_cancels_what_runs(client: saccade.Client, script: Script) -> None:
+    script.hang_after = 0
+    script.failures = [Failure(grpc.StatusCode.INTERNAL)]
+    outcomes = client.map(({"prompt": str(i)} for i in range(1000)), concurrency=3)
+    assert isinstance(next(outcomes).error, errors.Internal)
+    outcomes.close()  # type: ignore[attr-defined]
+    for _ in range(len(script.requests) - 1):  # those that have arrived at all
+        assert script.ended.acquire(timeout=10)
+    assert len(script.requests) <= 3
+
+
+def test_leaving_the_async_iterator_cancels_what_runs(address: str, script: Script) -> None:
+    script.hang_after = 0
+    script.failures = [Failure(grpc.StatusCode.INTERNAL)]
+
+    async def main() -> None:
+        async with saccade.AsyncClient(address, timeout=20) as client:
+            outcomes = client.map(({"prompt": str(i)} for i in range(1000)), concurrency=3)
+            assert isinstance((await anext(outcomes)).error, errors.Internal)
+            await outcomes.aclose()
+            for _ in range(len(script.requests) - 1):
+                assert await asyncio.to_thread(script.ended.acquire, timeout=10)
+            assert len(script.requests) <= 3
+
+    asyncio.run(main())
+
+
+def test_an_error_in_the_source_is_raised(mapped: Mapped) -> None:
+    def source() -> Iterator[dict[str, Any]]:
+        yield {"prompt": "a"}
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="disk"):
+        mapped(source(), concurrency=1)
+
+
+def test_an_async_source(address: str) -> None:
+    async def main() -> None:
+        async def source() -> Any:
+            for i in range(5):
+                yield {"prompt": str(i)}
+
+        async with saccade.AsyncClient(address, timeout=20) as client:
+            assert [o.index async for o in client.map(source(), concurrency=2, ordered=True)] == list(range(5))
+
+    asyncio.run(main())
