@@ -75,7 +75,7 @@ class ChatTemplate:
             raise ValueError(f"chat template: {error}") from None
 
     def _safe(self, text: str) -> str:
-        return literal(text, self.image_token) if self.image_token else text
+        return literal(text, *([self.image_token] if self.image_token else []))
 
     def _literals(self, messages: Sequence[Message]) -> int:
         token = self.image_token or ""

@@ -306,14 +306,13 @@ class Frontend:
 
     def _raw_ids(self, text: str, pictures: int, tokenizer: Tokenizer) -> list[int]:
         """Raw text may hold image tokens of its own; where it holds none, the pictures come first."""
-        token = self.assets.image_token
-        if token is None:
-            return tokenizer.encode(text)
+        token, picture = self.assets.image_token, self.assets.image_token_id
+        if token is None or picture is None:
+            return tokenizer.encode(literal(text))
         if pictures == 0:
             return tokenizer.encode(literal(text, token))
-        if token not in text:
-            return self.assets.wrap_pictures([self.assets.image_token_id or 0] * pictures) + tokenizer.encode(text)
-        return tokenizer.encode(text)
+        ids = tokenizer.encode(literal(text))
+        return ids if picture in ids else self.assets.wrap_pictures([picture] * pictures) + ids
 
     def _widen(self, ids: list[int], spec: GenerateSpec, patches: list[ImagePatches], salt: bytes) -> _Prompt:
         """Each image token id becomes as many as its picture has tokens."""

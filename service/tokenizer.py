@@ -10,7 +10,8 @@ from tokenizers import Tokenizer as _Tokenizer
 
 from service.modelconfig import CheckpointError
 
-_LITERAL_OPEN, _LITERAL_CLOSE = "\ue000", "\ue001"
+# Code points that Unicode keeps for such use: they never stand in text that is exchanged.
+_LITERAL_OPEN, _LITERAL_CLOSE = "\ufdd0", "\ufdd1"
 _REPLACEMENT = "\ufffd"
 
 
