@@ -12,7 +12,7 @@ from encoder.tune import Histogram, LadderReport, check_histogram, compare_ladde
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints doublings, sqrt(2) steps and the tuned ladder with their padding, and the option to start the server with.
+    """Prints doublings, sqrt(2) steps and the tuned ladders with their padding, and the option to serve with.
 
     Returns 0. Raises `ValueError`, in words for the user, for a file or numbers that make no sense.
     """
@@ -72,6 +72,7 @@ def _as_table(histogram: Histogram, reports: Sequence[LadderReport]) -> str:
             f"{report.name.ljust(name_width)}  {len(report.ladder):6}  {report.alone:5.3f}  {report.packed:12.3f}"
         )
     lines.append("")
+    # What runs is packed, so the ladder for packed batches is the one to serve with.
     lines.append("saccade serve --token-budgets " + ",".join(map(str, reports[-1].ladder)))
     return "\n".join(lines)
 

@@ -16,6 +16,7 @@ from encoder.tune import (
     compare_ladders,
     geometric_ladder,
     ladder_work,
+    packed_ladder,
     packed_work,
     real_tokens,
     tuned_ladder,
@@ -133,13 +134,43 @@ def test_packing_wastes_less_than_replaying_alone() -> None:
 
 def test_reports_share_range_and_images() -> None:
     histogram = {80: 100, 300: 20, 1000: 1}
-    doublings, steps, tuned = compare_ladders(histogram, 3, lo=64, hi=1024, max_images=8)
+    doublings, steps, tuned, packed = compare_ladders(histogram, 3, lo=64, hi=1024, max_images=8)
     assert doublings.ladder == (64, 128, 256, 512, 1024)
     assert steps.ladder == (64, 91, 128, 182, 256, 363, 512, 725, 1024)
     assert tuned.ladder == (80, 300, 1024)
     assert tuned.alone < steps.alone < doublings.alone
-    assert all(report.packed >= 1 for report in (doublings, steps, tuned))
-    assert [report.ladder for report in compare_ladders({64: 1}, 4)] == [(64,)] * 3
+    assert all(report.packed >= 1 for report in (doublings, steps, tuned, packed))
+    assert packed.packed <= tuned.packed
+    assert [report.ladder for report in compare_ladders({64: 1}, 4)] == [(64,)] * 4
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    histogram=st.dictionaries(st.integers(1, 300), st.integers(1, 40), min_size=1, max_size=12),
+    max_budgets=st.integers(1, 8),
+    images=st.integers(1, 12),
+)
+def test_a_ladder_for_packed_batches_is_no_worse_than_the_others(
+    histogram: dict[int, int], max_budgets: int, images: int
+) -> None:
+    hi = max(*histogram, images)
+    ladder = packed_ladder(histogram, max_budgets, images=images, hi=hi)
+    assert len(ladder) <= max_budgets and ladder[-1] == hi and ladder[0] >= images
+    waste = packed_work(histogram, EncoderBudgets(tuple(ladder), images))
+    others = [tuned_ladder(histogram, max_budgets, floor=images, hi=hi)]
+    doublings = token_ladder(max(min(histogram), images), hi)
+    others += [doublings] if len(doublings) <= max_budgets else []
+    for other in others:
+        assert waste <= packed_work(histogram, EncoderBudgets(tuple(other), images))
+
+
+def test_tuning_for_packed_batches_pays() -> None:
+    """Pictures of 200 to 3,320 tokens, sixteen waiting: the launches are larger than the pictures."""
+    histogram = dict.fromkeys(range(200, 3329, 40), 1)
+    alone = tuned_ladder(histogram, 5, floor=13, hi=3328)
+    packed = packed_ladder(histogram, 5, images=13, hi=3328)
+    waste = [packed_work(histogram, EncoderBudgets(tuple(ladder), 13)) for ladder in (packed, alone)]
+    assert waste[0] + 0.01 < waste[1], waste
 
 
 @pytest.mark.parametrize(

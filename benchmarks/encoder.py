@@ -1,0 +1,338 @@
+"""The encoder by itself: how fast, how much of it is padding, how near the machine's limit, and against transformers.
+
+    python -m benchmarks.encoder [--only mixes,peer,packing,preprocess] [--rounds 3] [--images 32] [--write]
+
+`mixes`       images/s, padded over real tokens and the share of the measured GEMM rate, for three mixes of sizes, each
+              run eagerly, by graphs on doublings, and by graphs on a ladder of as many budgets tuned to the mix
+`peer`        16 pictures of mixed sizes in one call: ours against transformers' tower, same weights, dtype and threads,
+              in one process, both sides in turn; it stops if the two disagree
+`packing`     microseconds per picture of choosing the batches
+`preprocess`  pictures/s on one core, decoding and patching apart, by size and format
+
+FLOPs are counted for real rows only, so padding lowers the share of the GEMM rate as it should. Everything runs in
+bfloat16 on as many threads as there are cores. Run it on an idle machine; it takes under four minutes there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import io
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from benchmarks import machine, models
+from encoder.budget import resolve_budgets
+from encoder.config import VisionConfig
+from encoder.images import decode_image
+from encoder.packing import pack
+from encoder.preprocess import ImagePatches, patchify
+from encoder.runner import EncoderOptions, EncoderRunner
+from encoder.tune import packed_ladder
+from kernels.host_memory import keep_freed_memory
+from service.checkpoint import open_checkpoint
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+DTYPE = torch.bfloat16
+PARTS = ("mixes", "peer", "packing", "preprocess")
+AGREEMENT = 0.02
+"""Relative RMS between ours and the peer's bfloat16 rows, above which no time is worth anything."""
+
+
+# -- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def uniform(rng: random.Random) -> tuple[int, int]:
+    """Any legal grid of 8 to 32 patches a side."""
+    return 2 * rng.randint(4, 16), 2 * rng.randint(4, 16)
+
+
+def documents(rng: random.Random) -> tuple[int, int]:
+    """Pages near the largest grid, a few of them crops."""
+    return (36, 28) if rng.random() < 0.6 else (2 * rng.randint(14, 18), 2 * rng.randint(11, 14))
+
+
+def thumbnails(rng: random.Random) -> tuple[int, int]:
+    """Small squares and near-squares."""
+    return 2 * rng.randint(4, 6), 2 * rng.randint(4, 6)
+
+
+MIXES: dict[str, Callable[[random.Random], tuple[int, int]]] = {
+    "uniform": uniform,
+    "documents": documents,
+    "thumbnails": thumbnails,
+}
+
+
+def pictures(kind: str, count: int, config: VisionConfig) -> list[ImagePatches]:
+    """`count` pictures of random patches, the same each time."""
+    rng = random.Random(f"{kind} {count}")
+    generator = torch.Generator().manual_seed(count)
+    made = []
+    for _ in range(count):
+        grid = MIXES[kind](rng)
+        patches = torch.randn(grid[0] * grid[1], config.patch_dim, generator=generator).to(DTYPE)
+        made.append(ImagePatches(grid, patches, config.merge_size))
+    return made
+
+
+def flops(images: Sequence[ImagePatches], config: VisionConfig) -> float:
+    """Of the products that these pictures need: projections, MLP and attention of each layer, patches, projector."""
+    width, inner, total = config.hidden_size, config.intermediate_size, 0.0
+    mlp = (3 if config.use_swiglu_ffn else 2) * width * inner
+    for image in images:
+        patches = image.grid[0] * image.grid[1]
+        rows = patches + config.num_prefix_tokens
+        layer = 2 * rows * (4 * width**2 + mlp) + 4 * rows**2 * width
+        head = 2 * image.tokens * config.projector_hidden_size * (4 * width + config.text_hidden_size)
+        total += config.num_layers * layer + 2 * patches * config.patch_dim * width + head
+    return total
+
+
+def destinations(images: Sequence[ImagePatches], config: VisionConfig) -> list[torch.Tensor]:
+    return [torch.empty(image.tokens, config.text_hidden_size, dtype=DTYPE) for image in images]
+
+
+def make_runner(
+    path: Path, *, graphs: str, token_budgets: tuple[int, ...] | None = None, max_images: int | None = None
+) -> EncoderRunner:
+    checkpoint = open_checkpoint(str(path))
+    config = checkpoint.config.vision
+    assert config is not None
+    options = EncoderOptions(dtype=DTYPE, graphs=graphs, token_budgets=token_budgets, max_images=max_images)
+    return EncoderRunner(config, options, checkpoint.vision_weights())
+
+
+def seconds(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+# -- the parts --------------------------------------------------------------------------------------------------------
+
+
+def measure_mixes(path: Path, count: int, rounds: int, gemm: float) -> list[dict[str, Any]]:
+    rows = []
+    eager = make_runner(path, graphs="off")
+    config = eager.config
+    for mix in MIXES:
+        images = pictures(mix, count, config)
+        out = destinations(images, config)
+        histogram = Counter(image.tokens for image in images)
+        doublings = resolve_budgets(config.min_image_tokens, config.max_image_tokens)
+        tuned = packed_ladder(
+            histogram,
+            len(doublings.token_budgets),
+            images=doublings.max_images,
+            hi=config.max_image_tokens,
+            batch=count,
+        )
+        ways = {
+            "eager": eager,
+            "doublings": make_runner(path, graphs="on"),
+            "tuned": make_runner(path, graphs="on", token_budgets=tuple(tuned), max_images=doublings.max_images),
+        }
+        times: dict[str, list[float]] = {way: [] for way in ways}
+        before = {way: runner.stats() for way, runner in ways.items()}
+        for runner in ways.values():
+            runner.encode(images[:2], out[:2])
+        for _ in range(rounds):
+            for way, runner in ways.items():
+                times[way].append(seconds(functools.partial(runner.encode, images, out)))
+        for way, runner in ways.items():
+            stats = {name: value - before[way].get(name, 0) for name, value in runner.stats().items()}
+            took = statistics.median(times[way])
+            row = {
+                "mix": mix,
+                "way": way,
+                "images_s": count / took,
+                "padding": (stats["real_tokens"] + stats["padded_tokens"]) / stats["real_tokens"],
+                "gemm_fraction": flops(images, config) / took / gemm,
+                "token_budgets": list(runner.budgets.token_budgets) if way != "eager" else [],
+                "seconds": times[way],
+            }
+            rows.append(row)
+            print(
+                f"{mix:11} {way:10} {row['images_s']:8.1f} images/s   padding {row['padding']:5.3f}   "
+                f"{row['gemm_fraction']:4.0%} of the GEMM rate",
+                flush=True,
+            )
+            if runner is not eager:
+                runner.close()
+    return rows
+
+
+def measure_peer(path: Path, rounds: int) -> dict[str, Any]:
+    import transformers
+    from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import NemotronH_Omni_Reasoning_V3
+
+    transformers.logging.set_verbosity_error()
+    kind: Any = NemotronH_Omni_Reasoning_V3
+    peer = kind.from_pretrained(path, dtype=DTYPE, attn_implementation="sdpa").eval()
+    runner = make_runner(path, graphs="auto")
+    images = pictures("uniform", 16, runner.config)
+    out = destinations(images, runner.config)
+    patches = torch.cat([image.patches for image in images])
+    grids = torch.tensor([image.grid for image in images])
+
+    @torch.inference_mode()
+    def theirs() -> Any:
+        return peer.get_image_features(patches, grids).pooler_output
+
+    expected = torch.cat(list(theirs())).float()
+    runner.encode(images, out)
+    error = float((torch.cat(out).float() - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt())
+    if not error <= AGREEMENT:
+        raise SystemExit(f"ours and transformers' differ by {error:.4f} in relative RMS, above {AGREEMENT}: no result")
+    pairs = [(seconds(lambda: runner.encode(images, out)), seconds(theirs)) for _ in range(2 * rounds)]
+    mine, other = (statistics.median(column) for column in zip(*pairs, strict=True))
+    result = {
+        "pictures": len(images),
+        "tokens": sum(image.tokens for image in images),
+        "ours_s": mine,
+        "transformers_s": other,
+        "ratio": statistics.median(b / a for a, b in pairs),
+        "relative_rms": error,
+        "used_budgets": runner.plan()["used_budgets"],
+        "transformers": transformers.__version__,
+        "all": pairs,
+    }
+    print(
+        f"16 mixed pictures: ours {mine * 1e3:.0f} ms, transformers {other * 1e3:.0f} ms, ratio {result['ratio']:.2f} "
+        f"(rows differ by {error:.4f} relative RMS)",
+        flush=True,
+    )
+    return result
+
+
+def measure_packing(rounds: int) -> list[dict[str, Any]]:
+    rows = []
+    rng = random.Random(0)
+    budgets = resolve_budgets(64, 8192)
+    for count in (1, 4, 8, 16, 64):
+        counts = [rng.randint(33, 2000) for _ in range(count)]
+        pack(counts, budgets)
+        best = min(seconds(functools.partial(pack, counts, budgets)) for _ in range(20 * rounds))
+        rows.append({"images": count, "microseconds": best * 1e6, "microseconds_per_image": best * 1e6 / count})
+        print(f"packing {count:3} pictures: {rows[-1]['microseconds_per_image']:6.1f} us each", flush=True)
+    return rows
+
+
+@functools.cache
+def scene(height: int, width: int) -> Image.Image:
+    """Something that compresses like a photograph: smooth gradients with some grain."""
+    rng = np.random.default_rng(height)
+    y, x = np.mgrid[0:height, 0:width].astype(np.float32)
+    smooth = np.stack([np.sin(x / 97) + np.cos(y / 61), np.sin((x + y) / 131), np.cos(x / 43) * np.sin(y / 89)], -1)
+    grain = rng.normal(0, 6, (height, width, 3))
+    return Image.fromarray(np.clip(127 + 60 * smooth + grain, 0, 255).astype(np.uint8))
+
+
+def measure_preprocessing(rounds: int) -> list[dict[str, Any]]:
+    """The released rule: patches of 16, 1024 to 13312 of them. One thread."""
+    config = VisionConfig()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    rows = []
+    try:
+        for height, width in ((224, 224), (480, 640), (1080, 1920), (3024, 4032)):
+            for kind in ("JPEG", "PNG", "WEBP"):
+                buffer = io.BytesIO()
+                scene(height, width).save(buffer, kind, **({"compress_level": 3} if kind == "PNG" else {"quality": 90}))
+                data = buffer.getvalue()
+                repeats = rounds if height * width < 1 << 20 else 1
+                decode = min(seconds(functools.partial(decode_image, data)) for _ in range(repeats))
+                pixels = decode_image(data)
+                patch = min(seconds(functools.partial(patchify, pixels, config, DTYPE)) for _ in range(repeats))
+                row = {
+                    "size": f"{width}x{height}", "format": kind, "bytes": len(data), "decode_s": decode,
+                    "patchify_s": patch, "images_s": 1 / (decode + patch),
+                }  # fmt: skip
+                rows.append(row)
+                print(
+                    f"{row['size']:9} {kind:4} {row['images_s']:7.1f} pictures/s on a core   decode "
+                    f"{decode * 1e3:6.1f} ms   resize and cut {patch * 1e3:6.1f} ms",
+                    flush=True,
+                )
+    finally:
+        torch.set_num_threads(threads)
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(PARTS), help="comma-separated parts")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--images", type=int, default=32, help="pictures in each mix")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: one a core")
+    parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
+    parser.add_argument("--write", action="store_true", help="write a dated result under benchmarks/results")
+    arguments = parser.parse_args(argv)
+    parts = arguments.only.split(",")
+    if not set(parts) <= set(PARTS):
+        parser.error(f"--only takes {', '.join(PARTS)}, got {arguments.only}")
+    keep_freed_memory()  # as the engine process does; transformers, in this process too, profits as well
+    torch.set_num_threads(arguments.threads)
+    load = machine.load()
+    if load > 0.5:
+        print(f"warning: the load is {load:.1f}; on a busy machine only the ratios mean anything", file=sys.stderr)
+    gemm = machine.matmul_rate(DTYPE)
+    print(json.dumps({**machine.describe(), "bf16_gflop_s": gemm / 1e9, "load": load}), flush=True)
+    started = time.perf_counter()
+    result: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python -m benchmarks.encoder", *(sys.argv[1:] if argv is None else argv)]),
+        "machine": machine.describe(),
+        "threads": torch.get_num_threads(),
+        "load_before": load,
+        "bf16_gflop_s": gemm / 1e9,
+    }
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    if "mixes" in parts or "peer" in parts:
+        path = models.omni_model(arguments.folder)
+    if "mixes" in parts:
+        result["mixes"] = measure_mixes(path, arguments.images, arguments.rounds, gemm)
+    if "peer" in parts:
+        result["peer"] = measure_peer(path, arguments.rounds)
+    if "packing" in parts:
+        result["packing"] = measure_packing(arguments.rounds)
+    if "preprocess" in parts:
+        result["preprocess"] = measure_preprocessing(arguments.rounds)
+    result["seconds"] = time.perf_counter() - started
+    if arguments.write:
+        RESULTS.mkdir(exist_ok=True)
+        file = RESULTS / f"{result['date']}-encoder.json"
+        file.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"written to {file.relative_to(ROOT)}", file=sys.stderr)
+    print(json.dumps(summary(result)))
+    return 0
+
+
+def summary(result: dict[str, Any]) -> dict[str, Any]:
+    """The last line: what a reader looks for first."""
+    short: dict[str, Any] = {"seconds": round(result["seconds"], 1)}
+    for row in result.get("mixes", ()):
+        numbers = {"images_s": round(row["images_s"], 1), "padding": round(row["padding"], 3)}
+        short[f"{row['mix']} {row['way']}"] = {**numbers, "gemm_fraction": round(row["gemm_fraction"], 3)}
+    if "peer" in result:
+        short["transformers ratio"] = round(result["peer"]["ratio"], 3)
+    return short
+
+
+if __name__ == "__main__":
+    sys.exit(main())
