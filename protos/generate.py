@@ -1,4 +1,6 @@
-"""Writes the Python stubs of our protos: `python protos/generate.py [FOLDER]` (the checkout itself by default).
+"""Writes the Python stubs of our protos, and the descriptors of KServe's.
+
+`python protos/generate.py [FOLDER]`; the checkout itself by default.
 
 The generator's version is pinned: generated code refuses to load on a runtime older than itself.
 """
@@ -13,7 +15,7 @@ CHECKOUT = PROTOS.parent
 
 
 def generate(folder: Path) -> list[Path]:
-    """Writes the stubs of each `saccade/v1/*.proto` under `folder`; returns the files that have been written."""
+    """Writes what is made of the protos under `folder`; returns the files that have been written."""
     from grpc_tools import protoc
 
     sources = sorted(str(path.relative_to(PROTOS)) for path in (PROTOS / "saccade" / "v1").glob("*.proto"))
@@ -26,7 +28,20 @@ def generate(folder: Path) -> list[Path]:
     ):
         if protoc.main(arguments) != 0:
             raise SystemExit(f"protoc failed: {' '.join(arguments)}")
-    return sorted((folder / "saccade" / "v1").glob("*_pb2*"))
+    written = sorted((folder / "saccade" / "v1").glob("*_pb2*"))
+    return [*written, generate_kserve(folder, common)]
+
+
+def generate_kserve(folder: Path, common: list[str]) -> Path:
+    """KServe's contract as a descriptor set: stubs would register its names for the whole process, where only one
+    package, usually Triton's client, may have them."""
+    from grpc_tools import protoc
+
+    target = folder / "service" / "kserve.binpb"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if protoc.main([*common, f"--descriptor_set_out={target}", "inference/grpc_service.proto"]) != 0:
+        raise SystemExit("protoc failed: inference/grpc_service.proto")
+    return target
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.metadata
 import ipaddress
 import logging
 import signal
@@ -25,7 +26,7 @@ from saccade.v1 import (
     media_pb2_grpc,
     model_pb2_grpc,
 )
-from service import convert
+from service import convert, kserve
 from service.admin import AdminServicer
 from service.auth import Guard, watch_keys
 from service.build import resolve_vision
@@ -35,6 +36,7 @@ from service.config import ConfigError, ServerOptions
 from service.engine import EngineHandle
 from service.frontend import Frontend, FrontLimits, ModelAssets
 from service.interceptor import FrontDoor
+from service.kserve import KServeServicer
 from service.limits import ByteBudget
 from service.media import Spool
 from service.metrics import Metrics
@@ -101,7 +103,12 @@ class Server:
         media_pb2_grpc.add_MediaServiceServicer_to_server(MediaServicer(self.spool), server)
         admin = AdminServicer(self.frontend, self.spool, self.budget, drain=self.drain, draining=lambda: self._draining)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
-        return [f"saccade.v1.{name}Service" for name in ("Inference", "Model", "Media", "Admin")]
+        triton = KServeServicer(
+            self.calls, self._model, self.budget, version=_version(),
+            ready=lambda: self.frontend.engine.alive and not self._draining,
+        )  # fmt: skip
+        server.add_generic_rpc_handlers((triton.handler(),))
+        return [*(f"saccade.v1.{name}Service" for name in ("Inference", "Model", "Media", "Admin")), kserve.SERVICE]
 
     def _open_spool(self, limits: ImageLimits) -> Spool:
         folder = self.options.media_dir
@@ -142,6 +149,13 @@ class Server:
     def engine_changed(self, alive: bool) -> None:
         """Health follows the engine; running calls are told by their own events. May be called from any thread."""
         self._set_health(alive and not self._draining)
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("saccade-server")
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
+        return "0"
 
 
 def front_limits(options: ServerOptions) -> FrontLimits:
@@ -201,7 +215,8 @@ def _add_standard_services(server: grpc.aio.Server, services: list[str]) -> Call
     except ImportError:
         log.warning("grpcio-reflection is not installed: no reflection service")
     else:
-        reflection.enable_server_reflection([*services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+        names = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(names, server, pool=kserve.reflection_pool(names))
     loop = asyncio.get_running_loop()
     pending: set[asyncio.Task[None]] = set()
 
