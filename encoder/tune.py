@@ -151,7 +151,7 @@ def packed_ladder(
     top = best[-1]
     start = max(min(size for size, count in histogram.items() if count), images)
     evenly = [max(top * step // max_budgets, images) for step in range(1, max_budgets + 1)]
-    starts = [best, token_ladder(min(start, top), top), sorted(set(evenly))]
+    starts: list[list[int]] = [best, token_ladder(min(start, top), top), sorted(set(evenly))]
     waste: dict[tuple[int, ...], float] = {}
     for ladder in starts:
         for _ in range(SEARCH_STEPS):
@@ -161,8 +161,8 @@ def packed_ladder(
             launches = packed_launches(histogram, budgets, batch=batch)
             waste[budgets.token_budgets] = ladder_work(launches, ladder) / real_tokens(launches)
             ladder = tuned_ladder(launches, max_budgets, floor=images, hi=top)
-    fitting = [ladder for ladder in waste if len(ladder) <= max_budgets]
-    return list(min(fitting, key=lambda ladder: (waste[ladder], len(ladder), ladder)))
+    _, _, least = min((work, len(tried), tried) for tried, work in waste.items() if len(tried) <= max_budgets)
+    return list(least)
 
 
 def _best_ladder(sizes: list[int], below: list[int], max_budgets: int) -> list[int]:

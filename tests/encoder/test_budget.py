@@ -157,3 +157,19 @@ def test_fit_is_the_smallest_budget_that_holds() -> None:
     assert [budgets.fit(n) for n in (0, 1, 512, 513, 4864, 4865)] == [512, 512, 512, 1024, 4864, None]
     with pytest.raises(ValueError, match="-1"):
         budgets.fit(-1)
+
+
+@pytest.mark.parametrize("frames", [64, 1024, 49152])
+def test_frames_add_sequences_and_never_tokens(frames: int) -> None:
+    """Where a frame limit sized the buffers, 64 tokens replayed as 1,024 or 49,152: here it adds offsets only."""
+    for budget, images in ((64, 64), (8192, 8)):
+        budgets = EncoderBudgets((budget,), images, max_frames=frames)
+        shape = graph_shape(budget, budgets, prefix=10, patches_per_token=4)
+        assert shape.capacity == budget and shape.patches == 4 * budget
+        assert shape.sequences == frames + 1
+        assert shape.rows == 4 * budget + 10 * frames + 1
+
+
+def test_frame_limit_defaults_to_one_sequence_per_image() -> None:
+    assert EncoderBudgets((64,), 8).frame_limit == 8
+    assert EncoderBudgets((64,), 8, max_frames=64).frame_limit == 64

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from tiny_encoder import TinyTower, tiny_tower
 
-from encoder.budget import EncoderBudgets, resolve_budgets
+from encoder.budget import EncoderBudgets, graph_shape, resolve_budgets
 from encoder.config import VisionConfig
-from encoder.plan import activation_bytes, buffer_bytes, describe, expected_padding, render
+from encoder.plan import activation_bytes, buffer_bytes, buffer_sizes, describe, expected_padding, render
 from encoder.runner import EncoderOptions, EncoderRunner
 
 torch.set_num_threads(1)
@@ -81,10 +83,28 @@ def test_the_text_names_every_budget_and_the_totals(tiny: TinyTower) -> None:
 
 
 def test_bytes_grow_with_the_dtype(tiny: TinyTower) -> None:
-    from encoder.budget import graph_shape
-
     shape = graph_shape(64, EncoderBudgets((64,), 4), prefix=5, patches_per_token=4)
     assert activation_bytes(shape, tiny.config, torch.float32) == 2 * activation_bytes(
         shape, tiny.config, torch.bfloat16
     )
     assert buffer_bytes(shape, tiny.config, torch.float32) > buffer_bytes(shape, tiny.config, torch.bfloat16)
+
+
+def test_worked_bytes_of_one_arena_against_buffers_apart() -> None:
+    """A tower of 1,152 features, temporal patches of two frames, rows of 4 x 4,096: 845 MiB apart, 424 in one."""
+    config = VisionConfig(hidden_size=1152, video_temporal_patch_size=2, text_hidden_size=4 * 4096)
+    budgets = resolve_budgets(64, 8192)
+    sizes = [
+        buffer_sizes(graph_shape(budget, budgets, prefix=0, patches_per_token=4), config, video=True)
+        for budget in budgets.token_budgets
+    ]
+    mebibytes = {
+        name: [2 * math.prod(size[name][0]) / 2**20 for size in sizes] for name in ("patches", "positions", "rows")
+    }
+    assert {name: round(sum(values)) for name, values in mebibytes.items()} == {
+        "patches": 191,
+        "positions": 143,
+        "rows": 510,
+    }
+    assert round(sum(map(sum, mebibytes.values()))) in (844, 845)
+    assert round(sum(values[-1] for values in mebibytes.values())) == 424

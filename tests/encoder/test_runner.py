@@ -6,6 +6,7 @@ import itertools
 import logging
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from tiny_encoder import TinyTower, random_image, relative_error, tiny_tower
 
 from encoder import lane as lane_module
 from encoder.budget import EncoderBudgets, graph_shape
+from encoder.config import VisionConfig
 from encoder.graphs import INPUTS, EncoderArena, EncoderGraphs, Verdict
 from encoder.layout import layout
-from encoder.preprocess import ImagePatches
+from encoder.preprocess import ImagePatches, image_grid, num_image_tokens
 from encoder.runner import EncoderOptions, EncoderRunner
 from kernels.graphs import ReplayError
 
@@ -308,3 +310,27 @@ def test_sizes_are_recorded_for_tuning(tiny: TinyTower) -> None:
     encode(runner, pictures(tiny, [(4, 6)]))
     assert runner.histogram() == {2: 2, 6: 1, 30: 1}
     runner.check_integrity()
+
+
+def test_a_part_filled_budget_of_a_nine_step_ladder_gives_numbers(tiny: TinyTower) -> None:
+    """1,196 tokens in the budget of 2,048, nine budgets over one poisoned arena: padding is nobody's memory."""
+    config = replace(tiny.config, min_num_patches=256, max_num_patches=65536, max_model_len=20000)
+    options = EncoderOptions(dtype=torch.float32, graphs="on", max_tokens_per_step=16384)
+    runner = EncoderRunner(config, options, tiny.weights.items())
+    assert len(runner.budgets.token_budgets) == 9
+    poison(runner)
+    image = random_image(config, 46, 104)
+    (rows,) = encode(runner, [image])
+    assert runner.stats()["replays_2048"] == 1 and runner.stats()["padded_tokens"] == 2048 - 1196
+    (alone,) = encode(make(tiny, "off"), [image])
+    assert relative_error(rows, alone) <= 1e-5
+    runner.close()
+
+
+def test_the_default_step_covers_the_largest_legal_picture() -> None:
+    config = VisionConfig()
+    budgets = EncoderOptions().budgets(config)
+    largest = config.max_image_tokens
+    assert budgets.largest == largest == 3328
+    for height, width in ((3024, 4032), (1080, 1920), (100, 2000), (6000, 6000)):
+        assert budgets.fit(num_image_tokens(image_grid(height, width, config))) is not None

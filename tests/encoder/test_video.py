@@ -314,3 +314,18 @@ def test_a_clip_that_does_not_fit_the_model_is_named(tiny: TinyTower) -> None:
     still = EncoderRunner(tiny.config, EncoderOptions(dtype=torch.float32, graphs="off"), weights.items())
     with pytest.raises(ValueError, match="video 0: .*no projection"):
         still.encode([video], [rows])
+
+
+def test_a_launch_never_holds_more_sequences_than_its_graph(tiny: TinyTower) -> None:
+    """Five clips of sixteen temporal patches whose tokens fit one launch, and whose sequences do not."""
+    config = replace(video_config(tiny), video_target_num_patches=4)
+    runner = make(tiny, "on", videos=True, token_budgets=(40,), max_images=8, max_tokens_per_step=64)
+    clips = [patchify_video(clip(32, 8, 8, seed=i), config, torch.float32) for i in range(5)]
+    assert [video.tokens for video in clips] == [16] * 5
+    got, _ = encode(runner, clips)
+    stats = runner.stats()
+    assert stats["batches"] == stats["replays_40"] == 80 // 8
+    eager, _ = encode(make(tiny, "off"), clips)
+    for rows, expected in zip(got, eager, strict=True):
+        assert relative_error(rows, expected) <= 1e-5
+    runner.close()
