@@ -1,0 +1,255 @@
+"""TLS, client certificates, API keys: on real sockets, with real handshakes."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from certificates import Authority
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from pictures import picture
+from rpc import Stubs, ask, connect, reason, upload
+from running import RunningServer
+
+from saccade.v1 import admin_pb2, inference_pb2, media_pb2, model_pb2
+from service.config import ConfigError, ServerOptions
+from service.server import check_exposure
+
+SMALL = {"max_seqs": 4, "max_len": 600}
+KEYS = {"one": "sk-secret-one", "two": "sk-secret-two", "boss": "sk-secret-boss", "slow": "sk-secret-slow"}
+FIELDS = {
+    "boss": 'scopes = ["inference", "admin"]', "slow": "requests_per_minute = 3\ntokens_per_minute = 60",
+}  # fmt: skip
+
+
+def key_file(path: Path, keys: dict[str, str] = KEYS) -> str:
+    path.write_text(
+        "".join(
+            f'[[key]]\nname = "{n}"\nsha256 = "{hashlib.sha256(k.encode()).hexdigest()}"\n{FIELDS.get(n, "")}\n'
+            for n, k in keys.items()
+        )
+    )
+    return str(path)
+
+
+def bearer(name: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {KEYS[name]}"),)
+
+
+def fails(call: Any, *arguments: Any, **keywords: Any) -> tuple[str, str]:
+    with pytest.raises(grpc.RpcError) as error:
+        call(*arguments, **keywords)
+    return reason(error.value)
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def guarded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    keys = key_file(tmp_path_factory.mktemp("keys") / "keys.toml")
+    with RunningServer(str(model), **SMALL, api_keys=keys, max_message_bytes=2**20) as running:
+        yield running
+
+
+@pytest.fixture
+def stubs(guarded: RunningServer) -> Iterator[Stubs]:
+    with connect(guarded.address) as stubs:
+        yield stubs
+    guarded.drained()
+    assert guarded.server.budget.used == 0
+
+
+def test_no_key_and_no_entry(stubs: Stubs) -> None:
+    stream = inference_pb2.StreamGenerateRequest(request=ask())
+    for metadata in ((), (("authorization", "Bearer nonsense"),), (("authorization", "Basic abc"),)):
+        for call in (
+            lambda m: stubs.inference.Generate(ask(), metadata=m),
+            lambda m: list(stubs.inference.StreamGenerate(stream, metadata=m)),
+            lambda m: stubs.media.UploadMedia(upload(picture(1)), metadata=m),
+            lambda m: stubs.model.GetModel(model_pb2.GetModelRequest(), metadata=m),
+        ):
+            assert fails(call, metadata) == ("UNAUTHENTICATED", "UNAUTHENTICATED")
+    assert stubs.inference.Generate(ask(), metadata=bearer("one")).samples
+
+
+def test_a_refusal_does_not_read_the_message(guarded: RunningServer, stubs: Stubs) -> None:
+    """A message above the cap is refused by gRPC as soon as it is read: whoever has no key does not get that far."""
+    big = ask("x" * (8 * 2**20))
+    assert fails(stubs.inference.Generate, big) == ("UNAUTHENTICATED", "UNAUTHENTICATED")
+    assert fails(stubs.inference.Generate, big, metadata=bearer("one")) == ("RESOURCE_EXHAUSTED", "")
+
+
+def test_probes_need_no_key(guarded: RunningServer) -> None:
+    with grpc.insecure_channel(guarded.address) as channel:
+        status = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest()).status
+    assert status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_kserve_needs_one_too(guarded: RunningServer, model: Path) -> None:
+    import tritonclient.grpc as triton
+    from tritonclient.utils import InferenceServerException
+
+    with triton.InferenceServerClient(guarded.address) as client:
+        with pytest.raises(InferenceServerException, match="API key"):
+            client.get_model_metadata(model.name)
+        assert client.get_model_metadata(model.name, headers=dict(bearer("one"))).name == model.name
+
+
+def test_admin_is_a_scope_of_its_own(stubs: Stubs) -> None:
+    request = admin_pb2.GetLoadsRequest()
+    assert fails(stubs.admin.GetLoads, request, metadata=bearer("one")) == ("PERMISSION_DENIED", "PERMISSION_DENIED")
+    assert stubs.admin.GetLoads(request, metadata=bearer("boss")).total_blocks > 0
+
+
+def test_tenants_share_nothing(guarded: RunningServer, stubs: Stubs) -> None:
+    data = picture(300, (48, 40))
+
+    def encoded() -> float:
+        count: float = guarded.stats()["encoder"]["images"]
+        return count
+
+    media = stubs.media.UploadMedia(upload(data), metadata=bearer("one")).media.media_id
+    request = ask(images=[{"media_id": media}])
+    before = encoded()
+    first = stubs.inference.Generate(request, metadata=bearer("one"))
+    assert stubs.inference.Generate(request, metadata=bearer("one")).samples[0].token_ids == first.samples[0].token_ids
+    assert encoded() == before + 1
+    assert fails(stubs.inference.Generate, request, metadata=bearer("two")) == ("NOT_FOUND", "MEDIA_NOT_FOUND")
+    delete = media_pb2.DeleteMediaRequest(media_id=media)
+    assert fails(stubs.media.DeleteMedia, delete, metadata=bearer("two"))[0] == "NOT_FOUND"
+    stubs.inference.Generate(ask(images=[{"data": data}]), metadata=bearer("two"))
+    assert encoded() == before + 2, "one tenant's picture answered for another's"
+
+    # request ids are a tenant's own as well
+    running = ask(max_tokens=400, request_id="same")
+    call = stubs.inference.StreamGenerate(inference_pb2.StreamGenerateRequest(request=running), metadata=bearer("one"))
+    next(call)
+    cancel = inference_pb2.CancelGenerationRequest(request_id="same")
+    assert fails(stubs.inference.CancelGeneration, cancel, metadata=bearer("two"))[0] == "NOT_FOUND"
+    assert stubs.inference.Generate(ask(request_id="same"), metadata=bearer("two")).samples
+    stubs.inference.CancelGeneration(cancel, metadata=bearer("one"))
+    list(call)
+
+
+def test_rates_are_kept_and_told(stubs: Stubs) -> None:
+    stubs.inference.Generate(ask(max_tokens=80), metadata=bearer("slow"))
+    with pytest.raises(grpc.RpcError) as error:  # 60 tokens a minute, and that were more
+        stubs.inference.Generate(ask(), metadata=bearer("slow"))
+    assert reason(error.value) == ("RESOURCE_EXHAUSTED", "RATE_LIMITED")
+    assert int(dict(error.value.trailing_metadata())["grpc-retry-pushback-ms"]) > 1000
+    assert "tokens" in (error.value.details() or "")
+    fails(stubs.inference.Generate, ask(), metadata=bearer("slow"))
+    with pytest.raises(grpc.RpcError) as error:
+        stubs.inference.Generate(ask(), metadata=bearer("slow"))
+    assert "requests" in (error.value.details() or "")
+    assert stubs.inference.Generate(ask(), metadata=bearer("one")).samples
+
+
+def test_no_secret_is_ever_logged(guarded: RunningServer, stubs: Stubs, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        stubs.inference.Generate(ask("the prompt's own words"), metadata=bearer("one"))
+        fails(stubs.inference.Generate, ask(), metadata=(("authorization", "Bearer sk-secret-wrong"),))
+        fails(stubs.admin.GetLoads, admin_pb2.GetLoadsRequest(), metadata=bearer("two"))
+    assert 'tenant="one"' in caplog.text and 'code="UNAUTHENTICATED"' in caplog.text
+    for secret in ("sk-secret", "own words", *(hashlib.sha256(k.encode()).hexdigest() for k in KEYS.values())):
+        assert secret not in caplog.text
+
+
+# -- TLS ---------------------------------------------------------------------------------------------------------------
+
+
+def credentials(authority: Authority, client: tuple[Path, Path] | None = None) -> grpc.ChannelCredentials:
+    certificate, key = client or (None, None)
+    return grpc.ssl_channel_credentials(
+        authority.certificate.read_bytes(),
+        key.read_bytes() if key else None,
+        certificate.read_bytes() if certificate else None,
+    )
+
+
+def test_tls_and_a_certificate_that_is_renewed(model: Path, tmp_path: Path) -> None:
+    old, new = Authority.create(tmp_path / "old"), Authority.create(tmp_path / "new")
+    certificate, key = tmp_path / "server.pem", tmp_path / "server.key"
+
+    def install(authority: Authority) -> None:
+        for source, target in zip(authority.issue("server"), (certificate, key), strict=True):
+            target.write_bytes(source.read_bytes())
+
+    install(old)
+    with RunningServer(str(model), **SMALL, tls_cert=str(certificate), tls_key=str(key)) as running:
+        with connect(running.address) as plain:
+            assert fails(plain.inference.Generate, ask())[0] == "UNAVAILABLE"
+        with connect(running.address, credentials(new)) as stranger:
+            assert fails(stranger.inference.Generate, ask())[0] == "UNAVAILABLE"
+        with connect(running.address, credentials(old)) as stubs:
+            assert stubs.inference.Generate(ask()).samples
+            request = inference_pb2.StreamGenerateRequest(request=ask(max_tokens=200))
+            call = stubs.inference.StreamGenerate(request)
+            next(call)
+            # in the middle of a renewal the pair does not match; the old one stays in use
+            certificate.write_bytes(new.issue("half")[0].read_bytes())
+            with connect(running.address, credentials(old)) as other:
+                assert other.inference.Generate(ask()).samples
+            install(new)
+            with connect(running.address, credentials(new)) as fresh:
+                assert fresh.inference.Generate(ask()).samples
+            with connect(running.address, credentials(old)) as late:
+                assert fails(late.inference.Generate, ask())[0] == "UNAVAILABLE"
+            assert list(call)[-1].WhichOneof("event") == "finished", "a stream that ran goes on"
+
+
+def test_clients_with_certificates(model: Path, tmp_path: Path) -> None:
+    authority, clients = Authority.create(tmp_path / "server"), Authority.create(tmp_path / "clients")
+    certificate, key = authority.issue("server")
+    options = {"tls_cert": str(certificate), "tls_key": str(key), "tls_client_ca": str(clients.certificate)}
+    with RunningServer(str(model), **SMALL, **options) as running:
+        for wrong in (None, authority.issue("client")):
+            with connect(running.address, credentials(authority, wrong)) as stubs:
+                assert fails(stubs.inference.Generate, ask())[0] == "UNAVAILABLE"
+        with connect(running.address, credentials(authority, clients.issue("client"))) as stubs:
+            assert stubs.inference.Generate(ask()).samples
+
+
+def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
+    from service.tls import server_credentials
+
+    one, two = Authority.create(tmp_path / "one"), Authority.create(tmp_path / "two")
+    certificate, key = str(one.issue("a")[0]), str(two.issue("b")[1])
+    for options, message in (
+        ({"tls_cert": certificate}, "tls_key"),
+        ({"tls_key": key}, "tls_cert"),
+        ({"tls_cert": certificate, "tls_key": key}, "tls_cert"),
+        ({"tls_cert": certificate, "tls_key": str(tmp_path / "none")}, "none"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            server_credentials(ServerOptions(**options))
+    assert server_credentials(ServerOptions()) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        ({}, "plain text.*everybody"),
+        ({"tls_cert": "c", "tls_key": "k"}, "everybody"),
+        ({"api_keys": "f"}, "plain text"),
+        ({"insecure": True}, None),
+        ({"tls_cert": "c", "tls_key": "k", "api_keys": "f"}, None),
+        ({"tls_cert": "c", "tls_key": "k", "tls_client_ca": "a"}, None),
+        ({"host": "127.0.0.1"}, None),
+        ({"host": "::1"}, None),
+        ({"host": "no.such.host.invalid"}, "no address"),
+    ],
+)
+def test_strangers_are_not_served_by_accident(options: dict[str, Any], refused: str | None) -> None:
+    chosen = ServerOptions(**{"host": "0.0.0.0", **options})
+    if refused is None:
+        check_exposure(chosen)
+    else:
+        with pytest.raises(ConfigError, match=refused):
+            check_exposure(chosen)
