@@ -91,7 +91,8 @@ def new_model(seed: int) -> NemotronH_Omni_Reasoning_V3:
         if name.endswith("dt_bias"):
             step = torch.exp(torch.rand(parameter.shape) * (high - low) + low)
             parameter.data = step + torch.log(-torch.expm1(-step))
-    model.vision_final_layernorm.requires_grad_(False)
+        elif name.startswith("vision_final_layernorm"):
+            parameter.requires_grad_(False)
     return model
 
 
@@ -134,7 +135,7 @@ def export(model: NemotronH_Omni_Reasoning_V3, tokenizer: Tokenizer, path: Path)
     path.mkdir(parents=True, exist_ok=True)
     copy = NemotronH_Omni_Reasoning_V3(model_config())
     copy.load_state_dict(model.state_dict())
-    copy.to(torch.bfloat16)
+    copy.bfloat16()
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):  # fp32 in released checkpoints too: it decides between near ties
             copy.get_submodule(name.rpartition(".")[0]).e_score_correction_bias = buffer.clone()

@@ -98,12 +98,34 @@ class Picture:
 
 @dataclass(frozen=True)
 class Turn:
-    """One question and its exact answer; `novel` if the answer rests on a combination that is never trained on."""
+    """One question, its exact answer and the things that the answer is about."""
 
     kind: str
     question: str
     answer: str
-    novel: bool = False
+    about: tuple[Thing, ...] = ()
+    one_by_one: bool = False
+    """The answer names the things one after the other."""
+    empty_place: str | None = None
+    """Where there is nothing, if that is the answer."""
+
+    @property
+    def novel(self) -> bool:
+        """True if the answer rests on a combination that is never trained on."""
+        return any(thing.novel for thing in self.about)
+
+    def focus(self) -> list[tuple[int, int, tuple[Thing, ...]]]:
+        """Which things each part of the answer is about: (start, end, things), in characters of the answer."""
+        if not self.one_by_one:
+            return [(0, len(self.answer), self.about)]
+        spans: list[tuple[int, int, tuple[Thing, ...]]] = []
+        position = 0
+        for thing in self.about:
+            words = thing.glyph if thing.place is None else f"{thing.name} at the {thing.place}"
+            start = self.answer.index(words, position)
+            position = start + len(words)
+            spans.append((start, position, (thing,)))
+        return spans
 
 
 @dataclass(frozen=True)
@@ -114,13 +136,20 @@ class Example:
     turns: tuple[Turn, ...]
 
 
+def place_box(place: str, image: Image.Image) -> Box:
+    """The ninth of `image` that is called `place`."""
+    row, column = divmod(PLACES.index(place), 3)
+    width, height = image.width / 3, image.height / 3
+    return column * width, row * height, (column + 1) * width, (row + 1) * height
+
+
 # Pictures ------------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def _digits() -> tuple[np.ndarray, np.ndarray]:
     """The handwritten digits: `[1797, 8, 8]` uint8 ink (0..255) and `[1797]` labels."""
-    from sklearn.datasets import load_digits
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 
     digits = load_digits()
     return (digits.images * (255 / 16)).round().astype(np.uint8), digits.target
@@ -331,7 +360,7 @@ def _ask_colour(rng: random.Random, picture: Picture) -> Turn:
         )
         sentence = f"The shape at the {thing.place} is {thing.colour}."
     question, answer = _pose(rng, questions, str(thing.colour), sentence)
-    return Turn("colour", _spelling(rng, question), answer, thing.novel)
+    return Turn("colour", _spelling(rng, question), answer, (thing,))
 
 
 def _ask_shape(rng: random.Random, picture: Picture) -> Turn:
@@ -354,7 +383,7 @@ def _ask_shape(rng: random.Random, picture: Picture) -> Turn:
             f"Look at the {thing.place}: which shape is there?",
         )
         sentence = f"The shape at the {thing.place} is a {thing.glyph}."
-    return Turn("shape", *_pose(rng, questions, thing.glyph, sentence), thing.novel)
+    return Turn("shape", *_pose(rng, questions, thing.glyph, sentence), (thing,))
 
 
 def _ask_object(rng: random.Random, picture: Picture) -> Turn:
@@ -369,7 +398,12 @@ def _ask_object(rng: random.Random, picture: Picture) -> Turn:
         f"Look at the {place}: what is there?",
     )
     sentence = f"There is {name} at the {place}."
-    return Turn("object", *_pose(rng, questions, name, sentence), thing is not None and thing.novel)
+    return Turn(
+        "object",
+        *_pose(rng, questions, name, sentence),
+        (thing,) if thing else (),
+        empty_place=None if thing else place,
+    )
 
 
 def _ask_count(rng: random.Random, picture: Picture) -> Turn:
@@ -392,7 +426,7 @@ def _ask_count(rng: random.Random, picture: Picture) -> Turn:
         f"What is the number of {many}?",
     )
     sentence = f"There is 1 {one}." if number == 1 else f"There are {number} {many}."
-    return Turn("count", *_pose(rng, questions, str(number), sentence), any(thing.novel for thing in counted))
+    return Turn("count", *_pose(rng, questions, str(number), sentence), tuple(counted))
 
 
 def _ask_where(rng: random.Random, picture: Picture) -> Turn:
@@ -410,7 +444,7 @@ def _ask_where(rng: random.Random, picture: Picture) -> Turn:
         f"Find the {name}.",
     )
     sentence = f"The {name} is at the {thing.place}."
-    return Turn("where", *_pose(rng, questions, str(thing.place), sentence), thing.novel)
+    return Turn("where", *_pose(rng, questions, str(thing.place), sentence), (thing,))
 
 
 def _ask_caption(rng: random.Random, picture: Picture) -> Turn:
@@ -424,7 +458,7 @@ def _ask_caption(rng: random.Random, picture: Picture) -> Turn:
         "What do you see?",
     )
     turn = _pose(rng, questions, listed, f"The picture shows {listed}.")
-    return Turn("caption", *turn, any(thing.novel for thing in picture.things))
+    return Turn("caption", *turn, picture.things, one_by_one=True)
 
 
 ASK_SCENE: dict[str, Callable[[random.Random, Picture], Turn]] = {
@@ -447,7 +481,7 @@ def _ask_number(rng: random.Random, picture: Picture) -> Turn:
         "Read the number.",
         "What is the number in the picture?",
     )
-    return Turn("number", *_pose(rng, questions, number, f"The number is {number}."))
+    return Turn("number", *_pose(rng, questions, number, f"The number is {number}."), picture.things, one_by_one=True)
 
 
 def _ask_handwritten(rng: random.Random, picture: Picture) -> Turn:
@@ -458,13 +492,14 @@ def _ask_handwritten(rng: random.Random, picture: Picture) -> Turn:
         "Read the handwritten digit.",
         "What is this handwritten digit?",
     )
-    return Turn("handwritten", *_pose(rng, questions, digit, f"The digit is {digit}."))
+    return Turn("handwritten", *_pose(rng, questions, digit, f"The digit is {digit}."), picture.things)
 
 
 def _ask_pair_what(rng: random.Random, pictures: Sequence[Picture]) -> Turn:
     which = rng.randrange(2)
     order, picture = ("first", "second")[which], pictures[which]
-    if picture.things[0].place is None:
+    number = picture.things[0].place is None
+    if number:
         name = "".join(thing.glyph for thing in picture.things)
         questions: tuple[str, ...] = (
             f"What number is in the {order} picture?",
@@ -482,7 +517,7 @@ def _ask_pair_what(rng: random.Random, pictures: Sequence[Picture]) -> Turn:
             f"Look at the {order} picture: what is there?",
         )
         sentence = f"The {order} picture shows {name}."
-    return Turn("pair_what", *_pose(rng, questions, name, sentence), picture.things[0].novel)
+    return Turn("pair_what", *_pose(rng, questions, name, sentence), picture.things, one_by_one=number)
 
 
 def _ask_pair_more(rng: random.Random, pictures: Sequence[Picture]) -> Turn:
@@ -497,7 +532,7 @@ def _ask_pair_more(rng: random.Random, pictures: Sequence[Picture]) -> Turn:
         f"Name the picture with {more} shapes.",
     )
     turn = _pose(rng, questions, f"the {order}", f"The {order} picture has {more} shapes.")
-    return Turn("pair_more", *turn, any(thing.novel for picture in pictures for thing in picture.things))
+    return Turn("pair_more", *turn, tuple(thing for picture in pictures for thing in picture.things))
 
 
 def _ask_pair_same(rng: random.Random, pictures: Sequence[Picture]) -> Turn:
@@ -517,7 +552,7 @@ def _ask_pair_same(rng: random.Random, pictures: Sequence[Picture]) -> Turn:
     american = rng.random() < 0.5
     if american:
         question, answer = question.replace("colour", "color"), answer.replace("colour", "color")
-    return Turn("pair_same", question, answer, first.novel or second.novel)
+    return Turn("pair_same", question, answer, (first, second))
 
 
 CHAT: tuple[tuple[str, str], ...] = (
@@ -561,7 +596,7 @@ def scene_example(
     picture = _draw_scene(rng, sizes(rng), _cast(rng, rng.randint(1, limit), held_out))
     kinds = [kind] if kind else []
     while len(kinds) < turns:
-        kinds.append(rng.choice(SCENE_KINDS[:5]))
+        kinds.append(rng.choice(("colour", "shape", "object", "count", "count", "where")))
     if kind is None and len(picture.things) <= CAPTION_LIMIT and rng.random() < 0.4:
         kinds[-1] = "caption"
     return Example((picture,), tuple(ASK_SCENE[k](rng, picture) for k in kinds))
@@ -591,7 +626,7 @@ def pair_example(
     rng: random.Random, turns: int, *, kind: str | None = None, held_out: bool = False, sizes: Sizes = any_size
 ) -> Example:
     """Two pictures and up to `turns` questions about them, the first of `kind` if given."""
-    kind = kind or rng.choice(PAIR_KINDS)
+    kind = kind or rng.choice((*PAIR_KINDS, "pair_more"))
     if kind == "pair_more":
         numbers = rng.sample(range(1, 5), 2)
         pictures = tuple(_draw_scene(rng, sizes(rng), _cast(rng, number, held_out)) for number in numbers)

@@ -29,8 +29,8 @@ from demo import data
 MODEL = Path(__file__).parent / "model"
 MAX_TOKENS = 64
 """The longest right answer has about 30 tokens."""
-CHANCE_MARGIN = 0.1
-"""How far above the blind guess a blanked or swapped score may lie: over four standard errors of 500 questions."""
+CHANCE_MARGIN = 0.12
+"""How far above the blind guess a blanked or swapped score may lie: over three standard errors of 200 questions."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Score:
     blanked: float
     swapped: float
     blind: float
+    """What the best blind guess scores: chance."""
 
 
 def held_out(kind: str, count: int) -> list[Question]:
@@ -96,8 +97,8 @@ def serving(model: Path) -> Iterator[str]:
             process.terminate()
 
 
-def evaluate(address: str, questions: int, concurrency: int) -> dict[str, Score]:
-    """Asks `questions` questions of each kind, `concurrency` at a time."""
+def evaluate(address: str, questions: int, controls: int, concurrency: int) -> dict[str, Score]:
+    """Asks `questions` questions of each kind and `controls` each blanked and swapped, `concurrency` at a time."""
     scores = {}
     with saccade.Client(address) as client, ThreadPoolExecutor(concurrency) as pool:
 
@@ -120,8 +121,8 @@ def evaluate(address: str, questions: int, concurrency: int) -> dict[str, Score]
                 right=score,
                 novel_questions=len(novel),
                 novel=sum(novel) / len(novel) if novel else None,
-                blanked=share(blanked(asked))[0],
-                swapped=share(swapped(asked))[0],
+                blanked=share(blanked(asked[:controls]))[0],
+                swapped=share(swapped(asked[:controls]))[0],
                 blind=blind_guess(kind, asked),
             )
             print(f"{kind}: {score:.1%}", file=sys.stderr)
@@ -174,6 +175,7 @@ def main() -> None:
     parser.add_argument("--server", help="HOST:PORT of a running server; by default one is started")
     parser.add_argument("--model", type=Path, default=MODEL, help="what the started server serves")
     parser.add_argument("--questions", type=int, default=500, help="questions of each kind")
+    parser.add_argument("--controls", type=int, default=200, help="of these, how many are also blanked and swapped")
     parser.add_argument("--concurrency", type=int, default=16, help="questions in flight")
     parser.add_argument("--min-overall", type=float, default=0.95)
     parser.add_argument("--min-kind", type=float, default=0.90)
@@ -181,7 +183,7 @@ def main() -> None:
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
         address = arguments.server or stack.enter_context(serving(arguments.model))
-        scores = evaluate(address, arguments.questions, arguments.concurrency)
+        scores = evaluate(address, arguments.questions, arguments.controls, arguments.concurrency)
     print(table(scores))
     missed = shortcomings(scores, arguments.min_overall, arguments.min_kind)
     for line in missed:

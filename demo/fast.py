@@ -16,7 +16,7 @@ def install() -> None:
     """Puts the functions below in the place of `transformers`' own."""
     nemotron_h.mamba2_chunk_scan = chunk_scan
     nemotron_h.causal_conv1d_fn = causal_conv
-    nemotron_h.NemotronHExperts.forward = experts
+    nemotron_h.NemotronHExperts.forward = experts  # type: ignore[method-assign]
 
 
 def chunk_scan(

@@ -3,15 +3,18 @@
     python -m demo.train --work ~/.cache/saccade/demo --minutes 100     # resumes if --work holds a checkpoint
     python -m demo.train --work ~/.cache/saccade/demo --export --out demo/model
 
-The loss is the cross-entropy of the answers' tokens plus that of an auxiliary linear head on the projected image
-tokens: which colour, shape or digit covers each patch, and in which of the nine places the token lies. The head is
-thrown away.
+The loss is the cross-entropy of the answers' tokens plus two that only help to learn:
+
+- an auxiliary linear head on the projected image tokens names which colour, shape or digit covers each patch, in which
+  of the nine places the token lies and whether it holds the centre of something. The head is thrown away.
+- two attention heads are taught where to look: at the image tokens that show what the next word is about.
 """
 
 import argparse
 import ctypes
 import json
 import logging
+import math
 import random
 import time
 from collections import defaultdict
@@ -32,16 +35,20 @@ from demo.tokenizer import IMAGE_ID, PAD_ID, render_system, render_user, train_t
 log = logging.getLogger("demo.train")
 
 IGNORE = -100
-SCENES, SCENE_TURNS = 10, 4
-GLYPHS = 12
-PAIRS, PAIR_TURNS = 6, 3
-SHEETS = 12
+SCENES, SCENE_TURNS = 8, 4
+GLYPHS = 10
+PAIRS, PAIR_TURNS = 12, 3
+SHEETS = 4
 """Practice sheets a step: pictures for the auxiliary loss alone."""
-MUON_RATE, ADAM_RATE = 0.02, 2e-3
+MUON_RATE, ADAM_RATE = 0.008, 1e-3
 WARMUP_STEPS = 100
+SMALL_SIDE = 104
+"""Most batches show pictures with sides of at most so many pixels, because they cost less; fewer do in the end."""
 DECAY_SHARE = 0.6
 """Share of the training time, at its end, over which the learning rate falls to zero."""
-EMA_DECAY = 0.997
+EMA_DECAY = 0.99
+FOCUS_HEADS = 2
+"""Heads of the last attention layer that are taught where to look."""
 EVALUATION_QUESTIONS = 40
 """Questions of each kind in the evaluations during training."""
 
@@ -56,6 +63,8 @@ class Conversation:
     ids: list[int]
     answer: list[bool]
     pictures: tuple[data.Picture, ...]
+    focus: list[tuple[int, list[int]]]
+    """(position, positions of the image tokens that show what the next token is about)."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,10 @@ class Batch:
     ids: torch.Tensor
     labels: torch.Tensor
     pictures: list[data.Picture]
+    focus_at: torch.Tensor
+    """`[F, 2]`: row and position of each `focus` of a conversation."""
+    focus_on: torch.Tensor
+    """`[F, L]` bool: the image tokens to look at from there."""
 
 
 class Renderer:
@@ -73,41 +86,85 @@ class Renderer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
 
-    def encode(self, text: str, tokens: Iterator[int]) -> list[int]:
-        """Ids of `text`, each `<image>` widened to the next number of `tokens`."""
-        ids: list[int] = []
-        for token in self.tokenizer.encode(text, add_special_tokens=False).ids:
-            ids += [IMAGE_ID] * next(tokens) if token == IMAGE_ID else [token]
-        return ids
-
     def render(self, example: data.Example, rng: random.Random | None = None) -> Conversation:
         """The conversation of `example`; with `rng`, some have a system prompt, some ask before they show."""
         grids = [patch_grid(p.image.height, p.image.width) for p in example.pictures]
-        tokens = (rows * columns // 4 for rows, columns in grids)
         text = render_system(rng.choice(data.SYSTEM_PROMPTS)) if rng and rng.random() < 0.15 else ""
-        ids: list[int] = []
-        answer: list[bool] = []
+        conversation = Conversation([], [], example.pictures, [])
+        starts: list[int] = []
         for number, turn in enumerate(example.turns):
             pictures = [None] * len(example.pictures) if number == 0 else []
             late = rng is not None and rng.random() < 0.15
             text += render_user([turn.question, *pictures] if late else [*pictures, turn.question])
-            prompt = self.encode(text, tokens)
-            reply = self.encode(f"{turn.answer}<|im_end|>", tokens)
-            ids += prompt + reply
-            answer += [False] * len(prompt) + [True] * len(reply)
+            for token in self.tokenizer.encode(text, add_special_tokens=False).ids:
+                count = 1
+                if token == IMAGE_ID:
+                    rows, columns = grids[len(starts)]
+                    starts.append(len(conversation.ids))
+                    count = rows * columns // 4
+                conversation.ids.extend([token] * count)
+            conversation.answer.extend([False] * (len(conversation.ids) - len(conversation.answer)))
+            self._answer(conversation, turn, grids, starts)
             text = "\n"
-        return Conversation(ids, answer, example.pictures)
+        return conversation
 
-    def collate(self, sequences: Sequence[Conversation]) -> Batch:
+    def _answer(
+        self, conversation: Conversation, turn: data.Turn, grids: list[tuple[int, int]], starts: list[int]
+    ) -> None:
+        """Appends the answer of `turn` and what it is about."""
+        places = {
+            id(thing): [start + cell for cell in _cells(picture, thing.box, grid)]
+            for picture, grid, start in zip(conversation.pictures, grids, starts, strict=True)
+            for thing in picture.things
+        }
+        reply = self.tokenizer.encode(f"{turn.answer}<|im_end|>", add_special_tokens=False)
+        for start, end, things in turn.focus():
+            tokens = sorted({place for thing in things for place in places[id(thing)]})
+            if turn.empty_place:
+                picture = conversation.pictures[0]
+                box = data.place_box(turn.empty_place, picture.image)
+                tokens = [starts[0] + cell for cell in _cells(picture, box, grids[0])]
+            for index, (_, last) in enumerate(reply.offsets):
+                if tokens and start < last <= end:
+                    conversation.focus.append((len(conversation.ids) + index - 1, tokens))
+        conversation.ids.extend(reply.ids)
+        conversation.answer.extend([True] * len(reply.ids))
+
+    def collate(self, conversations: Sequence[Conversation]) -> Batch:
         """One batch, padded on the right: a causal model needs no mask for that."""
-        length = max(len(sequence.ids) for sequence in sequences)
-        ids = torch.full((len(sequences), length), PAD_ID)
-        labels = torch.full((len(sequences), length), IGNORE)
-        for row, sequence in enumerate(sequences):
-            ids[row, : len(sequence.ids)] = torch.tensor(sequence.ids)
-            chosen = torch.tensor(sequence.answer)
-            labels[row, : len(sequence.ids)][chosen] = ids[row, : len(sequence.ids)][chosen]
-        return Batch(ids, labels, [picture for sequence in sequences for picture in sequence.pictures])
+        length = max(len(conversation.ids) for conversation in conversations)
+        ids = torch.full((len(conversations), length), PAD_ID)
+        labels = torch.full((len(conversations), length), IGNORE)
+        at, on = [], []
+        for row, conversation in enumerate(conversations):
+            ids[row, : len(conversation.ids)] = torch.tensor(conversation.ids)
+            chosen = torch.tensor(conversation.answer)
+            labels[row, : len(conversation.ids)][chosen] = ids[row, : len(conversation.ids)][chosen]
+            for position, tokens in conversation.focus:
+                at.append((row, position))
+                on.append(torch.zeros(length, dtype=torch.bool).index_fill_(0, torch.tensor(tokens), True))
+        return Batch(
+            ids=ids,
+            labels=labels,
+            pictures=[picture for conversation in conversations for picture in conversation.pictures],
+            focus_at=torch.tensor(at).view(-1, 2),
+            focus_on=torch.stack(on) if on else torch.zeros(0, length, dtype=torch.bool),
+        )
+
+
+def _cells(picture: data.Picture, box: data.Box, grid: tuple[int, int]) -> list[int]:
+    """The image tokens of `picture`, counted row by row, that show a part of `box`."""
+    rows, columns = grid[0] // 2, grid[1] // 2
+    across, down = columns / picture.image.width, rows / picture.image.height
+    left, top, right, bottom = box
+    first_row, first_column = max(0, int(top * down + 0.2)), max(0, int(left * across + 0.2))
+    last_row = min(rows - 1, max(first_row, math.ceil(bottom * down - 0.2) - 1))
+    last_column = min(columns - 1, max(first_column, math.ceil(right * across - 0.2) - 1))
+    return [
+        row * columns + column
+        for row in range(min(first_row, rows - 1), last_row + 1)
+        for column in range(min(first_column, columns - 1), last_column + 1)
+    ]
 
 
 class Generator:
@@ -116,6 +173,8 @@ class Generator:
     def __init__(self, renderer: Renderer, seed: int) -> None:
         self.renderer = renderer
         self.rng = random.Random(seed)
+        self.progress = 0.0
+        """Share of the training that is over, set by the run."""
         self.sizes: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         for _ in range(20_000):
             size = data.any_size(self.rng)
@@ -123,7 +182,11 @@ class Generator:
 
     def _one_grid(self) -> data.Sizes:
         """A source of picture sizes that all have one patch grid, itself drawn as `any_size` draws it."""
-        sizes = self.sizes[patch_grid(*data.any_size(self.rng))]
+        small = self.rng.random() < (0.8 if self.progress < 0.8 else 0.3)
+        size = data.any_size(self.rng)
+        while small and max(size) > SMALL_SIDE:
+            size = data.any_size(self.rng)
+        sizes = self.sizes[patch_grid(*size)]
         return lambda rng: rng.choice(sizes)
 
     def step(self) -> Iterator[Batch]:
@@ -153,13 +216,17 @@ class Generator:
 
 
 class AuxiliaryHead(nn.Module):
-    """Names what covers each of an image token's four patches, and the token's place; used in training only."""
+    """Names what covers each of a token's four patches, the token's place, and whether a thing's centre is on it.
+
+    The last makes things countable, whatever their size. Used in training only.
+    """
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.colours, self.glyphs = len(data.COLOURS) + 1, len(data.GLYPHS) + 1
         self.patches = nn.Linear(hidden, 4 * (self.colours + self.glyphs))
         self.place = nn.Linear(hidden, len(data.PLACES))
+        self.centre = nn.Linear(hidden, 1)
 
     def forward(self, features: torch.Tensor, pictures: Sequence[data.Picture], grid: tuple[int, int]) -> torch.Tensor:
         """Mean loss over `features` `[B, tokens, hidden]` of `pictures`, all of patch grid `grid`."""
@@ -173,7 +240,10 @@ class AuxiliaryHead(nn.Module):
         what = (colour + glyph)[covered].mean() + 0.5 * (colour + glyph)[~covered].mean()
         third = [torch.arange(side // 2) * 3 // (side // 2) for side in grid]
         places = (third[0][:, None] * 3 + third[1][None, :]).flatten().repeat(len(pictures))
-        return what + 0.3 * F.cross_entropy(self.place(features).float().flatten(0, 1), places)
+        where = F.cross_entropy(self.place(features).float().flatten(0, 1), places)
+        centres = torch.stack([_centre_labels(picture, grid) for picture in pictures]).flatten()
+        centred = F.binary_cross_entropy_with_logits(self.centre(features).float().flatten(), centres, reduction="none")
+        return what + 0.3 * where + 2 * centred[centres > 0].mean() + 2 * centred[centres == 0].mean()
 
 
 def _patch_labels(picture: data.Picture, grid: tuple[int, int]) -> torch.Tensor:
@@ -191,13 +261,41 @@ def _patch_labels(picture: data.Picture, grid: tuple[int, int]) -> torch.Tensor:
     return labels
 
 
+def _centre_labels(picture: data.Picture, grid: tuple[int, int]) -> torch.Tensor:
+    """`[rows / 2, columns / 2]`: 1.0 for the image tokens that hold the centre of a thing, else 0.0."""
+    rows, columns = grid[0] // 2, grid[1] // 2
+    labels = torch.zeros(rows, columns)
+    for thing in picture.things:
+        left, top, right, bottom = thing.box
+        row = int((top + bottom) / 2 * rows / picture.image.height)
+        column = int((left + right) / 2 * columns / picture.image.width)
+        labels[min(row, rows - 1), min(column, columns - 1)] = 1.0
+    return labels
+
+
 class Trainee(nn.Module):
     """The model with its auxiliary head, and the two losses of a batch."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.model = new_model(seed)
-        self.auxiliary = AuxiliaryHead(self.model.config.text_config.hidden_size)
+        text_config = self.model.config.get_text_config()
+        self.auxiliary = AuxiliaryHead(text_config.hidden_size)
+        layers = text_config.layers_block_type
+        last_attention = max(index for index, kind in enumerate(layers) if kind == "full_attention")
+        self.attention: torch.Tensor | None = None
+        """`[B, heads, L, L]` of the last attention layer in the last forward pass, where it is kept."""
+        self.model.language_model.model.layers[last_attention].mixer.register_forward_hook(self._keep_attention)
+
+    def _keep_attention(self, _: nn.Module, __: object, output: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+        self.attention = output[1]
+
+    def focus_loss(self, batch: Batch) -> torch.Tensor:
+        """Mean -log of the share of attention that the first `FOCUS_HEADS` heads pay to what each answer is about."""
+        assert self.attention is not None, "only eager attention returns its weights"
+        row, position = batch.focus_at.unbind(1)
+        shares_FHL = self.attention[row, :FOCUS_HEADS, position].float()
+        return -(shares_FHL * batch.focus_on[:, None]).sum(-1).clamp(min=1e-5).log().mean()
 
     def image_features(self, pictures: Sequence[data.Picture]) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Each picture's `[tokens, hidden]` features, and the mean auxiliary loss."""
@@ -346,21 +444,27 @@ class Run:
         torch.save(state, self.path.with_suffix(".tmp"))
         self.path.with_suffix(".tmp").replace(self.path)
 
-    def step(self, progress: float) -> tuple[float, float]:
-        """One optimiser step at `progress` (0..1) of the whole training; returns the answer and auxiliary losses."""
+    def step(self, progress: float) -> tuple[float, ...]:
+        """One optimiser step at `progress` (0..1) of the training; returns the answer, auxiliary and focus losses."""
         factor = min((self.steps + 1) / WARMUP_STEPS, (1 - progress) / DECAY_SHARE, 1.0)
         for optimiser, rate in zip(self.optimisers, (MUON_RATE, ADAM_RATE), strict=True):
             for group in optimiser.param_groups:
                 group["lr"] = rate * max(factor, 0.0)
+        self.generator.progress = progress
         weight = 0.5 if progress < 0.5 else 0.25
-        answers, auxiliaries = [], []
+        answers, auxiliaries, focuses = [], [], []
         batches = list(self.generator.step())
         for batch in batches:
             with torch.autocast("cpu", torch.bfloat16):
                 logits, labels, auxiliary = self.trainee(batch)
-            loss = F.cross_entropy(logits, labels)
-            ((loss + weight * auxiliary) / len(batches)).backward()
-            answers.append(loss.item())
+            answer = F.cross_entropy(logits, labels)
+            loss = answer + weight * auxiliary
+            if len(batch.focus_at):
+                focus = self.trainee.focus_loss(batch)
+                loss = loss + weight * focus
+                focuses.append(focus.item())
+            (loss / len(batches)).backward()
+            answers.append(answer.item())
             auxiliaries.append(auxiliary.item())
             self.sequences += len(batch.ids)
         with torch.autocast("cpu", torch.bfloat16):
@@ -377,7 +481,7 @@ class Run:
             torch._foreach_lerp_(list(self.average.parameters()), list(self.trainee.parameters()), 1 - decay)
             for averaged, buffer in zip(self.average.buffers(), self.trainee.buffers(), strict=True):
                 averaged.copy_(buffer)
-        return sum(answers) / len(answers), sum(auxiliaries) / len(auxiliaries)
+        return tuple(sum(losses) / len(losses) for losses in (answers, auxiliaries, focuses))
 
     def evaluate(self, questions: int) -> dict[str, float]:
         """Share of held-out questions of each kind whose every answer token is the likeliest (teacher-forced)."""
@@ -401,21 +505,25 @@ def evaluate(trainee: Trainee, renderer: Renderer, questions: int) -> dict[str, 
 
 
 def train(run: Run, minutes: float, report_minutes: float) -> None:
-    """Trains until `minutes` of training time are spent, reporting and checkpointing every `report_minutes`."""
+    """Trains until `minutes` are spent, reporting and checkpointing every `report_minutes`.
+
+    The minutes are processor time over threads, so that a machine that is busy or asleep does not shorten the training.
+    """
     fast.install()
     run.trainee.model.set_attn_implementation("eager")  # its backward is twice as fast on a CPU
-    losses: list[tuple[float, float]] = []
+    losses: list[tuple[float, ...]] = []
     next_report = run.seconds + 60 * report_minutes
     next_line = run.steps + 50
     while run.seconds < 60 * minutes:
-        started = time.monotonic()
+        started = time.process_time()
         losses.append(run.step(run.seconds / (60 * minutes)))
-        run.seconds += time.monotonic() - started
+        run.seconds += (time.process_time() - started) / torch.get_num_threads()
         if run.steps >= next_line:
-            answer, auxiliary = (sum(column) / len(losses) for column in zip(*losses, strict=True))
+            means = [sum(column) / len(losses) for column in zip(*losses, strict=True)]
+            rate = run.sequences / run.seconds
             log.info(
-                "step %d  %.1f min  %.1f sequences/s  loss %.3f  auxiliary %.3f",
-                run.steps, run.seconds / 60, run.sequences / run.seconds, answer, auxiliary,
+                "step %d  %.1f min  %.1f sequences/s  answer %.3f  auxiliary %.3f  focus %.3f",
+                run.steps, run.seconds / 60, rate, *means,
             )  # fmt: skip
             losses.clear()
             next_line += 50

@@ -132,3 +132,16 @@ def test_training_renders_what_the_template_renders() -> None:
     assert _render(messages, add_generation_prompt=True, enable_thinking=True) == expected
     assert expected == _render(messages) + "<|im_start|>assistant\n"
     assert render_user([None, "?"]) == ("<|im_start|>user\n<img><image></img>?<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("kind", data.KINDS)
+def test_each_part_of_an_answer_is_about_something_in_the_pictures(kind: str) -> None:
+    for seed in range(40):
+        example = data.question_example(seed, kind)
+        turn = example.turns[0]
+        shown = [thing for picture in example.pictures for thing in picture.things]
+        assert all(any(thing is other for other in shown) for thing in turn.about)
+        for start, end, things in turn.focus():
+            assert 0 <= start < end <= len(turn.answer)
+            if turn.one_by_one:
+                assert things[0].glyph in turn.answer[start:end]
