@@ -93,7 +93,6 @@ class _Generation:
         self.tokens = 0
         self.first_token: float | None = None
         self.last_token: dict[int, float] = {}
-        self.gaps: list[tuple[float, int]] = []
 
     def see(self, event: Event) -> tuple[float, int] | None:
         """Takes note of an event; for a delta after the first of its sample: (seconds since the last, tokens)."""
@@ -187,15 +186,17 @@ class Calls:
         started, finished = generation.started, generation.finished
         prompt = started.prompt_tokens if started else 0
         record.tenant.limits.charge("tokens", prompt + generation.tokens)
+        queue = finished[0].usage.queue_seconds if finished else None
         cached = max((f.usage.cached_tokens for f in finished), default=0)
         reasons = ",".join(sorted({f.reason for f in finished})) if record.code == "OK" else ""
         self.metrics.generation(
             record.code, prompt=prompt, image=started.image_tokens if started else 0, cached=cached,
-            generated=generation.tokens, first_token=generation.first_token, seconds=seconds,
+            generated=generation.tokens, queue=queue, first_token=generation.first_token, seconds=seconds,
         )  # fmt: skip
         self.access.write(
             record, finish=reasons, prompt_tokens=prompt, image_tokens=started.image_tokens if started else 0,
-            cached_tokens=cached, completion_tokens=generation.tokens, first_token_seconds=generation.first_token,
+            cached_tokens=cached, completion_tokens=generation.tokens, queue_seconds=queue,
+            first_token_seconds=generation.first_token,
             seconds=seconds,
         )  # fmt: skip
 

@@ -42,6 +42,10 @@ class Metrics:
             "saccade_time_to_first_token_seconds", "from arrival to the first token", buckets=SECONDS,
             registry=self.registry,
         )  # fmt: skip
+        self._queue = Histogram(
+            "saccade_queue_seconds", "from arrival to the engine: pictures and text are prepared, others go first",
+            buckets=SECONDS, registry=self.registry,
+        )  # fmt: skip
         self._gap = Histogram(
             "saccade_inter_token_seconds", "between two tokens of a sample", buckets=GAPS, registry=self.registry
         )
@@ -60,12 +64,14 @@ class Metrics:
             self._gap.observe(seconds / tokens)
 
     def generation(
-        self, code: str, *, prompt: int, image: int, cached: int, generated: int, first_token: float | None,
-        seconds: float,
+        self, code: str, *, prompt: int, image: int, cached: int, generated: int, queue: float | None,
+        first_token: float | None, seconds: float,
     ) -> None:  # fmt: skip
         self._generations.labels(code).inc()
         for kind, count in (("prompt", prompt), ("image", image), ("cached", cached), ("generated", generated)):
             self._tokens.labels(kind).inc(count)
+        if queue is not None:
+            self._queue.observe(queue)
         if first_token is not None:
             self._first.observe(first_token)
         if code == "OK":
@@ -115,8 +121,7 @@ class _EngineCollector:
 
 # What the engine reports as it stands now; everything else of it only grows.
 _GAUGES = re.compile(
-    r"live|running|waiting|(used|free|total|loose|cached|host|arena|capacity|position)_\w+|leases|cached|reserved|"
-    r"writing|ready|unused_graphs|\w+_now"
+    r"live|running|waiting|leases|cached|reserved|writing|ready|quarantined|unused_graphs|\w+_(bytes|blocks|slots|pages|now)"
 )
 _GRAPH_COUNTER = re.compile(r"(replays|eager)_(\w+)")
 

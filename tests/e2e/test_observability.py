@@ -1,0 +1,101 @@
+"""What an operator sees of a running server: metrics over HTTP, a line for each request, and its trace."""
+
+from __future__ import annotations
+
+import json
+import logging
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from pictures import picture
+from rpc import Stubs, ask, connect
+from running import RunningServer
+
+from saccade.v1 import inference_pb2
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+
+
+@pytest.fixture(scope="module")
+def observed(model: Path) -> Iterator[RunningServer]:
+    with RunningServer(str(model), max_seqs=4, max_len=600, metrics_port=0, log_json=True, graphs="on") as running:
+        yield running
+
+
+@pytest.fixture
+def stubs(observed: RunningServer) -> Iterator[Stubs]:
+    with connect(observed.address) as stubs:
+        yield stubs
+
+
+def scrape(running: RunningServer) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{running.server.metrics_port}/metrics", timeout=30) as response:
+        lines = response.read().decode().splitlines()
+    pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, _, value in pairs}
+
+
+def lines(running: RunningServer, caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """The access log so far; a call's line is written on the server's loop, after the client has its answer."""
+    running.drained()
+    return [json.loads(r.getMessage()) for r in caplog.records if r.name == "service.access"]
+
+
+def test_metrics_follow_the_traffic(observed: RunningServer, stubs: Stubs) -> None:
+    before = scrape(observed)
+    data = picture(900)
+    for _ in range(3):
+        stubs.inference.Generate(ask(images=[{"data": data}], max_tokens=6))
+    with pytest.raises(grpc.RpcError):
+        stubs.inference.Generate(ask(max_tokens=-1))
+    observed.drained()
+    after = scrape(observed)
+
+    def grown(name: str) -> float:
+        return after[name] - before.get(name, 0.0)
+
+    method = "/saccade.v1.InferenceService/Generate"
+    assert grown(f'saccade_calls_total{{code="OK",method="{method}"}}') == 3
+    assert grown(f'saccade_calls_total{{code="INVALID_ARGUMENT",method="{method}"}}') == 1
+    assert grown('saccade_generations_total{code="OK"}') == 3
+    assert grown('saccade_tokens_total{kind="generated"}') == 18 == grown("saccade_decoder_output_tokens_total")
+    assert grown("saccade_time_to_first_token_seconds_count") == 3 == grown("saccade_queue_seconds_count")
+    assert 0 < grown("saccade_inter_token_seconds_count") <= 15  # tokens that arrive with the first have no gap
+    assert grown("saccade_encoder_images_total") == 1 and grown("saccade_handoff_hits_total") == 2
+    assert sum(grown(name) for name in after if name.startswith("saccade_encoder_replays_total")) == 1
+    assert after["saccade_engine_up"] == 1 and after["saccade_live_requests"] == 0
+    assert after["saccade_handoff_used_bytes"] > 0 and after["saccade_decoder_arena_bytes"] > 0
+
+
+def test_one_line_for_each_request(observed: RunningServer, stubs: Stubs, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "service.access"):
+        trace = (("traceparent", f"00-{TRACE}-00f067aa0ba902b7-01"),)
+        stubs.inference.Generate(ask("words of a prompt", max_tokens=6, request_id="first"), metadata=trace)
+        with pytest.raises(grpc.RpcError):
+            stubs.inference.Generate(ask(max_tokens=0, request_id="second"))
+        call = stubs.inference.StreamGenerate(
+            inference_pb2.StreamGenerateRequest(request=ask(max_tokens=500, request_id="third"))
+        )
+        next(call)
+        call.cancel()
+        stubs.inference.Tokenize(inference_pb2.TokenizeRequest(prompt=ask().prompt))
+        first, second, third, fourth = lines(observed, caplog)
+    assert first["request_id"] == "first" and first["trace_id"] == TRACE and first["code"] == "OK"
+    assert first["finish"] == "length" and first["completion_tokens"] == 6 and first["prompt_tokens"] > 6
+    assert 0 < first["first_token_seconds"] <= first["seconds"]
+    assert (second["request_id"], second["code"]) == ("second", "INVALID_ARGUMENT")
+    assert (third["request_id"], third["code"]) == ("third", "CANCELLED")
+    assert fourth["method"].endswith("/Tokenize") and "finish" not in fourth
+    assert "words of a prompt" not in caplog.text
+
+
+def test_the_plain_form_has_the_same_values(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "service.access"), connect(server.address) as stubs:
+        stubs.inference.Generate(ask(max_tokens=3, request_id='odd "name"'))
+        server.drained()
+        (line,) = [r.getMessage() for r in caplog.records if r.name == "service.access"]
+    assert 'code="OK"' in line and r'request_id="odd \"name\""' in line and "completion_tokens=3" in line
