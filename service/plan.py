@@ -1,7 +1,7 @@
 """`saccade plan MODEL`: what a configuration will do, before anything is loaded.
 
-Memory by part, how many requests fit and what binds, which sizes are captured. Reads the configuration and the tables of
-the weight files, never the weights.
+Memory by part, how many requests fit and what binds, which sizes are captured. Reads the configuration and the tables
+of the weight files, never the weights.
 """
 
 from __future__ import annotations
