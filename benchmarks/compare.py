@@ -2,10 +2,10 @@
 
     python -m benchmarks.compare --peer transformers [--rounds 3] [--only decode,prefill,omni]
 
-Ours runs behind its gRPC server, the peer in a process of its own; in each round both sides run each workload in turn,
-and what is printed is medians and their ratios. The ceilings are measured in the same run: a decode step at batch b
-reads the weights once and each request's state twice, so tokens/s cannot pass b / (bytes / bandwidth); a prefill cannot pass
-2 FLOP a parameter and token over the rate of a large product. Run it on an idle machine.
+Ours runs behind its gRPC server, the peer in a process of its own; in each round both sides run each workload in
+turn, and what is printed is medians and their ratios. The ceilings are measured in the same run: a decode step at
+batch b reads the weights once and each request's state twice, so tokens/s cannot pass b / (bytes / bandwidth); a
+prefill cannot pass 2 FLOP a parameter and token over the rate of a large product. Run it on an idle machine.
 """
 
 from __future__ import annotations

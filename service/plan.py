@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from decoder.arena import ArenaLayout, resolve_blocks
 from decoder.capture import capture_sizes, decode_sizes
-from encoder.budget import graph_shape
+from encoder.plan import describe
 from service.build import check_handoff, decoder_options, encoder_options, resolve_dtype, resolve_vision
 from service.checkpoint import Checkpoint, open_checkpoint
 from service.config import EngineOptions
@@ -116,11 +116,13 @@ def encoder_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
     dtype = resolve_dtype(options, checkpoint)
     check_handoff(options, vision, checkpoint.config.decoder.hidden_size, dtype)
     budgets = encoder_options(options, checkpoint).budgets(vision)
-    rows: list[tuple[str, ...]] = [("budget (image tokens)", "rows/image", "capacity", "patches", "ViT rows")]
-    for budget in budgets.token_budgets:
-        shape = graph_shape(
-            budget, budgets, prefix=vision.num_prefix_tokens, patches_per_token=vision.patches_per_token
-        )
-        cells = (budget, shape.capacity // budgets.max_images, shape.capacity, shape.patches, shape.rows)
-        rows.append(tuple(map(str, cells)))
-    return Table(f"encoder, graphs {options.graphs}, up to {budgets.max_images} images a batch", rows)
+    rows: list[tuple[str, ...]] = [("budget", "rows/image", "capacity", "ViT rows", "sequences", "buffers")]
+    described = describe(vision, budgets, dtype)
+    for row in described:
+        numbers = (row.budget, row.rows_per_image, row.capacity, row.tower_rows, row.sequences)
+        rows.append((*map(str, numbers), size(row.buffer_bytes)))
+    return Table(
+        f"encoder, graphs {options.graphs}: {vision.min_image_tokens} to {vision.max_image_tokens} tokens a picture, up to "
+        f"{budgets.max_images} pictures a batch, one arena of {size(described[-1].buffer_bytes)} for all budgets",
+        rows,
+    )

@@ -29,7 +29,7 @@ def test_the_plan_agrees_with_the_arena(tmp_path: Path) -> None:
     budgets = engine._encoder.budgets  # type: ignore[union-attr]
     engine.close()
     assert [row[0] for row in encoder.rows[1:]] == [str(b) for b in budgets.token_budgets]
-    assert f"{budgets.max_images} images" in encoder.title
+    assert f"{budgets.max_images} pictures a batch" in encoder.title
 
 
 def test_memory_that_binds_is_named(tmp_path: Path) -> None:
