@@ -13,7 +13,7 @@ with saccade.Client(os.environ.get("SACCADE_SERVER", "127.0.0.1:50051")) as clie
         }
     ]
     for question in ("Where is it?", None):
-        answer = client.generate(messages, temperature=0)
+        answer = client.chat(messages, temperature=0)
         print(answer.text)
         if question:
-            messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": question}]
+            messages += [answer.message, {"role": "user", "content": question}]

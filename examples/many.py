@@ -1,26 +1,15 @@
 """The same question about many pictures at once: python examples/many.py QUESTION PICTURE..."""
 
-import asyncio
 import os
 import sys
 
 import saccade
 
+question, *pictures = sys.argv[1:]
 
-async def main(question: str, pictures: list[str]) -> None:
-    at_once = asyncio.Semaphore(32)
-
-    async with saccade.AsyncClient(os.environ.get("SACCADE_SERVER", "127.0.0.1:50051")) as client:
-
-        async def ask(picture: str) -> str:
-            async with at_once:
-                try:
-                    return (await client.generate(question, images=[picture], temperature=0)).text
-                except saccade.SaccadeError as error:  # one bad picture is no reason to lose the others
-                    return f"failed: {error}"
-
-        for picture, answer in zip(pictures, await asyncio.gather(*map(ask, pictures)), strict=True):
-            print(f"{picture}: {answer}")
-
-
-asyncio.run(main(sys.argv[1], sys.argv[2:]))
+with saccade.Client(os.environ.get("SACCADE_SERVER", "127.0.0.1:50051")) as client:
+    requests = ({"prompt": question, "images": [picture], "temperature": 0} for picture in pictures)
+    for outcome in client.map(requests, concurrency=32, ordered=True):
+        # One bad picture is no reason to lose the others: errors are outcomes, not exceptions.
+        answer = outcome.generation.text if outcome.generation else f"failed: {outcome.error}"
+        print(f"{pictures[outcome.index]}: {answer}")

@@ -1,7 +1,7 @@
 """The `saccade` command.
 
-`ask` and `batch` need nothing but this package (`batch --model` excepted). The other commands belong to the server and
-are handed to `service.cli` as they are.
+`ask`, `batch` and `top` need nothing but this package (`batch --model` excepted). The other commands belong to the
+server and are handed to `service.cli` as they are.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_ask(commands)
     _add_batch(commands)
+    _add_top(commands)
     for name, text in SERVER_COMMANDS.items():
         commands.add_parser(name, help=text, add_help=False)
     return parser
@@ -123,6 +124,26 @@ def _add_batch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _batch(options: argparse.Namespace) -> int:
     from saccade.batch_command import run
+
+    return run(options)
+
+
+def _add_top(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    top = commands.add_parser(
+        "top",
+        help="watch what a running server holds",
+        description="A live view of a running server: requests, state, picture embeddings, messages. A line for each "
+        "moment where stdout is no terminal. The server has to allow it: `saccade serve --admin`, or a key with the "
+        "scope admin in SACCADE_API_KEY.",
+    )
+    _add_connection(top)
+    top.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between looks (default: 1)")
+    top.add_argument("--count", type=int, metavar="N", help="stop after N looks")
+    top.set_defaults(run=_top)
+
+
+def _top(options: argparse.Namespace) -> int:
+    from saccade.top import run
 
     return run(options)
 

@@ -19,7 +19,7 @@ from running import RunningServer
 from served import IMAGE_TOKEN
 
 import saccade
-from saccade import errors
+from saccade import cli, errors
 
 Request = dict[str, Any]
 KINDS = ["client", "async", "local"]
@@ -290,3 +290,14 @@ def test_a_copy_leaves_the_client_open(any_client: Any) -> None:
         copy.generate("a", max_tokens=2)
     assert caught.value.reason == "CLIENT_CLOSED"
     assert any_client.generate("a", max_tokens=2).usage.completion_tokens == 2
+
+
+def test_top_sees_the_real_server(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunningServer(str(model), max_seqs=2, max_len=600, admin=True) as server:
+        with saccade.Client(server.address) as client, client.stream("x", max_tokens=500, ignore_eos=True) as stream:
+            next(stream)
+            assert cli.main(["top", "--server", server.address, "--count", "1"]) == 0
+    shown = dict(item.split("=") for item in capsys.readouterr().out.split())
+    assert (shown["live"], shown["running"], shown["draining"]) == ("1", "1", "0")
+    used, total = map(int, shown["blocks"].split("/"))
+    assert 0 < used < total

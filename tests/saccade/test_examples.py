@@ -20,6 +20,7 @@ CASES = {
         ["What is it?", "{picture}", "no/such.png"],
         "{picture}: a red square\nno/such.png: failed: images[0]: cannot read",
     ),
+    "batch.py": (["What is it?", "{picture}"], "1 of 1 answered, 3 tokens\na.png: a red square\n"),
     "logprobs.py": (["{picture}", "What is it?"], "token 0: 0.61 (likeliest 0: 1.00, 1: 0.37)\n"),
 }
 
@@ -48,7 +49,7 @@ def test_the_readmes_client(address: str, script: Script, tmp_path: Path) -> Non
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("IMAGE_UNREADABLE \n")
-    assert len(script.requests) == 3
+    assert len(script.requests) == 5
 
 
 def test_each_example_has_a_case() -> None:

@@ -13,7 +13,15 @@ import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
-from saccade.v1 import inference_pb2, inference_pb2_grpc, model_pb2, model_pb2_grpc, types_pb2
+from saccade.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+    types_pb2,
+)
 
 
 @dataclass
@@ -244,6 +252,26 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         )
 
 
+class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
+    """Counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def GetLoads(self, request: admin_pb2.GetLoadsRequest, context: grpc.ServicerContext) -> admin_pb2.GetLoadsResponse:
+        self.asked += 1
+        return admin_pb2.GetLoadsResponse(
+            live_requests=self.asked + 4,
+            running=3,
+            waiting=1,
+            free_blocks=30,
+            total_blocks=40,
+            handoff_used_bytes=1536,
+            handoff_capacity_bytes=2**20,
+            draining=self.asked > 1,
+        )
+
+
 @contextmanager
 def serve(
     script: Script, *, options: tuple[tuple[str, Any], ...] = (), add_port: Callable[[grpc.Server], int] | None = None
@@ -251,6 +279,7 @@ def serve(
     """Runs the servicer on a free port of 127.0.0.1 and gives its address."""
     server = grpc.server(futures.ThreadPoolExecutor(40), options=[("grpc.so_reuseport", 0), *options])
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(Servicer(script), server)
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(), server)
     model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(script), server)
     port = add_port(server) if add_port else server.add_insecure_port("127.0.0.1:0")
     server.start()

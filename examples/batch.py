@@ -1,0 +1,32 @@
+"""A file with a request for each picture, answered as a batch: python examples/batch.py QUESTION PICTURE...
+
+The pictures have to lie in one folder, in which the two files are written. Stop it and start it again: it goes on.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import saccade
+
+question, *pictures = sys.argv[1:]
+folder = Path(pictures[0]).parent
+
+with open(folder / "requests.jsonl", "w") as file:
+    for picture in pictures:
+        content = [
+            {"type": "image_url", "image_url": {"url": Path(picture).name}},
+            {"type": "text", "text": question},
+        ]
+        body = {"messages": [{"role": "user", "content": content}], "temperature": 0}
+        file.write(json.dumps({"custom_id": Path(picture).name, "body": body}) + "\n")
+
+with saccade.Client(os.environ.get("SACCADE_SERVER", "127.0.0.1:50051")) as client:
+    summary = client.run_batch(folder / "requests.jsonl", folder / "answers.jsonl", ordered=True)
+    print(f"{summary.completed} of {summary.total} answered, {summary.completion_tokens} tokens")
+
+for line in open(folder / "answers.jsonl"):
+    row = json.loads(line)
+    text = row["error"]["message"] if row["error"] else row["response"]["body"]["choices"][0]["message"]["content"]
+    print(f"{row['custom_id']}: {text}")

@@ -1,0 +1,75 @@
+"""`saccade top`: what a running server holds, from moment to moment. Asks `AdminService.GetLoads`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TextIO
+
+from saccade.client import Client
+from saccade.transport import TLSConfig
+from saccade.v1 import admin_pb2
+
+BAR = 30
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def size(count: float) -> str:
+    """`1536` -> `1.5 KiB`."""
+    unit = 0
+    while count >= 1024 and unit < len(_UNITS) - 1:
+        count, unit = count / 1024, unit + 1
+    return f"{count:.0f} {_UNITS[unit]}" if unit == 0 else f"{count:.1f} {_UNITS[unit]}"
+
+
+def _bar(used: float, total: float) -> str:
+    filled = round(BAR * used / total) if total else 0
+    return f"[{'#' * filled}{' ' * (BAR - filled)}] {100 * used / total if total else 0:3.0f}%"
+
+
+def screen(loads: admin_pb2.GetLoadsResponse, title: str) -> list[str]:
+    """The lines of one view."""
+    used = loads.total_blocks - loads.free_blocks
+    return [
+        f"{title}{'   DRAINING' if loads.draining else ''}",
+        f"requests   {loads.live_requests} in the server: {loads.running} running, {loads.waiting} waiting",
+        f"state      {_bar(used, loads.total_blocks)}  {used} of {loads.total_blocks} blocks",
+        f"pictures   {_bar(loads.handoff_used_bytes, loads.handoff_capacity_bytes)}  "
+        f"{size(loads.handoff_used_bytes)} of {size(loads.handoff_capacity_bytes)}",
+        f"messages   {size(loads.inflight_bytes)} in flight, {size(loads.media_bytes)} of uploaded media",
+    ]
+
+
+def line(loads: admin_pb2.GetLoadsResponse) -> str:
+    """The same in one line, for logs."""
+    return (
+        f"live={loads.live_requests} running={loads.running} waiting={loads.waiting} "
+        f"blocks={loads.total_blocks - loads.free_blocks}/{loads.total_blocks} "
+        f"handoff={loads.handoff_used_bytes}/{loads.handoff_capacity_bytes} inflight={loads.inflight_bytes} "
+        f"media={loads.media_bytes} draining={int(loads.draining)}"
+    )
+
+
+def run(options: argparse.Namespace, stream: TextIO | None = None, pause: Callable[[float], None] = time.sleep) -> int:
+    """Shows views until it is interrupted, or `options.count` of them. Returns the exit code; raises SaccadeError."""
+    out = stream if stream is not None else sys.stdout
+    terminal = out.isatty()
+    tls = TLSConfig(ca=options.ca) if options.ca else options.tls
+    shown = 0
+    with Client(options.server, tls=tls, timeout=10.0) as client:
+        title = f"{options.server}  {client.get_model().name}"
+        while True:
+            loads: Any = client._unary("admin", "GetLoads", admin_pb2.GetLoadsRequest(), None)
+            if terminal:  # to the top left, each line to its end, and nothing of a longer view below
+                print(
+                    "\x1b[H" + "".join(f"{text}\x1b[K\n" for text in screen(loads, title)) + "\x1b[J", end="", file=out
+                )
+            else:
+                print(line(loads), file=out)
+            out.flush()
+            shown += 1
+            if options.count is not None and shown >= options.count:
+                return 0
+            pause(options.interval)
