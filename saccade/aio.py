@@ -375,7 +375,7 @@ class AsyncClient:
         """Answers a file of requests into another; see `saccade.Client.run_batch`."""
         from saccade.batch import BatchJob, BatchOptions, run_async
 
-        job = BatchJob(source, output, BatchOptions(**options))
+        job = BatchJob(source, output, BatchOptions.of(options))
         return await run_async(self.with_options(max_retries=max_retries), job)
 
     async def _generate(

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from contextlib import aclosing, closing, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ from saccade.batch_rows import (
 )
 from saccade.errors import FailedPrecondition, InvalidArgument, SaccadeError, Unavailable
 from saccade.journal import Journal, Written
-from saccade.mapping import Prepared, map_async, map_sync
+from saccade.mapping import Prepared, check_concurrency, map_async, map_sync
 from saccade.types import Generation, Model
 
 if TYPE_CHECKING:
@@ -63,6 +63,22 @@ class BatchOptions:
     on_progress: Callable[[BatchSummary, int, bool], None] | None = None
     """Called after each row with the state so far, the row's completion tokens and whether it failed."""
     on_start: Callable[[BatchSummary], None] | None = None
+    """Called once the input has been checked and the output been taken stock of."""
+
+    def __post_init__(self) -> None:
+        check_concurrency(self.concurrency)
+        if self.max_errors is not None and self.max_errors < 0:
+            raise InvalidArgument(f"max_errors: expected 0 or more, got {self.max_errors}")
+        if self.timeout is not None and not self.timeout > 0:
+            raise InvalidArgument(f"timeout: expected more than 0 seconds, got {self.timeout}")
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> BatchOptions:
+        """From keyword arguments. Raises InvalidArgument for names that are no options."""
+        known = [item.name for item in fields(cls)]
+        if unknown := sorted(options.keys() - set(known)):
+            raise InvalidArgument(f"unknown options: {', '.join(unknown)}; known are {', '.join(known)}")
+        return cls(**options)
 
 
 @dataclass
@@ -286,6 +302,7 @@ class BatchJob:
         """The request for a row."""
         options = self.options
         request = request_from(row, self._folder, priority=options.priority, model=not options.any_model)
+        row.body = {}  # the answer may have to wait for those before it, and need not keep its pictures meanwhile
         return request, options.timeout
 
     def take(self, row: Row, result: Generation | SaccadeError) -> None:

@@ -40,7 +40,14 @@ class _Shown:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command. Returns the exit code."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return _run(options)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run(options: argparse.Namespace) -> int:
     shown = _Shown(options.quiet)
     job = None
     try:

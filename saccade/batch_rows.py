@@ -28,7 +28,8 @@ from saccade.types import Generation, Sample, TokenLogprob
 from saccade.v1 import inference_pb2, types_pb2
 
 URL = "/v1/chat/completions"
-MAX_LINE_BYTES = 256 * 2**20
+MAX_LINE_BYTES = 96 * 2**20
+"""As base64, what the server takes in one message by default."""
 MAX_ID_LENGTH = 512
 BATCH_PRIORITY = -10
 """Below that of calls that somebody waits for."""
@@ -93,7 +94,7 @@ _STATUS: dict[type[SaccadeError], int] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Row:
     """One request of the file."""
 

@@ -231,7 +231,7 @@ class SyncClient(ABC):
         """
         from saccade.batch import BatchJob, BatchOptions, run_sync
 
-        job = BatchJob(source, output, BatchOptions(**options))
+        job = BatchJob(source, output, BatchOptions.of(options))
         job.check()
         with self.with_options(max_retries=max_retries) as client:
             return run_sync(client, job)

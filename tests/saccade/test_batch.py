@@ -178,6 +178,12 @@ def test_a_wrong_file_starts_nothing(run: Run, script: Script, tmp_path: Path) -
     assert {request.model for request in script.requests} == {""}
 
 
+@pytest.mark.parametrize("wrong", [{"concurrency": 0}, {"max_errors": -1}, {"timeout": 0}, {"concurency": 3}], ids=str)
+def test_wrong_options(run: Run, tmp_path: Path, wrong: dict[str, int]) -> None:
+    with pytest.raises(errors.InvalidArgument, match=next(iter(wrong))):
+        run(write_input(tmp_path / "in.jsonl", 1), tmp_path / "out.jsonl", **wrong)
+
+
 def test_too_many_errors(run: Run, script: Script, tmp_path: Path) -> None:
     script.answer = lambda request: (_ for _ in ()).throw(Failure(Code.INVALID_ARGUMENT, "no"))
     source, output = write_input(tmp_path / "in.jsonl", 100), tmp_path / "out.jsonl"
