@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -196,6 +197,8 @@ async def _abort(context: Any, info: CallInfo, error: BaseException) -> None:
     """Ends the call with the status of `error`. Does not return."""
     status = errors.to_status(error)
     info.fail(status)
+    # the one thing by which a client's complaint and the log can be brought together
+    info.request_id = info.request_id or secrets.token_hex(8)
     if isinstance(status, errors.Internal):
-        log.error("%s failed, request %s", info.method, info.request_id or "without id", exc_info=error)
+        log.error("%s failed, request %s", info.method, info.request_id, exc_info=error)
     await context.abort(status.code, status.message, errors.trailers(status, info.request_id))

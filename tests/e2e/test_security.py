@@ -126,6 +126,11 @@ def test_tenants_share_nothing(guarded: RunningServer, stubs: Stubs) -> None:
     stubs.inference.Generate(ask(images=[{"data": data}]), metadata=bearer("two"))
     assert encoded() == before + 2, "one tenant's picture answered for another's"
 
+    text = "a prompt that is long enough to be worth keeping " * 4
+    stubs.inference.Generate(ask(text), metadata=bearer("one"))
+    theirs = stubs.inference.Generate(ask(text), metadata=bearer("two")).samples[0].usage
+    assert theirs.cached_tokens == 0, "one tenant's prompt was kept for another"
+
     # request ids are a tenant's own as well
     running = ask(max_tokens=400, request_id="same")
     call = stubs.inference.StreamGenerate(inference_pb2.StreamGenerateRequest(request=running), metadata=bearer("one"))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2, status_pb2
 from pictures import picture
 from rpc import Stubs, ask, connect, reason, upload
 from running import RunningServer
@@ -189,6 +190,19 @@ def test_malformed_messages_are_the_senders_fault(server: RunningServer, method:
             with pytest.raises(grpc.RpcError) as error:
                 list(call(garbage)) if method == "StreamGenerate" else call(garbage)
             assert reason(error.value) == ("INVALID_ARGUMENT", "MALFORMED_MESSAGE")
+
+
+def test_a_failure_has_an_id_even_if_the_request_had_none(
+    server: RunningServer, stubs: Stubs, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "service.access"):
+        with pytest.raises(grpc.RpcError) as error:
+            stubs.inference.Generate(inference_pb2.GenerateRequest())
+        server.drained()  # the line comes after the answer
+    status = status_pb2.Status.FromString(dict(error.value.trailing_metadata())["grpc-status-details-bin"])
+    named = error_details_pb2.RequestInfo()
+    assert any(detail.Unpack(named) for detail in status.details) and len(named.request_id) == 16
+    assert f'request_id="{named.request_id}"' in caplog.text
 
 
 def test_methods_that_do_not_exist(server: RunningServer) -> None:
