@@ -19,7 +19,8 @@ class Usage:
 
     prompt_tokens: int = 0
     image_tokens: int = 0
-    cached_tokens: int = 0
+    cached_tokens: int = field(default=0, compare=False)
+    """Depends on what else was served; so it is no part of an answer's equality."""
     completion_tokens: int = 0
     queue_time: float | None = field(default=None, compare=False)
     time_to_first_token: float | None = field(default=None, compare=False)

@@ -6,7 +6,7 @@
 
 The same object serves in-process (`service.engine_thread`) and behind the process boundary (`service.engine_process`).
 
-Threads. On a CPU one thread does all three in turn, an encoder batch to a decoder step: both runners want every core,
+Threads. On a CPU one thread does all three in turn, an encoder launch to a decoder step: both runners want every core,
 and taking turns bounds what a picture can add to another request's inter-token latency. It must also be the thread that
 built the runners: libgomp keeps a team of threads for each thread that ever did maths, and as soon as there are more of
 them than cores it hardly spins between operations, which costs a decode step half its speed. On a GPU the encoder has
@@ -29,9 +29,10 @@ import torch
 from decoder.request import DecoderRequest, ImageSpan, TokenEvent
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
+from encoder.job import EncodeJob
 from encoder.preprocess import ImagePatches
 from encoder.runner import EncoderRunner
-from service.handoff import Handoff, Lease
+from service.handoff import Handoff, Lease, Work
 
 log = logging.getLogger(__name__)
 
@@ -135,6 +136,7 @@ class Engine:
         self._encoder_thread = encoder_thread and encoder is not None
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake, self._wake_encoder = threading.Event(), threading.Event()
+        self._batch: tuple[list[Work], EncodeJob] | None = None
         self._leases: dict[str, list[Lease]] = {}
         self._live: set[str] = set()
         self._emit: EventSink = lambda events: None
@@ -227,10 +229,10 @@ class Engine:
             self._commands.get()()
 
     def _turn(self) -> None:
-        """Commands, then an encoder batch, then a decoder step; sleeps where there is nothing of either."""
+        """Commands, then an encoder launch, then a decoder step; sleeps where there is nothing of either."""
         self._wake.clear()
         self._run_commands()
-        encoded = not self._encoder_thread and self._encode_batch()
+        encoded = self._encoder is not None and not self._encoder_thread and self._encode_batch()
         if self._decoder.has_work and self._decoder.runnable:
             started = time.perf_counter()
             events = self._decoder.step()
@@ -256,7 +258,7 @@ class Engine:
             for image in request.images:
                 if self._handoff is None:
                     raise ValueError(f"{self.info.model} takes no images")
-                lease = self._handoff.lease(image.key, image.patches, request.request_id)
+                lease = self._handoff.lease(image.key, image.patches, request.request_id, request.priority)
                 leases.append(lease)
                 spans.append(ImageSpan(image.start, image.patches.tokens, image.key, lease))
             self._decoder.add(
@@ -349,29 +351,35 @@ class Engine:
             self._command(stop)
 
     def _encode_batch(self) -> bool:
-        """Encodes what the handoff has space reserved for, within the encoder's step. False where there is nothing."""
-        work = self._handoff.take(self._encoder_step_tokens) if self._handoff is not None else []
-        if not work:
-            return False
-        failures = self._encode([w.image for w in work], [w.rows for w in work])
-        assert self._handoff is not None
-        for item, failure in zip(work, failures, strict=True):
-            if failure is None:
-                self._handoff.publish([item.key])
-            else:
-                self._handoff.fail(item.key, failure)
+        """One launch of the encoder, of the batch under way or of the next one that the handoff has space reserved for.
+        False where there is nothing to encode."""
+        assert self._handoff is not None and self._encoder is not None
+        started = time.perf_counter()
+        if self._batch is None:
+            if not (work := self._handoff.take(self._encoder_step_tokens)):
+                return False
+            self._batch = work, self._encoder.begin([w.image for w in work], [w.rows for w in work])
+        work, job = self._batch
+        try:
+            more = job.step()
+        except Exception as error:  # one picture must not take its neighbours along: each gets a run of its own
+            self._batch = None
+            self._encode_alone(work, error)
+            return True
+        if not more:
+            self._batch = None
+            self._handoff.publish([w.key for w in work])
+        self._seconds["encode_seconds"] += time.perf_counter() - started
         return True
 
-    def _encode(self, images: list[ImagePatches], rows: list[torch.Tensor]) -> list[Exception | None]:
-        """Encodes a batch; where it fails, each picture alone, so that one cannot take its neighbours along."""
-        assert self._encoder is not None
-        try:
-            started = time.perf_counter()
-            self._encoder.encode(images, rows)
-            self._seconds["encode_seconds"] += time.perf_counter() - started
-            return [None] * len(images)
-        except Exception as error:  # reported to each waiter
-            if len(images) == 1:
-                log.warning("an image could not be encoded", exc_info=error)
-                return [error]
-        return [self._encode([image], [row])[0] for image, row in zip(images, rows, strict=True)]
+    def _encode_alone(self, work: list[Work], error: Exception) -> None:
+        """Encodes the pictures of a failed batch one by one; those that fail again fail for good."""
+        assert self._handoff is not None and self._encoder is not None
+        log.warning("a batch of %d images could not be encoded; trying each alone", len(work), exc_info=error)
+        for item in work:
+            try:
+                self._encoder.encode([item.image], [item.rows])
+            except Exception as failure:  # reported to each waiter
+                self._handoff.fail(item.key, failure)
+            else:
+                self._handoff.publish([item.key])

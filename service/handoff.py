@@ -3,7 +3,7 @@
 Entry states, and who moves them:
 
     (waiting)  no space yet          -> RESERVED  by `reserve`, in order of arrival
-    RESERVED   space, no writer      -> WRITING   by `take`, on the encoder thread
+    RESERVED   space, no writer      -> WRITING   by `take`, most urgent first, for the encoder
     WRITING    the encoder writes    -> READY     by `publish`; FAILED by `fail` (every waiter gets the error)
     READY      leased n times        -> CACHED    when the last lease is released
     CACHED     least recently used   -> evicted   when `reserve` needs the bytes
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import enum
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from dataclasses import dataclass, field
 import torch
 
 from encoder.preprocess import ImagePatches
+from encoder.schedule import Waiting, choose
 
 
 class EntryState(enum.Enum):
@@ -44,6 +46,9 @@ class EntryState(enum.Enum):
 class _Entry:
     key: bytes
     tokens: int
+    arrival: float = field(default_factory=time.monotonic)
+    priority: int = 0
+    """The largest of those who wait for it."""
     state: EntryState = EntryState.WAITING
     image: ImagePatches | None = None
     """The pixels, kept while any lease may still need them encoded (again)."""
@@ -112,7 +117,7 @@ class Handoff:
         """The largest picture that can ever pass, in image tokens."""
         return self.capacity_bytes // self._row_bytes
 
-    def lease(self, key: bytes, image: ImagePatches, owner: str) -> Lease:
+    def lease(self, key: bytes, image: ImagePatches, owner: str, priority: int = 0) -> Lease:
         """A hold on the picture's rows: at once where they are cached, shared where they are in flight, else queued for
         the encoder. Raises ValueError for a picture larger than the whole bound."""
         if image.tokens > self.max_tokens:
@@ -131,24 +136,25 @@ class Handoff:
                 self.counters["hits" if entry.state is EntryState.READY else "joins"] += 1
                 self._cached.pop(key, None)
                 entry.image = entry.image or image
+            entry.priority = max(entry.priority, priority)
             lease = Lease(self, entry, owner)
             entry.leases.add(lease)
         self.on_change()
         return lease
 
     def take(self, max_tokens: int | None = None) -> list[Work]:
-        """RESERVED pictures in order of arrival, at most `max_tokens` in all but always one; they become WRITING."""
+        """RESERVED pictures for one step of the encoder, about `max_tokens` in all (None: all of them), by the policy
+        of `encoder.schedule`; they become WRITING."""
         taken: list[Work] = []
-        tokens = 0
         with self._lock:
-            for entry in self._entries.values():
-                if entry.state is not EntryState.RESERVED:
-                    continue
-                if taken and max_tokens is not None and tokens + entry.tokens > max_tokens:
-                    break
+            reserved = [e for e in self._entries.values() if e.state is EntryState.RESERVED]
+            if not reserved:
+                return []
+            step = max_tokens or sum(e.tokens for e in reserved)
+            for position in choose([Waiting(e.tokens, e.arrival, None, e.priority) for e in reserved], step):
+                entry = reserved[position]
                 assert entry.image is not None and entry.rows is not None
                 entry.state = EntryState.WRITING
-                tokens += entry.tokens
                 taken.append(Work(entry.key, entry.image, entry.rows))
         return taken
 

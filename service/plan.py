@@ -122,7 +122,7 @@ def encoder_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
         numbers = (row.budget, row.rows_per_image, row.capacity, row.tower_rows, row.sequences)
         rows.append((*map(str, numbers), size(row.buffer_bytes)))
     return Table(
-        f"encoder, graphs {options.graphs}: {vision.min_image_tokens} to {vision.max_image_tokens} tokens a picture, up to "
-        f"{budgets.max_images} pictures a batch, one arena of {size(described[-1].buffer_bytes)} for all budgets",
+        f"encoder, graphs {options.graphs}: {vision.min_image_tokens} to {vision.max_image_tokens} tokens a picture, "
+        f"up to {budgets.max_images} pictures a batch, one arena of {size(described[-1].buffer_bytes)} for all budgets",
         rows,
     )
