@@ -71,6 +71,7 @@ class Server:
         self.frontend.resolve = media_resolver(self.spool)
         self._draining = False
         self._server: grpc.aio.Server | None = None
+        self._sweeper: asyncio.Task[None] | None = None
         self._set_health: Callable[[bool], None] = lambda serving: None
         self.port = 0
         self.metrics_port = 0
@@ -92,9 +93,16 @@ class Server:
         if self.options.metrics_port is not None:
             self.metrics_port, end = self.metrics.serve(self.options.metrics_host, self.options.metrics_port)
             self._ends.callback(end)
+        self._sweeper = asyncio.create_task(self._sweep())
         await server.start()
         self._server = server
         self._set_health(True)
+
+    async def _sweep(self) -> None:
+        """Uploads leave the disk soon after their time, also where nothing new arrives."""
+        while True:
+            await asyncio.sleep(min(60.0, self.options.media_ttl))
+            await asyncio.to_thread(self.spool.sweep)
 
     def _add_services(self, server: grpc.aio.Server) -> list[str]:
         """Registers what clients speak to; returns the services' full names."""
@@ -144,6 +152,8 @@ class Server:
             await self._server.stop(grace=1.0 if self.frontend.idle.is_set() else 0)
             self._server = None
         await asyncio.get_running_loop().run_in_executor(None, self.frontend.close)
+        if self._sweeper is not None:
+            self._sweeper.cancel()
         await asyncio.get_running_loop().run_in_executor(None, self._ends.close)
 
     def engine_changed(self, alive: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from running import RunningServer
 
 from saccade.v1 import inference_pb2
 
+METRIC = re.compile(r"saccade_\w+")
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 
 
@@ -69,6 +71,17 @@ def test_metrics_follow_the_traffic(observed: RunningServer, stubs: Stubs) -> No
     assert sum(grown(name) for name in after if name.startswith("saccade_encoder_replays_total")) == 1
     assert after["saccade_engine_up"] == 1 and after["saccade_live_requests"] == 0
     assert after["saccade_handoff_used_bytes"] > 0 and after["saccade_decoder_arena_bytes"] > 0
+
+
+def test_the_dashboard_asks_for_metrics_that_are_there(observed: RunningServer, stubs: Stubs) -> None:
+    stubs.inference.Generate(ask(images=[{"data": picture(901)}]))
+    told = {name.partition("{")[0] for name in scrape(observed)}
+    board = json.loads((Path(__file__).resolve().parents[2] / "docs" / "grafana.json").read_text())
+    asked = {
+        name for panel in board["panels"] for target in panel["targets"] for name in METRIC.findall(target["expr"])
+    }
+    # with graphs on nothing runs eagerly; the counter of the other way is there instead
+    assert len(asked) > 20 and asked - told == {"saccade_encoder_eager_total"}
 
 
 def test_one_line_for_each_request(observed: RunningServer, stubs: Stubs, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections.abc import Iterator
@@ -154,14 +155,21 @@ def test_an_upload_that_breaks_off_leaves_nothing(server: RunningServer, stubs: 
     call.cancel()
     stop.set()
 
-    async def settled() -> None:
-        import asyncio
+    server.run(spool_holds(server, before))
 
-        async with asyncio.timeout(30):
-            while server.server.spool.used_bytes != before:
-                await asyncio.sleep(0.005)
 
-    server.run(settled())
+async def spool_holds(server: RunningServer, size: int) -> None:
+    async with asyncio.timeout(30):
+        while server.server.spool.used_bytes != size:
+            await asyncio.sleep(0.005)
+
+
+def test_what_has_expired_leaves_the_disk_by_itself(model: Path, tmp_path: Path) -> None:
+    with RunningServer(str(model), max_seqs=1, max_len=64, media_ttl=1.0, media_dir=str(tmp_path)) as small:
+        with connect(small.address) as stubs:
+            stubs.media.UploadMedia(upload(picture(81)))
+        small.run(spool_holds(small, 0))
+    assert not list(tmp_path.glob("anyone/*"))
 
 
 def test_a_spool_without_room_says_so(model: Path, tmp_path: Path) -> None:
