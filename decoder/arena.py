@@ -185,6 +185,15 @@ class Arena:
         start = slot * self.layout.block_bytes
         return self.buffer[start : start + self.layout.slot_bytes]
 
+    def copy_slot(self, source: int, target: int) -> None:
+        """Windows and states of all layers, from one slot to another."""
+        self._slot(target).copy_(self._slot(source))
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Keys and values of all layers, from one page to another."""
+        pages = self._pages()
+        pages[target].copy_(pages[source])
+
     def saved_bytes(self, pages: int) -> int:
         """Host memory that `save` of a slot and so many pages takes."""
         return self.layout.slot_bytes + pages * self.layout.page_bytes

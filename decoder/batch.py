@@ -38,6 +38,10 @@ class ScanRows:
     tables_RW: Tensor
     chunks: tuple[Chunk, ...]
     """Empty for a model without Mamba layers."""
+    state_saves: tuple[tuple[int, int], ...] = ()
+    """(chunk, slot): the state after that chunk is kept there."""
+    window_saves: tuple[tuple[int, int, int], ...] = ()
+    """(row, end, slot): the conv window after that many of these tokens is kept there."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +99,16 @@ class BatchBuilder:
         self.chunk_size = min(config.chunk_size, CHUNK_LIMIT)
         self._empty = torch.empty(0, dtype=torch.int64, device=options.device)
 
-    def build(self, rows: SequenceOf[Row], images: Mapping[str, list[tuple[int, Tensor]]]) -> Batch:
-        """Rows in the scheduler's order. `images[request_id]`: what `image_rows` gave for the row."""
+    def build(
+        self,
+        rows: SequenceOf[Row],
+        images: Mapping[str, list[tuple[int, Tensor]]],
+        checkpoints: Mapping[int, list[tuple[int, int]]] | None = None,
+    ) -> Batch:
+        """Rows in the scheduler's order. `images[request_id]`: what `image_rows` gave for the row.
+
+        `checkpoints[arrival]`: (position, slot) of states to keep; those at a row's very end are not this one's work.
+        """
         updates = sum(1 for row in rows if row.count == 1 and row.start > 0)
         ids: list[int] = []
         splices: list[tuple[int, Tensor]] = []
@@ -119,7 +131,7 @@ class BatchBuilder:
             longest=max((row.end for row in rows[:updates]), default=0),
             tables_UW=tables[:updates],
             places_T=places,
-            scan=self._scan(rows[updates:], tables[updates:]) if updates < len(rows) else None,
+            scan=self._scan(rows[updates:], tables[updates:], checkpoints or {}) if updates < len(rows) else None,
             samples=None if len(samples) == len(ids) else self._tensor(samples),
         )
 
@@ -142,14 +154,21 @@ class BatchBuilder:
         seats = self._tensor([row.sequence.seat for row in rows])
         return self.tables.table.index_select(0, seats), self._tensor(places)
 
-    def _scan(self, rows: SequenceOf[Row], tables_RW: Tensor) -> ScanRows:
+    def _scan(
+        self, rows: SequenceOf[Row], tables_RW: Tensor, checkpoints: Mapping[int, list[tuple[int, int]]]
+    ) -> ScanRows:
         starts, computed = [0], [row.start for row in rows]
         for row in rows:
             starts.append(starts[-1] + row.count)
         chunks: tuple[Chunk, ...] = ()
+        inside: dict[tuple[int, int], int] = {}
         if self.config.mamba_layers:
             lengths = [row.count for row in rows]
-            chunks = plan_chunks(lengths, computed, self.chunk_size)
+            for index, row in enumerate(rows):
+                kept = checkpoints.get(row.sequence.arrival, ())
+                inside |= {(index, position): slot for position, slot in kept if position < row.end}
+            stops = [[position for owner, position in inside if owner == index] for index in range(len(rows))]
+            chunks = plan_chunks(lengths, computed, self.chunk_size, stops if inside else None)
         return ScanRows(
             slots_R=self._tensor([row.sequence.slot for row in rows]),
             initial_R=torch.tensor([start > 0 for start in computed], device=self.options.device),
@@ -157,6 +176,14 @@ class BatchBuilder:
             computed_R=self._tensor(computed),
             tables_RW=tables_RW,
             chunks=chunks,
+            state_saves=tuple(
+                (number, inside[chunk.row, chunk.end])
+                for number, chunk in enumerate(chunks if inside else ())
+                if (chunk.row, chunk.end) in inside
+            ),
+            window_saves=tuple(
+                (index, starts[index] + position - computed[index], slot) for (index, position), slot in inside.items()
+            ),
         )
 
 

@@ -59,13 +59,16 @@ class SuperblockPool:
 
     # -- taking and giving back ----------------------------------------------------------------------------------------
 
-    def take_slot(self) -> int | None:
-        """A slot with one reference, -1 for a model without states, or `None` when memory is short."""
+    def take_slot(self, high: bool = False) -> int | None:
+        """A slot with one reference, -1 for a model without states, or `None` when memory is short.
+
+        `high`: from the other end, for states that are only kept: neighbours of a batch are worked on together.
+        """
         if not self.has_slots:
             return -1
         if not self._free:
             return None
-        slot = self._free.pop(0)
+        slot = self._free.pop() if high else self._free.pop(0)
         self._slots[slot] = 1
         return slot
 
@@ -97,6 +100,27 @@ class SuperblockPool:
         if not self._partial:
             return None
         return min(self._partial, key=lambda block: (len(self._partial[block]), -block))
+
+    def slot_owners(self, slot: int) -> int:
+        """References to a slot; 0 for one that nobody has."""
+        return self._slots.get(slot, 0)
+
+    def page_owners(self, page: int) -> int:
+        """References to a page; 0 for one that nobody has."""
+        return self._pages.get(page, 0)
+
+    def fits_beside(self, slots: int, pages: int, held_slots: Iterable[int], held_pages: Iterable[int]) -> bool:
+        """Could `slots` and `pages` be taken if nothing but these slots and pages were held?"""
+        if not self.pages_per_block:
+            return not self.has_slots or slots <= self.num_blocks - len(set(held_slots) - {-1})
+        used: dict[int, int] = {}
+        for page in set(held_pages):
+            block = page // self.pages_per_block
+            used[block] = used.get(block, 0) + 1
+        free = self.num_blocks - len(used) - (len(set(held_slots) - {-1}) if self.has_slots else 0)
+        loose = sum(self.pages_per_block - count for count in used.values())
+        blocks = -(-max(0, pages - loose) // self.pages_per_block)
+        return blocks + (slots if self.has_slots else 0) <= free
 
     def retain_slot(self, slot: int) -> None:
         """One more owner."""

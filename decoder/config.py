@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from decoder.metadata import STATE_MODES
+
 LAYER_KINDS = "M*-E"
 ACTIVATIONS = ("relu2", "relu", "silu", "gelu", "gelu_pytorch_tanh")
 
@@ -282,6 +284,12 @@ class DecoderOptions:
     """Dtype of the SSM states."""
     page_size: int = 16
     """Tokens of one KV page."""
+    state_cache: str = "auto"
+    """Where states are kept for later requests: `none`, `align` (the last boundary of `state_block`), `all` (every
+    boundary) or `auto` (ends of images and of the system prompt, junctions, the last chunk, the end of an answer).
+    """
+    state_block: int | None = None
+    """Tokens between boundaries, a multiple of `page_size`; `None`: the least common multiple of page and chunk."""
 
     def __post_init__(self) -> None:
         for name in ("max_seqs", "max_len", "max_batched_tokens", "page_size"):
@@ -297,5 +305,14 @@ class DecoderOptions:
             self.host_bytes is None or self.host_bytes >= 0, f"host_bytes must be at least 0, not {self.host_bytes}"
         )
         _require(0 < self.memory_share <= 1, f"memory_share must be above 0 and at most 1, not {self.memory_share}")
+        _require(
+            self.state_cache in STATE_MODES,
+            f"state_cache {self.state_cache!r} is not one of {', '.join(STATE_MODES)}",
+        )
+        block = self.state_block
+        _require(
+            block is None or (block >= 1 and block % self.page_size == 0),
+            f"state_block {block} is not a multiple of page_size {self.page_size}",
+        )
         _require(self.dtype.is_floating_point, f"dtype must be a floating type, not {self.dtype}")
         _require(self.state_dtype.is_floating_point, f"state_dtype must be a floating type, not {self.state_dtype}")

@@ -106,12 +106,12 @@ class MambaMixer:
     def _scan(self, conv_in_TC: Tensor, dt_TH: Tensor, batch: Batch) -> Tensor:
         scan = batch.scan
         assert scan is not None
-        mixed = causal_conv1d(
-            conv_in_TC, self.conv_WC, self.conv_bias_C, self.windows, scan.slots_R, scan.initial_R, scan.starts_R
-        )
+        rows = (scan.slots_R, scan.initial_R, scan.starts_R)
+        mixed = causal_conv1d(conv_in_TC, self.conv_WC, self.conv_bias_C, self.windows, *rows, scan.window_saves)
         x, b, c = self._split(mixed)
         dt = discretise(dt_TH, self.dt_bias_H, self.config.time_step_limit)
-        y = chunk_scan(self.states, scan.slots_R, scan.initial_R, x, dt, self.A_H, b, c, self.D_H, scan.chunks)
+        given = (x, dt, self.A_H, b, c, self.D_H)
+        y = chunk_scan(self.states, scan.slots_R, scan.initial_R, *given, scan.chunks, scan.state_saves)
         return y.reshape(x.shape[0], -1)
 
 

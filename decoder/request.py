@@ -5,6 +5,7 @@ Who owns what, and until when:
     image rows    the source, until `release()`: called once, after the step that consumed the last row has executed, or
                   when the request ends before that
     slot, pages   the sequence, from admission to finish, abort or preemption
+    checkpoints   the prefix cache; between its slot being taken and the end of the step that writes it, the step
     seat          the sequence, from admission to finish, abort or preemption (row of the sampler's buffers)
 """
 
@@ -15,10 +16,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from decoder.checkpoints import NEVER
 from decoder.sampling import SamplingParams
 
 if TYPE_CHECKING:
     import torch
+
+    from decoder.prefix_cache import Checkpoint, Hit
 
 FinishReason = Literal["stop", "length", "error"]
 
@@ -73,6 +77,10 @@ class DecoderRequest:
     """Larger goes first; equal ones in order of arrival."""
     salt: bytes = b""
     """Separates tenants: nothing is shared between requests of different salts."""
+    checkpoint_at: tuple[int, ...] = ()
+    """Prompt positions where other prompts are likely to part from this one (the end of a system prompt); `auto` keeps
+    a state there.
+    """
 
 
 @dataclass(frozen=True)
@@ -130,6 +138,21 @@ class Sequence:
     barrier: int = 0
     """Readiness that it needs before it is admitted again (it was put out while it waited for this row)."""
 
+    chain: list[bytes] = field(default_factory=list)
+    """Keys of its whole pages, for the prefix cache."""
+    hit: Hit | None = None
+    hit_version: int = -1
+    """Version of the cache that `hit` was found in."""
+    marks: tuple[int, ...] = ()
+    """Prompt positions whose state is to be kept."""
+    next_mark: int = NEVER
+    last_mark: int = 0
+    """The longest prefix of it that is known to be kept."""
+    moving: Checkpoint | None = None
+    """The one checkpoint that moves along with its output, under `align`."""
+    deferred: bool = False
+    """It has waited a step for a state that another request was about to leave."""
+
     def __post_init__(self) -> None:
         if not self.tokens:
             self.tokens = [*self.request.prompt_ids, *self.request.output_ids]
@@ -161,10 +184,14 @@ class Sequence:
         """Sorts by who goes first."""
         return (-self.request.priority, self.arrival)
 
-    def ready_end(self) -> int:
-        """First row whose embedding is not there yet, or the number of tokens. Polls the sources."""
+    def ready_end(self, computed: int | None = None) -> int:
+        """First row whose embedding is not there yet, or the number of tokens. Polls the sources.
+
+        `computed`: what to count as computed, when a cached prefix is about to be taken over.
+        """
+        done = self.computed if computed is None else computed
         for span in self.request.spans[self.next_span :]:
-            if span.end > self.computed and not span.source.ready:
+            if span.end > done and not span.source.ready:
                 return span.start
         return len(self.tokens)
 

@@ -9,13 +9,16 @@ from torch import Tensor
 
 from decoder.arena import Arena
 from decoder.batch import BatchBuilder, image_rows
+from decoder.checkpoints import Placement, resolve_state_block
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.model import HybridModel
+from decoder.prefix_cache import COUNTERS, PrefixCache
 from decoder.request import DecoderRequest, FinishReason, Sequence, Status, TokenEvent
 from decoder.sampler import Choice, Sampler
 from decoder.scheduler import Scheduler, Step
 
 Saved = tuple[Tensor | None, Tensor | None]
+CACHE_STATS = [f"cache_{name}" for name in (*COUNTERS, "checkpoints", "pages", "bytes")]
 
 
 class DecoderRunner:
@@ -27,7 +30,11 @@ class DecoderRunner:
         self.arena = Arena(config, options)
         self.model = HybridModel(config, options, self.arena, weights)
         layout = self.arena.layout
-        self.scheduler = Scheduler(options, self.arena.pool, page_bytes=layout.page_bytes, slot_bytes=layout.slot_bytes)
+        sizes = {"page_bytes": layout.page_bytes, "slot_bytes": layout.slot_bytes}
+        self.cache = None
+        if options.state_cache != "none" and any(sizes.values()):
+            self.cache = PrefixCache(self.arena.pool, _placement(config, options), **sizes)
+        self.scheduler = Scheduler(options, self.arena.pool, cache=self.cache, **sizes)
         self.builder = BatchBuilder(config, options)
         self.sampler = Sampler(config.vocab_size, options.max_seqs, options.device)
         self._sequences: dict[str, Sequence] = {}
@@ -78,10 +85,14 @@ class DecoderRunner:
         return self._postprocess(step, choices)
 
     def _move(self, step: Step) -> None:
-        """Memory changes hands: out to the host, cleared, back in."""
+        """Memory changes hands: out to the host, cleared, copied from the cache, back in."""
         for sequence, slot, pages in step.saves:
             self._saved[sequence.request_id] = self.arena.save(slot, pages)
         self.arena.clear_pages(step.new_pages)
+        for source, target in step.page_copies:
+            self.arena.copy_page(source, target)
+        for source, target in step.slot_copies:
+            self.arena.copy_slot(source, target)
         for sequence in step.loads:
             self.arena.load(sequence.slot, sequence.pages, self._saved.pop(sequence.request_id))
 
@@ -100,8 +111,12 @@ class DecoderRunner:
         return found
 
     def _run(self, step: Step, images: dict[str, list[tuple[int, Tensor]]]) -> list[Choice]:
-        batch = self.builder.build(step.rows, images)
+        batch = self.builder.build(step.rows, images, step.checkpoints)
         hidden = self.model.hidden(batch)
+        for row in step.rows if step.checkpoints else ():
+            for position, slot in step.checkpoints.get(row.sequence.arrival, ()):
+                if position == row.end and slot >= 0:
+                    self.arena.copy_slot(row.sequence.slot, slot)
         drawing = [row.sequence for row in step.rows if row.samples]
         if not drawing:
             return []
@@ -127,6 +142,7 @@ class DecoderRunner:
         self._counters["output_tokens"] += 1
         reason, stop = _finish_reason(sequence)
         if reason is not None:
+            self._keep(sequence)
             self._end(sequence)
         return TokenEvent(
             sequence.request_id,
@@ -137,6 +153,12 @@ class DecoderRunner:
             cached_tokens=sequence.cached_tokens,
             stop_token=stop,
         )
+
+    def _keep(self, sequence: Sequence) -> None:
+        """Leaves the state at the end of an answer to whoever continues it."""
+        copy = self.scheduler.keep(sequence)
+        if copy is not None:
+            self.arena.copy_slot(*copy)
 
     def _failure(self, sequence: Sequence, error: Exception) -> TokenEvent:
         self._counters["failed"] += 1
@@ -157,20 +179,28 @@ class DecoderRunner:
     def stats(self) -> dict[str, int]:
         """Counters since the start, and what is held now."""
         pool, scheduler = self.arena.pool, self.scheduler
+        cached = self.cache.stats() if self.cache is not None else dict.fromkeys(CACHE_STATS, 0)
+        running = scheduler.running
         return {
             **self._counters,
             "preemptions": scheduler.preemptions,
             "recomputes": scheduler.recomputes,
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
-            "used_slots": pool.used_slots,
-            "used_pages": pool.used_pages,
+            "used_slots": sum(sequence.slot >= 0 for sequence in running),
+            "used_pages": len({page for sequence in running for page in sequence.pages}),
             "loose_pages": pool.loose_pages,
             "free_blocks": pool.free_blocks,
             "total_blocks": pool.num_blocks,
             "host_bytes": scheduler.host_used,
             "arena_bytes": self.arena.total_bytes,
+            **cached,
         }
+
+    def flush_cache(self) -> None:
+        """Forgets everything that requests have left behind. What running ones share stays theirs."""
+        if self.cache is not None:
+            self.cache.clear()
 
     def check_integrity(self) -> None:
         """`AssertionError` unless everything that is held belongs to a request that is here."""
@@ -181,9 +211,16 @@ class DecoderRunner:
         assert set(self._saved) <= swapped, "saved state without an owner"
 
     def close(self) -> None:
-        """Ends all requests without events. Idempotent."""
+        """Ends all requests without events, and empties the cache. Idempotent."""
         for sequence in list(self._sequences.values()):
             self._end(sequence)
+        self.flush_cache()
+
+
+def _placement(config: DecoderConfig, options: DecoderOptions) -> Placement:
+    chunk = config.chunk_size if config.mamba_layers else options.page_size
+    block = resolve_state_block(options.state_block, options.page_size, chunk)
+    return Placement(options.state_cache, block, chunk, options.page_size, config.mamba_layers > 0)
 
 
 def _release_spans(sequence: Sequence) -> None:

@@ -9,11 +9,12 @@ its bound, when nothing else helps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from decoder.blocks import SuperblockPool
 from decoder.config import DecoderOptions
+from decoder.prefix_cache import MISS, Hit, PrefixCache
 from decoder.request import DecoderRequest, Sequence, Status
 
 
@@ -46,7 +47,7 @@ class Row:
 
 @dataclass
 class Step:
-    """What the runner is to do, in this order: save, clear, load, run; failures are to be reported."""
+    """What the runner is to do, in this order: save, clear, copy, load, run; failures are to be reported."""
 
     rows: list[Row] = field(default_factory=list)
     saves: list[tuple[Sequence, int, list[int]]] = field(default_factory=list)
@@ -54,6 +55,13 @@ class Step:
     loads: list[Sequence] = field(default_factory=list)
     """Sequences whose content comes back into the slot and pages that they have now."""
     new_pages: list[int] = field(default_factory=list)
+    slot_copies: list[tuple[int, int]] = field(default_factory=list)
+    page_copies: list[tuple[int, int]] = field(default_factory=list)
+    """(from, to): cached content that a sequence goes on to write in. What is copied from is held until `commit`."""
+    checkpoints: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    """Arrival number -> (position, slot): states to keep of that sequence's row."""
+    held_slots: list[int] = field(default_factory=list)
+    held_pages: list[int] = field(default_factory=list)
     failed: list[tuple[Sequence, Exception]] = field(default_factory=list)
     put_out: set[int] = field(default_factory=set)
     """Arrival numbers of the sequences that lost their memory in this step: they do not come back in it."""
@@ -71,11 +79,19 @@ class Scheduler:
     """Owns the queues and, through the pool, all memory of sequences."""
 
     def __init__(
-        self, options: DecoderOptions, pool: SuperblockPool, *, page_bytes: int = 0, slot_bytes: int = 0
+        self,
+        options: DecoderOptions,
+        pool: SuperblockPool,
+        *,
+        page_bytes: int = 0,
+        slot_bytes: int = 0,
+        cache: PrefixCache | None = None,
     ) -> None:
-        """`page_bytes`, `slot_bytes`: what a page and a slot take in host memory, held against `host_bytes`."""
+        """`page_bytes`, `slot_bytes`: what a page and a slot take in host memory, held against `host_bytes`. `cache`:
+        what is kept in memory that no sequence needs; it gives way to any that does.
+        """
         self.options = options
-        self.pool = pool
+        self.pool, self.cache = pool, cache
         self.page_bytes, self.slot_bytes = page_bytes, slot_bytes
         block_bytes = max(slot_bytes, page_bytes * pool.pages_per_block)
         self.host_limit = pool.num_blocks * block_bytes // 4 if options.host_bytes is None else options.host_bytes
@@ -129,6 +145,14 @@ class Scheduler:
         for row in step.rows:
             row.sequence.computed = row.end
             row.sequence.last_step = self.step_number
+            if step.checkpoints:
+                self._register(row.sequence, step.checkpoints.pop(row.sequence.arrival, ()))
+        for lost in step.checkpoints.values():
+            for _, slot in lost:
+                self.pool.release_slot(slot)
+        for slot in step.held_slots:
+            self.pool.release_slot(slot)
+        self.pool.release_pages(step.held_pages)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -150,6 +174,8 @@ class Scheduler:
                 budget -= row.count
         budget = self._admit(step, chosen, budget)
         step.rows = sorted(chosen.values(), key=_batch_order)
+        if self.cache is not None:
+            self._place_checkpoints(step, self.cache)
         return step
 
     def _collect_failures(self, step: Step) -> None:
@@ -169,10 +195,12 @@ class Scheduler:
             key=lambda s: (s.last_step if crowded else 0, not s.decoding, *s.order),
         )
 
-    def _row(self, sequence: Sequence, budget: int) -> Row | None:
-        """What the sequence can compute now, or `None` when its next row is not ready."""
-        start = sequence.computed
-        end = min(sequence.ready_end(), start + budget)
+    def _row(self, sequence: Sequence, budget: int, cached: int = 0) -> Row | None:
+        """What the sequence can compute now, from its `cached` first tokens on where it has computed none; `None` when
+        its next row is not ready.
+        """
+        start = max(sequence.computed, cached)
+        end = min(sequence.ready_end(start), start + budget)
         if self.options.max_chunk is not None:
             end = min(end, start + self.options.max_chunk)
         return Row(sequence, end - start, start) if end > start else None
@@ -187,8 +215,10 @@ class Scheduler:
         put out.
         """
         while True:
-            needed = self._pages_for(tokens) - len(sequence.pages)
-            pages = self.pool.take_pages(max(0, needed))
+            needed = max(0, self._pages_for(tokens) - len(sequence.pages))
+            pages = self.pool.take_pages(needed)
+            if pages is None and self._reclaim(step, 0, needed):
+                pages = self.pool.take_pages(needed)
             if pages is not None:
                 sequence.pages += pages
                 step.new_pages += pages
@@ -272,14 +302,21 @@ class Scheduler:
         for sequence in sorted(self.waiting, key=lambda s: s.order):
             if budget == 0:
                 break
-            if sequence.arrival in step.put_out or sequence.ready_end() < sequence.barrier:
+            if sequence.arrival in step.put_out:
                 continue
-            row = self._row(sequence, budget)
+            hit = self._lookup(sequence)
+            row = self._entry_row(sequence, hit, budget)
             if row is None:
                 continue
-            if not self._make_room(sequence, step, chosen):
+            if self._defers(sequence, hit, chosen):
                 break
-            self._enter(sequence, step)
+            taken = self._make_room(sequence, hit, step, chosen, budget)
+            if taken is None:
+                break
+            if taken is not hit:
+                row = self._entry_row(sequence, taken, budget)
+                assert row is not None
+            self._enter(sequence, taken, step)
             chosen[sequence.arrival] = row
             budget -= row.count
         return budget
@@ -288,22 +325,50 @@ class Scheduler:
         """Pages for every token it has: a prompt that is let in can be computed to its end."""
         return self._pages_for(len(sequence.tokens))
 
-    def _make_room(self, sequence: Sequence, step: Step, chosen: dict[int, Row]) -> bool:
-        """Is there a seat, a slot and pages? Sequences that wait for images are put out for them, no others."""
-        pages = self._entry_pages(sequence)
-        stuck = sorted((s for s in self.running if self._stuck(s)), key=lambda s: s.order)
-        while not (self._seats and self.pool.fits(1, pages)):
-            if not stuck:
-                return False
-            self._put_out(stuck.pop(), step, chosen)
-        return True
+    def _lookup(self, sequence: Sequence) -> Hit:
+        """What the cache has of a sequence that has computed nothing."""
+        return MISS if self.cache is None or sequence.computed else self.cache.lookup(sequence)
 
-    def _enter(self, sequence: Sequence, step: Step) -> None:
-        slot = self.pool.take_slot()
-        pages = self.pool.take_pages(self._entry_pages(sequence))
+    def _entry_row(self, sequence: Sequence, hit: Hit, budget: int) -> Row | None:
+        """Its first row after a hit, or `None` while that is not ready or is what it was put out for."""
+        if sequence.ready_end(max(sequence.computed, hit.tokens)) < sequence.barrier:
+            return None
+        return self._row(sequence, budget, hit.tokens)
+
+    def _make_room(self, sequence: Sequence, hit: Hit, step: Step, chosen: dict[int, Row], budget: int) -> Hit | None:
+        """A seat, a slot and pages for a sequence that has `hit`, or for the whole of it; `None` where there are none.
+        Sequences that wait for images are put out for them, no others.
+        """
+        stuck = sorted((s for s in self.running if self._stuck(s)), key=lambda s: s.order)
+        while True:
+            if self._seats:
+                if hit.tokens and self._take_hit(sequence, hit, step):
+                    return hit
+                whole = self._entry_pages(sequence)
+                ready = not hit.tokens or self._entry_row(sequence, MISS, budget) is not None
+                if ready and (self.pool.fits(1, whole) or self._reclaim(step, 1, whole)):
+                    return hit if not hit.tokens else MISS
+            if not stuck:
+                return None
+            self._put_out(stuck.pop(), step, chosen)
+
+    def _enter(self, sequence: Sequence, hit: Hit, step: Step) -> None:
+        """Gives the sequence its seat and what it lacks; what it takes from the cache it has got from `_take_hit`."""
+        slot = sequence.slot if sequence.slot >= 0 else self.pool.take_slot()
+        pages = self.pool.take_pages(self._entry_pages(sequence) - len(sequence.pages))
         assert slot is not None and pages is not None
-        sequence.slot, sequence.pages, sequence.seat = slot, pages, self._seats.pop()
+        if hit.checkpoint is not None:
+            if sequence.slot < 0 and slot >= 0:
+                step.slot_copies.append((hit.slot, slot))
+            if hit.tail in step.held_pages:
+                step.page_copies.append((hit.tail, pages[0]))
+        first, sequence.computed = sequence.admission < 0, max(sequence.computed, hit.tokens)
+        sequence.slot, sequence.pages, sequence.seat = slot, [*sequence.pages, *pages], self._seats.pop()
         sequence.admission = self._admissions
+        if self.cache is not None and sequence.status is Status.WAITING:
+            self._start_marks(sequence, hit, self.cache)
+            if first:
+                sequence.cached_tokens = min(hit.tokens, sequence.prompt_len)
         self._admissions += 1
         step.new_pages += pages
         if sequence.status is Status.SWAPPED:
@@ -312,6 +377,151 @@ class Scheduler:
         sequence.status, sequence.barrier = Status.RUNNING, 0
         self.waiting.remove(sequence)
         self.running.append(sequence)
+
+    # -- the prefix cache ----------------------------------------------------------------------------------------------
+
+    def _reclaim(self, step: Step, slots: int, pages: int, keep: Hit = MISS) -> bool:
+        """Evicts until `slots` and `pages` fit; False, and nothing evicted, where even an empty cache would not do.
+
+        `keep`: cached memory that is not to be given up for it.
+        """
+        if self.pool.fits(slots, pages):
+            return True
+        if self.cache is None:
+            return False
+        pending = [slot for kept in step.checkpoints.values() for _, slot in kept]
+        held_slots = [*(s.slot for s in self.running), *step.held_slots, *pending, keep.slot]
+        held_pages = [*(page for s in self.running for page in s.pages), *step.held_pages, *keep.pages]
+        held_pages += [keep.tail] if keep.tail >= 0 else []
+        if not self.pool.fits_beside(slots, pages, held_slots, held_pages):
+            return False
+        while not self.pool.fits(slots, pages):
+            if not self.cache.evict():
+                return False
+        return True
+
+    def _take_hit(self, sequence: Sequence, hit: Hit, step: Step) -> bool:
+        """Makes room for a sequence that starts from `hit`, whose pages and state it then holds: the state is copied,
+        or, where memory is short, taken out of the cache. False, and nothing changed, when neither fits.
+        """
+        assert self.cache is not None
+        fresh = self._entry_pages(sequence) - len(hit.pages)
+        self.pool.retain_pages(hit.pages)
+        held = [page for page in (hit.tail,) if page >= 0]
+        self.pool.retain_slot(hit.slot)
+        self.pool.retain_pages(held)
+        if self._reclaim(step, 1, fresh, hit):
+            step.held_slots += [hit.slot] if hit.slot >= 0 else []
+            step.held_pages += held
+            sequence.pages = list(hit.pages)
+            return True
+        self.pool.release_slot(hit.slot)
+        self.pool.release_pages(held)
+        if self._adopt(sequence, hit, step):
+            return True
+        self.pool.release_pages(hit.pages)
+        return False
+
+    def _adopt(self, sequence: Sequence, hit: Hit, step: Step) -> bool:
+        """Moves the checkpoint itself to the sequence, unless it is copied from. Its pages are retained before."""
+        checkpoint = hit.checkpoint
+        if checkpoint is None or checkpoint.slot < 0 or self.pool.slot_owners(checkpoint.slot) > 1:
+            return False
+        own = [hit.tail] if hit.tail >= 0 and self.pool.page_owners(hit.tail) == 1 else []
+        fresh = self._entry_pages(sequence) - len(hit.pages) - len(own)
+        assert self.cache is not None
+        self.pool.retain_slot(checkpoint.slot)
+        done = self._reclaim(step, 0, fresh, hit)
+        self.pool.release_slot(checkpoint.slot)
+        if not done:
+            return False
+        self.cache.hand_over(checkpoint)
+        sequence.slot, sequence.pages = checkpoint.slot, [*hit.pages, *own]
+        if hit.tail >= 0 and not own:
+            step.held_pages.append(hit.tail)
+        return True
+
+    def _start_marks(self, sequence: Sequence, hit: Hit, cache: PrefixCache) -> None:
+        """Where the states of a sequence that starts after `hit` are to be kept."""
+        cache.use(sequence, hit)
+        request = sequence.request
+        junction = hit.matched if hit.matched > hit.tokens else 0
+        sequence.marks = cache.placement.prompt_marks(
+            sequence.prompt_len,
+            images=[span.end for span in request.spans],
+            wanted=request.checkpoint_at,
+            junction=junction,
+        )
+        sequence.last_mark = hit.tokens
+        sequence.next_mark = cache.placement.next_mark(sequence.marks, sequence.prompt_len, hit.tokens)
+
+    def _defers(self, sequence: Sequence, hit: Hit, chosen: dict[int, Row]) -> bool:
+        """Does a row of this step leave a state that the sequence can go on from in the next one? It waits for that
+        once.
+        """
+        if self.cache is None or sequence.deferred or sequence.computed:
+            return False
+        limit = len(sequence.tokens) - 1
+        for row in chosen.values():
+            for mark in self._marks(row):
+                if hit.tokens < mark <= limit and mark <= len(row.sequence.tokens):
+                    if self.cache.key_at(sequence, mark) == self.cache.key_at(row.sequence, mark):
+                        sequence.deferred = True
+                        return True
+        return False
+
+    def _marks(self, row: Row) -> list[int]:
+        sequence = row.sequence
+        if self.cache is None or row.end < sequence.next_mark:
+            return []
+        return self.cache.placement.marks_between(sequence.marks, sequence.prompt_len, row.start, row.end)
+
+    def _place_checkpoints(self, step: Step, cache: PrefixCache) -> None:
+        """Slots for the states that this step's rows pass, of memory that nobody needs more."""
+        for row in step.rows:
+            sequence = row.sequence
+            if row.end < sequence.next_mark:
+                continue
+            for mark in self._marks(row):
+                if not cache.holds(sequence, mark):
+                    slot = cache.take_slot(mark - sequence.last_mark)
+                    if slot is None:
+                        continue
+                    step.checkpoints.setdefault(sequence.arrival, []).append((mark, slot))
+            sequence.next_mark = cache.placement.next_mark(sequence.marks, sequence.prompt_len, row.end)
+
+    def _register(self, sequence: Sequence, kept: Iterable[tuple[int, int]]) -> None:
+        """The states have been written: from now on they can be hit."""
+        cache = self.cache
+        assert cache is not None
+        for position, slot in kept:
+            found = cache.insert(sequence, position, slot, max(1, position - sequence.last_mark))
+            sequence.last_mark = max(sequence.last_mark, position)
+            if cache.placement.mode == "align" and position >= sequence.prompt_len:
+                if sequence.moving is not None:
+                    cache.drop(sequence.moving)
+                sequence.moving = found
+
+    def keep(self, sequence: Sequence) -> tuple[int, int] | None:
+        """Leaves the state after all that a running sequence has computed to the cache, under `auto` and in models of
+        pages alone. Returns (from, to) when the state has to be copied, before anything else runs; where there is no
+        memory for a copy, the sequence's own slot passes to the cache. To be called just before `finish`.
+        """
+        cache, end = self.cache, sequence.computed
+        if cache is None or sequence.status is not Status.RUNNING:
+            return None
+        if not cache.placement.has_states:
+            end = end // self.options.page_size * self.options.page_size
+        elif cache.placement.mode != "auto":
+            return None
+        gain = end - sequence.last_mark
+        if gain < self.options.page_size or cache.holds(sequence, end):
+            return None
+        slot = cache.take_slot(gain)
+        if slot is None:
+            slot, sequence.slot = sequence.slot, -1
+        cache.insert(sequence, end, slot, gain)
+        return (sequence.slot, slot) if slot >= 0 and sequence.slot >= 0 else None
 
     # -- looking in ----------------------------------------------------------------------------------------------------
 
@@ -326,11 +536,19 @@ class Scheduler:
         return any(
             s.ready_end() > max(s.computed, s.barrier - 1) or (s.request.spans and s.source_error())
             for s in self.sequences
-        )
+        ) or any(self._ready_by_hit(s) for s in self.waiting)
+
+    def _ready_by_hit(self, sequence: Sequence) -> bool:
+        done = self._lookup(sequence).tokens
+        return sequence.ready_end(done) > max(done, sequence.barrier - 1)
 
     def check_integrity(self) -> None:
         """`AssertionError` unless seats, slots, pages and host memory add up."""
-        self.pool.check_integrity([s.slot for s in self.running], [page for s in self.running for page in s.pages])
+        slots, pages = [s.slot for s in self.running], [page for s in self.running for page in s.pages]
+        if self.cache is not None:
+            self.cache.check_integrity()
+            slots, pages = slots + self.cache.slots, pages + self.cache.pages
+        self.pool.check_integrity(slots, pages)
         seats = self._seats + [s.seat for s in self.running]
         assert sorted(seats) == list(range(self.options.max_seqs)), "a seat is lost or taken twice"
         assert self.host_used == sum(self._host.values())

@@ -24,13 +24,15 @@ def causal_conv1d(
     slots_R: Tensor,
     has_initial_R: Tensor,
     starts_R: Tensor,
+    saves: Sequence[tuple[int, int, int]] = (),
 ) -> Tensor:
     """Packed rows of any length, each from its own window of earlier inputs; SiLU at the end.
 
     x: `[T, C]`, rows packed one after the other; row r is `starts[r]:starts[r+1]` (`starts` has R + 1 entries).
     weight: `[W, C]` float32, oldest tap first; bias: `[C]` float32. pool: `[S, W-1, C]`, oldest input first.
     A row whose `has_initial` is False starts from zeros whatever its slot holds. Slot -1: the row starts from zeros and
-    leaves no state. Returns `[T, C]` float32; each row's last W-1 inputs go to its slot, in the pool's dtype.
+    leaves no state. `saves`: (row, end, slot): the window after packed token `end - 1` of the row goes to that slot
+    too. Returns `[T, C]` float32; each row's last W-1 inputs go to its slot, in the pool's dtype.
     """
     keep = weight_WC.shape[0] - 1
     out = torch.empty(x_TC.shape, dtype=torch.float32, device=x_TC.device)
@@ -39,6 +41,8 @@ def causal_conv1d(
         begin, end = bounds[row], bounds[row + 1]
         known = initial[row] and slot >= 0
         window = pool_SWC[slot].to(x_TC.dtype) if known else x_TC.new_zeros(keep, x_TC.shape[1])
+        for target, stop in [(target, stop) for owner, stop, target in saves if owner == row]:
+            pool_SWC[target] = torch.cat((window, x_TC[max(begin, stop - keep) : stop]))[-keep:]
         for first in range(begin, end, BLOCK_ROWS):
             last = min(end, first + BLOCK_ROWS)
             padded = torch.cat((window, x_TC[first:last]))

@@ -45,6 +45,22 @@ def test_packed_rows(taps: int, biased: bool, lengths: list[int]) -> None:
     assert torch.equal(pool[others], before[others])
 
 
+@pytest.mark.parametrize("continues", [False, True])
+def test_windows_are_saved_on_the_way(continues: bool) -> None:
+    """After 1, 2 and 130 tokens of the second row; the slots of the rows themselves end as they would have."""
+    weight, pool = torch.randn(4, CHANNELS), torch.randn(9, 3, CHANNELS)
+    before, x = pool.clone(), torch.randn(145, CHANNELS)
+    starts = torch.tensor([0, 5, 145])
+    given = (torch.tensor([2, 6]), torch.tensor([True, continues]), starts)
+    out = causal_conv1d(x, weight, None, pool, *given, saves=[(1, 6, 0), (1, 7, 1), (1, 135, 3)])
+    plain = before.clone()
+    assert torch.equal(out, causal_conv1d(x, weight, None, plain, *given))
+    window = before[6] if continues else torch.zeros(3, CHANNELS)
+    for slot, end in ((0, 6), (1, 7), (3, 135)):
+        assert torch.equal(pool[slot], torch.cat((window, x[5:end]))[-3:])
+    assert torch.equal(pool[[2, 4, 5, 6, 7, 8]], plain[[2, 4, 5, 6, 7, 8]])
+
+
 def test_update_is_one_token_of_the_packed_form() -> None:
     weight, bias = torch.randn(4, CHANNELS), torch.randn(CHANNELS)
     pool = torch.randn(12, 3, CHANNELS)
