@@ -471,8 +471,7 @@ def test_progress() -> None:
     assert [duration(s) for s in (0.4, 59.6, 75.2, 7262)] == ["0s", "1m00s", "1m15s", "2h01m"]
 
 
-def test_progress_with_rich() -> None:
-    pytest.importorskip("rich")
+def test_progress_whether_rich_is_installed_or_not() -> None:
     screen = Terminal(True)
     progress = Progress(2, stream=screen)  # type: ignore[arg-type]
     progress.add(3, False)
