@@ -58,6 +58,8 @@ def decoder_options(options: EngineOptions, checkpoint: Checkpoint) -> DecoderOp
         max_len=resolve_max_len(options, checkpoint),
         max_batched_tokens=options.max_batched_tokens,
         memory_bytes=options.memory_bytes,
+        state_cache=options.state_cache,
+        state_block=options.state_block,
     )
 
 

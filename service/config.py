@@ -59,6 +59,15 @@ class EngineOptions:
         minimum=1,
         size=True,
     )
+    state_cache: str = _option(
+        "auto",
+        "where states are kept for later requests with the same beginning: auto = ends of pictures and prompts, align = "
+        "the last state_block boundary, all = every one, none = nowhere",
+        choices=("auto", "align", "all", "none"),
+    )
+    state_block: int | None = _option(
+        None, "tokens between the boundaries of align and all; unset: the model's chunk", minimum=16
+    )
     handoff_bytes: int = _option(256 * 2**20, "bytes of image embeddings, in flight and cached", minimum=1, size=True)
     graphs: str = _option("auto", "encoder graphs", choices=("auto", "on", "off"))
     token_budgets: tuple[int, ...] = _option(

@@ -311,3 +311,25 @@ def test_encoder_graphs_change_nothing(model: Path, local: saccade.LocalClient, 
             assert ask(other, request) == ask(local, request)
         encoder = other._service.stats()["encoder"]
     assert encoder["real_tokens"] > 0 and (encoder["padded_tokens"] > 0) == (graphs == "on")
+
+
+@pytest.mark.parametrize("mode", ["auto", "align", "all", "none"])
+def test_the_same_picture_asked_about_again(model: Path, mode: str) -> None:
+    """What is cached is not computed again, its picture not encoded again, and the answers do not change."""
+    data = picture(9, (64, 64))
+    questions = [f"question number {i}?" for i in range(4)]
+    options: Request = {"images": [data], "max_tokens": 6, "temperature": 0, "logprobs": 1}
+    fresh = []
+    for question in questions:
+        with saccade.LocalClient(model, dtype="float32", threads=1, max_len=600, state_cache="none") as client:
+            fresh.append(client.generate(question, **options))
+    with saccade.LocalClient(
+        model, dtype="float32", threads=1, max_len=600, state_cache=mode, state_block=16
+    ) as client:
+        cached = [client.generate(question, **options) for question in questions]
+        stats = client._service.stats(integrity=True)
+    for one, two in zip(cached, fresh, strict=True):
+        assert one.token_ids == two.token_ids and one.text == two.text
+    hits = [answer.usage.cached_tokens for answer in cached]
+    assert hits[0] == 0 and (min(hits[1:]) > 0) == (mode in ("auto", "all"))
+    assert stats["handoff"]["misses"] == 1
