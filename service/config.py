@@ -61,8 +61,8 @@ class EngineOptions:
     )
     state_cache: str = _option(
         "auto",
-        "where states are kept for later requests with the same beginning: auto = ends of pictures and prompts, align = "
-        "the last state_block boundary, all = every one, none = nowhere",
+        "where states are kept for later requests with the same beginning: auto = ends of pictures and prompts, "
+        "align = the last state_block boundary, all = every one, none = nowhere",
         choices=("auto", "align", "all", "none"),
     )
     state_block: int | None = _option(

@@ -160,12 +160,13 @@ class Engine:
 
     def query(self, what: Query) -> Future[dict[str, Any]]:
         """`stats`: counters of all parts. `integrity`: the same after checking every pool; idle ones must be empty.
-        `flush`: drops what is cached and not in use, and says how many bytes that were (`freed_bytes`)."""
+        `flush`: drops what is cached and not in use, states and embeddings; `freed_bytes` counts the embeddings."""
         future: Future[dict[str, Any]] = Future()
 
         def run() -> None:
             try:
                 if what == "flush":
+                    self._decoder.flush_cache()
                     future.set_result({"freed_bytes": self._handoff.flush() if self._handoff else 0})
                     return
                 if what == "integrity":
