@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import queue
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -200,17 +202,19 @@ def test_malformed_messages_are_the_senders_fault(server: RunningServer, method:
             assert reason(error.value) == ("INVALID_ARGUMENT", "MALFORMED_MESSAGE")
 
 
-def test_a_failure_has_an_id_even_if_the_request_had_none(
-    server: RunningServer, stubs: Stubs, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("INFO", "service.access"):
-        with pytest.raises(grpc.RpcError) as error:
-            stubs.inference.Generate(inference_pb2.GenerateRequest())
-        server.drained()  # the line comes after the answer
+def test_a_failure_has_an_id_even_if_the_request_had_none(stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+    handler, access = logging.Handler(), logging.getLogger("service.access")
+    handler.emit = lines.put  # type: ignore[method-assign]
+    monkeypatch.setattr(access, "handlers", [handler])
+    monkeypatch.setattr(access, "level", logging.INFO)
+    with pytest.raises(grpc.RpcError) as error:
+        stubs.inference.Generate(inference_pb2.GenerateRequest())
+    line = lines.get(timeout=30).getMessage()  # comes after the answer
     status = status_pb2.Status.FromString(dict(error.value.trailing_metadata())["grpc-status-details-bin"])
     named = error_details_pb2.RequestInfo()
     assert any(detail.Unpack(named) for detail in status.details) and len(named.request_id) == 16
-    assert f'request_id="{named.request_id}"' in caplog.text
+    assert f'request_id="{named.request_id}"' in line
 
 
 def test_methods_that_do_not_exist(server: RunningServer) -> None:
