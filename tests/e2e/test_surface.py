@@ -202,12 +202,14 @@ def test_malformed_messages_are_the_senders_fault(server: RunningServer, method:
             assert reason(error.value) == ("INVALID_ARGUMENT", "MALFORMED_MESSAGE")
 
 
-def test_a_failure_has_an_id_even_if_the_request_had_none(stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_has_an_id_even_if_the_request_had_none(
+    stubs: Stubs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     lines: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
     handler, access = logging.Handler(), logging.getLogger("service.access")
     handler.emit = lines.put  # type: ignore[method-assign]
     monkeypatch.setattr(access, "handlers", [handler])
-    monkeypatch.setattr(access, "level", logging.INFO)
+    caplog.set_level(logging.INFO, "service.access")
     with pytest.raises(grpc.RpcError) as error:
         stubs.inference.Generate(inference_pb2.GenerateRequest())
     line = lines.get(timeout=30).getMessage()  # comes after the answer
