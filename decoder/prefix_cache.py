@@ -11,8 +11,9 @@ Who owns what, and until when:
     checkpoint's tail   one reference to the page that begins with the tail's tokens; the sequence that wrote it may
                         write on behind them, and one that continues the checkpoint copies the page first
 
-Eviction is GreedyDual: a checkpoint is worth the tokens it saves over the next shorter one, divided by the bytes it
-takes, plus the worth of what was evicted last when it was last used. The least worthy goes first.
+Eviction is GreedyDual with frequency: a checkpoint is worth the tokens it saves over the next shorter one, times how
+often it was of use, divided by the bytes it takes, plus the worth of what was evicted last when it was last used. The
+least worthy goes first.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Checkpoint:
     """Page that begins with the tail's tokens, or -1."""
     gain: int
     """Tokens that it saves over the next shorter checkpoint of its prefix."""
+    uses: int = 1
     worth: float = 0.0
     ticket: int = 0
 
@@ -150,6 +152,7 @@ class PrefixCache:
         self.counters["hit_tokens"] += hit.tokens
         self.counters["lost_tokens"] += max(0, hit.matched - hit.tokens)
         if hit.checkpoint is not None and hit.checkpoint.ticket in self._live:
+            hit.checkpoint.uses += 1
             self._touch(hit.checkpoint)
         elif not self.pool.has_slots and hit.tokens:
             self._touch_below(self._nodes.get(self.key_at(sequence, hit.tokens)))
@@ -161,10 +164,10 @@ class PrefixCache:
 
     # -- coming in -----------------------------------------------------------------------------------------------------
 
-    def worth(self, gain: int) -> float:
-        """Of a checkpoint that saves `gain` tokens and was used just now."""
-        pages = -(-gain // self.placement.page)
-        return self._clock + gain * (self.slot_bytes + self.page_bytes) / (self.slot_bytes + pages * self.page_bytes)
+    def worth(self, gain: int, uses: int = 1) -> float:
+        """Of a checkpoint that saves `gain` tokens, was of use so often and was used just now."""
+        size = self.slot_bytes + -(-gain // self.placement.page) * self.page_bytes
+        return self._clock + uses * gain * (self.slot_bytes + self.page_bytes) / size
 
     def holds(self, sequence: Sequence, tokens: int) -> bool:
         """Is there a checkpoint of the first `tokens` tokens? It is then used."""
@@ -220,7 +223,7 @@ class PrefixCache:
     def _touch(self, checkpoint: Checkpoint) -> None:
         self._live.pop(checkpoint.ticket, None)
         self._tickets += 1
-        checkpoint.ticket, checkpoint.worth = self._tickets, self.worth(checkpoint.gain)
+        checkpoint.ticket, checkpoint.worth = self._tickets, self.worth(checkpoint.gain, checkpoint.uses)
         self._live[checkpoint.ticket] = checkpoint
         heapq.heappush(self._heap, (checkpoint.worth, checkpoint.ticket, checkpoint))
         if len(self._heap) > 64 + 4 * len(self._live):

@@ -312,6 +312,9 @@ class Scheduler:
                 break
             taken = self._make_room(sequence, hit, step, chosen, budget)
             if taken is None:
+                if hit.tokens and not chosen:  # the whole memory does not do for it: it waits for its images instead
+                    sequence.hit = MISS
+                    continue
                 break
             if taken is not hit:
                 row = self._entry_row(sequence, taken, budget)

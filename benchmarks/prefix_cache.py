@@ -1,0 +1,140 @@
+"""What the prefix cache saves: one picture with ten questions, and one long system prompt with ten users.
+
+    python -m benchmarks.prefix_cache [--state-cache auto] [--folder DIR] [--write]
+
+Both go through `saccade.LocalClient` on the random 116 M model, greedily, one by one. The first table's aim: of
+questions 2 to 10, no more prompt tokens are computed than the question's own + 16, and the picture is encoded once. The
+second's: from the second request on, nearly all of the 1,700 shared tokens are there, without a word from the caller
+where they end. Tokens computed are the engine's own count, not derived from what it reports as cached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import io
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+import saccade
+from benchmarks import machine, models
+
+RESULTS = Path(__file__).resolve().parent / "results"
+SYSTEM_TOKENS = 1700
+ANSWER = 8
+ALLOWANCE = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One request: `own` are the tokens that no earlier request had."""
+
+    number: int
+    prompt: int
+    own: int
+    cached: int
+    computed: int
+    encoded: int
+    first_token_ms: float
+
+
+def picture(side: int = 448) -> bytes:
+    """A PNG of noise."""
+    pixels = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "PNG")
+    return out.getvalue()
+
+
+def words(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(10, models.VOCAB - 10) for _ in range(count)]
+
+
+def ask(client: saccade.LocalClient, number: int, prompt: list[int], own: int, images: Sequence[bytes] = ()) -> Line:
+    """One request and what the engine did for it."""
+    before = client._service.stats()
+    started, first = time.perf_counter(), 0.0
+    stream = client.stream(prompt, images=list(images), max_tokens=ANSWER, temperature=0, ignore_eos=True)
+    for _ in stream:
+        first = first or time.perf_counter() - started
+    usage, after = stream.final().usage, client._service.stats()
+    computed = after["decoder"]["batched_tokens"] - before["decoder"]["batched_tokens"] - (ANSWER - 1)
+    encoded = (after["encoder"]["images"] - before["encoder"]["images"]) if images else 0
+    return Line(number, usage.prompt_tokens, own, usage.cached_tokens, computed, encoded, 1e3 * first)
+
+
+def same_picture(client: saccade.LocalClient, count: int = 10) -> list[Line]:
+    """A picture in front, then a question of its own each time."""
+    rng, image = random.Random(1), picture()
+    lead = [*words(rng, 12), models.IMAGE_TOKEN]
+    lines = []
+    for number in range(1, count + 1):
+        question = words(rng, rng.randint(8, 40))
+        lines.append(ask(client, number, lead + question, len(question), [image]))
+    return lines
+
+
+def system_prompt(client: saccade.LocalClient, count: int = 10) -> list[Line]:
+    """1,700 shared tokens, then a user's own."""
+    rng = random.Random(2)
+    shared = words(rng, SYSTEM_TOKENS)
+    lines = []
+    for number in range(1, count + 1):
+        own = words(rng, rng.randint(20, 90))
+        lines.append(ask(client, number, shared + own, len(own)))
+    return lines
+
+
+def table(title: str, lines: Sequence[Line]) -> str:
+    names = [field.name for field in dataclasses.fields(Line)]
+    rows = [names, *([f"{v:.0f}" for v in dataclasses.astuple(line)] for line in lines)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(names))]
+    return "\n".join([title, *("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows)])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints both tables, then one line of JSON. Returns 1 where an aim is missed under `auto`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--state-cache", default="auto", choices=("none", "align", "all", "auto"))
+    parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
+    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results")
+    arguments = parser.parse_args(argv)
+    path = models.omni_model(arguments.folder)
+    options: dict[str, Any] = {"state_cache": arguments.state_cache, "max_seqs": 4, "max_len": 2048, "threads": 1}
+    with saccade.LocalClient(str(path), **options) as client:
+        pictures, shared = same_picture(client), system_prompt(client)
+        decoder = client._service.stats()["decoder"]
+    met = {
+        "questions": all(line.computed <= line.own + ALLOWANCE for line in pictures[1:]),
+        "encoded_once": sum(line.encoded for line in pictures) == 1,
+        "system_prompt_hits": all(line.cached > 0 for line in shared[1:]),
+    }
+    print(table("same picture, ten questions", pictures), table("1,700 shared tokens", shared), sep="\n\n")
+    result = {
+        "machine": machine.describe(),
+        "load": machine.load(),
+        "options": options,
+        "met": met,
+        "same_picture": [dataclasses.asdict(line) for line in pictures],
+        "system_prompt": [dataclasses.asdict(line) for line in shared],
+        "decoder": {name: value for name, value in decoder.items() if name.startswith("cache_")},
+    }
+    if arguments.write:
+        RESULTS.mkdir(exist_ok=True)
+        name = f"{datetime.date.today():%Y-%m-%d}-prefix-cache-{arguments.state_cache}.json"
+        (RESULTS / name).write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+    return 0 if all(met.values()) or arguments.state_cache != "auto" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
