@@ -67,7 +67,7 @@ def demo(argv: Sequence[str]) -> int:
 
     questions = json.loads((ROOT / "demo" / "questions.json").read_text("utf-8"))
     started = time.perf_counter()
-    with ServerProcess(["demo"]) as server:
+    with ServerProcess(["demo", "--log-level", "warning"]) as server:
         print(f"server ready on {server.address} after {time.perf_counter() - started:.1f} s\n", flush=True)
         wrong = 0
         tokens, seconds = 0, 0.0
