@@ -114,6 +114,11 @@ class Turn:
         """True if the answer rests on a combination that is never trained on."""
         return any(thing.novel for thing in self.about)
 
+    @property
+    def counts(self) -> bool:
+        """True if the answer rests on how many things it is about, not on what they are."""
+        return self.kind in ("count", "pair_more")
+
     def focus(self) -> list[tuple[int, int, tuple[Thing, ...]]]:
         """Which things each part of the answer is about: (start, end, things), in characters of the answer."""
         if not self.one_by_one:
@@ -596,7 +601,7 @@ def scene_example(
     picture = _draw_scene(rng, sizes(rng), _cast(rng, rng.randint(1, limit), held_out))
     kinds = [kind] if kind else []
     while len(kinds) < turns:
-        kinds.append(rng.choice(("colour", "shape", "object", "count", "count", "where")))
+        kinds.append("count" if rng.random() < 0.5 else rng.choice(("colour", "shape", "object", "where")))
     if kind is None and len(picture.things) <= CAPTION_LIMIT and rng.random() < 0.4:
         kinds[-1] = "caption"
     return Example((picture,), tuple(ASK_SCENE[k](rng, picture) for k in kinds))
@@ -626,7 +631,7 @@ def pair_example(
     rng: random.Random, turns: int, *, kind: str | None = None, held_out: bool = False, sizes: Sizes = any_size
 ) -> Example:
     """Two pictures and up to `turns` questions about them, the first of `kind` if given."""
-    kind = kind or rng.choice((*PAIR_KINDS, "pair_more"))
+    kind = kind or ("pair_more" if rng.random() < 0.6 else rng.choice(("pair_what", "pair_same")))
     if kind == "pair_more":
         numbers = rng.sample(range(1, 5), 2)
         pictures = tuple(_draw_scene(rng, sizes(rng), _cast(rng, number, held_out)) for number in numbers)

@@ -38,9 +38,9 @@ IGNORE = -100
 SCENES, SCENE_TURNS = 8, 4
 GLYPHS = 10
 PAIRS, PAIR_TURNS = 12, 3
-SHEETS = 4
+SHEETS = 2
 """Practice sheets a step: pictures for the auxiliary loss alone."""
-MUON_RATE, ADAM_RATE = 0.008, 1e-3
+MUON_RATE, ADAM_RATE = 0.02, 2e-3
 WARMUP_STEPS = 100
 SMALL_SIDE = 104
 """Most batches show pictures with sides of at most so many pixels, because they cost less; fewer do in the end."""
@@ -63,8 +63,8 @@ class Conversation:
     ids: list[int]
     answer: list[bool]
     pictures: tuple[data.Picture, ...]
-    focus: list[tuple[int, list[int]]]
-    """(position, positions of the image tokens that show what the next token is about)."""
+    focus: list[tuple[int, list[int], bool]]
+    """(position, positions of the tokens that show what the next token is about, whether to look at all alike)."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,9 @@ class Batch:
     focus_at: torch.Tensor
     """`[F, 2]`: row and position of each `focus` of a conversation."""
     focus_on: torch.Tensor
-    """`[F, L]` bool: the image tokens to look at from there."""
+    """`[F, L]` bool: the tokens to look at from there."""
+    focus_alike: torch.Tensor
+    """`[F]` bool: whether to look at each of these tokens alike."""
 
 
 class Renderer:
@@ -112,21 +114,26 @@ class Renderer:
         self, conversation: Conversation, turn: data.Turn, grids: list[tuple[int, int]], starts: list[int]
     ) -> None:
         """Appends the answer of `turn` and what it is about."""
-        places = {
-            id(thing): [start + cell for cell in _cells(picture, thing.box, grid)]
-            for picture, grid, start in zip(conversation.pictures, grids, starts, strict=True)
-            for thing in picture.things
-        }
+        places: dict[int, list[int]] = {}
+        for picture, grid, start in zip(conversation.pictures, grids, starts, strict=True):
+            for thing in picture.things:
+                row, column = _centre(picture, thing, grid)
+                cells = [row * (grid[1] // 2) + column] if turn.counts else _cells(picture, thing.box, grid)
+                places[id(thing)] = [start + cell for cell in cells]
         reply = self.tokenizer.encode(f"{turn.answer}<|im_end|>", add_special_tokens=False)
         for start, end, things in turn.focus():
             tokens = sorted({place for thing in things for place in places[id(thing)]})
+            if (
+                turn.kind == "count"
+            ):  # the first token stands for one thing more, so that shares tell how many there are
+                tokens = [0, *tokens]
             if turn.empty_place:
                 picture = conversation.pictures[0]
                 box = data.place_box(turn.empty_place, picture.image)
                 tokens = [starts[0] + cell for cell in _cells(picture, box, grids[0])]
             for index, (_, last) in enumerate(reply.offsets):
                 if tokens and start < last <= end:
-                    conversation.focus.append((len(conversation.ids) + index - 1, tokens))
+                    conversation.focus.append((len(conversation.ids) + index - 1, tokens, turn.counts))
         conversation.ids.extend(reply.ids)
         conversation.answer.extend([True] * len(reply.ids))
 
@@ -135,13 +142,14 @@ class Renderer:
         length = max(len(conversation.ids) for conversation in conversations)
         ids = torch.full((len(conversations), length), PAD_ID)
         labels = torch.full((len(conversations), length), IGNORE)
-        at, on = [], []
+        at, on, alike = [], [], []
         for row, conversation in enumerate(conversations):
             ids[row, : len(conversation.ids)] = torch.tensor(conversation.ids)
             chosen = torch.tensor(conversation.answer)
             labels[row, : len(conversation.ids)][chosen] = ids[row, : len(conversation.ids)][chosen]
-            for position, tokens in conversation.focus:
+            for position, tokens, each in conversation.focus:
                 at.append((row, position))
+                alike.append(each)
                 on.append(torch.zeros(length, dtype=torch.bool).index_fill_(0, torch.tensor(tokens), True))
         return Batch(
             ids=ids,
@@ -149,7 +157,17 @@ class Renderer:
             pictures=[picture for conversation in conversations for picture in conversation.pictures],
             focus_at=torch.tensor(at).view(-1, 2),
             focus_on=torch.stack(on) if on else torch.zeros(0, length, dtype=torch.bool),
+            focus_alike=torch.tensor(alike, dtype=torch.bool),
         )
+
+
+def _centre(picture: data.Picture, thing: data.Thing, grid: tuple[int, int]) -> tuple[int, int]:
+    """(row, column) of the image token of `picture` that holds the centre of `thing`."""
+    rows, columns = grid[0] // 2, grid[1] // 2
+    left, top, right, bottom = thing.box
+    row = int((top + bottom) / 2 * rows / picture.image.height)
+    column = int((left + right) / 2 * columns / picture.image.width)
+    return min(row, rows - 1), min(column, columns - 1)
 
 
 def _cells(picture: data.Picture, box: data.Box, grid: tuple[int, int]) -> list[int]:
@@ -263,13 +281,9 @@ def _patch_labels(picture: data.Picture, grid: tuple[int, int]) -> torch.Tensor:
 
 def _centre_labels(picture: data.Picture, grid: tuple[int, int]) -> torch.Tensor:
     """`[rows / 2, columns / 2]`: 1.0 for the image tokens that hold the centre of a thing, else 0.0."""
-    rows, columns = grid[0] // 2, grid[1] // 2
-    labels = torch.zeros(rows, columns)
+    labels = torch.zeros(grid[0] // 2, grid[1] // 2)
     for thing in picture.things:
-        left, top, right, bottom = thing.box
-        row = int((top + bottom) / 2 * rows / picture.image.height)
-        column = int((left + right) / 2 * columns / picture.image.width)
-        labels[min(row, rows - 1), min(column, columns - 1)] = 1.0
+        labels[_centre(picture, thing, grid)] = 1.0
     return labels
 
 
@@ -291,11 +305,18 @@ class Trainee(nn.Module):
         self.attention = output[1]
 
     def focus_loss(self, batch: Batch) -> torch.Tensor:
-        """Mean -log of the share of attention that the first `FOCUS_HEADS` heads pay to what each answer is about."""
+        """How far the first `FOCUS_HEADS` heads are from looking at what each answer is about.
+
+        The mean -log of the share of attention they pay to it; for counts, of the geometric mean over the things, which
+        is highest when each gets the same.
+        """
         assert self.attention is not None, "only eager attention returns its weights"
         row, position = batch.focus_at.unbind(1)
         shares_FHL = self.attention[row, :FOCUS_HEADS, position].float()
-        return -(shares_FHL * batch.focus_on[:, None]).sum(-1).clamp(min=1e-5).log().mean()
+        number = batch.focus_on.sum(-1)[:, None]
+        together = (shares_FHL * batch.focus_on[:, None]).sum(-1).clamp(min=1e-5).log()
+        each = (shares_FHL.clamp(min=1e-5).log() * batch.focus_on[:, None]).sum(-1) / number + number.log()
+        return -torch.where(batch.focus_alike[:, None], each, together).mean()
 
     def image_features(self, pictures: Sequence[data.Picture]) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Each picture's `[tokens, hidden]` features, and the mean auxiliary loss."""
@@ -461,7 +482,7 @@ class Run:
             loss = answer + weight * auxiliary
             if len(batch.focus_at):
                 focus = self.trainee.focus_loss(batch)
-                loss = loss + weight * focus
+                loss = loss + 0.5 * focus
                 focuses.append(focus.item())
             (loss / len(batches)).backward()
             answers.append(answer.item())
