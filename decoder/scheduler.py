@@ -536,13 +536,13 @@ class Scheduler:
     @property
     def runnable(self) -> bool:
         """Could `schedule` give rows, or a failure? May be True although memory then says no."""
-        return any(
-            s.ready_end() > max(s.computed, s.barrier - 1) or (s.request.spans and s.source_error())
-            for s in self.sequences
-        ) or any(self._ready_by_hit(s) for s in self.waiting)
+        return any(s.ready_end() > s.computed or (s.request.spans and s.source_error()) for s in self.running) or any(
+            self._could_start(s) or (s.request.spans and s.source_error()) for s in self.waiting
+        )
 
-    def _ready_by_hit(self, sequence: Sequence) -> bool:
-        done = self._lookup(sequence).tokens
+    def _could_start(self, sequence: Sequence) -> bool:
+        """By the same measure as its admission: what it would begin with is not ready merely because the text is."""
+        done = max(sequence.computed, self._lookup(sequence).tokens)
         return sequence.ready_end(done) > max(done, sequence.barrier - 1)
 
     def check_integrity(self) -> None:

@@ -162,6 +162,25 @@ def test_same_picture_new_question_needs_no_rows() -> None:
     assert tokens(found) == tokens(plain)
 
 
+@pytest.mark.parametrize("cached", [3, 4], ids=["up-to-it", "into-it"])
+def test_a_hit_that_ends_at_an_awaited_image_is_not_runnable(cached: int) -> None:
+    """The text before the image is cached, so there is nothing to do until the rows are there."""
+    runner = make("auto")
+    rows = torch.randn(9, CONFIG.hidden_size)
+    prompt = [5, 6, 7, *[96] * 9, 1, 2]
+    run(runner, request("a", prompt, greedy_params(1), [picture(3, rows)], checkpoint_at=(cached,)))
+    assert runner.cache is not None
+    for checkpoint in [c for c in runner.cache._live.values() if c.tokens != cached]:
+        runner.cache.drop(checkpoint)
+    waiting = picture(3, rows, ready=False)
+    runner.add(request("b", prompt, greedy_params(1), [waiting]))
+    assert runner.has_work and not runner.runnable
+    assert runner.step() == []
+    source(waiting).ready = True
+    assert runner.runnable
+    assert run(runner)["b"][0].cached_tokens == cached
+
+
 def test_another_picture_in_the_same_place_is_another_prompt() -> None:
     runner = make("all")
     prompt = [5, 6, 7, *[96] * 19, 1, 2, 3]
