@@ -1,6 +1,7 @@
 """Trains the demo model on pictures and conversations drawn as it goes, with `transformers`' own modules.
 
     python -m demo.train --work ~/.cache/saccade/demo --minutes 100     # resumes if --work holds a checkpoint
+    python -m demo.train --work ~/.cache/saccade/demo --start demo/model            # a new run from exported weights
     python -m demo.train --work ~/.cache/saccade/demo --export --out demo/model
 
 The loss is the cross-entropy of the answers' tokens plus two that only help to learn:
@@ -16,6 +17,7 @@ import json
 import logging
 import math
 import random
+import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -27,6 +29,7 @@ import torch.nn.functional as F
 import transformers.models.nemotron_h.modeling_nemotron_h as nemotron_h
 from tokenizers import Tokenizer
 from torch import nn
+from transformers import NemotronH_Omni_Reasoning_V3
 
 from demo import data, fast
 from demo.architecture import export, new_model, patch_grid, pixel_values
@@ -38,9 +41,9 @@ IGNORE = -100
 SCENES, SCENE_TURNS = 8, 4
 GLYPHS = 10
 PAIRS, PAIR_TURNS = 12, 3
-SHEETS = 2
+SHEETS = 4
 """Practice sheets a step: pictures for the auxiliary loss alone."""
-MUON_RATE, ADAM_RATE = 0.02, 2e-3
+MUON_RATE, ADAM_RATE = 0.008, 1e-3
 WARMUP_STEPS = 100
 SMALL_SIDE = 104
 """Most batches show pictures with sides of at most so many pixels, because they cost less; fewer do in the end."""
@@ -430,8 +433,10 @@ def _tokenizer(path: Path) -> Tokenizer:
 class Run:
     """A training run: everything that a checkpoint holds."""
 
-    def __init__(self, work: Path, seed: int) -> None:
+    def __init__(self, work: Path, seed: int, start: Path | None = None) -> None:
         self.path = work / "checkpoint.pt"
+        if start is not None and not (work / "tokenizer.json").exists():
+            shutil.copy(start / "tokenizer.json", work)
         self.tokenizer = _tokenizer(work / "tokenizer.json")
         self.renderer = Renderer(self.tokenizer)
         self.trainee = Trainee(seed)
@@ -441,6 +446,10 @@ class Run:
         self.steps, self.seconds, self.sequences = 0, 0.0, 0
         if self.path.exists():
             self._restore()
+        elif start is not None:
+            weights = NemotronH_Omni_Reasoning_V3.from_pretrained(start, dtype=torch.float32).state_dict()
+            self.trainee.model.load_state_dict(weights)
+            self.average.load_state_dict(self.trainee.state_dict())
         self.generator = Generator(self.renderer, seed + self.steps)
 
     def _restore(self) -> None:
@@ -579,6 +588,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("demo/model"), help="where to write the model in the end")
+    parser.add_argument("--start", type=Path, help="exported model to begin from where --work has no checkpoint")
     parser.add_argument("--export", action="store_true", help="only write --out from the newest checkpoint")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
@@ -586,7 +596,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     work = arguments.work.expanduser()
     work.mkdir(parents=True, exist_ok=True)
-    run = Run(work, arguments.seed)
+    run = Run(work, arguments.seed, arguments.start)
     if not arguments.export:
         train(run, arguments.minutes, arguments.report_minutes)
     export(run.average.model, run.tokenizer, arguments.out)
