@@ -95,7 +95,9 @@ class Ours:
     """Our server behind gRPC, one client thread per request."""
 
     def __init__(self, model: Path) -> None:
-        self._server = ServerProcess([str(model), "--dtype", "bfloat16", "--max-seqs", "32", "--log-level", "warning"])
+        # Rounds repeat their prompts, and the peer forgets them: so does our server.
+        options = ["--dtype", "bfloat16", "--max-seqs", "32", "--state-cache", "none", "--log-level", "warning"]
+        self._server = ServerProcess([str(model), *options])
         self._client = saccade.Client(self._server.address)
         self._pool = ThreadPoolExecutor(32)
 
