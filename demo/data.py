@@ -39,7 +39,7 @@ GLYPHS = (*SHAPES, *"0123456789")
 
 SCENE_KINDS = ("colour", "shape", "object", "count", "where", "caption")
 GLYPH_KINDS = ("number", "handwritten")
-PAIR_KINDS = ("pair_what", "pair_more", "pair_same")
+PAIR_KINDS = ("pair_what", "pair_same")
 KINDS = (*SCENE_KINDS, *GLYPH_KINDS, *PAIR_KINDS)
 
 HELD_OUT_DIGITS = 297
@@ -117,7 +117,7 @@ class Turn:
     @property
     def counts(self) -> bool:
         """True if the answer rests on how many things it is about, not on what they are."""
-        return self.kind in ("count", "pair_more")
+        return self.kind == "count"
 
     def focus(self) -> list[tuple[int, int, tuple[Thing, ...]]]:
         """Which things each part of the answer is about: (start, end, things), in characters of the answer."""
@@ -525,21 +525,6 @@ def _ask_pair_what(rng: random.Random, pictures: Sequence[Picture]) -> Turn:
     return Turn("pair_what", *_pose(rng, questions, name, sentence), picture.things, one_by_one=number)
 
 
-def _ask_pair_more(rng: random.Random, pictures: Sequence[Picture]) -> Turn:
-    most = rng.random() < 0.5
-    more = "more" if most else "fewer"
-    counts = [len(picture.things) for picture in pictures]
-    order = ("first", "second")[(counts[1] > counts[0]) == most]
-    questions = (
-        f"Which picture has {more} shapes?",
-        f"Which of the two pictures shows {more} shapes?",
-        f"Where are there {more} shapes, in the first or the second picture?",
-        f"Name the picture with {more} shapes.",
-    )
-    turn = _pose(rng, questions, f"the {order}", f"The {order} picture has {more} shapes.")
-    return Turn("pair_more", *turn, tuple(thing for picture in pictures for thing in picture.things))
-
-
 def _ask_pair_same(rng: random.Random, pictures: Sequence[Picture]) -> Turn:
     first, second = (picture.things[0] for picture in pictures)
     if rng.random() < 0.5:
@@ -631,11 +616,7 @@ def pair_example(
     rng: random.Random, turns: int, *, kind: str | None = None, held_out: bool = False, sizes: Sizes = any_size
 ) -> Example:
     """Two pictures and up to `turns` questions about them, the first of `kind` if given."""
-    kind = kind or ("pair_more" if rng.random() < 0.6 else rng.choice(("pair_what", "pair_same")))
-    if kind == "pair_more":
-        numbers = rng.sample(range(1, 5), 2)
-        pictures = tuple(_draw_scene(rng, sizes(rng), _cast(rng, number, held_out)) for number in numbers)
-        return Example(pictures, tuple(_ask_pair_more(rng, pictures) for _ in range(min(turns, 2))))
+    kind = kind or rng.choice(PAIR_KINDS)
     if kind == "pair_what" and rng.random() < 0.4:
         pictures = tuple(_draw_number(rng, sizes(rng), _number(rng)) for _ in range(2))
         return Example(pictures, tuple(_ask_pair_what(rng, pictures) for _ in range(min(turns, 2))))

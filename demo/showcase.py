@@ -66,7 +66,7 @@ def held_out_example(name: str, seed: int) -> data.Example:
         "wide": lambda: data.scene_example(rng, 2, kind="where", held_out=True),
         "number": lambda: data.glyph_example(rng, kind="number"),
         "handwritten": lambda: data.glyph_example(rng, kind="handwritten", held_out=True),
-        "pair": lambda: data.pair_example(rng, 1, kind="pair_more", held_out=True),
+        "pair": lambda: data.pair_example(rng, 1, kind="pair_same", held_out=True),
         "same": lambda: data.pair_example(rng, 2, kind="pair_what", held_out=True),
     }
     return kinds[name]()

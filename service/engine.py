@@ -230,17 +230,21 @@ class Engine:
             self._commands.get()()
 
     def _turn(self) -> None:
-        """Commands, then an encoder launch, then a decoder step; sleeps where there is nothing of either."""
+        """Commands, then a decoder step, then an encoder launch; sleeps where there is nothing of either.
+
+        The decoder goes first because admission lets go of pictures whose rows a cached prefix makes needless.
+        """
         self._wake.clear()
         self._run_commands()
-        encoded = self._encoder is not None and not self._encoder_thread and self._encode_batch()
-        if self._decoder.has_work and self._decoder.runnable:
+        if stepped := self._decoder.has_work and self._decoder.runnable:
             started = time.perf_counter()
             events = self._decoder.step()
             self._seconds["decode_seconds"] += time.perf_counter() - started
             self._publish_events(events)
-        elif not encoded and not (self._decoder.has_work and self._handoff is not None and self._handoff.unblock()):
-            self._wake.wait()
+        encoded = self._encoder is not None and not self._encoder_thread and self._encode_batch()
+        if not stepped and not encoded:
+            if not (self._decoder.has_work and self._handoff is not None and self._handoff.unblock()):
+                self._wake.wait()
 
     def _die(self, error: BaseException) -> None:
         log.critical("the engine stopped on an error", exc_info=error)
