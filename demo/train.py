@@ -207,7 +207,7 @@ class Generator:
         size = data.any_size(self.rng)
         while small and max(size) > SMALL_SIDE:
             size = data.any_size(self.rng)
-        sizes = self.sizes[patch_grid(*size)]
+        sizes = self.sizes[patch_grid(*size)] or [size]  # a grid so rare that none of the drawn sizes has it
         return lambda rng: rng.choice(sizes)
 
     def step(self) -> Iterator[Batch]:
