@@ -12,11 +12,10 @@ line on stdout is JSON.
 import argparse
 import contextlib
 import json
-import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from PIL import Image
 
 import saccade
 from demo import data
+from service.cli import ServerProcess
 
 MODEL = Path(__file__).parent / "model"
 MAX_TOKENS = 64
@@ -80,21 +80,6 @@ def blind_guess(kind: str, questions: Sequence[Question], draws: int = 4000) -> 
         answers[turn.question][turn.answer] += 1
     guesses = {question: counts.most_common(1)[0][0] for question, counts in answers.items()}
     return sum(guesses.get(q.turn.question) == q.turn.answer for q in questions) / len(questions)
-
-
-@contextlib.contextmanager
-def serving(model: Path) -> Iterator[str]:
-    """A server of `model` on a free port of this machine; yields its address."""
-    command = [sys.executable, "-m", "service", "serve", str(model), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            if not line.startswith("saccade ready on "):
-                raise RuntimeError(f"the server did not start: {' '.join(command)} wrote {line!r}")
-            yield line.removeprefix("saccade ready on ").strip()
-        finally:
-            process.terminate()
 
 
 def evaluate(address: str, questions: int, controls: int, concurrency: int) -> dict[str, Score]:
@@ -182,7 +167,7 @@ def main() -> None:
     arguments = parser.parse_args()
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
-        address = arguments.server or stack.enter_context(serving(arguments.model))
+        address = arguments.server or stack.enter_context(ServerProcess([str(arguments.model)])).address
         scores = evaluate(address, arguments.questions, arguments.controls, arguments.concurrency)
     print(table(scores))
     missed = shortcomings(scores, arguments.min_overall, arguments.min_kind)
