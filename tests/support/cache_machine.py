@@ -1,0 +1,247 @@
+"""Arena, cache and scheduler together, at random: every row finds exactly the state and the keys that it should.
+
+The memory is played by dictionaries that hold, for each slot and each place of a page, which prefix was computed there;
+so a stale, shared or lost piece of memory is seen at the step that reads it, without a model.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from hypothesis import seed as with_seed
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from tiny_decoder import FakeSource
+
+from decoder.blocks import SuperblockPool
+from decoder.checkpoints import Placement
+from decoder.config import DecoderOptions
+from decoder.prefix_cache import PrefixCache
+from decoder.request import DecoderRequest, ImageSpan, Sequence
+from decoder.sampling import SamplingParams
+from decoder.scheduler import Scheduler, Step
+
+PAGE, MAX_LEN = 4, 40
+PROGRAM = 35
+"""Rules of one program at most."""
+Prefix = tuple[Any, ...]
+
+
+class Memory:
+    """What a step does to slots and pages, in the runner's order."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, Prefix] = {}
+        self.places: dict[tuple[int, int], Prefix] = {}
+        self.host: dict[str, tuple[Prefix, dict[int, Prefix]]] = {}
+
+    def move(self, step: Step) -> None:
+        for sequence, slot, pages in step.saves:
+            kept = {i * PAGE + o: self.places.get((page, o), ()) for i, page in enumerate(pages) for o in range(PAGE)}
+            self.host[sequence.request_id] = self.slots.get(slot, ()), kept
+        for page in step.new_pages:
+            for offset in range(PAGE):
+                self.places.pop((page, offset), None)
+        for source, target in step.page_copies:
+            for offset in range(PAGE):
+                self.places[target, offset] = self.places.get((source, offset), ())
+        for source, target in step.slot_copies:
+            self.slots[target] = self.slots[source]
+        for sequence in step.loads:
+            state, kept = self.host.pop(sequence.request_id)
+            self.slots[sequence.slot] = state
+            for position, prefix in kept.items():
+                self.places[sequence.pages[position // PAGE], position % PAGE] = prefix
+
+    def compute(self, step: Step, has_slots: bool, has_pages: bool) -> None:
+        for row in step.rows:
+            sequence, content = row.sequence, contents(row.sequence)
+            if has_slots and row.start:
+                assert self.slots[sequence.slot] == content[: row.start], "another state than its own"
+            for position in range(row.end if has_pages else 0):
+                place = sequence.pages[position // PAGE], position % PAGE
+                if position >= row.start:
+                    self.places[place] = content[: position + 1]
+                else:
+                    assert self.places[place] == content[: position + 1], "other keys than its own"
+            if has_slots:
+                self.slots[sequence.slot] = content[: row.end]
+                for position, slot in step.checkpoints.get(sequence.arrival, ()):
+                    assert row.start < position <= row.end
+                    self.slots[slot] = content[:position]
+
+
+def contents(sequence: Sequence) -> Prefix:
+    """What each token is: its salt, its id, or its row of a picture."""
+    units: list[Any] = list(sequence.tokens)
+    for span in sequence.request.spans:
+        for row in range(span.length):
+            units[span.start + row] = (span.key, row)
+    return tuple((sequence.request.salt, unit) for unit in units)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Requests with few different prefixes come, go on, are cut off and end, in memory for two or three."""
+
+    rules_applied: ClassVar[int] = 0
+
+    @initialize(
+        mode=st.sampled_from(["align", "all", "auto", "none"]),
+        kind=st.sampled_from(["both", "both", "states", "pages"]),
+        spare=st.integers(0, 4),
+        per_block=st.integers(1, 5),
+        budget=st.sampled_from([1, 5, 16, 64]),
+        host_bytes=st.sampled_from([0, 90, 10**6]),
+        max_seqs=st.integers(1, 4),
+    )
+    def start(
+        self, mode: str, kind: str, spare: int, per_block: int, budget: int, host_bytes: int, max_seqs: int
+    ) -> None:
+        self.has_slots, self.has_pages = kind != "pages", kind != "states"
+        blocks = self.has_slots + (-(-(MAX_LEN // PAGE) // per_block) if self.has_pages else 0) + spare
+        self.pool = SuperblockPool(blocks, per_block if self.has_pages else 0, self.has_slots)
+        options = DecoderOptions(
+            max_seqs=max_seqs, max_len=MAX_LEN, max_batched_tokens=budget, page_size=PAGE, host_bytes=host_bytes,
+            state_cache=mode, state_block=PAGE,
+        )  # fmt: skip
+        placement = Placement(mode, PAGE, 8, PAGE, self.has_slots)
+        sizes = {"page_bytes": 10 * self.has_pages, "slot_bytes": 20 * self.has_slots}
+        self.cache = None if mode == "none" else PrefixCache(self.pool, placement, **sizes)
+        self.scheduler = Scheduler(options, self.pool, cache=self.cache, **sizes)
+        self.memory = Memory()
+        self.sources: list[FakeSource] = []
+        self.alive: dict[str, Sequence] = {}
+        self.names = 0
+
+    @rule(
+        prefix=st.integers(0, 2),
+        length=st.integers(1, 30),
+        end=st.integers(0, 2),
+        output=st.integers(1, 9),
+        image=st.sampled_from([None, None, "ready", "late"]),
+        picture=st.integers(0, 1),
+        priority=st.integers(0, 1),
+        hint=st.integers(0, 30),
+    )
+    def add(
+        self, prefix: int, length: int, end: int, output: int, image: str | None, picture: int, priority: int, hint: int
+    ) -> None:
+        if len(self.alive) >= 8:
+            return
+        prompt = [prefix] * (length - 1) + [50 + end]
+        spans: tuple[ImageSpan, ...] = ()
+        if image is not None and length >= 12:
+            source = FakeSource(ready=image == "ready")
+            self.sources.append(source)
+            spans = (ImageSpan(3, 6, b"picture%d" % picture, source),)
+        self.names += 1
+        item = DecoderRequest(
+            str(self.names), prompt, SamplingParams(max_tokens=output), spans, priority=priority,
+            checkpoint_at=(hint,), salt=b"salt" if prefix == 2 else b"",
+        )  # fmt: skip
+        self.alive[item.request_id] = self.scheduler.add(item)
+
+    def end(self, sequence: Sequence) -> None:
+        self.scheduler.finish(sequence)
+        for span in sequence.request.spans[sequence.next_span :]:
+            span.source.release()
+        self.memory.host.pop(sequence.request_id, None)
+        del self.alive[sequence.request_id]
+
+    @rule()
+    def step(self) -> None:
+        self.advance()
+
+    def advance(self) -> bool:
+        step = self.scheduler.schedule()
+        self.memory.move(step)
+        self.memory.compute(step, self.has_slots, self.has_pages)
+        self.scheduler.commit(step)
+        for row in step.rows:
+            sequence = row.sequence
+            while sequence.next_span < len(sequence.request.spans):
+                span = sequence.request.spans[sequence.next_span]
+                if span.end > sequence.computed:
+                    break
+                span.source.release()
+                sequence.next_span += 1
+            if row.samples:
+                sequence.tokens.append(sequence.arrival % 3 + 60)
+                if sequence.output_len >= sequence.limit:
+                    copy = self.scheduler.keep(sequence)
+                    if copy is not None:
+                        self.memory.slots[copy[1]] = self.memory.slots[copy[0]]
+                    self.end(sequence)
+        return bool(step.rows)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.end(self.alive[data.draw(st.sampled_from(sorted(self.alive)))])
+
+    @precondition(lambda self: self.cache is not None)
+    @rule()
+    def evict(self) -> None:
+        assert self.cache is not None
+        self.cache.evict()
+
+    @precondition(lambda self: any(not source.ready for source in self.sources))
+    @rule()
+    def picture_comes(self) -> None:
+        next(source for source in self.sources if not source.ready).ready = True
+
+    @invariant()
+    def adds_up(self) -> None:
+        CacheMachine.rules_applied += 1
+        if hasattr(self, "scheduler"):
+            self.scheduler.check_integrity()
+            if self.cache is not None and self.has_slots:
+                assert self.pool.used_slots == len(self.scheduler.running) + len(self.cache.slots)
+
+    @invariant()
+    def what_is_cached_is_what_it_says(self) -> None:
+        """Each state's prefix length is the one that it is found under."""
+        if hasattr(self, "scheduler") and self.cache is not None and self.has_slots:
+            for checkpoint in self.cache._live.values():
+                assert len(self.memory.slots[checkpoint.slot]) == checkpoint.tokens
+
+    def teardown(self) -> None:
+        """Everything ends, each step of a scheduler that calls itself runnable leads on, and nothing is left."""
+        if not hasattr(self, "scheduler"):
+            return
+        idle = 0
+        for _ in range(4000):
+            if not self.alive:
+                break
+            if not self.scheduler.runnable:
+                next(source for source in self.sources if not source.ready and not source.releases).ready = True
+            idle = 0 if self.advance() else idle + 1
+            assert idle < 3, "nothing advances although something could"
+            self.scheduler.check_integrity()
+        assert not self.alive and self.scheduler.host_used == 0
+        if self.cache is not None:
+            self.cache.clear()
+        assert self.pool.free_blocks == self.pool.num_blocks
+
+
+def run_machine(steps: int, *, seed: int, derandomize: bool = False) -> int:
+    """Runs random programs until so many rules have been applied: how many they were. Raises what a rule raises, after
+    hypothesis has found the shortest program that does.
+    """
+    CacheMachine.rules_applied = 0
+    while CacheMachine.rules_applied < steps:
+        examples = max(1, -(-(steps - CacheMachine.rules_applied) // PROGRAM))
+        chosen = settings(
+            max_examples=examples, stateful_step_count=PROGRAM, deadline=None, database=None, derandomize=derandomize
+        )
+        run_state_machine_as_test(with_seed(seed)(CacheMachine), settings=chosen)
+        seed += 1
+    return CacheMachine.rules_applied
