@@ -71,8 +71,11 @@ class HybridModel:
 
     def logits(self, hidden_TD: Tensor, samples: Tensor | None = None) -> Tensor:
         """`[L, vocab]` in the compute dtype, of the tokens named in `samples` (default: all)."""
-        x = hidden_TD if samples is None else hidden_TD.index_select(0, samples)
-        return self.head(rms_norm(x, self.norm_f, self.config.layer_norm_epsilon, self.options.dtype))
+        return self.head(self.final_norm(hidden_TD if samples is None else hidden_TD.index_select(0, samples)))
+
+    def final_norm(self, hidden_TD: Tensor) -> Tensor:
+        """`[T, d]` in the compute dtype: what the vocabulary projection reads."""
+        return rms_norm(hidden_TD, self.norm_f, self.config.layer_norm_epsilon, self.options.dtype)
 
 
 def _stateless(kind: str, config: DecoderConfig, options: DecoderOptions, weights: Weights) -> Mixer:

@@ -22,6 +22,7 @@ from decoder.sampling import SamplingParams
 if TYPE_CHECKING:
     import torch
 
+    from decoder.pooling import Pooled
     from decoder.prefix_cache import Checkpoint, Hit
 
 FinishReason = Literal["stop", "length", "error"]
@@ -81,6 +82,8 @@ class DecoderRequest:
     """Prompt positions where other prompts are likely to part from this one (the end of a system prompt); `auto` keeps
     a state there.
     """
+    pooled: bool = False
+    """The hidden states of the prompt are wanted; all of it is then computed, whatever the cache holds."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,8 @@ class TokenEvent:
     """Prompt tokens that were not computed because their state was cached."""
     stop_token: int | None = None
     """The end or stop token that ended the request: `token_id`, which is then not part of the text."""
+    pooled: Pooled | None = None
+    """With the first token of a request that asked for it."""
 
 
 class Status(Enum):

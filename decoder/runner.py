@@ -12,6 +12,7 @@ from decoder.batch import BatchBuilder, image_rows
 from decoder.checkpoints import Placement, resolve_state_block
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.model import HybridModel
+from decoder.pooling import Pools
 from decoder.prefix_cache import COUNTERS, PrefixCache
 from decoder.request import DecoderRequest, FinishReason, Sequence, Status, TokenEvent
 from decoder.sampler import Choice, Sampler
@@ -37,6 +38,7 @@ class DecoderRunner:
         self.scheduler = Scheduler(options, self.arena.pool, cache=self.cache, **sizes)
         self.builder = BatchBuilder(config, options)
         self.sampler = Sampler(config.vocab_size, options.max_seqs, options.device)
+        self.pools = Pools(self.model.final_norm)
         self._sequences: dict[str, Sequence] = {}
         self._saved: dict[str, Saved] = {}
         self._counters = {"steps": 0, "output_tokens": 0, "batched_tokens": 0, "failed": 0}
@@ -113,6 +115,7 @@ class DecoderRunner:
     def _run(self, step: Step, images: dict[str, list[tuple[int, Tensor]]]) -> list[Choice]:
         batch = self.builder.build(step.rows, images, step.checkpoints)
         hidden = self.model.hidden(batch)
+        self.pools.add(step.rows, hidden)
         for row in step.rows if step.checkpoints else ():
             for position, slot in step.checkpoints.get(row.sequence.arrival, ()):
                 if position == row.end and slot >= 0:
@@ -140,6 +143,7 @@ class DecoderRunner:
         """Adds a drawn token to its sequence, and ends it where it has to end."""
         sequence.tokens.append(choice.token)
         self._counters["output_tokens"] += 1
+        pooled = self.pools.take(sequence.request_id)
         reason, stop = _finish_reason(sequence)
         if reason is not None:
             self._keep(sequence)
@@ -152,6 +156,7 @@ class DecoderRunner:
             reason,
             cached_tokens=sequence.cached_tokens,
             stop_token=stop,
+            pooled=pooled,
         )
 
     def _keep(self, sequence: Sequence) -> None:
@@ -172,6 +177,7 @@ class DecoderRunner:
             span.source.release()
         sequence.next_span = len(sequence.request.spans)
         self._saved.pop(sequence.request_id, None)
+        self.pools.drop(sequence.request_id)
         del self._sequences[sequence.request_id]
 
     # -- looking in ----------------------------------------------------------------------------------------------------

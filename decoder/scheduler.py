@@ -330,7 +330,9 @@ class Scheduler:
 
     def _lookup(self, sequence: Sequence) -> Hit:
         """What the cache has of a sequence that has computed nothing."""
-        return MISS if self.cache is None or sequence.computed else self.cache.lookup(sequence)
+        if self.cache is None or sequence.computed or sequence.request.pooled:  # a mean is over computed tokens
+            return MISS
+        return self.cache.lookup(sequence)
 
     def _entry_row(self, sequence: Sequence, hit: Hit, budget: int) -> Row | None:
         """Its first row after a hit, or `None` while that is not ready or is what it was put out for."""

@@ -24,8 +24,17 @@ from saccade.client import _left_to_the_parent
 from saccade.errors import Cancelled, FailedPrecondition, error_from_rpc
 from saccade.images import ImageInput
 from saccade.mapping import check_concurrency, map_async, outcome, prepare_mapping
-from saccade.requests import GenerateOptions, Prompt, Sampling, build_request, chat_messages, tokenize_request
-from saccade.results import generation_from, model_from, tokens_from
+from saccade.requests import (
+    GenerateOptions,
+    Prompt,
+    Sampling,
+    build_request,
+    chat_messages,
+    embed_image_request,
+    embed_request,
+    tokenize_request,
+)
+from saccade.results import embedding_from, generation_from, model_from, tensor_from, tokens_from
 from saccade.resuming import StreamState, stream_settings
 from saccade.transport import (
     CallOptions,
@@ -38,7 +47,7 @@ from saccade.transport import (
     retry_delay,
     stub_class,
 )
-from saccade.types import Delta, Generation, Model, Outcome, Tokens
+from saccade.types import Delta, Embedding, Generation, Model, Outcome, Tensor, Tokens
 from saccade.v1 import inference_pb2, model_pb2
 
 if TYPE_CHECKING:
@@ -306,6 +315,29 @@ class AsyncClient:
     ) -> Generation:
         """Asks for the next message of a conversation; see `saccade.Client.chat`."""
         return await self.generate(chat_messages(messages, system), **options)
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        *,
+        images: Iterable[ImageInput] | ImageInput = (),
+        raw: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        model: str = "",
+        priority: int | None = None,
+        timeout: float | None = None,
+    ) -> Embedding:
+        """The model's hidden states for a prompt; see `saccade.Client.embed`."""
+        request = await asyncio.to_thread(
+            embed_request, prompt, images=images, raw=raw, chat_template_kwargs=chat_template_kwargs, model=model,
+            priority=priority,
+        )  # fmt: skip
+        return embedding_from(await self._unary("inference", "Embed", request, timeout))
+
+    async def embed_image(self, image: ImageInput, *, model: str = "", timeout: float | None = None) -> Tensor:
+        """A picture's tokens behind the projector; see `saccade.Client.embed_image`."""
+        request = await asyncio.to_thread(embed_image_request, image, model=model)
+        return tensor_from((await self._unary("inference", "Embed", request, timeout)).image_embedding)
 
     async def tokenize(
         self,

@@ -15,8 +15,17 @@ from saccade.calls import Attempts, Responses, Stream, UnaryCall
 from saccade.errors import Cancelled, FailedPrecondition, error_from_rpc
 from saccade.images import ImageInput
 from saccade.mapping import check_concurrency, map_sync, outcome, prepare_mapping
-from saccade.requests import GenerateOptions, Prompt, Sampling, build_request, chat_messages, tokenize_request
-from saccade.results import generation_from, model_from, tokens_from
+from saccade.requests import (
+    GenerateOptions,
+    Prompt,
+    Sampling,
+    build_request,
+    chat_messages,
+    embed_image_request,
+    embed_request,
+    tokenize_request,
+)
+from saccade.results import embedding_from, generation_from, model_from, tensor_from, tokens_from
 from saccade.resuming import StreamState, stream_settings
 from saccade.transport import (
     CallOptions,
@@ -28,7 +37,7 @@ from saccade.transport import (
     make_settings,
     stub_class,
 )
-from saccade.types import Generation, Model, Outcome, Tokens
+from saccade.types import Embedding, Generation, Model, Outcome, Tensor, Tokens
 from saccade.v1 import inference_pb2, model_pb2
 from saccade.watchdog import Watchdog
 
@@ -143,6 +152,32 @@ class SyncClient(ABC):
             options: those of `generate`.
         """
         return self.generate(chat_messages(messages, system), **options)
+
+    def embed(
+        self,
+        prompt: Prompt,
+        *,
+        images: Iterable[ImageInput] | ImageInput = (),
+        raw: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        model: str = "",
+        priority: int | None = None,
+        timeout: float | None = None,
+    ) -> Embedding:
+        """The model's hidden states for a prompt, as `generate` would read it.
+
+        Two prompts that mean the same need not be near each other: these are the states of a model that writes, not
+        of one that was trained to compare. `last` is what the next token would be drawn from.
+        """
+        request = embed_request(
+            prompt, images=images, raw=raw, chat_template_kwargs=chat_template_kwargs, model=model, priority=priority
+        )
+        return embedding_from(self._unary("inference", "Embed", request, timeout))
+
+    def embed_image(self, image: ImageInput, *, model: str = "", timeout: float | None = None) -> Tensor:
+        """A picture's tokens behind the projector, as the decoder reads them: `[image tokens, hidden size]`."""
+        request = embed_image_request(image, model=model)
+        return tensor_from((self._unary("inference", "Embed", request, timeout)).image_embedding)
 
     def tokenize(
         self,

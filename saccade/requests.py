@@ -250,6 +250,36 @@ def chat_messages(messages: str | Sequence[Mapping[str, Any]], system: str | Non
     return listed if system is None else [{"role": "system", "content": system}, *listed]
 
 
+def embed_request(
+    prompt: Prompt,
+    *,
+    images: Iterable[ImageInput] | ImageInput = (),
+    raw: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> inference_pb2.EmbedRequest:
+    """The message for `embed`; `options`: model, request_id, priority."""
+    built = build_request(prompt, images=images, raw=raw, chat_template_kwargs=chat_template_kwargs, **options)
+    request = inference_pb2.EmbedRequest(request_id=built.request_id, model=built.model)
+    if built.HasField("priority"):
+        request.priority = built.priority
+    _copy_input(built, request)
+    return request
+
+
+def embed_image_request(image: ImageInput, *, model: str = "", request_id: str = "") -> inference_pb2.EmbedRequest:
+    """The message for `embed_image`."""
+    return inference_pb2.EmbedRequest(
+        request_id=request_id or uuid.uuid4().hex, model=model, image=image_message(image)
+    )
+
+
+def _copy_input(source: inference_pb2.GenerateRequest, target: Any) -> None:
+    for name in ("chat", "prompt", "tokens"):
+        if source.HasField(name):
+            getattr(target, name).CopyFrom(getattr(source, name))
+
+
 def tokenize_request(
     prompt: Prompt,
     *,
@@ -261,7 +291,5 @@ def tokenize_request(
     """The message for `tokenize`."""
     built = build_request(prompt, images=images, raw=raw, chat_template_kwargs=chat_template_kwargs, model=model)
     request = inference_pb2.TokenizeRequest(model=model)
-    for name in ("chat", "prompt", "tokens"):
-        if built.HasField(name):
-            getattr(request, name).CopyFrom(getattr(built, name))
+    _copy_input(built, request)
     return request

@@ -5,7 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from saccade.errors import Internal
-from saccade.types import Delta, Generation, Model, ModelLimits, Sample, TokenLogprob, Tokens, TopLogprob, Usage
+from saccade.types import (
+    Delta,
+    Embedding,
+    Generation,
+    Model,
+    ModelLimits,
+    Sample,
+    Tensor,
+    TokenLogprob,
+    Tokens,
+    TopLogprob,
+    Usage,
+)
 from saccade.v1 import inference_pb2, model_pb2, types_pb2
 
 _FINISH_REASONS = {
@@ -78,6 +90,23 @@ def model_from(message: model_pb2.Model) -> Model:
 
 def tokens_from(message: inference_pb2.TokenizeResponse) -> Tokens:
     return Tokens(list(message.token_ids), message.prompt_tokens, message.image_tokens, list(message.tokens_per_image))
+
+
+def embedding_from(message: inference_pb2.EmbedResponse) -> Embedding:
+    """Of a prompt."""
+    return Embedding(
+        last=tensor_from(message.last_hidden),
+        mean=tensor_from(message.mean_hidden),
+        prompt_tokens=message.prompt_tokens,
+        image_tokens=message.image_tokens,
+        model=message.model,
+        model_version=message.model_version,
+        request_id=message.request_id,
+    )
+
+
+def tensor_from(message: inference_pb2.Tensor) -> Tensor:
+    return Tensor(tuple(message.shape), message.data)
 
 
 def _stop_match(message: inference_pb2.Sample | inference_pb2.Finished) -> str | int | None:

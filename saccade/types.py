@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from saccade.errors import SaccadeError
 
@@ -116,6 +117,44 @@ class Outcome:
             raise self.error
         assert self.generation is not None
         return self.generation
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Numbers of a shape, as little-endian float32 in `data`, the last dimension running fastest.
+
+    `numpy.asarray(tensor)` takes it as it is, and `memoryview(tensor.data).cast("f")` needs no numpy.
+    """
+
+    shape: tuple[int, ...]
+    data: bytes = field(repr=False)
+
+    def tolist(self) -> list[Any]:
+        """Python floats, in lists as the shape says."""
+        values: list[Any] = list(struct.unpack(f"<{len(self.data) // 4}f", self.data))
+        for size in reversed(self.shape[1:]):
+            values = [values[i : i + size] for i in range(0, len(values), size)]
+        return values
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        import numpy
+
+        return numpy.array(numpy.frombuffer(self.data, "<f4").reshape(self.shape), dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """Hidden states of the decoder for a prompt, behind its final norm, each `[hidden size]`."""
+
+    last: Tensor
+    """After the last token."""
+    mean: Tensor
+    """Over all tokens, those of pictures among them."""
+    prompt_tokens: int
+    image_tokens: int
+    model: str = ""
+    model_version: str = ""
+    request_id: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from service.auth import Tenant
 from service.frontend import Frontend
 from service.metrics import Metrics
 from service.tracing import TraceContext
-from service.types import Delta, Event, Finished, GenerateSpec, Started, Tokenized
+from service.types import Delta, Embedded, Event, Finished, GenerateSpec, Started, Tokenized
 
 log = logging.getLogger("service.access")
 
@@ -199,6 +199,16 @@ class Calls:
             first_token_seconds=generation.first_token,
             seconds=seconds,
         )  # fmt: skip
+
+    async def embed(self, spec: GenerateSpec, *, timeout: float | None) -> Embedded:
+        """`timeout` as in `stream`. Raises StatusError."""
+        tenant = current_call().tenant
+        limit = self._admit(timeout)
+        tenant.limits.admit("tokens", 0)
+        async with asyncio.timeout(limit):
+            embedded = await self.frontend.embed(spec, salt=tenant.salt)
+        tenant.limits.charge("tokens", embedded.prompt_tokens)
+        return embedded
 
     async def tokenize(self, spec: GenerateSpec) -> Tokenized:
         """Raises StatusError."""

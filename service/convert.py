@@ -17,11 +17,13 @@ from service.frontend import MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_LENGTH, MAX_STO
 from service.types import (
     ChatInput,
     Delta,
+    Embedded,
     Event,
     Finished,
     GenerateSpec,
     ImageSource,
     Logprob,
+    PictureInput,
     RawInput,
     Started,
     Tokenized,
@@ -49,15 +51,10 @@ _SCALARS = (
 
 def spec_from_proto(request: inference_pb2.GenerateRequest) -> GenerateSpec:
     """Raises InvalidArgument with the path of the field that makes no sense."""
-    if len(request.request_id) > MAX_REQUEST_ID:
-        raise errors.InvalidArgument(
-            f"request_id has {len(request.request_id)} characters; at most {MAX_REQUEST_ID} are taken",
-            field="request_id",
-        )
     value, images = _input(request)
     sampling = request.sampling
     return GenerateSpec(
-        request_id=request.request_id or secrets.token_hex(8),
+        request_id=_request_id(request.request_id),
         model=request.model,
         input=value,
         images=images,
@@ -67,6 +64,41 @@ def spec_from_proto(request: inference_pb2.GenerateRequest) -> GenerateSpec:
         continued=tuple(request.continued_token_ids),
         priority=request.priority,
     )
+
+
+def _request_id(given: str) -> str:
+    if len(given) > MAX_REQUEST_ID:
+        raise errors.InvalidArgument(
+            f"request_id has {len(given)} characters; at most {MAX_REQUEST_ID} are taken", field="request_id"
+        )
+    return given or secrets.token_hex(8)
+
+
+def spec_from_embed(request: inference_pb2.EmbedRequest) -> GenerateSpec:
+    """The prompt or the picture, as a request for one token. Raises InvalidArgument as `spec_from_proto`."""
+    value: ChatInput | RawInput | TokensInput | PictureInput = PictureInput()
+    if request.WhichOneof("input") == "image":
+        images: tuple[ImageSource, ...] = (_image(request.image, "image"),)
+    else:
+        value, images = _input(request)
+    return GenerateSpec(
+        request_id=_request_id(request.request_id), model=request.model, input=value, images=images,
+        sampling={"max_tokens": 1, "temperature": 0.0}, priority=request.priority,
+    )  # fmt: skip
+
+
+def embedded_to_proto(embedded: Embedded) -> inference_pb2.EmbedResponse:
+    response = inference_pb2.EmbedResponse(
+        request_id=embedded.request_id, model=embedded.model, model_version=embedded.version,
+        prompt_tokens=embedded.prompt_tokens, image_tokens=embedded.image_tokens,
+    )  # fmt: skip
+    for target, data in (("last_hidden", embedded.last), ("mean_hidden", embedded.mean)):
+        if data:
+            getattr(response, target).CopyFrom(inference_pb2.Tensor(shape=[embedded.hidden_size], data=data))
+    if embedded.rows:
+        shape = [embedded.image_tokens, embedded.hidden_size]
+        response.image_embedding.CopyFrom(inference_pb2.Tensor(shape=shape, data=embedded.rows))
+    return response
 
 
 def spec_from_tokenize(request: inference_pb2.TokenizeRequest) -> GenerateSpec:
@@ -94,7 +126,7 @@ def tokenized_to_proto(tokenized: Tokenized) -> inference_pb2.TokenizeResponse:
 
 
 def _input(
-    request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest,
+    request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest | inference_pb2.EmbedRequest,
 ) -> tuple[ChatInput | RawInput | TokensInput, tuple[ImageSource, ...]]:
     images: list[ImageSource] = []
     match request.WhichOneof("input"):
@@ -106,7 +138,8 @@ def _input(
             images += [_image(image, f"tokens.images[{i}]") for i, image in enumerate(request.tokens.images)]
             value = TokensInput(tuple(request.tokens.ids))
         case _:
-            raise errors.InvalidArgument("one of chat, prompt and tokens must be set", field="input")
+            also = ", image" if isinstance(request, inference_pb2.EmbedRequest) else ""
+            raise errors.InvalidArgument(f"one of chat, prompt, tokens{also} must be set", field="input")
     return value, tuple(images)
 
 

@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 
 ErrorKind = Literal["invalid", "internal", "died"]
 Query = Literal["stats", "integrity", "flush"]
+Embedding = Literal["hidden", "picture"]
+"""Of a prompt: its last and its mean hidden state. Of a picture: its tokens, as the decoder reads them."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class EngineRequest:
     sample_index: int = 0
     priority: int = 0
     salt: bytes = b""
+    embed: Embedding | None = None
+    """What is wanted instead of an answer; `picture` is about the only one of `images`, whose `start` says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,8 @@ class EngineEvent:
     cached_tokens: int = 0
     error: ErrorKind | None = None
     message: str = ""
+    embedded: tuple[bytes, ...] = ()
+    """Little-endian float32: (last, mean) of `hidden`, (rows,) of `picture`."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +144,7 @@ class Engine:
         self._wake, self._wake_encoder = threading.Event(), threading.Event()
         self._batch: tuple[list[Work], EncodeJob] | None = None
         self._leases: dict[str, list[Lease]] = {}
+        self._pictures: dict[str, Lease] = {}
         self._live: set[str] = set()
         self._emit: EventSink = lambda events: None
         self._closing = threading.Event()
@@ -236,6 +243,7 @@ class Engine:
         """
         self._wake.clear()
         self._run_commands()
+        self._give_pictures()
         if stepped := self._decoder.has_work and self._decoder.runnable:
             started = time.perf_counter()
             events = self._decoder.step()
@@ -259,6 +267,9 @@ class Engine:
             return
         leases: list[Lease] = []
         try:
+            if request.embed == "picture":
+                self._embed_picture(request)
+                return
             spans = []
             for image in request.images:
                 if self._handoff is None:
@@ -277,6 +288,7 @@ class Engine:
                     sample_index=request.sample_index,
                     priority=request.priority,
                     salt=request.salt,
+                    pooled=request.embed == "hidden",
                 )
             )
         except ValueError as error:
@@ -286,6 +298,28 @@ class Engine:
             return
         self._leases[request.request_id] = leases
         self._live.add(request.request_id)
+
+    def _embed_picture(self, request: EngineRequest) -> None:
+        """Waits for the picture's rows. Raises ValueError."""
+        (image,) = request.images
+        if self._handoff is None:
+            raise ValueError(f"{self.info.model} takes no images")
+        lease = self._handoff.lease(image.key, image.patches, request.request_id, request.priority)
+        self._leases[request.request_id], self._pictures[request.request_id] = [lease], lease
+        self._live.add(request.request_id)
+
+    def _give_pictures(self) -> None:
+        """Rows that are there leave as events."""
+        for request_id, lease in list(self._pictures.items()):
+            if lease.error is not None:
+                kind: ErrorKind = "invalid" if isinstance(lease.error, ValueError) else "internal"
+                event = EngineEvent(request_id, finish_reason="error", error=kind, message=str(lease.error))
+            elif lease.ready:
+                event = EngineEvent(request_id, finish_reason="length", embedded=(_bytes(lease.rows()),))
+            else:
+                continue
+            self._forget(request_id)
+            self._emit([event])
 
     def _refuse(self, request: EngineRequest, kind: ErrorKind, message: str) -> None:
         self._emit([EngineEvent(request.request_id, finish_reason="error", error=kind, message=message)])
@@ -297,6 +331,7 @@ class Engine:
 
     def _forget(self, request_id: str) -> None:
         self._live.discard(request_id)
+        self._pictures.pop(request_id, None)
         for lease in self._leases.pop(request_id, ()):
             lease.release()
 
@@ -316,6 +351,7 @@ class Engine:
                 EngineEvent(
                     event.request_id, event.token_id, event.logprob, event.top, event.finish_reason, event.stop_token,
                     event.cached_tokens, kind, message,
+                    () if event.pooled is None else (_bytes(event.pooled.last), _bytes(event.pooled.mean)),
                 )
             )  # fmt: skip
         if out:
@@ -388,3 +424,8 @@ class Engine:
                 self._handoff.fail(item.key, failure)
             else:
                 self._handoff.publish([item.key])
+
+
+def _bytes(values: torch.Tensor) -> bytes:
+    """Row by row, little-endian float32. Waits for the device."""
+    return values.detach().to("cpu", torch.float32).contiguous().numpy().astype("<f4", copy=False).tobytes()

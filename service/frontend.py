@@ -16,8 +16,9 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, TypeVar
@@ -35,11 +36,13 @@ from service.tokenizer import Detokenizer, Tokenizer, literal
 from service.types import (
     ChatInput,
     Delta,
+    Embedded,
     Event,
     Finished,
     GenerateSpec,
     ImageSource,
     Logprob,
+    PictureInput,
     RawInput,
     Started,
     Tokenized,
@@ -65,6 +68,8 @@ class FrontLimits:
     max_queue: int = 1024
     max_images: int = 16
     image: ImageLimits = field(default_factory=ImageLimits)
+    max_answer_bytes: int = 2**31 - 1
+    """Of one message."""
 
 
 class ModelAssets:
@@ -226,6 +231,54 @@ class Frontend:
 
     async def stream(self, spec: GenerateSpec, *, salt: bytes = b"") -> AsyncGenerator[Event, None]:
         """Started, Deltas and one Finished per sample. Closing the iterator aborts what is left. Raises StatusError."""
+        with self._admitted(spec, salt) as call:
+            arrived = time.monotonic()
+            seed = spec.sampling.get("seed")
+            seed = secrets.randbits(63) if seed is None else int(seed)
+            prompt = await self._prepare(spec, salt)
+            params = self._sampling(spec, prompt, seed)
+            async for event in self._run(spec, prompt, params, salt, arrived, call):
+                yield event
+
+    async def embed(self, spec: GenerateSpec, *, salt: bytes = b"") -> Embedded:
+        """Hidden states of the prompt, or the tokens of the picture where the input is one. Raises StatusError."""
+        with self._admitted(spec, salt) as call:
+            prompt = await self._prepare(spec, salt)
+            picture = isinstance(spec.input, PictureInput)
+            request = EngineRequest(
+                f"{next(self._numbers)}:{spec.request_id}", prompt.ids, self._sampling(spec, prompt, 0), prompt.images,
+                priority=spec.priority, salt=salt, embed="picture" if picture else "hidden",
+            )  # fmt: skip
+            embedded = await self._embedded(request, call)
+            info, hidden = self.engine.info, self.assets.config.decoder.hidden_size
+            values = {"rows": embedded[0]} if picture else {"last": embedded[0], "mean": embedded[1]}
+            return Embedded(
+                spec.request_id, info.model, info.revision, len(prompt.ids), prompt.image_tokens, hidden, **values
+            )
+
+    async def _embedded(self, request: EngineRequest, call: _Call) -> tuple[bytes, ...]:
+        """What the engine's only event for the request holds. Raises StatusError."""
+        name = request.request_id
+        self._queues[name] = call.queue
+        finished = False
+        try:
+            await self._in_pool(self.engine.submit, request)
+            call.begin([name])
+            event = await call.queue.get()
+            if event.finish_reason == "aborted":
+                raise errors.Cancelled("the request was cancelled")
+            finished = True
+            if event.error is not None:
+                raise _engine_error(event)
+            return event.embedded
+        finally:
+            self._queues.pop(name, None)
+            if not finished:
+                self.engine.abort(name)
+
+    @contextmanager
+    def _admitted(self, spec: GenerateSpec, salt: bytes) -> Iterator[_Call]:
+        """A place in the server for the time of one request. Raises StatusError."""
         if not self.engine.alive:
             raise errors.Unavailable("the engine is not running", reason="ENGINE_DIED", retry_after=1.0)
         if len(self._calls) >= self.limits.max_queue:
@@ -238,13 +291,7 @@ class Frontend:
         call = self._calls[salt, spec.request_id] = _Call()
         self.idle.clear()
         try:
-            arrived = time.monotonic()
-            seed = spec.sampling.get("seed")
-            seed = secrets.randbits(63) if seed is None else int(seed)
-            prompt = await self._prepare(spec, salt)
-            params = self._sampling(spec, prompt, seed)
-            async for event in self._run(spec, prompt, params, salt, arrived, call):
-                yield event
+            yield call
         finally:
             del self._calls[salt, spec.request_id]
             if not self._calls:
@@ -267,6 +314,8 @@ class Frontend:
             raise errors.FailedPrecondition(f"{self.assets.config.name} takes no images", field=spec.images[0].field)
         images = [self._in_pool(self._decode, image) for image in spec.images]
         patches: list[ImagePatches] = list(await asyncio.gather(*images))
+        if isinstance(spec.input, PictureInput):
+            return self._picture(spec, patches[0], salt)
         ids = await self._in_pool(self._ids, spec) if _characters(spec) > _POOL_TEXT else self._ids(spec)
         return self._widen(ids, spec, patches, salt)
 
@@ -298,6 +347,7 @@ class Frontend:
             )
         if isinstance(spec.input, RawInput):
             return self._raw_ids(spec.input.text, len(spec.images), tokenizer)
+        assert isinstance(spec.input, ChatInput)
         try:
             text = self.assets.template.render(spec.input.messages, spec.input.template_arguments)
         except ValueError as error:
@@ -327,11 +377,7 @@ class Frontend:
         images: list[EngineImage] = []
         previous = 0
         for place, image, source in zip(places, patches, spec.images, strict=True):
-            if image.tokens > self.engine.info.max_image_tokens:
-                raise errors.InvalidArgument(
-                    f"{source.field} takes {image.tokens} tokens and the server's handoff holds "
-                    f"{self.engine.info.max_image_tokens}", field=source.field, reason="IMAGE_TOO_LARGE",
-                )  # fmt: skip
+            self._check_room(source, image)
             widened += ids[previous:place]
             images.append(EngineImage(len(widened), self._image_key(source.data, salt), image))
             widened += [ids[place]] * image.tokens
@@ -347,6 +393,26 @@ class Frontend:
                 metadata={"limit": str(limit), "got": str(len(widened))},
             )  # fmt: skip
         return _Prompt(widened, tuple(images))
+
+    def _picture(self, spec: GenerateSpec, image: ImagePatches, salt: bytes) -> _Prompt:
+        """A picture without a prompt, held against what its rows take in the handoff and in a message."""
+        (source,) = spec.images
+        self._check_room(source, image)
+        size = image.tokens * self.assets.config.decoder.hidden_size * 4
+        if size > self.limits.max_answer_bytes:
+            raise errors.InvalidArgument(
+                f"{source.field} has {size} bytes of embeddings, and a message of this server "
+                f"{self.limits.max_answer_bytes}", field=source.field, reason="IMAGE_TOO_LARGE",
+            )  # fmt: skip
+        key = self._image_key(source.data, salt)
+        return _Prompt([self.assets.image_token_id or 0] * image.tokens, (EngineImage(0, key, image),))
+
+    def _check_room(self, source: ImageSource, image: ImagePatches) -> None:
+        if image.tokens > self.engine.info.max_image_tokens:
+            raise errors.InvalidArgument(
+                f"{source.field} takes {image.tokens} tokens and the server's handoff holds "
+                f"{self.engine.info.max_image_tokens}", field=source.field, reason="IMAGE_TOO_LARGE",
+            )  # fmt: skip
 
     def _image_key(self, data: bytes, salt: bytes) -> bytes:
         """Content key: tenant, model revision and preprocessing, picture."""

@@ -62,9 +62,10 @@ class LocalService:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def begin(self, method: str, request: Any, timeout: float | None = None) -> LocalCall:
-        """Starts one of the unary methods of the gRPC services: Generate, Tokenize, GetModel, ListModels."""
+        """Starts one of the unary methods of the gRPC services: Generate, Embed, Tokenize, GetModel, ListModels."""
         answers: dict[str, Callable[[Any], Coroutine[Any, Any, Any]]] = {
             "Generate": self._generate,
+            "Embed": self._embed,
             "Tokenize": self._tokenize,
             "GetModel": self._get_model,
             "ListModels": self._list_models,
@@ -84,6 +85,9 @@ class LocalService:
             async for event in events:
                 builder.add(event)
         return builder.response()
+
+    async def _embed(self, request: inference_pb2.EmbedRequest) -> inference_pb2.EmbedResponse:
+        return convert.embedded_to_proto(await self._frontend.embed(convert.spec_from_embed(request)))
 
     async def _tokenize(self, request: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
         return convert.tokenized_to_proto(await self._frontend.tokenize(convert.spec_from_tokenize(request)))

@@ -170,7 +170,10 @@ def _version() -> str:
 
 def front_limits(options: ServerOptions) -> FrontLimits:
     image = ImageLimits(max_bytes=options.max_image_bytes, max_pixels=options.max_image_pixels)
-    return FrontLimits(max_queue=options.max_queue, max_images=options.max_images_per_request, image=image)
+    return FrontLimits(
+        max_queue=options.max_queue, max_images=options.max_images_per_request, image=image,
+        max_answer_bytes=options.max_message_bytes,
+    )  # fmt: skip
 
 
 def load_assets(options: ServerOptions) -> ModelAssets:

@@ -27,7 +27,7 @@ Context: TypeAlias = Any
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """Generate, StreamGenerate, Tokenize and CancelGeneration."""
+    """Generate, StreamGenerate, Embed, Tokenize and CancelGeneration."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
@@ -56,6 +56,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         spec = convert.spec_from_proto(request)
         current_call().request_id = spec.request_id
         return self._calls.stream(spec, timeout=context.time_remaining())
+
+    async def Embed(self, request: inference_pb2.EmbedRequest, context: Context) -> inference_pb2.EmbedResponse:
+        spec = convert.spec_from_embed(request)
+        current_call().request_id = spec.request_id
+        return convert.embedded_to_proto(await self._calls.embed(spec, timeout=context.time_remaining()))
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context

@@ -54,7 +54,7 @@ class GenerateSpec:
 
     request_id: str
     model: str
-    input: ChatInput | RawInput | TokensInput
+    input: ChatInput | RawInput | TokensInput | PictureInput
     images: tuple[ImageSource, ...] = ()
     sampling: Mapping[str, Any] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
@@ -77,6 +77,26 @@ class Tokenized:
     @property
     def prompt_tokens(self) -> int:
         return len(self.ids) - len(self.tokens_per_image) + self.image_tokens
+
+
+@dataclass(frozen=True)
+class PictureInput:
+    """The only one of `images`, without a prompt."""
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """Numbers about a prompt or a picture, each `[..., hidden]` little-endian float32; empty where not asked for."""
+
+    request_id: str
+    model: str
+    version: str
+    prompt_tokens: int
+    image_tokens: int
+    hidden_size: int
+    last: bytes = b""
+    mean: bytes = b""
+    rows: bytes = b""
 
 
 @dataclass(frozen=True)

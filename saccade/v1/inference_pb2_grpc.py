@@ -47,6 +47,11 @@ class InferenceServiceStub:
                 request_serializer=saccade_dot_v1_dot_inference__pb2.StreamGenerateRequest.SerializeToString,
                 response_deserializer=saccade_dot_v1_dot_inference__pb2.StreamGenerateResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/saccade.v1.InferenceService/Embed',
+                request_serializer=saccade_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=saccade_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/saccade.v1.InferenceService/Tokenize',
                 request_serializer=saccade_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -79,6 +84,13 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """What the model makes of a prompt or of a picture, as numbers instead of words.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Tokenize(self, request, context):
         """What a prompt becomes and costs, without running it.
         """
@@ -105,6 +117,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.StreamGenerate,
                     request_deserializer=saccade_dot_v1_dot_inference__pb2.StreamGenerateRequest.FromString,
                     response_serializer=saccade_dot_v1_dot_inference__pb2.StreamGenerateResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=saccade_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=saccade_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -174,6 +191,33 @@ class InferenceService:
             '/saccade.v1.InferenceService/StreamGenerate',
             saccade_dot_v1_dot_inference__pb2.StreamGenerateRequest.SerializeToString,
             saccade_dot_v1_dot_inference__pb2.StreamGenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/saccade.v1.InferenceService/Embed',
+            saccade_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            saccade_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

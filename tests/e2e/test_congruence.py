@@ -199,6 +199,24 @@ def test_tokenize_is_what_generate_reads(any_client: Any) -> None:
         assert ask(any_client, same).token_ids == answer.token_ids
 
 
+def test_embed(any_client: Any, client: saccade.Client) -> None:
+    for request in [REQUESTS[i] for i in (0, 3, 4, 5, 6)]:
+        prompt = {k: v for k, v in request.items() if k in ("images", "raw")}
+        found, wanted = (c.embed(request["prompt"], **prompt) for c in (any_client, client))
+        usage = ask(client, {**request, "max_tokens": 1}).usage
+        assert (found.prompt_tokens, found.image_tokens) == (usage.prompt_tokens, usage.image_tokens)
+        assert found.model_version == client.get_model().version
+        for one, other in ((found.last, wanted.last), (found.mean, wanted.mean)):
+            assert one.shape == other.shape and one.tolist() == pytest.approx(other.tolist(), abs=1e-4)
+    (rows,) = any_client.embed_image(picture(5)).shape[:1]
+    assert rows == any_client.tokenize("x", images=[picture(5)]).image_tokens
+    with pytest.raises(errors.InvalidArgument) as caught:
+        any_client.embed_image(b"no picture")
+    assert caught.value.reason == "IMAGE_DECODE_FAILED"
+    with pytest.raises(errors.InvalidArgument, match="600"):
+        any_client.embed("x" * 2000)
+
+
 WRONG: list[tuple[Request, type[errors.SaccadeError], str]] = [
     ({"prompt": "x", "top_p": 1.5}, errors.InvalidArgument, "top_p"),
     ({"prompt": "x", "max_tokens": 10_000}, errors.InvalidArgument, "10000"),

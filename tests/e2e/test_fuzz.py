@@ -91,6 +91,7 @@ def test_random_token_counts_and_media(stubs: Stubs) -> None:
     requests: list[tuple[Any, Any]] = []
     for _ in range(100):
         requests.append((stubs.inference.Tokenize, fill(rng, inference_pb2.TokenizeRequest(), 0.5)))
+        requests.append((stubs.inference.Embed, fill(rng, inference_pb2.EmbedRequest(), 0.5)))
         parts = [fill(rng, media_pb2.UploadMediaRequest()) for _ in range(rng.randint(0, 3))]
         requests.append((stubs.media.UploadMedia, iter(parts)))
     sensible = inference_pb2.TokenizeRequest(prompt=ask().prompt)

@@ -8,25 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from pictures import picture
-from tiny_checkpoint import IMAGE_TOKEN, VOCAB, TinyCheckpoint, make_checkpoint
+from tiny_checkpoint import IMAGE_TOKEN, VOCAB, TinyCheckpoint, make_checkpoint, oracle_images
 
 import saccade
-from encoder.images import decode_image
-from encoder.preprocess import ImagePatches, patchify
-from service.checkpoint import Checkpoint
 
 PATTERNS = [
     "M", "*", "-", "E", "M*", "*M", "MM", "**", "ME", "M-", "*E", "*-", "-*", "EM", "M*-E", "ME*-", "MM*M", "M-M*-",
     "*-*E", "EME*M", "M*M*", "E-E", "MEME*E", "-M-", "**M",
 ]  # fmt: skip
 GREEDY = 32
-
-
-def oracle_images(path: Path, files: list[bytes]) -> list[ImagePatches]:
-    """Patches by our image rule, which has tests of its own against worked rows; the towers are compared here."""
-    vision = Checkpoint(path).config.vision
-    assert vision is not None
-    return [patchify(decode_image(file), vision, torch.float32) for file in files]
 
 
 def build(tmp_path: Path, seed: int) -> tuple[TinyCheckpoint, list[int], list[bytes]]:

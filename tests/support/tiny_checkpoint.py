@@ -13,6 +13,10 @@ from transformers import NemotronHConfig, NemotronHForCausalLM
 from transformers.models.nemotron_h_omni.configuration_nemotron_h_omni import NemotronH_Omni_Reasoning_V3_Config
 from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import NemotronH_Omni_Reasoning_V3
 
+from encoder.images import decode_image
+from encoder.preprocess import ImagePatches, patchify
+from service.checkpoint import Checkpoint
+
 VOCAB = 97
 IMAGE_TOKEN = 96
 KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
@@ -46,6 +50,13 @@ class TinyCheckpoint:
             rows.append(self.logits(sequence, images)[-1])
             sequence.append(int(rows[-1].argmax()))
         return sequence[len(ids) :], torch.stack(rows)
+
+
+def oracle_images(path: Path, files: list[bytes]) -> list[ImagePatches]:
+    """Patches by our image rule, which has tests of its own against worked rows; towers are compared by who asks."""
+    vision = Checkpoint(path).config.vision
+    assert vision is not None
+    return [patchify(decode_image(file), vision, torch.float32) for file in files]
 
 
 def random_text_config(rng: random.Random, **fixed: Any) -> dict[str, Any]:

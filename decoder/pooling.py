@@ -1,0 +1,65 @@
+"""Hidden states of a prompt, gathered while it is read: the last one and the mean of all.
+
+A prompt may be read in chunks, put out and read on: sums go on where they were, and start anew where the prompt does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decoder.scheduler import Row
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """After the final norm, `[d]` float32 on the host."""
+
+    last: Tensor
+    mean: Tensor
+
+
+@dataclass
+class _Sum:
+    total: Tensor
+    last: Tensor
+    count: int
+
+
+class Pools:
+    """The sums of the requests under way that asked for them."""
+
+    def __init__(self, norm: Callable[[Tensor], Tensor]) -> None:
+        """`norm`: the model's final norm."""
+        self._norm = norm
+        self._sums: dict[str, _Sum] = {}
+
+    def add(self, rows: Iterable[Row], hidden_TD: Tensor) -> None:
+        """Takes the rows of a step, before the final norm, in the rows' order. Nobody asked: no work, no sync."""
+        first = 0
+        for row in rows:
+            if row.sequence.request.pooled:
+                self._add(row, self._norm(hidden_TD[first : first + row.count]))
+            first += row.count
+
+    def _add(self, row: Row, x_TD: Tensor) -> None:
+        total, last = x_TD.sum(0, dtype=torch.float64), x_TD[-1].float()
+        known = self._sums.get(row.sequence.request_id)
+        if known is None or row.start == 0:
+            assert row.start == 0, "a prompt that is pooled was not read from its start"
+            self._sums[row.sequence.request_id] = _Sum(total, last, row.count)
+            return
+        assert known.count == row.start, "a prompt that is pooled was read with a gap"
+        known.total += total
+        known.last, known.count = last, row.end
+
+    def take(self, request_id: str) -> Pooled | None:
+        """What there is of a request, which is forgotten. None where it did not ask. Waits for the device."""
+        known = self._sums.pop(request_id, None)
+        return None if known is None else Pooled(known.last.cpu(), (known.total / known.count).float().cpu())
+
+    def drop(self, request_id: str) -> None:
+        self._sums.pop(request_id, None)
