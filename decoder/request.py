@@ -55,6 +55,8 @@ class ImageSpan:
     key: bytes
     """Content key: equal keys mean equal rows."""
     source: EmbeddingSource
+    complete: bool = True
+    """Whether the picture ends here: False for all but the last temporal patch of a clip."""
 
     @property
     def end(self) -> int:

@@ -453,7 +453,7 @@ class Scheduler:
         junction = hit.matched if hit.matched > hit.tokens else 0
         sequence.marks = cache.placement.prompt_marks(
             sequence.prompt_len,
-            images=[span.end for span in request.spans],
+            images=[span.end for span in request.spans if span.complete],
             wanted=request.checkpoint_at,
             junction=junction,
         )

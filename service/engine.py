@@ -26,13 +26,13 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from decoder.request import DecoderRequest, ImageSpan, TokenEvent
+from decoder.request import DecoderRequest, TokenEvent
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
-from encoder.job import EncodeJob
-from encoder.preprocess import ImagePatches
+from encoder.job import EncodeJob, EncoderItem
 from encoder.runner import EncoderRunner
 from service.handoff import Handoff, Lease, Work
+from service.placing import is_settled, place
 
 log = logging.getLogger(__name__)
 
@@ -44,11 +44,19 @@ Embedding = Literal["hidden", "picture"]
 
 @dataclass(frozen=True)
 class EngineImage:
-    """One picture of a request: its rows go to `prompt_ids[start : start + patches.tokens]`."""
+    """One picture or clip of a request: its rows go to `prompt_ids[start : start + length]`."""
 
     start: int
     key: bytes
-    patches: ImagePatches
+    patches: EncoderItem
+    between: tuple[tuple[int, ...], ...] = ()
+    """Of a clip whose temporal patches stand apart: the ids between one and the next. Where one ends is known when the
+    clip has been encoded, if it is pruned; how many places they take together is known from the start."""
+
+    @property
+    def length(self) -> int:
+        """Places of the prompt: rows, and the ids between them."""
+        return self.patches.tokens + sum(map(len, self.between))
 
 
 @dataclass(frozen=True)
@@ -145,6 +153,7 @@ class Engine:
         self._batch: tuple[list[Work], EncodeJob] | None = None
         self._leases: dict[str, list[Lease]] = {}
         self._pictures: dict[str, Lease] = {}
+        self._unsettled: dict[str, EngineRequest] = {}
         self._live: set[str] = set()
         self._emit: EventSink = lambda events: None
         self._closing = threading.Event()
@@ -244,6 +253,7 @@ class Engine:
         self._wake.clear()
         self._run_commands()
         self._give_pictures()
+        self._settle()
         if stepped := self._decoder.has_work and self._decoder.runnable:
             started = time.perf_counter()
             events = self._decoder.step()
@@ -251,7 +261,8 @@ class Engine:
             self._publish_events(events)
         encoded = self._encoder is not None and not self._encoder_thread and self._encode_batch()
         if not stepped and not encoded:
-            if not (self._decoder.has_work and self._handoff is not None and self._handoff.unblock()):
+            waiting = self._decoder.has_work or self._unsettled or self._pictures
+            if not (waiting and self._handoff is not None and self._handoff.unblock()):
                 self._wake.wait()
 
     def _die(self, error: BaseException) -> None:
@@ -270,27 +281,14 @@ class Engine:
             if request.embed == "picture":
                 self._embed_picture(request)
                 return
-            spans = []
             for image in request.images:
                 if self._handoff is None:
                     raise ValueError(f"{self.info.model} takes no images")
-                lease = self._handoff.lease(image.key, image.patches, request.request_id, request.priority)
-                leases.append(lease)
-                spans.append(ImageSpan(image.start, image.patches.tokens, image.key, lease))
-            self._decoder.add(
-                DecoderRequest(
-                    request_id=request.request_id,
-                    prompt_ids=request.prompt_ids,
-                    sampling=request.sampling,
-                    spans=tuple(spans),
-                    output_ids=request.output_ids,
-                    eos_token_ids=request.eos_token_ids,
-                    sample_index=request.sample_index,
-                    priority=request.priority,
-                    salt=request.salt,
-                    pooled=request.embed == "hidden",
-                )
-            )
+                leases.append(self._handoff.lease(image.key, image.patches, request.request_id, request.priority))
+            if is_settled(request, leases):
+                self._admit(request, leases)
+            else:
+                self._unsettled[request.request_id] = request
         except ValueError as error:
             for lease in leases:
                 lease.release()
@@ -321,12 +319,44 @@ class Engine:
             self._forget(request_id)
             self._emit([event])
 
+    def _settle(self) -> None:
+        """Hands requests on whose pruned clips have been encoded."""
+        for request_id, request in list(self._unsettled.items()):
+            leases = self._leases[request_id]
+            if not is_settled(request, leases):
+                continue
+            del self._unsettled[request_id]
+            try:
+                self._admit(request, leases)
+            except ValueError as error:
+                self._forget(request_id)
+                self._refuse(request, "invalid", str(error))
+
+    def _admit(self, request: EngineRequest, leases: list[Lease]) -> None:
+        """Raises ValueError for a request that the decoder cannot run."""
+        prompt_ids, spans = place(request, leases)
+        self._decoder.add(
+            DecoderRequest(
+                request_id=request.request_id,
+                prompt_ids=prompt_ids,
+                sampling=request.sampling,
+                spans=spans,
+                output_ids=request.output_ids,
+                eos_token_ids=request.eos_token_ids,
+                sample_index=request.sample_index,
+                priority=request.priority,
+                salt=request.salt,
+                pooled=request.embed == "hidden",
+            )
+        )
+
     def _refuse(self, request: EngineRequest, kind: ErrorKind, message: str) -> None:
         self._emit([EngineEvent(request.request_id, finish_reason="error", error=kind, message=message)])
 
     def _abort(self, request_id: str) -> None:
         if request_id in self._live:
-            self._decoder.abort(request_id)
+            if self._unsettled.pop(request_id, None) is None:
+                self._decoder.abort(request_id)
             self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
@@ -362,7 +392,7 @@ class Engine:
         if self._handoff is not None:
             self._handoff.check_integrity(idle=not self._live)
         if not self._live:
-            assert not self._leases, "leases of requests that have ended"
+            assert not self._leases and not self._unsettled, "leases of requests that have ended"
             assert not self._decoder.has_work, "the decoder still has work"
 
     def _stats(self) -> dict[str, Any]:
@@ -409,7 +439,7 @@ class Engine:
             return True
         if not more:
             self._batch = None
-            self._handoff.publish([w.key for w in work])
+            self._handoff.publish([w.key for w in work], job.rows)
         self._seconds["encode_seconds"] += time.perf_counter() - started
         return True
 
@@ -419,11 +449,11 @@ class Engine:
         log.warning("a batch of %d images could not be encoded; trying each alone", len(work), exc_info=error)
         for item in work:
             try:
-                self._encoder.encode([item.image], [item.rows])
+                counts = self._encoder.encode([item.image], [item.rows])
             except Exception as failure:  # reported to each waiter
                 self._handoff.fail(item.key, failure)
             else:
-                self._handoff.publish([item.key])
+                self._handoff.publish([item.key], counts)
 
 
 def _bytes(values: torch.Tensor) -> bytes:

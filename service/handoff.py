@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from encoder.preprocess import ImagePatches
+from encoder.job import EncoderItem
 from encoder.schedule import Waiting, choose
 
 
@@ -50,9 +50,11 @@ class _Entry:
     priority: int = 0
     """The largest of those who wait for it."""
     state: EntryState = EntryState.WAITING
-    image: ImagePatches | None = None
+    image: EncoderItem | None = None
     """The pixels, kept while any lease may still need them encoded (again)."""
     rows: torch.Tensor | None = None
+    counts: tuple[int, ...] | None = None
+    """Rows of each attention sequence, once encoded: what pruning left of a clip's. Kept when rows are taken back."""
     error: Exception | None = None
     leases: set[Lease] = field(default_factory=set)
 
@@ -73,6 +75,11 @@ class Lease:
     def error(self) -> Exception | None:
         return self._entry.error
 
+    @property
+    def counts(self) -> tuple[int, ...] | None:
+        """Rows of each attention sequence of the picture or clip; None until it has been encoded once."""
+        return self._entry.counts
+
     def rows(self) -> torch.Tensor:
         """`[tokens, hidden]`; valid until `release`."""
         rows = self._entry.rows
@@ -86,10 +93,10 @@ class Lease:
 
 @dataclass(frozen=True)
 class Work:
-    """One picture for the encoder: read `image`, write `rows`."""
+    """One picture or clip for the encoder: read `image`, write `rows`."""
 
     key: bytes
-    image: ImagePatches
+    image: EncoderItem
     rows: torch.Tensor
 
 
@@ -117,7 +124,7 @@ class Handoff:
         """The largest picture that can ever pass, in image tokens."""
         return self.capacity_bytes // self._row_bytes
 
-    def lease(self, key: bytes, image: ImagePatches, owner: str, priority: int = 0) -> Lease:
+    def lease(self, key: bytes, image: EncoderItem, owner: str, priority: int = 0) -> Lease:
         """A hold on the picture's rows: at once where they are cached, shared where they are in flight, else queued for
         the encoder. Raises ValueError for a picture larger than the whole bound."""
         if image.tokens > self.max_tokens:
@@ -158,11 +165,13 @@ class Handoff:
                 taken.append(Work(entry.key, entry.image, entry.rows))
         return taken
 
-    def publish(self, keys: Sequence[bytes]) -> None:
-        """The encoder has written the rows of `keys`."""
+    def publish(self, keys: Sequence[bytes], counts: Sequence[tuple[int, ...] | None] = ()) -> None:
+        """The encoder has written the rows of `keys`; `counts`: of each, the rows of its attention sequences."""
         with self._lock:
-            for key in keys:
+            for key, rows in zip(keys, counts or [None] * len(keys), strict=True):
                 entry = self._entries[key]
+                # A second encoding keeps the first one's counts: requests have been laid out by them.
+                entry.counts = entry.counts or rows or (entry.tokens,)
                 assert entry.state is EntryState.WRITING, f"published while {entry.state}"
                 entry.state = EntryState.READY
                 if not entry.leases:

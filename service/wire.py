@@ -6,29 +6,31 @@ descriptor crosses the socket: it has no name, so nothing is left behind however
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import socket
-from dataclasses import replace
+from dataclasses import fields, replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recvfds, sendfds
 from typing import Any
 
 import torch
 
-from encoder.preprocess import ImagePatches
 from service.engine import EngineImage, EngineRequest
+
+ALIGNMENT = 64
 
 
 def pack_pixels(request: EngineRequest) -> tuple[EngineRequest, int | None]:
     """Moves the request's pixels to an anonymous memory file: (request without pixels, descriptor or None).
 
-    The caller owns the descriptor. Each image's patches are replaced by an empty tensor of the same row width.
+    The caller owns the descriptor. Where an image was stands what is needed to put it together again.
     """
     if not request.images:
         return request, None
     tensors = [image.patches.patches.contiguous() for image in request.images]
-    total = sum(t.numel() * t.element_size() for t in tensors)
+    total = sum(_aligned(t.numel() * t.element_size()) for t in tensors)
     descriptor = os.memfd_create("saccade-pixels", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, total)
@@ -37,7 +39,7 @@ def pack_pixels(request: EngineRequest) -> tuple[EngineRequest, int | None]:
             for tensor in tensors:
                 view = tensor.view(torch.uint8).numpy().reshape(-1)
                 memory[offset : offset + view.nbytes] = view.data
-                offset += view.nbytes
+                offset += _aligned(view.nbytes)
     except BaseException:
         os.close(descriptor)
         raise
@@ -45,12 +47,19 @@ def pack_pixels(request: EngineRequest) -> tuple[EngineRequest, int | None]:
     return replace(request, images=bare), descriptor
 
 
+def _aligned(size: int) -> int:
+    """Tensors of different types follow each other."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
 class _Bare:
-    """An image without its pixels, as it is pickled."""
+    """A picture or clip without its pixels, as it is pickled."""
 
     def __init__(self, image: EngineImage, tensor: torch.Tensor) -> None:
-        self.start, self.key, self.grid = image.start, image.key, image.patches.grid
-        self.merge_size, self.shape, self.dtype = image.patches.merge_size, tuple(tensor.shape), tensor.dtype
+        self.image = {f.name: getattr(image, f.name) for f in fields(image) if f.name != "patches"}
+        self.kind = type(image.patches)
+        self.item = {f.name: getattr(image.patches, f.name) for f in fields(image.patches) if f.name != "patches"}
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
 
 
 def unpack_pixels(request: EngineRequest, descriptor: int | None) -> EngineRequest:
@@ -67,10 +76,10 @@ def unpack_pixels(request: EngineRequest, descriptor: int | None) -> EngineReque
     images, offset = [], 0
     for bare in request.images:
         assert isinstance(bare, _Bare)
-        count = bare.shape[0] * bare.shape[1]
+        count = math.prod(bare.shape)
         patches = torch.frombuffer(memory, dtype=bare.dtype, count=count, offset=offset).view(bare.shape)
-        offset += count * bare.dtype.itemsize
-        images.append(EngineImage(bare.start, bare.key, ImagePatches(bare.grid, patches, bare.merge_size)))
+        offset += _aligned(count * bare.dtype.itemsize)
+        images.append(EngineImage(patches=bare.kind(patches=patches, **bare.item), **bare.image))
     return replace(request, images=tuple(images))
 
 

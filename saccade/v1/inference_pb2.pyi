@@ -20,24 +20,28 @@ class ChatInput(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[_types_pb2.ChatMessage, _Mapping]]] = ..., chat_template_kwargs: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
 
 class PromptInput(_message.Message):
-    __slots__ = ("text", "images", "raw", "chat_template_kwargs")
+    __slots__ = ("text", "images", "raw", "chat_template_kwargs", "videos")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     RAW_FIELD_NUMBER: _ClassVar[int]
     CHAT_TEMPLATE_KWARGS_FIELD_NUMBER: _ClassVar[int]
+    VIDEOS_FIELD_NUMBER: _ClassVar[int]
     text: str
     images: _containers.RepeatedCompositeFieldContainer[_types_pb2.Image]
     raw: bool
     chat_template_kwargs: _struct_pb2.Struct
-    def __init__(self, text: _Optional[str] = ..., images: _Optional[_Iterable[_Union[_types_pb2.Image, _Mapping]]] = ..., raw: _Optional[bool] = ..., chat_template_kwargs: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
+    videos: _containers.RepeatedCompositeFieldContainer[_types_pb2.Video]
+    def __init__(self, text: _Optional[str] = ..., images: _Optional[_Iterable[_Union[_types_pb2.Image, _Mapping]]] = ..., raw: _Optional[bool] = ..., chat_template_kwargs: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., videos: _Optional[_Iterable[_Union[_types_pb2.Video, _Mapping]]] = ...) -> None: ...
 
 class TokensInput(_message.Message):
-    __slots__ = ("ids", "images")
+    __slots__ = ("ids", "images", "videos")
     IDS_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
+    VIDEOS_FIELD_NUMBER: _ClassVar[int]
     ids: _containers.RepeatedScalarFieldContainer[int]
     images: _containers.RepeatedCompositeFieldContainer[_types_pb2.Image]
-    def __init__(self, ids: _Optional[_Iterable[int]] = ..., images: _Optional[_Iterable[_Union[_types_pb2.Image, _Mapping]]] = ...) -> None: ...
+    videos: _containers.RepeatedCompositeFieldContainer[_types_pb2.Video]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ..., images: _Optional[_Iterable[_Union[_types_pb2.Image, _Mapping]]] = ..., videos: _Optional[_Iterable[_Union[_types_pb2.Video, _Mapping]]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("request_id", "model", "chat", "prompt", "tokens", "sampling", "continued_token_ids", "priority")
@@ -114,20 +118,22 @@ class StreamGenerateResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("request_id", "prompt_tokens", "image_tokens", "model", "model_version", "seed")
+    __slots__ = ("request_id", "prompt_tokens", "image_tokens", "model", "model_version", "seed", "video_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IMAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    VIDEO_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_tokens: int
     image_tokens: int
     model: str
     model_version: str
     seed: int
-    def __init__(self, request_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., image_tokens: _Optional[int] = ..., model: _Optional[str] = ..., model_version: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
+    video_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., image_tokens: _Optional[int] = ..., model: _Optional[str] = ..., model_version: _Optional[str] = ..., seed: _Optional[int] = ..., video_tokens: _Optional[int] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("index", "text", "token_ids", "logprobs", "sequence")
@@ -216,16 +222,20 @@ class TokenizeRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., prompt: _Optional[_Union[PromptInput, _Mapping]] = ..., tokens: _Optional[_Union[TokensInput, _Mapping]] = ...) -> None: ...
 
 class TokenizeResponse(_message.Message):
-    __slots__ = ("token_ids", "prompt_tokens", "image_tokens", "tokens_per_image")
+    __slots__ = ("token_ids", "prompt_tokens", "image_tokens", "tokens_per_image", "video_tokens", "tokens_per_video")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IMAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_IMAGE_FIELD_NUMBER: _ClassVar[int]
+    VIDEO_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_VIDEO_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_tokens: int
     image_tokens: int
     tokens_per_image: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., image_tokens: _Optional[int] = ..., tokens_per_image: _Optional[_Iterable[int]] = ...) -> None: ...
+    video_tokens: int
+    tokens_per_video: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., image_tokens: _Optional[int] = ..., tokens_per_image: _Optional[_Iterable[int]] = ..., video_tokens: _Optional[int] = ..., tokens_per_video: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CancelGenerationRequest(_message.Message):
     __slots__ = ("request_id",)

@@ -13,9 +13,11 @@ class Modality(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MODALITY_UNSPECIFIED: _ClassVar[Modality]
     MODALITY_TEXT: _ClassVar[Modality]
     MODALITY_IMAGE: _ClassVar[Modality]
+    MODALITY_VIDEO: _ClassVar[Modality]
 MODALITY_UNSPECIFIED: Modality
 MODALITY_TEXT: Modality
 MODALITY_IMAGE: Modality
+MODALITY_VIDEO: Modality
 
 class ListModelsRequest(_message.Message):
     __slots__ = ("page_size", "page_token")
@@ -74,7 +76,7 @@ class Model(_message.Message):
     def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., input_modalities: _Optional[_Iterable[_Union[Modality, str]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., default_sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., image_token_id: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., vocab_size: _Optional[int] = ..., has_tokenizer: _Optional[bool] = ..., has_chat_template: _Optional[bool] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("context_length", "max_message_bytes", "max_images", "max_image_bytes", "max_image_pixels", "min_image_tokens", "max_image_tokens", "image_formats", "uri_schemes", "max_samples", "max_logprobs", "max_stop_strings", "max_stop_string_length")
+    __slots__ = ("context_length", "max_message_bytes", "max_images", "max_image_bytes", "max_image_pixels", "min_image_tokens", "max_image_tokens", "image_formats", "uri_schemes", "max_samples", "max_logprobs", "max_stop_strings", "max_stop_string_length", "max_videos", "max_video_bytes", "max_video_frames", "max_video_file_frames", "max_video_pixels", "video_formats")
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_IMAGES_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +90,12 @@ class Limits(_message.Message):
     MAX_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     MAX_STOP_STRINGS_FIELD_NUMBER: _ClassVar[int]
     MAX_STOP_STRING_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    MAX_VIDEOS_FIELD_NUMBER: _ClassVar[int]
+    MAX_VIDEO_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_VIDEO_FRAMES_FIELD_NUMBER: _ClassVar[int]
+    MAX_VIDEO_FILE_FRAMES_FIELD_NUMBER: _ClassVar[int]
+    MAX_VIDEO_PIXELS_FIELD_NUMBER: _ClassVar[int]
+    VIDEO_FORMATS_FIELD_NUMBER: _ClassVar[int]
     context_length: int
     max_message_bytes: int
     max_images: int
@@ -101,4 +109,10 @@ class Limits(_message.Message):
     max_logprobs: int
     max_stop_strings: int
     max_stop_string_length: int
-    def __init__(self, context_length: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_images: _Optional[int] = ..., max_image_bytes: _Optional[int] = ..., max_image_pixels: _Optional[int] = ..., min_image_tokens: _Optional[int] = ..., max_image_tokens: _Optional[int] = ..., image_formats: _Optional[_Iterable[str]] = ..., uri_schemes: _Optional[_Iterable[str]] = ..., max_samples: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_length: _Optional[int] = ...) -> None: ...
+    max_videos: int
+    max_video_bytes: int
+    max_video_frames: int
+    max_video_file_frames: int
+    max_video_pixels: int
+    video_formats: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, context_length: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_images: _Optional[int] = ..., max_image_bytes: _Optional[int] = ..., max_image_pixels: _Optional[int] = ..., min_image_tokens: _Optional[int] = ..., max_image_tokens: _Optional[int] = ..., image_formats: _Optional[_Iterable[str]] = ..., uri_schemes: _Optional[_Iterable[str]] = ..., max_samples: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_length: _Optional[int] = ..., max_videos: _Optional[int] = ..., max_video_bytes: _Optional[int] = ..., max_video_frames: _Optional[int] = ..., max_video_file_frames: _Optional[int] = ..., max_video_pixels: _Optional[int] = ..., video_formats: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16saccade/v1/types.proto\x12\nsaccade.v1\x1a\x1egoogle/protobuf/duration.proto\"D\n\x05Image\x12\x0e\n\x04\x64\x61ta\x18\x01 \x01(\x0cH\x00\x12\r\n\x03uri\x18\x02 \x01(\tH\x00\x12\x12\n\x08media_id\x18\x03 \x01(\tH\x00\x42\x08\n\x06source\"B\n\x04Part\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\"\n\x05image\x18\x02 \x01(\x0b\x32\x11.saccade.v1.ImageH\x00\x42\x06\n\x04part\"N\n\x0b\x43hatMessage\x12\x1e\n\x04role\x18\x01 \x01(\x0e\x32\x10.saccade.v1.Role\x12\x1f\n\x05parts\x18\x02 \x03(\x0b\x32\x10.saccade.v1.Part\"\x9b\x05\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x05 \x01(\x05H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\t \x01(\x01H\x08\x88\x01\x01\x12=\n\nlogit_bias\x18\n \x03(\x0b\x32).saccade.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\x0b \x01(\x04H\t\x88\x01\x01\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x17\n\nignore_eos\x18\x0e \x01(\x08H\n\x88\x01\x01\x12\x0e\n\x01n\x18\x0f \x01(\x05H\x0b\x88\x01\x01\x12\x15\n\x08logprobs\x18\x10 \x01(\x05H\x0c\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\x04\n\x02_nB\x0b\n\t_logprobs\"\xcd\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x14\n\x0cimage_tokens\x18\x02 \x01(\x05\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\x05\x12-\n\nqueue_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13time_to_first_token\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"V\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12#\n\x03top\x18\x03 \x03(\x0b\x32\x16.saccade.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02*_\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_SYSTEM\x10\x01\x12\r\n\tROLE_USER\x10\x02\x12\x12\n\x0eROLE_ASSISTANT\x10\x03\x12\r\n\tROLE_TOOL\x10\x04*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16saccade/v1/types.proto\x12\nsaccade.v1\x1a\x1egoogle/protobuf/duration.proto\"D\n\x05Image\x12\x0e\n\x04\x64\x61ta\x18\x01 \x01(\x0cH\x00\x12\r\n\x03uri\x18\x02 \x01(\tH\x00\x12\x12\n\x08media_id\x18\x03 \x01(\tH\x00\x42\x08\n\x06source\"\x97\x01\n\x05Video\x12\x0e\n\x04\x64\x61ta\x18\x01 \x01(\x0cH\x00\x12\r\n\x03uri\x18\x02 \x01(\tH\x00\x12\x12\n\x08media_id\x18\x03 \x01(\tH\x00\x12)\n\x06\x66rames\x18\x04 \x01(\x0b\x32\x17.saccade.v1.VideoFramesH\x00\x12\x17\n\nmax_frames\x18\x05 \x01(\x05H\x01\x88\x01\x01\x42\x08\n\x06sourceB\r\n\x0b_max_frames\"J\n\x0bVideoFrames\x12!\n\x06images\x18\x01 \x03(\x0b\x32\x11.saccade.v1.Image\x12\x10\n\x03\x66ps\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\x06\n\x04_fps\"f\n\x04Part\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\"\n\x05image\x18\x02 \x01(\x0b\x32\x11.saccade.v1.ImageH\x00\x12\"\n\x05video\x18\x03 \x01(\x0b\x32\x11.saccade.v1.VideoH\x00\x42\x06\n\x04part\"N\n\x0b\x43hatMessage\x12\x1e\n\x04role\x18\x01 \x01(\x0e\x32\x10.saccade.v1.Role\x12\x1f\n\x05parts\x18\x02 \x03(\x0b\x32\x10.saccade.v1.Part\"\x9b\x05\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x05 \x01(\x05H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\t \x01(\x01H\x08\x88\x01\x01\x12=\n\nlogit_bias\x18\n \x03(\x0b\x32).saccade.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\x0b \x01(\x04H\t\x88\x01\x01\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x17\n\nignore_eos\x18\x0e \x01(\x08H\n\x88\x01\x01\x12\x0e\n\x01n\x18\x0f \x01(\x05H\x0b\x88\x01\x01\x12\x15\n\x08logprobs\x18\x10 \x01(\x05H\x0c\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\x04\n\x02_nB\x0b\n\t_logprobs\"\xf9\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x14\n\x0cimage_tokens\x18\x02 \x01(\x05\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\x05\x12-\n\nqueue_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13time_to_first_token\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0cvideo_tokens\x18\x07 \x01(\x05\x12\x14\n\x0cvideo_frames\x18\x08 \x01(\x05\"V\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12#\n\x03top\x18\x03 \x03(\x0b\x32\x16.saccade.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02*_\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_SYSTEM\x10\x01\x12\r\n\tROLE_USER\x10\x02\x12\x12\n\x0eROLE_ASSISTANT\x10\x03\x12\r\n\tROLE_TOOL\x10\x04*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,24 +34,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=1303
-  _globals['_ROLE']._serialized_end=1398
-  _globals['_FINISHREASON']._serialized_start=1400
-  _globals['_FINISHREASON']._serialized_end=1522
+  _globals['_ROLE']._serialized_start=1613
+  _globals['_ROLE']._serialized_end=1708
+  _globals['_FINISHREASON']._serialized_start=1710
+  _globals['_FINISHREASON']._serialized_end=1832
   _globals['_IMAGE']._serialized_start=70
   _globals['_IMAGE']._serialized_end=138
-  _globals['_PART']._serialized_start=140
-  _globals['_PART']._serialized_end=206
-  _globals['_CHATMESSAGE']._serialized_start=208
-  _globals['_CHATMESSAGE']._serialized_end=286
-  _globals['_SAMPLINGPARAMS']._serialized_start=289
-  _globals['_SAMPLINGPARAMS']._serialized_end=956
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=723
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=771
-  _globals['_USAGE']._serialized_start=959
-  _globals['_USAGE']._serialized_end=1164
-  _globals['_TOKENLOGPROB']._serialized_start=1166
-  _globals['_TOKENLOGPROB']._serialized_end=1252
-  _globals['_TOPLOGPROB']._serialized_start=1254
-  _globals['_TOPLOGPROB']._serialized_end=1301
+  _globals['_VIDEO']._serialized_start=141
+  _globals['_VIDEO']._serialized_end=292
+  _globals['_VIDEOFRAMES']._serialized_start=294
+  _globals['_VIDEOFRAMES']._serialized_end=368
+  _globals['_PART']._serialized_start=370
+  _globals['_PART']._serialized_end=472
+  _globals['_CHATMESSAGE']._serialized_start=474
+  _globals['_CHATMESSAGE']._serialized_end=552
+  _globals['_SAMPLINGPARAMS']._serialized_start=555
+  _globals['_SAMPLINGPARAMS']._serialized_end=1222
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=989
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1037
+  _globals['_USAGE']._serialized_start=1225
+  _globals['_USAGE']._serialized_end=1474
+  _globals['_TOKENLOGPROB']._serialized_start=1476
+  _globals['_TOKENLOGPROB']._serialized_end=1562
+  _globals['_TOPLOGPROB']._serialized_start=1564
+  _globals['_TOPLOGPROB']._serialized_end=1611
 # @@protoc_insertion_point(module_scope)

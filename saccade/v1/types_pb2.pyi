@@ -44,13 +44,37 @@ class Image(_message.Message):
     media_id: str
     def __init__(self, data: _Optional[bytes] = ..., uri: _Optional[str] = ..., media_id: _Optional[str] = ...) -> None: ...
 
+class Video(_message.Message):
+    __slots__ = ("data", "uri", "media_id", "frames", "max_frames")
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    URI_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_ID_FIELD_NUMBER: _ClassVar[int]
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    MAX_FRAMES_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    uri: str
+    media_id: str
+    frames: VideoFrames
+    max_frames: int
+    def __init__(self, data: _Optional[bytes] = ..., uri: _Optional[str] = ..., media_id: _Optional[str] = ..., frames: _Optional[_Union[VideoFrames, _Mapping]] = ..., max_frames: _Optional[int] = ...) -> None: ...
+
+class VideoFrames(_message.Message):
+    __slots__ = ("images", "fps")
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
+    FPS_FIELD_NUMBER: _ClassVar[int]
+    images: _containers.RepeatedCompositeFieldContainer[Image]
+    fps: float
+    def __init__(self, images: _Optional[_Iterable[_Union[Image, _Mapping]]] = ..., fps: _Optional[float] = ...) -> None: ...
+
 class Part(_message.Message):
-    __slots__ = ("text", "image")
+    __slots__ = ("text", "image", "video")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     IMAGE_FIELD_NUMBER: _ClassVar[int]
+    VIDEO_FIELD_NUMBER: _ClassVar[int]
     text: str
     image: Image
-    def __init__(self, text: _Optional[str] = ..., image: _Optional[_Union[Image, _Mapping]] = ...) -> None: ...
+    video: Video
+    def __init__(self, text: _Optional[str] = ..., image: _Optional[_Union[Image, _Mapping]] = ..., video: _Optional[_Union[Video, _Mapping]] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "parts")
@@ -104,20 +128,24 @@ class SamplingParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "image_tokens", "cached_tokens", "completion_tokens", "queue_time", "time_to_first_token")
+    __slots__ = ("prompt_tokens", "image_tokens", "cached_tokens", "completion_tokens", "queue_time", "time_to_first_token", "video_tokens", "video_frames")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IMAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_TIME_FIELD_NUMBER: _ClassVar[int]
     TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    VIDEO_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    VIDEO_FRAMES_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     image_tokens: int
     cached_tokens: int
     completion_tokens: int
     queue_time: _duration_pb2.Duration
     time_to_first_token: _duration_pb2.Duration
-    def __init__(self, prompt_tokens: _Optional[int] = ..., image_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., time_to_first_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    video_tokens: int
+    video_frames: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., image_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., time_to_first_token: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., video_tokens: _Optional[int] = ..., video_frames: _Optional[int] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token_id", "logprob", "top")
