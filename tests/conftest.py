@@ -14,6 +14,11 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Triton kernels run in its interpreter here. Triton reads this while a kernel is defined, and its own library is
+    # made of kernels, so it has to be set before anything imports Triton. Programs that compile run without it.
+    os.environ["TRITON_INTERPRET"] = "1"
 from hypothesis import settings
 
 torch.set_num_threads(1)

@@ -1,5 +1,9 @@
-"""Root-mean-square norm."""
+"""Root-mean-square norm, and the residual addition before it."""
 
-from kernels.rms_norm.reference import rms_norm
+from kernels.dispatch import dispatched
+from kernels.rms_norm import reference
 
-__all__ = ["rms_norm"]
+rms_norm = dispatched(reference.rms_norm)
+add_rms_norm = dispatched(reference.add_rms_norm)
+
+__all__ = ["add_rms_norm", "rms_norm"]

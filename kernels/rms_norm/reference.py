@@ -26,3 +26,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = 
     for part, result in zip(x.split(BLOCK_ROWS), out.split(BLOCK_ROWS), strict=True):
         result.copy_((part * inverse_rms(part, eps)).mul_(weight))
     return out
+
+
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+    """`x += delta` in place (rounded to x's dtype), then `rms_norm` of the sum."""
+    x += delta
+    return rms_norm(x, weight, eps, dtype)

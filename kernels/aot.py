@@ -1,0 +1,177 @@
+"""Compiles every Triton kernel for GPUs that this machine need not have, and compares with the committed tables.
+
+    python -m kernels.aot [--op NAME ...] [--target sm_90 ...] [--model NAME ...] [--quick] [--update]
+
+Each folder with a `kernel.py` has a `cases.py` with `cases(shape)`: named calls of its operations on meta tensors at
+the sizes of a model (`kernels.shapes`). What they launch is compiled for each target. Registers and spills are read
+with `cuobjdump`, which the Triton package carries, or from the code object's own notes for gfx targets. The table of
+each folder is `aot.json`; a spill, shared memory over the limit, a row that is missing or worse than the committed one
+ends the program with status 1. No GPU is needed; TRITON_INTERPRET must be unset.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kernels.launch import ARCHITECTURES, Launch, recording
+from kernels.shapes import DEMO, MODELS, ModelShape
+
+FOLDER = Path(__file__).parent
+
+SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
+"""Bytes of shared memory that one block may have."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one compiled kernel takes."""
+
+    registers: int
+    spills: int
+    """Bytes of local memory of a thread (NVIDIA), or registers spilled (AMD)."""
+    shared: int
+    """Bytes of a block."""
+    warps: int
+
+
+def operations() -> list[str]:
+    """Folders that hold a kernel."""
+    return sorted(path.parent.name for path in FOLDER.glob("*/kernel.py"))
+
+
+def compile_launch(launched: Launch, target_name: str) -> Usage:
+    """Compiles one recorded launch as a real one would be: same specialisation, same options."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    amd = target_name.startswith("gfx")
+    target = GPUTarget("hip", target_name, 64) if amd else GPUTarget("cuda", int(target_name[3:]), 32)
+    kernel, backend = launched.kernel, make_backend(target)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialisation, options = bind(**launched.arguments)
+    parsed, signature, constants, attributes = kernel._pack_args(
+        backend, dict(launched.arguments), bound, specialisation, options
+    )
+    source = ASTSource(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=target, options=parsed.__dict__)
+    shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
+    registers, spills = _amd_registers(compiled.asm["amdgcn"]) if amd else _registers(compiled.asm["cubin"])
+    return Usage(registers, spills, shared, warps)
+
+
+def _registers(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of local memory) of a thread, as `cuobjdump` tells them."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", told)
+    assert found is not None, f"cuobjdump said {told!r}"
+    return int(found[1]), int(found[2]) + int(found[3])
+
+
+def _amd_registers(assembly: str) -> tuple[int, int]:
+    notes = {name: int(number) for name, number in re.findall(r"\.([vs]gpr(?:_spill)?_count):\s+(\d+)", assembly)}
+    return notes["vgpr_count"], notes["vgpr_spill_count"] + notes["sgpr_spill_count"]
+
+
+def rows_of(operation: str, targets: Sequence[str], models: Sequence[ModelShape]) -> Iterator[tuple[str, Usage]]:
+    """`(key, usage)` of every kernel that the operation launches: `sm_90 demo decode _kernel`. A kernel that a case
+    launches twice in different forms is numbered from the second on.
+    """
+    module = importlib.import_module(f"kernels.{operation}.cases")
+    for target in targets:
+        for shape in models:
+            for case in module.cases(shape):
+                with recording(target) as launches:
+                    case.call()
+                assert launches, f"case {case.name} of {operation} launches nothing"
+                seen: dict[str, int] = {}
+                for launched in launches:
+                    name = launched.kernel.__name__
+                    seen[name] = seen.get(name, 0) + 1
+                    number = f" {seen[name]}" if seen[name] > 1 else ""
+                    yield (
+                        f"{target} {shape.name} {case.name} {name}{number}",
+                        compile_launch(launched, target),
+                    )
+
+
+def problems_of(key: str, usage: Usage, committed: dict[str, Any] | None) -> list[str]:
+    """Why a row does not pass; `committed` is its row in the table, if it has one."""
+    found = []
+    limit = SHARED_LIMIT[key.split()[0]]
+    if usage.spills:
+        found.append(f"{key}: spills ({usage.spills})")
+    if usage.shared > limit:
+        found.append(f"{key}: {usage.shared} bytes of shared memory, limit {limit}")
+    if committed is None:
+        found.append(f"{key}: not in the table (--update writes it)")
+    else:
+        found += [
+            f"{key}: {name} {getattr(usage, name)}, {committed[name]} in the table"
+            for name in ("registers", "shared")
+            if getattr(usage, name) > committed[name]
+        ]
+    return found
+
+
+def check(operation: str, targets: Sequence[str], models: Sequence[ModelShape], *, quick: bool, update: bool) -> int:
+    """Compiles, prints and compares one operation; returns the number of problems."""
+    path = FOLDER / operation / "aot.json"
+    table: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+    complete = not quick and set(targets) == set(ARCHITECTURES) and set(models) == set(MODELS)
+    found: dict[str, dict[str, Any]] = {}
+    problems = []
+    for key, usage in rows_of(operation, targets, models):
+        found[key] = asdict(usage)
+        print(f"{operation:24} {key:72} {usage.registers:4} registers {usage.shared:7} shared", file=sys.stderr)
+        problems += problems_of(key, usage, usage.__dict__ if update else table.get(key))
+    if complete and not update:
+        problems += [f"{key}: in the table, but compiled no more (--update)" for key in table.keys() - found.keys()]
+    if update:
+        kept = {} if complete else table
+        rows = sorted((kept | found).items())
+        lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(row)}" for key, row in rows)
+        path.write_text(f"{{\n{lines}\n}}\n")
+    for problem in problems:
+        print(f"{operation}: {problem}", file=sys.stderr)
+    print(json.dumps({"op": operation, "compiled": len(found), "problems": len(problems)}))
+    return len(problems)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m kernels.aot", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--op", nargs="+", choices=operations(), default=operations())
+    parser.add_argument("--target", nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
+    parser.add_argument("--model", nargs="+", choices=[shape.name for shape in MODELS])
+    parser.add_argument("--quick", action="store_true", help="the embedded model on sm_90 only: what the tests compile")
+    parser.add_argument("--update", action="store_true", help="write the tables; spills still fail")
+    options = parser.parse_args(arguments)
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        parser.error("TRITON_INTERPRET is set: nothing would be compiled")
+    targets = ["sm_90"] if options.quick else options.target
+    models = [shape for shape in MODELS if options.model is None or shape.name in options.model]
+    models = [DEMO] if options.quick else models
+    return int(sum(check(op, targets, models, quick=options.quick, update=options.update) for op in options.op) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

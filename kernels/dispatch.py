@@ -1,0 +1,81 @@
+"""Which implementation of an operation runs: the torch reference or the Triton kernel.
+
+Callers import an operation from its folder (`from kernels.rms_norm import rms_norm`); what they get is a `dispatched`
+function that looks at the device of its first tensor. CUDA and ROCm devices take the kernel, CPUs the reference. Each
+choice is logged once with its reason. A kernel that should run and cannot be imported is an error, never a fallback.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal, ParamSpec, TypeVar, cast
+
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+Implementation = Literal["reference", "triton"]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_forced: Implementation | None = None
+_logged: set[tuple[str, str, str]] = set()
+
+
+def implementation(device_type: str) -> tuple[Implementation, str]:
+    """What runs on a device of this type, and why."""
+    if _forced is not None:
+        return _forced, "the caller forced it"
+    if device_type == "cuda":
+        return "triton", "the tensors are on a GPU"
+    return "reference", f"there are no kernels for {device_type} tensors"
+
+
+@contextmanager
+def forced(choice: Implementation) -> Iterator[None]:
+    """Inside, every operation that has both runs `choice`, on any device. For tests and measurements; not reentrant
+    over threads.
+    """
+    global _forced
+    before, _forced = _forced, choice
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def dispatched(reference: Callable[P, R], *, kernel: bool = True) -> Callable[P, R]:
+    """The operation whose reference this is, e.g. `kernels.rms_norm.reference.rms_norm`.
+
+    Its Triton twin is the function of the same name in `kernel.py` of the same folder, imported when first needed.
+    `kernel=False`: there is none, and the reference runs everywhere. Raises `RuntimeError` when the twin is needed and
+    cannot be imported.
+    """
+    name = reference.__name__
+    module = reference.__module__.removesuffix("reference") + "kernel"
+
+    @functools.cache
+    def twin() -> Callable[P, R]:
+        try:
+            return cast(Callable[P, R], getattr(importlib.import_module(module), name))
+        except ImportError as error:
+            raise RuntimeError(f"{name} on a GPU needs Triton: {module} cannot be imported ({error})") from error
+
+    @functools.wraps(reference)
+    def operation(*args: P.args, **kwargs: P.kwargs) -> R:
+        device = next(value.device.type for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        if device == "cpu" and _forced is None:
+            return reference(*args, **kwargs)
+        choice, reason = implementation(device)
+        if not kernel:
+            choice, reason = "reference", "it has no kernel"
+        if (name, device, choice) not in _logged:
+            _logged.add((name, device, choice))
+            log.info("%s on %s runs the %s implementation: %s", name, device, choice, reason)
+        return twin()(*args, **kwargs) if choice == "triton" else reference(*args, **kwargs)
+
+    return operation

@@ -1,0 +1,89 @@
+"""How the Triton kernels are launched, and how launches are recorded without a GPU.
+
+Every `kernel.py` starts its kernels through `launch`. Inside `recording` nothing runs: operations are called with
+tensors on torch's "meta" device and what they would have launched is written down. `kernels.aot` compiles that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
+"""What the tables of configurations have rows for."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a kernel (a `triton.jit` function) with keyword arguments, options such as num_warps included."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+
+
+@dataclass
+class _Recorder:
+    architecture: str
+    launches: list[Launch]
+
+
+_recorder: _Recorder | None = None
+_logged: set[str] = set()
+
+
+@contextmanager
+def recording(architecture: str) -> Iterator[list[Launch]]:
+    """Collects launches instead of running them; configurations are those of `architecture`."""
+    global _recorder
+    assert _recorder is None, "already recording"
+    _recorder = _Recorder(architecture, [])
+    try:
+        yield _recorder.launches
+    finally:
+        _recorder = None
+
+
+def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
+    """`kernel[grid](**arguments)`; nothing at all for an empty grid."""
+    if 0 in grid:
+        return
+    if _recorder is not None:
+        _recorder.launches.append(Launch(kernel, grid, arguments))
+    else:
+        kernel[grid](**arguments)
+
+
+def architecture(device: torch.device) -> str:
+    """`sm_90`, `gfx942`, ...; of a CPU (Triton's interpreter), `sm_90`."""
+    if _recorder is not None:
+        return _recorder.architecture
+    if device.type != "cuda":
+        return "sm_90"
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return str(properties.gcnArchName).split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+def by_architecture(table: Mapping[str, T], device: torch.device) -> T:
+    """The row of a table of configurations. A device that it does not know takes the smallest row of its maker, whose
+    shared memory every one of them has, and says so once.
+    """
+    name = architecture(device)
+    if name in table:
+        return table[name]
+    row = "gfx942" if name.startswith("gfx") else "sm_80"
+    if name not in _logged:
+        _logged.add(name)
+        log.warning("kernels have no configurations for %s and use those of %s", name, row)
+    return table[row]

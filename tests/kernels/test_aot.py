@@ -1,0 +1,62 @@
+"""Ahead-of-time compilation: each kernel for sm_90 at the sizes of the embedded model, held against its table."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kernels.aot import SHARED_LIMIT, Usage, operations, problems_of
+from kernels.launch import ARCHITECTURES, launch, recording
+from kernels.shapes import MODELS
+
+CHECKOUT = Path(__file__).parents[2]
+
+
+def test_every_kernel_compiles_for_sm_90() -> None:
+    """In a process without the interpreter, which has replaced the compiler in this one."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ran = subprocess.run(
+        [sys.executable, "-m", "kernels.aot", "--quick"], cwd=CHECKOUT, env=environment, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    told = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert [row["op"] for row in told] == operations()
+    assert all(row["compiled"] >= 1 and row["problems"] == 0 for row in told)
+
+
+@pytest.mark.parametrize("operation", operations())
+def test_tables_hold_every_target_and_model_without_spills(operation: str) -> None:
+    table = json.loads((CHECKOUT / "kernels" / operation / "aot.json").read_text())
+    assert {key.split()[0] for key in table} == set(ARCHITECTURES)
+    assert {key.split()[1] for key in table} <= {shape.name for shape in MODELS}
+    assert not [problem for key, row in table.items() for problem in problems_of(key, Usage(**row), row)]
+
+
+@pytest.mark.parametrize(
+    ("usage", "committed", "words"),
+    [
+        ({}, {}, []),
+        ({"spills": 8}, {}, ["spills"]),
+        ({"registers": 65}, {}, ["registers 65, 64"]),
+        ({"shared": 2048}, {}, ["shared 2048, 1024"]),
+        ({"shared": SHARED_LIMIT["gfx942"] + 1}, {"shared": 10**6}, ["limit"]),
+        ({}, None, ["not in the table"]),
+    ],
+)
+def test_what_does_not_pass(usage: dict[str, int], committed: dict[str, Any] | None, words: list[str]) -> None:
+    row = {"registers": 64, "spills": 0, "shared": 1024, "warps": 4}
+    found = problems_of("gfx942 demo case kernel", Usage(**row | usage), None if committed is None else row | committed)
+    assert len(found) == len(words) and all(word in problem for word, problem in zip(words, found))
+
+
+def test_recording_launches_nothing() -> None:
+    with recording("sm_80") as launches:
+        launch(None, (3,), n=1)
+        launch(None, (3, 0), n=2)
+    assert [(recorded.grid, recorded.arguments) for recorded in launches] == [((3,), {"n": 1})]

@@ -1,0 +1,83 @@
+"""What the tests of Triton kernels share: memory that shows what was not written, and the bound on errors.
+
+Without a GPU the kernels run in Triton's interpreter (tests/conftest.py says so before Triton is imported), on CPU
+tensors; with one they run on it. The interpreter of Triton 3.6 cuts bfloat16 off where hardware rounds, and multiplies
+the bits of bfloat16 matrices as if they were integers; `_mend` puts both right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+from triton.runtime import interpreter
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _mend() -> None:
+    import triton.language as tl
+
+    convert, builder = interpreter._convert_float, interpreter.InterpreterBuilder
+    dot = builder.create_dot
+
+    def convert_float(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if (source, target) == (tl.float32, tl.bfloat16):
+            rounded = torch.from_numpy(np.array(values, dtype=np.float32)).bfloat16()
+            return rounded.view(torch.int16).numpy().view(np.uint16)
+        if (source, target) == (tl.bfloat16, tl.float32):
+            return np.asarray(values, dtype=np.uint32) << 16
+        return convert(values, source, target, rounding)
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        bits = convert_float(handle.data, tl.bfloat16, tl.float32, None)
+        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return dot(self, widened(a), widened(b), *rest)
+
+    interpreter._convert_float, builder.create_dot = convert_float, create_dot
+
+
+_mend()
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Inside, `torch.empty` and `empty_like` give NaN (the least integer for integers): what a kernel leaves out
+    is seen.
+    """
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def fill(tensor: Tensor) -> Tensor:
+        if tensor.dtype.is_floating_point:
+            return tensor.fill_(float("nan"))
+        return tensor if tensor.dtype == torch.bool else tensor.fill_(torch.iinfo(tensor.dtype).min)
+
+    with (
+        patch("torch.empty", lambda *args, **kwargs: fill(empty(*args, **kwargs))),
+        patch("torch.empty_like", lambda *args, **kwargs: fill(empty_like(*args, **kwargs))),
+    ):
+        yield
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    """Root mean square of the difference over that of `exact`."""
+    difference = found.detach().cpu().double() - exact.detach().cpu().double()
+    return float(difference.square().mean().sqrt() / exact.detach().cpu().double().square().mean().sqrt())
+
+
+def assert_as_good(found: Tensor, exact: Tensor, plain: Tensor, name: str = "output") -> None:
+    """A kernel's result may be at most twice as far from the float64 result as `plain`, the same maths in torch at the
+    kernel's dtype. 4 units of the result's own precision are allowed where `plain` happens to be closer than that.
+    """
+    assert found.isfinite().all(), f"{name} has values that are not finite"
+    bound = 2 * error(plain, exact) + 4 * 2.0**-24
+    assert error(found, exact) <= bound, f"{name}: error {error(found, exact):.3g}, allowed {bound:.3g}"
