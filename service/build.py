@@ -17,6 +17,7 @@ from encoder.config import VisionConfig
 from encoder.runner import EncoderOptions, EncoderRunner
 from service.checkpoint import Checkpoint, Progress, open_checkpoint
 from service.config import ConfigError, EngineOptions
+from service.encoding import LocalEncoder
 from service.engine import Engine, EngineInfo
 from service.handoff import Handoff
 
@@ -96,12 +97,16 @@ def build_engine(options: EngineOptions) -> Engine:
         decoder = DecoderRunner(
             checkpoint.config.decoder, decoder_options(options, checkpoint), checkpoint.decoder_weights(progress)
         )
-    encoder, handoff = None, None
+    handoff, encoding = None, None
     if vision is not None:
         check_handoff(options, vision, hidden, dtype)
         with _progress("encoder") as progress:
             encoder = EncoderRunner(vision, encoder_options(options, checkpoint), checkpoint.vision_weights(progress))
         handoff = Handoff(options.handoff_bytes, hidden, dtype, decoder.options.device)
+        encoding = LocalEncoder(
+            encoder, handoff, step_tokens=options.encoder_step_tokens or vision.max_image_tokens,
+            own_thread=torch.device(decoder.options.device).type != "cpu",
+        )  # fmt: skip
     info = EngineInfo(
         model=checkpoint.config.name,
         revision=checkpoint.revision,
@@ -116,9 +121,7 @@ def build_engine(options: EngineOptions) -> Engine:
         info.model, info.dtype, info.revision, checkpoint.parameters() / 1e6, decoder.options.device, options.max_seqs,
         info.max_len,
     )  # fmt: skip
-    on_gpu = torch.device(decoder.options.device).type != "cpu"
-    step_tokens = options.encoder_step_tokens or (vision.max_image_tokens if vision else None)
-    return Engine(info, decoder, encoder, handoff, encoder_step_tokens=step_tokens, encoder_thread=on_gpu)
+    return Engine(info, decoder, handoff, encoding)
 
 
 @contextlib.contextmanager

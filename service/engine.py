@@ -1,8 +1,8 @@
 """The engine: encoder, handoff and decoder behind five calls.
 
     commands   what came in from outside, through one queue
-    encode     handoff.take -> encoder.encode -> handoff.publish
     decode     decoder.step (schedule -> run -> postprocess) -> events
+    encode     handoff.take -> encoder.encode -> handoff.publish (service/encoding.py)
 
 The same object serves in-process (`service.engine_thread`) and behind the process boundary (`service.engine_process`).
 
@@ -29,14 +29,14 @@ import torch
 from decoder.request import DecoderRequest, TokenEvent
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
-from encoder.job import EncodeJob, EncoderItem
-from encoder.runner import EncoderRunner
-from service.handoff import Handoff, Lease, Work
+from encoder.job import EncoderItem
+from service.encoding import Encoding
+from service.handoff import EncoderUnavailable, Handoff, Lease
 from service.placing import is_settled, place
 
 log = logging.getLogger(__name__)
 
-ErrorKind = Literal["invalid", "internal", "died"]
+ErrorKind = Literal["invalid", "internal", "unavailable", "died"]
 Query = Literal["stats", "integrity", "flush"]
 Embedding = Literal["hidden", "picture"]
 """Of a prompt: its last and its mean hidden state. Of a picture: its tokens, as the decoder reads them."""
@@ -130,27 +130,15 @@ class EngineHandle(Protocol):
 
 
 class Engine:
-    """Encoder, handoff and decoder of one model. `encoder` and `handoff` are None for text-only models."""
+    """Decoder, handoff and what encodes, of one model. `handoff` and `encoding` are None for text-only models."""
 
     def __init__(
-        self,
-        info: EngineInfo,
-        decoder: DecoderRunner,
-        encoder: EncoderRunner | None,
-        handoff: Handoff | None,
-        *,
-        encoder_step_tokens: int | None = None,
-        encoder_thread: bool = False,
+        self, info: EngineInfo, decoder: DecoderRunner, handoff: Handoff | None = None, encoding: Encoding | None = None
     ) -> None:
-        """`encoder_step_tokens`: image tokens that the encoder takes on at a time. `encoder_thread`: whether it has a
-        thread of its own instead of turns with the decoder."""
         self.info = info
-        self._decoder, self._encoder, self._handoff = decoder, encoder, handoff
-        self._encoder_step_tokens = encoder_step_tokens
-        self._encoder_thread = encoder_thread and encoder is not None
+        self._decoder, self._handoff, self._encoding = decoder, handoff, encoding
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._wake, self._wake_encoder = threading.Event(), threading.Event()
-        self._batch: tuple[list[Work], EncodeJob] | None = None
+        self._wake = threading.Event()
         self._leases: dict[str, list[Lease]] = {}
         self._pictures: dict[str, Lease] = {}
         self._unsettled: dict[str, EngineRequest] = {}
@@ -158,7 +146,7 @@ class Engine:
         self._emit: EventSink = lambda events: None
         self._closing = threading.Event()
         self._fatal: BaseException | None = None
-        self._seconds = {"encode_seconds": 0.0, "decode_seconds": 0.0}
+        self._decode_seconds = 0.0
         if handoff is not None:
             handoff.on_change = self._on_handoff_change
 
@@ -198,7 +186,6 @@ class Engine:
         """Makes `run` return after the current step. May be called from any thread."""
         self._closing.set()
         self._wake.set()
-        self._wake_encoder.set()
 
     def run(self, on_events: EventSink, *, linger: bool = True) -> None:
         """The loop: returns after `stop`, with both runners closed. Once, from the thread that built the runners.
@@ -207,9 +194,8 @@ class Engine:
         own, all requests are told and `alive` is False; with `linger` the loop goes on to refuse what still comes.
         """
         self._emit = on_events
-        encoder = threading.Thread(target=self._encode_loop, name="saccade-encoder", daemon=True)
-        if self._encoder_thread:
-            encoder.start()
+        if self._encoding is not None:
+            self._encoding.start(self._fail_from_outside)
         try:
             while not self._closing.is_set():
                 self._turn()
@@ -219,16 +205,13 @@ class Engine:
                 self._wake.wait()
                 self._wake.clear()
                 self._run_commands()
-        self.stop()
-        if self._encoder_thread:
-            encoder.join()
         self.close()
 
     def close(self) -> None:
         """Closes the runners of an engine that does not run. Idempotent."""
         self._closing.set()
-        if self._encoder is not None:
-            self._encoder.close()
+        if self._encoding is not None:
+            self._encoding.close()
         self._decoder.close()
 
     # -- the loop ------------------------------------------------------------------------------------------------------
@@ -239,7 +222,16 @@ class Engine:
 
     def _on_handoff_change(self) -> None:
         self._wake.set()
-        self._wake_encoder.set()
+        if self._encoding is not None:
+            self._encoding.wake()
+
+    def _fail_from_outside(self, error: BaseException) -> None:
+        """Ends the loop by an error of another thread."""
+
+        def stop() -> None:
+            raise error
+
+        self._command(stop)
 
     def _run_commands(self) -> None:
         while not self._commands.empty():
@@ -251,15 +243,17 @@ class Engine:
         The decoder goes first because admission lets go of pictures whose rows a cached prefix makes needless.
         """
         self._wake.clear()
+        if self._closing.is_set():  # asked after the clearing, or a call to stop could be missed
+            return
         self._run_commands()
         self._give_pictures()
         self._settle()
         if stepped := self._decoder.has_work and self._decoder.runnable:
             started = time.perf_counter()
             events = self._decoder.step()
-            self._seconds["decode_seconds"] += time.perf_counter() - started
+            self._decode_seconds += time.perf_counter() - started
             self._publish_events(events)
-        encoded = self._encoder is not None and not self._encoder_thread and self._encode_batch()
+        encoded = self._encoding is not None and self._encoding.turn()
         if not stepped and not encoded:
             waiting = self._decoder.has_work or self._unsettled or self._pictures
             if not (waiting and self._handoff is not None and self._handoff.unblock()):
@@ -310,7 +304,7 @@ class Engine:
         """Rows that are there leave as events."""
         for request_id, lease in list(self._pictures.items()):
             if lease.error is not None:
-                kind: ErrorKind = "invalid" if isinstance(lease.error, ValueError) else "internal"
+                kind = _kind(lease.error)
                 event = EngineEvent(request_id, finish_reason="error", error=kind, message=str(lease.error))
             elif lease.ready:
                 event = EngineEvent(request_id, finish_reason="length", embedded=(_bytes(lease.rows()),))
@@ -375,7 +369,7 @@ class Engine:
             kind: ErrorKind | None = None
             message = ""
             if event.error is not None:
-                kind = "invalid" if isinstance(event.error, ValueError) else "internal"
+                kind = _kind(event.error)
                 message = str(event.error)
             out.append(
                 EngineEvent(
@@ -389,8 +383,11 @@ class Engine:
 
     def _check_integrity(self) -> None:
         self._decoder.check_integrity()
+        if self._encoding is not None:
+            self._encoding.check_integrity()
         if self._handoff is not None:
-            self._handoff.check_integrity(idle=not self._live)
+            # An encoding that nobody waits for any more runs to its end, and the rows are cached.
+            self._handoff.check_integrity(idle=not self._live and not self._handoff.stats()["writing"])
         if not self._live:
             assert not self._leases and not self._unsettled, "leases of requests that have ended"
             assert not self._decoder.has_work, "the decoder still has work"
@@ -398,64 +395,20 @@ class Engine:
     def _stats(self) -> dict[str, Any]:
         return {
             "live": len(self._live),
-            **self._seconds,
+            "encode_seconds": self._encoding.seconds if self._encoding else 0.0,
+            "decode_seconds": self._decode_seconds,
             "decoder": self._decoder.stats(),
-            "encoder": self._encoder.stats() if self._encoder else {},
+            "encoder": self._encoding.stats() if self._encoding else {},
             "handoff": self._handoff.stats() if self._handoff else {},
         }
-
-    # -- encoder -------------------------------------------------------------------------------------------------------
-
-    def _encode_loop(self) -> None:
-        """The encoder's own thread, where it has one."""
-        try:
-            while not self._closing.is_set():
-                self._wake_encoder.clear()
-                if not self._encode_batch():
-                    self._wake_encoder.wait()
-        except BaseException as error:  # without an encoder, requests would wait for ever
-            failure = error
-
-            def stop() -> None:
-                raise failure
-
-            self._command(stop)
-
-    def _encode_batch(self) -> bool:
-        """One launch of the encoder, of the batch under way or of the next one that the handoff has space reserved for.
-        False where there is nothing to encode."""
-        assert self._handoff is not None and self._encoder is not None
-        started = time.perf_counter()
-        if self._batch is None:
-            if not (work := self._handoff.take(self._encoder_step_tokens)):
-                return False
-            self._batch = work, self._encoder.begin([w.image for w in work], [w.rows for w in work])
-        work, job = self._batch
-        try:
-            more = job.step()
-        except Exception as error:  # one picture must not take its neighbours along: each gets a run of its own
-            self._batch = None
-            self._encode_alone(work, error)
-            return True
-        if not more:
-            self._batch = None
-            self._handoff.publish([w.key for w in work], job.rows)
-        self._seconds["encode_seconds"] += time.perf_counter() - started
-        return True
-
-    def _encode_alone(self, work: list[Work], error: Exception) -> None:
-        """Encodes the pictures of a failed batch one by one; those that fail again fail for good."""
-        assert self._handoff is not None and self._encoder is not None
-        log.warning("a batch of %d images could not be encoded; trying each alone", len(work), exc_info=error)
-        for item in work:
-            try:
-                counts = self._encoder.encode([item.image], [item.rows])
-            except Exception as failure:  # reported to each waiter
-                self._handoff.fail(item.key, failure)
-            else:
-                self._handoff.publish([item.key], counts)
 
 
 def _bytes(values: torch.Tensor) -> bytes:
     """Row by row, little-endian float32. Waits for the device."""
     return values.detach().to("cpu", torch.float32).contiguous().numpy().astype("<f4", copy=False).tobytes()
+
+
+def _kind(error: Exception) -> ErrorKind:
+    if isinstance(error, ValueError):
+        return "invalid"
+    return "unavailable" if isinstance(error, EncoderUnavailable) else "internal"

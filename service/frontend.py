@@ -594,6 +594,8 @@ class _Clock:
 def _engine_error(event: EngineEvent) -> errors.StatusError:
     if event.error == "invalid":
         return errors.InvalidArgument(event.message)
+    if event.error == "unavailable":
+        return errors.Unavailable(event.message, reason="ENCODER_UNAVAILABLE", retry_after=1.0)
     if event.error == "died":
         return errors.Unavailable(
             "the engine stopped while it worked on this request", reason="ENGINE_DIED", retry_after=1.0

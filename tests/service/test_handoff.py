@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from encoder.preprocess import ImagePatches
-from service.handoff import Handoff, Lease
+from service.handoff import MAX_ATTEMPTS, EncoderUnavailable, Handoff, Lease, Work
 
 HIDDEN = 4
 ROW = HIDDEN * 4
@@ -23,7 +23,7 @@ def encode(handoff: Handoff, max_tokens: int | None = None) -> list[bytes]:
     work = handoff.take(max_tokens)
     for item in work:
         item.rows.fill_(item.key[0])
-    handoff.publish([item.key for item in work])
+    handoff.publish(work)
     return [item.key for item in work]
 
 
@@ -83,9 +83,9 @@ def test_a_failure_reaches_each_waiter_and_the_next_request_tries_again() -> Non
     leases = [handoff.lease(b"a", image(6), f"r{i}") for i in range(3)]
     other = handoff.lease(b"b", image(6), "r3")
     (work,) = handoff.take()
-    error = RuntimeError("broken")
-    handoff.fail(work.key, error)
-    assert all(lease.error is error and not lease.ready for lease in leases)
+    handoff.fail(work, RuntimeError("broken"))
+    assert all(str(lease.error) == "broken" and not lease.ready for lease in leases)
+    assert len({id(lease.error) for lease in leases}) == 3, "each has an error of its own"
     assert encode(handoff) == [b"b"] and other.ready and other.error is None
     for lease in (*leases, other):
         lease.release()
@@ -112,7 +112,8 @@ def test_cancelled_while_being_written_becomes_cached() -> None:
     lease = handoff.lease(b"a", image(6), "r1")
     (work,) = handoff.take()
     lease.release()
-    handoff.publish([work.key])
+    assert handoff.unwanted() == [work]
+    handoff.publish([work])
     handoff.check_integrity(idle=True)
     assert handoff.lease(b"a", image(6), "r2").ready
 
@@ -146,63 +147,213 @@ def test_two_requests_with_two_large_pictures_each_do_not_lock_each_other_out() 
     handoff.check_integrity(idle=True)
 
 
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_most_urgent_is_taken_first() -> None:
+    """Deadlines and priorities are those of who waits at present."""
+    clock = Clock()
+    handoff = Handoff(100 * ROW, HIDDEN, torch.float32, clock=clock)
+    handoff.lease(b"a", image(10), "r1")
+    hurried = handoff.lease(b"b", image(10), "r2", deadline=1.0)
+    handoff.lease(b"b", image(10), "r3")
+    handoff.lease(b"c", image(10), "r4", deadline=2.0)
+    assert encode(handoff, 1) == [b"b"]
+    handoff.lease(b"d", image(10), "r5", deadline=0.5).release()
+    hurried.release()
+    handoff.lease(b"e", image(10), "r6", priority=9)
+    assert [encode(handoff, 1) for _ in range(3)] == [[b"e"], [b"c"], [b"a"]]
+
+
+def test_the_space_of_a_writer_that_is_late_is_not_used_until_it_is_over() -> None:
+    clock = Clock()
+    handoff = Handoff(10 * ROW, HIDDEN, torch.float32, clock=clock)
+    lease = handoff.lease(b"a", image(6), "r1")
+    (late,) = handoff.take(lease=5.0)
+    assert handoff.next_expiry() == 5.0 and handoff.expire() == []
+    clock.now = 5.0
+    assert handoff.expire() == [late] and handoff.next_expiry() is None
+    stats = handoff.stats()
+    assert (stats["quarantined"], stats["quarantined_bytes"], stats["used_bytes"]) == (1, 6 * ROW, 6 * ROW)
+    assert handoff.take() == [] and not handoff.unblock(), "no room for another copy"
+    late.rows.fill_(7)
+    handoff.publish([late])
+    assert not lease.ready and handoff.counters["late"] == 1
+    (again,) = handoff.take(lease=5.0)
+    again.rows.fill_(3)
+    late.rows.fill_(8)
+    handoff.publish([again])
+    assert lease.ready and (lease.rows() == 3).all()
+    lease.release()
+    handoff.check_integrity(idle=True)
+
+
+def test_another_encoder_gets_other_space_while_the_late_one_may_still_write() -> None:
+    clock = Clock()
+    handoff = Handoff(20 * ROW, HIDDEN, torch.float32, clock=clock)
+    lease = handoff.lease(b"a", image(6), "r1")
+    (late,) = handoff.take(lease=1.0)
+    clock.now = 1.0
+    handoff.expire()
+    assert encode(handoff) == [b"a"] and lease.ready
+    late.rows.fill_(99)
+    assert (lease.rows() == ord("a")).all()
+    lease.release()
+    with pytest.raises(AssertionError, match="not over"):
+        handoff.check_integrity(idle=True)
+    handoff.fail(late, RuntimeError("too late to matter"))
+    assert lease.error is None and handoff.stats()["cached"] == 1
+    handoff.check_integrity(idle=True)
+
+
+def test_a_writer_that_is_over_twice_is_a_bug() -> None:
+    handoff = Handoff(20 * ROW, HIDDEN, torch.float32)
+    handoff.lease(b"a", image(6), "r1")
+    (work,) = handoff.take()
+    handoff.publish([work])
+    with pytest.raises(AssertionError, match="not under way"):
+        handoff.publish([work])
+
+
+def test_writers_that_die_are_followed_by_others_but_not_for_ever() -> None:
+    handoff = Handoff(20 * ROW, HIDDEN, torch.float32)
+    poison = handoff.lease(b"a", image(6), "r1")
+    other = handoff.lease(b"b", image(6), "r2")
+    for _ in range(MAX_ATTEMPTS):
+        assert poison.error is None
+        for work in handoff.take():
+            if work.key == b"a":
+                handoff.retry(work, RuntimeError("gone"))
+            else:
+                handoff.publish([work])
+    assert "3 attempts" in str(poison.error) and "gone" in str(poison.error)
+    assert other.ready and handoff.counters["retries"] == MAX_ATTEMPTS - 1
+    poison.release()
+    other.release()
+    handoff.check_integrity(idle=True)
+    assert handoff.lease(b"a", image(6), "r3").error is None
+
+
+def test_what_nobody_waits_for_is_not_tried_again() -> None:
+    handoff = Handoff(20 * ROW, HIDDEN, torch.float32)
+    lease = handoff.lease(b"a", image(6), "r1")
+    (work,) = handoff.take()
+    lease.release()
+    handoff.retry(work, RuntimeError("gone"))
+    handoff.check_integrity(idle=True)
+    assert handoff.stats()["used_bytes"] == 0 and handoff.counters["failures"] == 0
+
+
+def test_without_an_encoder_those_who_wait_are_told_and_what_is_there_stays() -> None:
+    handoff = Handoff(20 * ROW, HIDDEN, torch.float32)
+    ready = handoff.lease(b"a", image(6), "r1")
+    encode(handoff)
+    reserved, waiting = handoff.lease(b"b", image(10), "r2"), handoff.lease(b"c", image(10), "r3")
+    assert handoff.fail_reserved(EncoderUnavailable("none")) == 2
+    assert all(isinstance(lease.error, EncoderUnavailable) for lease in (reserved, waiting))
+    assert ready.ready and ready.error is None
+    for lease in (ready, reserved, waiting):
+        lease.release()
+    handoff.check_integrity(idle=True)
+
+
 class HandoffMachine(RuleBasedStateMachine):
-    """Random clients and a random encoder; afterwards everything is consumed in order."""
+    """Random clients and random encoders, some of them late, dead or wrong; afterwards everything is consumed in
+    order. Every row that a client sees is of its own picture."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.handoff = Handoff(20 * ROW, HIDDEN, torch.float32)
-        self.leases: list[Lease] = []
-        self.writing: list[bytes] = []
+        self.clock = Clock()
+        self.handoff = Handoff(20 * ROW, HIDDEN, torch.float32, clock=self.clock)
+        self.leases: list[tuple[int, Lease]] = []
+        self.writing: list[Work] = []
+        self.late: list[Work] = []
         self.owner = 0
 
-    @rule(key=st.integers(0, 7))
-    def lease(self, key: int) -> None:
+    @rule(key=st.integers(0, 7), priority=st.integers(0, 2), patience=st.one_of(st.none(), st.integers(0, 9)))
+    def lease(self, key: int, priority: int, patience: int | None) -> None:
         self.owner += 1
-        self.leases.append(self.handoff.lease(bytes([key]), image(1 + key * 2), f"r{self.owner}"))
+        deadline = None if patience is None else self.clock() + patience
+        picture = image(1 + key * 2)
+        self.leases.append((key, self.handoff.lease(bytes([key]), picture, f"r{self.owner}", priority, deadline)))
 
     @precondition(lambda self: self.leases)
     @rule(which=st.integers(0, 100))
     def release(self, which: int) -> None:
-        self.leases.pop(which % len(self.leases)).release()
+        self.leases.pop(which % len(self.leases))[1].release()
 
-    @rule(limit=st.integers(1, 30))
-    def take(self, limit: int) -> None:
-        self.writing += [work.key for work in self.handoff.take(limit)]
+    @rule(limit=st.integers(1, 30), lease=st.one_of(st.none(), st.integers(1, 4)))
+    def take(self, limit: int, lease: int | None) -> None:
+        self.writing += self.handoff.take(limit, lease=lease)
 
-    @precondition(lambda self: self.writing)
-    @rule(fails=st.booleans())
-    def end(self, fails: bool) -> None:
-        key = self.writing.pop(0)
-        if fails:
-            self.handoff.fail(key, RuntimeError("x"))
+    @precondition(lambda self: self.writing or self.late)
+    @rule(how=st.sampled_from(["publish", "fail", "retry"]), which=st.integers(0, 100))
+    def end(self, how: str, which: int) -> None:
+        work = (self.writing + self.late)[which % len(self.writing + self.late)]
+        (self.writing if work in self.writing else self.late).remove(work)
+        if how == "publish":
+            work.rows.fill_(work.key[0])
+            self.handoff.publish([work])
         else:
-            self.handoff.publish([key])
+            getattr(self.handoff, how)(work, RuntimeError("x"))
+
+    @rule(seconds=st.integers(1, 3))
+    def expire(self, seconds: int) -> None:
+        self.clock.now += seconds
+        for work in self.handoff.expire():
+            self.writing.remove(work)
+            self.late.append(work)
+
+    @precondition(lambda self: self.late)
+    @rule()
+    def scribble(self) -> None:
+        """A late writer still writes."""
+        for work in self.late:
+            work.rows.fill_(-1)
 
     @rule()
     def unblock(self) -> None:
         self.handoff.unblock()
 
+    @rule()
+    def flush(self) -> None:
+        self.handoff.flush()
+
+    @rule()
+    def lose_every_encoder(self) -> None:
+        self.handoff.fail_reserved(EncoderUnavailable("x"))
+
     @invariant()
     def integrity(self) -> None:
         self.handoff.check_integrity()
+        stats = self.handoff.stats()
+        assert stats["quarantined"] == len(self.late) and stats["writing"] == len(self.writing)
+        for key, lease in self.leases:
+            assert not lease.ready or (lease.rows() == key).all()
+            assert not (lease.ready and lease.error)
+        for work in self.handoff.unwanted():
+            assert work in self.writing
 
     def teardown(self) -> None:
-        while self.writing:
-            self.end(False)
+        while self.writing or self.late:
+            self.end("publish", 0)
         for _ in range(200):
-            self.writing += [work.key for work in self.handoff.take()]
+            self.writing += self.handoff.take()
             while self.writing:
-                self.end(False)
-            done = [x for x in self.leases if x.ready or x.error]
+                self.end("publish", 0)
+            done = [x for x in self.leases if x[1].ready or x[1].error]
             if not done and not self.handoff.unblock():
                 break
-            for lease in done[:1]:
-                self.leases.remove(lease)
-                lease.release()
+            for entry in done[:1]:
+                self.leases.remove(entry)
+                entry[1].release()
         assert not self.leases, "a request that is never served"
         self.handoff.check_integrity(idle=True)
 
 
 TestHandoffMachine = HandoffMachine.TestCase
-TestHandoffMachine.settings = settings(max_examples=60, stateful_step_count=40)
+TestHandoffMachine.settings = settings(max_examples=100, stateful_step_count=40)

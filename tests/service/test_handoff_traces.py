@@ -23,11 +23,11 @@ class Cache:
         """A lease, encoded at once where there is room."""
         tokens = SIZES[key]
         lease = self.handoff.lease(key, ImagePatches((2, 2 * tokens), torch.zeros(4 * tokens, 3)), owner)
-        self.handoff.publish([work.key for work in self.handoff.take()])
+        self.handoff.publish(self.handoff.take())
         return lease
 
     def pump(self) -> None:
-        self.handoff.publish([work.key for work in self.handoff.take()])
+        self.handoff.publish(self.handoff.take())
 
     @property
     def free_rows(self) -> int:

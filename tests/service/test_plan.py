@@ -26,7 +26,7 @@ def test_the_plan_agrees_with_the_arena(tmp_path: Path) -> None:
     assert concurrency.rows[-1] == ("300", "5", "max_seqs 5")
     assert capture.rows[-1][-1] == "1, 2, 4, 5"
     engine = build_engine(options)
-    budgets = engine._encoder.budgets  # type: ignore[union-attr]
+    budgets = engine._encoding.runner.budgets  # type: ignore[union-attr]
     engine.close()
     assert [row[0] for row in encoder.rows[1:]] == [str(b) for b in budgets.token_budgets]
     assert f"{budgets.max_images} pictures a batch" in encoder.title

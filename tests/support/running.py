@@ -43,11 +43,17 @@ class RunningServer:
         return self.engine.query("stats").result(timeout=60)
 
     def drained(self, timeout: float = 60.0) -> dict[str, Any]:
-        """Waits until no request is live in front and engine, then checks every pool. Returns the counters."""
+        """Waits until no request is live in front and engine and no picture is being encoded, then checks every pool.
+        Returns the counters."""
+
+        async def busy() -> bool:
+            stats = await asyncio.wrap_future(self.engine.query("stats"))
+            handoff = stats["handoff"]
+            return bool(stats["live"] or (handoff and (handoff["writing"] or handoff["quarantined"])))
 
         async def wait() -> None:
             async with asyncio.timeout(timeout):
-                while self.server.frontend.live or (await asyncio.wrap_future(self.engine.query("stats")))["live"]:
+                while self.server.frontend.live or await busy():
                     await asyncio.sleep(0.005)
 
         self.run(wait())

@@ -1,0 +1,78 @@
+"""The encoder in the engine's process: taken, written, published; a picture that fails does so alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tiny_encoder import random_image, relative_error, tiny_tower
+
+from encoder.preprocess import ImagePatches
+from encoder.runner import EncoderOptions, EncoderRunner
+from service.encoding import LocalEncoder
+from service.handoff import EncodingFailed, Handoff
+
+TINY = tiny_tower(3)
+WIDTH = TINY.config.text_hidden_size
+
+
+def runner() -> EncoderRunner:
+    return EncoderRunner(TINY.config, EncoderOptions(dtype=torch.float32, graphs="off"), TINY.weights.items())
+
+
+@pytest.fixture
+def handoff() -> Iterator[Handoff]:
+    handoff = Handoff(2000 * WIDTH * 4, WIDTH, torch.float32)
+    yield handoff
+    handoff.check_integrity(idle=True)
+
+
+def alone(image: ImagePatches) -> torch.Tensor:
+    rows = torch.empty(image.tokens, WIDTH)
+    runner().encode([image], [rows])
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "kind"),
+    [
+        pytest.param(ImagePatches((2, 4), torch.zeros(8, 47)), ValueError, id="refused-at-the-start"),
+        pytest.param(ImagePatches((2, 4), torch.zeros(8, 48, device="meta")), EncodingFailed, id="fails-in-a-launch"),
+    ],
+)
+def test_a_corrupt_picture_among_seven_good_ones_fails_alone(
+    handoff: Handoff, corrupt: ImagePatches, kind: type[Exception]
+) -> None:
+    encoder = LocalEncoder(runner(), handoff)
+    good = [random_image(TINY.config, 2, 4, seed=seed) for seed in range(7)]
+    pictures = [*good[:3], corrupt, *good[3:]]
+    leases = [handoff.lease(bytes([i]), image, f"r{i}") for i, image in enumerate(pictures)]
+    others = handoff.lease(bytes([3]), corrupt, "r8")
+    while encoder.turn():
+        pass
+    for lease in (leases.pop(3), others):
+        assert type(lease.error) is kind
+        lease.release()
+    for lease, image in zip(leases, good, strict=True):
+        assert relative_error(lease.rows(), alone(image)) <= 1e-5
+        lease.release()
+    encoder.check_integrity()
+    encoder.close()
+
+
+def test_a_thread_of_its_own_works_until_it_is_closed(handoff: Handoff) -> None:
+    encoder = LocalEncoder(runner(), handoff, own_thread=True)
+    handoff.on_change = encoder.wake
+    failures: list[BaseException] = []
+    encoder.start(failures.append)
+    images = [random_image(TINY.config, 4, 4, seed=seed) for seed in range(5)]
+    leases = [handoff.lease(bytes([i]), image, "r") for i, image in enumerate(images)]
+    assert not encoder.turn(), "it takes no turns of the engine's"
+    while not all(lease.ready for lease in leases):
+        assert not failures
+    encoder.close()
+    encoder.close()
+    for lease, image in zip(leases, images, strict=True):
+        assert relative_error(lease.rows(), alone(image)) <= 1e-5
+        lease.release()
