@@ -86,13 +86,25 @@ def machine_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def resolve_blocks(layout: ArenaLayout, options: DecoderOptions) -> int:
-    """How many superblocks the arena has. `ValueError` when one request of `max_len` does not fit."""
+def device_memory(device: str) -> int:
+    """Bytes of memory where tensors of this device live."""
+    if torch.device(device).type == "cuda":
+        return int(torch.cuda.get_device_properties(torch.device(device)).total_memory)
+    return machine_memory()
+
+
+def resolve_blocks(layout: ArenaLayout, options: DecoderOptions, reserved: int = 0) -> int:
+    """How many superblocks the arena has. `ValueError` when one request of `max_len` does not fit.
+
+    `reserved`: bytes of the share of the memory that others take first, graphs for one.
+    """
     needed = layout.blocks_for(1, options.max_len)
     if options.memory_bytes is None:
-        share = int(machine_memory() * options.memory_share)
+        share = max(0, int(device_memory(options.device) * options.memory_share) - reserved)
         blocks = min(layout.blocks_for(options.max_seqs, options.max_len), max(1, share // layout.block_bytes))
-        source = f"{options.memory_share:.0%} of this machine's memory ({share} bytes)"
+        source = (
+            f"{options.memory_share:.0%} of this machine's memory, less {reserved} bytes for graphs ({share} bytes)"
+        )
     else:
         blocks = options.memory_bytes // layout.block_bytes
         source = f"memory_bytes {options.memory_bytes}"
@@ -115,10 +127,12 @@ def _shorter(layout: ArenaLayout, blocks: int, options: DecoderOptions) -> str:
 class Arena:
     """The buffer, its per-layer views and its book-keeping (`pool`)."""
 
-    def __init__(self, config: DecoderConfig, options: DecoderOptions) -> None:
-        """Memory is reserved, not touched: pages that are never used cost nothing on a CPU. `ValueError` as above."""
+    def __init__(self, config: DecoderConfig, options: DecoderOptions, *, reserved: int = 0) -> None:
+        """Memory is reserved, not touched: pages that are never used cost nothing on a CPU. `ValueError` and `reserved`
+        as above.
+        """
         self.layout = ArenaLayout.of(config, options)
-        blocks = resolve_blocks(self.layout, options)
+        blocks = resolve_blocks(self.layout, options, reserved)
         self.pool = SuperblockPool(blocks, self.layout.pages_per_block, has_slots=self.layout.slot_bytes > 0)
         self.buffer = torch.empty(blocks * self.layout.block_bytes, dtype=torch.uint8, device=options.device)
         self.windows = [self._window_view(config, options, i) for i in range(config.mamba_layers)]

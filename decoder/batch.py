@@ -36,11 +36,11 @@ class ScanRows:
     """`[R + 1]` int64, relative to the first of these tokens."""
     computed_R: Tensor
     tables_RW: Tensor
-    chunks: tuple[Chunk, ...]
-    """Empty for a model without Mamba layers."""
-    state_saves: tuple[tuple[int, int], ...] = ()
+    chunks: tuple[Chunk, ...] | Tensor
+    """Empty for a model without Mamba layers. This and what follows are tensors in a graph's batch."""
+    state_saves: tuple[tuple[int, int], ...] | Tensor = ()
     """(chunk, slot): the state after that chunk is kept there."""
-    window_saves: tuple[tuple[int, int, int], ...] = ()
+    window_saves: tuple[tuple[int, int, int], ...] | Tensor = ()
     """(row, end, slot): the conv window after that many of these tokens is kept there."""
 
 
@@ -53,8 +53,8 @@ class Batch:
     """(first token, rows): embeddings that replace those of the table."""
     updates: int
     slots_U: Tensor
-    slot_runs: tuple[SlotRun, ...]
-    """The same slots as runs: what the host knows of them."""
+    slot_runs: tuple[SlotRun, ...] | None
+    """The same slots as runs: what the host knows of them; `None` in a graph, where it knows nothing."""
     lengths_U: Tensor
     """Keys of each update row, its own included."""
     longest: int
@@ -96,20 +96,28 @@ class BatchBuilder:
     def __init__(self, config: DecoderConfig, options: DecoderOptions) -> None:
         self.config, self.options = config, options
         self.tables = PageTables(options) if config.attention_layers else None
-        self.chunk_size = min(config.chunk_size, CHUNK_LIMIT)
+        self.chunk_size = self.scan_chunk(config)
         self._empty = torch.empty(0, dtype=torch.int64, device=options.device)
+
+    @staticmethod
+    def scan_chunk(config: DecoderConfig) -> int:
+        """Tokens of a chunk of the scan."""
+        return min(config.chunk_size, CHUNK_LIMIT)
 
     def build(
         self,
         rows: SequenceOf[Row],
         images: Mapping[str, list[tuple[int, Tensor]]],
         checkpoints: Mapping[int, list[tuple[int, int]]] | None = None,
+        *,
+        scan_all: bool = False,
     ) -> Batch:
         """Rows in the scheduler's order. `images[request_id]`: what `image_rows` gave for the row.
 
         `checkpoints[arrival]`: (position, slot) of states to keep; those at a row's very end are not this one's work.
+        `scan_all`: rows of one token are scanned like the others, as in a graph of mixed rows.
         """
-        updates = sum(1 for row in rows if row.count == 1 and row.start > 0)
+        updates = 0 if scan_all else sum(1 for row in rows if row.count == 1 and row.start > 0)
         ids: list[int] = []
         splices: list[tuple[int, Tensor]] = []
         samples: list[int] = []

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 MODES = ("balanced", "interactivity")
 FINE_LIMIT = 256
@@ -60,6 +62,40 @@ def padded_size(n: int, sizes: Sequence[int]) -> int | None:
     """The smallest of the rising `sizes` that holds `n`, or `None` when none does: no graph."""
     place = bisect_left(sizes, n)
     return sizes[place] if place < len(sizes) else None
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One captured size: `decode` counts requests, `mixed` counts tokens."""
+
+    kind: Literal["decode", "mixed"]
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}_{self.size}"
+
+
+@dataclass(frozen=True)
+class CapturePlan:
+    """The two lists of one runner, each rising."""
+
+    decode: tuple[int, ...]
+    mixed: tuple[int, ...]
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """All of them, largest first in either list: the order of capture."""
+        decode, mixed = (Bucket("decode", s) for s in self.decode), (Bucket("mixed", s) for s in self.mixed)
+        return [*reversed([*mixed]), *reversed([*decode])]
+
+    def choose(self, requests: int, tokens: int, prefills: int) -> Bucket | None:
+        """The smallest bucket for a step of `requests` rows and `tokens` tokens, `prefills` of the rows being more than
+        one token on top of a state. `None`: the step is larger than all that was captured.
+        """
+        if prefills == 0 and (size := padded_size(requests, self.decode)) is not None:
+            return Bucket("decode", size)
+        size = padded_size(tokens, self.mixed)
+        return None if size is None else Bucket("mixed", size)
 
 
 def check_state_slots(

@@ -14,6 +14,7 @@ import torch
 from decoder.metadata import STATE_MODES
 
 LAYER_KINDS = "M*-E"
+GRAPH_MODES = ("auto", "on", "off")
 ACTIVATIONS = ("relu2", "relu", "silu", "gelu", "gelu_pytorch_tanh")
 
 
@@ -290,6 +291,12 @@ class DecoderOptions:
     """
     state_block: int | None = None
     """Tokens between boundaries, a multiple of `page_size`; `None`: the least common multiple of page and chunk."""
+    graphs: str = "auto"
+    """`on`: every step that a captured size holds is a replay; `off`: none is; `auto`: `on` where there is a GPU. On a
+    CPU a replay is the same function on padded buffers, which tests want and nobody else.
+    """
+    max_capture: int = 512
+    """Largest captured size, in tokens and in requests; `max_batched_tokens` and `max_seqs` bound it too."""
 
     def __post_init__(self) -> None:
         for name in ("max_seqs", "max_len", "max_batched_tokens", "page_size"):
@@ -314,5 +321,12 @@ class DecoderOptions:
             block is None or (block >= 1 and block % self.page_size == 0),
             f"state_block {block} is not a multiple of page_size {self.page_size}",
         )
+        _require(self.graphs in GRAPH_MODES, f"graphs {self.graphs!r} is not one of {', '.join(GRAPH_MODES)}")
+        _require(self.max_capture >= 1, f"max_capture must be at least 1, not {self.max_capture}")
         _require(self.dtype.is_floating_point, f"dtype must be a floating type, not {self.dtype}")
         _require(self.state_dtype.is_floating_point, f"state_dtype must be a floating type, not {self.state_dtype}")
+
+    @property
+    def graphs_on(self) -> bool:
+        """What `graphs` comes to on this device."""
+        return self.graphs == "on" or (self.graphs == "auto" and torch.device(self.device).type != "cpu")

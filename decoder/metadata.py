@@ -25,6 +25,22 @@ def prefilling_rows(computed: Sequence[int], prompt: Sequence[int], num_reqs: in
     return [row < num_reqs and done < total for row, (done, total) in enumerate(zip(computed, prompt, strict=True))]
 
 
+def split_rows(prefilling: Sequence[bool], computed: Sequence[int], lengths: Sequence[int]) -> tuple[int, int]:
+    """(decodes, prefills) of padded rows in the scheduler's order, decodes first; padded rows have length 0.
+
+    A prompt's last token on top of a state is a decode: the maths is the same. A first chunk of one token is not: as a
+    decode it would go on from whatever its slot held before.
+    """
+    if not len(prefilling) == len(computed) == len(lengths):
+        raise ValueError(f"{len(prefilling)} flags, {len(computed)} positions and {len(lengths)} lengths differ")
+    decodes = 0
+    for prefills, done, length in zip(prefilling, computed, lengths, strict=True):
+        if length > 1 or (prefills and (length == 0 or done == 0)):
+            break
+        decodes += 1
+    return decodes, len(lengths) - decodes
+
+
 def state_table_width(max_len: int, state_block: int, num_speculative: int, mode: str) -> int:
     """Columns of the table of state indices, one row for each request.
 

@@ -61,7 +61,10 @@ class HybridModel:
 
     def hidden(self, batch: Batch) -> Tensor:
         """Runs all layers and updates the arena. `[T, d]`, before the final norm."""
-        x_TD = self.embed(batch)
+        return self.layers(self.embed(batch), batch)
+
+    def layers(self, x_TD: Tensor, batch: Batch) -> Tensor:
+        """The same from embedded rows on, which it overwrites unless the residual stream has another dtype."""
         if self.config.residual_in_fp32:
             x_TD = x_TD.float()
         eps, dtype = self.config.layer_norm_epsilon, self.options.dtype

@@ -11,6 +11,7 @@ from decoder.arena import Arena
 from decoder.batch import BatchBuilder, image_rows
 from decoder.checkpoints import Placement, resolve_state_block
 from decoder.config import DecoderConfig, DecoderOptions
+from decoder.graphs import Forward, graph_bytes
 from decoder.model import HybridModel
 from decoder.pooling import Pools
 from decoder.prefix_cache import COUNTERS, PrefixCache
@@ -28,7 +29,7 @@ class DecoderRunner:
     def __init__(self, config: DecoderConfig, options: DecoderOptions, weights: Iterable[tuple[str, Tensor]]) -> None:
         """`weights` are read once and copied. `ValueError` when they, or the memory, do not fit the configuration."""
         self.config, self.options = config, options
-        self.arena = Arena(config, options)
+        self.arena = Arena(config, options, reserved=graph_bytes(config, options))
         self.model = HybridModel(config, options, self.arena, weights)
         layout = self.arena.layout
         sizes = {"page_bytes": layout.page_bytes, "slot_bytes": layout.slot_bytes}
@@ -37,6 +38,7 @@ class DecoderRunner:
             self.cache = PrefixCache(self.arena.pool, _placement(config, options), **sizes)
         self.scheduler = Scheduler(options, self.arena.pool, cache=self.cache, **sizes)
         self.builder = BatchBuilder(config, options)
+        self.forward = Forward(config, options, self.arena, self.model, self.builder)
         self.sampler = Sampler(config.vocab_size, options.max_seqs, options.device)
         self.pools = Pools(self.model.final_norm)
         self._sequences: dict[str, Sequence] = {}
@@ -65,6 +67,13 @@ class DecoderRunner:
             return False
         self._end(sequence)
         return True
+
+    def preempt(self, request_id: str) -> bool:
+        """Makes a running request give its memory up in the next step; it goes on later as if it had not. False when
+        there is none of that name, or it does not run.
+        """
+        sequence = self._sequences.get(request_id)
+        return sequence is not None and self.scheduler.preempt(sequence)
 
     @property
     def has_work(self) -> bool:
@@ -113,8 +122,7 @@ class DecoderRunner:
         return found
 
     def _run(self, step: Step, images: dict[str, list[tuple[int, Tensor]]]) -> list[Choice]:
-        batch = self.builder.build(step.rows, images, step.checkpoints)
-        hidden = self.model.hidden(batch)
+        batch, hidden = self.forward(step.rows, images, step.checkpoints)
         self.pools.add(step.rows, hidden)
         for row in step.rows if step.checkpoints else ():
             for position, slot in step.checkpoints.get(row.sequence.arrival, ()):
@@ -200,6 +208,7 @@ class DecoderRunner:
             "total_blocks": pool.num_blocks,
             "host_bytes": scheduler.host_used,
             "arena_bytes": self.arena.total_bytes,
+            **self.forward.stats(),
             **cached,
         }
 
@@ -221,6 +230,7 @@ class DecoderRunner:
         for sequence in list(self._sequences.values()):
             self._end(sequence)
         self.flush_cache()
+        self.forward.close()
 
 
 def _placement(config: DecoderConfig, options: DecoderOptions) -> Placement:

@@ -105,6 +105,7 @@ class Scheduler:
         self._admissions = 0
         self._seats = list(range(options.max_seqs - 1, -1, -1))
         self._host: dict[str, int] = {}
+        self._leaving: list[Sequence] = []
 
     # -- requests come and go ------------------------------------------------------------------------------------------
 
@@ -140,6 +141,14 @@ class Scheduler:
             self.host_used -= self._host.pop(sequence.request_id, 0)
         sequence.status = Status.DONE
 
+    def preempt(self, sequence: Sequence) -> bool:
+        """In the next step a running sequence gives its memory up and queues again. False for one that does not run."""
+        if sequence.status is not Status.RUNNING:
+            return False
+        if sequence not in self._leaving:
+            self._leaving.append(sequence)
+        return True
+
     def commit(self, step: Step) -> None:
         """The rows of `step` have been computed."""
         for row in step.rows:
@@ -161,6 +170,10 @@ class Scheduler:
         self.step_number += 1
         step = Step()
         self._collect_failures(step)
+        for sequence in self._leaving:
+            if sequence.status is Status.RUNNING:
+                self._put_out(sequence, step, {})
+        self._leaving.clear()
         budget = self.options.max_batched_tokens
         chosen: dict[int, Row] = {}
         for sequence in self._running_order():

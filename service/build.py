@@ -61,6 +61,7 @@ def decoder_options(options: EngineOptions, checkpoint: Checkpoint) -> DecoderOp
         memory_bytes=options.memory_bytes,
         state_cache=options.state_cache,
         state_block=options.state_block,
+        graphs=options.graphs,
     )
 
 

@@ -69,7 +69,11 @@ class EngineOptions:
         None, "tokens between the boundaries of align and all; unset: the model's chunk", minimum=16
     )
     handoff_bytes: int = _option(256 * 2**20, "bytes of image embeddings, in flight and cached", minimum=1, size=True)
-    graphs: str = _option("auto", "encoder graphs", choices=("auto", "on", "off"))
+    graphs: str = _option(
+        "auto",
+        "graphs of encoder and decoder: on, off, or where they pay (a decoder's on a GPU, an encoder's where they win)",
+        choices=("auto", "on", "off"),
+    )
     token_budgets: tuple[int, ...] = _option(
         (), "encoder budgets in image tokens, such as 64,256,1024; unset: a ladder", minimum=1
     )

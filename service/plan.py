@@ -9,11 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from decoder.arena import ArenaLayout, resolve_blocks
-from decoder.capture import capture_sizes, decode_sizes
+from decoder.checkpoints import resolve_state_block, state_bytes, state_slots
+from decoder.graphs import capture_plan, check_slots, graph_bytes
 from encoder.plan import describe
 from service.build import check_handoff, decoder_options, encoder_options, resolve_dtype, resolve_vision
 from service.checkpoint import Checkpoint, open_checkpoint
 from service.config import EngineOptions
+
+AUTO_CHECKPOINTS = (
+    "end of the system prompt",
+    "junction",
+    "last chunk",
+    "last multiple of chunks",
+    "end of the answer",
+)
+"""What `auto` keeps of one request without pictures, at most; each picture adds one."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,7 @@ def plan(options: EngineOptions) -> list[Table]:
     tables = [
         memory_table(options, checkpoint),
         concurrency_table(options, checkpoint),
+        states_table(options, checkpoint),
         capture_table(options, checkpoint),
     ]
     if checkpoint.config.vision is not None:
@@ -58,7 +69,9 @@ def plan(options: EngineOptions) -> list[Table]:
 def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
     """Bytes by part."""
     decoder, layout = decoder_options(options, checkpoint), arena_layout(options, checkpoint)
-    blocks = resolve_blocks(layout, decoder)
+    graphs = graph_bytes(checkpoint.config.decoder, decoder)
+    blocks = resolve_blocks(layout, decoder, graphs)
+    check_slots(checkpoint.config.decoder, decoder, layout, blocks)
     item = resolve_dtype(options, checkpoint).itemsize
     rows: list[tuple[str, ...]] = [("part", "bytes", "what")]
     weights = checkpoint.parameters() * item
@@ -68,6 +81,9 @@ def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
     rows.append(("  a state slot", size(layout.slot_bytes), f"one sequence, {layout.mamba_layers} Mamba layers"))
     rows.append(("  a KV page", size(layout.page_bytes), f"{layout.page_size} tokens, all attention layers"))
     total = weights + arena
+    if graphs:
+        rows.append(("decoder graphs", size(graphs), "buffers, and activations of the largest size"))
+        total += graphs
     if checkpoint.config.vision is not None:
         row = checkpoint.config.decoder.hidden_size * item
         rows.append(("handoff", size(options.handoff_bytes), f"{options.handoff_bytes // row} image tokens"))
@@ -83,7 +99,7 @@ def arena_layout(options: EngineOptions, checkpoint: Checkpoint) -> ArenaLayout:
 def concurrency_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
     """How many requests of a length run at once, and what stops the next one."""
     decoder, layout = decoder_options(options, checkpoint), arena_layout(options, checkpoint)
-    blocks = resolve_blocks(layout, decoder)
+    blocks = resolve_blocks(layout, decoder, graph_bytes(checkpoint.config.decoder, decoder))
     rows: list[tuple[str, ...]] = [("tokens of each request", "at once", "bound by")]
     lengths = sorted({n for n in (128, 512, 2048, 8192, 32768) if n < decoder.max_len} | {decoder.max_len})
     for length in lengths:
@@ -93,15 +109,34 @@ def concurrency_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
     return Table("requests that run at once", rows)
 
 
+def states_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
+    """What one request of `max_len` can hold of states under each `state_cache`, pictures of it counted as none."""
+    decoder, layout = decoder_options(options, checkpoint), arena_layout(options, checkpoint)
+    config = checkpoint.config.decoder
+    block = resolve_state_block(
+        decoder.state_block, decoder.page_size, config.chunk_size if config.mamba_layers else decoder.page_size
+    )
+    checkpoints = len(AUTO_CHECKPOINTS)
+    held = state_bytes(layout.slot_bytes, decoder.max_len, block, checkpoints=checkpoints)
+    rows: list[tuple[str, ...]] = [("state_cache", "slots", "bytes", "")]
+    for mode, count in held.items():
+        slots = state_slots(mode, decoder.max_len, block, checkpoints=checkpoints)
+        rows.append((mode, str(slots), size(count), "in use" if mode == decoder.state_cache else ""))
+    return Table(
+        f"states of one request of {decoder.max_len} tokens, state_block {block}: 1 slot is held, checkpoints give way",
+        rows,
+    )
+
+
 def capture_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
     """The two lists of decoder batch sizes."""
     decoder = decoder_options(options, checkpoint)
-    mixed = capture_sizes(decoder.max_batched_tokens, 512)
-    decode = decode_sizes(decoder.max_seqs, 512)
+    captured = capture_plan(decoder)
+    mixed, decode = list(captured.mixed), list(captured.decode)
     rows: list[tuple[str, ...]] = [("list", "sizes", "")]
     rows.append(("mixed, in tokens", str(len(mixed)), _sizes(mixed)))
     rows.append(("decode, in requests", str(len(decode)), _sizes(decode)))
-    return Table("decoder batch sizes", rows)
+    return Table(f"decoder graphs, {'captured' if decoder.graphs_on else 'not captured here'}", rows)
 
 
 def _sizes(sizes: list[int]) -> str:

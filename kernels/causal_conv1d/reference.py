@@ -24,7 +24,7 @@ def causal_conv1d(
     slots_R: Tensor,
     has_initial_R: Tensor,
     starts_R: Tensor,
-    saves: Sequence[tuple[int, int, int]] = (),
+    saves: Sequence[tuple[int, int, int]] | Tensor = (),
 ) -> Tensor:
     """Packed rows of any length, each from its own window of earlier inputs; SiLU at the end.
 
@@ -32,11 +32,15 @@ def causal_conv1d(
     weight: `[W, C]` float32, oldest tap first; bias: `[C]` float32. pool: `[S, W-1, C]`, oldest input first.
     A row whose `has_initial` is False starts from zeros whatever its slot holds. Slot -1: the row starts from zeros and
     leaves no state. `saves`: (row, end, slot): the window after packed token `end - 1` of the row goes to that slot
-    too. Returns `[T, C]` float32; each row's last W-1 inputs go to its slot, in the pool's dtype.
+    too; as a buffer `[S, 3]`, -1 as a row is padding. Returns `[T, C]` float32, zeros for tokens after the last row;
+    each row's last W-1 inputs go to its slot, in the pool's dtype.
     """
     keep = weight_WC.shape[0] - 1
     out = torch.empty(x_TC.shape, dtype=torch.float32, device=x_TC.device)
     bounds, slots, initial = starts_R.tolist(), slots_R.tolist(), has_initial_R.tolist()
+    if isinstance(saves, Tensor):
+        saves = [(row, end, slot) for row, end, slot in saves.tolist() if row >= 0]
+    out[bounds[-1] :] = 0.0
     for row, slot in enumerate(slots):
         begin, end = bounds[row], bounds[row + 1]
         known = initial[row] and slot >= 0

@@ -1,9 +1,11 @@
-"""Where the chunks of a packed prefill begin and end. Pure integers; made once a step and shared by all layers."""
+"""Where the chunks of a packed prefill begin and end. Made of integers once a step and shared by all layers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,16 @@ class Chunk:
     """Tokens of the sequence up to and including this chunk."""
     opens: bool
     """True for the first chunk of its row."""
+
+
+def chunk_table(chunks: Iterable[Chunk]) -> list[tuple[int, int, int, int]]:
+    """(row, first, last, opens) of each: what a plan is in a static buffer, where -1 as a row is padding."""
+    return [(chunk.row, chunk.first, chunk.last, int(chunk.opens)) for chunk in chunks]
+
+
+def listed_chunks(table_C4: Tensor) -> tuple[Chunk, ...]:
+    """The plan that a buffer `[C, 4]` holds. Reads it on the host; `end`, which no kernel needs, is left at 0."""
+    return tuple(Chunk(row, first, last, 0, bool(opens)) for row, first, last, opens in table_C4.tolist() if row >= 0)
 
 
 def plan_chunks(

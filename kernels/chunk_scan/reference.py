@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.chunk_scan.plan import Chunk
+from kernels.chunk_scan.plan import Chunk, listed_chunks
 
 LOG2_E = 1.4426950408889634
 """Decays are powers of 2: `exp` on a CPU is 10 to 100 times slower than `exp2` at -inf and near underflow."""
@@ -26,20 +26,26 @@ def chunk_scan(
     B_TGN: Tensor,
     C_TGN: Tensor,
     D_H: Tensor,
-    chunks: Sequence[Chunk],
-    saves: Sequence[tuple[int, int]] = (),
+    chunks: Sequence[Chunk] | Tensor,
+    saves: Sequence[tuple[int, int]] | Tensor = (),
 ) -> Tensor:
     """Runs every row from its slot's state (or zeros) to its end and writes the final state to the slot.
 
     pool: `[S, H, P, N]`. x, B, C, dt: float32, dt after bias, softplus and clamp. A (negative), D: `[H]` float32. A
     row whose `has_initial` is False, or whose slot is -1, starts from zeros; slot -1 leaves no state. `chunks`: those
     of all rows, row after row. `saves`: (index of a chunk, slot): the state after that chunk goes to that slot too.
-    Returns `[T, H, P]` float32.
+    Both may be buffers, `[C, 4]` as `chunk_table` writes it and `[S, 2]`, in which -1 first is padding. Returns
+    `[T, H, P]` float32; tokens of no chunk, the padding of a static batch, get zeros.
 
     Chunk after chunk on purpose: everything that one needs stays in the cache, and no padding is computed.
     """
     tokens, heads, width = x_THP.shape
     out = torch.empty(tokens, heads, width, dtype=torch.float32, device=x_THP.device)
+    if isinstance(chunks, Tensor):
+        chunks = listed_chunks(chunks)
+    if isinstance(saves, Tensor):
+        saves = [(index, slot) for index, slot in saves.tolist() if index >= 0]
+    out[chunks[-1].last :] = 0.0
     slots, initial = slots_R.tolist(), has_initial_R.tolist()
     shape = (heads, width, B_TGN.shape[2])
     kept = dict(_by_chunk(saves))
@@ -59,7 +65,8 @@ def chunk_scan(
             pool_SHPN[slot] = h
         for target in kept.get(index, ()):
             pool_SHPN[target] = h
-    return out.addcmul_(x_THP, D_H[:, None])
+    out[: chunks[-1].last].addcmul_(x_THP[: chunks[-1].last], D_H[:, None])
+    return out
 
 
 def _by_chunk(saves: Sequence[tuple[int, int]]) -> dict[int, list[int]]:

@@ -62,13 +62,15 @@ def extend_attention(
     """New tokens of each row over the row's earlier keys (in pages) and over each other, causally.
 
     q, k, v: packed new tokens, row r is `starts[r]:starts[r+1]`; its keys are already written. `computed[r]`: keys
-    before them. Returns `[T, Q, P]` in q's dtype.
+    before them. Returns `[T, Q, P]` in q's dtype, zeros for tokens after the last row.
     """
     heads, kv_heads = q_TQP.shape[1], k_TKP.shape[1]
     bounds, computed = starts_R.tolist(), computed_R.tolist()
     outs = []
     for row, old in enumerate(computed):
         begin, end = bounds[row], bounds[row + 1]
+        if begin == end:
+            continue
         q = q_TQP[begin:end].transpose(0, 1)[None]
         if old == 0:
             k, v = k_TKP[begin:end], v_TKP[begin:end]
@@ -80,6 +82,8 @@ def extend_attention(
             mask = torch.ones(end - begin, old + end - begin, dtype=torch.bool, device=q.device).tril_(old)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=old == 0, scale=scale)
         outs.append(out[0].transpose(0, 1))
+    if bounds[-1] < q_TQP.shape[0]:
+        outs.append(torch.zeros_like(q_TQP[bounds[-1] :]))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 

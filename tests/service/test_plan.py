@@ -17,7 +17,7 @@ from service.plan import plan, size
 def test_the_plan_agrees_with_the_arena(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 3, text={"pattern": "M*-M"})
     options = EngineOptions(model=str(tmp_path), dtype="float32", max_seqs=5, max_len=300, threads=1)
-    memory, concurrency, capture, encoder = plan(options)
+    memory, concurrency, states, capture, encoder = plan(options)
     checkpoint = open_checkpoint(str(tmp_path))
     arena = Arena(checkpoint.config.decoder, decoder_options(options, checkpoint))
     cells = {row[0].strip(): row[1:] for row in memory.rows}
@@ -25,11 +25,28 @@ def test_the_plan_agrees_with_the_arena(tmp_path: Path) -> None:
     assert cells["a state slot"][0] == size(arena.layout.slot_bytes)
     assert concurrency.rows[-1] == ("300", "5", "max_seqs 5")
     assert capture.rows[-1][-1] == "1, 2, 4, 5"
+    held = {row[0]: row[1:] for row in states.rows}
+    assert held["none"] == ("1", size(arena.layout.slot_bytes), "")
+    assert held["align"] == ("2", size(2 * arena.layout.slot_bytes), "")
+    assert held["auto"][2] == "in use" and int(held["all"][0]) > 2
     engine = build_engine(options)
     budgets = engine._encoding.runner.budgets  # type: ignore[union-attr]
     engine.close()
     assert [row[0] for row in encoder.rows[1:]] == [str(b) for b in budgets.token_budgets]
     assert f"{budgets.max_images} pictures a batch" in encoder.title
+
+
+def test_graphs_are_in_the_plan_and_refused_as_the_server_would(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 3, vision=False, text={"pattern": "M*"})
+    options = EngineOptions(model=str(tmp_path), max_seqs=8, max_len=256, graphs="on")
+    memory, _, _, capture = plan(options)
+    engine = build_engine(options)
+    stats = engine._decoder.stats()
+    engine.close()
+    assert stats["graphs_now"] == sum(int(row[1]) for row in capture.rows[1:])
+    assert "decoder graphs" in [row[0] for row in memory.rows] and "not" not in capture.title
+    with pytest.raises(ValueError, match="lower max_seqs to at most"):
+        plan(EngineOptions(model=str(tmp_path), max_seqs=999, max_len=256, graphs="on", memory_bytes=10**6))
 
 
 def test_memory_that_binds_is_named(tmp_path: Path) -> None:

@@ -129,12 +129,20 @@ def image(start: int, rows: Tensor, *, ready: bool = True) -> ImageSpan:
     return ImageSpan(start, rows.shape[0], rows.numpy().tobytes()[:32], FakeSource(rows, ready=ready))
 
 
-def run(runner: DecoderRunner, *requests: DecoderRequest, limit: int = 2000) -> dict[str, list[TokenEvent]]:
-    """Adds the requests and steps until all have ended; events by request. Fails when nothing advances."""
+def run(
+    runner: DecoderRunner, *requests: DecoderRequest, limit: int = 2000, preempt_every: int = 0
+) -> dict[str, list[TokenEvent]]:
+    """Adds the requests and steps until all have ended; events by request. Fails when nothing advances.
+
+    `preempt_every`: after so many steps one of the running requests, each in turn, gives its memory up.
+    """
     for item in requests:
         runner.add(item)
     events: dict[str, list[TokenEvent]] = {}
-    for _ in range(limit):
+    for number in range(1, limit + 1):
+        if preempt_every and number % preempt_every == 0 and runner.scheduler.running:
+            running = sorted(runner.scheduler.running, key=lambda sequence: sequence.arrival)
+            runner.preempt(running[number // preempt_every % len(running)].request_id)
         if not runner.has_work:
             runner.check_integrity()
             return events

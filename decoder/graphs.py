@@ -1,0 +1,430 @@
+"""Graphs over all layers: one for each captured size, on buffers that never move.
+
+`decode` graphs hold one token for each of so many requests and take the update path; `mixed` graphs hold so many tokens
+of any rows, all scanned. Embedding comes before a graph and logits after it. Every bucket of a kind is a prefix of that
+kind's buffers; the two kinds share none. `set_batch` writes a step into the first rows and the fill into the rest, so
+that nothing of an earlier step is left in a bucket that is about to run.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decoder.arena import Arena, ArenaLayout
+from decoder.batch import Batch, BatchBuilder, ScanRows
+from decoder.capture import Bucket, CapturePlan, capture_sizes, check_state_slots, decode_sizes
+from decoder.config import DecoderConfig, DecoderOptions
+from decoder.metadata import pad_rows, prefilling_rows, split_rows
+from decoder.model import HybridModel
+from decoder.scheduler import Row
+from kernels.chunk_scan import chunk_table
+from kernels.graphs import GraphPool, ReplayError, StaticGraph
+
+log = logging.getLogger(__name__)
+
+Images = Mapping[str, list[tuple[int, Tensor]]]
+Checkpoints = Mapping[int, list[tuple[int, int]]]
+
+
+def capture_plan(options: DecoderOptions) -> CapturePlan:
+    """Which sizes these options capture: those of `capture_sizes` and `decode_sizes`, whole."""
+    return CapturePlan(
+        tuple(decode_sizes(options.max_seqs, options.max_capture)),
+        tuple(capture_sizes(options.max_batched_tokens, options.max_capture)),
+    )
+
+
+def graph_bytes(config: DecoderConfig, options: DecoderOptions) -> int:
+    """Memory that graphs take beside the arena: their buffers, and what the layers allocate in the largest one. The
+    captures share a pool, largest first, so that the largest sizes it. 0 where graphs are off.
+    """
+    if not options.graphs_on:
+        return 0
+    plan = capture_plan(options)
+    held = sum(
+        field.bytes(size)
+        for fields, size in (
+            (decode_fields(config, options), plan.decode[-1]),
+            (mixed_fields(config, options), plan.mixed[-1]),
+        )
+        for field in fields.values()
+    )
+    return held + plan.mixed[-1] * _widest(config) * 4
+
+
+def check_slots(config: DecoderConfig, options: DecoderOptions, layout: ArenaLayout, blocks: int) -> None:
+    """`ValueError` when an arena of so many superblocks has fewer state slots than the largest decode graph rows."""
+    check_state_slots(
+        options.max_seqs,
+        blocks,
+        concurrent=layout.sequences_for(blocks, options.max_len),
+        has_mamba=config.mamba_layers > 0,
+        full_graphs=options.graphs_on,
+    )
+
+
+def _widest(config: DecoderConfig) -> int:
+    """Numbers of one token that are alive at once in the largest layer."""
+    mamba = 2 * config.mamba_inner + 3 * config.conv_dim + config.mamba_num_heads if config.mamba_layers else 0
+    attention = (3 * config.num_attention_heads + 2 * config.kv_heads) * config.head_dim
+    experts = config.num_experts_per_tok * (config.moe_intermediate_size + (config.moe_latent_size or 0))
+    inner = max(
+        mamba,
+        attention if config.attention_layers else 0,
+        2 * config.intermediate_size if "-" in config.pattern else 0,
+        2 * (experts + config.moe_shared_expert_intermediate_size) if "E" in config.pattern else 0,
+    )
+    return 3 * config.hidden_size + inner
+
+
+# -- buffers -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Field:
+    """One static buffer, `[rows(size), *rest]` in a bucket of `size`."""
+
+    rest: tuple[int, ...]
+    dtype: torch.dtype
+    fill: float | None
+    """What rows that a step leaves empty hold; `None`: its last value again."""
+    rows: Callable[[int], int] = int
+
+    def bytes(self, size: int) -> int:
+        count = self.rows(size) * self.dtype.itemsize
+        for width in self.rest:
+            count *= width
+        return count
+
+
+def _table_width(config: DecoderConfig, options: DecoderOptions) -> int:
+    return -(-options.max_len // options.page_size) if config.attention_layers else 0
+
+
+def decode_fields(config: DecoderConfig, options: DecoderOptions) -> dict[str, Field]:
+    """Buffers of decode graphs; a row is a request. Padded rows: slot -1, length 0, place -1."""
+    long = torch.int64
+    fields = {
+        "x": Field((config.hidden_size,), options.dtype, 0.0),
+        "slots": Field((), long, -1),
+        "lengths": Field((), long, 0),
+    }
+    if config.attention_layers:
+        fields |= {"tables": Field((_table_width(config, options),), long, -1), "places": Field((), long, -1)}
+    return fields
+
+
+def mixed_fields(config: DecoderConfig, options: DecoderOptions) -> dict[str, Field]:
+    """Buffers of mixed graphs. Padded rows: slot -1, length 0; padded tokens belong to no row and have place -1."""
+    long, chunk = torch.int64, BatchBuilder.scan_chunk(config)
+
+    def rows(size: int) -> int:
+        return min(size, options.max_seqs)
+
+    def saves(size: int) -> int:
+        return -(-size // options.page_size) + rows(size)
+
+    fields = {
+        "x": Field((config.hidden_size,), options.dtype, 0.0),
+        "slots": Field((), long, -1, rows),
+        "initial": Field((), torch.bool, 0, rows),
+        "starts": Field((), long, None, lambda size: rows(size) + 1),
+        "computed": Field((), long, 0, rows),
+    }
+    if config.mamba_layers:
+        fields |= {
+            "chunks": Field((4,), long, -1, lambda size: size // chunk + 2 * rows(size) + saves(size)),
+            "state_saves": Field((2,), long, -1, saves),
+            "window_saves": Field((3,), long, -1, saves),
+        }
+    if config.attention_layers:
+        fields |= {"tables": Field((_table_width(config, options),), long, -1, rows), "places": Field((), long, -1)}
+    return fields
+
+
+class BatchBuffers:
+    """The buffers of one kind of graph, allocated for the largest bucket."""
+
+    def __init__(self, fields: Mapping[str, Field], largest: int, device: str) -> None:
+        self.fields, self.largest = dict(fields), largest
+        self.tensors = {
+            name: torch.full(
+                (field.rows(largest), *field.rest), field.fill or 0, dtype=field.dtype, device=torch.device(device)
+            )
+            for name, field in fields.items()
+        }
+
+    def view(self, size: int) -> dict[str, Tensor]:
+        """The buffers of one bucket, prefixes of these."""
+        return {name: tensor[: self.fields[name].rows(size)] for name, tensor in self.tensors.items()}
+
+    def set_batch(self, size: int, values: Mapping[str, Tensor]) -> None:
+        """Writes every field: the values, then the fill up to the end of the bucket."""
+        for name, view in self.view(size).items():
+            value, fill = values[name], self.fields[name].fill
+            count = value.shape[0]
+            view[:count].copy_(value)
+            if count < view.shape[0]:
+                view[count:].fill_(fill) if fill is not None else view[count:].copy_(value[-1:])
+
+
+def _decode_values(x_TD: Tensor, batch: Batch) -> dict[str, Tensor]:
+    return {
+        "x": x_TD,
+        "slots": batch.slots_U,
+        "lengths": batch.lengths_U,
+        "tables": batch.tables_UW,
+        "places": batch.places_T,
+    }
+
+
+def _decode_batch(view: Mapping[str, Tensor], longest: int) -> Batch:
+    size, empty = view["x"].shape[0], view["slots"][:0]
+    return Batch(
+        ids_T=empty,
+        splices=(),
+        updates=size,
+        slots_U=view["slots"],
+        slot_runs=None,
+        lengths_U=view["lengths"],
+        longest=longest,
+        tables_UW=view.get("tables", empty),
+        places_T=view.get("places", empty),
+        scan=None,
+        samples=None,
+    )
+
+
+def _mixed_values(x_TD: Tensor, batch: Batch) -> dict[str, Tensor]:
+    scan = batch.scan
+    assert scan is not None and not isinstance(scan.chunks, Tensor)
+    return {
+        "x": x_TD,
+        "slots": scan.slots_R,
+        "initial": scan.initial_R,
+        "starts": scan.starts_R,
+        "computed": scan.computed_R,
+        "tables": scan.tables_RW,
+        "places": batch.places_T,
+        "chunks": _rows(chunk_table(scan.chunks), 4, x_TD),
+        "state_saves": _rows(scan.state_saves, 2, x_TD),
+        "window_saves": _rows(scan.window_saves, 3, x_TD),
+    }
+
+
+def _rows(values: Tensor | SequenceOf[tuple[int, ...]], width: int, like: Tensor) -> Tensor:
+    assert not isinstance(values, Tensor)
+    return torch.tensor(values, dtype=torch.int64, device=like.device).view(-1, width)
+
+
+def _mixed_batch(view: Mapping[str, Tensor]) -> Batch:
+    empty = view["slots"][:0]
+    scan = ScanRows(
+        slots_R=view["slots"],
+        initial_R=view["initial"],
+        starts_R=view["starts"],
+        computed_R=view["computed"],
+        tables_RW=view.get("tables", empty),
+        chunks=view.get("chunks", ()),
+        state_saves=view.get("state_saves", ()),
+        window_saves=view.get("window_saves", ()),
+    )
+    return Batch(
+        ids_T=empty,
+        splices=(),
+        updates=0,
+        slots_U=empty,
+        slot_runs=None,
+        lengths_U=empty,
+        longest=0,
+        tables_UW=empty,
+        places_T=view.get("places", empty),
+        scan=scan,
+        samples=None,
+    )
+
+
+# -- graphs ------------------------------------------------------------------------------------------------------------
+
+
+class DecoderGraphs:
+    """The captured graphs of one runner, and the choice among them."""
+
+    def __init__(self, config: DecoderConfig, options: DecoderOptions, arena: Arena, model: HybridModel) -> None:
+        """Captures every size of the plan, largest first, into one pool. `ValueError` when the arena has fewer state
+        slots than the largest decode graph has rows.
+        """
+        self.options, self.arena, self.model = options, arena, model
+        self.plan = capture_plan(options)
+        check_slots(config, options, arena.layout, arena.pool.num_blocks)
+        self._longest = _table_width(config, options) * options.page_size
+        self.buffers = {
+            "decode": BatchBuffers(decode_fields(config, options), self.plan.decode[-1], options.device),
+            "mixed": BatchBuffers(mixed_fields(config, options), self.plan.mixed[-1], options.device),
+        }
+        dtype = torch.float32 if config.residual_in_fp32 else options.dtype
+        self.hidden = {
+            kind: torch.zeros(buffers.largest, config.hidden_size, dtype=dtype, device=options.device)
+            for kind, buffers in self.buffers.items()
+        }
+        self.replays: Counter[Bucket] = Counter()
+        self.eager: Counter[str] = Counter()
+        self.padded_tokens = 0
+        self._computed, self._prompt = [0] * options.max_seqs, [0] * options.max_seqs
+        self._pool = GraphPool(torch.device(options.device))
+        self._graphs: dict[Bucket, StaticGraph] = {}
+        self._capture()
+        self.check_integrity()
+
+    def _capture(self) -> None:
+        started, buckets = time.perf_counter(), self.plan.buckets
+        for number, bucket in enumerate(buckets, 1):
+            graph = StaticGraph(
+                f"decoder-{bucket}", self._step(bucket), self._inputs(bucket), self._outputs(bucket), pool=self._pool
+            )
+            graph.capture()
+            self._graphs[bucket] = graph
+            log.debug("captured %s, %d of %d", bucket, number, len(buckets))
+        log.info(
+            "decoder graphs: %d decode and %d mixed sizes, up to %d requests and %d tokens, %.1f MB of buffers, %.1f s",
+            len(self.plan.decode), len(self.plan.mixed), self.plan.decode[-1], self.plan.mixed[-1],
+            self.buffer_bytes / 1e6, time.perf_counter() - started,
+        )  # fmt: skip
+
+    @property
+    def buffer_bytes(self) -> int:
+        tensors = [t for buffers in self.buffers.values() for t in buffers.tensors.values()]
+        return sum(t.numel() * t.element_size() for t in (*tensors, *self.hidden.values()))
+
+    def _inputs(self, bucket: Bucket) -> dict[str, Tensor]:
+        """What a replay reads: the bucket's buffers, and the arena, whose address is baked in as well."""
+        return {**self.buffers[bucket.kind].view(bucket.size), "arena": self.arena.buffer}
+
+    def _outputs(self, bucket: Bucket) -> dict[str, Tensor]:
+        return {"hidden": self.hidden[bucket.kind][: bucket.size]}
+
+    def _step(self, bucket: Bucket) -> Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]:
+        def run(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+            batch = _decode_batch(inputs, self._longest) if bucket.kind == "decode" else _mixed_batch(inputs)
+            outputs["hidden"].copy_(inputs["x"])
+            hidden = self.model.layers(outputs["hidden"], batch)
+            if hidden is not outputs["hidden"]:
+                outputs["hidden"].copy_(hidden)
+
+        return run
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def choose(self, rows: SequenceOf[Row], checkpoints: Checkpoints) -> Bucket | None:
+        """The bucket of a step; `None`, counted under its reason, where it has to run eagerly."""
+        count = len(rows)
+        for index, row in enumerate(rows):
+            self._computed[index], self._prompt[index] = row.start, row.sequence.prompt_len
+        prefilling = prefilling_rows(self._computed, self._prompt, count)
+        lengths = pad_rows([row.count for row in rows], len(prefilling), 0)
+        _, prefills = split_rows(prefilling, self._computed, lengths)
+        tokens = sum(row.count for row in rows)
+        bucket = self.plan.choose(count, tokens, prefills)
+        if bucket is None:
+            self.eager["larger"] += 1
+        elif bucket.kind == "mixed" and not self._saves_fit(bucket, rows, checkpoints):
+            self.eager["checkpoints"] += 1
+            return None
+        return bucket
+
+    def _saves_fit(self, bucket: Bucket, rows: SequenceOf[Row], checkpoints: Checkpoints) -> bool:
+        if not checkpoints:
+            return True
+        inside = sum(position < row.end for row in rows for position, _ in checkpoints.get(row.sequence.arrival, ()))
+        buffers = self.buffers["mixed"]
+        room = buffers.fields["state_saves"].rows(bucket.size) if "state_saves" in buffers.fields else inside
+        return inside <= room
+
+    def run(self, bucket: Bucket, x_TD: Tensor, batch: Batch) -> Tensor:
+        """`[T, d]` of the batch's own tokens, before the final norm: a view, until the next replay of its kind."""
+        values = _decode_values(x_TD, batch) if bucket.kind == "decode" else _mixed_values(x_TD, batch)
+        self.buffers[bucket.kind].set_batch(bucket.size, values)
+        outputs = self._graphs[bucket].replay(self._inputs(bucket))
+        self.replays[bucket] += 1
+        self.padded_tokens += bucket.size - x_TD.shape[0]
+        return outputs["hidden"][: x_TD.shape[0]]
+
+    # -- looking in ----------------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, int]:
+        """Replays by bucket, eager steps by reason, and what there is of graphs."""
+        return {
+            **{f"replays_{bucket}": count for bucket, count in self.replays.items()},
+            **{f"eager_{reason}": count for reason, count in self.eager.items()},
+            "graphs_now": len(self._graphs),
+            "padded_tokens": self.padded_tokens,
+            "graph_bytes": self.buffer_bytes,
+        }
+
+    def check_integrity(self) -> None:
+        """`ReplayError` unless every size of the plan is captured and no two buffers lie in the same memory."""
+        wanted = {*map(str, capture_plan(self.options).buckets)}
+        found = {str(bucket) for bucket, graph in self._graphs.items() if graph.captured}
+        if wanted != found:
+            raise ReplayError(f"captured are {sorted(found)}, not {sorted(wanted)}")
+        named = [(f"{kind} {name}", t) for kind, of in self.buffers.items() for name, t in of.tensors.items()]
+        named += [(f"{kind} hidden", t) for kind, t in self.hidden.items()]
+        spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), n) for n, t in named if t.numel())
+        for (_, end, first), (begin, _, second) in zip(spans, spans[1:], strict=False):
+            if begin < end:
+                raise ReplayError(f"{first} and {second} share memory")
+
+    def close(self) -> None:
+        """Tears every graph down; idempotent."""
+        for graph in self._graphs.values():
+            graph.close()
+
+
+class Forward:
+    """All layers over a step, by replay where there is a graph for it."""
+
+    def __init__(
+        self, config: DecoderConfig, options: DecoderOptions, arena: Arena, model: HybridModel, builder: BatchBuilder
+    ) -> None:
+        self.model, self.builder = model, builder
+        self.graphs: DecoderGraphs | None = None
+        self._reason, self._eager = "off", 0
+        if options.graphs_on:
+            self._try_capture(config, options, arena)
+
+    def _try_capture(self, config: DecoderConfig, options: DecoderOptions, arena: Arena) -> None:
+        """Under `auto` a capture that fails leaves every step eager, under that reason; under `on` it is an error."""
+        try:
+            self.graphs = DecoderGraphs(config, options, arena, self.model)
+        except RuntimeError as error:
+            if options.graphs == "on":
+                raise
+            self._reason = "capture_failed"
+            log.warning("decoder graphs cannot be captured here; every step runs eagerly", exc_info=error)
+
+    def __call__(self, rows: SequenceOf[Row], images: Images, checkpoints: Checkpoints) -> tuple[Batch, Tensor]:
+        """The step's batch and its rows `[T, d]` before the final norm, which the next call may overwrite."""
+        bucket = None if self.graphs is None else self.graphs.choose(rows, checkpoints)
+        scan_all = bucket is not None and bucket.kind == "mixed"
+        batch = self.builder.build(rows, images, checkpoints, scan_all=scan_all)
+        x_TD = self.model.embed(batch)
+        if bucket is None or self.graphs is None:
+            self._eager += self.graphs is None
+            return batch, self.model.layers(x_TD, batch)
+        return batch, self.graphs.run(bucket, x_TD, batch)
+
+    def stats(self) -> dict[str, int]:
+        """Where there are no graphs, every step is an eager one for that reason."""
+        return {f"eager_{self._reason}": self._eager} if self.graphs is None else self.graphs.stats()
+
+    def close(self) -> None:
+        if self.graphs is not None:
+            self.graphs.close()
