@@ -58,6 +58,8 @@ class VisionConfig:
     video_target_num_patches: int = 1024
     """Patch grid that one video frame is resized towards."""
     video_maintain_aspect_ratio: bool = True
+    video_pruning_rate: float = 0.0
+    """Share of a clip's rows that are dropped after the tower."""
 
     def __post_init__(self) -> None:
         positive = (
@@ -79,6 +81,8 @@ class VisionConfig:
             raise ValueError(f"vision hidden_act {self.hidden_act!r} is none of {sorted(ACTIVATIONS)}")
         if self.video_temporal_patch_size is not None and self.video_temporal_patch_size < 2:
             raise ValueError(f"video_temporal_patch_size must be at least 2, got {self.video_temporal_patch_size}")
+        if not 0 <= self.video_pruning_rate < 1:
+            raise ValueError(f"video_pruning_rate must be at least 0 and below 1, got {self.video_pruning_rate}")
         if len(self.image_mean) != RGB or len(self.image_std) != RGB:
             raise ValueError(f"image_mean and image_std need {RGB} numbers, got {self.image_mean}, {self.image_std}")
         if min(self.image_std) <= 0:

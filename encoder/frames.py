@@ -8,6 +8,7 @@ optional extra `video`, which is imported when the first such clip arrives. Fram
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,12 @@ def open_video(data: bytes, limits: VideoLimits | None = None) -> Clip:
         raise VideoError(f"the video has {len(data)} bytes, more than the {limits.max_bytes} that are allowed")
     container = sniff_container(data)
     return _AvClip(data, limits, container) if container is not None else _PillowClip(data, limits)
+
+
+def video_formats() -> list[str]:
+    """What can be opened here, in alphabetical order."""
+    containers = ["MP4", "WEBM"] if importlib.util.find_spec("av") else []
+    return sorted(["APNG", "GIF", "WEBP", *containers])
 
 
 def sniff_container(data: bytes) -> str | None:

@@ -6,12 +6,33 @@ Shapes: H, W pixels; C = 3 channels; p the patch side; gh, gw the patch grid; T 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 
 from encoder.config import RGB, VisionConfig
+
+
+@dataclass
+class Stopwatch:
+    """Seconds that each stage of making patches took."""
+
+    seconds: Counter[str] = field(default_factory=Counter)
+    frames: int = 0
+    """Of clips."""
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] += time.perf_counter() - start  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -96,19 +117,25 @@ def image_grid(height: int, width: int, config: VisionConfig, *, max_patches: in
 
 
 def patchify(
-    image_HWC: torch.Tensor, config: VisionConfig, dtype: torch.dtype, *, max_patches: int | None = None
-) -> ImagePatches:
+    image_HWC: torch.Tensor, config: VisionConfig, dtype: torch.dtype, *, max_patches: int | None = None,
+    watch: Stopwatch | None = None,
+) -> ImagePatches:  # fmt: skip
     """Resize, normalise and cut one picture.
 
     `image_HWC`: `[H, W, 3]` uint8. The resize is bicubic with antialiasing in float32 on 0..255 and its overshoot is
     kept. Returns new memory, patches in `dtype`. Raises `ValueError` for another shape or dtype.
+    `watch` counts the stages.
     """
     if image_HWC.dim() != 3 or image_HWC.shape[2] != RGB or image_HWC.dtype != torch.uint8:
         raise ValueError(f"expected [H, W, 3] uint8 pixels, got {tuple(image_HWC.shape)} {image_HWC.dtype}")
     grid = image_grid(image_HWC.shape[0], image_HWC.shape[1], config, max_patches=max_patches)
     size = (grid[0] * config.patch_size, grid[1] * config.patch_size)
-    pixels_CHW = resize_pixels(image_HWC.permute(2, 0, 1)[None], size)[0]
-    return ImagePatches(grid, cut_patches(normalise(pixels_CHW, config), config.patch_size, dtype), config.merge_size)
+    watch = watch or Stopwatch()
+    with watch("resize"):
+        pixels_CHW = resize_pixels(image_HWC.permute(2, 0, 1)[None], size)[0]
+    with watch("patch"):
+        patches = cut_patches(normalise(pixels_CHW, config), config.patch_size, dtype)
+    return ImagePatches(grid, patches, config.merge_size)
 
 
 def resize_pixels(pixels_NCHW: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:

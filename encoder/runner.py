@@ -96,7 +96,7 @@ class EncoderRunner:
                 raise ValueError(f"graphs=on: {reason}")
             log.info("encoder graphs are off: %s", reason)
             no_graph = "host_reads"
-        video = options.videos and tower.video_projection is not None
+        video = options.videos and self.takes_video
         arena = None if no_graph else EncoderArena(tower, self.budgets, video=video)
         pictures, clips = (
             Lane(
@@ -112,6 +112,11 @@ class EncoderRunner:
         )
         self._arena_bytes = arena.bytes if arena is not None and (pictures.graphs or clips.graphs) else 0
         return pictures, clips
+
+    @property
+    def takes_video(self) -> bool:
+        """Whether the checkpoint has a projection for temporal patches."""
+        return self.tower.video_projection is not None
 
     # -- work -----------------------------------------------------------------------------------------------------
 
@@ -142,7 +147,7 @@ class EncoderRunner:
     def _check(self, index: int, item: EncoderItem, rows: Tensor) -> None:
         config = self.config
         video = isinstance(item, VideoPatches)
-        if video and self.tower.video_projection is None:
+        if video and not self.takes_video:
             raise ValueError(f"video {index}: this checkpoint has no projection for temporal patches")
         name = "video" if video else "image"
         try:

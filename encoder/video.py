@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from encoder.config import RGB, VisionConfig
-from encoder.preprocess import cut_patches, normalise, num_image_tokens, resize_pixels
+from encoder.preprocess import Stopwatch, cut_patches, normalise, num_image_tokens, resize_pixels
 from encoder.pruning import check_rate, retained_tokens
 
 
@@ -90,7 +90,7 @@ def video_tokens(num_frames: int, grid: tuple[int, int], config: VisionConfig, *
 
 def patchify_video(
     frames: Iterable[torch.Tensor], config: VisionConfig, dtype: torch.dtype, *, num_frames: int | None = None,
-    pruning_rate: float = 0.0,
+    pruning_rate: float = 0.0, watch: Stopwatch | None = None,
 ) -> VideoPatches:  # fmt: skip
     """Resize, normalise and cut a clip, one group of frames at a time.
 
@@ -104,6 +104,7 @@ def patchify_video(
         num_frames = len(frames)
     if num_frames < 1:
         raise ValueError(f"a clip needs a frame, got {num_frames}")
+    watch = watch or Stopwatch()
     grid, patches = (0, 0), torch.empty(0)
     first: tuple[int, ...] = ()
     index = -1
@@ -120,8 +121,11 @@ def patchify_video(
         if index >= num_frames:
             raise ValueError(f"frame {index} of a clip of {num_frames} frames")
         size = (grid[0] * config.patch_size, grid[1] * config.patch_size)
-        pixels_CHW = normalise(resize_pixels(frame_HWC.permute(2, 0, 1)[None], size)[0], config)
-        patches[index // together, :, index % together] = cut_patches(pixels_CHW, config.patch_size, dtype)
+        with watch("resize"):
+            pixels_CHW = resize_pixels(frame_HWC.permute(2, 0, 1)[None], size)[0]
+        with watch("patch"):
+            cut = cut_patches(normalise(pixels_CHW, config), config.patch_size, dtype)
+            patches[index // together, :, index % together] = cut
     if index + 1 != num_frames:
         raise ValueError(f"{index + 1} frames of a clip of {num_frames}")
     last = index % together

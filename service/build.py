@@ -48,7 +48,11 @@ def resolve_vision(options: EngineOptions, checkpoint: Checkpoint) -> VisionConf
     vision = checkpoint.config.vision
     if vision is None:
         return None
-    return replace(vision, max_model_len=min(vision.max_model_len, resolve_max_len(options, checkpoint)))
+    rate = vision.video_pruning_rate if options.video_pruning_rate is None else options.video_pruning_rate
+    if not 0 <= rate < 1:
+        raise ConfigError(f"video_pruning_rate: {rate:g} is not at least 0 and below 1; 0.5 drops half")
+    max_model_len = min(vision.max_model_len, resolve_max_len(options, checkpoint))
+    return replace(vision, max_model_len=max_model_len, video_pruning_rate=rate)
 
 
 def decoder_options(options: EngineOptions, checkpoint: Checkpoint) -> DecoderOptions:
@@ -73,6 +77,7 @@ def encoder_options(options: EngineOptions, checkpoint: Checkpoint) -> EncoderOp
         token_budgets=options.token_budgets or None,
         max_images=options.max_images,
         max_tokens_per_step=options.encoder_step_tokens,
+        videos=True,
     )
 
 
@@ -116,6 +121,7 @@ def build_engine(options: EngineOptions) -> Engine:
         max_image_tokens=handoff.max_tokens if handoff else 0,
         dtype=str(dtype).removeprefix("torch."),
         pixel_dtype=dtype,
+        takes_video=encoder is not None and encoder.takes_video,
     )
     log.info(
         "%s (%s, revision %s): %.1f M parameters on %s, up to %d requests of %d tokens",

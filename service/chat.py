@@ -17,6 +17,10 @@ from service.modelconfig import CheckpointError, read_json
 from service.tokenizer import literal
 
 
+class Marked(str):
+    """Text of ours, in which image tokens are meant as such: the words of a clip."""
+
+
 @dataclass(frozen=True)
 class Message:
     """One turn. `parts` is the content in order: text as str, None where a picture stands."""
@@ -53,7 +57,7 @@ class ChatTemplate:
         Text that spells an image token is marked as literal. Raises ValueError with the template's own words where it
         refuses the messages.
         """
-        pictures = sum(part is None for message in messages for part in message.parts)
+        pictures = sum(self._meant(part) for message in messages for part in message.parts)
         if pictures and self.image_token is None:
             raise ValueError(f"the messages hold {pictures} pictures and this model takes none")
         if self._template is None:
@@ -74,12 +78,19 @@ class ChatTemplate:
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
             raise ValueError(f"chat template: {error}") from None
 
+    def _meant(self, part: str | None) -> int:
+        """Image tokens that a part stands for."""
+        if part is None:
+            return 1
+        return part.count(self.image_token or "\0") if isinstance(part, Marked) else 0
+
     def _safe(self, text: str) -> str:
-        return literal(text, *([self.image_token] if self.image_token else []))
+        return text if isinstance(text, Marked) else literal(text, *([self.image_token] if self.image_token else []))
 
     def _literals(self, messages: Sequence[Message]) -> int:
         token = self.image_token or ""
-        return sum(part.count(token) for message in messages for part in message.parts if part is not None)
+        words = [part for message in messages for part in message.parts if part is not None]
+        return sum(part.count(token) for part in words if not isinstance(part, Marked))
 
     def _structured(self, message: Message) -> dict[str, Any]:
         if None not in message.parts:

@@ -69,6 +69,10 @@ class EngineOptions:
         None, "tokens between the boundaries of align and all; unset: the model's chunk", minimum=16
     )
     handoff_bytes: int = _option(256 * 2**20, "bytes of image embeddings, in flight and cached", minimum=1, size=True)
+    video_pruning_rate: float | None = _option(
+        None, "share of a video's tokens that are dropped after the encoder, the most redundant ones (0.5: half); "
+        "unset: the checkpoint's", minimum=0,
+    )  # fmt: skip
     graphs: str = _option(
         "auto",
         "graphs of encoder and decoder: on, off, or where they pay (a decoder's on a GPU, an encoder's where they win)",
@@ -109,6 +113,13 @@ class ServerOptions(EngineOptions):
     max_images_per_request: int = _option(16, "pictures of one request", minimum=0)
     max_image_bytes: int = _option(32 * 2**20, "encoded bytes of one picture", minimum=1, size=True)
     max_image_pixels: int = _option(64_000_000, "pixels of one picture", minimum=1, size=True)
+    max_videos_per_request: int = _option(4, "videos of one request", minimum=0)
+    max_video_bytes: int = _option(48 * 2**20, "encoded bytes of one video", minimum=1, size=True)
+    max_video_frames: int = _option(32, "frames of a video that are looked at, evenly spaced", minimum=1)
+    max_video_file_frames: int = _option(20_000, "frames in a video's file, looked at or not", minimum=1)
+    max_video_pixels: int = _option(
+        2**34, "pixels of one video: width x height x frames of what has to be decoded", minimum=1, size=True
+    )
     image_workers: int = _option(2, "threads that decode and resize pictures", minimum=1)
     media_dir: str | None = _option(None, "folder of uploaded pictures; unset: a temporary one")
     media_bytes: int = _option(2**30, "bytes of uploaded pictures, over all callers", minimum=0, size=True)

@@ -10,10 +10,11 @@ from google.protobuf import json_format
 
 from saccade.v1 import inference_pb2, model_pb2, types_pb2
 from service import errors
+from service.assets import ModelAssets
 from service.chat import Message
 from service.config import ServerOptions
 from service.engine import EngineInfo
-from service.frontend import MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_LENGTH, MAX_STOP_STRINGS, FrontLimits, ModelAssets
+from service.frontend import MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_LENGTH, MAX_STOP_STRINGS, FrontLimits
 from service.types import (
     ChatInput,
     Delta,
@@ -23,15 +24,19 @@ from service.types import (
     GenerateSpec,
     ImageSource,
     Logprob,
+    MediaSource,
     PictureInput,
     RawInput,
     Started,
     Tokenized,
     TokensInput,
     Usage,
+    VideoSource,
 )
 
 MAX_REQUEST_ID = 128
+MAX_FPS = 1000
+"""Labels give the length of a frame in whole milliseconds."""
 _ROLES = {
     types_pb2.ROLE_SYSTEM: "system",
     types_pb2.ROLE_USER: "user",
@@ -51,13 +56,13 @@ _SCALARS = (
 
 def spec_from_proto(request: inference_pb2.GenerateRequest) -> GenerateSpec:
     """Raises InvalidArgument with the path of the field that makes no sense."""
-    value, images = _input(request)
+    value, media = _input(request)
     sampling = request.sampling
     return GenerateSpec(
         request_id=_request_id(request.request_id),
         model=request.model,
         input=value,
-        images=images,
+        media=media,
         sampling=_sampling(sampling),
         stop=tuple(sampling.stop),
         n=sampling.n if sampling.HasField("n") else 1,
@@ -78,11 +83,11 @@ def spec_from_embed(request: inference_pb2.EmbedRequest) -> GenerateSpec:
     """The prompt or the picture, as a request for one token. Raises InvalidArgument as `spec_from_proto`."""
     value: ChatInput | RawInput | TokensInput | PictureInput = PictureInput()
     if request.WhichOneof("input") == "image":
-        images: tuple[ImageSource, ...] = (_image(request.image, "image"),)
+        media: tuple[MediaSource, ...] = (_image(request.image, "image"),)
     else:
-        value, images = _input(request)
+        value, media = _input(request)
     return GenerateSpec(
-        request_id=_request_id(request.request_id), model=request.model, input=value, images=images,
+        request_id=_request_id(request.request_id), model=request.model, input=value, media=media,
         sampling={"max_tokens": 1, "temperature": 0.0}, priority=request.priority,
     )  # fmt: skip
 
@@ -103,8 +108,8 @@ def embedded_to_proto(embedded: Embedded) -> inference_pb2.EmbedResponse:
 
 def spec_from_tokenize(request: inference_pb2.TokenizeRequest) -> GenerateSpec:
     """A request that only its prompt matters of. Raises InvalidArgument as `spec_from_proto`."""
-    value, images = _input(request)
-    return GenerateSpec(request_id="", model=request.model, input=value, images=images)
+    value, media = _input(request)
+    return GenerateSpec(request_id="", model=request.model, input=value, media=media)
 
 
 def chunking_from_proto(request: inference_pb2.StreamGenerateRequest) -> tuple[int | None, float | None]:
@@ -121,29 +126,30 @@ def chunking_from_proto(request: inference_pb2.StreamGenerateRequest) -> tuple[i
 def tokenized_to_proto(tokenized: Tokenized) -> inference_pb2.TokenizeResponse:
     return inference_pb2.TokenizeResponse(
         token_ids=tokenized.ids, prompt_tokens=tokenized.prompt_tokens, image_tokens=tokenized.image_tokens,
-        tokens_per_image=tokenized.tokens_per_image,
+        tokens_per_image=tokenized.tokens_per_image, video_tokens=tokenized.video_tokens,
+        tokens_per_video=tokenized.tokens_per_video,
     )  # fmt: skip
 
 
 def _input(
     request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest | inference_pb2.EmbedRequest,
-) -> tuple[ChatInput | RawInput | TokensInput, tuple[ImageSource, ...]]:
-    images: list[ImageSource] = []
+) -> tuple[ChatInput | RawInput | TokensInput, tuple[MediaSource, ...]]:
+    media: list[MediaSource] = []
     match request.WhichOneof("input"):
         case "chat":
-            value: ChatInput | RawInput | TokensInput = _chat(request.chat, images)
+            value: ChatInput | RawInput | TokensInput = _chat(request.chat, media)
         case "prompt":
-            value = _prompt(request.prompt, images)
+            value = _prompt(request.prompt, media)
         case "tokens":
-            images += [_image(image, f"tokens.images[{i}]") for i, image in enumerate(request.tokens.images)]
+            media += _media(request.tokens, "tokens")
             value = TokensInput(tuple(request.tokens.ids))
         case _:
             also = ", image" if isinstance(request, inference_pb2.EmbedRequest) else ""
             raise errors.InvalidArgument(f"one of chat, prompt, tokens{also} must be set", field="input")
-    return value, tuple(images)
+    return value, tuple(media)
 
 
-def _chat(chat: inference_pb2.ChatInput, images: list[ImageSource]) -> ChatInput:
+def _chat(chat: inference_pb2.ChatInput, media: list[MediaSource]) -> ChatInput:
     if not chat.messages:
         raise errors.InvalidArgument("chat.messages is empty", field="chat.messages")
     messages = []
@@ -161,20 +167,23 @@ def _chat(chat: inference_pb2.ChatInput, images: list[ImageSource]) -> ChatInput
                     parts.append(part.text)
                 case "image":
                     parts.append(None)
-                    images.append(_image(part.image, f"{path}.image"))
+                    media.append(_image(part.image, f"{path}.image"))
+                case "video":
+                    parts.append(None)
+                    media.append(_video(part.video, f"{path}.video"))
                 case _:
                     raise errors.InvalidArgument(f"{path} is empty", field=path)
         messages.append(Message(_ROLES[message.role], tuple(parts)))
     return ChatInput(tuple(messages), _template_arguments(chat.chat_template_kwargs))
 
 
-def _prompt(prompt: inference_pb2.PromptInput, images: list[ImageSource]) -> ChatInput | RawInput:
-    images += [_image(image, f"prompt.images[{i}]") for i, image in enumerate(prompt.images)]
+def _prompt(prompt: inference_pb2.PromptInput, media: list[MediaSource]) -> ChatInput | RawInput:
+    media += _media(prompt, "prompt")
     if prompt.raw:
         if prompt.chat_template_kwargs.fields:
             raise errors.InvalidArgument("raw text passes no chat template", field="prompt.chat_template_kwargs")
         return RawInput(prompt.text)
-    parts = (*[None] * len(images), prompt.text)
+    parts = (*[None] * len(media), prompt.text)
     return ChatInput((Message("user", parts),), _template_arguments(prompt.chat_template_kwargs))
 
 
@@ -197,6 +206,34 @@ def _image(image: types_pb2.Image, path: str) -> ImageSource:
     raise errors.InvalidArgument(f"{path} has no source", field=path)
 
 
+def _media(holder: inference_pb2.PromptInput | inference_pb2.TokensInput, path: str) -> list[MediaSource]:
+    images = [_image(image, f"{path}.images[{i}]") for i, image in enumerate(holder.images)]
+    return [*images, *(_video(video, f"{path}.videos[{i}]") for i, video in enumerate(holder.videos))]
+
+
+def _video(video: types_pb2.Video, path: str) -> VideoSource:
+    most = video.max_frames if video.HasField("max_frames") else None
+    match video.WhichOneof("source"):
+        case "data":
+            return VideoSource(video.data, path, max_frames=most)
+        case "uri":
+            return VideoSource(b"", path, uri=video.uri, max_frames=most)
+        case "media_id":
+            return VideoSource(b"", path, media_id=video.media_id, max_frames=most)
+        case "frames":
+            frames = [_image(image, f"{path}.frames.images[{i}]") for i, image in enumerate(video.frames.images)]
+            if not frames:
+                raise errors.InvalidArgument(f"{path}.frames is empty", field=f"{path}.frames")
+            fps = video.frames.fps if video.frames.HasField("fps") else None
+            if fps is not None and not 0 < fps <= MAX_FPS:
+                raise errors.InvalidArgument(
+                    f"{path}.frames.fps is {fps:g}; it must be above 0 and at most {MAX_FPS}",
+                    field=f"{path}.frames.fps",
+                )
+            return VideoSource(b"", path, frames=tuple(frames), fps=fps, max_frames=most)
+    raise errors.InvalidArgument(f"{path} has no source", field=path)
+
+
 def _sampling(sampling: types_pb2.SamplingParams) -> dict[str, Any]:
     fields: Any = sampling
     values: dict[str, Any] = {name: getattr(fields, name) for name in _SCALARS if fields.HasField(name)}
@@ -213,6 +250,7 @@ def event_to_proto(event: Event) -> inference_pb2.StreamGenerateResponse:
             started = inference_pb2.Started(
                 request_id=event.request_id, prompt_tokens=event.prompt_tokens, image_tokens=event.image_tokens,
                 model=event.model, model_version=event.version, seed=event.seed,
+                video_tokens=event.video_tokens,
             )  # fmt: skip
             return inference_pb2.StreamGenerateResponse(started=started)
         case Delta():
@@ -243,7 +281,7 @@ def _logprob(value: Logprob) -> types_pb2.TokenLogprob:
 def _usage(usage: Usage) -> types_pb2.Usage:
     proto = types_pb2.Usage(
         prompt_tokens=usage.prompt_tokens, image_tokens=usage.image_tokens, cached_tokens=usage.cached_tokens,
-        completion_tokens=usage.completion_tokens,
+        completion_tokens=usage.completion_tokens, video_tokens=usage.video_tokens, video_frames=usage.video_frames,
     )  # fmt: skip
     proto.queue_time.FromMicroseconds(round(usage.queue_seconds * 1e6))
     proto.time_to_first_token.FromMicroseconds(round(usage.first_token_seconds * 1e6))
@@ -297,6 +335,7 @@ def model_to_proto(
 
     vision = assets.vision
     modalities = [model_pb2.MODALITY_TEXT] + ([model_pb2.MODALITY_IMAGE] if vision else [])
+    modalities += [model_pb2.MODALITY_VIDEO] if info.takes_video else []
     defaults = types_pb2.SamplingParams()
     for name, value in assets.sampling_defaults.items():
         setattr(defaults, name, value)
@@ -316,8 +355,8 @@ def model_to_proto(
             context_length=info.max_len,
             max_message_bytes=options.max_message_bytes if options else 0,
             max_images=limits.max_images if vision else 0,
-            max_image_bytes=limits.image.max_bytes,
-            max_image_pixels=limits.image.max_pixels,
+            max_image_bytes=limits.media.image.max_bytes,
+            max_image_pixels=limits.media.image.max_pixels,
             min_image_tokens=vision.min_image_tokens if vision else 0,
             max_image_tokens=min(vision.max_image_tokens, info.max_image_tokens) if vision else 0,
             image_formats=sorted(FORMATS) if vision else [],
@@ -325,5 +364,22 @@ def model_to_proto(
             max_logprobs=MAX_LOGPROBS,
             max_stop_strings=MAX_STOP_STRINGS,
             max_stop_string_length=MAX_STOP_LENGTH,
+            **_video_limits(limits, info),
         ),
     )
+
+
+def _video_limits(limits: FrontLimits, info: EngineInfo) -> dict[str, Any]:
+    from encoder.frames import video_formats
+
+    if not info.takes_video:
+        return {}
+    video = limits.media.video
+    return {
+        "max_videos": limits.max_videos,
+        "max_video_bytes": video.max_bytes,
+        "max_video_frames": limits.media.video_frames,
+        "max_video_file_frames": video.max_frames,
+        "max_video_pixels": video.max_total_pixels,
+        "video_formats": video_formats(),
+    }

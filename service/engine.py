@@ -105,6 +105,7 @@ class EngineInfo:
     """Of one picture, by the handoff bound. 0: the model takes no pictures."""
     dtype: str
     pixel_dtype: torch.dtype
+    takes_video: bool = False
 
 
 EventSink = Callable[[list[EngineEvent]], None]

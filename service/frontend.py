@@ -1,6 +1,6 @@
 """The front's work on a request: text to ids, pictures to patches, ids to text, and a watch over what the engine holds.
 
-    prepare    messages -> prompt ids with one image token per picture; pictures decoded and patched in a pool
+    prepare    pictures and clips decoded and patched in a pool; messages -> prompt ids with room for their rows
     submit     one engine request for each sample; from here on the engine holds resources
     relay      engine events -> deltas: detokenise, match stop strings, count
     finally    whatever is not finished is aborted
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hashlib
 import logging
 import secrets
 import time
@@ -24,15 +23,13 @@ from itertools import count
 from typing import Any, TypeVar
 
 from decoder.sampling import SamplingParams
-from encoder.config import VisionConfig
-from encoder.images import ImageError, ImageLimits, decode_image
-from encoder.preprocess import ImagePatches, patchify
 from service import errors
-from service.chat import ChatTemplate, load_template
+from service.assets import ModelAssets
 from service.engine import EngineEvent, EngineHandle, EngineImage, EngineInfo, EngineRequest
-from service.modelconfig import ModelConfig
+from service.pictures import LocalDecoder, MediaLimits, Prepared, Preparer
+from service.prompts import Prompt, check_room, read, widen
 from service.stops import StopMatcher
-from service.tokenizer import Detokenizer, Tokenizer, literal
+from service.tokenizer import Detokenizer, Tokenizer
 from service.types import (
     ChatInput,
     Delta,
@@ -42,12 +39,14 @@ from service.types import (
     GenerateSpec,
     ImageSource,
     Logprob,
+    MediaSource,
     PictureInput,
     RawInput,
     Started,
     Tokenized,
-    TokensInput,
     Usage,
+    VideoSource,
+    files,
 )
 
 log = logging.getLogger(__name__)
@@ -67,58 +66,10 @@ class FrontLimits:
 
     max_queue: int = 1024
     max_images: int = 16
-    image: ImageLimits = field(default_factory=ImageLimits)
+    max_videos: int = 4
+    media: MediaLimits = field(default_factory=MediaLimits)
     max_answer_bytes: int = 2**31 - 1
     """Of one message."""
-
-
-class ModelAssets:
-    """What the front needs of a model besides the engine: tokenizer, chat template, image rule, sampling defaults."""
-
-    def __init__(self, config: ModelConfig, vision: VisionConfig | None) -> None:
-        self.config, self.vision = config, vision
-        file = config.path / "tokenizer.json"
-        self.tokenizer = Tokenizer(file) if file.exists() else None
-        self.image_token_id = config.image_token_id if vision is not None else None
-        self.image_token: str | None = None
-        if self.tokenizer is not None and self.image_token_id is not None:
-            self.image_token = self.tokenizer.token(self.image_token_id)
-        self.template: ChatTemplate = load_template(config.path, image_token=self.image_token)
-        self.sampling_defaults = sampling_defaults(config)
-
-    def wrap_pictures(self, ids: list[int]) -> list[int]:
-        """Puts `<img>` and `</img>` around image tokens that stand bare, where the vocabulary has that pair: the
-        released processor adds them after the template."""
-        if self.tokenizer is None or self.image_token_id not in ids:
-            return ids
-        start, end = self.tokenizer.token_id("<img>"), self.tokenizer.token_id("</img>")
-        if start is None or end is None or (start in ids and end in ids):
-            return ids
-        return [x for i in ids for x in ((start, i, end) if i == self.image_token_id else (i,))]
-
-
-def sampling_defaults(config: ModelConfig) -> dict[str, Any]:
-    """Sampling fields that `generation_config.json` sets. `do_sample: false` means greedy."""
-    source = config.generation
-    defaults: dict[str, Any] = {}
-    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
-        if source.get(name) is not None:
-            defaults[name] = source[name]
-    if source.get("max_new_tokens") is not None:
-        defaults["max_tokens"] = int(source["max_new_tokens"])
-    if source.get("do_sample") is False:
-        defaults["temperature"] = 0.0
-    return defaults
-
-
-@dataclass(frozen=True)
-class _Prompt:
-    ids: list[int]
-    images: tuple[EngineImage, ...]
-
-    @property
-    def image_tokens(self) -> int:
-        return sum(image.patches.tokens for image in self.images)
 
 
 Resolver = Callable[[GenerateSpec, bytes], Awaitable[GenerateSpec]]
@@ -127,11 +78,13 @@ Resolver = Callable[[GenerateSpec, bytes], Awaitable[GenerateSpec]]
 
 async def no_references(spec: GenerateSpec, salt: bytes) -> GenerateSpec:
     """The resolver where there is nothing to fetch from. Raises StatusError."""
-    for image in spec.images:
-        if image.media_id is not None:
-            raise errors.NotFound(f"{image.field}: no uploaded media {image.media_id!r}", field=image.field)
-        if image.uri is not None:
-            raise errors.InvalidArgument(f"{image.field}: URLs are not fetched here; send the bytes", field=image.field)
+    for source in files(spec.media):
+        if source.media_id is not None:
+            raise errors.NotFound(f"{source.field}: no uploaded media {source.media_id!r}", field=source.field)
+        if source.uri is not None:
+            raise errors.InvalidArgument(
+                f"{source.field}: URLs are not fetched here; send the bytes", field=source.field
+            )
     return spec
 
 
@@ -195,8 +148,10 @@ class Frontend:
         self.idle.set()
         self._numbers = count()
         self._loop: asyncio.AbstractEventLoop | None = None
-        fingerprint = f"{engine.info.revision}|{engine.info.dtype}|{assets.vision}"
-        self._image_salt = hashlib.sha256(fingerprint.encode()).digest()
+        info = engine.info
+        self._preparer = None if assets.vision is None else Preparer(
+            LocalDecoder(limits.media), assets.vision, info.pixel_dtype, limits.media, info.revision
+        )  # fmt: skip
 
     def start(self) -> None:
         """Binds to the running event loop and starts the engine's delivery."""
@@ -223,11 +178,9 @@ class Frontend:
     async def tokenize(self, spec: GenerateSpec, *, salt: bytes = b"") -> Tokenized:
         """What `stream` would make of the prompt. Raises StatusError."""
         prompt = await self._prepare(spec, salt)
-        ids, previous = [], 0
-        for image in prompt.images:
-            ids += prompt.ids[previous : image.start + 1]
-            previous = image.start + image.patches.tokens
-        return Tokenized((*ids, *prompt.ids[previous:]), tuple(image.patches.tokens for image in prompt.images))
+        return Tokenized(
+            prompt.narrow_ids, len(prompt.ids), prompt.tokens_per_image, prompt.tokens_per_video
+        )  # fmt: skip
 
     async def stream(self, spec: GenerateSpec, *, salt: bytes = b"") -> AsyncGenerator[Event, None]:
         """Started, Deltas and one Finished per sample. Closing the iterator aborts what is left. Raises StatusError."""
@@ -302,125 +255,48 @@ class Frontend:
     async def _in_pool(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, functools.partial(function, *arguments))
 
-    async def _prepare(self, spec: GenerateSpec, salt: bytes) -> _Prompt:
+    async def _prepare(self, spec: GenerateSpec, salt: bytes) -> Prompt:
         if spec.model not in ("", self.assets.config.name):
             raise errors.NotFound(
                 f"no model {spec.model!r}; this server has {self.assets.config.name!r}", field="model"
             )
         _check_counts(spec, self.limits)
-        if any(image.elsewhere for image in spec.images):
+        self._check_media(spec)
+        if any(source.elsewhere for source in spec.media):
             spec = await self.resolve(spec, salt)
-        if spec.images and self.assets.vision is None:
-            raise errors.FailedPrecondition(f"{self.assets.config.name} takes no images", field=spec.images[0].field)
-        images = [self._in_pool(self._decode, image) for image in spec.images]
-        patches: list[ImagePatches] = list(await asyncio.gather(*images))
+        media = await asyncio.gather(*[self._in_pool(self._prepare_one, source, salt) for source in spec.media])
         if isinstance(spec.input, PictureInput):
-            return self._picture(spec, patches[0], salt)
-        ids = await self._in_pool(self._ids, spec) if _characters(spec) > _POOL_TEXT else self._ids(spec)
-        return self._widen(ids, spec, patches, salt)
+            return self._picture(spec, media[0])
+        reading = functools.partial(read, spec, media, self.assets)
+        ids = await self._in_pool(reading) if _characters(spec) > _POOL_TEXT else reading()
+        return widen(ids, media, len(spec.continued), self.assets, self.engine.info)
 
-    def _decode(self, source: ImageSource) -> ImagePatches:
-        vision = self.assets.vision
-        assert vision is not None
-        try:
-            return patchify(decode_image(source.data, self.limits.image), vision, self.engine.info.pixel_dtype)
-        except ImageError as error:
-            raise errors.InvalidArgument(
-                f"{source.field}: {error}", reason="IMAGE_DECODE_FAILED", field=source.field
-            ) from error
-        except ValueError as error:
-            raise errors.InvalidArgument(f"{source.field}: {error}", field=source.field) from error
+    def _check_media(self, spec: GenerateSpec) -> None:
+        """Whether the model takes what the request holds. Raises FailedPrecondition."""
+        if spec.media and self._preparer is None:
+            raise errors.FailedPrecondition(f"{self.assets.config.name} takes no images", field=spec.media[0].field)
+        clips = [source.field for source in spec.media if isinstance(source, VideoSource)]
+        if clips and not self.engine.info.takes_video:
+            raise errors.FailedPrecondition(f"{self.assets.config.name} takes no videos", field=clips[0])
 
-    def _ids(self, spec: GenerateSpec) -> list[int]:
-        """Prompt ids with one image token id for each picture."""
-        if isinstance(spec.input, TokensInput):
-            vocabulary = self.assets.config.decoder.vocab_size
-            if bad := [i for i in spec.input.ids if i >= vocabulary]:
-                raise errors.InvalidArgument(
-                    f"token id {bad[0]} is not below the vocabulary size of {vocabulary}", field="tokens.ids"
-                )
-            return list(spec.input.ids)
-        tokenizer = self.assets.tokenizer
-        if tokenizer is None:
-            raise errors.FailedPrecondition(
-                f"{self.assets.config.name} has no tokenizer: send token ids", field="input"
-            )
-        if isinstance(spec.input, RawInput):
-            return self._raw_ids(spec.input.text, len(spec.images), tokenizer)
-        assert isinstance(spec.input, ChatInput)
-        try:
-            text = self.assets.template.render(spec.input.messages, spec.input.template_arguments)
-        except ValueError as error:
-            raise errors.InvalidArgument(str(error), field="chat") from None
-        return self.assets.wrap_pictures(tokenizer.encode(text))
+    def _prepare_one(self, source: MediaSource, salt: bytes) -> Prepared:
+        assert self._preparer is not None
+        return self._preparer.prepare(source, salt)
 
-    def _raw_ids(self, text: str, pictures: int, tokenizer: Tokenizer) -> list[int]:
-        """Raw text may hold image tokens of its own; where it holds none, the pictures come first."""
-        token, picture = self.assets.image_token, self.assets.image_token_id
-        if token is None or picture is None:
-            return tokenizer.encode(literal(text))
-        if pictures == 0:
-            return tokenizer.encode(literal(text, token))
-        ids = tokenizer.encode(literal(text))
-        return ids if picture in ids else self.assets.wrap_pictures([picture] * pictures) + ids
-
-    def _widen(self, ids: list[int], spec: GenerateSpec, patches: list[ImagePatches], salt: bytes) -> _Prompt:
-        """Each image token id becomes as many as its picture has tokens."""
-        places = [i for i, token in enumerate(ids) if token == self.assets.image_token_id]
-        if len(places) != len(patches):
-            raise errors.InvalidArgument(
-                f"the prompt holds {len(places)} image tokens (id {self.assets.image_token_id}) for {len(patches)} "
-                "images",
-                field="input",
-            )
-        widened: list[int] = []
-        images: list[EngineImage] = []
-        previous = 0
-        for place, image, source in zip(places, patches, spec.images, strict=True):
-            self._check_room(source, image)
-            widened += ids[previous:place]
-            images.append(EngineImage(len(widened), self._image_key(source.data, salt), image))
-            widened += [ids[place]] * image.tokens
-            previous = place + 1
-        widened += ids[previous:]
-        if not widened:
-            raise errors.InvalidArgument("the prompt is empty", field="input")
-        limit = self.engine.info.max_len
-        if len(widened) + len(spec.continued) >= limit:
-            raise errors.InvalidArgument(
-                f"the prompt takes {len(widened)} tokens with its images; the context holds {limit}, answer included",
-                reason="CONTEXT_LENGTH_EXCEEDED", field="input",
-                metadata={"limit": str(limit), "got": str(len(widened))},
-            )  # fmt: skip
-        return _Prompt(widened, tuple(images))
-
-    def _picture(self, spec: GenerateSpec, image: ImagePatches, salt: bytes) -> _Prompt:
+    def _picture(self, spec: GenerateSpec, item: Prepared) -> Prompt:
         """A picture without a prompt, held against what its rows take in the handoff and in a message."""
-        (source,) = spec.images
-        self._check_room(source, image)
-        size = image.tokens * self.assets.config.decoder.hidden_size * 4
+        check_room(item, self.engine.info)
+        tokens = item.item.tokens
+        size = tokens * self.assets.config.decoder.hidden_size * 4
         if size > self.limits.max_answer_bytes:
             raise errors.InvalidArgument(
-                f"{source.field} has {size} bytes of embeddings, and a message of this server "
-                f"{self.limits.max_answer_bytes}", field=source.field, reason="IMAGE_TOO_LARGE",
+                f"{item.field} has {size} bytes of embeddings, and a message of this server "
+                f"{self.limits.max_answer_bytes}", field=item.field, reason="IMAGE_TOO_LARGE",
             )  # fmt: skip
-        key = self._image_key(source.data, salt)
-        return _Prompt([self.assets.image_token_id or 0] * image.tokens, (EngineImage(0, key, image),))
+        ids = [self.assets.image_token_id or 0] * tokens
+        return Prompt(ids, (EngineImage(0, item.key, item.item),), tuple(ids[:1]))
 
-    def _check_room(self, source: ImageSource, image: ImagePatches) -> None:
-        if image.tokens > self.engine.info.max_image_tokens:
-            raise errors.InvalidArgument(
-                f"{source.field} takes {image.tokens} tokens and the server's handoff holds "
-                f"{self.engine.info.max_image_tokens}", field=source.field, reason="IMAGE_TOO_LARGE",
-            )  # fmt: skip
-
-    def _image_key(self, data: bytes, salt: bytes) -> bytes:
-        """Content key: tenant, model revision and preprocessing, picture."""
-        return hashlib.sha256(
-            self._image_salt + len(salt).to_bytes(4, "big") + salt + hashlib.sha256(data).digest()
-        ).digest()
-
-    def _sampling(self, spec: GenerateSpec, prompt: _Prompt, seed: int) -> SamplingParams:
+    def _sampling(self, spec: GenerateSpec, prompt: Prompt, seed: int) -> SamplingParams:
         values = {**self.assets.sampling_defaults, **spec.sampling, "seed": seed}
         vocabulary = self.assets.config.decoder.vocab_size
         for name in ("logit_bias", "stop_token_ids"):
@@ -447,12 +323,13 @@ class Frontend:
     # -- run -----------------------------------------------------------------------------------------------------------
 
     async def _run(
-        self, spec: GenerateSpec, prompt: _Prompt, params: SamplingParams, salt: bytes, arrived: float, call: _Call
+        self, spec: GenerateSpec, prompt: Prompt, params: SamplingParams, salt: bytes, arrived: float, call: _Call
     ) -> AsyncGenerator[Event, None]:
         info: EngineInfo = self.engine.info
         yield_started = Started(
-            spec.request_id, len(prompt.ids), prompt.image_tokens, info.model, info.revision, params.seed
-        )
+            spec.request_id, len(prompt.ids), prompt.image_tokens, info.model, info.revision, params.seed,
+            prompt.video_tokens,
+        )  # fmt: skip
         states = [_SampleState(self.assets.tokenizer, spec.stop, params.min_tokens) for _ in range(spec.n)]
         queue = call.queue
         names = [f"{next(self._numbers)}:{spec.request_id}" for _ in range(spec.n)]
@@ -463,8 +340,9 @@ class Frontend:
             state = states[index]
             state.done = True
             usage = Usage(
-                len(prompt.ids), prompt.image_tokens, state.cached_tokens, state.tokens, clock.queue, clock.first_token
-            )
+                len(prompt.ids), prompt.image_tokens, state.cached_tokens, state.tokens, clock.queue, clock.first_token,
+                prompt.video_tokens, prompt.frames,
+            )  # fmt: skip
             return Finished(index, reason, usage, state.stop_string, stop_token)
 
         for token in spec.continued:  # shown before: only the state that follows from it matters
@@ -618,7 +496,8 @@ def _check_counts(spec: GenerateSpec, limits: FrontLimits) -> None:
     bounds = (
         ("sampling.n", spec.n, 1, MAX_SAMPLES),
         ("sampling.logprobs", spec.sampling.get("logprobs"), 0, MAX_LOGPROBS),
-        ("images", len(spec.images), 0, limits.max_images),
+        ("images", sum(isinstance(source, ImageSource) for source in spec.media), 0, limits.max_images),
+        ("videos", sum(isinstance(source, VideoSource) for source in spec.media), 0, limits.max_videos),
         ("sampling.stop", len(spec.stop), 0, MAX_STOP_STRINGS),
     )
     for name, value, low, high in bounds:

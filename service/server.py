@@ -19,6 +19,7 @@ from pathlib import Path
 
 import grpc
 
+from encoder.frames import VideoLimits
 from encoder.images import ImageLimits
 from saccade.v1 import (
     admin_pb2_grpc,
@@ -28,18 +29,20 @@ from saccade.v1 import (
 )
 from service import convert, kserve
 from service.admin import AdminServicer
+from service.assets import ModelAssets
 from service.auth import Guard, watch_keys
 from service.build import resolve_vision
 from service.calls import AccessLog, Calls
 from service.checkpoint import open_checkpoint
 from service.config import ConfigError, ServerOptions
 from service.engine import EngineHandle
-from service.frontend import Frontend, FrontLimits, ModelAssets
+from service.frontend import Frontend, FrontLimits
 from service.interceptor import FrontDoor
 from service.kserve import KServeServicer
 from service.limits import ByteBudget
 from service.media import Spool
 from service.metrics import Metrics
+from service.pictures import MediaLimits
 from service.servicer import InferenceServicer, MediaServicer, ModelServicer, media_resolver
 from service.supervisor import SupervisedEngine
 from service.tls import server_credentials
@@ -67,7 +70,7 @@ class Server:
         )  # fmt: skip
         self._door = FrontDoor(self._guard, self.budget, self.metrics, access, stall_timeout=options.stall_timeout)
         self._ends = contextlib.ExitStack()
-        self.spool = self._open_spool(limits.image)
+        self.spool = self._open_spool(limits.media.image)
         self.frontend.resolve = media_resolver(self.spool)
         self._draining = False
         self._server: grpc.aio.Server | None = None
@@ -170,8 +173,12 @@ def _version() -> str:
 
 def front_limits(options: ServerOptions) -> FrontLimits:
     image = ImageLimits(max_bytes=options.max_image_bytes, max_pixels=options.max_image_pixels)
+    video = VideoLimits(
+        options.max_video_bytes, options.max_video_file_frames, options.max_image_pixels, options.max_video_pixels
+    )
     return FrontLimits(
-        max_queue=options.max_queue, max_images=options.max_images_per_request, image=image,
+        max_queue=options.max_queue, max_images=options.max_images_per_request,
+        max_videos=options.max_videos_per_request, media=MediaLimits(image, video, options.max_video_frames),
         max_answer_bytes=options.max_message_bytes,
     )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -20,7 +20,7 @@ from service import convert, errors
 from service.calls import Calls, current_call
 from service.coalesce import coalesce
 from service.media import Media, Spool, tenant_folder
-from service.types import Event, GenerateSpec, ImageSource
+from service.types import Event, GenerateSpec, MediaSource, VideoSource
 
 Context: TypeAlias = Any
 """`grpc.aio.ServicerContext`, which ships no type information."""
@@ -144,30 +144,31 @@ def _media_to_proto(media: Media) -> media_pb2.Media:
 
 
 def media_resolver(
-    spool: Spool, fetch: Callable[[ImageSource], Any] | None = None
+    spool: Spool, fetch: Callable[[MediaSource], Awaitable[bytes]] | None = None
 ) -> Callable[[GenerateSpec, bytes], Any]:
     """What `Frontend.resolve` is on a server: media ids are read from the spool, URLs are `fetch`ed where that is
     allowed."""
 
-    async def one(image: ImageSource, tenant: str) -> ImageSource:
+    async def one(source: MediaSource, tenant: str) -> Any:
+        if isinstance(source, VideoSource) and source.frames:
+            return replace(source, frames=tuple([await one(frame, tenant) for frame in source.frames]))
         try:
-            if image.media_id is not None:
-                data = await asyncio.to_thread(spool.read, tenant, image.media_id)
-                return ImageSource(data, image.field)
+            if source.media_id is not None:
+                data = await asyncio.to_thread(spool.read, tenant, source.media_id)
+                return replace(source, data=data, media_id=None)
         except errors.NotFound as error:
-            raise errors.NotFound(f"{image.field}: {error}", field=image.field, reason=error.reason) from None
-        if image.uri is not None:
+            raise errors.NotFound(f"{source.field}: {error}", field=source.field, reason=error.reason) from None
+        if source.uri is not None:
             if fetch is None:
                 raise errors.PermissionDenied(
-                    f"{image.field}: this server fetches no URLs; send the bytes or upload them",
-                    field=image.field, reason="MEDIA_HOST_DENIED",
+                    f"{source.field}: this server fetches no URLs; send the bytes or upload them",
+                    field=source.field, reason="MEDIA_HOST_DENIED",
                 )  # fmt: skip
-            fetched: ImageSource = await fetch(image)
-            return fetched
-        return image
+            return replace(source, data=await fetch(source), uri=None)
+        return source
 
     async def resolve(spec: GenerateSpec, salt: bytes) -> GenerateSpec:
         tenant = tenant_folder(salt)
-        return replace(spec, images=tuple([await one(image, tenant) for image in spec.images]))
+        return replace(spec, media=tuple([await one(source, tenant) for source in spec.media]))
 
     return resolve

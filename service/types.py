@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -27,8 +27,37 @@ class ImageSource:
 
 
 @dataclass(frozen=True)
+class VideoSource:
+    """One clip: the encoded bytes of a file or where they can be had, or its frames."""
+
+    data: bytes
+    field: str
+    media_id: str | None = None
+    uri: str | None = None
+    frames: tuple[ImageSource, ...] = ()
+    fps: float | None = None
+    """Of `frames`."""
+    max_frames: int | None = None
+    """Frames to look at; None: as many as the server does."""
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether bytes have still to be fetched."""
+        return self.media_id is not None or self.uri is not None or any(frame.elsewhere for frame in self.frames)
+
+
+MediaSource = ImageSource | VideoSource
+
+
+def files(media: Iterable[MediaSource]) -> Iterator[MediaSource]:
+    """Each file of pictures and clips: a clip's own, or those of its frames."""
+    for source in media:
+        yield from source.frames if isinstance(source, VideoSource) and source.frames else (source,)
+
+
+@dataclass(frozen=True)
 class ChatInput:
-    """Messages in which None stands for the next of `images`."""
+    """Messages in which None stands for the next of the request's pictures and clips."""
 
     messages: tuple[Message, ...]
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -43,7 +72,8 @@ class RawInput:
 
 @dataclass(frozen=True)
 class TokensInput:
-    """Ids that are taken as they are, one image token id for each picture."""
+    """Ids that are taken as they are, one image token id for each picture; for a clip one, or one for each of its
+    temporal patches."""
 
     ids: tuple[int, ...]
 
@@ -55,7 +85,8 @@ class GenerateSpec:
     request_id: str
     model: str
     input: ChatInput | RawInput | TokensInput | PictureInput
-    images: tuple[ImageSource, ...] = ()
+    media: tuple[MediaSource, ...] = ()
+    """Pictures and clips in the order of the prompt."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     n: int = 1
@@ -65,23 +96,26 @@ class GenerateSpec:
 
 @dataclass(frozen=True)
 class Tokenized:
-    """What a prompt becomes: ids with one image token id per picture, and how many tokens each picture takes."""
+    """What a prompt becomes: ids with one image token id per picture and per temporal patch, and how many tokens each
+    picture and each clip takes."""
 
     ids: tuple[int, ...]
+    prompt_tokens: int
     tokens_per_image: tuple[int, ...]
+    tokens_per_video: tuple[int, ...]
 
     @property
     def image_tokens(self) -> int:
         return sum(self.tokens_per_image)
 
     @property
-    def prompt_tokens(self) -> int:
-        return len(self.ids) - len(self.tokens_per_image) + self.image_tokens
+    def video_tokens(self) -> int:
+        return sum(self.tokens_per_video)
 
 
 @dataclass(frozen=True)
 class PictureInput:
-    """The only one of `images`, without a prompt."""
+    """The request's only picture, without a prompt."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +150,8 @@ class Usage:
     completion_tokens: int
     queue_seconds: float
     first_token_seconds: float
+    video_tokens: int = 0
+    video_frames: int = 0
 
 
 @dataclass(frozen=True)
@@ -128,6 +164,7 @@ class Started:
     model: str
     version: str
     seed: int
+    video_tokens: int = 0
 
 
 @dataclass(frozen=True)
