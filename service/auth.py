@@ -5,7 +5,7 @@ A key file is TOML, one table for each key; it holds hashes, never keys:
     [[key]]
     name = "team-a"                  # the tenant: caches and media are shared within it and with nobody else
     sha256 = "9f86d0..."             # of the key; `python -m service.auth team-a` makes a pair
-    scopes = ["inference", "batch"]  # these two are the default; "admin" is the third
+    scopes = ["inference", "batch"]  # these two are the default; there are "admin" and "encoder" too
     requests_per_minute = 600        # optional, as are the next two
     tokens_per_minute = 100000
     bytes_per_minute = "1Gi"
@@ -30,9 +30,13 @@ from service.config import ConfigError, parse_size
 from service.limits import RateLimits
 from service.watch import Watched
 
-SCOPES = ("inference", "batch", "admin")
+SCOPES = ("inference", "batch", "admin", "encoder")
 DEFAULT_SCOPES = frozenset({"inference", "batch"})
-_SCOPE_OF_SERVICE = {"saccade.v1.AdminService": "admin", "saccade.v1.BatchService": "batch"}
+_SCOPE_OF_SERVICE = {
+    "saccade.v1.AdminService": "admin",
+    "saccade.v1.BatchService": "batch",
+    "saccade.v1.EncoderService": "encoder",
+}
 _FIELDS = {"name", "sha256", "scopes", *(f"{kind}_per_minute" for kind in RateLimits.KINDS)}
 
 
@@ -57,7 +61,7 @@ class Guard:
     def __init__(self, keys: Watched[dict[bytes, Tenant]] | None, *, admin: bool = False) -> None:
         """Without `keys` everybody is one tenant, with the admin scope if `admin` is set."""
         self._keys = keys
-        self._anyone = Tenant(scopes=DEFAULT_SCOPES | ({"admin"} if admin else frozenset()))
+        self._anyone = Tenant(scopes=DEFAULT_SCOPES | {"encoder"} | ({"admin"} if admin else frozenset()))
 
     def admit(self, method: str, metadata: Mapping[str, str | bytes]) -> Tenant:
         """Raises Unauthenticated, PermissionDenied, or ResourceExhausted where the key's requests are used up."""

@@ -17,9 +17,11 @@ from encoder.config import VisionConfig
 from encoder.runner import EncoderOptions, EncoderRunner
 from service.checkpoint import Checkpoint, Progress, open_checkpoint
 from service.config import ConfigError, EngineOptions
-from service.encoding import LocalEncoder
+from service.encoder_pool import EncoderPool
+from service.encoding import Encoding, LocalEncoder
 from service.engine import Engine, EngineInfo
 from service.handoff import Handoff
+from service.partner import Partner, partner_of
 
 log = logging.getLogger(__name__)
 
@@ -103,16 +105,19 @@ def build_engine(options: EngineOptions) -> Engine:
         decoder = DecoderRunner(
             checkpoint.config.decoder, decoder_options(options, checkpoint), checkpoint.decoder_weights(progress)
         )
-    handoff, encoding = None, None
+    handoff: Handoff | None = None
+    encoding: Encoding | None = None
     if vision is not None:
         check_handoff(options, vision, hidden, dtype)
-        with _progress("encoder") as progress:
-            encoder = EncoderRunner(vision, encoder_options(options, checkpoint), checkpoint.vision_weights(progress))
         handoff = Handoff(options.handoff_bytes, hidden, dtype, decoder.options.device)
-        encoding = LocalEncoder(
-            encoder, handoff, step_tokens=options.encoder_step_tokens or vision.max_image_tokens,
-            own_thread=torch.device(decoder.options.device).type != "cpu",
-        )  # fmt: skip
+        if options.role == "decoder":
+            encoding = connect_encoders(options, checkpoint, vision, handoff)
+        else:
+            encoding = local_encoder(options, checkpoint, vision, handoff)
+    elif options.role == "decoder":
+        raise ConfigError(
+            f"role: {checkpoint.config.name} takes no pictures, so there is nothing that encoders could do"
+        )
     info = EngineInfo(
         model=checkpoint.config.name,
         revision=checkpoint.revision,
@@ -121,7 +126,7 @@ def build_engine(options: EngineOptions) -> Engine:
         max_image_tokens=handoff.max_tokens if handoff else 0,
         dtype=str(dtype).removeprefix("torch."),
         pixel_dtype=dtype,
-        takes_video=encoder is not None and encoder.takes_video,
+        takes_video=vision is not None and checkpoint.has_video_projection,
     )
     log.info(
         "%s (%s, revision %s): %.1f M parameters on %s, up to %d requests of %d tokens",
@@ -129,6 +134,58 @@ def build_engine(options: EngineOptions) -> Engine:
         info.max_len,
     )  # fmt: skip
     return Engine(info, decoder, handoff, encoding)
+
+
+def local_encoder(
+    options: EngineOptions, checkpoint: Checkpoint, vision: VisionConfig, handoff: Handoff
+) -> LocalEncoder:
+    """The encoder in this process: on a CPU it takes turns with whoever built it, on a GPU it has a thread."""
+    with _progress("encoder") as progress:
+        runner = EncoderRunner(vision, encoder_options(options, checkpoint), checkpoint.vision_weights(progress))
+    on_gpu = torch.device(resolve_device(options)).type != "cpu"
+    return LocalEncoder(runner, handoff, step_tokens=step_tokens(options, vision), own_thread=on_gpu)
+
+
+def step_tokens(options: EngineOptions, vision: VisionConfig) -> int:
+    return options.encoder_step_tokens or vision.max_image_tokens
+
+
+def connect_encoders(
+    options: EngineOptions, checkpoint: Checkpoint, vision: VisionConfig, handoff: Handoff
+) -> EncoderPool:
+    """The encoders of `--encoders`. One that is not there yet is waited for later; raises PartnerRefused for one of
+    another model."""
+    from service.grpc_link import GrpcLink
+    from service.tls import channel_credentials
+
+    dtype = resolve_dtype(options, checkpoint)
+    partner = partner_of(checkpoint, vision, dtype)
+    patches = max(vision.max_num_patches, vision.min_num_patches)
+    credentials = channel_credentials(options)
+    links = [
+        GrpcLink(
+            address, partner, pixel_bytes=patches * vision.patch_dim * dtype.itemsize,
+            max_tokens=min(vision.max_image_tokens, handoff.max_tokens), credentials=credentials,
+            api_key=options.encoder_api_key,
+        )
+        for address in options.encoders
+    ]  # fmt: skip
+    return EncoderPool(handoff, links, lease=options.encoder_lease, step_tokens=step_tokens(options, vision))
+
+
+def build_encoder(options: EngineOptions) -> tuple[LocalEncoder, Handoff, Partner]:
+    """The encoder's half of a model, for `--role encoder`. Raises ConfigError or CheckpointError."""
+    torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
+    checkpoint = open_checkpoint(options.model)
+    dtype = resolve_dtype(options, checkpoint)
+    vision = resolve_vision(options, checkpoint)
+    if vision is None:
+        raise ConfigError(f"role: {checkpoint.config.name} takes no pictures, so there is nothing to encode")
+    hidden = checkpoint.config.decoder.hidden_size
+    check_handoff(options, vision, hidden, dtype)
+    # What is encoded leaves by the network: the rows are kept where that begins.
+    handoff = Handoff(options.handoff_bytes, hidden, dtype)
+    return local_encoder(options, checkpoint, vision, handoff), handoff, partner_of(checkpoint, vision, dtype)
 
 
 @contextlib.contextmanager

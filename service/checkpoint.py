@@ -143,6 +143,22 @@ class Checkpoint:
         vision = self.config.vision
         return self._stream(vision.expected_weights() if vision else {}, progress)
 
+    @property
+    def has_video_projection(self) -> bool:
+        """Whether the vision weights can take clips."""
+        return any("video_patch_projection" in name for name in self._plan)
+
+    def vision_digest(self) -> str:
+        """Digest over names, shapes and samples of the vision weights: what two hosts compare of them."""
+        digest = hashlib.sha256()
+        for name, tensor in self.vision_weights():
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+            content = tensor.contiguous().view(-1).view(torch.uint8)
+            for i in range(16):
+                start = len(content) * i // 16
+                digest.update(content[start : start + 4096].numpy().data)
+        return digest.hexdigest()[:16]
+
     def parameters(self) -> int:
         """Parameters of the served parts."""
         stored = {name for source in self._plan.values() for name in source.names}

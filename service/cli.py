@@ -33,6 +33,8 @@ def serve(argv: Sequence[str]) -> int:
     """`saccade serve [MODEL] [options]`"""
     parser = argparse.ArgumentParser("saccade serve", description="Serve a model over gRPC.")
     options = from_command_line(ServerOptions, parser, argv)
+    if options.role == "encoder":  # its maths is in this process; see service/engine_client.py
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     # The front's own maths (resizing pictures) must not start a thread team beside the engine's.
     import torch
 

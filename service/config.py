@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import re
 import tomllib
 import types
 import typing
@@ -87,6 +88,37 @@ class EngineOptions:
     encoder_step_tokens: int | None = _option(
         None, "image tokens the encoder takes on at a time; unset: the largest legal picture", minimum=1
     )
+    role: str = _option(
+        "all",
+        "all = pictures are encoded and answers generated here, encoder = pictures are encoded for others, decoder = "
+        "pictures are encoded by --encoders",
+        choices=("all", "encoder", "decoder"),
+    )
+    encoders: tuple[str, ...] = _option(
+        (), "with --role decoder: HOST:PORT of servers with --role encoder, with commas"
+    )
+    encoder_lease: float = _option(
+        30.0, "seconds that another process may take over a picture before it goes to the next one", minimum=0.001
+    )
+    encoder_ca: str | None = _option(
+        None, "PEM file of the authority that the encoders' certificates come from; unset: plain text"
+    )
+    encoder_cert: str | None = _option(None, "PEM file of the certificate that this server shows to encoders")
+    encoder_cert_key: str | None = _option(None, "PEM file of its private key")
+    encoder_api_key: str | None = _option(
+        None, "API key for the encoders, with the scope encoder; better set as SACCADE_ENCODER_API_KEY"
+    )
+
+    def __post_init__(self) -> None:
+        if self.role == "decoder" and not self.encoders:
+            raise ConfigError("encoders: --role decoder needs the encoders' addresses, such as 10.0.0.5:50051")
+        if self.role != "decoder" and self.encoders:
+            raise ConfigError(f"encoders: {','.join(self.encoders)} would not be used by --role {self.role}")
+        for address in self.encoders:
+            if not re.fullmatch(r".+:\d+", address):
+                raise ConfigError(f"encoders: {address!r} is not HOST:PORT")
+        if len(set(self.encoders)) < len(self.encoders):
+            raise ConfigError(f"encoders: an address is there twice in {','.join(self.encoders)}")
 
 
 @dataclass(frozen=True)
@@ -109,6 +141,12 @@ class ServerOptions(EngineOptions):
     max_message_bytes: int = _option(64 * 2**20, "largest request message", minimum=1024, size=True)
     max_inflight_bytes: int = _option(
         512 * 2**20, "bytes of the request messages of all calls in progress", minimum=1024, size=True
+    )
+    max_decoders: int = _option(
+        4, "with --role encoder: decoders at a time, which share --max-inflight-bytes for their pixels", minimum=1
+    )
+    sizes_file: str | None = _option(
+        None, "JSON file to which the sizes of encoded pictures are added at the end, for `saccade tune`"
     )
     max_images_per_request: int = _option(16, "pictures of one request", minimum=0)
     max_image_bytes: int = _option(32 * 2**20, "encoded bytes of one picture", minimum=1, size=True)
@@ -150,7 +188,7 @@ def parse_value(options: type, name: str, raw: Any) -> Any:
             value: Any = _parse_bool(raw)
         elif typing.get_origin(kind) is tuple:
             parts = raw if isinstance(raw, list | tuple) else [p for p in str(raw).split(",") if p.strip()]
-            value = tuple(int(p) for p in parts)
+            value = tuple(typing.get_args(kind)[0](p) for p in parts)
         elif spec.metadata["size"]:
             value = parse_size(raw)
         elif kind is int and isinstance(raw, float | bool):
@@ -188,7 +226,7 @@ def _describe(kind: Any, size: bool) -> str:
     if size:
         return "a number of bytes, such as 67108864 or 64Mi"
     if typing.get_origin(kind) is tuple:
-        return "a list of whole numbers, such as 64,256"
+        return "a list" if typing.get_args(kind)[0] is str else "a list of whole numbers, such as 64,256"
     return {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "text")
 
 

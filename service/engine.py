@@ -37,7 +37,7 @@ from service.placing import is_settled, place
 log = logging.getLogger(__name__)
 
 ErrorKind = Literal["invalid", "internal", "unavailable", "died"]
-Query = Literal["stats", "integrity", "flush"]
+Query = Literal["stats", "integrity", "flush", "histogram"]
 Embedding = Literal["hidden", "picture"]
 """Of a prompt: its last and its mean hidden state. Of a picture: its tokens, as the decoder reads them."""
 
@@ -125,7 +125,7 @@ class EngineHandle(Protocol):
 
     def abort(self, request_id: str) -> None: ...
 
-    def query(self, what: Query) -> Future[dict[str, Any]]: ...
+    def query(self, what: Query) -> Future[dict[Any, Any]]: ...
 
     def close(self) -> None: ...
 
@@ -163,16 +163,20 @@ class Engine:
         """Frees all that the request holds. No further event follows. Unknown ids are ignored."""
         self._command(lambda: self._abort(request_id))
 
-    def query(self, what: Query) -> Future[dict[str, Any]]:
+    def query(self, what: Query) -> Future[dict[Any, Any]]:
         """`stats`: counters of all parts. `integrity`: the same after checking every pool; idle ones must be empty.
-        `flush`: drops what is cached and not in use, states and embeddings; `freed_bytes` counts the embeddings."""
-        future: Future[dict[str, Any]] = Future()
+        `flush`: drops what is cached and not in use, states and embeddings; `freed_bytes` counts the embeddings.
+        `histogram`: image tokens -> pictures encoded."""
+        future: Future[dict[Any, Any]] = Future()
 
         def run() -> None:
             try:
                 if what == "flush":
                     self._decoder.flush_cache()
                     future.set_result({"freed_bytes": self._handoff.flush() if self._handoff else 0})
+                    return
+                if what == "histogram":
+                    future.set_result(self._encoding.histogram() if self._encoding else {})
                     return
                 if what == "integrity":
                     self._check_integrity()

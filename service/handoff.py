@@ -163,7 +163,7 @@ class Handoff:
     ) -> Lease:
         """A hold on the picture's rows: at once where they are cached, shared where they are in flight, else queued for
         the encoder. `deadline`: on the clock of the constructor. Raises ValueError for a picture larger than the whole
-        bound."""
+        bound, and for a key whose rows are of another number."""
         if image.tokens > self.max_tokens:
             raise ValueError(
                 f"the image takes {image.tokens} tokens ({image.tokens * self._row_bytes} bytes of embeddings), above "
@@ -176,6 +176,8 @@ class Handoff:
                 self._waiting.append(entry)
                 self.counters["misses"] += 1
                 self._reserve()
+            elif entry.tokens != image.tokens:
+                raise ValueError(f"the image takes {image.tokens} tokens, and {entry.tokens} under the same key")
             else:
                 self.counters["hits" if entry.state is EntryState.READY else "joins"] += 1
                 self._cached.pop(key, None)
@@ -260,6 +262,18 @@ class Handoff:
         """When the next lease of a writer runs out, on the clock of the constructor."""
         with self._lock:
             return min((e.expires for e in self._entries.values() if e.expires is not None), default=None)
+
+    def seconds_left(self, work: Work) -> float | None:
+        """Until the first of those who wait for it stops waiting; None: nobody says."""
+        with self._lock:
+            entry = self._entries.get(work.key)
+            deadline = entry.urgency.deadline if entry is not None else None
+        return None if deadline is None else deadline - self._clock()
+
+    def pending_tokens(self) -> int:
+        """Image tokens that are being encoded or wait for it."""
+        with self._lock:
+            return sum(e.tokens for e in self._entries.values() if e.state is not EntryState.READY)
 
     def unwanted(self) -> list[Work]:
         """What is being written and nobody waits for any more."""

@@ -133,6 +133,7 @@ def engine_metrics(stats: dict[str, Any]) -> Iterator[Metric]:
     flat |= {part: values for part, values in stats.items() if isinstance(values, dict)}
     for part, values in flat.items():
         grouped: dict[str, dict[str, float]] = {}
+        yield from _encoder_metrics(values.get("encoders", {}))
         for name, value in values.items():
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
@@ -148,3 +149,14 @@ def engine_metrics(stats: dict[str, Any]) -> Iterator[Metric]:
             for key, value in by_label.items():
                 family.add_metric([key], value)
             yield family
+
+
+def _encoder_metrics(encoders: dict[str, dict[str, float]]) -> Iterator[Metric]:
+    """What is known of each encoder elsewhere, labelled by its address."""
+    for name in next(iter(encoders.values()), {}):
+        kind = GaugeMetricFamily if _GAUGES.fullmatch(name) else CounterMetricFamily
+        words = name.removesuffix("_now").removesuffix("_total")
+        family = kind(f"saccade_encoders_{words}", f"each encoder's {words.replace('_', ' ')}", labels=["encoder"])
+        for encoder, values in encoders.items():
+            family.add_metric([encoder], values[name])
+        yield family

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Protocol
 
 import grpc
 
@@ -44,6 +45,7 @@ from service.media import Spool
 from service.metrics import Metrics
 from service.pictures import MediaLimits
 from service.servicer import InferenceServicer, MediaServicer, ModelServicer, media_resolver
+from service.sizes import check_sizes_file, record_sizes
 from service.supervisor import SupervisedEngine
 from service.tls import server_credentials
 
@@ -55,6 +57,7 @@ class Server:
 
     def __init__(self, options: ServerOptions, engine: EngineHandle, assets: ModelAssets) -> None:
         check_exposure(options)
+        check_sizes_file(options)
         self.options = options
         limits = front_limits(options)
         self.frontend = Frontend(engine, assets, limits, workers=options.image_workers)
@@ -83,16 +86,8 @@ class Server:
         """Listens; health is SERVING on return. Raises ConfigError where the address cannot be had."""
         self.frontend.start()
         server = grpc.aio.server(options=channel_options(self.options), interceptors=[self._door])
-        self._set_health = _add_standard_services(server, self._add_services(server))
-        address = f"[{self.options.host}]" if ":" in self.options.host else self.options.host
-        try:
-            where = f"{address}:{self.options.port}"
-            if self._credentials is None:
-                self.port = server.add_insecure_port(where)
-            else:
-                self.port = server.add_secure_port(where, self._credentials)
-        except RuntimeError:
-            raise ConfigError(f"port: cannot listen on {self.options.host}:{self.options.port}; is it taken?") from None
+        self._set_health = add_standard_services(server, self._add_services(server))
+        self.port = listen(server, self.options, self._credentials)
         if self.options.metrics_port is not None:
             self.metrics_port, end = self.metrics.serve(self.options.metrics_host, self.options.metrics_port)
             self._ends.callback(end)
@@ -151,6 +146,9 @@ class Server:
             # The port stays open meanwhile, so that new calls are told DRAINING; a closed one would only say CANCELLED.
             async with asyncio.timeout(self.options.grace if grace is None else grace):
                 await self.frontend.idle.wait()
+        if self.options.sizes_file is not None and self.frontend.engine.alive:
+            sizes = await asyncio.wrap_future(self.frontend.engine.query("histogram"))
+            await asyncio.to_thread(record_sizes, Path(self.options.sizes_file), sizes)
         if self._server is not None:
             await self._server.stop(grace=1.0 if self.frontend.idle.is_set() else 0)
             self._server = None
@@ -207,6 +205,18 @@ def check_exposure(options: ServerOptions) -> None:
         )
 
 
+def listen(server: Any, options: ServerOptions, credentials: Any) -> int:
+    """Takes the address; returns the port. Raises ConfigError where it cannot be had."""
+    address = f"[{options.host}]" if ":" in options.host else options.host
+    where = f"{address}:{options.port}"
+    try:
+        if credentials is None:
+            return int(server.add_insecure_port(where))
+        return int(server.add_secure_port(where, credentials))
+    except RuntimeError:
+        raise ConfigError(f"port: cannot listen on {options.host}:{options.port}; is it taken?") from None
+
+
 def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
     return [
         ("grpc.so_reuseport", 0),  # or a second server on the port would silently take half of the calls
@@ -221,7 +231,7 @@ def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
     ]
 
 
-def _add_standard_services(server: grpc.aio.Server, services: list[str]) -> Callable[[bool], None]:
+def add_standard_services(server: grpc.aio.Server, services: list[str]) -> Callable[[bool], None]:
     """Health and reflection, where their packages are installed. Returns what sets health."""
     try:
         from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -261,10 +271,8 @@ def _add_standard_services(server: grpc.aio.Server, services: list[str]) -> Call
 async def serve(options: ServerOptions) -> int:
     """Runs a server until SIGTERM or SIGINT. Prints the ready line once health is SERVING. Returns the exit code."""
     loop = asyncio.get_running_loop()
-    stopping = asyncio.Event()
+    stopping = stop_signals()
     servers: list[Server] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
 
     def on_change(alive: bool) -> None:
         for server in servers:
@@ -283,6 +291,28 @@ async def serve(options: ServerOptions) -> int:
     except BaseException:
         engine.close()
         raise
+    await until_stopped(server, stopping, options)
+    return 0
+
+
+class Stoppable(Protocol):
+    """What listens on a port."""
+
+    port: int
+
+    async def stop(self, grace: float | None = None) -> None: ...
+
+
+def stop_signals() -> asyncio.Event:
+    """Set by SIGTERM and SIGINT."""
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    return stopping
+
+
+async def until_stopped(server: Stoppable, stopping: asyncio.Event, options: ServerOptions) -> None:
+    """Says that the server is ready, and stops it when it is told to: with grace, at the second time at once."""
     print(f"saccade ready on {options.host}:{server.port}", flush=True)
     await stopping.wait()
     log.info("stopping: running calls get %.0f s", options.grace)
@@ -297,7 +327,6 @@ async def serve(options: ServerOptions) -> int:
         await server.stop(grace=0)
     else:
         await stop
-    return 0
 
 
 def run(options: ServerOptions) -> int:
@@ -305,4 +334,8 @@ def run(options: ServerOptions) -> int:
     logging.basicConfig(
         level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    if options.role == "encoder":
+        from service.encoder_server import serve_encoder
+
+        return asyncio.run(serve_encoder(options))
     return asyncio.run(serve(options))

@@ -1,0 +1,70 @@
+"""Pictures and clips as messages, pixels and rows as bytes: what crosses between an encoder and a decoder elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from encoder.job import EncoderItem
+from encoder.preprocess import ImagePatches
+from encoder.video import VideoPatches
+from saccade.v1 import encoder_pb2
+
+PIECE_BYTES = 1 << 20
+"""Of pixels or rows in one message: large enough to cost little, small enough for others to get in between."""
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The tensor's numbers in order, as bytes. Waits for the device and copies from it; else copies nothing."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def pieces(data: memoryview) -> Iterator[bytes]:
+    """`data` cut into what one message carries."""
+    for start in range(0, len(data), PIECE_BYTES):
+        yield bytes(data[start : start + PIECE_BYTES])
+
+
+def write_bytes(target: torch.Tensor, offset: int, data: bytes) -> int:
+    """Writes `data` over the bytes of a contiguous tensor from `offset` on; returns the offset after it. Raises
+    ValueError where it would end beyond the tensor."""
+    flat = target.view(-1).view(torch.uint8)
+    end = offset + len(data)
+    if end > len(flat):
+        raise ValueError(f"{end} bytes for a tensor of {len(flat)}")
+    if data:
+        flat[offset:end].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return end
+
+
+def item_to_proto(item: EncoderItem) -> encoder_pb2.EncodeItem:
+    """Everything but the pixels, the ticket and the urgency."""
+    message = encoder_pb2.EncodeItem(
+        grid_rows=item.grid[0], grid_columns=item.grid[1], merge_size=item.merge_size, shape=item.patches.shape,
+        dtype=str(item.patches.dtype).removeprefix("torch."),
+    )  # fmt: skip
+    if isinstance(item, VideoPatches):
+        message.num_frames, message.pruning_rate = item.num_frames, item.pruning_rate
+    return message
+
+
+def empty_pixels(message: encoder_pb2.EncodeItem, limit: int) -> torch.Tensor:
+    """The tensor that the item's pixels are written to. Raises ValueError for a type or size that cannot be."""
+    dtype = _DTYPES.get(message.dtype)
+    if dtype is None:
+        raise ValueError(f"pixels of type {message.dtype!r}; known are {', '.join(_DTYPES)}")
+    size = math.prod(message.shape) * dtype.itemsize
+    if not 0 < size <= limit:
+        raise ValueError(f"{size} bytes of pixels, where from 1 to {limit} can be under way")
+    return torch.empty(tuple(message.shape), dtype=dtype)
+
+
+def item_from_proto(message: encoder_pb2.EncodeItem, pixels: torch.Tensor) -> EncoderItem:
+    """Raises ValueError for a shape that the grid does not have."""
+    grid = (message.grid_rows, message.grid_columns)
+    if message.num_frames:
+        return VideoPatches(grid, pixels, message.num_frames, message.pruning_rate, message.merge_size)
+    return ImagePatches(grid, pixels, message.merge_size)

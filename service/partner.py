@@ -1,0 +1,70 @@
+"""What an encoder and a decoder in different processes must agree on before a row crosses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from encoder.config import VisionConfig
+from service.checkpoint import Checkpoint
+from service.config import ConfigError
+
+PROTOCOL = 1
+"""Of the messages between them; counts up when older ones would be misunderstood."""
+
+
+class PartnerRefused(ConfigError):
+    """The other side encodes or decodes something else."""
+
+
+@dataclass(frozen=True)
+class Partner:
+    """One side, in values that a person can compare."""
+
+    protocol: int
+    model: str
+    revision: str
+    weights_digest: str
+    """Of the vision weights."""
+    preprocessing: str
+    dtype: str
+    """Of pixels and rows."""
+    hidden_size: int
+    """Width of a row."""
+
+    def check(self, other: Partner, name: str) -> None:
+        """Raises PartnerRefused, with each difference and both values. `name`: of the other side, for people."""
+        pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self) if f.name != "model")
+        differences = [
+            f"{field} is {theirs!r} there and {ours!r} here" for field, ours, theirs in pairs if ours != theirs
+        ]
+        if differences:
+            raise PartnerRefused(f"{name} ({other.model}) is no partner of {self.model}: {'; '.join(differences)}")
+
+
+def partner_of(checkpoint: Checkpoint, vision: VisionConfig, dtype: torch.dtype) -> Partner:
+    """The identity of a side that serves `checkpoint`. The name may differ: it is a folder's, and each host has its
+    own."""
+    return Partner(
+        protocol=PROTOCOL,
+        model=checkpoint.config.name,
+        revision=checkpoint.revision,
+        weights_digest=checkpoint.vision_digest(),
+        preprocessing=describe_preprocessing(vision),
+        dtype=str(dtype).removeprefix("torch."),
+        hidden_size=vision.text_hidden_size,
+    )
+
+
+def describe_preprocessing(vision: VisionConfig) -> str:
+    """What decides the pixels of a patch, in one line."""
+    return (
+        f"patch {vision.patch_size}, merge {vision.merge_size}, {vision.min_num_patches} to {vision.max_num_patches} "
+        f"patches, mean {_numbers(vision.image_mean)}, deviation {_numbers(vision.image_std)}, "
+        f"{vision.video_temporal_patch_size or 'no'} frames a patch"
+    )
+
+
+def _numbers(values: tuple[float, ...]) -> str:
+    return " ".join(f"{value:g}" for value in values)

@@ -1,0 +1,43 @@
+"""The file of picture sizes that `saccade tune` reads: image tokens -> pictures, over all runs of a server."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from service.config import ConfigError, ServerOptions
+from service.tune import read_histogram
+
+log = logging.getLogger(__name__)
+
+
+def check_sizes_file(options: ServerOptions) -> None:
+    """Raises ConfigError for a file that could not be written in the end, or holds something else."""
+    if options.sizes_file is None:
+        return
+    path = Path(options.sizes_file)
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"sizes_file: {path.parent} cannot be written to")
+    if path.exists():
+        try:
+            read_histogram(path)
+        except ValueError as error:
+            raise ConfigError(f"sizes_file: {error}") from None
+
+
+def record_sizes(path: Path, sizes: Mapping[int, int]) -> None:
+    """Adds `sizes` to what the file holds. A file is there whole or not at all; what goes wrong is logged."""
+    if not sizes:
+        return
+    try:
+        total = Counter(read_histogram(path) if path.exists() else {})
+        total.update(sizes)
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        part.write_text(json.dumps({"image_tokens": {str(tokens): total[tokens] for tokens in sorted(total)}}) + "\n")
+        part.replace(path)
+    except (OSError, ValueError) as error:
+        log.error("sizes_file: %s: %s", path, error)
