@@ -15,6 +15,7 @@ from decoder.arena import Arena
 from decoder.batch import Batch
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.mixers import AttentionMixer, ExpertsMixer, MambaMixer, Mixer, MlpMixer, Weights
+from decoder.native import native_step
 from kernels.linear import Linear
 from kernels.rms_norm import rms_norm
 
@@ -51,6 +52,7 @@ class HybridModel:
                 self.mixers.append(AttentionMixer(config, options, mixer, next(views[1])))
             else:
                 self.mixers.append(_stateless(kind, config, options, mixer))
+        self.native = native_step(self)
 
     def embed(self, batch: Batch) -> Tensor:
         """`[T, d]`: rows of the table, images' rows in their places."""

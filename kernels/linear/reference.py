@@ -6,43 +6,60 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.linear.packed import Packed
+from kernels.linear.quantised import Quantised
+from kernels.native import NativeUnavailable
+
 
 class Linear:
     """A weight `[out, in]` and an optional bias `[out]`, copied from what is given.
 
-    On a CPU in bfloat16 the weight is kept in oneDNN's blocked layout: measured on two Zen 5 cores it streams at
-    55 to 70 GB/s at 1 to 8 rows, where `F.linear` on the plain layout reaches 28 to 35. The plain layout serves
-    everything else, and where this torch has no packing operator.
+    On a CPU in bfloat16, and for quantised weights, the weight is kept in the layout of the compiled product where this
+    machine can build that; else, in bfloat16, in oneDNN's blocked layout; else as it is. A quantised weight without the
+    compiled product stays quantised and is expanded for each call: right, and slow.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, owned: bool = False) -> None:
+    def __init__(self, weight: Tensor | Quantised, bias: Tensor | None = None, *, owned: bool = False) -> None:
         """`owned`: the weight may be kept instead of copied. `ValueError` when the bias does not fit the weight."""
         self.out_features, self.in_features = weight.shape
         if bias is not None and bias.shape != (self.out_features,):
             raise ValueError(f"a bias of shape {tuple(bias.shape)} does not fit {self.out_features} outputs")
         self.bias = None if bias is None else bias.detach().clone()
-        packed = _pack(weight.detach())
-        self.packed = packed is not None
-        if packed is None:
-            packed = weight.detach() if owned else weight.detach().clone()
-        self.weight = packed
+        self.packed: Packed | None = None
+        self.blocked: Tensor | None = None
+        self.weight: Tensor | Quantised | None = None
+        plain = isinstance(weight, Tensor) and weight.dtype != torch.bfloat16
+        try:
+            self.packed = None if plain else Packed(weight, self.bias)
+        except NativeUnavailable:
+            self.blocked = _block(weight.detach()) if isinstance(weight, Tensor) else None
+        if self.packed is None and self.blocked is None:
+            self.weight = weight.detach().clone() if isinstance(weight, Tensor) and not owned else weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[rows, in]` -> `[rows, out]` in x's dtype, which must be the weight's."""
-        if self.packed:
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")  # type: ignore[no-any-return]
-        return F.linear(x, self.weight, self.bias)
+        """`[rows, in]` -> `[rows, out]` in x's dtype, which must be the weight's unless that is quantised."""
+        if self.packed is not None:
+            return self.packed(x)
+        if self.blocked is not None:
+            return torch.ops.mkldnn._linear_pointwise(x, self.blocked, self.bias, "none", [], "")  # type: ignore[no-any-return]
+        return F.linear(x, self._plain(x.dtype), self.bias)
 
     def relu_squared(self, x: Tensor) -> Tensor:
         """`relu(x W^T + b) ** 2`."""
-        if self.packed:
-            y = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "relu", [], "")
+        if self.packed is not None:
+            return self.packed(x, relu_squared=True)
+        if self.blocked is not None:
+            y = torch.ops.mkldnn._linear_pointwise(x, self.blocked, self.bias, "relu", [], "")
         else:
-            y = F.linear(x, self.weight, self.bias).relu_()
+            y = F.linear(x, self._plain(x.dtype), self.bias).relu_()
         return y.mul_(y)  # type: ignore[no-any-return]
 
+    def _plain(self, dtype: torch.dtype) -> Tensor:
+        assert self.weight is not None
+        return self.weight if isinstance(self.weight, Tensor) else self.weight.dequantise(dtype)
 
-def _pack(weight: Tensor) -> Tensor | None:
+
+def _block(weight: Tensor) -> Tensor | None:
     """The weight in oneDNN's layout, or `None` where that is not to be had or does not pay."""
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or min(weight.shape) < 16:
         return None

@@ -1,0 +1,150 @@
+"""A decode step on a CPU as one call of compiled code: every layer, the final norm and the vocabulary projection.
+
+The same maths as `decoder.model` with `decoder.mixers`, on the same weights, states and pages. What the compiled code
+does not do takes that way: prompts, mixtures of experts, other activations, states that are not float32, machines without
+a compiler or AVX-512.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from decoder.mixers import AttentionMixer, MambaMixer, Mixer, MlpMixer
+from kernels.linear import Linear, Packed
+from kernels.native import NativeUnavailable, library
+from kernels.native.structs import Code, Kind, Model, Op, Step, Target, Weight
+
+if TYPE_CHECKING:
+    from decoder.batch import Batch
+    from decoder.model import HybridModel
+
+log = logging.getLogger(__name__)
+
+MAX_ROWS = 64
+"""Rows of a step; more are better served by large products."""
+
+
+class NativeStep:
+    """The operations of one model, and the buffers that they share. One thread at a time."""
+
+    def __init__(self, model: HybridModel) -> None:
+        """Raises NativeUnavailable with the reason."""
+        config, options = model.config, model.options
+        if options.device != "cpu":
+            raise NativeUnavailable(f"the decoder is on {options.device}")
+        if options.state_dtype != torch.float32:
+            raise NativeUnavailable(f"states are {options.state_dtype}")
+        if options.dtype not in (torch.bfloat16, torch.float32):
+            raise NativeUnavailable(f"the dtype is {options.dtype}")
+        self._library = library()
+        self.embeddings = model.embeddings
+        self._kept: list[object] = []
+        """What the operations point to."""
+        ops = [op for norm, mixer in zip(model.norms, model.mixers, strict=True) for op in self._layer(norm, mixer)]
+        self.body = len(ops)
+        head = self._packed(model.head)
+        ops += [self._norm(model.norm_f, head), self._linear(head, Target.LOGITS)]
+        self._ops = (Op * len(ops))(*ops)
+        rows = self.max_rows = min(options.max_seqs, MAX_ROWS)
+        widest = max(max(op.weight.n, op.weight.k, op.width) for op in ops[: self.body]) if self.body else 1
+        self.x = torch.zeros(rows, config.hidden_size)
+        self.logits = torch.zeros(rows, config.vocab_size)
+        self._wide, self._mid = torch.zeros(rows, widest), torch.zeros(rows, widest)
+        padded = -(-max(widest, config.hidden_size) // 128) * 128
+        self._operand, self._scales = torch.zeros(rows, padded), torch.zeros(rows)
+        self._counters = torch.zeros(len(ops), dtype=torch.int64)
+        low, high = config.time_step_limit
+        attention = config.attention_layers > 0
+        self._model = Model(
+            count=len(ops), ops=ctypes.addressof(self._ops), threads=1, hidden=config.hidden_size,
+            vocab=config.vocab_size, heads=config.mamba_num_heads, head=config.mamba_head_dim, groups=config.n_groups,
+            state=config.ssm_state_size, taps=config.conv_kernel, conv_dim=config.conv_dim, inner=config.mamba_inner,
+            q_heads=config.num_attention_heads, kv_heads=config.kv_heads, width=config.head_dim,
+            page=options.page_size, stored_bf16=int(options.dtype == torch.bfloat16), eps=config.layer_norm_epsilon,
+            dt_low=low, dt_high=high, scale=config.head_dim**-0.5 if attention else 0.0, x=self.x.data_ptr(),
+            wide=self._wide.data_ptr(), mid=self._mid.data_ptr(), ld=widest, operand=self._operand.data_ptr(),
+            operand_ld=padded, operand_scale=self._scales.data_ptr(), counters=self._counters.data_ptr(),
+        )  # fmt: skip
+
+    def takes(self, batch: Batch) -> bool:
+        """Whether a step of these rows can be one call."""
+        return batch.scan is None and not batch.splices and 0 < batch.updates <= self.max_rows
+
+    def run(self, batch: Batch) -> Tensor:
+        """`[L, vocab]` float32, of the tokens whose logits are wanted; the next call overwrites it. Updates states, windows
+        and pages in place.
+        """
+        rows = batch.updates
+        self.x[:rows] = self.embeddings.index_select(0, batch.ids_T)
+        tables = batch.tables_UW
+        step = Step(
+            rows, batch.slots_U.data_ptr(), batch.lengths_U.data_ptr(), tables.data_ptr(), batch.places_T.data_ptr(),
+            tables.stride(0) if tables.dim() == 2 else 0, self.logits.data_ptr(),
+        )  # fmt: skip
+        self._model.threads = torch.get_num_threads()
+        self._library.saccade_step(ctypes.byref(self._model), ctypes.byref(step), 0, self._model.count)
+        return self.logits[:rows] if batch.samples is None else self.logits.index_select(0, batch.samples)
+
+    # -- operations ----------------------------------------------------------------------------------------------------
+
+    def _layer(self, norm: Tensor, mixer: Mixer) -> list[Op]:
+        match mixer:
+            case MambaMixer():
+                first, last = self._packed(mixer.in_proj), self._packed(mixer.out_proj)
+                middle = [self._mamba(mixer), Op(Code.CONVERT, last.kind, last.k)]
+            case AttentionMixer():
+                first, last = self._packed(mixer.qkv), self._packed(mixer.o_proj)
+                kv = mixer.kv
+                middle = [Op(Code.ATTENTION, kv=kv.data_ptr(), kv_stride=kv.stride(0))]
+                middle.append(Op(Code.CONVERT, last.kind, last.k))
+            case MlpMixer() if mixer.squared:
+                first, last = self._packed(mixer.up), self._packed(mixer.down)
+                middle = [Op(Code.RELU_SQUARED, last.kind, last.k)]
+            case _:
+                raise NativeUnavailable(f"{type(mixer).__name__} of this kind has no compiled step")
+        return [
+            self._norm(norm, first), self._linear(first, Target.WIDE), *middle, self._linear(last, Target.RESIDUAL)
+        ]  # fmt: skip
+
+    def _packed(self, linear: Linear) -> Packed:
+        packed = linear.packed
+        if packed is None:
+            assert isinstance(linear.weight, Tensor)
+            packed = Packed(linear.weight, linear.bias)
+        self._kept.append(packed)
+        return packed
+
+    def _pointer(self, tensor: Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        assert tensor.dtype == torch.float32 and tensor.is_contiguous()
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+    def _norm(self, weight: Tensor, before: Packed) -> Op:
+        return Op(Code.NORM, before.kind, before.k, norm=self._pointer(weight))
+
+    def _linear(self, packed: Packed, target: Target) -> Op:
+        return Op(Code.LINEAR, Kind.F32, 0, weight=packed.descriptor, target=target)
+
+    def _mamba(self, mixer: MambaMixer) -> Op:
+        return Op(
+            Code.MAMBA, Kind.F32, 0, Weight(), Target.WIDE, self._pointer(mixer.norm_weight),
+            mixer.windows.data_ptr(), mixer.windows.stride(0), mixer.states.data_ptr(), mixer.states.stride(0),
+            self._pointer(mixer.conv_WC), self._pointer(mixer.conv_bias_C), self._pointer(mixer.A_H),
+            self._pointer(mixer.D_H), self._pointer(mixer.dt_bias_H),
+        )  # fmt: skip
+
+
+def native_step(model: HybridModel) -> NativeStep | None:
+    """The compiled step of a model; None, with a line in the log, where it has none."""
+    try:
+        return NativeStep(model)
+    except NativeUnavailable as reason:
+        log.info("the decoder steps operation by operation: %s", reason)
+        return None

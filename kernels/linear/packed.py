@@ -1,0 +1,89 @@
+"""A weight in the layout of the compiled kernels, and its product; the layouts are in kernels/native/README.md."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels.linear.quantised import GROUP, Quantised
+from kernels.native import Kind, NativeUnavailable, Weight, library
+
+PANEL = 64
+PLAIN = {("cpu", torch.bfloat16), ("cpu", torch.float32)}
+
+
+class Packed:
+    """One weight; float32 is shared, all else copied. Holds what `descriptor` points to."""
+
+    def __init__(self, weight: Tensor | Quantised, bias: Tensor | None) -> None:
+        """Raises NativeUnavailable where there is no compiled code for the weight and this machine."""
+        if isinstance(weight, Tensor) and (weight.device.type, weight.dtype) not in PLAIN:
+            raise NativeUnavailable(f"no compiled product for {weight.dtype} on {weight.device}")
+        self._library = library()
+        self.n, self.k = weight.shape
+        self._scale: Tensor | None = None
+        if isinstance(weight, Quantised):
+            self.kind = Kind.INT8 if weight.kind == "int8" else Kind.INT4
+            self._data, self._scale = _pack_int8(weight) if weight.kind == "int8" else _pack_int4(weight)
+        elif weight.dtype == torch.bfloat16:
+            self.kind, self._data = Kind.BF16, _panels(weight.detach(), 2)
+        else:
+            self.kind, self._data = Kind.F32, weight.detach().contiguous()
+        self.kpad = self.k if self.kind is Kind.F32 else -(-self.k // self._step) * self._step
+        self._bias = None if bias is None else bias.detach().float().contiguous()
+        self.descriptor = Weight(
+            self.kind, self.n, self.k, self.kpad, self._data.data_ptr(), _address(self._scale), _address(self._bias)
+        )
+
+    @property
+    def _step(self) -> int:
+        return GROUP if self.kind is Kind.INT4 else 2
+
+    @property
+    def nbytes(self) -> int:
+        return self._data.nbytes + (0 if self._scale is None else self._scale.nbytes)
+
+    def __call__(self, x: Tensor, *, relu_squared: bool = False) -> Tensor:
+        """`[..., k]` float32 or bfloat16 -> `[..., n]` in x's dtype."""
+        rows = x.reshape(-1, self.k)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        out = torch.empty(rows.shape[0], self.n, dtype=x.dtype)
+        if rows.shape[0]:
+            # The integer kinds, and odd rows, are copied into the form that they are multiplied in.
+            operand = torch.empty(rows.shape[0], self.kpad, dtype=torch.float32 if self.kind is Kind.F32 else torch.int16)
+            scales = torch.empty(rows.shape[0])
+            self._library.saccade_linear(
+                ctypes.byref(self.descriptor), rows.data_ptr(), rows.stride(0), int(x.dtype == torch.bfloat16),
+                out.data_ptr(), self.n, rows.shape[0], int(relu_squared), torch.get_num_threads(),
+                operand.data_ptr(), self.kpad, scales.data_ptr(),
+            )  # fmt: skip
+        return out.view(*x.shape[:-1], self.n)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _panels(weight: Tensor, step: int) -> Tensor:
+    """`[n, k]` -> `[panels, k / 2, 64, 2]`, padded with zeros: a pair of inputs of 64 outputs lies together."""
+    n, k = weight.shape
+    padded = F.pad(weight, (0, -k % step, 0, -n % PANEL))
+    return padded.view(-1, PANEL, padded.shape[1] // 2, 2).permute(0, 2, 1, 3).contiguous()
+
+
+def _pack_int8(weight: Quantised) -> tuple[Tensor, Tensor]:
+    return _panels(weight.values, 2), F.pad(weight.scale, (0, -weight.shape[0] % PANEL)).contiguous()
+
+
+def _pack_int4(weight: Quantised) -> tuple[Tensor, Tensor]:
+    """A byte holds the same place of outputs 0..31 (low half) and 32..63 (high half) of its panel."""
+    n, groups = weight.shape[0], math.ceil(weight.in_features / GROUP)
+    panels = _panels(weight.integers(), GROUP).add_(8).to(torch.uint8).flatten(2)
+    data = panels[..., :PANEL] | panels[..., PANEL:] << 4
+    scale = F.pad(weight.scale, (0, 0, 0, -n % PANEL)).view(-1, PANEL, groups).transpose(1, 2).contiguous()
+    return data.contiguous(), scale

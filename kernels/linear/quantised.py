@@ -1,0 +1,88 @@
+"""Weights in 8 or 4 bits; the maths is in README.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+GROUP = 128
+"""Inputs that share a scale in int4."""
+BITS = {"int8": 8, "int4": 4}
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """Rows of a weight `[..., n, k]` as small integers and scales.
+
+    int8: `values` int8 `[..., n, k]`, `scale` float32 `[..., n]`: w = value * scale of its row.
+    int4: `values` uint8 `[..., n, ceil(k / 2)]`, two values + 8 a byte, the even one in the low half; `scale` float32
+    `[..., n, ceil(k / 128)]`: w = value * scale of its row and group.
+    """
+
+    kind: str
+    values: Tensor
+    scale: Tensor
+    in_features: int
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.values.shape[:-1], self.in_features))
+
+    def __getitem__(self, index: int) -> Quantised:
+        return Quantised(self.kind, self.values[index], self.scale[index], self.in_features)
+
+    def integers(self) -> Tensor:
+        """int8 `[..., n, k]`."""
+        if self.kind == "int8":
+            return self.values
+        pairs = torch.stack((self.values & 15, self.values >> 4), -1).flatten(-2)
+        return pairs[..., : self.in_features].to(torch.int8) - 8
+
+    def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """`[..., n, k]`."""
+        scale = self.scale[..., None]
+        if self.kind == "int4":
+            scale = self.scale.repeat_interleave(GROUP, -1)[..., : self.in_features]
+        return (self.integers() * scale).to(dtype)
+
+
+def quantise(weight: Tensor, kind: str) -> Quantised:
+    """Nearest values on each row's (int8) or group's (int4) own grid. `ValueError` for another kind or an infinity."""
+    if kind not in BITS:
+        raise ValueError(f"weights {kind!r} is not one of {', '.join(BITS)}")
+    weight = weight.detach().float()
+    if not bool(torch.isfinite(weight).all()):
+        raise ValueError(f"a weight of shape {tuple(weight.shape)} holds values that are not finite")
+    inner = weight.shape[-1]
+    if kind == "int8":
+        scale = weight.abs().amax(-1) / 127
+        values = (weight / _divisor(scale)[..., None]).round_().clamp_(-127, 127).to(torch.int8)
+        return Quantised(kind, values, scale, inner)
+    groups = F.pad(weight, (0, -inner % GROUP)).unflatten(-1, (-1, GROUP))
+    # The value of largest magnitude becomes -8, whatever its sign: all 16 steps are in use.
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
+    scale = largest / -8
+    steps = (groups / _divisor(scale)[..., None]).round_().clamp_(-8, 7).to(torch.int8)
+    flat = F.pad(steps.flatten(-2)[..., :inner], (0, inner % 2)).add_(8).to(torch.uint8)
+    return Quantised(kind, flat[..., 0::2] | flat[..., 1::2] << 4, scale, inner)
+
+
+def _divisor(scale: Tensor) -> Tensor:
+    return torch.where(scale == 0, torch.ones((), dtype=scale.dtype), scale)
+
+
+def concatenate(parts: Sequence[Tensor | Quantised]) -> Tensor | Quantised:
+    """Weights of one input below one another. `ValueError` where plain and quantised ones meet."""
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    if len(tensors) == len(parts):
+        return torch.cat(tensors)
+    quantised = [part for part in parts if isinstance(part, Quantised)]
+    if len(quantised) < len(parts) or len({part.kind for part in quantised}) > 1:
+        raise ValueError("weights that are multiplied together are not all quantised in the same way")
+    first = quantised[0]
+    values, scale = torch.cat([p.values for p in quantised]), torch.cat([p.scale for p in quantised])
+    return Quantised(first.kind, values, scale, first.in_features)

@@ -1,0 +1,100 @@
+"""Builds and loads native.cpp.
+
+The library is compiled for the processor that runs it, in about seven seconds, and kept under a name made of the source,
+the compiler and the processor's features; later starts load it. It is linked against the OpenMP runtime that torch has
+loaded already, so that both use one team of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("native.cpp")
+FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
+FEATURES = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"}
+
+
+class NativeUnavailable(RuntimeError):
+    """Why this machine cannot build or run the compiled code."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The compiled code. Raises NativeUnavailable, each time with the first reason found."""
+    missing = FEATURES - processor_features()
+    if missing:
+        raise NativeUnavailable(f"this processor lacks {', '.join(sorted(missing))}")
+    if not torch.backends.openmp.is_available():
+        raise NativeUnavailable("this torch is built without OpenMP")
+    try:
+        path = _built()
+        loaded = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeUnavailable(str(error)) from None
+    loaded.saccade_step.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    loaded.saccade_step.restype = None
+    loaded.saccade_linear.argtypes = [
+        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64,
+        ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p,
+    ]  # fmt: skip
+    loaded.saccade_linear.restype = None
+    return loaded
+
+
+def processor_features() -> set[str]:
+    """The flags of /proc/cpuinfo; empty where there is none."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return next((set(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), set())
+
+
+def cache_folder() -> Path:
+    """Where built libraries are kept: $XDG_CACHE_HOME/saccade/native, or under ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "saccade" / "native"
+
+
+def _built() -> Path:
+    """The library's file, compiled now if need be."""
+    compiler = shutil.which(os.environ.get("CXX") or "g++")
+    if compiler is None:
+        raise NativeUnavailable("there is no C++ compiler (g++, or what CXX names)")
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    parts = [SOURCE.read_text(), version, *FLAGS, *sorted(processor_features())]
+    name = f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}.so"
+    folder = cache_folder()
+    if (folder / name).exists():
+        return folder / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        target = folder
+    except OSError:
+        target = Path(tempfile.mkdtemp(prefix="saccade-native-"))
+        log.warning("%s cannot be written: the compiled code is built again at each start", folder)
+    started = time.monotonic()
+    log.info("compiling the CPU's decode step with %s", compiler)
+    with tempfile.NamedTemporaryFile(dir=target, suffix=".so", delete=False) as file:
+        unfinished = Path(file.name)
+    result = subprocess.run(
+        [compiler, *FLAGS, str(SOURCE), "-o", str(unfinished)], capture_output=True, text=True, check=False
+    )
+    if result.returncode:
+        unfinished.unlink()
+        raise NativeUnavailable(f"{compiler} failed: {result.stderr.strip()[:500]}")
+    unfinished.rename(target / name)  # in one move: another process may be doing the same
+    log.info("compiled in %.1f s: %s", time.monotonic() - started, target / name)
+    return target / name

@@ -1,0 +1,626 @@
+// Decoding on a CPU with AVX-512 (BF16 and VNNI): matrix products over packed weights, and a whole decode step as one
+// parallel region over a list of operations. The layouts and the maths are in README.md; structs.py mirrors the structs.
+//
+// Everything that one row gets is computed in an order that depends on that row alone: a request has the same numbers
+// in any batch, and with any number of threads.
+
+#include <immintrin.h>
+#include <omp.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+enum Kind : int64_t { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3 };
+enum Store : int64_t { STORE = 0, ADD = 1, STORE_BF16 = 2 };
+enum Code : int64_t { NORM = 0, LINEAR = 1, MAMBA = 2, ATTENTION = 3, CONVERT = 4, RELU_SQUARED = 5 };
+
+constexpr int64_t PANEL = 64;       // columns of a packed weight that lie together
+constexpr int64_t GROUP = 128;      // inputs that share a scale in int4
+constexpr int64_t FLUSH = 256;      // pairs of products after which int8 sums leave int32: 2 * 256 * 127 * 32767 < 2^31
+constexpr int64_t ROWS = 6;         // rows of a register tile: 6 x 4 accumulators of 16
+constexpr int64_t ROW_BLOCK = 192;  // rows that a unit of work covers
+constexpr float LIMIT = 32767.0f;
+
+}  // namespace
+
+extern "C" {
+
+struct Weight {  // [n, k]; kpad: k as it is stored; scale: int8 [panels * 64], int4 [panels, groups, 64]; bias: [n] or null
+    int64_t kind, n, k, kpad;
+    const void* data;
+    const float* scale;
+    const float* bias;
+};
+
+struct Op {
+    int64_t code, kind, width;  // kind: of the operand that NORM, CONVERT and RELU_SQUARED make; width: of their rows
+    Weight weight;              // LINEAR
+    int64_t target;             // LINEAR: 0 wide, 1 added to x, 2 logits
+    const float* norm;          // NORM, MAMBA: weight
+    void* windows;              // MAMBA: [slots, taps - 1, conv] ...
+    int64_t window_stride;      // ... elements between slots
+    float* states;              // [slots, heads, head, state]
+    int64_t state_stride;
+    const float *conv, *conv_bias, *a, *d, *dt_bias;  // conv: [taps, conv]
+    void* kv;                                         // ATTENTION: [pages, 2, page, kv_heads, width]
+    int64_t kv_stride;
+};
+
+struct Model {
+    int64_t count;
+    const Op* ops;
+    int64_t threads, hidden, vocab;
+    int64_t heads, head, groups, state, taps, conv_dim, inner;
+    int64_t q_heads, kv_heads, width, page;
+    int64_t stored_bf16;  // windows and pages; else float32
+    float eps, dt_low, dt_high, scale;
+    float *x, *wide, *mid;  // [rows, hidden], [rows, ld], [rows, ld]
+    int64_t ld;
+    void* operand;  // [rows, operand_ld] of 4 bytes at most
+    int64_t operand_ld;
+    float* operand_scale;
+    std::atomic<int64_t>* counters;  // one for each operation
+};
+
+struct Step {
+    int64_t rows;
+    const int64_t *slots, *lengths, *tables, *places;
+    int64_t table_stride;
+    float* logits;  // [rows, vocab]
+};
+}
+
+namespace {
+
+inline float bf16_to_float(uint16_t v) {
+    uint32_t bits = uint32_t(v) << 16;
+    float f;
+    std::memcpy(&f, &bits, 4);
+    return f;
+}
+
+inline uint16_t float_to_bf16(float f) {  // round to nearest even; NaN stays NaN
+    uint32_t bits;
+    std::memcpy(&bits, &f, 4);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return uint16_t(f != f ? 0x7fc0 : rounded);
+}
+
+// exp within 2 ulp on [-87, 88], clamped outside: 2^n times a polynomial of the rest (Cephes' coefficients).
+inline float fast_exp(float x) {
+    x = std::min(std::max(x, -87.0f), 88.0f);
+    float n = std::nearbyint(x * 1.44269504f);
+    float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    int32_t bits = (int32_t(n) + 127) << 23;
+    float power;
+    std::memcpy(&power, &bits, 4);
+    return p * power;
+}
+
+inline float silu(float x) { return x / (1.0f + fast_exp(-x)); }
+
+inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+
+inline int64_t panels_of(const Weight& w) { return (w.n + PANEL - 1) / PANEL; }
+
+// -- operands: float rows in the form that a kind of weight is multiplied with -------------------------------------------
+
+// `values` [k] -> row `row` of the operand; the padding is zero.
+void make_operand(const float* values, int64_t k, int64_t kind, void* operand, int64_t ld, float* scales, int64_t row) {
+    if (kind == F32) {
+        std::memcpy(static_cast<float*>(operand) + row * ld, values, k * sizeof(float));
+        return;
+    }
+    if (kind == BF16) {
+        uint16_t* out = static_cast<uint16_t*>(operand) + row * ld;
+#pragma omp simd
+        for (int64_t i = 0; i < k; i++) out[i] = float_to_bf16(values[i]);
+        std::fill(out + k, out + (k + 1) / 2 * 2, 0);
+        return;
+    }
+    int16_t* out = static_cast<int16_t*>(operand) + row * ld;
+    float largest = 0;
+#pragma omp simd reduction(max : largest)
+    for (int64_t i = 0; i < k; i++) largest = std::max(largest, std::fabs(values[i]));
+    scales[row] = largest / LIMIT;
+    const float inverse = largest > 0 ? LIMIT / largest : 0.0f;
+#pragma omp simd
+    for (int64_t i = 0; i < k; i++) out[i] = int16_t(int32_t(std::nearbyint(values[i] * inverse)));
+    const int64_t pad = kind == INT4 ? (k + GROUP - 1) / GROUP * GROUP : (k + 1) / 2 * 2;
+    std::fill(out + k, out + pad, 0);
+}
+
+// -- products --------------------------------------------------------------------------------------------------------------
+
+inline __m512i broadcast_pair(const uint16_t* p) {
+    int32_t v;
+    std::memcpy(&v, p, 4);
+    return _mm512_set1_epi32(v);
+}
+
+// R rows times 16 * V columns, from column 16 * first of a panel.
+template <int R, int V>
+void tile_bf16(const uint16_t* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, float* out) {
+    const uint16_t* b = static_cast<const uint16_t*>(w.data) + panel * w.kpad * PANEL + first * 32;
+    __m512 sum[R][V];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) sum[r][v] = _mm512_setzero_ps();
+    for (int64_t p = 0; p < w.kpad / 2; p++, b += 2 * PANEL) {
+        __m512bh column[V];
+        for (int v = 0; v < V; v++) column[v] = (__m512bh)_mm512_loadu_si512(b + v * 32);
+        for (int r = 0; r < R; r++) {
+            const __m512bh x = (__m512bh)broadcast_pair(a + r * lda + 2 * p);
+            for (int v = 0; v < V; v++) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], x, column[v]);
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) _mm512_storeu_ps(out + r * PANEL + v * 16, sum[r][v]);
+}
+
+template <int R, int V>
+void tile_int8(
+    const uint16_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, int64_t first, float* out
+) {
+    const int8_t* b = static_cast<const int8_t*>(w.data) + panel * w.kpad * PANEL + first * 32;
+    const int64_t pairs = w.kpad / 2;
+    __m512 total[R][V];
+    for (int64_t begin = 0; begin < pairs; begin += FLUSH) {
+        __m512i sum[R][V];
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < V; v++) sum[r][v] = _mm512_setzero_si512();
+        const int64_t end = std::min(pairs, begin + FLUSH);
+        for (int64_t p = begin; p < end; p++, b += 2 * PANEL) {
+            __m512i column[V];
+            for (int v = 0; v < V; v++)
+                column[v] = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(b + v * 32)));
+            for (int r = 0; r < R; r++) {
+                const __m512i x = broadcast_pair(a + r * lda + 2 * p);
+                for (int v = 0; v < V; v++) sum[r][v] = _mm512_dpwssd_epi32(sum[r][v], x, column[v]);
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < V; v++) {
+                const __m512 part = _mm512_cvtepi32_ps(sum[r][v]);
+                total[r][v] = begin ? _mm512_add_ps(total[r][v], part) : part;
+            }
+    }
+    for (int v = 0; v < V; v++) {
+        const __m512 scale = _mm512_loadu_ps(w.scale + panel * PANEL + (first + v) * 16);
+        for (int r = 0; r < R; r++) {
+            const __m512 y = _mm512_mul_ps(_mm512_mul_ps(total[r][v], scale), _mm512_set1_ps(scales[r]));
+            _mm512_storeu_ps(out + r * PANEL + v * 16, y);
+        }
+    }
+}
+
+// All 64 columns: a byte holds the same place of columns 0..31 (low half) and 32..63 (high half).
+template <int R>
+void tile_int4(const uint16_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, float* out) {
+    const int64_t groups = w.kpad / GROUP;
+    const uint8_t* b = static_cast<const uint8_t*>(w.data) + panel * w.kpad * PANEL / 2;
+    const __m512i low = _mm512_set1_epi8(15);
+    const __m512i values = _mm512_broadcast_i32x4(_mm_setr_epi8(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7));
+    __m512 total[R][4];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < 4; v++) total[r][v] = _mm512_setzero_ps();
+    for (int64_t g = 0; g < groups; g++) {
+        __m512i sum[R][4];
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < 4; v++) sum[r][v] = _mm512_setzero_si512();
+        for (int64_t p = g * GROUP / 2; p < (g + 1) * GROUP / 2; p++, b += PANEL) {
+            const __m512i both = _mm512_loadu_si512(b);
+            const __m512i left = _mm512_shuffle_epi8(values, _mm512_and_si512(both, low));
+            const __m512i right = _mm512_shuffle_epi8(values, _mm512_and_si512(_mm512_srli_epi16(both, 4), low));
+            const __m512i column[4] = {
+                _mm512_cvtepi8_epi16(_mm512_castsi512_si256(left)),
+                _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(left, 1)),
+                _mm512_cvtepi8_epi16(_mm512_castsi512_si256(right)),
+                _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(right, 1)),
+            };
+            for (int r = 0; r < R; r++) {
+                const __m512i x = broadcast_pair(a + r * lda + 2 * p);
+                for (int v = 0; v < 4; v++) sum[r][v] = _mm512_dpwssd_epi32(sum[r][v], x, column[v]);
+            }
+        }
+        for (int v = 0; v < 4; v++) {
+            const __m512 scale = _mm512_loadu_ps(w.scale + (panel * groups + g) * PANEL + v * 16);
+            for (int r = 0; r < R; r++)
+                total[r][v] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r][v]), scale, total[r][v]);
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < 4; v++)
+            _mm512_storeu_ps(out + r * PANEL + v * 16, _mm512_mul_ps(total[r][v], _mm512_set1_ps(scales[r])));
+}
+
+// float32 weights stay in rows: columns of a panel are dot products, four at a time.
+template <int R>
+void tile_f32(const float* a, int64_t lda, const Weight& w, int64_t panel, float* out) {
+    const float* data = static_cast<const float*>(w.data);
+    const int64_t last = std::min(w.n, (panel + 1) * PANEL) - 1;
+    for (int64_t c = 0; c < PANEL && panel * PANEL + c <= last; c += 4) {
+        const float* b[4];
+        for (int v = 0; v < 4; v++) b[v] = data + std::min(panel * PANEL + c + v, last) * w.k;
+        __m512 sum[R][4];
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < 4; v++) sum[r][v] = _mm512_setzero_ps();
+        for (int64_t i = 0; i < w.k; i += 16) {
+            const __mmask16 m = w.k - i >= 16 ? __mmask16(0xffff) : __mmask16((1 << (w.k - i)) - 1);
+            __m512 column[4];
+            for (int v = 0; v < 4; v++) column[v] = _mm512_maskz_loadu_ps(m, b[v] + i);
+            for (int r = 0; r < R; r++) {
+                const __m512 x = _mm512_maskz_loadu_ps(m, a + r * lda + i);
+                for (int v = 0; v < 4; v++) sum[r][v] = _mm512_fmadd_ps(x, column[v], sum[r][v]);
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < 4; v++) out[r * PANEL + c + v] = _mm512_reduce_add_ps(sum[r][v]);
+    }
+}
+
+struct Product {
+    const Weight* weight;
+    const void* a;
+    int64_t lda;
+    const float* scales;
+    void* out;
+    int64_t ldo, store, relu_squared;
+};
+
+template <int R>
+void tile(const Product& job, int64_t row, int64_t panel, int64_t first, int64_t count) {
+    alignas(64) float out[ROWS * PANEL];
+    const Weight& w = *job.weight;
+    if (w.kind == F32) {
+        tile_f32<R>(static_cast<const float*>(job.a) + row * job.lda, job.lda, w, panel, out);
+    } else {
+        const uint16_t* a = static_cast<const uint16_t*>(job.a) + row * job.lda;
+        const float* scales = job.scales + row;
+        if (w.kind == INT4) tile_int4<R>(a, job.lda, scales, w, panel, out);
+        else if (w.kind == INT8 && count == 4) tile_int8<R, 4>(a, job.lda, scales, w, panel, first, out);
+        else if (w.kind == INT8) tile_int8<R, 1>(a, job.lda, scales, w, panel, first, out);
+        else if (count == 4) tile_bf16<R, 4>(a, job.lda, w, panel, first, out);
+        else tile_bf16<R, 1>(a, job.lda, w, panel, first, out);
+    }
+    const int64_t begin = panel * PANEL + first * 16, width = std::min(w.n - begin, count * 16);
+    for (int r = 0; r < R; r++) {
+        float* y = out + r * PANEL;
+        if (w.bias)
+            for (int64_t i = 0; i < width; i++) y[i] += w.bias[begin + i];
+        if (job.relu_squared)
+            for (int64_t i = 0; i < width; i++) y[i] = y[i] > 0 ? y[i] * y[i] : (y[i] == y[i] ? 0.0f : y[i]);
+        const int64_t place = (row + r) * job.ldo + begin;
+        if (job.store == STORE_BF16) {
+            uint16_t* to = static_cast<uint16_t*>(job.out) + place;
+            for (int64_t i = 0; i < width; i++) to[i] = float_to_bf16(y[i]);
+        } else {
+            float* to = static_cast<float*>(job.out) + place;
+            if (job.store == ADD)
+                for (int64_t i = 0; i < width; i++) to[i] += y[i];
+            else
+                std::memcpy(to, y, width * sizeof(float));
+        }
+    }
+}
+
+// Rows [begin, end) in tiles of nearly equal height.
+void tiles(const Product& job, int64_t begin, int64_t end, int64_t panel, int64_t first, int64_t count) {
+    const int64_t pieces = (end - begin + ROWS - 1) / ROWS;
+    for (int64_t i = 0; i < pieces; i++) {
+        const int64_t from = begin + (end - begin) * i / pieces, to = begin + (end - begin) * (i + 1) / pieces;
+        switch (to - from) {
+            case 1: tile<1>(job, from, panel, first, count); break;
+            case 2: tile<2>(job, from, panel, first, count); break;
+            case 3: tile<3>(job, from, panel, first, count); break;
+            case 4: tile<4>(job, from, panel, first, count); break;
+            case 5: tile<5>(job, from, panel, first, count); break;
+            default: tile<6>(job, from, panel, first, count);
+        }
+    }
+}
+
+// Units of a product: (panel, block of rows), or quarters of panels where there would be too few for the threads.
+struct Units {
+    int64_t quarters, blocks, count;
+    Units(const Weight& w, int64_t rows, int64_t threads) {
+        const int64_t panels = panels_of(w);
+        blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+        const bool divisible = w.kind == BF16 || w.kind == INT8;
+        quarters = divisible && panels * blocks < 6 * threads ? 4 : 1;
+        count = panels * blocks * quarters;
+    }
+};
+
+void run_unit(const Product& job, const Units& units, int64_t unit, int64_t rows) {
+    const int64_t block = unit % units.blocks, part = unit / units.blocks;
+    const int64_t panel = part / units.quarters, first = part % units.quarters;
+    if (panel * PANEL + first * 16 >= job.weight->n) return;
+    const int64_t begin = rows * block / units.blocks, end = rows * (block + 1) / units.blocks;
+    tiles(job, begin, end, panel, units.quarters == 1 ? 0 : first, units.quarters == 1 ? 4 : 1);
+}
+
+// -- the Mamba-2 mixer between its projections, one row and one group of heads -----------------------------------------------
+
+template <typename T>
+inline float load(const T* p, int64_t i);
+template <>
+inline float load<float>(const float* p, int64_t i) { return p[i]; }
+template <>
+inline float load<uint16_t>(const uint16_t* p, int64_t i) { return bf16_to_float(p[i]); }
+inline void store(float* p, int64_t i, float v) { p[i] = v; }
+inline void store(uint16_t* p, int64_t i, float v) { p[i] = float_to_bf16(v); }
+
+// Channels [begin, begin + count): the window moves on by one input, and `out` is the convolution through SiLU.
+template <typename T>
+void convolve(const Model& m, const Op& op, T* window, const float* in, int64_t begin, int64_t count, float* out) {
+    const int64_t keep = m.taps - 1, channels = m.conv_dim;
+    for (int64_t i = 0; i < count; i++) out[i] = op.conv_bias ? op.conv_bias[begin + i] : 0.0f;
+    const float* last = op.conv + keep * channels + begin;
+#pragma omp simd
+    for (int64_t i = 0; i < count; i++) out[i] += last[i] * in[begin + i];
+    if (window) {
+        for (int64_t tap = 0; tap < keep; tap++) {
+            const float* weight = op.conv + tap * channels + begin;
+            T* row = window + tap * channels + begin;
+#pragma omp simd
+            for (int64_t i = 0; i < count; i++) out[i] += weight[i] * load(row, i);
+        }
+        for (int64_t tap = 0; tap + 1 < keep; tap++)
+            std::memcpy(window + tap * channels + begin, window + (tap + 1) * channels + begin, count * sizeof(T));
+        if (keep > 0) {
+            T* row = window + (keep - 1) * channels + begin;
+#pragma omp simd
+            for (int64_t i = 0; i < count; i++) store(row, i, in[begin + i]);
+        }
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < count; i++) out[i] = silu(out[i]);
+}
+
+template <typename T>
+void mamba(const Model& m, const Op& op, const Step& step, int64_t row, int64_t group, float* scratch) {
+    const int64_t heads = m.heads / m.groups, width = heads * m.head, slot = step.slots[row], n = m.state;
+    const float* gate = m.wide + row * m.ld + group * width;
+    const float* in = m.wide + row * m.ld + m.inner;
+    const float* raw = in + m.conv_dim + group * heads;
+    float *x = scratch, *b = x + width, *c = b + n;
+    T* window = slot < 0 ? nullptr : static_cast<T*>(op.windows) + slot * op.window_stride;
+    convolve(m, op, window, in, group * width, width, x);
+    convolve(m, op, window, in, m.inner + group * n, n, b);
+    convolve(m, op, window, in, m.inner + (m.groups + group) * n, n, c);
+    float bc = 0;  // what a zero state gives
+#pragma omp simd reduction(+ : bc)
+    for (int64_t i = 0; i < n; i++) bc += b[i] * c[i];
+    float* out = m.mid + row * m.ld + group * width;
+    float squares = 0;
+    for (int64_t h = 0; h < heads; h++) {
+        const int64_t index = group * heads + h;
+        const float dt = std::min(std::max(softplus(raw[h] + op.dt_bias[index]), m.dt_low), m.dt_high);
+        const float decay = std::exp(dt * op.a[index]);
+        for (int64_t p = 0; p < m.head; p++) {
+            const float value = x[h * m.head + p], scaled = value * dt;
+            float y = 0;
+            if (slot < 0) {
+                y = scaled * bc;
+            } else {
+                float* s = op.states + slot * op.state_stride + (index * m.head + p) * n;
+#pragma omp simd reduction(+ : y)
+                for (int64_t i = 0; i < n; i++) {
+                    const float next = s[i] * decay + scaled * b[i];
+                    s[i] = next;
+                    y += next * c[i];
+                }
+            }
+            out[h * m.head + p] = y + op.d[index] * value;
+        }
+    }
+#pragma omp simd reduction(+ : squares)
+    for (int64_t i = 0; i < width; i++) {
+        out[i] *= silu(gate[i]);
+        squares += out[i] * out[i];
+    }
+    const float inverse = 1.0f / std::sqrt(squares / width + m.eps);
+    const float* weight = op.norm + group * width;
+#pragma omp simd
+    for (int64_t i = 0; i < width; i++) out[i] *= inverse * weight[i];
+}
+
+// -- attention of one token and one key/value head over its pages ------------------------------------------------------------
+
+template <typename T>
+void attention(const Model& m, const Op& op, const Step& step, int64_t row, int64_t head, std::vector<float>& scores) {
+    const int64_t w = m.width, share = m.q_heads / m.kv_heads, length = step.lengths[row], place = step.places[row];
+    const float* q = m.wide + row * m.ld + head * share * w;
+    float* out = m.mid + row * m.ld + head * share * w;
+    T* pool = static_cast<T*>(op.kv);
+    const int64_t side = m.page * m.kv_heads * w, token = m.kv_heads * w;
+    if (place >= 0) {
+        T* to = pool + place / m.page * op.kv_stride + place % m.page * token + head * w;
+        const float* k = m.wide + row * m.ld + (m.q_heads + head) * w;
+        const float* v = k + m.kv_heads * w;
+#pragma omp simd
+        for (int64_t i = 0; i < w; i++) store(to, i, k[i]);
+        to += side;
+#pragma omp simd
+        for (int64_t i = 0; i < w; i++) store(to, i, v[i]);
+    }
+    std::fill(out, out + share * w, 0.0f);
+    if (length <= 0) return;
+    scores.resize(share * length);
+    const int64_t* table = step.tables + row * step.table_stride;
+    for (int64_t s = 0; s < length; s++) {
+        const T* key = pool + table[s / m.page] * op.kv_stride + s % m.page * token + head * w;
+        for (int64_t j = 0; j < share; j++) {
+            float dot = 0;
+#pragma omp simd reduction(+ : dot)
+            for (int64_t i = 0; i < w; i++) dot += q[j * w + i] * load(key, i);
+            scores[j * length + s] = dot * m.scale;
+        }
+    }
+    for (int64_t j = 0; j < share; j++) {
+        float* p = scores.data() + j * length;
+        float largest = p[0], sum = 0;
+#pragma omp simd reduction(max : largest)
+        for (int64_t s = 0; s < length; s++) largest = std::max(largest, p[s]);
+#pragma omp simd reduction(+ : sum)
+        for (int64_t s = 0; s < length; s++) {
+            p[s] = fast_exp(p[s] - largest);
+            sum += p[s];
+        }
+        for (int64_t s = 0; s < length; s++) p[s] /= sum;
+    }
+    for (int64_t s = 0; s < length; s++) {
+        const T* value = pool + table[s / m.page] * op.kv_stride + side + s % m.page * token + head * w;
+        for (int64_t j = 0; j < share; j++) {
+            const float p = scores[j * length + s];
+#pragma omp simd
+            for (int64_t i = 0; i < w; i++) out[j * w + i] += p * load(value, i);
+        }
+    }
+}
+
+// -- a step ------------------------------------------------------------------------------------------------------------------
+
+// Threads meet here between operations. They spin for about as long as an operation lasts, then give their core away:
+// on a busy machine the one that is missing may be waiting for it.
+class Barrier {
+  public:
+    void wait(int64_t threads) {
+        const int64_t phase = phase_.load(std::memory_order_relaxed);
+        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
+            arrived_.store(0, std::memory_order_relaxed);
+            phase_.store(phase + 1, std::memory_order_release);
+            return;
+        }
+        for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++) {
+            if (spins < 8192) _mm_pause();
+            else sched_yield();
+        }
+    }
+
+  private:
+    std::atomic<int64_t> arrived_{0}, phase_{0};
+};
+
+void make_row(const Model& m, const Op& op, int64_t row, float* scratch) {
+    const float* from = (op.code == NORM ? m.x : op.code == CONVERT ? m.mid : m.wide) + row * (op.code == NORM ? m.hidden : m.ld);
+    const int64_t width = op.width;
+    if (op.code == NORM) {
+        float squares = 0;
+#pragma omp simd reduction(+ : squares)
+        for (int64_t i = 0; i < width; i++) squares += from[i] * from[i];
+        const float inverse = 1.0f / std::sqrt(squares / width + m.eps);
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) scratch[i] = from[i] * inverse * op.norm[i];
+        from = scratch;
+    } else if (op.code == RELU_SQUARED) {
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) scratch[i] = from[i] <= 0 ? 0.0f : from[i] * from[i];
+        from = scratch;
+    }
+    make_operand(from, width, op.kind, m.operand, m.operand_ld, m.operand_scale, row);
+}
+
+Product product_of(const Model& m, const Op& op, const Step& step) {
+    Product job{&op.weight, m.operand, m.operand_ld, m.operand_scale, m.wide, m.ld, STORE, 0};
+    if (op.target == 1) job.out = m.x, job.ldo = m.hidden, job.store = ADD;
+    if (op.target == 2) job.out = step.logits, job.ldo = m.vocab;
+    return job;
+}
+
+int64_t units_of(const Model& m, const Op& op, const Step& step) {
+    switch (op.code) {
+        case LINEAR: return Units(op.weight, step.rows, m.threads).count;
+        case MAMBA: return step.rows * m.groups;
+        case ATTENTION: return step.rows * m.kv_heads;
+        default: return step.rows;
+    }
+}
+
+void run_op(const Model& m, const Op& op, const Step& step, std::atomic<int64_t>& next, std::vector<float>& scratch) {
+    const int64_t count = units_of(m, op, step);
+    const Units units(op.weight, step.rows, m.threads);
+    const Product job = product_of(m, op, step);
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) {
+        switch (op.code) {
+            case LINEAR: run_unit(job, units, i, step.rows); break;
+            case MAMBA:
+                if (m.stored_bf16) mamba<uint16_t>(m, op, step, i / m.groups, i % m.groups, scratch.data());
+                else mamba<float>(m, op, step, i / m.groups, i % m.groups, scratch.data());
+                break;
+            case ATTENTION:
+                if (m.stored_bf16) attention<uint16_t>(m, op, step, i / m.kv_heads, i % m.kv_heads, scratch);
+                else attention<float>(m, op, step, i / m.kv_heads, i % m.kv_heads, scratch);
+                break;
+            default: make_row(m, op, i, scratch.data());
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Runs the model's operations [first, last) on `m.x`.
+void saccade_step(const Model* model, const Step* step, int64_t first, int64_t last) {
+    const Model& m = *model;
+    for (int64_t i = first; i < last; i++) m.counters[i].store(0, std::memory_order_relaxed);
+    Barrier barrier;
+#pragma omp parallel num_threads(m.threads)
+    {
+        static thread_local std::vector<float> scratch;
+        scratch.resize(std::max<size_t>(scratch.size(), m.ld));
+        for (int64_t i = first; i < last; i++) {
+            run_op(m, m.ops[i], *step, m.counters[i], scratch);
+            if (scratch.size() < size_t(m.ld)) scratch.resize(m.ld);
+            barrier.wait(omp_get_num_threads());  // the team may be smaller than asked for
+        }
+    }
+}
+
+// out[rows, n] = x[rows, k] W^T + b, `x` and `out` both float32 or both bfloat16.
+void saccade_linear(
+    const Weight* weight, const void* x, int64_t ldx, int64_t is_bf16, void* out, int64_t ldo, int64_t rows,
+    int64_t relu_squared, int64_t threads, void* operand, int64_t operand_ld, float* scales
+) {
+    const Weight& w = *weight;
+    Product job{weight, operand, operand_ld, scales, out, ldo, is_bf16 ? STORE_BF16 : STORE, relu_squared};
+    const bool as_it_is = is_bf16 ? w.kind == BF16 && w.k % 2 == 0 : w.kind == F32;
+    if (as_it_is) job.a = x, job.lda = ldx;
+    const Units units(w, rows, threads);
+    std::atomic<int64_t> made{0}, next{0};
+    Barrier barrier;
+#pragma omp parallel num_threads(threads)
+    {
+        if (!as_it_is) {
+            std::vector<float> values(w.k);
+            for (int64_t row; (row = made.fetch_add(1, std::memory_order_relaxed)) < rows;) {
+                const float* from = static_cast<const float*>(x) + row * ldx;
+                if (is_bf16) {
+                    const uint16_t* bits = static_cast<const uint16_t*>(x) + row * ldx;
+                    for (int64_t i = 0; i < w.k; i++) values[i] = bf16_to_float(bits[i]);
+                    from = values.data();
+                }
+                make_operand(from, w.k, w.kind, operand, operand_ld, scales, row);
+            }
+            barrier.wait(omp_get_num_threads());
+        }
+        for (int64_t unit; (unit = next.fetch_add(1, std::memory_order_relaxed)) < units.count;)
+            run_unit(job, units, unit, rows);
+    }
+}
+}

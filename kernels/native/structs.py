@@ -1,0 +1,68 @@
+"""The structs of native.cpp, field by field."""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_float, c_int64, c_void_p
+from enum import IntEnum
+
+
+class Kind(IntEnum):
+    """How a weight is stored and multiplied."""
+
+    F32 = 0
+    BF16 = 1
+    INT8 = 2
+    INT4 = 3
+
+
+class Code(IntEnum):
+    """What an operation does."""
+
+    NORM = 0
+    LINEAR = 1
+    MAMBA = 2
+    ATTENTION = 3
+    CONVERT = 4
+    RELU_SQUARED = 5
+
+
+class Target(IntEnum):
+    """Where the product of a `LINEAR` goes."""
+
+    WIDE = 0
+    RESIDUAL = 1
+    LOGITS = 2
+
+
+class Weight(Structure):
+    _fields_ = [
+        ("kind", c_int64), ("n", c_int64), ("k", c_int64), ("kpad", c_int64),
+        ("data", c_void_p), ("scale", c_void_p), ("bias", c_void_p),
+    ]  # fmt: skip
+
+
+class Op(Structure):
+    _fields_ = [
+        ("code", c_int64), ("kind", c_int64), ("width", c_int64), ("weight", Weight), ("target", c_int64),
+        ("norm", c_void_p), ("windows", c_void_p), ("window_stride", c_int64), ("states", c_void_p),
+        ("state_stride", c_int64), ("conv", c_void_p), ("conv_bias", c_void_p), ("a", c_void_p), ("d", c_void_p),
+        ("dt_bias", c_void_p), ("kv", c_void_p), ("kv_stride", c_int64),
+    ]  # fmt: skip
+
+
+class Model(Structure):
+    _fields_ = [
+        ("count", c_int64), ("ops", c_void_p), ("threads", c_int64), ("hidden", c_int64), ("vocab", c_int64),
+        ("heads", c_int64), ("head", c_int64), ("groups", c_int64), ("state", c_int64), ("taps", c_int64),
+        ("conv_dim", c_int64), ("inner", c_int64), ("q_heads", c_int64), ("kv_heads", c_int64), ("width", c_int64),
+        ("page", c_int64), ("stored_bf16", c_int64), ("eps", c_float), ("dt_low", c_float), ("dt_high", c_float),
+        ("scale", c_float), ("x", c_void_p), ("wide", c_void_p), ("mid", c_void_p), ("ld", c_int64),
+        ("operand", c_void_p), ("operand_ld", c_int64), ("operand_scale", c_void_p), ("counters", c_void_p),
+    ]  # fmt: skip
+
+
+class Step(Structure):
+    _fields_ = [
+        ("rows", c_int64), ("slots", c_void_p), ("lengths", c_void_p), ("tables", c_void_p), ("places", c_void_p),
+        ("table_stride", c_int64), ("logits", c_void_p),
+    ]  # fmt: skip
