@@ -15,6 +15,8 @@ from decoder.metadata import STATE_MODES
 
 LAYER_KINDS = "M*-E"
 GRAPH_MODES = ("auto", "on", "off")
+WEIGHT_KINDS = ("int8", "int4")
+NATIVE_MODES = ("auto", "on", "off")
 ACTIVATIONS = ("relu2", "relu", "silu", "gelu", "gelu_pytorch_tanh")
 
 
@@ -285,6 +287,14 @@ class DecoderOptions:
     """Dtype of the SSM states."""
     page_size: int = 16
     """Tokens of one KV page."""
+    weights: str | None = None
+    """Weights of the linear layers: `None` in `dtype`, `int8` (a scale for each output) or `int4` (one for each 128
+    inputs), quantised as they are read where the checkpoint has not done it.
+    """
+    native: str = "auto"
+    """Compiled code for whole decode steps on a CPU: `auto` where it can be built, `on` (a `ValueError` with the reason
+    where it cannot), `off`.
+    """
     state_cache: str = "auto"
     """Where states are kept for later requests: `none`, `align` (the last boundary of `state_block`), `all` (every
     boundary) or `auto` (ends of images and of the system prompt, junctions, the last chunk, the end of an answer).
@@ -316,6 +326,10 @@ class DecoderOptions:
             self.state_cache in STATE_MODES,
             f"state_cache {self.state_cache!r} is not one of {', '.join(STATE_MODES)}",
         )
+        _require(
+            self.weights in (None, *WEIGHT_KINDS), f"weights {self.weights!r} is not one of {', '.join(WEIGHT_KINDS)}"
+        )
+        _require(self.native in NATIVE_MODES, f"native {self.native!r} is not one of {', '.join(NATIVE_MODES)}")
         block = self.state_block
         _require(
             block is None or (block >= 1 and block % self.page_size == 0),

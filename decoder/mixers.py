@@ -7,6 +7,7 @@ conv channels, `W` taps. Weights come by the names of the checkpoint, without th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +18,13 @@ from decoder.config import DecoderConfig, DecoderOptions
 from kernels.causal_conv1d import causal_conv1d, causal_conv1d_update
 from kernels.chunk_scan import chunk_scan
 from kernels.gated_norm import gated_norm
-from kernels.linear import Linear
+from kernels.linear import Linear, Quantised, concatenate, quantise
 from kernels.moe import route, run_experts
 from kernels.paged_attention import decode_attention, extend_attention, write_kv
 from kernels.selective_state_update import discretise, selective_state_update
 
-Weights = Mapping[str, Tensor]
+Weights = Mapping[str, Any]
+"""Tensors by name; those of linear layers may be `Quantised`."""
 Mixer = Callable[[Tensor, Batch], Tensor]
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -34,11 +36,26 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def stored_linear(
+    weight: Tensor | Quantised, bias: Tensor | None, options: DecoderOptions, *, owned: bool = False
+) -> Linear:
+    """A linear layer with its weights as the options, or the checkpoint, want them. `ValueError` where they differ.
+
+    `owned`: the weight may be kept instead of copied.
+    """
+    if isinstance(weight, Quantised):
+        if options.weights not in (None, weight.kind):
+            raise ValueError(f"weights {options.weights} was asked for and the checkpoint holds {weight.kind}")
+        weight = weight.to(options.device)
+    elif options.weights is not None:
+        weight = quantise(weight, options.weights).to(options.device)
+    else:
+        weight = weight.to(options.device, options.dtype)
+    return Linear(weight, None if bias is None else bias.to(options.device, options.dtype), owned=owned)
+
+
 def _linear(weights: Weights, name: str, options: DecoderOptions) -> Linear:
-    bias = weights.get(f"{name}.bias")
-    if bias is not None:
-        bias = bias.to(options.device, options.dtype)
-    return Linear(weights[f"{name}.weight"].to(options.device, options.dtype), bias)
+    return stored_linear(weights[f"{name}.weight"], weights.get(f"{name}.bias"), options)
 
 
 def _float(weights: Weights, name: str, options: DecoderOptions) -> Tensor:
@@ -122,11 +139,11 @@ class AttentionMixer:
         self.heads, self.kv_heads, self.width = config.num_attention_heads, config.kv_heads, config.head_dim
         self.kv, self.scale = kv_B2SKP, config.head_dim**-0.5
         names = ("q_proj", "k_proj", "v_proj")
-        fused = {"qkv.weight": torch.cat([weights[f"{name}.weight"] for name in names])}
+        bias = None
         if any(f"{name}.bias" in weights for name in names):
-            rows = {name: weights[f"{name}.weight"][:, 0] for name in names}
-            fused["qkv.bias"] = torch.cat([weights.get(f"{n}.bias", torch.zeros_like(rows[n])) for n in names])
-        self.qkv = _linear(fused, "qkv", options)
+            zeros = {name: torch.zeros(weights[f"{name}.weight"].shape[0]) for name in names}
+            bias = torch.cat([weights.get(f"{name}.bias", zeros[name]) for name in names])
+        self.qkv = stored_linear(concatenate([weights[f"{name}.weight"] for name in names]), bias, options)
         self.o_proj = _linear(weights, "o_proj", options)
 
     def __call__(self, x_TD: Tensor, batch: Batch) -> Tensor:

@@ -14,9 +14,8 @@ from torch.nn import functional as F
 from decoder.arena import Arena
 from decoder.batch import Batch
 from decoder.config import DecoderConfig, DecoderOptions
-from decoder.mixers import AttentionMixer, ExpertsMixer, MambaMixer, Mixer, MlpMixer, Weights
+from decoder.mixers import AttentionMixer, ExpertsMixer, MambaMixer, Mixer, MlpMixer, Weights, stored_linear
 from decoder.native import native_step
-from kernels.linear import Linear
 from kernels.rms_norm import rms_norm
 
 
@@ -35,8 +34,7 @@ class HybridModel:
         embeddings = tensors.pop("model.embeddings.weight")
         self.embeddings = embeddings.to(options.device, options.dtype, copy=True)
         head = self.embeddings if config.tie_word_embeddings else tensors.pop("lm_head.weight")
-        head = head.to(options.device, options.dtype)
-        self.head = Linear(head, owned=config.tie_word_embeddings)
+        self.head = stored_linear(head, None, options, owned=config.tie_word_embeddings)
         self.norm_f = _norm_weight(tensors.pop("model.norm_f.weight"), options)
         self.norms: list[Tensor] = []
         self.mixers: list[Mixer] = []
@@ -67,6 +65,8 @@ class HybridModel:
 
     def layers(self, x_TD: Tensor, batch: Batch) -> Tensor:
         """The same from embedded rows on, which it overwrites unless the residual stream has another dtype."""
+        if self.native is not None and self.native.takes(x_TD.shape[0], batch):
+            return self.native.layers(x_TD, batch)
         if self.config.residual_in_fp32:
             x_TD = x_TD.float()
         eps, dtype = self.config.layer_norm_epsilon, self.options.dtype
@@ -75,8 +75,11 @@ class HybridModel:
         return x_TD
 
     def logits(self, hidden_TD: Tensor, samples: Tensor | None = None) -> Tensor:
-        """`[L, vocab]` in the compute dtype, of the tokens named in `samples` (default: all)."""
-        return self.head(self.final_norm(hidden_TD if samples is None else hidden_TD.index_select(0, samples)))
+        """`[L, vocab]` in the compute dtype or float32, of the tokens named in `samples` (default: all)."""
+        rows = hidden_TD if samples is None else hidden_TD.index_select(0, samples)
+        if self.native is not None and 0 < rows.shape[0] <= self.native.max_rows:
+            return self.native.logits(rows)
+        return self.head(self.final_norm(rows))
 
     def final_norm(self, hidden_TD: Tensor) -> Tensor:
         """`[T, d]` in the compute dtype: what the vocabulary projection reads."""

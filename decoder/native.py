@@ -1,8 +1,8 @@
-"""A decode step on a CPU as one call of compiled code: every layer, the final norm and the vocabulary projection.
+"""A decode step on a CPU in two calls of compiled code: every layer; the final norm and the vocabulary projection.
 
-The same maths as `decoder.model` with `decoder.mixers`, on the same weights, states and pages. What the compiled code
-does not do takes that way: prompts, mixtures of experts, other activations, states that are not float32, machines without
-a compiler or AVX-512.
+The same maths as `decoder.model` with `decoder.mixers`, on the same weights, states and pages. Layers that have no
+compiled form (mixtures of experts, other activations) are called in between, on the same residual stream; prompts,
+states that are not float32, and machines without a compiler or AVX-512 go the other way altogether.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from decoder.mixers import AttentionMixer, MambaMixer, Mixer, MlpMixer
 from kernels.linear import Linear, Packed
 from kernels.native import NativeUnavailable, library
 from kernels.native.structs import Code, Kind, Model, Op, Step, Target, Weight
+from kernels.rms_norm import rms_norm
 
 if TYPE_CHECKING:
     from decoder.batch import Batch
@@ -42,20 +43,30 @@ class NativeStep:
         if options.dtype not in (torch.bfloat16, torch.float32):
             raise NativeUnavailable(f"the dtype is {options.dtype}")
         self._library = library()
-        self.embeddings = model.embeddings
+        self._eps, self._dtype = config.layer_norm_epsilon, options.dtype
         self._kept: list[object] = []
         """What the operations point to."""
-        ops = [op for norm, mixer in zip(model.norms, model.mixers, strict=True) for op in self._layer(norm, mixer)]
-        self.body = len(ops)
+        ops: list[Op] = []
+        self._plan: list[tuple[range, tuple[Tensor, Mixer] | None]] = []
+        """Operations, and after them the norm and the mixer of a layer that is called."""
+        begin = 0
+        for norm, mixer in zip(model.norms, model.mixers, strict=True):
+            layer = self._layer(norm, mixer)
+            if not layer:
+                self._plan.append((range(begin, len(ops)), (norm, mixer)))
+                begin = len(ops)
+            ops += layer
+        body = len(ops)
+        self._plan.append((range(begin, body), None))
         head = self._packed(model.head)
         ops += [self._norm(model.norm_f, head), self._linear(head, Target.LOGITS)]
+        self._head = range(body, len(ops))
         self._ops = (Op * len(ops))(*ops)
         rows = self.max_rows = min(options.max_seqs, MAX_ROWS)
-        widest = max(max(op.weight.n, op.weight.k, op.width) for op in ops[: self.body]) if self.body else 1
-        self.x = torch.zeros(rows, config.hidden_size)
-        self.logits = torch.zeros(rows, config.vocab_size)
+        widest = max([config.hidden_size, *(max(op.weight.n, op.weight.k, op.width) for op in ops[:body])])
+        self._x = torch.zeros(rows, config.hidden_size)
         self._wide, self._mid = torch.zeros(rows, widest), torch.zeros(rows, widest)
-        padded = -(-max(widest, config.hidden_size) // 128) * 128
+        padded = -(-widest // 128) * 128
         self._operand, self._scales = torch.zeros(rows, padded), torch.zeros(rows)
         self._counters = torch.zeros(len(ops), dtype=torch.int64)
         low, high = config.time_step_limit
@@ -66,33 +77,47 @@ class NativeStep:
             state=config.ssm_state_size, taps=config.conv_kernel, conv_dim=config.conv_dim, inner=config.mamba_inner,
             q_heads=config.num_attention_heads, kv_heads=config.kv_heads, width=config.head_dim,
             page=options.page_size, stored_bf16=int(options.dtype == torch.bfloat16), eps=config.layer_norm_epsilon,
-            dt_low=low, dt_high=high, scale=config.head_dim**-0.5 if attention else 0.0, x=self.x.data_ptr(),
+            dt_low=low, dt_high=high, scale=config.head_dim**-0.5 if attention else 0.0, x=self._x.data_ptr(),
             wide=self._wide.data_ptr(), mid=self._mid.data_ptr(), ld=widest, operand=self._operand.data_ptr(),
             operand_ld=padded, operand_scale=self._scales.data_ptr(), counters=self._counters.data_ptr(),
         )  # fmt: skip
 
-    def takes(self, batch: Batch) -> bool:
-        """Whether a step of these rows can be one call."""
-        return batch.scan is None and not batch.splices and 0 < batch.updates <= self.max_rows
+    def takes(self, tokens: int, batch: Batch) -> bool:
+        """Whether all tokens of a step are update rows, and few enough."""
+        return batch.scan is None and 0 < tokens == batch.updates <= self.max_rows
 
-    def run(self, batch: Batch) -> Tensor:
-        """`[L, vocab]` float32, of the tokens whose logits are wanted; the next call overwrites it. Updates states, windows
-        and pages in place.
-        """
-        rows = batch.updates
-        self.x[:rows] = self.embeddings.index_select(0, batch.ids_T)
-        tables = batch.tables_UW
+    def layers(self, x_UD: Tensor, batch: Batch) -> Tensor:
+        """`[U, d]` float32, before the final norm. Updates states, windows and pages in place."""
+        rows, tables = batch.updates, batch.tables_UW
+        x = self._x[:rows].copy_(x_UD)
         step = Step(
             rows, batch.slots_U.data_ptr(), batch.lengths_U.data_ptr(), tables.data_ptr(), batch.places_T.data_ptr(),
-            tables.stride(0) if tables.dim() == 2 else 0, self.logits.data_ptr(),
+            tables.stride(0) if tables.dim() == 2 else 0, None,
         )  # fmt: skip
+        for ops, layer in self._plan:
+            if ops:
+                self._run(ops, step)
+            if layer is not None:
+                norm, mixer = layer
+                x += mixer(rms_norm(x, norm, self._eps, self._dtype), batch)
+        return x.clone()
+
+    def logits(self, hidden_LD: Tensor) -> Tensor:
+        """`[L, vocab]` float32 of at most `max_rows` rows before the final norm."""
+        rows = hidden_LD.shape[0]
+        self._x[:rows].copy_(hidden_LD)
+        out = torch.empty(rows, self._model.vocab)
+        self._run(self._head, Step(rows, None, None, None, None, 0, out.data_ptr()))
+        return out
+
+    def _run(self, ops: range, step: Step) -> None:
         self._model.threads = torch.get_num_threads()
-        self._library.saccade_step(ctypes.byref(self._model), ctypes.byref(step), 0, self._model.count)
-        return self.logits[:rows] if batch.samples is None else self.logits.index_select(0, batch.samples)
+        self._library.saccade_step(ctypes.byref(self._model), ctypes.byref(step), ops.start, ops.stop)
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
     def _layer(self, norm: Tensor, mixer: Mixer) -> list[Op]:
+        """Empty for a layer that has no compiled form."""
         match mixer:
             case MambaMixer():
                 first, last = self._packed(mixer.in_proj), self._packed(mixer.out_proj)
@@ -106,7 +131,7 @@ class NativeStep:
                 first, last = self._packed(mixer.up), self._packed(mixer.down)
                 middle = [Op(Code.RELU_SQUARED, last.kind, last.k)]
             case _:
-                raise NativeUnavailable(f"{type(mixer).__name__} of this kind has no compiled step")
+                return []
         return [
             self._norm(norm, first), self._linear(first, Target.WIDE), *middle, self._linear(last, Target.RESIDUAL)
         ]  # fmt: skip
@@ -142,9 +167,13 @@ class NativeStep:
 
 
 def native_step(model: HybridModel) -> NativeStep | None:
-    """The compiled step of a model; None, with a line in the log, where it has none."""
+    """The compiled step of a model; None, with a line in the log, where it has none. `ValueError` where it has to."""
+    if model.options.native == "off":
+        return None
     try:
         return NativeStep(model)
     except NativeUnavailable as reason:
+        if model.options.native == "on":
+            raise ValueError(f"native: 'on' cannot be had: {reason}; 'auto' would work") from None
         log.info("the decoder steps operation by operation: %s", reason)
         return None

@@ -68,6 +68,8 @@ def decoder_options(options: EngineOptions, checkpoint: Checkpoint) -> DecoderOp
         state_cache=options.state_cache,
         state_block=options.state_block,
         graphs=options.graphs,
+        weights=options.weights,
+        native=options.native,
     )
 
 

@@ -47,6 +47,14 @@ class EngineOptions:
     dtype: str | None = _option(
         None, "compute dtype; unset: what the checkpoint declares", choices=("float32", "bfloat16")
     )
+    weights: str | None = _option(
+        None,
+        "weights of the decoder's linear layers, quantised as they are read; unset: in dtype",
+        choices=("int8", "int4"),
+    )
+    native: str = _option(
+        "auto", "compiled decode steps on a CPU; on refuses to start without them", choices=("auto", "on", "off")
+    )
     device: str | None = _option(None, "'cpu' or 'cuda'; unset: cuda where there is one")
     threads: int | None = _option(None, "threads of the engine's maths; unset: one per core", minimum=1)
     max_seqs: int = _option(32, "requests that run at the same time", minimum=1)

@@ -55,7 +55,9 @@ class Packed:
         out = torch.empty(rows.shape[0], self.n, dtype=x.dtype)
         if rows.shape[0]:
             # The integer kinds, and odd rows, are copied into the form that they are multiplied in.
-            operand = torch.empty(rows.shape[0], self.kpad, dtype=torch.float32 if self.kind is Kind.F32 else torch.int16)
+            operand = torch.empty(
+                rows.shape[0], self.kpad, dtype=torch.float32 if self.kind is Kind.F32 else torch.int16
+            )
             scales = torch.empty(rows.shape[0])
             self._library.saccade_linear(
                 ctypes.byref(self.descriptor), rows.data_ptr(), rows.stride(0), int(x.dtype == torch.bfloat16),

@@ -35,6 +35,9 @@ class Quantised:
     def __getitem__(self, index: int) -> Quantised:
         return Quantised(self.kind, self.values[index], self.scale[index], self.in_features)
 
+    def to(self, device: torch.device | str) -> Quantised:
+        return Quantised(self.kind, self.values.to(device), self.scale.to(device), self.in_features)
+
     def integers(self) -> Tensor:
         """int8 `[..., n, k]`."""
         if self.kind == "int8":

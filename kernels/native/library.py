@@ -1,8 +1,8 @@
 """Builds and loads native.cpp.
 
-The library is compiled for the processor that runs it, in about seven seconds, and kept under a name made of the source,
-the compiler and the processor's features; later starts load it. It is linked against the OpenMP runtime that torch has
-loaded already, so that both use one team of threads.
+The library is compiled for the processor that runs it, in about seven seconds, and kept under a name made of the
+source, the compiler and the processor's features; later starts load it. It is linked against the OpenMP runtime that
+torch has loaded already, so that both use one team of threads.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def library() -> ctypes.CDLL:
     loaded.saccade_step.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
     loaded.saccade_step.restype = None
     loaded.saccade_linear.argtypes = [
-        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64,
-        ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p,
+        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64,
+        ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p,
     ]  # fmt: skip
     loaded.saccade_linear.restype = None
     return loaded

@@ -1,0 +1,97 @@
+"""The compiled decode step against the same model operation by operation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_decoder import random_weights, tiny_config
+
+from decoder.config import DecoderConfig, DecoderOptions
+from decoder.request import DecoderRequest
+from decoder.runner import DecoderRunner
+from decoder.sampling import SamplingParams
+
+PROMPTS = [[1, 5, 9, 2], [7] * 21, [3], [4, 8] * 9, [6, 6, 6], [2, 1]]
+
+
+def _logits(config: DecoderConfig, options: DecoderOptions, steps: int = 6) -> tuple[list[torch.Tensor], DecoderRunner]:
+    """The logits of each decode step of all prompts together; every runner is fed the same tokens."""
+    runner = DecoderRunner(config, options, random_weights(config))
+    found: list[torch.Tensor] = []
+    sample = runner.sampler.sample
+
+    def keep(logits: torch.Tensor, sequences: object) -> object:
+        found.append(logits.float().clone())
+        return sample(logits, sequences)  # type: ignore[arg-type]
+
+    runner.sampler.sample = keep  # type: ignore[assignment,method-assign]
+    for index, prompt in enumerate(PROMPTS):
+        bias = {(index + 3) % config.vocab_size: 1e6}  # every runner draws the same tokens, whatever it computes
+        params = SamplingParams(max_tokens=steps, temperature=0, ignore_eos=True, logit_bias=bias)
+        runner.add(DecoderRequest(f"r{index}", prompt, params))
+    while runner.has_work:
+        runner.step()
+    return found, runner
+
+
+@pytest.mark.parametrize("pattern", ["M*-M", "M", "*-", "-", "MEE*E"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_float32_equals_the_operations(pattern: str, groups: int) -> None:
+    config = tiny_config(pattern=pattern, n_groups=groups)
+    options = DecoderOptions(max_seqs=8, max_len=64, page_size=4)
+    (fast, runner), (slow, plain) = (_logits(config, replace(options, native=mode)) for mode in ("on", "off"))
+    assert runner.model.native is not None and plain.model.native is None
+    for ours, theirs in zip(fast, slow, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
+
+
+def test_bfloat16_is_no_further_from_float32_than_the_operations() -> None:
+    config = tiny_config(pattern="M*-M*-")
+    options = DecoderOptions(max_seqs=8, max_len=64, page_size=4, state_cache="none")
+    exact, _ = _logits(config, options)
+    low = replace(options, dtype=torch.bfloat16)
+    (fast, _), (slow, _) = (_logits(config, replace(low, native=mode)) for mode in ("on", "off"))
+
+    def error(found: list[torch.Tensor]) -> float:
+        return sum((f - e).square().mean().item() for f, e in zip(found[1:], exact[1:], strict=True)) ** 0.5
+
+    assert 0 < error(fast) <= 1.5 * error(slow)
+
+
+@pytest.mark.parametrize("weights", [None, "int8", "int4"])
+def test_a_row_is_the_same_in_any_batch(weights: str | None) -> None:
+    config = tiny_config(pattern="M*-M")
+    options = DecoderOptions(dtype=torch.bfloat16, max_seqs=8, max_len=64, page_size=4, native="on", weights=weights)
+    runners = [DecoderRunner(config, options, random_weights(config)) for _ in range(2)]
+    logits: list[dict[str, list[torch.Tensor]]] = [{}, {}]
+    for kept, runner in zip(logits, runners, strict=True):
+        sample = runner.sampler.sample
+
+        def keep(found: torch.Tensor, sequences: list, kept: dict = kept, sample: object = sample) -> object:  # type: ignore[type-arg]
+            for row, sequence in zip(found, sequences, strict=True):
+                kept.setdefault(sequence.request_id, []).append(row.clone())
+            return sample(found, sequences)  # type: ignore[operator]
+
+        runner.sampler.sample = keep  # type: ignore[assignment,method-assign]
+    params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+    for index, prompt in enumerate(PROMPTS):
+        runners[0].add(DecoderRequest(f"r{index}", prompt, params))
+    while runners[0].has_work:
+        runners[0].step()
+    for index, prompt in enumerate(PROMPTS):
+        runners[1].add(DecoderRequest(f"r{index}", prompt, params))
+        while runners[1].has_work:
+            runners[1].step()
+    for name, alone in logits[1].items():
+        for ours, theirs in zip(logits[0][name][1:], alone[1:], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 * theirs.abs().max().item())
+
+
+def test_what_has_no_compiled_step_says_why() -> None:
+    config = tiny_config("M")
+    options = DecoderOptions(max_seqs=2, max_len=64, native="on", state_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="native: 'on' cannot be had: states are torch.bfloat16; 'auto' would work"):
+        DecoderRunner(config, options, random_weights(config))
+    assert DecoderRunner(config, replace(options, native="auto"), random_weights(config)).model.native is None
