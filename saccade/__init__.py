@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from saccade.client import Client
     from saccade.local import LocalClient
     from saccade.transport import TLSConfig
+    from saccade.videos import Video
 
 __version__ = "0.1.0"
 
@@ -62,6 +63,7 @@ __all__ = [
     "Tokens",
     "TopLogprob",
     "Usage",
+    "Video",
     "errors",
 ]
 
@@ -73,6 +75,7 @@ _LAZY = {
     "Stream": "saccade.calls",
     "LocalClient": "saccade.local",
     "TLSConfig": "saccade.transport",
+    "Video": "saccade.videos",
 }
 
 

@@ -49,6 +49,7 @@ from saccade.transport import (
 )
 from saccade.types import Delta, Embedding, Generation, Model, Outcome, Tensor, Tokens
 from saccade.v1 import inference_pb2, model_pb2
+from saccade.videos import VideoInput
 
 if TYPE_CHECKING:
     from saccade.batch import BatchSummary
@@ -251,7 +252,7 @@ class AsyncClient:
         prompt: Prompt,
         *,
         images: Iterable[ImageInput] | ImageInput = (),
-        videos: Sequence[Any] = (),
+        videos: Iterable[VideoInput] | VideoInput = (),
         max_tokens: int | None = None,
         temperature: float | None = None,
         top_p: float | None = None,
@@ -277,7 +278,7 @@ class AsyncClient:
         prompt: Prompt,
         *,
         images: Iterable[ImageInput] | ImageInput = (),
-        videos: Sequence[Any] = (),
+        videos: Iterable[VideoInput] | VideoInput = (),
         max_tokens: int | None = None,
         temperature: float | None = None,
         top_p: float | None = None,
@@ -321,6 +322,7 @@ class AsyncClient:
         prompt: Prompt,
         *,
         images: Iterable[ImageInput] | ImageInput = (),
+        videos: Iterable[VideoInput] | VideoInput = (),
         raw: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         model: str = "",
@@ -329,8 +331,8 @@ class AsyncClient:
     ) -> Embedding:
         """The model's hidden states for a prompt; see `saccade.Client.embed`."""
         request = await asyncio.to_thread(
-            embed_request, prompt, images=images, raw=raw, chat_template_kwargs=chat_template_kwargs, model=model,
-            priority=priority,
+            embed_request, prompt, images=images, videos=videos, raw=raw, chat_template_kwargs=chat_template_kwargs,
+            model=model, priority=priority,
         )  # fmt: skip
         return embedding_from(await self._unary("inference", "Embed", request, timeout))
 
@@ -344,6 +346,7 @@ class AsyncClient:
         prompt: Prompt,
         *,
         images: Iterable[ImageInput] | ImageInput = (),
+        videos: Iterable[VideoInput] | VideoInput = (),
         raw: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         model: str = "",
@@ -351,7 +354,13 @@ class AsyncClient:
     ) -> Tokens:
         """What `generate` would make of a prompt, and how much of the context it takes."""
         request = await asyncio.to_thread(
-            tokenize_request, prompt, images=images, raw=raw, chat_template_kwargs=chat_template_kwargs, model=model
+            tokenize_request,
+            prompt,
+            images=images,
+            videos=videos,
+            raw=raw,
+            chat_template_kwargs=chat_template_kwargs,
+            model=model,
         )
         return tokens_from(await self._unary("inference", "Tokenize", request, timeout))
 

@@ -74,6 +74,8 @@ _PART_KEYS = {
     "text": {"type", "text"},
     "image_url": {"type", "image_url"},
     "image": {"type", "image", "media_id"},
+    "video_url": {"type", "video_url", "max_frames"},
+    "video": {"type", "video", "media_id", "fps", "max_frames"},
 }
 
 _STATUS: dict[type[SaccadeError], int] = {
@@ -274,20 +276,30 @@ def _part(part: dict[str, Any], name: str, picture: Callable[[Any, str], Any]) -
     extra = sorted(part.keys() - _PART_KEYS.get(str(kind), part.keys()))
     if extra:
         raise InvalidArgument(f"{name}: unknown keys {', '.join(extra)}")
-    if kind not in ("image", "image_url"):
+    if kind not in ("image", "image_url", "video", "video_url"):
         return part
     source = part.get(kind)
-    if kind == "image_url" and isinstance(source, dict):
+    if kind in ("image_url", "video_url") and isinstance(source, dict):
         if sorted(source.keys() - {"url", "detail"}):
-            raise InvalidArgument(f"{name}.image_url: known keys are detail, url")
-        source, name = source.get("url"), f"{name}.image_url.url"
+            raise InvalidArgument(f"{name}.{kind}: known keys are detail, url")
+        source, name = source.get("url"), f"{name}.{kind}.url"
     else:
         name = f"{name}.{kind}"
     if source is None and part.get("media_id"):
         source = f"media:{part['media_id']}"
+    plain = str(kind).removesuffix("_url")
+    options = {key: part[key] for key in ("fps", "max_frames") if part.get(key) is not None}
+    if kind == "video" and isinstance(source, list):
+        frames = [_opened(frame, f"{name}[{i}]", picture) for i, frame in enumerate(source)]
+        return {"type": plain, plain: frames, **options}
+    return {"type": plain, plain: _opened(source, name, picture), **options}
+
+
+def _opened(source: Any, name: str, picture: Callable[[Any, str], Any]) -> Any:
+    """The bytes or the message that a string in a row stands for."""
     if not isinstance(source, str) or not source:
         raise InvalidArgument(f"{name}: expected a data URL, media:ID or a path, got {_short(source)}")
-    return {"type": "image", "image": picture(_source(source, name), name)}
+    return picture(_source(source, name), name)
 
 
 def _source(source: str, name: str) -> str | types_pb2.Image:
@@ -365,6 +377,7 @@ def _completion(answer: Generation) -> dict[str, Any]:
             "prompt_tokens_details": {
                 "cached_tokens": answer.usage.cached_tokens,
                 "image_tokens": answer.usage.image_tokens,
+                "video_tokens": answer.usage.video_tokens,
             },
         },
     }

@@ -16,6 +16,9 @@ from saccade.errors import InvalidArgument, SaccadeError
 SERVER_VARIABLE = "SACCADE_SERVER"
 DEFAULT_SERVER = "127.0.0.1:50051"
 
+VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".webm", ".mkv")
+"""Files that `ask` takes for videos."""
+
 SERVER_COMMANDS = {
     "serve": "serve a model over gRPC",
     "demo": "start a server on the embedded model and ask it about the shipped pictures",
@@ -72,13 +75,16 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_ask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     ask = commands.add_parser(
-        "ask", help="ask a running server about pictures", usage="%(prog)s [options] [IMAGE...] QUESTION"
+        "ask", help="ask a running server about pictures and videos", usage="%(prog)s [options] [FILE...] QUESTION"
     )
     ask.add_argument(
         "image_and_question",
         nargs="+",
-        metavar="IMAGE... QUESTION",
-        help="pictures (paths or URLs), then the question",
+        metavar="FILE... QUESTION",
+        help=f"pictures and videos ({', '.join(VIDEO_SUFFIXES)}), by path or URL, then the question",
+    )
+    ask.add_argument(
+        "--video", action="append", default=[], metavar="FILE", help="a video whatever its name is, such as a GIF"
     )
     _add_connection(ask)
     ask.add_argument("--max-tokens", type=int, metavar="N", help="the most tokens to answer with")
@@ -152,7 +158,9 @@ def _ask(options: argparse.Namespace) -> int:
     from saccade.client import Client
     from saccade.transport import TLSConfig
 
-    *images, question = options.image_and_question
+    *files, question = options.image_and_question
+    videos = [file for file in files if file.lower().endswith(VIDEO_SUFFIXES)]
+    images = [file for file in files if file not in videos]
     if not question.strip():
         raise InvalidArgument("the question is empty")
     tls = TLSConfig(ca=options.ca) if options.ca else options.tls
@@ -161,6 +169,7 @@ def _ask(options: argparse.Namespace) -> int:
         client.stream(
             question,
             images=images,
+            videos=[*videos, *options.video],
             max_tokens=options.max_tokens,
             temperature=options.temperature,
             seed=options.seed,

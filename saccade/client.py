@@ -39,6 +39,7 @@ from saccade.transport import (
 )
 from saccade.types import Embedding, Generation, Model, Outcome, Tensor, Tokens
 from saccade.v1 import inference_pb2, model_pb2
+from saccade.videos import VideoInput
 from saccade.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class SyncClient(ABC):
         prompt: Prompt,
         *,
         images: Iterable[ImageInput] | ImageInput = (),
-        videos: Sequence[Any] = (),
+        videos: Iterable[VideoInput] | VideoInput = (),
         max_tokens: int | None = None,
         temperature: float | None = None,
         top_p: float | None = None,
@@ -81,6 +82,8 @@ class SyncClient(ABC):
                 they are, with one image token id for each picture.
             images: paths, encoded bytes, binary files, Pillow images or uint8 arrays `[H, W, C]`. With a string they
                 come before the text; with chat messages they fill the image parts that hold no picture.
+            videos: paths or bytes of GIF, APNG, WebP, MP4 or WebM files, lists of frames (each as in `images`), or
+                `saccade.Video`, which says more of a clip. They come after the images.
             max_tokens, temperature, top_p, top_k, seed, stop, logprobs: None leaves each to the model's defaults;
                 temperature 0 is greedy; logprobs=k also returns the k likeliest tokens in each place.
             timeout: seconds for the whole call, retries included; None takes the client's.
@@ -104,7 +107,7 @@ class SyncClient(ABC):
         prompt: Prompt,
         *,
         images: Iterable[ImageInput] | ImageInput = (),
-        videos: Sequence[Any] = (),
+        videos: Iterable[VideoInput] | VideoInput = (),
         max_tokens: int | None = None,
         temperature: float | None = None,
         top_p: float | None = None,
@@ -158,6 +161,7 @@ class SyncClient(ABC):
         prompt: Prompt,
         *,
         images: Iterable[ImageInput] | ImageInput = (),
+        videos: Iterable[VideoInput] | VideoInput = (),
         raw: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         model: str = "",
@@ -170,7 +174,13 @@ class SyncClient(ABC):
         of one that was trained to compare. `last` is what the next token would be drawn from.
         """
         request = embed_request(
-            prompt, images=images, raw=raw, chat_template_kwargs=chat_template_kwargs, model=model, priority=priority
+            prompt,
+            images=images,
+            videos=videos,
+            raw=raw,
+            chat_template_kwargs=chat_template_kwargs,
+            model=model,
+            priority=priority,
         )
         return embedding_from(self._unary("inference", "Embed", request, timeout))
 
@@ -184,6 +194,7 @@ class SyncClient(ABC):
         prompt: Prompt,
         *,
         images: Iterable[ImageInput] | ImageInput = (),
+        videos: Iterable[VideoInput] | VideoInput = (),
         raw: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         model: str = "",
@@ -191,7 +202,7 @@ class SyncClient(ABC):
     ) -> Tokens:
         """What `generate` would make of a prompt, and how much of the context it takes."""
         request = tokenize_request(
-            prompt, images=images, raw=raw, chat_template_kwargs=chat_template_kwargs, model=model
+            prompt, images=images, videos=videos, raw=raw, chat_template_kwargs=chat_template_kwargs, model=model
         )
         return tokens_from(self._unary("inference", "Tokenize", request, timeout))
 

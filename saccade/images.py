@@ -73,9 +73,9 @@ def image_message(image: ImageInput, name: str = "image") -> types_pb2.Image:
         return _from_path_or_url(os.fspath(image), name)
     if isinstance(image, bytes | bytearray | memoryview):
         return types_pb2.Image(data=bytes(image))
-    if _is_pillow(image):
+    if is_pillow(image):
         return types_pb2.Image(data=_png_from_pillow(image))
-    if _is_array(image):
+    if is_array(image):
         return types_pb2.Image(data=_png_from_array(image, name))
     if hasattr(image, "read"):
         data = image.read()
@@ -93,7 +93,7 @@ def _is_single(value: Any) -> bool:
     ):
         return True
     # An array of four dimensions is a batch, and iterating over it gives its pictures.
-    return _is_pillow(value) or (_is_array(value) and value.ndim <= 3)
+    return is_pillow(value) or (is_array(value) and value.ndim <= 3)
 
 
 def _from_path_or_url(text: str, name: str) -> types_pb2.Image:
@@ -123,12 +123,12 @@ def decode_data_url(url: str, name: str) -> bytes:
         raise InvalidArgument(f"{name}: the data URL's base64 cannot be decoded") from error
 
 
-def _is_pillow(value: Any) -> bool:
+def is_pillow(value: Any) -> bool:
     module = sys.modules.get("PIL.Image")
     return module is not None and isinstance(value, module.Image)
 
 
-def _is_array(value: Any) -> bool:
+def is_array(value: Any) -> bool:
     return hasattr(value, "__array__") and hasattr(value, "shape") and hasattr(value, "ndim")
 
 

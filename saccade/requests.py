@@ -5,13 +5,14 @@ from __future__ import annotations
 import operator
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, TypedDict, cast
+from typing import Any, NamedTuple, TypeAlias, TypedDict, cast
 
 from google.protobuf import json_format, struct_pb2
 
 from saccade.errors import InvalidArgument
 from saccade.images import ImageInput, image_message, image_messages
 from saccade.v1 import inference_pb2, types_pb2
+from saccade.videos import VideoInput, video_from_part, video_messages
 
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
 
@@ -22,6 +23,8 @@ _ROLES = {
     "tool": types_pb2.ROLE_TOOL,
 }
 _INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs")
+_Places: TypeAlias = dict[str, list[types_pb2.Part]]
+"""Parts of a conversation that wait for the next of `images=` or `videos=`."""
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -47,7 +50,7 @@ class GenerateOptions(Sampling, total=False):
     """The keyword arguments of `generate`, beside those of `Sampling`."""
 
     images: Iterable[ImageInput] | ImageInput
-    videos: Sequence[Any]
+    videos: Iterable[VideoInput] | VideoInput
     max_tokens: int | None
     temperature: float | None
     top_p: float | None
@@ -63,7 +66,7 @@ def build_request(
     prompt: Prompt,
     *,
     images: Iterable[ImageInput] | ImageInput = (),
-    videos: Sequence[Any] = (),
+    videos: Iterable[VideoInput] | VideoInput = (),
     raw: bool = False,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     **sampling: Any,
@@ -77,12 +80,10 @@ def build_request(
     unknown = sorted(sampling.keys() - known)
     if unknown:
         raise InvalidArgument(f"unknown arguments: {', '.join(unknown)}; known are {', '.join(sorted(known))}")
-    if len(videos):
-        raise InvalidArgument("videos: no model that is served takes videos", reason="CAPABILITY_MISSING")
     request = inference_pb2.GenerateRequest(
         request_id=sampling.get("request_id") or uuid.uuid4().hex, model=sampling.get("model") or ""
     )
-    _set_input(request, prompt, image_messages(images), raw, chat_template_kwargs)
+    _set_input(request, prompt, _Media(image_messages(images), video_messages(videos)), raw, chat_template_kwargs)
     _set_sampling(request.sampling, sampling)
     with _naming("continued_token_ids"):
         request.continued_token_ids.extend(map(operator.index, sampling.get("continued_token_ids") or ()))
@@ -90,6 +91,13 @@ def build_request(
         with _naming("priority"):
             request.priority = operator.index(sampling["priority"])
     return request
+
+
+class _Media(NamedTuple):
+    """What `images=` and `videos=` hold."""
+
+    images: list[types_pb2.Image]
+    videos: list[types_pb2.Video]
 
 
 class _naming:
@@ -129,7 +137,7 @@ def _set_sampling(message: types_pb2.SamplingParams, sampling: Mapping[str, Any]
 def _set_input(
     request: inference_pb2.GenerateRequest,
     prompt: Prompt,
-    images: list[types_pb2.Image],
+    media: _Media,
     raw: bool,
     template_kwargs: Mapping[str, Any] | None,
 ) -> None:
@@ -138,7 +146,8 @@ def _set_input(
             raise InvalidArgument("chat_template_kwargs: a raw prompt does not pass through the chat template")
         request.prompt.text = prompt
         request.prompt.raw = raw
-        request.prompt.images.extend(images)
+        request.prompt.images.extend(media.images)
+        request.prompt.videos.extend(media.videos)
         if template_kwargs:
             request.prompt.chat_template_kwargs.CopyFrom(_struct(template_kwargs))
         return
@@ -146,7 +155,7 @@ def _set_input(
     if isinstance(items[0], Mapping):
         if raw:
             raise InvalidArgument("raw: chat messages need the chat template; raw takes a string")
-        request.chat.messages.extend(_chat_messages(items, images))
+        request.chat.messages.extend(_chat_messages(items, media))
         if template_kwargs:
             request.chat.chat_template_kwargs.CopyFrom(_struct(template_kwargs))
         return
@@ -154,7 +163,8 @@ def _set_input(
         raise InvalidArgument("chat_template_kwargs: token ids do not pass through the chat template")
     with _naming("prompt"):
         request.tokens.ids.extend(map(operator.index, items))
-    request.tokens.images.extend(images)
+    request.tokens.images.extend(media.images)
+    request.tokens.videos.extend(media.videos)
 
 
 def _items(prompt: Any) -> list[Any]:
@@ -172,26 +182,32 @@ def _struct(values: Mapping[str, Any]) -> struct_pb2.Struct:
         return cast(struct_pb2.Struct, json_format.ParseDict(dict(values), struct_pb2.Struct()))
 
 
-def _chat_messages(messages: list[Any], images: list[types_pb2.Image]) -> list[types_pb2.ChatMessage]:
-    """The conversation, with `images` put where it has parts {"type": "image"} without a picture of their own; if it
-    has no such part, they come first in the last user message."""
-    waiting: list[types_pb2.Part] = []
+def _chat_messages(messages: list[Any], media: _Media) -> list[types_pb2.ChatMessage]:
+    """The conversation, with `images` put where it has parts {"type": "image"} without a picture of their own, and
+    `videos` in such parts for clips; where it has no such part, they come first in the last user message."""
+    waiting: _Places = {"image": [], "video": []}
     built = [_chat_message(message, f"messages[{i}]", waiting) for i, message in enumerate(messages)]
-    if waiting and len(waiting) != len(images):
-        raise InvalidArgument(f"the messages have {len(waiting)} places for pictures, images= holds {len(images)}")
-    for part, image in zip(waiting, images, strict=False):
-        part.image.CopyFrom(image)
-    if images and not waiting:
+    first: list[types_pb2.Part] = []
+    for kind, word, given in (("image", "pictures", media.images), ("video", "videos", media.videos)):
+        places = waiting[kind]
+        if places and len(places) != len(given):
+            raise InvalidArgument(f"the messages have {len(places)} places for {word}, {kind}s= holds {len(given)}")
+        for part, item in zip(places, given, strict=False):
+            getattr(part, kind).CopyFrom(item)
+        if not places:
+            first += (types_pb2.Part(**{kind: item}) for item in given)
+    if first:
         users = [message for message in built if message.role == types_pb2.ROLE_USER]
         if not users:
-            raise InvalidArgument("images: the conversation has no user message that could hold them")
-        parts = [*(types_pb2.Part(image=image) for image in images), *users[-1].parts]
+            name = "images" if media.images else "videos"
+            raise InvalidArgument(f"{name}: the conversation has no user message that could hold them")
+        parts = [*first, *users[-1].parts]
         del users[-1].parts[:]
         users[-1].parts.extend(parts)
     return built
 
 
-def _chat_message(message: Any, name: str, waiting: list[types_pb2.Part]) -> types_pb2.ChatMessage:
+def _chat_message(message: Any, name: str, waiting: _Places) -> types_pb2.ChatMessage:
     if not isinstance(message, Mapping):
         raise InvalidArgument(f"{name}: expected a dict with role and content, got {type(message).__name__}")
     extra = sorted(message.keys() - {"role", "content"})
@@ -211,7 +227,7 @@ def _chat_message(message: Any, name: str, waiting: list[types_pb2.Part]) -> typ
     return built
 
 
-def _add_part(message: types_pb2.ChatMessage, part: Any, name: str, waiting: list[types_pb2.Part]) -> None:
+def _add_part(message: types_pb2.ChatMessage, part: Any, name: str, waiting: _Places) -> None:
     kind = "text" if isinstance(part, str) else part.get("type") if isinstance(part, Mapping) else None
     if kind == "text":
         text = part if isinstance(part, str) else part.get("text")
@@ -222,11 +238,20 @@ def _add_part(message: types_pb2.ChatMessage, part: Any, name: str, waiting: lis
         added = message.parts.add()
         source = _part_source(part)
         if source is None:
-            waiting.append(added)
+            waiting["image"].append(added)
         else:
             added.image.CopyFrom(image_message(source, name))
+    elif kind in ("video", "video_url"):
+        added = message.parts.add()
+        video = video_from_part(part, name)
+        if video is None:
+            waiting["video"].append(added)
+        else:
+            added.video.CopyFrom(video)
     else:
-        raise InvalidArgument(f"{name}: expected a part of type text, image or image_url, got {kind or part!r}")
+        raise InvalidArgument(
+            f"{name}: expected a part of type text, image, image_url, video or video_url, got {kind or part!r}"
+        )
 
 
 def _part_source(part: Mapping[str, Any]) -> Any:
@@ -254,12 +279,15 @@ def embed_request(
     prompt: Prompt,
     *,
     images: Iterable[ImageInput] | ImageInput = (),
+    videos: Iterable[VideoInput] | VideoInput = (),
     raw: bool = False,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> inference_pb2.EmbedRequest:
     """The message for `embed`; `options`: model, request_id, priority."""
-    built = build_request(prompt, images=images, raw=raw, chat_template_kwargs=chat_template_kwargs, **options)
+    built = build_request(
+        prompt, images=images, videos=videos, raw=raw, chat_template_kwargs=chat_template_kwargs, **options,
+    )  # fmt: skip
     request = inference_pb2.EmbedRequest(request_id=built.request_id, model=built.model)
     if built.HasField("priority"):
         request.priority = built.priority
@@ -284,12 +312,15 @@ def tokenize_request(
     prompt: Prompt,
     *,
     images: Iterable[ImageInput] | ImageInput = (),
+    videos: Iterable[VideoInput] | VideoInput = (),
     raw: bool = False,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     model: str = "",
 ) -> inference_pb2.TokenizeRequest:
     """The message for `tokenize`."""
-    built = build_request(prompt, images=images, raw=raw, chat_template_kwargs=chat_template_kwargs, model=model)
+    built = build_request(
+        prompt, images=images, videos=videos, raw=raw, chat_template_kwargs=chat_template_kwargs, model=model,
+    )  # fmt: skip
     request = inference_pb2.TokenizeRequest(model=model)
     _copy_input(built, request)
     return request

@@ -38,6 +38,8 @@ def usage_from(message: types_pb2.Usage) -> Usage:
         completion_tokens=message.completion_tokens,
         queue_time=seconds("queue_time"),
         time_to_first_token=seconds("time_to_first_token"),
+        video_tokens=message.video_tokens,
+        video_frames=message.video_frames,
     )
 
 
@@ -66,13 +68,16 @@ def model_from(message: model_pb2.Model) -> Model:
         model_type=message.model_type,
         dtype=message.dtype,
         takes_images=model_pb2.MODALITY_IMAGE in message.input_modalities,
+        takes_videos=model_pb2.MODALITY_VIDEO in message.input_modalities,
         limits=ModelLimits(
             image_formats=tuple(limits.image_formats),
             uri_schemes=tuple(limits.uri_schemes),
+            video_formats=tuple(limits.video_formats),
             **{
                 item.name: getattr(limits, item.name)
                 for item in limits.DESCRIPTOR.fields
-                if item.name not in ("image_formats", "uri_schemes") and item.name in ModelLimits.__annotations__
+                if item.name not in ("image_formats", "uri_schemes", "video_formats")
+                and item.name in ModelLimits.__annotations__
             },
         ),
         default_sampling={
@@ -89,7 +94,14 @@ def model_from(message: model_pb2.Model) -> Model:
 
 
 def tokens_from(message: inference_pb2.TokenizeResponse) -> Tokens:
-    return Tokens(list(message.token_ids), message.prompt_tokens, message.image_tokens, list(message.tokens_per_image))
+    return Tokens(
+        list(message.token_ids),
+        message.prompt_tokens,
+        message.image_tokens,
+        list(message.tokens_per_image),
+        message.video_tokens,
+        list(message.tokens_per_video),
+    )
 
 
 def embedding_from(message: inference_pb2.EmbedResponse) -> Embedding:

@@ -13,7 +13,8 @@ from saccade.errors import SaccadeError
 class Usage:
     """Token counts of one sample.
 
-    `prompt_tokens` counts the whole prompt, its `image_tokens` among them; `cached_tokens` of these came from a cache.
+    `prompt_tokens` counts the whole prompt, its `image_tokens` and `video_tokens` among them; `cached_tokens` of these
+    came from a cache. `video_frames` counts the frames of its videos that were looked at.
     `completion_tokens` counts what was generated, `continued_token_ids` included. Times are seconds after admission, or
     None where the server does not measure them.
     """
@@ -25,6 +26,8 @@ class Usage:
     completion_tokens: int = 0
     queue_time: float | None = field(default=None, compare=False)
     time_to_first_token: float | None = field(default=None, compare=False)
+    video_tokens: int = 0
+    video_frames: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -162,11 +165,14 @@ class Tokens:
     """What a prompt becomes."""
 
     token_ids: list[int]
-    """With one image token id for each picture: `generate` takes it as a prompt, together with the same pictures."""
+    """With one image token id for each picture and each temporal patch of a clip: `generate` takes it as a prompt,
+    together with the same pictures and clips."""
     prompt_tokens: int
     """What it takes of the context, pictures among it."""
     image_tokens: int
     tokens_per_image: list[int]
+    video_tokens: int = 0
+    tokens_per_video: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -190,6 +196,15 @@ class ModelLimits:
     max_logprobs: int = 0
     max_stop_strings: int = 0
     max_stop_string_length: int = 0
+    max_videos: int = 0
+    max_video_bytes: int = 0
+    """Of one clip's file."""
+    max_video_frames: int = 0
+    """Of one clip, looked at."""
+    max_video_file_frames: int = 0
+    max_video_pixels: int = 0
+    """Width x height x frames of what has to be decoded of one clip."""
+    video_formats: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -202,6 +217,7 @@ class Model:
     model_type: str = ""
     dtype: str = ""
     takes_images: bool = False
+    takes_videos: bool = False
     limits: ModelLimits = field(default_factory=ModelLimits)
     default_sampling: dict[str, float | int | bool] = field(default_factory=dict)
     """What `generate` does where an argument is None."""

@@ -190,11 +190,13 @@ class Calls:
         cached = max((f.usage.cached_tokens for f in finished), default=0)
         reasons = ",".join(sorted({f.reason for f in finished})) if record.code == "OK" else ""
         self.metrics.generation(
-            record.code, prompt=prompt, image=started.image_tokens if started else 0, cached=cached,
+            record.code, prompt=prompt, image=started.image_tokens if started else 0,
+            video=started.video_tokens if started else 0, cached=cached,
             generated=generation.tokens, queue=queue, first_token=generation.first_token, seconds=seconds,
         )  # fmt: skip
         self.access.write(
             record, finish=reasons, prompt_tokens=prompt, image_tokens=started.image_tokens if started else 0,
+            video_tokens=started.video_tokens if started else 0,
             cached_tokens=cached, completion_tokens=generation.tokens, queue_seconds=queue,
             first_token_seconds=generation.first_token,
             seconds=seconds,

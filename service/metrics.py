@@ -34,7 +34,7 @@ class Metrics:
         )
         self._tokens = Counter(
             "saccade_tokens",
-            "tokens: prompt (image and cached ones among them), image, cached, generated",
+            "tokens: prompt (image, video and cached ones among them), image, video, cached, generated",
             ["kind"],
             registry=self.registry,
         )
@@ -64,11 +64,12 @@ class Metrics:
             self._gap.observe(seconds / tokens)
 
     def generation(
-        self, code: str, *, prompt: int, image: int, cached: int, generated: int, queue: float | None,
+        self, code: str, *, prompt: int, image: int, video: int, cached: int, generated: int, queue: float | None,
         first_token: float | None, seconds: float,
     ) -> None:  # fmt: skip
         self._generations.labels(code).inc()
-        for kind, count in (("prompt", prompt), ("image", image), ("cached", cached), ("generated", generated)):
+        counts = {"prompt": prompt, "image": image, "video": video, "cached": cached, "generated": generated}
+        for kind, count in counts.items():
             self._tokens.labels(kind).inc(count)
         if queue is not None:
             self._queue.observe(queue)

@@ -20,6 +20,15 @@ def picture(tmp_path: Path) -> str:
     return str(path)
 
 
+def test_ask_takes_videos(address: str, script: Script, picture: str, tmp_path: Path) -> None:
+    (tmp_path / "a.MP4").write_bytes(b"mp4")
+    (tmp_path / "b.gif").write_bytes(b"gif")
+    files = ["--video", str(tmp_path / "b.gif"), picture, str(tmp_path / "a.MP4")]
+    assert cli.main(["ask", "--server", address, *files, "What moves?"]) == 0
+    prompt = script.requests[-1].prompt
+    assert [video.data for video in prompt.videos] == [b"mp4", b"gif"] and len(prompt.images) == 1
+
+
 def test_ask_streams_the_answer(address: str, script: Script, picture: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--server", address, "--max-tokens", "5", "--temperature", "0", "--seed", "1"]
     assert cli.main(["ask", *options, picture, picture, "What is it?"]) == 0

@@ -153,7 +153,7 @@ def test_continued_tokens_priority_model_and_id() -> None:
         pytest.param({"prompt": "", "logit_bias": {-1: 0.0}}, "logit_bias", id="logit-bias"),
         pytest.param({"prompt": "", "continued_token_ids": [-2]}, "continued_token_ids", id="continued"),
         pytest.param({"prompt": "", "temprature": 1}, "temprature.*temperature", id="misspelt"),
-        pytest.param({"prompt": "", "videos": [b""]}, "videos", id="videos"),
+        pytest.param({"prompt": "", "videos": 3}, "videos", id="videos"),
     ],
 )
 def test_what_is_refused_is_named(arguments: dict[str, Any], named: str) -> None:

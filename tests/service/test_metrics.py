@@ -20,8 +20,12 @@ def values(metrics: Metrics) -> dict[str, float]:
 
 def test_generations_and_calls() -> None:
     metrics = Metrics()
-    metrics.generation("OK", prompt=10, image=4, cached=3, generated=5, queue=0.1, first_token=0.2, seconds=1.0)
-    metrics.generation("CANCELLED", prompt=0, image=0, cached=0, generated=0, queue=None, first_token=None, seconds=1.0)
+    metrics.generation(
+        "OK", prompt=10, image=4, video=0, cached=3, generated=5, queue=0.1, first_token=0.2, seconds=1.0
+    )
+    metrics.generation(
+        "CANCELLED", prompt=0, image=0, video=0, cached=0, generated=0, queue=None, first_token=None, seconds=1.0
+    )
     metrics.token_gap(0.3, 3)
     metrics.call("/a/B", "OK", 100)
     found = values(metrics)
