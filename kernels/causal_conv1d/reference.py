@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.scan_tables import ScanTables
 from kernels.slots import SlotRun
 
 BLOCK_ROWS = 128
@@ -25,6 +26,7 @@ def causal_conv1d(
     has_initial_R: Tensor,
     starts_R: Tensor,
     saves: Sequence[tuple[int, int, int]] | Tensor = (),
+    tables: ScanTables | None = None,
 ) -> Tensor:
     """Packed rows of any length, each from its own window of earlier inputs; SiLU at the end.
 
@@ -32,8 +34,9 @@ def causal_conv1d(
     weight: `[W, C]` float32, oldest tap first; bias: `[C]` float32. pool: `[S, W-1, C]`, oldest input first.
     A row whose `has_initial` is False starts from zeros whatever its slot holds. Slot -1: the row starts from zeros and
     leaves no state. `saves`: (row, end, slot): the window after packed token `end - 1` of the row goes to that slot
-    too; as a buffer `[S, 3]`, -1 as a row is padding. Returns `[T, C]` float32, zeros for tokens after the last row;
-    each row's last W-1 inputs go to its slot, in the pool's dtype.
+    too; as a buffer `[S, 3]`, -1 as a row is padding (`tables` says the same to kernels and is not needed here).
+    Returns `[T, C]` float32, zeros for tokens after the last row; each row's last W-1 inputs go to its slot, in the
+    pool's dtype.
     """
     keep = weight_WC.shape[0] - 1
     out = torch.empty(x_TC.shape, dtype=torch.float32, device=x_TC.device)

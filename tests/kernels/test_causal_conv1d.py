@@ -4,25 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from mamba_inputs import by_definition
 
 from kernels.causal_conv1d import causal_conv1d, causal_conv1d_update
 from kernels.slots import SlotRun
 
 CHANNELS = 6
-
-
-def by_definition(inputs: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """One row: silu(bias + sum_j w[j] x[t - W + 1 + j]), earlier inputs from the window."""
-    taps, history = weight.shape[0], torch.cat((window, inputs)).double()
-    rows = []
-    for t in range(inputs.shape[0]):
-        total = torch.zeros(CHANNELS, dtype=torch.float64) if bias is None else bias.double()
-        for j in range(taps):
-            total = total + weight[j].double() * history[t + j]
-        rows.append(F.silu(total))
-    return torch.stack(rows)
 
 
 @pytest.mark.parametrize("taps", [2, 3, 4])

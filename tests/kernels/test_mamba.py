@@ -2,60 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from mamba_inputs import NO_LIMIT, Inputs, recurrence
 from torch import Tensor
 
 from kernels.chunk_scan import chunk_scan, plan_chunks
 from kernels.selective_state_update import discretise, selective_state_update
 from kernels.slots import SlotRun
-
-NO_LIMIT = (0.0, float("inf"))
-
-
-@dataclass
-class Inputs:
-    """Random inputs of `tokens` tokens; decays from almost none to almost all."""
-
-    tokens: int
-    heads: int = 6
-    width: int = 5
-    groups: int = 2
-    state: int = 8
-
-    def __post_init__(self) -> None:
-        self.x = torch.randn(self.tokens, self.heads, self.width)
-        self.dt = torch.randn(self.tokens, self.heads) * 2
-        self.bias = torch.randn(self.heads)
-        self.A = -torch.exp(torch.randn(self.heads) * 2)
-        self.b = torch.randn(self.tokens, self.groups, self.state)
-        self.c = torch.randn(self.tokens, self.groups, self.state)
-        self.D = torch.randn(self.heads)
-
-    def pool(self, slots: int = 9) -> Tensor:
-        """A pool whose slots lie apart in memory, as in the arena."""
-        size = self.heads * self.width * self.state
-        flat = torch.randn(slots, size + 64)
-        return flat[:, :size].unflatten(1, (self.heads, self.width, self.state))
-
-
-def recurrence(i: Inputs, part: slice, h: Tensor, limit: tuple[float, float] = NO_LIMIT) -> tuple[Tensor, Tensor]:
-    """(outputs, final state) of one row by the definition, float64."""
-    h, per, outs = h.double().clone(), i.heads // i.groups, []
-    dt = torch.log1p(torch.exp(i.dt[part].double() + i.bias.double())).clamp(*limit)
-    for t in range(dt.shape[0]):
-        x, b, c = i.x[part][t].double(), i.b[part][t].double(), i.c[part][t].double()
-        y = torch.empty(i.heads, i.width, dtype=torch.float64)
-        for head in range(i.heads):
-            decay = torch.exp(dt[t, head] * i.A[head].double())
-            h[head] = h[head] * decay + dt[t, head] * torch.outer(x[head], b[head // per])
-            y[head] = h[head] @ c[head // per] + i.D[head].double() * x[head]
-        outs.append(y)
-    return torch.stack(outs), h
 
 
 @pytest.mark.parametrize("limit", [NO_LIMIT, (0.5, 1.0)], ids=["free", "limited"])

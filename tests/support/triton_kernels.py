@@ -1,8 +1,9 @@
 """What the tests of Triton kernels share: memory that shows what was not written, and the bound on errors.
 
 Without a GPU the kernels run in Triton's interpreter (tests/conftest.py says so before Triton is imported), on CPU
-tensors; with one they run on it. The interpreter of Triton 3.6 cuts bfloat16 off where hardware rounds, and multiplies
-the bits of bfloat16 matrices as if they were integers; `_mend` puts both right.
+tensors; with one they run on it. The interpreter of Triton 3.6 cuts bfloat16 off where hardware rounds, multiplies the
+bits of bfloat16 matrices as if they were integers, and cannot count up to a number that was loaded (NumPy from 2.4 on
+takes no array of one element for an integer); `_mend` puts this right.
 """
 
 from __future__ import annotations
@@ -43,7 +44,14 @@ def _mend() -> None:
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         return dot(self, widened(a), widened(b), *rest)
 
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
     interpreter._convert_float, builder.create_dot = convert_float, create_dot
+    interpreter._patch_lang_tensor = patch_lang_tensor
 
 
 _mend()

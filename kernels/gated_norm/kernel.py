@@ -1,0 +1,75 @@
+"""The gated, grouped norm in Triton; the maths, bytes and the reasons for the configurations are in README.md.
+
+One program takes a few whole groups of one row: y and the gate are read once, the result is written once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.launch import launch
+
+ELEMENTS = 2048
+"""Of one program of 4 warps: 16 a thread, two 16-byte loads of each bfloat16 input."""
+
+
+@triton.jit
+def _gated_norm_kernel(
+    p_y,  # [rows, groups * GROUP]
+    p_gate,  # [rows, groups * GROUP]
+    p_weight,  # [groups * GROUP] float32
+    p_out,  # [rows, groups * GROUP]
+    y_stride,
+    gate_stride,
+    out_stride,
+    eps,
+    groups,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MANY: tl.constexpr,
+):
+    i_row = tl.program_id(0).to(tl.int64)
+    o_group = tl.program_id(1) * MANY + tl.arange(0, MANY)[:, None]
+    o_in = tl.arange(0, BLOCK)[None, :]
+    m_col = (o_group < groups) & (o_in < GROUP)
+    o_col = o_group * GROUP + o_in
+    b_y = tl.load(p_y + i_row * y_stride + o_col, mask=m_col, other=0.0, eviction_policy="evict_first")
+    b_gate = tl.load(p_gate + i_row * gate_stride + o_col, mask=m_col, other=0.0, eviction_policy="evict_first")
+    b_weight = tl.load(p_weight + o_col, mask=m_col, other=0.0, eviction_policy="evict_last")
+    b_gate = b_gate.to(tl.float32)
+    b_v = b_y.to(tl.float32) * b_gate * tl.sigmoid(b_gate)
+    scale = tl.rsqrt(tl.sum(b_v * b_v, 1, keep_dims=True) / GROUP + eps)
+    b_out = b_v * scale * b_weight
+    tl.store(p_out + i_row * out_stride + o_col, b_out.to(p_out.dtype.element_ty), mask=m_col)
+
+
+def gated_norm(
+    y: Tensor, gate: Tensor, weight: Tensor, group_size: int, eps: float, dtype: torch.dtype | None = None
+) -> Tensor:
+    """As the reference. Rows of y and of the gate may lie apart; their last dimension is contiguous. No host sync."""
+    rows, channels = y.shape
+    assert y.stride(1) == 1 and gate.stride(1) == 1 and channels % group_size == 0
+    out = torch.empty(rows, channels, dtype=dtype or gate.dtype, device=y.device)
+    groups, block = channels // group_size, triton.next_power_of_2(group_size)
+    many = min(max(1, ELEMENTS // block), triton.next_power_of_2(groups))
+    launch(
+        _gated_norm_kernel,
+        (rows, triton.cdiv(groups, many)),
+        p_y=y,
+        p_gate=gate,
+        p_weight=weight,
+        p_out=out,
+        y_stride=y.stride(0),
+        gate_stride=gate.stride(0),
+        out_stride=channels,
+        eps=eps,
+        groups=groups,
+        GROUP=group_size,
+        BLOCK=block,
+        MANY=many,
+        num_warps=max(1, min(8, block * many // 512)),
+    )
+    return out

@@ -1,0 +1,170 @@
+"""The Mamba-2 kernels in Triton against the definitions in float64, and against the references where bits are meant."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from mamba_inputs import NO_LIMIT, Inputs, by_definition, recurrence
+from torch import Tensor
+from triton_kernels import DEVICE, assert_as_good, poisoned
+
+from kernels.causal_conv1d import causal_conv1d, causal_conv1d_update
+from kernels.dispatch import forced
+from kernels.gated_norm import gated_norm
+from kernels.gated_norm import reference as norm_reference
+from kernels.scan_tables import ScanTables
+from kernels.selective_state_update import selective_state_update
+
+DTYPES = [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, id="bf16")]
+NAN = float("nan")
+
+
+def places(values: list[int]) -> Tensor:
+    return torch.tensor(values, device=DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "groups", "size"), [(0, 2, 8), (3, 1, 5), (2, 3, 70), (1, 2, 600)], ids=str)
+def test_gated_norm(rows: int, groups: int, size: int, dtype: torch.dtype) -> None:
+    y, weight = torch.randn(rows, groups * size, device=DEVICE), torch.randn(groups * size, device=DEVICE)
+    gate = (torch.randn(rows, groups * size + 3, device=DEVICE) * 2).to(dtype)[:, : groups * size]
+    with forced("triton"), poisoned():
+        found = gated_norm(y, gate, weight, size, 1e-5)
+    assert found.dtype == dtype and found.shape == y.shape
+    if rows:
+        v = (y.double() * torch.nn.functional.silu(gate.double())).unflatten(1, (groups, size))
+        exact = (v / (v.square().mean(-1, keepdim=True) + 1e-5).sqrt()).flatten(1) * weight.double()
+        assert_as_good(found, exact, norm_reference.gated_norm(y, gate, weight, size, 1e-5))
+
+
+@pytest.mark.parametrize("limit", [NO_LIMIT, (0.5, 1.0)], ids=["free", "limited"])
+@pytest.mark.parametrize("shape", [(6, 5, 2, 8), (3, 1, 3, 4), (4, 20, 1, 130)], ids=str)
+def test_update(limit: tuple[float, float], shape: tuple[int, int, int, int]) -> None:
+    i = Inputs(4, *shape).to(DEVICE)
+    pool = i.pool(6)
+    before, slots = pool.clone(), [4, 0, -1, 2]
+    pool[[1, 3, 5]] = NAN
+    given = (places(slots), i.x, i.dt, i.A, i.b, i.c, i.D, i.bias, limit)
+    plain_pool = before.clone()
+    with forced("triton"), poisoned():
+        out = selective_state_update(pool, *given)
+    with forced("reference"):
+        plain = selective_state_update(plain_pool, *given)
+    for row, slot in enumerate(slots):
+        y, h = recurrence(i, slice(row, row + 1), before[slot] if slot >= 0 else torch.zeros_like(before[0]), limit)
+        assert_as_good(out[row], y[0], plain[row])
+        if slot >= 0:
+            assert_as_good(pool[slot], h, plain_pool[slot], "state")
+    assert pool[[1, 3, 5]].isnan().all()
+
+
+def test_small_steps_do_not_vanish() -> None:
+    """softplus of -30 as log(1 + exp) would be 0; of 50 it is 50."""
+    i = Inputs(2, 1, 1, 1, 1).to(DEVICE)
+    i.dt, i.bias = torch.tensor([[-30.0], [50.0]], device=DEVICE), torch.zeros(1, device=DEVICE)
+    i.A, i.D = torch.tensor([-1e-3], device=DEVICE), torch.zeros(1, device=DEVICE)
+    pool = torch.zeros(2, 1, 1, 1, device=DEVICE)
+    with forced("triton"):
+        selective_state_update(pool, places([0, 1]), i.x, i.dt, i.A, i.b, i.c, i.D, i.bias)
+    step = (pool.flatten() / (i.x * i.b).flatten()).tolist()
+    assert step == pytest.approx([9.357623e-14, 50.0], rel=1e-5)
+
+
+def test_states_of_sixteen_bits_are_rounded_once() -> None:
+    i = Inputs(2).to(DEVICE)
+    pool = i.pool(2).bfloat16()
+    before = pool.float()
+    with forced("triton"), poisoned():
+        out = selective_state_update(
+            pool, places([1, 0]), i.x.bfloat16(), i.dt, i.A, i.b.bfloat16(), i.c.bfloat16(), i.D, i.bias
+        )
+    assert out.dtype == torch.bfloat16
+    i.x, i.b, i.c = (t.bfloat16().float() for t in (i.x, i.b, i.c))
+    for row, slot in enumerate((1, 0)):
+        h = recurrence(i, slice(row, row + 1), before[slot])[1]
+        assert_as_good(pool[slot], h, h.bfloat16(), "state")
+
+
+def convolved(
+    x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, slots: list[int], initial: list[bool],
+    lengths: list[int], saves: list[tuple[int, int, int]], tables: ScanTables | None,
+) -> Tensor:  # fmt: skip
+    starts = places([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    flags = torch.tensor(initial, device=DEVICE)
+    return causal_conv1d(x, weight, bias, pool, places(slots), flags, starts, saves, tables)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("taps", [2, 4])
+@pytest.mark.parametrize(
+    ("lengths", "slots", "saves"),
+    [
+        pytest.param([1, 2], [3, 0], [], id="shorter-than-the-window"),
+        pytest.param([70, 0, 5], [1, -1, -1], [(0, 1, 2), (0, 2, 5), (0, 33, 6)], id="saves"),
+        pytest.param([3, 33, 64], [5, 2, 0], [(1, 36, 7), (2, 37, 3)], id="a-save-at-the-end"),
+    ],
+)
+def test_packed_convolution(
+    lengths: list[int], slots: list[int], saves: list[tuple[int, int, int]], taps: int, dtype: torch.dtype
+) -> None:
+    channels, total = 20, sum(lengths)
+    weight, bias = torch.randn(taps, channels, device=DEVICE), torch.randn(channels, device=DEVICE)
+    x = torch.randn(total, channels + 5, device=DEVICE).to(dtype)[:, :channels]
+    pool = torch.randn(9, 2, taps - 1, channels, device=DEVICE).to(dtype)[:, 0]
+    initial = [row % 2 == 0 for row in range(len(slots))]
+    pool[[slot for slot, known in zip(slots, initial) if not known and slot >= 0]] = NAN
+    plain_pool = pool.clone()
+    given = (weight, bias if taps == 4 else None)
+    tables = ScanTables.of(
+        lengths, [0] * len(lengths), 4, saves, device=DEVICE, rows=5, tiles=ScanTables.tiles_for(total, 5), room=4
+    )
+    with forced("triton"), poisoned():
+        out = convolved(x, *given, pool, slots, initial, lengths, saves, tables)
+    with forced("reference"):
+        plain = convolved(x, *given, plain_pool.clone(), slots, initial, lengths, saves, None)
+        convolved(x, *given, plain_pool, slots, initial, lengths, saves, None)
+    before = torch.zeros(taps - 1, channels, device=DEVICE)
+    assert torch.equal(pool.nan_to_num(7.0), plain_pool.nan_to_num(7.0))
+    assert out.dtype == dtype and out.isfinite().all()
+    begin = sum(lengths[:1])
+    exact = by_definition(x[begin : begin + lengths[1]], before, *given) if lengths[1] else None
+    if exact is not None:  # the second row starts from zeros
+        assert_as_good(out[begin : begin + lengths[1]], exact, plain[begin : begin + lengths[1]].to(dtype))
+    assert_as_good(out, plain.double(), plain.to(dtype))
+
+
+def test_a_convolution_without_tables_is_refused() -> None:
+    x, pool = torch.randn(3, 4, device=DEVICE), torch.zeros(1, 3, 4, device=DEVICE)
+    with forced("triton"), pytest.raises(ValueError, match="needs tables"):
+        convolved(x, torch.randn(4, 4, device=DEVICE), None, pool, [0], [False], [3], [], None)
+    with forced("triton"), pytest.raises(ValueError, match="2 to 4 taps, the model has 5"):
+        causal_conv1d_update(x, torch.randn(5, 4, device=DEVICE), None, pool, places([0, 0, 0]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("taps", [2, 3, 4])
+def test_convolution_update(taps: int, dtype: torch.dtype) -> None:
+    weight, bias = torch.randn(taps, 300, device=DEVICE), torch.randn(300, device=DEVICE)
+    x = torch.randn(3, 301, device=DEVICE).to(dtype)[:, :300]
+    pool = torch.randn(4, 2, taps - 1, 300, device=DEVICE).to(dtype)[:, 0]
+    pool[1] = NAN
+    plain_pool, before = pool.clone(), pool.clone()
+    slots = places([2, -1, 0])
+    with forced("triton"), poisoned():
+        out = causal_conv1d_update(x, weight, bias, pool, slots)
+    with forced("reference"):
+        plain = causal_conv1d_update(x, weight, bias, plain_pool, slots)
+    assert torch.equal(pool.nan_to_num(7.0), plain_pool.nan_to_num(7.0))
+    for row, slot in enumerate(slots.tolist()):
+        window = before[slot] if slot >= 0 else torch.zeros_like(before[0])
+        assert_as_good(out[row], by_definition(x[row : row + 1], window, weight, bias)[0], plain[row].to(dtype))
+
+
+def test_tables_say_what_they_were_made_of() -> None:
+    tables = ScanTables.of([40, 0, 3], [5, 0, 64], 4, [(2, 41, 8), (0, 9, 7)], rows=4, tiles=6, room=3)
+    assert tables.phases_R.tolist() == [1, 0, 0, 0] and tables.saves_R1.tolist() == [0, 1, 1, 2, 2]
+    assert tables.ends_S.tolist() == [9, 41, -1] and tables.targets_S.tolist() == [7, 8, -1]
+    assert tables.tiles_V2.tolist() == [[0, 0], [0, 32], [2, 40], [-1, -1], [-1, -1], [-1, -1]]
+    assert ScanTables.tiles_for(43, 4) >= 3
+    with pytest.raises(ValueError, match="room for 2 tiles, the step has 3"):
+        ScanTables.of([40, 0, 3], [5, 0, 64], 4, tiles=2)
