@@ -55,6 +55,13 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         hello = await anext(aiter(requests), None)
         if hello is None or hello.WhichOneof("message") != "hello":
             raise errors.InvalidArgument("the first message must be hello", field="hello")
+        # Before it is judged, so that each side can say in its own words what differs.
+        yield Response(
+            welcome=encoder_pb2.Welcome(
+                partner=partner_to_proto(self._partner), window_bytes=self._window_bytes,
+                max_tokens=self._handoff.max_tokens,
+            )
+        )  # fmt: skip
         try:
             self._partner.check(partner_from_proto(hello.hello), f"the decoder at {context.peer()}")
         except PartnerRefused as error:
@@ -64,12 +71,6 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         log.info("a decoder at %s is attached", context.peer())
         reader = asyncio.create_task(session.read(requests))
         try:
-            yield Response(
-                welcome=encoder_pb2.Welcome(
-                    partner=partner_to_proto(self._partner), window_bytes=self._window_bytes,
-                    max_tokens=self._handoff.max_tokens,
-                )
-            )  # fmt: skip
             async for response in session.responses(reader):
                 yield response
         finally:

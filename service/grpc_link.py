@@ -103,7 +103,10 @@ class GrpcLink:
 
     def send(self, work: Work, seconds_left: float | None) -> None:
         session = self._session
-        if session is None or not session.add(work, seconds_left):
+        if session is not None and (size := _pixel_bytes(work)) > self._window:
+            message = f"the image has {size} bytes of pixels, and encoder {self.name} takes {self._window} at a time"
+            self._owner.failed(self, work, ValueError(message))
+        elif session is None or not session.add(work, seconds_left):
             # It went between being chosen and being used: told like anything else that goes with a connection.
             self._owner.lost(self, [work], self._reason)
 

@@ -1,45 +1,394 @@
-"""Encoders and decoders in servers of their own: the same answers, and what happens when a partner is late or gone."""
+"""Encoders and decoders in servers of their own: the same answers, and what happens when a partner is late, gone, wrong
+or somebody else."""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+from certificates import Authority
 from pictures import picture
-from running import RunningServer
+from running import RunningEncoder, RunningServer
+from served import make_served
 
 import saccade
+import saccade.errors
+from encoder.preprocess import ImagePatches
+from service.build import connect_encoders, resolve_vision
+from service.checkpoint import open_checkpoint
 from service.cli import ServerProcess
+from service.config import ConfigError, EngineOptions
+from service.encoder_pool import EncoderPool
+from service.handoff import EncoderUnavailable, Handoff, Lease
 
-OPTIONS = {"max_seqs": 8, "max_len": 600}
+SMALL = {"max_seqs": 8, "max_len": 600}
+LEASE = 1.0
 
 
-def encoder(model: Path, *arguments: str) -> ServerProcess:
+def process(model: Path, *arguments: str) -> ServerProcess:
     return ServerProcess(
-        [str(model), "--role", "encoder", "--dtype", "float32", "--threads", "1", "--log-level", "warning", *arguments]
+        [str(model), "--role", "encoder", "--dtype", "float32", "--threads", "1", "--log-level", "error", *arguments]
     )
 
 
-def decoder(model: Path, *encoders: ServerProcess, **options: Any) -> RunningServer:
+def decoder(model: Path, *encoders: Any, **options: Any) -> RunningServer:
     addresses = tuple(server.address for server in encoders)
-    return RunningServer(str(model), role="decoder", encoders=addresses, **{**OPTIONS, **options})
+    return RunningServer(str(model), role="decoder", encoders=addresses, **{**SMALL, **options})
 
 
-def ask(client: Any, number: int, **options: Any) -> saccade.Generation:
-    return client.generate("what is it", images=[picture(number)], max_tokens=8, ignore_eos=True, **options)
+def ask(client: Any, number: int, **options: Any) -> list[int]:
+    """The tokens of an answer about a picture that nothing has in a cache."""
+    values = {"max_tokens": 6, "ignore_eos": True, "temperature": 0, **options}
+    return client.generate(f"what is {number}", images=[picture(number)], **values).token_ids
 
 
-def test_remote_equals_local(model: Path, client: saccade.Client) -> None:
-    """Greedy and sampled, one picture and several, and a picture that is asked for again."""
+def given(count: int) -> Any:
+    return lambda stats: stats["encoder"]["given"] >= count
+
+
+@pytest.fixture(scope="module")
+def near(model: Path) -> Iterator[RunningEncoder]:
+    """An encoder in this process, whose handoff can be looked at."""
+    with RunningEncoder(str(model)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path, near: RunningEncoder) -> Iterator[RunningServer]:
+    with decoder(model, near) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def far(model: Path) -> Iterator[ServerProcess]:
+    with process(model) as running:
+        yield running
+
+
+def test_remote_equals_local(client: saccade.Client, plain: RunningServer, near: RunningEncoder) -> None:
+    """Greedy and sampled, one picture, several, a picture that is asked for again, and none."""
     requests: list[dict[str, Any]] = [
         {"images": [picture(1)], "temperature": 0},
         {"images": [picture(2), picture(3), picture(1)], "seed": 7},
         {"images": [picture(2)], "temperature": 0},
         {"images": [], "seed": 3},
     ]
-    with encoder(model) as one, decoder(model, one) as running, saccade.Client(running.address) as remote:
+    with saccade.Client(plain.address) as remote:
         for request in requests:
             got = [c.generate("tell me", max_tokens=12, ignore_eos=True, **request) for c in (client, remote)]
             assert got[0].token_ids == got[1].token_ids
-        stats = running.drained()["encoder"]
-        assert (stats["given"], stats["written"], stats["under_way_now"]) == (3, 3, 0)
+    stats = plain.drained()["encoder"]
+    assert (stats["given"], stats["written"], stats["under_way_now"]) == (3, 3, 0)
+    near.thread.handoff.check_integrity(idle=True)
+
+
+def test_many_requests_for_one_picture_are_one_encoding(plain: RunningServer, near: RunningEncoder) -> None:
+    before = near.thread.encoder.stats()["images"]
+    with saccade.Client(plain.address) as client, ThreadPoolExecutor(40) as pool:
+        answers = list(pool.map(lambda _: ask(client, 100), range(40)))
+    assert len(set(map(tuple, answers))) == 1
+    plain.drained()
+    assert near.thread.encoder.stats()["images"] == before + 1
+
+
+def test_an_encoder_that_is_killed_over_a_picture_is_followed_by_another(
+    model: Path, client: saccade.Client, far: ServerProcess
+) -> None:
+    shared = sorted(os.listdir("/dev/shm"))
+    with process(model) as doomed, decoder(model, doomed, far) as running:
+        with saccade.Client(running.address) as remote, ThreadPoolExecutor(2) as pool:
+            os.kill(doomed.pid, signal.SIGSTOP)
+            hit = pool.submit(ask, remote, 200)
+            running.until(given(1))
+            bystander = pool.submit(ask, remote, 201)
+            running.until(given(2))
+            os.kill(doomed.pid, signal.SIGKILL)
+            assert hit.result() == ask(client, 200) and bystander.result() == ask(client, 201)
+        stats = running.drained()
+        assert stats["encoder"]["lost"] == 1 and stats["handoff"]["retries"] == 1
+        assert stats["handoff"]["failures"] == 0
+        assert stats["encoder"]["encoders"][doomed.address]["up_now"] == 0
+    assert sorted(os.listdir("/dev/shm")) == shared
+
+
+def test_an_encoder_that_is_late_is_passed_over_until_it_wakes(
+    model: Path, client: saccade.Client, far: ServerProcess
+) -> None:
+    with process(model) as late, decoder(model, late, far, encoder_lease=LEASE) as running:
+        with saccade.Client(running.address) as remote:
+            os.kill(late.pid, signal.SIGSTOP)
+            assert ask(remote, 300) == ask(client, 300)
+            stats = running.until(lambda s: s["handoff"]["late"] == 1)
+            assert (stats["handoff"]["expirations"], stats["handoff"]["quarantined"]) == (1, 0)
+            assert stats["encoder"]["encoders"][late.address]["late_now"] == 1
+            assert ask(remote, 301) == ask(client, 301), "and nothing else waits for the late one"
+            os.kill(late.pid, signal.SIGCONT)
+            running.until(lambda s: s["encoder"]["encoders"][late.address]["late_now"] == 0)
+            assert ask(remote, 302) == ask(client, 302)
+        stats = running.drained()
+        assert stats["encoder"]["encoders"][late.address]["received_row_bytes_total"] > 0
+        assert stats["handoff"]["expirations"] == 1 and stats["handoff"]["failures"] == 0
+
+
+def test_a_waiter_that_leaves_takes_nothing_from_the_others(model: Path, client: saccade.Client) -> None:
+    with process(model) as slow, decoder(model, slow) as running, saccade.Client(running.address) as remote:
+        with ThreadPoolExecutor(3) as pool:
+            os.kill(slow.pid, signal.SIGSTOP)
+            leaving = remote.stream("bye", images=[picture(400)], max_tokens=5)
+            others = [pool.submit(ask, remote, 400) for _ in range(2)]
+            running.until(lambda s: s["handoff"]["leases"] == 3)
+            leaving.close()
+            running.until(lambda s: s["handoff"]["leases"] == 2)
+            alone = remote.stream("bye", images=[picture(401)], max_tokens=5)
+            running.until(given(2))
+            alone.close()
+            running.until(lambda s: s["encoder"]["cancelled"] == 1)
+            os.kill(slow.pid, signal.SIGCONT)
+            assert others[0].result() == others[1].result() == ask(client, 400)
+        stats = running.drained()
+        assert stats["encoder"]["written"] == 1 and stats["handoff"]["failures"] == 0
+
+
+def test_an_encoder_that_stops_finishes_what_it_has(model: Path, client: saccade.Client, far: ServerProcess) -> None:
+    with process(model) as leaving, decoder(model, leaving, far) as running, saccade.Client(running.address) as remote:
+        assert ask(remote, 500) == ask(client, 500)
+        assert leaving.stop() == 0
+        running.until(lambda s: s["encoder"]["encoders"][leaving.address]["up_now"] == 0)
+        assert ask(remote, 501) == ask(client, 501)
+        assert running.drained()["handoff"]["failures"] == 0
+
+
+def test_without_an_encoder_pictures_are_refused_and_text_is_answered(model: Path, client: saccade.Client) -> None:
+    class Nobody:
+        address = "127.0.0.1:1"
+
+    with decoder(model, Nobody, encoder_lease=0.1) as running:
+        with saccade.Client(running.address, max_retries=0) as remote:
+            with pytest.raises(saccade.errors.Unavailable, match="127.0.0.1:1") as refused:
+                ask(remote, 600)
+            assert refused.value.reason == "ENCODER_UNAVAILABLE" and refused.value.retryable
+            text = {"max_tokens": 5, "temperature": 0}
+            assert remote.generate("no picture", **text).token_ids == client.generate("no picture", **text).token_ids
+
+
+# -- the connection itself ---------------------------------------------------------------------------------------------
+
+
+class Pool:
+    """A decoder's end without the decoder."""
+
+    def __init__(self, model: Path, *encoders: RunningEncoder, capacity: int = 1 << 20, **options: Any) -> None:
+        addresses = tuple(server.address for server in encoders)
+        values = EngineOptions(model=str(model), dtype="float32", role="decoder", encoders=addresses, **options)
+        checkpoint = open_checkpoint(str(model))
+        vision = resolve_vision(values, checkpoint)
+        assert vision is not None
+        self.vision = vision
+        self.handoff = Handoff(capacity, vision.text_hidden_size, torch.float32)
+        self.encoders: EncoderPool = connect_encoders(values, checkpoint, vision, self.handoff)
+        self.handoff.on_change = self.encoders.wake
+        self.fatal: list[BaseException] = []
+        self.encoders.start(self.fatal.append)
+
+    def lease(self, number: int, image: ImagePatches) -> Lease:
+        return self.handoff.lease(number.to_bytes(4, "big"), image, f"r{number}")
+
+    def image(self, number: int) -> ImagePatches:
+        generator = torch.Generator().manual_seed(number)
+        return ImagePatches((2, 4), torch.randn(8, self.vision.patch_dim, generator=generator))
+
+    @staticmethod
+    def settled(leases: list[Lease]) -> None:
+        while not all(lease.ready or lease.error for lease in leases):
+            pass
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.encoders.close()
+        if kind is None:
+            assert not self.fatal
+            self.handoff.check_integrity(idle=True)
+
+
+def test_a_corrupt_picture_among_seven_good_ones(model: Path, near: RunningEncoder) -> None:
+    with Pool(model, near) as pool:
+        images = [pool.image(i) for i in range(8)]
+        images[3] = ImagePatches((2, 4), torch.zeros(8, pool.vision.patch_dim - 1))
+        leases = [pool.lease(i, image) for i, image in enumerate(images)]
+        pool.settled(leases)
+        assert [type(lease.error) for lease in leases] == [type(None)] * 3 + [ValueError] + [type(None)] * 4
+        assert str(pool.vision.patch_dim) in str(leases[3].error)
+        for lease, image in zip(leases, images, strict=True):
+            if lease.ready:
+                rows = torch.empty_like(lease.rows())
+                near.thread.encoder.runner.encode([image], [rows])
+                assert torch.allclose(rows, lease.rows(), atol=1e-5)
+            lease.release()
+
+
+def test_pixels_wait_for_the_window_and_rows_for_space(model: Path) -> None:
+    """Sixty pictures through a window of two and a store of three, on either side."""
+    checkpoint = open_checkpoint(str(model))
+    vision = checkpoint.config.vision
+    assert vision is not None
+    largest = max(vision.max_num_patches, vision.min_num_patches)
+    window = 2 * largest * vision.patch_dim * 4
+    rows = vision.max_image_tokens * vision.text_hidden_size * 4
+    options = {"max_inflight_bytes": 2 * window, "max_decoders": 2, "handoff_bytes": 3 * rows}
+    with RunningEncoder(str(model), **options) as small, Pool(model, small, capacity=3 * rows) as pool:
+        side = 2 * int((largest / 4) ** 0.5)
+        generator = torch.Generator().manual_seed(0)
+        images = [
+            ImagePatches((side, side), torch.randn(side * side, vision.patch_dim, generator=generator))
+            for _ in range(60)
+        ]
+        leases = [pool.lease(i, image) for i, image in enumerate(images)]
+        for lease in leases:
+            pool.settled([lease])
+            assert lease.error is None
+            assert small.thread.handoff.stats()["used_bytes"] <= 3 * rows
+            lease.release()
+        assert pool.encoders.stats()["written"] == 60
+
+
+def test_an_item_above_the_window_is_refused_with_both_numbers(model: Path) -> None:
+    with RunningEncoder(str(model), max_inflight_bytes=1 << 20, max_decoders=1) as small, Pool(model, small) as pool:
+        image = ImagePatches((40, 200), torch.zeros(8000, pool.vision.patch_dim))
+        lease = pool.lease(1, image)
+        pool.settled([lease])
+        assert isinstance(lease.error, ValueError)
+        assert str(image.patches.numel() * 4) in str(lease.error) and str(1 << 20) in str(lease.error)
+        lease.release()
+
+
+def test_two_decoders_share_an_encoding(model: Path, near: RunningEncoder) -> None:
+    before = near.thread.encoder.stats()["images"]
+    with Pool(model, near) as one, Pool(model, near) as two:
+        leases = [pool.lease(77, pool.image(77)) for pool in (one, two)]
+        Pool.settled(leases)
+        assert torch.equal(leases[0].rows(), leases[1].rows())
+        for lease in leases:
+            lease.release()
+    assert near.thread.encoder.stats()["images"] == before + 1
+
+
+def test_a_decoder_too_many_is_told_and_waits(model: Path) -> None:
+    with RunningEncoder(str(model), max_decoders=1) as single, Pool(model, single) as first:
+        with Pool(model, single, encoder_lease=0.2) as second:
+            lease = second.lease(1, second.image(1))
+            second.settled([lease])
+            assert isinstance(lease.error, EncoderUnavailable) and "max_inflight_bytes" in str(lease.error)
+            lease.release()
+        lease = first.lease(1, first.image(1))
+        first.settled([lease])
+        assert lease.ready
+        lease.release()
+
+
+# -- who may be a partner ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model's shape with other weights."""
+    return make_served(tmp_path_factory.mktemp("model") / "stranger", seed=99).path
+
+
+def test_an_encoder_of_another_model_is_refused_by_name(model: Path, stranger: Path, near: RunningEncoder) -> None:
+    ours, theirs = open_checkpoint(str(stranger)), open_checkpoint(str(model))
+    with pytest.raises(ConfigError) as refused:
+        Pool(stranger, near)
+    for word in (near.address, "tiny", "stranger", "revision", ours.revision, theirs.revision):
+        assert word in str(refused.value)
+    for word in ("weights_digest", ours.vision_digest(), theirs.vision_digest()):
+        assert word in str(refused.value)
+
+
+def test_a_server_that_is_no_encoder_is_refused(model: Path, server: RunningServer) -> None:
+    with pytest.raises(ConfigError, match=server.address):
+        Pool(model, server)  # type: ignore[arg-type]
+
+
+def test_an_encoder_of_another_dtype_or_store_is_refused_with_both_values(model: Path, near: RunningEncoder) -> None:
+    with RunningEncoder(str(model), dtype="bfloat16") as other:
+        with pytest.raises(ConfigError, match="dtype is 'bfloat16' there and 'float32' here"):
+            Pool(model, other)
+    width = open_checkpoint(str(model)).config.decoder.hidden_size
+    with RunningEncoder(str(model), handoff_bytes=5 * width * 4) as small:
+        with pytest.raises(ConfigError, match="pictures of 5 tokens and the largest here has 16"):
+            Pool(model, small)
+    with RunningEncoder(str(model), max_inflight_bytes=4096) as narrow:
+        with pytest.raises(ConfigError, match="takes 1024 bytes of pixels and the largest picture here has"):
+            Pool(model, narrow)
+
+
+def test_tls_and_keys(model: Path, tmp_path: Path) -> None:
+    authority = Authority.create(tmp_path / "ca")
+    certificate, key = authority.issue("encoder")
+    mine, mine_key = authority.issue("decoder")
+    secret = {name: f"sk-{name}" for name in ("encoder", "inference")}
+    keys = tmp_path / "keys.toml"
+    keys.write_text(
+        "".join(
+            f'[[key]]\nname = "{n}"\nscopes = ["{n}"]\nsha256 = "{hashlib.sha256(s.encode()).hexdigest()}"\n'
+            for n, s in secret.items()
+        )
+    )
+    options = {
+        "tls_cert": str(certificate), "tls_key": str(key), "tls_client_ca": str(authority.certificate),
+        "api_keys": str(keys),
+    }  # fmt: skip
+    right = {"encoder_ca": str(authority.certificate), "encoder_cert": str(mine), "encoder_cert_key": str(mine_key)}
+    with RunningEncoder(str(model), **options) as closed:
+        for name, message in (("nobody", "does not know"), ("inference", "scope 'encoder'")):
+            with pytest.raises(ConfigError, match=message):
+                Pool(model, closed, **right, encoder_api_key=f"sk-{name}")
+        with Pool(model, closed, **right, encoder_api_key=secret["encoder"]) as pool:
+            lease = pool.lease(1, pool.image(1))
+            pool.settled([lease])
+            assert lease.ready
+            lease.release()
+        with Pool(model, closed, encoder_lease=0.1) as plain:  # plain text to a TLS port is no refusal, but no way in
+            assert not any(link.alive for link in plain.encoders.links)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"role": "decoder"}, "needs the encoders"),
+        ({"encoders": ("a:1",)}, "would not be used"),
+        ({"role": "decoder", "encoders": ("a",)}, "'a' is not HOST:PORT"),
+        ({"role": "decoder", "encoders": ("a:1", "a:1")}, "twice"),
+    ],
+)
+def test_roles_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineOptions(**options)
+
+
+def test_sizes_are_recorded_for_tune(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two runs of either kind of server add to one file; `saccade tune` reads it."""
+    from service.cli import main
+
+    sizes = tmp_path / "sizes.json"
+    for number in range(2):
+        with RunningEncoder(str(model), sizes_file=str(sizes)) as recorded, Pool(model, recorded) as pool:
+            lease = pool.lease(number, pool.image(number))
+            pool.settled([lease])
+            lease.release()
+    assert sizes.read_text() == '{"image_tokens": {"2": 2}}\n'
+    with RunningServer(str(model), sizes_file=str(sizes), **SMALL) as running:
+        with saccade.Client(running.address) as client:
+            ask(client, 1)
+    assert main(["tune", str(sizes)]) == 0
+    assert capsys.readouterr().out.startswith("3 pictures")
+    assert [path.name for path in tmp_path.iterdir()] == ["sizes.json"]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from service.config import ServerOptions
+from service.encoder_server import EncoderServer, EncoderThread
 from service.engine import EngineHandle
 from service.engine_client import EngineProcess
 from service.server import Server, load_assets
@@ -59,6 +60,17 @@ class RunningServer:
         self.run(wait())
         return self.engine.query("integrity").result(timeout=60)
 
+    def until(self, condition: Callable[[dict[str, Any]], bool], timeout: float = 60.0) -> dict[str, Any]:
+        """Waits until the engine's counters are so. Returns them."""
+
+        async def wait() -> dict[str, Any]:
+            async with asyncio.timeout(timeout):
+                while not condition(stats := await asyncio.wrap_future(self.engine.query("stats"))):
+                    await asyncio.sleep(0.005)
+            return stats
+
+        return self.run(wait())
+
     def close(self) -> None:
         self.run(self.server.stop(grace=0))
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -74,3 +86,37 @@ class RunningServer:
                 self.drained()
         finally:
             self.close()
+
+
+class RunningEncoder:
+    """A server of role `encoder` in this process. A context manager; leaving it checks that nothing is left behind."""
+
+    def __init__(self, model: str, **options: Any) -> None:
+        values = {"dtype": "float32", "threads": 1, "log_level": "warning", **options}
+        self.options = ServerOptions(model=model, port=0, role="encoder", **values)
+        self.thread = EncoderThread(self.options)
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="test-encoder", daemon=True)
+        self._thread.start()
+        self.server = EncoderServer(self.options, self.thread)
+        self.run(self.server.start())
+        self.address = f"127.0.0.1:{self.server.port}"
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout=120)
+
+    def close(self) -> None:
+        self.run(self.server.stop(grace=0))
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+    def __enter__(self) -> RunningEncoder:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            self.close()
+        finally:
+            if kind is None:
+                self.thread.handoff.check_integrity(idle=True)
