@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 from saccade import errors
 from saccade.errors import SaccadeError
 from saccade.types import (
+    Batch,
     Delta,
     Embedding,
     Generation,
+    Media,
     Model,
     ModelLimits,
     Outcome,
@@ -45,12 +47,14 @@ __version__ = "0.1.0"
 __all__ = [
     "AsyncClient",
     "AsyncStream",
+    "Batch",
     "BatchSummary",
     "Client",
     "Delta",
     "Embedding",
     "Generation",
     "LocalClient",
+    "Media",
     "Model",
     "ModelLimits",
     "Outcome",

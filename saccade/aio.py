@@ -12,18 +12,21 @@ from collections.abc import (
     Callable,
     Generator,
     Iterable,
+    Iterator,
     Mapping,
     Sequence,
 )
 from contextlib import aclosing
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from saccade.client import _left_to_the_parent
 from saccade.errors import Cancelled, FailedPrecondition, error_from_rpc
 from saccade.images import ImageInput
+from saccade.jobs import AsyncBatches
 from saccade.mapping import check_concurrency, map_async, outcome, prepare_mapping
+from saccade.media import AsyncMedia, upload_large_steps
 from saccade.requests import (
     GenerateOptions,
     Prompt,
@@ -36,6 +39,7 @@ from saccade.requests import (
 )
 from saccade.results import embedding_from, generation_from, model_from, tensor_from, tokens_from
 from saccade.resuming import StreamState, stream_settings
+from saccade.steps import Steps, drive_async
 from saccade.transport import (
     CallOptions,
     CallSettings,
@@ -53,6 +57,9 @@ from saccade.videos import VideoInput
 
 if TYPE_CHECKING:
     from saccade.batch import BatchSummary
+
+
+T = TypeVar("T")
 
 
 class AsyncStream(AsyncIterator[Delta]):
@@ -87,6 +94,7 @@ class AsyncStream(AsyncIterator[Delta]):
         if self._state is None and not self._closed:
             # Reading files and encoding arrays takes time that the event loop does not have.
             request = await asyncio.to_thread(self._build)
+            await self._client._upload_large(request, self._timeout)
             self._state = StreamState(request, self._calls, Deadline(self._timeout), self._resume)
             self._call = self._client._open(request, self._state.deadline)
         return self
@@ -190,6 +198,12 @@ class AsyncStream(AsyncIterator[Delta]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+async def _beside_the_loop(messages: Iterator[Any]) -> AsyncGenerator[Any, None]:
+    """Messages that are read from a file."""
+    while (message := await asyncio.to_thread(next, messages, None)) is not None:
+        yield message
 
 
 def _task_is_cancelled() -> bool:
@@ -334,11 +348,13 @@ class AsyncClient:
             embed_request, prompt, images=images, videos=videos, raw=raw, chat_template_kwargs=chat_template_kwargs,
             model=model, priority=priority,
         )  # fmt: skip
+        await self._upload_large(request, timeout)
         return embedding_from(await self._unary("inference", "Embed", request, timeout))
 
     async def embed_image(self, image: ImageInput, *, model: str = "", timeout: float | None = None) -> Tensor:
         """A picture's tokens behind the projector; see `saccade.Client.embed_image`."""
         request = await asyncio.to_thread(embed_image_request, image, model=model)
+        await self._upload_large(request, timeout)
         return tensor_from((await self._unary("inference", "Embed", request, timeout)).image_embedding)
 
     async def tokenize(
@@ -362,6 +378,7 @@ class AsyncClient:
             chat_template_kwargs=chat_template_kwargs,
             model=model,
         )
+        await self._upload_large(request, timeout)
         return tokens_from(await self._unary("inference", "Tokenize", request, timeout))
 
     async def models(self, *, timeout: float | None = None) -> list[Model]:
@@ -419,9 +436,31 @@ class AsyncClient:
         job = BatchJob(source, output, BatchOptions.of(options))
         return await run_async(self.with_options(max_retries=max_retries), job)
 
+    @property
+    def media(self) -> AsyncMedia:
+        """Uploaded pictures."""
+        return AsyncMedia(self)
+
+    @property
+    def batches(self) -> AsyncBatches:
+        """Batches that the server works on by itself."""
+        return AsyncBatches(self)
+
+    async def _steps(self, steps: Steps[T], timeout: float | None) -> T:
+        return await drive_async(steps, lambda call: self._unary(call.service, call.method, call.message, timeout))
+
+    async def _upload_large(self, request: Any, timeout: float | None) -> None:
+        await self._steps(upload_large_steps(request, self._settings.calls.upload_above), timeout)
+
+    @staticmethod
+    async def _beside(function: Callable[..., T], *arguments: Any) -> T:
+        """Files and encoding take time that the event loop does not have."""
+        return await asyncio.to_thread(function, *arguments)
+
     async def _generate(
         self, request: inference_pb2.GenerateRequest, timeout: float | None
     ) -> inference_pb2.GenerateResponse:
+        await self._upload_large(request, timeout)
         response: inference_pb2.GenerateResponse = await self._unary("inference", "Generate", request, timeout)
         return response
 
@@ -435,8 +474,9 @@ class AsyncClient:
         failures = 0
         while True:
             try:
+                sent = _beside_the_loop(message()) if callable(message) else message
                 return await getattr(self._stub(service), method)(
-                    message, timeout=deadline.remaining(), metadata=self._settings.call_metadata()
+                    sent, timeout=deadline.remaining(), metadata=self._settings.call_metadata()
                 )
             except grpc.RpcError as rpc_error:
                 error = error_from_rpc(rpc_error, request_id=request_id)
@@ -449,6 +489,19 @@ class AsyncClient:
             if delay is None:
                 raise error from error.__cause__
             await asyncio.sleep(delay)
+
+    async def _server_stream(self, service: str, method: str, message: Any) -> AsyncGenerator[Any, None]:
+        """The messages of a call that is none of a generation."""
+        import grpc
+
+        call = getattr(self._stub(service), method)(message, metadata=self._settings.call_metadata())
+        try:
+            async for response in call:
+                yield response
+        except grpc.RpcError as rpc_error:
+            raise error_from_rpc(rpc_error) from rpc_error
+        finally:
+            call.cancel()
 
     def _open(self, request: inference_pb2.GenerateRequest, deadline: Deadline) -> Any:
         return self._stub("inference").StreamGenerate(

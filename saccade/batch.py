@@ -14,10 +14,11 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, closing, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from saccade import errors
 from saccade.batch_rows import (
@@ -32,11 +33,10 @@ from saccade.batch_rows import (
 )
 from saccade.errors import FailedPrecondition, InvalidArgument, SaccadeError, Unavailable
 from saccade.journal import Journal, Written
-from saccade.mapping import Prepared, check_concurrency, map_async, map_sync
+from saccade.mapping import Answers, Prepared, check_concurrency, map_async, map_sync
 from saccade.types import Generation, Model
 
 if TYPE_CHECKING:
-    from saccade.aio import AsyncClient
     from saccade.client import SyncClient
 
 MAX_PROBLEMS = 20
@@ -246,15 +246,23 @@ def _lines(file: Any) -> Iterator[tuple[int, int, bytes]]:
 class BatchJob:
     """One run over a file; the clients drive it. `check` first, then `open`, then `rows` and `take`, then `close`."""
 
-    def __init__(self, source: str | os.PathLike[str], output: str | os.PathLike[str], options: BatchOptions) -> None:
+    def __init__(
+        self,
+        source: str | os.PathLike[str],
+        output: str | os.PathLike[str],
+        options: BatchOptions,
+        folder: ImageFolder | None = None,
+    ) -> None:
+        """`folder`: of the pictures that rows name; None: the source's own."""
         self._source, self._output = Path(source), Path(output)
         self.options = options
-        self._folder = ImageFolder(self._source.parent)
+        self._folder = folder or ImageFolder(self._source.parent)
         self._input: BatchInput | None = None
         self._journal: Journal | None = None
         self._errors: Counter[str] = Counter()
         self._unreachable = self._tokens = 0
         self._began = time.monotonic()
+        self._thread: ThreadPoolExecutor | None = None
         self.summary = BatchSummary(str(source), str(output))
 
     def check(self) -> None:
@@ -294,9 +302,19 @@ class BatchJob:
 
     async def rows_async(self) -> AsyncGenerator[Row, None]:
         """The same, read beside the event loop."""
-        with closing(self.rows()) as rows:
-            while (row := await asyncio.to_thread(next, rows, None)) is not None:
+        rows = self.rows()
+        try:
+            while (row := await self.beside(next, rows, None)) is not None:
                 yield row
+        finally:
+            await self.beside(rows.close)
+
+    async def beside(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs part of the job beside the event loop: one part at a time and in order, also where a caller who is
+        cancelled does not wait for the end of one."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="saccade-batch")
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     def prepare(self, row: Row) -> Prepared:
         """The request for a row."""
@@ -363,6 +381,11 @@ class BatchJob:
         summary.tokens_per_second = round(self._tokens / summary.seconds, 1) if summary.seconds else 0.0
         summary.errors = dict(self._errors.most_common())
 
+    def end_thread(self) -> None:
+        """After the last `beside`."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
+
     def close(self) -> None:
         """Brings to the disk what there is. Idempotent."""
         if self._journal is not None:
@@ -391,11 +414,17 @@ def run_sync(client: SyncClient, job: BatchJob) -> BatchSummary:
         return job.finish()
 
 
-async def run_async(client: AsyncClient, job: BatchJob) -> BatchSummary:
+class AsyncAnswers(Answers, Protocol):
+    """What a job needs of an asyncio client."""
+
+    async def get_model(self) -> Model: ...
+
+
+async def run_async(client: AsyncAnswers, job: BatchJob) -> BatchSummary:
     """Runs a job; files are read and written beside the event loop."""
     try:
-        await asyncio.to_thread(job.check)
-        await asyncio.to_thread(job.open, await client.get_model())
+        await job.beside(job.check)
+        await job.beside(job.open, await client.get_model())
         options = job.options
         async with (
             aclosing(job.rows_async()) as rows,
@@ -404,7 +433,9 @@ async def run_async(client: AsyncClient, job: BatchJob) -> BatchSummary:
             ) as results,
         ):
             async for _, row, result in results:
-                await asyncio.to_thread(job.take, row, result)
-        return await asyncio.to_thread(job.finish)
+                await job.beside(job.take, row, result)
+        summary: BatchSummary = await job.beside(job.finish)
+        return summary
     finally:
-        await asyncio.to_thread(job.close)
+        await job.beside(job.close)
+        job.end_thread()

@@ -114,6 +114,9 @@ class ImageFolder:
     def __init__(self, root: Path | None) -> None:
         self._root = root.resolve() if root is not None else None
 
+    def look(self, image: types_pb2.Image, where: str) -> None:
+        """At a picture that is no path. Raises InvalidArgument for one that cannot be had."""
+
     def resolve(self, name: str, where: str) -> tuple[Path, os.stat_result]:
         """The file and its status. Raises InvalidArgument for one that is outside, absent or not a plain file."""
         if self._root is None:
@@ -154,6 +157,7 @@ def parse_line(line: bytes, position: int, folder: ImageFolder) -> Row:
             _, status = folder.resolve(source, where)
             digest.update(f"\0{status.st_size}\0{status.st_mtime_ns}".encode())
             return b""
+        folder.look(source, where)
         return source
 
     _build(body, look)

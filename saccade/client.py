@@ -9,12 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from saccade.calls import Attempts, Responses, Stream, UnaryCall
-from saccade.errors import Cancelled, FailedPrecondition, error_from_rpc
+from saccade.errors import Cancelled, FailedPrecondition, Unimplemented, error_from_rpc
 from saccade.images import ImageInput
+from saccade.jobs import SyncBatches
 from saccade.mapping import check_concurrency, map_sync, outcome, prepare_mapping
+from saccade.media import SyncMedia, upload_large_steps
 from saccade.requests import (
     GenerateOptions,
     Prompt,
@@ -27,6 +29,7 @@ from saccade.requests import (
 )
 from saccade.results import embedding_from, generation_from, model_from, tensor_from, tokens_from
 from saccade.resuming import StreamState, stream_settings
+from saccade.steps import Steps, drive
 from saccade.transport import (
     CallOptions,
     CallSettings,
@@ -41,6 +44,8 @@ from saccade.types import Embedding, Generation, Model, Outcome, Tensor, Tokens
 from saccade.v1 import inference_pb2, model_pb2
 from saccade.videos import VideoInput
 from saccade.watchdog import Watchdog
+
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     import grpc
@@ -136,6 +141,7 @@ class SyncClient(ABC):
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop,
             logprobs=logprobs, **sampling,
         )  # fmt: skip
+        self._upload_large(request, timeout)
         calls = stream_settings(self._call_settings, first_token_timeout, idle_timeout)
         deadline = Deadline(calls.timeout if timeout is None else timeout)
         return Stream(StreamState(request, calls, deadline, resume), self._open)
@@ -182,12 +188,14 @@ class SyncClient(ABC):
             model=model,
             priority=priority,
         )
+        self._upload_large(request, timeout)
         return embedding_from(self._unary("inference", "Embed", request, timeout))
 
     def embed_image(self, image: ImageInput, *, model: str = "", timeout: float | None = None) -> Tensor:
         """A picture's tokens behind the projector, as the decoder reads them: `[image tokens, hidden size]`."""
         request = embed_image_request(image, model=model)
-        return tensor_from((self._unary("inference", "Embed", request, timeout)).image_embedding)
+        self._upload_large(request, timeout)
+        return tensor_from(self._unary("inference", "Embed", request, timeout).image_embedding)
 
     def tokenize(
         self,
@@ -204,6 +212,7 @@ class SyncClient(ABC):
         request = tokenize_request(
             prompt, images=images, videos=videos, raw=raw, chat_template_kwargs=chat_template_kwargs, model=model
         )
+        self._upload_large(request, timeout)
         return tokens_from(self._unary("inference", "Tokenize", request, timeout))
 
     def models(self, *, timeout: float | None = None) -> list[Model]:
@@ -282,7 +291,24 @@ class SyncClient(ABC):
         with self.with_options(max_retries=max_retries) as client:
             return run_sync(client, job)
 
+    @property
+    def media(self) -> SyncMedia:
+        """Uploaded pictures."""
+        return SyncMedia(self)
+
+    @property
+    def batches(self) -> SyncBatches:
+        """Batches that the server works on by itself."""
+        return SyncBatches(self)
+
+    def _steps(self, steps: Steps[T], timeout: float | None) -> T:
+        return drive(steps, lambda call: self._unary(call.service, call.method, call.message, timeout))
+
+    def _upload_large(self, request: Any, timeout: float | None) -> None:
+        self._steps(upload_large_steps(request, self._call_settings.upload_above), timeout)
+
     def _attempts(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Attempts:
+        self._upload_large(request, timeout)
         return Attempts(
             lambda remaining: self._begin("inference", "Generate", request, remaining),
             self._call_settings,
@@ -309,6 +335,10 @@ class SyncClient(ABC):
 
     @abstractmethod
     def _open(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Responses: ...
+
+    def _server_stream(self, service: str, method: str, message: Any) -> Responses:
+        """The messages of a call that is none of a generation."""
+        raise Unimplemented(f"{method} needs a server", reason="UNIMPLEMENTED")
 
     @abstractmethod
     def close(self) -> None: ...
@@ -429,6 +459,9 @@ class Client(SyncClient):
         call = self._start(getattr(self._stub(service), method).future, message, timeout)
         return _GrpcCall(call, getattr(message, "request_id", ""))
 
+    def _server_stream(self, service: str, method: str, message: Any) -> Responses:
+        return _GrpcResponses(self._start(getattr(self._stub(service), method), message, None), "")
+
     def _open(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Responses:
         message = inference_pb2.StreamGenerateRequest(request=request)
         call = self._start(self._stub("inference").StreamGenerate, message, timeout)
@@ -436,6 +469,7 @@ class Client(SyncClient):
 
     def _start(self, rpc: Any, message: Any, timeout: float | None) -> Any:
         try:
+            message = message() if callable(message) else message
             return rpc(message, timeout=timeout, metadata=self._settings.call_metadata())
         except ValueError as error:
             # gRPC's word for a channel that another thread has closed in between.
@@ -472,7 +506,7 @@ class _GrpcResponses:
         self._request_id = request_id
         self._watchdog: Watchdog | None = None
 
-    def receive(self, patience: float | None) -> inference_pb2.StreamGenerateResponse | None:
+    def receive(self, patience: float | None) -> Any:
         import grpc
 
         watchdog = self._watchdog
@@ -480,8 +514,7 @@ class _GrpcResponses:
             watchdog = self._watchdog = watchdog or Watchdog(self._call)
             watchdog.arm(patience)
         try:
-            response: inference_pb2.StreamGenerateResponse = next(self._call)
-            return response
+            return next(self._call)
         except StopIteration:
             return None
         except grpc.RpcError as rpc_error:

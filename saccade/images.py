@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from saccade.errors import InvalidArgument
+from saccade.types import Media
 from saccade.v1 import types_pb2
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         | PIL.Image.Image
         | numpy.ndarray[Any, Any]
         | types_pb2.Image
+        | Media
     )
 else:
     ImageInput: TypeAlias = Any
@@ -69,6 +71,8 @@ def image_message(image: ImageInput, name: str = "image") -> types_pb2.Image:
     """
     if isinstance(image, types_pb2.Image):
         return image
+    if isinstance(image, Media):
+        return types_pb2.Image(media_id=image.media_id)
     if isinstance(image, str | os.PathLike):
         return _from_path_or_url(os.fspath(image), name)
     if isinstance(image, bytes | bytearray | memoryview):
@@ -88,7 +92,7 @@ def image_message(image: ImageInput, name: str = "image") -> types_pb2.Image:
 
 
 def _is_single(value: Any) -> bool:
-    if isinstance(value, str | os.PathLike | bytes | bytearray | memoryview | types_pb2.Image) or hasattr(
+    if isinstance(value, str | os.PathLike | bytes | bytearray | memoryview | types_pb2.Image | Media) or hasattr(
         value, "read"
     ):
         return True

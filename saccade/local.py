@@ -41,7 +41,7 @@ class LocalClient(SyncClient):
     ) -> None:
         self._arguments = {"model": os.fspath(model), "dtype": dtype, "device": device, **engine_options}
         # Nobody else's engine stands behind this one: a call that failed would fail again.
-        self._calls = CallSettings(timeout=None, max_retries=0)
+        self._calls = CallSettings(timeout=None, max_retries=0, upload_above=None)
         self._origin: LocalClient | None = None
         self._closed = False
         self._load()

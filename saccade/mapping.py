@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from saccade.errors import Cancelled, InvalidArgument, SaccadeError
 from saccade.requests import build_request
@@ -16,7 +16,6 @@ from saccade.types import Generation, Outcome
 from saccade.v1 import inference_pb2
 
 if TYPE_CHECKING:
-    from saccade.aio import AsyncClient
     from saccade.calls import Attempts
     from saccade.client import SyncClient
 
@@ -147,8 +146,16 @@ async def _aiter(items: Iterable[T] | AsyncIterable[T]) -> AsyncGenerator[T, Non
             yield item
 
 
+class Answers(Protocol):
+    """What `map_async` needs of a client."""
+
+    async def _generate(
+        self, request: inference_pb2.GenerateRequest, timeout: float | None
+    ) -> inference_pb2.GenerateResponse: ...
+
+
 async def map_async(
-    client: AsyncClient,
+    client: Answers,
     items: Iterable[T] | AsyncIterable[T],
     prepare: Prepare[T],
     *,

@@ -59,6 +59,8 @@ class CallSettings:
     """Seconds that a reader of a stream waits for its first piece, waiting in queues included; None for no limit."""
     idle_timeout: float | None = None
     """Seconds that a reader of a stream waits for each further piece; None for no limit."""
+    upload_above: int | None = 2 * 2**20
+    """Pictures of more bytes than this are uploaded once and named from then on; None: they travel in each request."""
 
     def __post_init__(self) -> None:
         for name in ("timeout", "first_token_timeout", "idle_timeout"):
@@ -83,6 +85,7 @@ class CallOptions(TypedDict, total=False):
     max_retries: int
     first_token_timeout: float | None
     idle_timeout: float | None
+    upload_above: int | None
 
 
 @dataclass(frozen=True)

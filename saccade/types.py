@@ -176,6 +176,51 @@ class Tokens:
 
 
 @dataclass(frozen=True)
+class Media:
+    """An uploaded picture. It may stand for the picture wherever one is taken."""
+
+    media_id: str
+    size_bytes: int
+    width: int
+    height: int
+    format: str
+    expires: float
+    """Unix time."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch on the server. Times are Unix time."""
+
+    batch_id: str
+    state: str
+    """"queued", "validating", "running", "completed", "failed" or "cancelled"."""
+    total: int = 0
+    """Rows of the file, once it has been read."""
+    completed: int = 0
+    failed: int = 0
+    """Rows whose line in the output is an error."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    created: float | None = None
+    started: float | None = None
+    ended: float | None = None
+    expires: float | None = None
+    reason: str = ""
+    """Why it failed, in one word; `message` in a sentence, `problems` in one for each of the first wrong lines."""
+    message: str = ""
+    problems: tuple[str, ...] = ()
+    model: str = ""
+    model_version: str = ""
+    output_bytes: int = 0
+    """Once it is over."""
+
+    @property
+    def over(self) -> bool:
+        return self.state in ("completed", "failed", "cancelled")
+
+
+@dataclass(frozen=True)
 class ModelLimits:
     """Bounds that the server refuses to pass. 0: no bound of its own."""
 

@@ -169,7 +169,21 @@ class ServerOptions(EngineOptions):
     image_workers: int = _option(2, "threads that decode and resize pictures", minimum=1)
     media_dir: str | None = _option(None, "folder of uploaded pictures; unset: a temporary one")
     media_bytes: int = _option(2**30, "bytes of uploaded pictures, over all callers", minimum=0, size=True)
+    media_tenant_bytes: int | None = _option(
+        None, "bytes of uploaded pictures of one tenant; unset: all of media_bytes", minimum=0, size=True
+    )
     media_ttl: float = _option(3600.0, "seconds that an uploaded picture is kept", minimum=1)
+    batch_dir: str | None = _option(None, "folder of batches, which outlive a restart; unset: a temporary one")
+    batch_bytes: int = _option(2**30, "bytes of batches, inputs and outputs, over all callers", minimum=0, size=True)
+    batch_tenant_bytes: int | None = _option(
+        None, "bytes of the batches of one tenant; unset: all of batch_bytes", minimum=0, size=True
+    )
+    batch_ttl: float = _option(7 * 86400.0, "seconds that a batch is kept after its end", minimum=1)
+    batch_concurrency: int | None = _option(
+        None, "rows of batches in flight, over all batches; unset: 16, at most half of max_queue", minimum=1
+    )
+    batch_jobs: int = _option(4, "batches that run at the same time, one of each tenant", minimum=1)
+    batch_row_timeout: float = _option(86400.0, "seconds that one row may take, waiting included", minimum=0.001)
     default_timeout: float = _option(600.0, "seconds a call without a deadline may take", minimum=0.001)
     stall_timeout: float = _option(60.0, "seconds that a message of a stream may wait for its reader", minimum=0.001)
     grace: float = _option(30.0, "seconds that running calls get after SIGTERM", minimum=0)

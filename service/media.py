@@ -11,14 +11,14 @@ directory does; their age is their modification time. All methods block and may 
 from __future__ import annotations
 
 import contextlib
-import errno
+import functools
 import hashlib
-import logging
 import os
 import re
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,12 +26,10 @@ from typing import BinaryIO
 
 from encoder.images import ImageError, ImageLimits, read_header
 from service import errors
-
-log = logging.getLogger(__name__)
+from service.disk import disk_trouble
 
 MAX_CHUNK = 2**20
 _ID = re.compile(r"[0-9a-f]{64}")
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @dataclass(frozen=True)
@@ -50,14 +48,17 @@ class Spool:
     """The files of all tenants."""
 
     def __init__(
-        self, directory: Path, capacity: int, ttl: float, limits: ImageLimits, clock: Callable[[], float] = time.time
-    ) -> None:
-        """Takes over what an earlier run has left in `directory`. `capacity`: bytes; `ttl`: seconds."""
+        self, directory: Path, capacity: int, ttl: float, limits: ImageLimits, clock: Callable[[], float] = time.time,
+        tenant_capacity: int | None = None,
+    ) -> None:  # fmt: skip
+        """Takes over what an earlier run has left in `directory`. Capacities in bytes, of all tenants and of each;
+        `ttl`: seconds."""
+        self._tenant_capacity = capacity if tenant_capacity is None else tenant_capacity
         self._directory, self._capacity, self._ttl, self._limits, self._clock = directory, capacity, ttl, limits, clock
         self._lock = threading.Lock()
         self._media: dict[tuple[str, str], Media] = {}
         self._used = 0
-        self._reserved = 0
+        self._reserved: Counter[str] = Counter()
         self._incoming = directory / "incoming"
         self._incoming.mkdir(parents=True, exist_ok=True, mode=0o700)
         for part in self._incoming.iterdir():
@@ -68,7 +69,7 @@ class Spool:
     def used_bytes(self) -> int:
         """Of whole files and of what has been promised to uploads."""
         with self._lock:
-            return self._used + self._reserved
+            return self._used + self._reserved.total()
 
     def _adopt(self) -> None:
         for path in self._directory.glob("*/*"):
@@ -104,7 +105,7 @@ class Spool:
         return self._directory / key[0] / key[1]
 
     @contextlib.contextmanager
-    def upload(self, size: int) -> Iterator[Upload]:
+    def upload(self, tenant: str, size: int) -> Iterator[Upload]:
         """Reserves `size` bytes for one file. Whatever is not committed is gone afterwards. Raises InvalidArgument or
         ResourceExhausted."""
         if size < 1:
@@ -116,21 +117,31 @@ class Spool:
             )  # fmt: skip
         self.sweep()
         with self._lock:
-            if self._used + self._reserved + size > self._capacity:
-                raise _full(f"uploaded media fill {self._used + self._reserved} of {self._capacity} bytes")
-            self._reserved += size
+            if (used := self._used + self._reserved.total()) + size > self._capacity:
+                raise self._no_room(f"uploaded media fill {used} of {self._capacity} bytes, and this one has {size}")
+            used = sum(m.size for (owner, _), m in self._media.items() if owner == tenant) + self._reserved[tenant]
+            if used + size > self._tenant_capacity:
+                raise self._no_room(
+                    f"your uploads fill {used} of {self._tenant_capacity} bytes, and this one has {size}", tenant
+                )
+            self._reserved[tenant] += size
         path = self._incoming / secrets.token_hex(16)
         try:
             with _disk():
                 file = path.open("xb")
             try:
-                yield Upload(self, path, file, size)
+                yield Upload(self, path, file, tenant, size)
             finally:
                 file.close()
                 path.unlink(missing_ok=True)
         finally:
             with self._lock:
-                self._reserved -= size
+                self._reserved[tenant] -= size
+
+    def _no_room(self, message: str, tenant: str | None = None) -> errors.ResourceExhausted:
+        """With the time until something expires, if anything does."""
+        times = [m.expires for (owner, _), m in self._media.items() if tenant in (None, owner)]
+        return _full(message, max(0.001, min(times) - self._clock()) if times else None)
 
     def _keep(self, tenant: str, path: Path, media: Media) -> Media:
         key = (tenant, media.media_id)
@@ -150,6 +161,16 @@ class Spool:
         if media is None or media.expires <= self._clock():
             raise _unknown(media_id)
         return media
+
+    def renew(self, tenant: str, media_id: str) -> None:
+        """Its time begins anew. Raises NotFound."""
+        media = self.get(tenant, media_id)
+        now = self._clock()
+        with self._lock:
+            if (tenant, media_id) in self._media:
+                self._media[tenant, media_id] = replace(media, expires=now + self._ttl)
+                with contextlib.suppress(FileNotFoundError):
+                    os.utime(self._path((tenant, media_id)), (now, now))
 
     def read(self, tenant: str, media_id: str) -> bytes:
         """The file. Raises NotFound."""
@@ -172,15 +193,15 @@ class Spool:
             assert self._used == sum(media.size for media in self._media.values())
             for key, media in self._media.items():
                 assert self._path(key).stat().st_size == media.size, key
-            if self._reserved == 0:
+            if not self._reserved.total():
                 assert not list(self._incoming.iterdir()), "parts of uploads that have ended"
 
 
 class Upload:
     """One file on its way in."""
 
-    def __init__(self, spool: Spool, path: Path, file: BinaryIO, size: int) -> None:
-        self._spool, self._path, self._file, self._size = spool, path, file, size
+    def __init__(self, spool: Spool, path: Path, file: BinaryIO, tenant: str, size: int) -> None:
+        self._spool, self._path, self._file, self._tenant, self._size = spool, path, file, tenant, size
         self._hash = hashlib.sha256()
         self._written = 0
 
@@ -195,7 +216,7 @@ class Upload:
         with _disk():
             self._file.write(chunk)
 
-    def commit(self, tenant: str, expected_id: str = "") -> Media:
+    def commit(self, expected_id: str = "") -> Media:
         """The whole file is there. Raises InvalidArgument for one that is short, damaged or no picture."""
         if self._written != self._size:
             raise errors.InvalidArgument(
@@ -213,27 +234,18 @@ class Upload:
         except ImageError as error:
             raise errors.InvalidArgument(str(error), reason="IMAGE_DECODE_FAILED", field="chunk") from error
         media = Media(media_id, self._size, header.width, header.height, header.format, 0.0)
-        return self._spool._keep(tenant, self._path, media)
+        return self._spool._keep(self._tenant, self._path, media)
 
 
 def tenant_folder(salt: bytes) -> str:
     return hashlib.sha256(salt).hexdigest()[:32] if salt else "anyone"
 
 
-@contextlib.contextmanager
-def _disk() -> Iterator[None]:
-    """Disk trouble -> a status that says no more than whose it is."""
-    try:
-        yield
-    except OSError as error:
-        log.error("the media spool: %s", error.strerror)
-        if error.errno in _FULL:
-            raise _full("the disk of the media spool is full") from error
-        raise
+def _full(message: str, retry_after: float | None = None) -> errors.ResourceExhausted:
+    return errors.ResourceExhausted(message, reason="MEDIA_SPOOL_FULL", quota="media_bytes", retry_after=retry_after)
 
 
-def _full(message: str) -> errors.ResourceExhausted:
-    return errors.ResourceExhausted(message, reason="MEDIA_SPOOL_FULL", quota="media_bytes")
+_disk = functools.partial(disk_trouble, "the media spool", _full)
 
 
 def _unknown(media_id: str) -> errors.NotFound:

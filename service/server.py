@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,8 +22,10 @@ import grpc
 
 from encoder.frames import VideoLimits
 from encoder.images import ImageLimits
+from saccade.results import model_from
 from saccade.v1 import (
     admin_pb2_grpc,
+    batch_pb2_grpc,
     inference_pb2_grpc,
     media_pb2_grpc,
     model_pb2_grpc,
@@ -32,6 +34,10 @@ from service import convert, kserve
 from service.admin import AdminServicer
 from service.assets import ModelAssets
 from service.auth import Guard, watch_keys
+from service.batch_runs import Uploaded
+from service.batch_servicer import BatchServicer
+from service.batch_store import BatchStore
+from service.batches import Batches, BatchLimits
 from service.build import resolve_vision
 from service.calls import AccessLog, Calls
 from service.checkpoint import open_checkpoint
@@ -75,6 +81,8 @@ class Server:
         self._ends = contextlib.ExitStack()
         self.spool = self._open_spool(limits.media.image)
         self.frontend.resolve = media_resolver(self.spool)
+        self._batch_store = self._open_batches()
+        self.batches: Batches | None = None
         self._draining = False
         self._server: grpc.aio.Server | None = None
         self._sweeper: asyncio.Task[None] | None = None
@@ -95,18 +103,21 @@ class Server:
         await server.start()
         self._server = server
         self._set_health(True)
+        self._batches().start()
 
     async def _sweep(self) -> None:
         """Uploads leave the disk soon after their time, also where nothing new arrives."""
         while True:
             await asyncio.sleep(min(60.0, self.options.media_ttl))
             await asyncio.to_thread(self.spool.sweep)
+            await asyncio.to_thread(self._batch_store.sweep)
 
     def _add_services(self, server: grpc.aio.Server) -> list[str]:
         """Registers what clients speak to; returns the services' full names."""
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self.calls), server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self._model), server)
         media_pb2_grpc.add_MediaServiceServicer_to_server(MediaServicer(self.spool), server)
+        batch_pb2_grpc.add_BatchServiceServicer_to_server(BatchServicer(self._batches()), server)
         admin = AdminServicer(self.frontend, self.spool, self.budget, drain=self.drain, draining=lambda: self._draining)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
         triton = KServeServicer(
@@ -114,27 +125,70 @@ class Server:
             ready=lambda: self.frontend.engine.alive and not self._draining,
         )  # fmt: skip
         server.add_generic_rpc_handlers((triton.handler(),))
-        return [*(f"saccade.v1.{name}Service" for name in ("Inference", "Model", "Media", "Admin")), kserve.SERVICE]
+        return [
+            *(f"saccade.v1.{name}Service" for name in ("Inference", "Model", "Media", "Batch", "Admin")),
+            kserve.SERVICE,
+        ]
 
     def _open_spool(self, limits: ImageLimits) -> Spool:
-        folder = self.options.media_dir
+        options = self.options
+        with self._folder("media_dir") as folder:
+            return Spool(
+                folder, options.media_bytes, options.media_ttl, limits, tenant_capacity=options.media_tenant_bytes
+            )
+
+    def _open_batches(self) -> BatchStore:
+        options = self.options
+        if (options.batch_concurrency or 0) >= options.max_queue:
+            raise ConfigError(
+                f"batch_concurrency: {options.batch_concurrency} rows would leave live calls no place in a max_queue "
+                f"of {options.max_queue}; at most {options.max_queue - 1} would work"
+            )
+        with self._folder("batch_dir") as folder:
+            return BatchStore(
+                folder, options.batch_bytes, options.batch_ttl, tenant_capacity=options.batch_tenant_bytes
+            )
+
+    @contextlib.contextmanager
+    def _folder(self, option: str) -> Iterator[Path]:
+        """The folder that an option names, else a temporary one. Trouble with it is a ConfigError."""
+        folder = getattr(self.options, option)
         if folder is None:
-            folder = self._ends.enter_context(tempfile.TemporaryDirectory(prefix="saccade-media-"))
+            folder = self._ends.enter_context(
+                tempfile.TemporaryDirectory(prefix=f"saccade-{option.partition('_')[0]}-")
+            )
         try:
-            return Spool(Path(folder), self.options.media_bytes, self.options.media_ttl, limits)
+            yield Path(folder)
         except OSError as error:
-            raise ConfigError(f"media_dir: {folder}: {error.strerror}") from None
+            raise ConfigError(f"{option}: {folder}: {error.strerror}") from None
+
+    def _batches(self) -> Batches:
+        """Made on the event loop."""
+        if self.batches is None:
+            options = self.options
+            self.batches = Batches(
+                self._batch_store, self.calls, model_from(self._model),
+                BatchLimits(
+                    options.batch_concurrency or min(16, max(1, options.max_queue // 2)), options.batch_jobs,
+                    options.batch_row_timeout,
+                ),
+                tenant=self._guard.named, folder=lambda tenant: Uploaded(self.spool, tenant),
+            )  # fmt: skip
+        return self.batches
 
     def _gauges(self) -> dict[str, float]:
         return {
             "live_requests": self.frontend.live,
             "inflight_bytes": self.budget.used,
             "media_bytes": self.spool.used_bytes,
+            "batch_bytes": self._batch_store.used_bytes,
             "draining": float(self._draining),
         }
 
     def drain(self) -> None:
-        """New generations are refused and health says so; running ones go on."""
+        """New generations are refused and health says so; running ones go on, those of batches excepted."""
+        if not self._draining and self.batches is not None:
+            self._draining_batches = asyncio.ensure_future(self.batches.stop())
         self._draining = True
         self._set_health(False)
 
@@ -142,6 +196,8 @@ class Server:
         """Refuses new calls, lets running ones finish within `grace` seconds, then stops the engine. Idempotent; may be
         cancelled and called again with less grace."""
         self.drain()
+        if self.batches is not None:
+            await self.batches.stop()
         with contextlib.suppress(TimeoutError):
             # The port stays open meanwhile, so that new calls are told DRAINING; a closed one would only say CANCELLED.
             async with asyncio.timeout(self.options.grace if grace is None else grace):

@@ -102,12 +102,12 @@ class MediaServicer(media_pb2_grpc.MediaServiceServicer):
         if first is None or first.WhichOneof("part") != "header":
             raise errors.InvalidArgument("an upload begins with its header", field="header")
         header = first.header
-        async with _in_thread(self._spool.upload(header.size_bytes)) as upload:
+        async with in_thread(self._spool.upload(_tenant(), header.size_bytes)) as upload:
             async for request in requests:
                 if request.WhichOneof("part") != "chunk":
                     raise errors.InvalidArgument("after the header come chunks", field="part")
                 await asyncio.to_thread(upload.write, request.chunk)
-            media = await asyncio.to_thread(upload.commit, _tenant(), header.media_id)
+            media = await asyncio.to_thread(upload.commit, header.media_id)
         return media_pb2.UploadMediaResponse(media=_media_to_proto(media))
 
     async def GetMedia(self, request: media_pb2.GetMediaRequest, context: Context) -> media_pb2.GetMediaResponse:
@@ -125,7 +125,7 @@ def _tenant() -> str:
 
 
 @contextlib.asynccontextmanager
-async def _in_thread(manager: Any) -> AsyncIterator[Any]:
+async def in_thread(manager: Any) -> AsyncIterator[Any]:
     """A blocking context manager whose ends run in a thread."""
     value = await asyncio.to_thread(manager.__enter__)
     try:

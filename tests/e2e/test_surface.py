@@ -222,7 +222,7 @@ def test_a_failure_has_an_id_even_if_the_request_had_none(
 def test_methods_that_do_not_exist(server: RunningServer) -> None:
     with grpc.insecure_channel(server.address) as channel:
         with pytest.raises(grpc.RpcError) as error:
-            channel.unary_unary("/saccade.v1.InferenceService/Embed")(b"")
+            channel.unary_unary("/saccade.v1.InferenceService/Detokenize")(b"")
     assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 

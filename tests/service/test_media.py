@@ -28,10 +28,10 @@ def make(path: Path, capacity: int = 10**6, clock: Clock | None = None) -> Spool
 
 
 def put(spool: Spool, data: bytes, tenant: str = "t", step: int = 1000) -> Media:
-    with spool.upload(len(data)) as upload:
+    with spool.upload(tenant, len(data)) as upload:
         for start in range(0, len(data), step):
             upload.write(data[start : start + step])
-        return upload.commit(tenant)
+        return upload.commit()
 
 
 def test_what_goes_in_comes_out_under_its_hash(tmp_path: Path) -> None:
@@ -67,10 +67,10 @@ def test_time_takes_them_away_and_uploading_again_renews(tmp_path: Path) -> None
 @pytest.mark.parametrize("cut", [0, 1, 500])
 def test_an_upload_that_does_not_end_leaves_nothing(tmp_path: Path, cut: int) -> None:
     spool, data = make(tmp_path), picture(1, (40, 40))
-    with pytest.raises(errors.InvalidArgument, match="announced"), spool.upload(len(data)) as upload:
+    with pytest.raises(errors.InvalidArgument, match="announced"), spool.upload("t", len(data)) as upload:
         upload.write(data[:cut])
-        upload.commit("t")
-    with pytest.raises(ConnectionError), spool.upload(len(data)) as upload:
+        upload.commit()
+    with pytest.raises(ConnectionError), spool.upload("t", len(data)) as upload:
         upload.write(data[:cut])
         raise ConnectionError
     assert spool.used_bytes == 0
@@ -80,21 +80,21 @@ def test_an_upload_that_does_not_end_leaves_nothing(tmp_path: Path, cut: int) ->
 def test_refusals(tmp_path: Path) -> None:
     spool, data = make(tmp_path, capacity=3000), picture(1, (20, 20))
     for size in (0, -5, 10**5 + 1):
-        with pytest.raises(errors.InvalidArgument), spool.upload(size):
+        with pytest.raises(errors.InvalidArgument), spool.upload("t", size):
             pass
-    with pytest.raises(errors.InvalidArgument, match="longer"), spool.upload(3) as upload:
+    with pytest.raises(errors.InvalidArgument, match="longer"), spool.upload("t", 3) as upload:
         upload.write(data)
-    with pytest.raises(errors.InvalidArgument, match=str(MAX_CHUNK)), spool.upload(3000) as upload:
+    with pytest.raises(errors.InvalidArgument, match=str(MAX_CHUNK)), spool.upload("t", 3000) as upload:
         upload.write(bytes(MAX_CHUNK + 1))
-    with pytest.raises(errors.InvalidArgument) as error, spool.upload(4) as upload:
+    with pytest.raises(errors.InvalidArgument) as error, spool.upload("t", 4) as upload:
         upload.write(b"text")
-        upload.commit("t")
+        upload.commit()
     assert error.value.reason == "IMAGE_DECODE_FAILED"
-    with pytest.raises(errors.InvalidArgument) as error, spool.upload(len(data)) as upload:
+    with pytest.raises(errors.InvalidArgument) as error, spool.upload("t", len(data)) as upload:
         upload.write(data)
-        upload.commit("t", "0" * 64)
+        upload.commit("0" * 64)
     assert error.value.reason == "MEDIA_DAMAGED"
-    with spool.upload(2000), pytest.raises(errors.ResourceExhausted) as full, spool.upload(1001):
+    with spool.upload("t", 2000), pytest.raises(errors.ResourceExhausted) as full, spool.upload("t", 1001):
         pass
     assert full.value.reason == "MEDIA_SPOOL_FULL" and full.value.retry_after is None
     assert spool.used_bytes == 0
@@ -104,7 +104,7 @@ def test_refusals(tmp_path: Path) -> None:
 def test_a_full_disk_is_an_error_of_its_own(tmp_path: Path) -> None:
     """/dev/full is a disk without room."""
     spool, data = make(tmp_path), picture(1)
-    with pytest.raises(errors.ResourceExhausted) as error, spool.upload(len(data)) as upload:
+    with pytest.raises(errors.ResourceExhausted) as error, spool.upload("t", len(data)) as upload:
         upload._file.close()
         upload._file = open("/dev/full", "wb", buffering=0)
         upload.write(data)

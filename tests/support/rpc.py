@@ -10,7 +10,15 @@ from typing import Any
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
-from saccade.v1 import admin_pb2_grpc, inference_pb2, inference_pb2_grpc, media_pb2, media_pb2_grpc, model_pb2_grpc
+from saccade.v1 import (
+    admin_pb2_grpc,
+    batch_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    media_pb2,
+    media_pb2_grpc,
+    model_pb2_grpc,
+)
 
 
 @dataclass
@@ -21,6 +29,7 @@ class Stubs:
 
     def __post_init__(self) -> None:
         self.inference = inference_pb2_grpc.InferenceServiceStub(self.channel)
+        self.batch = batch_pb2_grpc.BatchServiceStub(self.channel)
         self.media = media_pb2_grpc.MediaServiceStub(self.channel)
         self.admin = admin_pb2_grpc.AdminServiceStub(self.channel)
         self.model = model_pb2_grpc.ModelServiceStub(self.channel)

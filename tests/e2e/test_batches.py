@@ -1,0 +1,251 @@
+"""Batches on the server: answered once each, over restarts, behind live calls, and apart from other tenants'."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from pictures import picture
+from rpc import connect, reason
+from running import RunningServer
+
+import saccade
+from saccade import errors
+from saccade.v1 import batch_pb2
+from service.cli import ServerProcess
+from service.config import ConfigError
+
+LIMITS: dict[str, Any] = {"max_seqs": 8, "max_len": 400}
+
+
+def row(i: int, *, source: str | None = None, tokens: int = 6, **body: Any) -> dict[str, Any]:
+    content: Any = f"row {i}"
+    if source is not None:
+        content = [{"type": "image_url", "image_url": {"url": source}}, {"type": "text", "text": f"row {i}"}]
+    messages = [{"role": "user", "content": content}]
+    return {"custom_id": str(i), "body": {"messages": messages, "max_tokens": tokens, "seed": i, **body}}
+
+
+def lines(rows: list[dict[str, Any]]) -> bytes:
+    return b"".join(json.dumps(item).encode() + b"\n" for item in rows)
+
+
+def data_url(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+def write_keys(path: Path, keys: dict[str, str]) -> None:
+    """`c` may not use batches."""
+    text = ""
+    for name, key in keys.items():
+        text += f'[[key]]\nname = "{name}"\nsha256 = "{hashlib.sha256(key.encode()).hexdigest()}"\n'
+        text += 'scopes = ["inference"]\n' if name == "c" else ""
+    path.write_text(text)
+
+
+def answers(path: Path) -> dict[str, Any]:
+    found = [json.loads(line) for line in path.read_bytes().splitlines()]
+    assert len({item["custom_id"] for item in found}) == len(found)
+    return {item["custom_id"]: item["response"] for item in found}
+
+
+def test_a_batch_from_beginning_to_end(server: RunningServer, client: saccade.Client, tmp_path: Path) -> None:
+    media = client.media.upload(picture(3))
+    sources = [None, data_url(picture(2)), f"media:{media.media_id}"]
+    rows = [row(i, source=sources[i % 3]) for i in range(20)] + [row(20, tokens=10_000)]
+    (tmp_path / "in.jsonl").write_bytes(lines(rows))
+    batch = client.batches.create(tmp_path / "in.jsonl", ordered=True)
+    seen = list(client.batches.watch(batch.batch_id))
+    assert [one.state for one in seen][-1] == "completed" and not any(one.over for one in seen[:-1])
+    last = seen[-1]
+    assert (last.total, last.completed, last.failed) == (21, 20, 1) and last.ended is not None
+    assert last.model_version == client.get_model().version
+    path = client.batches.download(batch.batch_id, tmp_path / "out.jsonl")
+    assert path.stat().st_size == last.output_bytes
+    found = answers(path)
+    assert list(found) == [str(i) for i in range(21)] and found["20"]["status_code"] == 400
+    for i in (0, 1, 2, 19):
+        images = [[], [picture(2)], [media]][i % 3]
+        wanted = client.generate(f"row {i}", images=images, max_tokens=6, seed=i)
+        assert found[str(i)]["body"]["choices"][0]["message"]["content"] == wanted.text
+    # from the middle, as after a download that broke off
+    partial = tmp_path / "partial.jsonl"
+    partial.write_bytes(path.read_bytes()[:777])
+    assert client.batches.download(batch.batch_id, partial, resume=True).read_bytes() == path.read_bytes()
+    with pytest.raises(errors.FailedPrecondition, match="resume"):
+        client.batches.download(batch.batch_id, partial)
+    with connect(server.address) as stubs:
+        stub = stubs.batch
+        request = batch_pb2.DownloadBatchOutputRequest(batch_id=batch.batch_id, offset=last.output_bytes)
+        assert not list(stub.DownloadBatchOutput(request))
+        request.offset += 1
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stub.DownloadBatchOutput(request))
+        assert reason(caught.value)[0] == "OUT_OF_RANGE"
+    assert client.batches.get(batch.batch_id) == last and last in client.batches.list()
+    client.batches.delete(batch.batch_id)
+    with pytest.raises(errors.NotFound):
+        client.batches.get(batch.batch_id)
+    server.server.batches.store.check_integrity()  # type: ignore[union-attr]
+
+
+def test_the_same_from_asyncio(server: RunningServer, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with saccade.AsyncClient(server.address) as client:
+            (tmp_path / "in.jsonl").write_bytes(lines([row(i) for i in range(6)]))
+            batch = await client.batches.create(tmp_path / "in.jsonl", request_id="again")
+            assert (await client.batches.create(tmp_path / "in.jsonl", request_id="again")).batch_id == batch.batch_id
+            with pytest.raises(errors.AlreadyExists):
+                await client.batches.create(lines([row(1)]), request_id="again")
+            assert (await client.batches.wait(batch.batch_id)).completed == 6
+            path = await client.batches.download(batch.batch_id, tmp_path / "out.jsonl")
+            assert set(answers(path)) == set("012345")
+            assert [one.batch_id for one in await client.batches.list()] == [batch.batch_id]
+            await client.batches.delete(batch.batch_id)
+            assert await client.batches.list() == []
+
+    asyncio.run(main())
+
+
+def test_a_wrong_file_is_refused_with_its_lines(client: saccade.Client) -> None:
+    wrong = lines(
+        [row(0), row(0), row(2, source="a.png"), row(3, source="media:" + "0" * 64), row(4, temperature=-1),
+         row(5, source="https://example.org/a.png")]
+    )  # fmt: skip
+    batch = client.batches.wait(client.batches.create(wrong + b"no json\n").batch_id)
+    assert (batch.state, batch.reason, batch.completed) == ("failed", "BATCH_INVALID", 0)
+    expected = ["line 2: custom_id", "line 3: ", "line 4: ", "line 5: temperature", "line 6: ", "line 7: not JSON"]
+    for problem, words in zip(batch.problems, expected, strict=True):
+        assert problem.startswith(words)
+    assert "not a path" in batch.problems[1] and "no uploaded media" in batch.problems[2]
+    other = client.batches.wait(client.batches.create(lines([row(0, model="another")])).batch_id)
+    assert (other.state, other.reason) == ("failed", "BATCH_MODEL")
+    for batch_id in (batch.batch_id, other.batch_id):
+        client.batches.delete(batch_id)
+
+
+def test_cancelled_too_many_errors_and_no_room(model: Path, tmp_path: Path) -> None:
+    with RunningServer(str(model), batch_bytes=40_000, **LIMITS) as server, saccade.Client(server.address) as client:
+        long = lines([row(i, tokens=300, ignore_eos=True) for i in range(60)])
+        batch = client.batches.create(long)
+        for now in client.batches.watch(batch.batch_id):
+            if now.completed:
+                break
+        with pytest.raises(errors.FailedPrecondition) as running:
+            client.batches.download(batch.batch_id, tmp_path / "out.jsonl")
+        assert running.value.reason == "BATCH_RUNNING"
+        with pytest.raises(errors.FailedPrecondition):
+            client.batches.delete(batch.batch_id)
+        gone = client.batches.cancel(batch.batch_id)
+        assert gone.state == "cancelled" and 0 < gone.completed < 60
+        (tmp_path / "out.jsonl").unlink()
+        assert len(answers(client.batches.download(batch.batch_id, tmp_path / "out.jsonl"))) >= gone.completed
+        assert client.batches.cancel(batch.batch_id) == gone
+        client.batches.delete(batch.batch_id)
+        failing = client.batches.wait(
+            client.batches.create(lines([row(i, tokens=9999) for i in range(9)]), max_errors=2).batch_id
+        )
+        assert (failing.state, failing.reason, failing.failed) == ("failed", "BATCH_ERRORS", 3)
+        client.batches.delete(failing.batch_id)
+        with pytest.raises(errors.RateLimited, match="40000") as full:
+            client.batches.create(b" " * 40_001)
+        assert full.value.reason == "BATCH_SPOOL_FULL"
+        rows = [row(i, tokens=150, ignore_eos=True, logprobs=True) for i in range(60)]
+        overflowing = client.batches.wait(client.batches.create(lines(rows)).batch_id)
+        assert (overflowing.state, overflowing.reason) == ("failed", "BATCH_SPOOL_FULL")
+        client.batches.delete(overflowing.batch_id)
+        server.server.batches.store.check_integrity()  # type: ignore[union-attr]
+        assert server.server.batches.store.used_bytes == 0  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match="at most 3"):
+        RunningServer(str(model), engine=server.engine, max_queue=4, batch_concurrency=4)
+
+
+def test_a_killed_server_answers_each_row_once(model: Path, tmp_path: Path) -> None:
+    count = 150
+    arguments = [str(model), "--dtype", "float32", "--threads", "1", "--log-level", "error", "--max-len", "400"]
+    arguments += ["--batch-dir", str(tmp_path / "batches"), "--batch-concurrency", "4"]
+    source = lines([row(i, source=data_url(picture(i % 5)) if i % 10 == 0 else None) for i in range(count)])
+    batch_id, before = "", 0
+    for kill in range(3):
+        with ServerProcess(arguments) as server:
+            with saccade.Client(server.address) as client:
+                batch_id = batch_id or client.batches.create(source, ordered=True).batch_id
+                for now in client.batches.watch(batch_id):
+                    assert now.completed >= before or not now.total
+                    if kill < 2 and now.completed > before + 20:
+                        before = now.completed
+                        os.kill(server.pid, signal.SIGKILL)
+                        break
+                if kill == 2:
+                    assert (now.state, now.completed, now.failed) == ("completed", count, 0)
+                    found = answers(client.batches.download(batch_id, tmp_path / "out.jsonl"))
+                    assert list(found) == [str(i) for i in range(count)]
+                    for i in (0, 7, 70, count - 1):
+                        images = [picture(i % 5)] if i % 10 == 0 else []
+                        wanted = client.generate(f"row {i}", images=images, max_tokens=6, seed=i)
+                        assert found[str(i)]["body"]["choices"][0]["message"]["content"] == wanted.text
+                    assert server.stop() == 0
+
+
+def test_live_calls_go_first_and_a_stop_leaves_the_rest_to_the_next_start(model: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"batch_dir": str(tmp_path), "max_seqs": 2, "max_len": 400}
+    with RunningServer(str(model), **options) as server, saccade.Client(server.address) as client:
+        rows = [row(i, tokens=250, ignore_eos=True) for i in range(40)]
+        batch = client.batches.create(lines(rows))
+        for now in client.batches.watch(batch.batch_id):
+            if now.completed:
+                break
+        live = [client.stream("x", max_tokens=30, ignore_eos=True, seed=i) for i in range(4)]
+        for stream in live:
+            assert stream.final().usage.completion_tokens == 30
+        assert client.batches.get(batch.batch_id).state == "running"
+        server.run(server.server.batches.stop())  # type: ignore[union-attr]
+    with RunningServer(str(model), **{**options, "max_seqs": 8}) as server, saccade.Client(server.address) as client:
+        last = client.batches.wait(batch.batch_id)
+        assert (last.state, last.completed) == ("completed", 40)
+        assert len(answers(client.batches.download(batch.batch_id, tmp_path / "out"))) == 40
+        (tmp_path / "out").unlink()
+
+
+def test_tenants_do_not_see_each_other_and_take_turns(model: Path, tmp_path: Path) -> None:
+    keys = {name: f"sk-{name}" for name in "abc"}
+    write_keys(tmp_path / "keys.toml", keys)
+    with RunningServer(
+        str(model), api_keys=str(tmp_path / "keys.toml"), batch_jobs=2, batch_tenant_bytes=200_000, **LIMITS
+    ) as server:
+        a, b, c = (saccade.Client(server.address, api_key=keys[name]) for name in "abc")
+        media = a.media.upload(picture(1))
+        long = [a.batches.create(lines([row(i, tokens=300, ignore_eos=True) for i in range(300)])) for _ in range(2)]
+        short = b.batches.wait(b.batches.create(lines([row(0)])).batch_id)
+        assert short.completed == 1 and not a.batches.get(long[1].batch_id).over
+        for method in (b.batches.get, b.batches.cancel, b.batches.delete, b.batches.wait):
+            with pytest.raises(errors.NotFound):
+                method(long[0].batch_id)
+        assert [one.batch_id for one in b.batches.list()] == [short.batch_id]
+        theirs = b.batches.wait(b.batches.create(lines([row(0, source=f"media:{media.media_id}")])).batch_id)
+        assert theirs.reason == "BATCH_INVALID"
+        with pytest.raises(errors.PermissionDenied):
+            c.batches.list()
+        with pytest.raises(errors.RateLimited, match="your batches"):
+            a.batches.create(b" " * 199_000)
+        # a key that is taken away ends what runs in its name
+        write_keys(tmp_path / "keys.toml", {"b": keys["b"]})
+        for one in long:
+            assert server.run(_over(server, "a", one.batch_id)) == ("failed", "KEY_REVOKED")
+        for one in (a, b, c):
+            one.close()
+
+
+async def _over(server: RunningServer, tenant: str, batch_id: str) -> tuple[str, str]:
+    assert server.server.batches is not None
+    async for record in server.server.batches.watch(tenant, batch_id):
+        last = record
+    return last.state, last.reason
