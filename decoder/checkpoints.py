@@ -53,6 +53,11 @@ class Placement:
         return tuple(sorted(mark for mark in marks if 0 < mark <= last))
 
     @property
+    def grid(self) -> int:
+        """Chunks of a prompt end on multiples of this, where they can."""
+        return self.block if self.has_states and self.mode in ("align", "all") else self.chunk
+
+    @property
     def on_the_way(self) -> bool:
         """True where output is checkpointed while it is drawn."""
         return self.has_states and self.mode in ("align", "all")

@@ -301,6 +301,9 @@ class DecoderOptions:
     """
     state_block: int | None = None
     """Tokens between boundaries, a multiple of `page_size`; `None`: the least common multiple of page and chunk."""
+    ageing: int = 256
+    """Steps that one level of priority is worth: a request goes before those a level above it that come so much later.
+    """
     graphs: str = "auto"
     """`on`: every step that a captured size holds is a replay; `off`: none is; `auto`: `on` where there is a GPU. On a
     CPU a replay is the same function on padded buffers, which tests want and nobody else.
@@ -309,7 +312,7 @@ class DecoderOptions:
     """Largest captured size, in tokens and in requests; `max_batched_tokens` and `max_seqs` bound it too."""
 
     def __post_init__(self) -> None:
-        for name in ("max_seqs", "max_len", "max_batched_tokens", "page_size"):
+        for name in ("max_seqs", "max_len", "max_batched_tokens", "page_size", "ageing"):
             value = getattr(self, name)
             _require(value >= 1, f"{name} must be at least 1, not {value}")
         _require(self.max_len >= 2, f"max_len must be at least 2 (one prompt and one output token), not {self.max_len}")

@@ -41,6 +41,20 @@ def split_rows(prefilling: Sequence[bool], computed: Sequence[int], lengths: Seq
     return decodes, len(lengths) - decodes
 
 
+def chunk_end(start: int, total: int, budget: int, ready: int, align: int = 1) -> int:
+    """Where a row that begins at `start` ends: `start` for a row that cannot advance.
+
+    Alignment first: a chunk that does not reach `total` ends on a multiple of `align`, unless that is no progress. Then
+    the embeddings: it ends before `ready`, the first row that has none, wherever that is. The other way round a chunk
+    that is cut before an image and then aligned may come to nothing, for ever, with the rows that the image waits for
+    in its own hands.
+    """
+    end = min(total, start + budget)
+    if end < total and end // align * align > start:
+        end = end // align * align
+    return max(start, min(end, ready))
+
+
 def state_table_width(max_len: int, state_block: int, num_speculative: int, mode: str) -> int:
     """Columns of the table of state indices, one row for each request.
 

@@ -77,7 +77,9 @@ class DecoderRequest:
     sample_index: int = 0
     """Which of the samples of one call this is; part of the random counter."""
     priority: int = 0
-    """Larger goes first; equal ones in order of arrival."""
+    """Larger goes first; equal ones in order of arrival. Waiting counts too: see `Scheduler`."""
+    timeout: float | None = None
+    """Seconds from now in which an answer is of use; a request that cannot have its first tokens by then is refused."""
     salt: bytes = b""
     """Separates tenants: nothing is shared between requests of different salts."""
     checkpoint_at: tuple[int, ...] = ()
@@ -140,6 +142,8 @@ class Sequence:
     next_span: int = 0
     """First span whose rows are not all consumed; those before are released."""
     cached_tokens: int = 0
+    rank: int = 0
+    """The step it came in, less what its priority is worth in steps: who has the smaller one goes first."""
     last_step: int = -1
     """Step in which it last advanced."""
     barrier: int = 0
@@ -189,7 +193,7 @@ class Sequence:
     @property
     def order(self) -> tuple[int, int]:
         """Sorts by who goes first."""
-        return (-self.request.priority, self.arrival)
+        return (self.rank, self.arrival)
 
     def ready_end(self, computed: int | None = None) -> int:
         """First row whose embedding is not there yet, or the number of tokens. Polls the sources.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 import torch
@@ -13,6 +14,7 @@ from decoder.checkpoints import Placement, resolve_state_block
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.graphs import Forward, graph_bytes
 from decoder.model import HybridModel
+from decoder.pace import DeadlineError, Pace
 from decoder.pooling import Pools
 from decoder.prefix_cache import COUNTERS, PrefixCache
 from decoder.request import DecoderRequest, FinishReason, Sequence, Status, TokenEvent
@@ -41,6 +43,7 @@ class DecoderRunner:
         self.forward = Forward(config, options, self.arena, self.model, self.builder)
         self.sampler = Sampler(config.vocab_size, options.max_seqs, options.device)
         self.pools = Pools(self.model.final_norm)
+        self.pace, self.clock = Pace(), time.perf_counter
         self._sequences: dict[str, Sequence] = {}
         self._saved: dict[str, Saved] = {}
         self._counters = {"steps": 0, "output_tokens": 0, "batched_tokens": 0, "failed": 0}
@@ -48,14 +51,23 @@ class DecoderRunner:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def add(self, request: DecoderRequest) -> None:
-        """Queues a request. `ValueError` when it can never be served, with the numbers that stand against it."""
+        """Queues a request. `ValueError` when it can never be served, `DeadlineError` when not in time: both with the
+        numbers that stand against it.
+        """
         if request.request_id in self._sequences:
             raise ValueError(f"a request {request.request_id!r} is here already")
         vocab = self.config.vocab_size
         for token in (*request.prompt_ids, *request.output_ids):
             if not 0 <= token < vocab:
                 raise ValueError(f"token id {token} is not between 0 and {vocab - 1}")
-        self._sequences[request.request_id] = self.scheduler.add(request)
+        sequence = self.scheduler.add(request)
+        if request.timeout is not None:
+            try:
+                self.pace.check(request.timeout, self.scheduler.tokens_ahead(sequence), request.sampling.min_tokens)
+            except DeadlineError:
+                self.scheduler.finish(sequence)
+                raise
+        self._sequences[request.request_id] = sequence
 
     def abort(self, request_id: str) -> bool:
         """Ends a request without an event and frees all it holds. False when there is none of that name.
@@ -89,10 +101,12 @@ class DecoderRunner:
     @torch.inference_mode()
     def step(self) -> list[TokenEvent]:
         """Schedule, run, postprocess. Empty when nothing could advance, or when no row reached its last token."""
+        started = self.clock()
         step = self.scheduler.schedule()
         self._move(step)
         images = self._images(step)
         choices = self._run(step, images) if step.rows else []
+        self.pace.observe(step.tokens, self.clock() - started)
         return self._postprocess(step, choices)
 
     def _move(self, step: Step) -> None:

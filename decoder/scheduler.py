@@ -5,6 +5,15 @@ its memory up (its state goes to host memory, or is computed again later), so th
 its end. A request that waits for an image holds nothing that another one, ready to run, needs: it is put out first.
 Requests whose image rows are given back already cannot be computed again; they are moved to host memory even above
 its bound, when nothing else helps.
+
+Order. A request's rank is the step it came in less `ageing` steps for each level of its priority (levels beyond 100 or
+-100 count as these); the smaller rank goes first. So a request is overtaken by those a level above it that come in the
+next `ageing` steps, and by none that come later.
+
+Waiting. Let S be the requests that run while this one waits, those of smaller rank, and itself. From the time that all
+its images are there it ends within `rounds x (W + R)` steps: W the prompt and output tokens of S, R those that requests
+of S compute again after they were put out, plus one for each time that one is; `rounds` = `max_seqs` over
+`max_batched_tokens`, rounded up. For the first in order among those that can go on gets a row every `rounds` steps.
 """
 
 from __future__ import annotations
@@ -14,8 +23,12 @@ from dataclasses import dataclass, field
 
 from decoder.blocks import SuperblockPool
 from decoder.config import DecoderOptions
+from decoder.metadata import chunk_end
 from decoder.prefix_cache import MISS, Hit, PrefixCache
 from decoder.request import DecoderRequest, Sequence, Status
+
+MAX_LEVEL = 100
+"""Priorities beyond this count as this: nobody goes first for ever."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +139,8 @@ class Scheduler:
         if output >= limit:
             raise ValueError(f"max_tokens {limit} is not above the {output} output tokens that were passed")
         _check_spans(request)
-        sequence = Sequence(request, self._arrivals, limit)
+        level = max(-MAX_LEVEL, min(MAX_LEVEL, request.priority))
+        sequence = Sequence(request, self._arrivals, limit, rank=self.step_number - level * self.options.ageing)
         self._arrivals += 1
         self.waiting.append(sequence)
         return sequence
@@ -213,9 +227,9 @@ class Scheduler:
         its next row is not ready.
         """
         start = max(sequence.computed, cached)
-        end = min(sequence.ready_end(start), start + budget)
-        if self.options.max_chunk is not None:
-            end = min(end, start + self.options.max_chunk)
+        align = 1 if self.cache is None else self.cache.placement.grid
+        budget = min(budget, self.options.max_chunk or budget)
+        end = chunk_end(start, len(sequence.tokens), budget, sequence.ready_end(start), align)
         return Row(sequence, end - start, start) if end > start else None
 
     # -- memory --------------------------------------------------------------------------------------------------------
@@ -255,7 +269,8 @@ class Scheduler:
                     return candidate
         if not others:
             return None
-        return sequence if self._can_leave(sequence) else self._forced(sequence)
+        first = not any(other.order < sequence.order and not self._stuck(other) for other in others)
+        return sequence if self._can_leave(sequence) and not first else self._forced(sequence)
 
     def _forced(self, sequence: Sequence) -> Sequence:
         """Nobody may leave by the rules: the least urgent goes to host memory above its bound."""
@@ -321,7 +336,7 @@ class Scheduler:
             row = self._entry_row(sequence, hit, budget)
             if row is None:
                 continue
-            if self._defers(sequence, hit, chosen):
+            if self._defers(sequence, hit, chosen) or not self._leaves_room(sequence):
                 break
             taken = self._make_room(sequence, hit, step, chosen, budget)
             if taken is None:
@@ -336,6 +351,17 @@ class Scheduler:
             chosen[sequence.arrival] = row
             budget -= row.count
         return budget
+
+    def _leaves_room(self, sequence: Sequence) -> bool:
+        """Is there memory for it and a page for each of those that run, to grow into? Or it would be put out by them,
+        or put one of them out, as soon as it is in. Cached memory counts as free, and so does that of requests that
+        wait for images.
+        """
+        held = [s for s in self.running if not self._stuck(s)]
+        if not held:
+            return True
+        pages = self._entry_pages(sequence) + (len(held) if self.pool.pages_per_block else 0)
+        return self.pool.fits_beside(1, pages, (s.slot for s in held), (page for s in held for page in s.pages))
 
     def _entry_pages(self, sequence: Sequence) -> int:
         """Pages for every token it has: a prompt that is let in can be computed to its end."""
@@ -542,6 +568,13 @@ class Scheduler:
         return (sequence.slot, slot) if slot >= 0 and sequence.slot >= 0 else None
 
     # -- looking in ----------------------------------------------------------------------------------------------------
+
+    def tokens_ahead(self, sequence: Sequence) -> int:
+        """Prompt tokens to compute before the first token of a waiting sequence: its own and those of all before it."""
+        before = [other for other in self.sequences if other is not sequence and other.order < sequence.order]
+        return sum(
+            max(0, other.prompt_len - max(other.computed, self._lookup(other).tokens)) for other in (*before, sequence)
+        )
 
     @property
     def sequences(self) -> Iterator[Sequence]:

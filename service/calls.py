@@ -144,7 +144,7 @@ class Calls:
             info.tenant.limits.admit("tokens", 0)
             # Without a deadline of the client's own, a lost peer behind a silent network would hold its slot for ever.
             deadline = asyncio.get_running_loop().time() + limit
-            async with contextlib.aclosing(self.frontend.stream(spec, salt=info.tenant.salt)) as events:
+            async with contextlib.aclosing(self.frontend.stream(spec, salt=info.tenant.salt, timeout=limit)) as events:
                 while True:
                     try:
                         # around each step, not around the yields: time must not run out in the consumer's hands

@@ -26,6 +26,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from decoder.pace import DeadlineError
 from decoder.request import DecoderRequest, TokenEvent
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
@@ -36,7 +37,7 @@ from service.placing import is_settled, place
 
 log = logging.getLogger(__name__)
 
-ErrorKind = Literal["invalid", "internal", "unavailable", "died"]
+ErrorKind = Literal["invalid", "deadline", "internal", "unavailable", "died"]
 Query = Literal["stats", "integrity", "flush", "histogram"]
 Embedding = Literal["hidden", "picture"]
 """Of a prompt: its last and its mean hidden state. Of a picture: its tokens, as the decoder reads them."""
@@ -73,6 +74,10 @@ class EngineRequest:
     priority: int = 0
     salt: bytes = b""
     embed: Embedding | None = None
+    timeout: float | None = None
+    """Seconds from its handing over in which an answer is of use."""
+    checkpoint_at: tuple[int, ...] = ()
+    """Prompt positions, before the first picture, where other prompts are likely to part from this one."""
     """What is wanted instead of an answer; `picture` is about the only one of `images`, whose `start` says nothing."""
 
 
@@ -288,10 +293,10 @@ class Engine:
                 self._admit(request, leases)
             else:
                 self._unsettled[request.request_id] = request
-        except ValueError as error:
+        except (ValueError, DeadlineError) as error:
             for lease in leases:
                 lease.release()
-            self._refuse(request, "invalid", str(error))
+            self._refuse(request, _kind(error), str(error))
             return
         self._leases[request.request_id] = leases
         self._live.add(request.request_id)
@@ -327,12 +332,12 @@ class Engine:
             del self._unsettled[request_id]
             try:
                 self._admit(request, leases)
-            except ValueError as error:
+            except (ValueError, DeadlineError) as error:
                 self._forget(request_id)
-                self._refuse(request, "invalid", str(error))
+                self._refuse(request, _kind(error), str(error))
 
     def _admit(self, request: EngineRequest, leases: list[Lease]) -> None:
-        """Raises ValueError for a request that the decoder cannot run."""
+        """Raises ValueError for a request that the decoder cannot run, DeadlineError for one it cannot run in time."""
         prompt_ids, spans = place(request, leases)
         self._decoder.add(
             DecoderRequest(
@@ -346,6 +351,8 @@ class Engine:
                 priority=request.priority,
                 salt=request.salt,
                 pooled=request.embed == "hidden",
+                timeout=request.timeout,
+                checkpoint_at=request.checkpoint_at,
             )
         )
 
@@ -416,4 +423,6 @@ def _bytes(values: torch.Tensor) -> bytes:
 def _kind(error: Exception) -> ErrorKind:
     if isinstance(error, ValueError):
         return "invalid"
+    if isinstance(error, DeadlineError):
+        return "deadline"
     return "unavailable" if isinstance(error, EncoderUnavailable) else "internal"

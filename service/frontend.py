@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, TypeVar
 
@@ -27,7 +27,7 @@ from service import errors
 from service.assets import ModelAssets
 from service.engine import EngineEvent, EngineHandle, EngineImage, EngineInfo, EngineRequest
 from service.pictures import LocalDecoder, MediaLimits, Prepared, Preparer
-from service.prompts import Prompt, check_room, read, widen
+from service.prompts import Prompt, check_room, read, system_end, widen
 from service.stops import StopMatcher
 from service.tokenizer import Detokenizer, Tokenizer
 from service.types import (
@@ -182,15 +182,20 @@ class Frontend:
             prompt.narrow_ids, len(prompt.ids), prompt.tokens_per_image, prompt.tokens_per_video
         )  # fmt: skip
 
-    async def stream(self, spec: GenerateSpec, *, salt: bytes = b"") -> AsyncGenerator[Event, None]:
-        """Started, Deltas and one Finished per sample. Closing the iterator aborts what is left. Raises StatusError."""
+    async def stream(
+        self, spec: GenerateSpec, *, salt: bytes = b"", timeout: float | None = None
+    ) -> AsyncGenerator[Event, None]:
+        """Started, Deltas and one Finished per sample. Closing the iterator aborts what is left. Raises StatusError.
+
+        `timeout`: seconds that the caller has left; the engine refuses what cannot begin by then. It is not kept here.
+        """
         with self._admitted(spec, salt) as call:
             arrived = time.monotonic()
             seed = spec.sampling.get("seed")
             seed = secrets.randbits(63) if seed is None else int(seed)
             prompt = await self._prepare(spec, salt)
             params = self._sampling(spec, prompt, seed)
-            async for event in self._run(spec, prompt, params, salt, arrived, call):
+            async for event in self._run(spec, prompt, params, salt, arrived, call, timeout):
                 yield event
 
     async def embed(self, spec: GenerateSpec, *, salt: bytes = b"") -> Embedded:
@@ -267,9 +272,14 @@ class Frontend:
         media = await asyncio.gather(*[self._in_pool(self._prepare_one, source, salt) for source in spec.media])
         if isinstance(spec.input, PictureInput):
             return self._picture(spec, media[0])
-        reading = functools.partial(read, spec, media, self.assets)
-        ids = await self._in_pool(reading) if _characters(spec) > _POOL_TEXT else reading()
-        return widen(ids, media, len(spec.continued), self.assets, self.engine.info)
+        reading = functools.partial(self._read, spec, media)
+        ids, shared = await self._in_pool(reading) if _characters(spec) > _POOL_TEXT else reading()
+        prompt = widen(ids, media, len(spec.continued), self.assets, self.engine.info)
+        return replace(prompt, system_end=shared)
+
+    def _read(self, spec: GenerateSpec, media: Sequence[Prepared]) -> tuple[list[int], int]:
+        ids = read(spec, media, self.assets)
+        return ids, system_end(spec, ids, self.assets)
 
     def _check_media(self, spec: GenerateSpec) -> None:
         """Whether the model takes what the request holds. Raises FailedPrecondition."""
@@ -323,8 +333,9 @@ class Frontend:
     # -- run -----------------------------------------------------------------------------------------------------------
 
     async def _run(
-        self, spec: GenerateSpec, prompt: Prompt, params: SamplingParams, salt: bytes, arrived: float, call: _Call
-    ) -> AsyncGenerator[Event, None]:
+        self, spec: GenerateSpec, prompt: Prompt, params: SamplingParams, salt: bytes, arrived: float, call: _Call,
+        timeout: float | None,
+    ) -> AsyncGenerator[Event, None]:  # fmt: skip
         info: EngineInfo = self.engine.info
         yield_started = Started(
             spec.request_id, len(prompt.ids), prompt.image_tokens, info.model, info.revision, params.seed,
@@ -366,6 +377,8 @@ class Frontend:
                     index,
                     spec.priority,
                     salt,
+                    timeout=None if timeout is None else timeout - (time.monotonic() - arrived),
+                    checkpoint_at=(prompt.system_end,) if prompt.system_end else (),
                 )
                 if prompt.images:  # copies pixels into shared memory
                     await self._in_pool(self.engine.submit, request)
@@ -472,6 +485,8 @@ class _Clock:
 def _engine_error(event: EngineEvent) -> errors.StatusError:
     if event.error == "invalid":
         return errors.InvalidArgument(event.message)
+    if event.error == "deadline":
+        return errors.DeadlineExceeded(event.message, reason="DEADLINE_UNREACHABLE", metadata={"phase": "admission"})
     if event.error == "unavailable":
         return errors.Unavailable(event.message, reason="ENCODER_UNAVAILABLE", retry_after=1.0)
     if event.error == "died":

@@ -107,7 +107,8 @@ class LocalService:
         async def pump() -> None:
             try:
                 async with asyncio.timeout(timeout):
-                    async with contextlib.aclosing(self._frontend.stream(convert.spec_from_proto(request))) as events:
+                    spec = convert.spec_from_proto(request)
+                    async with contextlib.aclosing(self._frontend.stream(spec, timeout=timeout)) as events:
                         async for event in events:
                             messages.put(convert.event_to_proto(event))
                 messages.put(None)

@@ -122,7 +122,7 @@ class _EngineCollector:
 
 # What the engine reports as it stands now; everything else of it only grows.
 _GAUGES = re.compile(
-    r"live|running|waiting|leases|cached|reserved|writing|ready|quarantined|unused_graphs|\w+_(bytes|blocks|slots|pages|now)"
+    r"live|running|waiting|leases|cached|reserved|writing|ready|quarantined|unused_graphs|cache_checkpoints|\w+_(bytes|blocks|slots|pages|now)"
 )
 _GRAPH_COUNTER = re.compile(r"(replays|eager)_(\w+)")
 

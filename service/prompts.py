@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from encoder.video import VideoPatches, video_text
 from service import errors
@@ -18,6 +18,8 @@ from service.engine import EngineImage, EngineInfo
 from service.pictures import Prepared
 from service.tokenizer import Tokenizer, literal
 from service.types import ChatInput, GenerateSpec, RawInput, TokensInput
+
+SYSTEM_ROLES = ("system", "developer")
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Prompt:
     """With one image token id for each picture and each temporal patch."""
     frames: int = 0
     """Of all clips."""
+    system_end: int = 0
+    """Tokens of the system prompt, which other requests are likely to begin with too; 0 for none."""
 
     @property
     def tokens_per_image(self) -> tuple[int, ...]:
@@ -70,6 +74,27 @@ def read(spec: GenerateSpec, media: Sequence[Prepared], assets: ModelAssets) -> 
     except ValueError as error:
         raise errors.InvalidArgument(str(error), field="chat") from None
     return assets.wrap_pictures(assets.tokenizer.encode(text))
+
+
+def system_end(spec: GenerateSpec, ids: Sequence[int], assets: ModelAssets) -> int:
+    """How many of a chat's ids come before the first words of its user: what it shares with the same system messages
+    and another question. Pictures end it. 0 where there are no such tokens, or no template to tell.
+    """
+    if not isinstance(spec.input, ChatInput) or not assets.template.present or assets.tokenizer is None:
+        return 0
+    system = list(takewhile(lambda message: message.role in SYSTEM_ROLES, spec.input.messages))
+    if any(part is None for message in system for part in message.parts):
+        return 0
+    question = next((message for message in spec.input.messages[len(system) :]), None)
+    begin = next(iter(question.parts), None) if question is not None else None
+    other = Message("user", ("y" if begin and begin.startswith("x") else "x",))
+    try:
+        text = assets.template.render([*system, other], spec.input.template_arguments)
+    except ValueError:  # a template that wants more than one question
+        return 0
+    shared = [a == b for a, b in zip(ids, assets.tokenizer.encode(text))]
+    length = shared.index(False) if False in shared else len(shared)
+    return ids.index(assets.image_token_id) if assets.image_token_id in ids[:length] else length
 
 
 def _words(item: Prepared, assets: ModelAssets) -> Marked | None:

@@ -22,6 +22,7 @@ from tiny_decoder import (
 
 from decoder.arena import ArenaLayout
 from decoder.config import DecoderConfig, DecoderOptions
+from decoder.pace import DeadlineError
 from decoder.request import DecoderRequest, ImageSpan
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
@@ -108,7 +109,7 @@ def test_packed_equals_alone(alone: dict[str, list[int]], options: dict[str, Any
 @pytest.mark.parametrize("host_bytes", [pytest.param(0, id="recompute"), pytest.param(10**9, id="swap")])
 @pytest.mark.parametrize("blocks", [4, 5])
 def test_preempted_equals_alone(alone: dict[str, list[int]], blocks: int, host_bytes: int) -> None:
-    options = {"max_len": 66, "memory_bytes": blocks * block_bytes(), "page_size": 8, "host_bytes": host_bytes}
+    options = {"max_len": 66, "memory_bytes": blocks * block_bytes(), "page_size": 2, "host_bytes": host_bytes}
     found, runner = together(**options)
     stats = runner.stats()
     assert found == alone
@@ -372,3 +373,20 @@ def test_weights_are_copied() -> None:
     for tensor in weights.values():
         tensor.zero_()
     assert tokens(run(runner, request("a", range(9), greedy_params(6)))["a"]) == first_tokens(6)
+
+
+# -- deadlines ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_with_both_numbers() -> None:
+    """A clock of one second a step of 4 tokens: 40 prompt tokens are 10 s away."""
+    runner = make_runner(CONFIG, WEIGHTS, max_batched_tokens=4)
+    seconds = iter(range(10**6))
+    runner.clock = lambda: next(seconds)
+    run(runner, request("first", range(8), greedy_params(1)))
+    runner.add(request("in time", range(40), greedy_params(1), timeout=10.5))
+    message = r"deadline is 10.500 s away .* at least 20.000 s away: 80 prompt tokens"
+    with pytest.raises(DeadlineError, match=message):
+        runner.add(request("late", range(1, 41), greedy_params(1), timeout=10.5))
+    assert set(runner._sequences) == {"in time"}
+    run(runner)

@@ -10,7 +10,11 @@ from hypothesis import strategies as st
 from tiny_decoder import FakeSource
 
 from decoder.blocks import SuperblockPool
+from decoder.checkpoints import Placement
 from decoder.config import DecoderOptions
+from decoder.metadata import chunk_end
+from decoder.pace import Pace
+from decoder.prefix_cache import PrefixCache
 from decoder.request import DecoderRequest, ImageSpan, Sequence
 from decoder.sampling import SamplingParams
 from decoder.scheduler import Row, Scheduler, Step
@@ -229,3 +233,153 @@ def test_requests_that_cannot_be_computed_again_never_block_each_other() -> None
         ended += advance(scheduler)[1]
     assert sorted(ended) == ["first", "second"]
     assert scheduler.preemptions >= 1 and scheduler.recomputes == 0
+
+
+# -- order and waiting -------------------------------------------------------------------------------------------------
+
+
+def test_a_level_of_priority_is_worth_so_many_steps() -> None:
+    """One that has waited `ageing` steps goes before one a level above it that comes now, not before one that came
+    earlier.
+    """
+    scheduler = make(ageing=3)
+    ranks = {}
+    for step, priority in ((0, 0), (2, 1), (3, 1), (4, 1)):
+        while scheduler.step_number < step:
+            scheduler.schedule()
+        ranks[step] = scheduler.add(request(str(step), 4, priority=priority))
+    assert ranks[2].order < ranks[0].order < ranks[3].order < ranks[4].order
+
+
+def test_priorities_are_bounded() -> None:
+    scheduler = make(ageing=1)
+    high, higher = (scheduler.add(request(str(p), 4, priority=p)) for p in (100, 2**31 - 1))
+    assert high.rank == higher.rank
+
+
+def test_a_stream_of_urgent_requests_starves_nobody() -> None:
+    """One seat, a request of a level above each step: the other one ends all the same."""
+    scheduler = make(max_seqs=1, ageing=6)
+    scheduler.add(request("patient", 4, 2))
+    for number in range(100):
+        scheduler.add(request(f"urgent {number}", 4, 2, priority=1))
+        if "patient" in advance(scheduler)[1]:
+            assert number > 6
+            return
+    raise AssertionError("it has not ended in 100 steps")
+
+
+def test_a_request_enters_only_with_room_for_those_that_run_to_grow() -> None:
+    """Memory for both prompts and not a page more: the second waits for the end of the first, and nobody is put out."""
+    scheduler = make(blocks=2 + 5, per_block=1, max_seqs=2, max_len=20, host_bytes=0)
+    scheduler.add(request("first", 12, 8))
+    scheduler.add(request("second", 8, 4))
+    ended: list[str] = []
+    while len(ended) < 2:
+        step, finished = advance(scheduler)
+        assert len(step.rows) == 1
+        ended += finished
+    assert ended == ["first", "second"] and scheduler.preemptions == 0
+
+
+def test_the_first_in_order_is_never_put_out_for_want_of_a_place_in_host_memory() -> None:
+    """The other one's image rows are consumed and the host tier is full: it leaves above the bound."""
+    scheduler = make(blocks=2 + 9, per_block=1, max_seqs=2, max_len=36, host_bytes=0)
+    scheduler.add(request("first", 12, 20))
+    scheduler.add(request("second", 16, 12, (span(1, 3, True),)))
+    while [*scheduler.sequences]:
+        step, _ = advance(scheduler)
+        assert 0 not in step.put_out
+    assert scheduler.preemptions > 0 and scheduler.recomputes == 0
+
+
+# -- chunks and images -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("start", "total", "budget", "ready", "align", "end"),
+    [
+        pytest.param(0, 20, 20, 20, 8, 20, id="whole"),
+        pytest.param(0, 20, 12, 20, 8, 8, id="aligned"),
+        pytest.param(0, 20, 5, 20, 8, 5, id="progress-below-a-block"),
+        pytest.param(5, 20, 5, 20, 8, 8, id="back-to-the-grid"),
+        pytest.param(0, 20, 12, 6, 8, 6, id="aligned-then-capped"),
+        pytest.param(6, 20, 8, 6, 8, 6, id="nothing-is-ready"),
+        pytest.param(8, 20, 12, 20, 8, 20, id="last-chunk-ends-anywhere"),
+    ],
+)
+def test_chunk_ends(start: int, total: int, budget: int, ready: int, align: int, end: int) -> None:
+    assert chunk_end(start, total, budget, ready, align) == end
+
+
+def test_two_images_in_less_room_than_both_take() -> None:
+    """Block 8, room for six rows, images at [0, 5) and [6, 11): the first is given back after [0, 6), so that the
+    second can come; the next chunk ends on the grid again.
+    """
+    scheduler = cached(state_block=8, max_batched_tokens=8, page_size=8)
+    first, second = span(0, 5, True), span(6, 5, False)
+    scheduler.add(request("a", 24, 1, (first, second)))
+    rows: list[tuple[int, int]] = []
+    while len(rows) < 4:
+        room = 6 - 5 * (not source(first).releases) - 5 * (source(second).ready and not source(second).releases)
+        if room >= 5:
+            source(second).ready = True
+        step, _ = advance(scheduler)
+        assert step.rows, "nothing advances and nothing is given back"
+        rows += [(row.start, row.end) for row in step.rows]
+    assert rows == [(0, 6), (6, 8), (8, 16), (16, 24)]
+
+
+def test_two_pictures_of_11844_tokens_against_16384() -> None:
+    """Each pass advances the request or gives rows back, with the whole block larger than what is left of a chunk."""
+    size, bound = 11_844, 16_384
+    scheduler = cached(
+        blocks=4000, per_block=64, max_len=32_768, max_batched_tokens=8192, page_size=16, state_block=528
+    )
+    spans = (span(10, size, True), span(20 + size, size, False))
+    scheduler.add(request("a", 2 * size + 64, 1, spans))
+    for _ in range(12):
+        held = sum(item.length for item in spans if source(item).ready and not source(item).releases)
+        if held + size <= bound:
+            source(spans[1]).ready = True
+        step, ended = advance(scheduler)
+        assert step.rows, "a pass that neither advances nor frees"
+        if ended:
+            return
+    raise AssertionError("it has not ended")
+
+
+def cached(blocks: int = 12, per_block: int = 2, **options: Any) -> Scheduler:
+    """A scheduler with a prefix cache under `align`."""
+    chosen: dict[str, Any] = {"max_seqs": 4, "max_len": 48, "max_batched_tokens": 16, "page_size": 4} | options
+    chosen |= {"state_cache": "align"}
+    pool = SuperblockPool(blocks, per_block, True)
+    # The reference's block of 528 tokens is no power of two, and no chunk of a scan: here only the grid counts.
+    placement = Placement("align", chosen["state_block"], 8, chosen["page_size"])
+    cache = PrefixCache(pool, placement, page_bytes=10, slot_bytes=20)
+    return Scheduler(DecoderOptions(**chosen), pool, page_bytes=10, slot_bytes=20, cache=cache)
+
+
+# -- deadlines ---------------------------------------------------------------------------------------------------------
+
+
+def test_pace_is_the_best_of_the_last_steps() -> None:
+    pace = Pace()
+    assert pace.seconds(10**6, 10) == 0.0
+    pace.observe(100, 1.0)
+    pace.observe(1, 0.25)
+    assert pace.seconds(200, 4) == 2.0 + 4 * 0.25
+    for _ in range(64):
+        pace.observe(10, 1.0)
+    assert pace.seconds(200, 4) == 20.0 + 4.0
+
+
+def test_prompts_before_it_count_and_what_is_computed_does_not() -> None:
+    scheduler = make(max_batched_tokens=4, max_seqs=1)
+    scheduler.add(request("running", 12, 4))
+    advance(scheduler)
+    later = scheduler.add(request("later", 10, 4))
+    scheduler.add(request("after", 20, 4))
+    assert scheduler.tokens_ahead(later) == 8 + 10
+    urgent = scheduler.add(request("urgent", 5, 4, priority=1))
+    assert scheduler.tokens_ahead(urgent) == 5

@@ -70,6 +70,11 @@ def test_metrics_follow_the_traffic(observed: RunningServer, stubs: Stubs) -> No
     assert grown("saccade_encoder_images_total") == 1 and grown("saccade_handoff_hits_total") == 2
     assert sum(grown(name) for name in after if name.startswith("saccade_encoder_replays_total")) == 1
     assert after["saccade_engine_up"] == 1 and after["saccade_live_requests"] == 0
+    assert grown("saccade_decoder_cache_hits_total") == 2 and grown("saccade_decoder_cache_misses_total") == 1
+    assert grown("saccade_decoder_cache_hit_tokens_total") == grown('saccade_tokens_total{kind="cached"}') > 0
+    assert after["saccade_decoder_cache_checkpoints"] > 0 and after["saccade_decoder_cache_bytes"] > 0
+    replays = sum(grown(name) for name in after if name.startswith("saccade_decoder_replays_total"))
+    assert replays == grown("saccade_decoder_steps_total") > 0
     assert after["saccade_handoff_used_bytes"] > 0 and after["saccade_decoder_arena_bytes"] > 0
 
 

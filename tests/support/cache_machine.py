@@ -6,6 +6,7 @@ so a stale, shared or lost piece of memory is seen at the step that reads it, wi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from hypothesis import seed as with_seed
@@ -25,7 +26,7 @@ from decoder.blocks import SuperblockPool
 from decoder.checkpoints import Placement
 from decoder.config import DecoderOptions
 from decoder.prefix_cache import PrefixCache
-from decoder.request import DecoderRequest, ImageSpan, Sequence
+from decoder.request import DecoderRequest, ImageSpan, Sequence, Status
 from decoder.sampling import SamplingParams
 from decoder.scheduler import Scheduler, Step
 
@@ -88,6 +89,22 @@ def contents(sequence: Sequence) -> Prefix:
     return tuple((sequence.request.salt, unit) for unit in units)
 
 
+class Wait:
+    """How long a request may take, by the formula of `decoder.scheduler`, and how long it has."""
+
+    def __init__(self) -> None:
+        self.counted: set[str] = set()
+        self.tokens = 0
+        self.steps = 0
+
+    def count(self, others: Iterable[Sequence]) -> None:
+        """Requests that it may have to wait for: all that they still have to compute."""
+        for other in others:
+            if other.request_id not in self.counted:
+                self.counted.add(other.request_id)
+                self.tokens += other.prompt_len + other.limit
+
+
 class CacheMachine(RuleBasedStateMachine):
     """Requests with few different prefixes come, go on, are cut off and end, in memory for two or three."""
 
@@ -101,16 +118,17 @@ class CacheMachine(RuleBasedStateMachine):
         budget=st.sampled_from([1, 5, 16, 64]),
         host_bytes=st.sampled_from([0, 90, 10**6]),
         max_seqs=st.integers(1, 4),
+        ageing=st.sampled_from([1, 5, 100]),
     )
     def start(
-        self, mode: str, kind: str, spare: int, per_block: int, budget: int, host_bytes: int, max_seqs: int
+        self, mode: str, kind: str, spare: int, per_block: int, budget: int, host_bytes: int, max_seqs: int, ageing: int
     ) -> None:
         self.has_slots, self.has_pages = kind != "pages", kind != "states"
         blocks = self.has_slots + (-(-(MAX_LEN // PAGE) // per_block) if self.has_pages else 0) + spare
         self.pool = SuperblockPool(blocks, per_block if self.has_pages else 0, self.has_slots)
         options = DecoderOptions(
             max_seqs=max_seqs, max_len=MAX_LEN, max_batched_tokens=budget, page_size=PAGE, host_bytes=host_bytes,
-            state_cache=mode, state_block=PAGE,
+            state_cache=mode, state_block=PAGE, ageing=ageing,
         )  # fmt: skip
         placement = Placement(mode, PAGE, 8, PAGE, self.has_slots)
         sizes = {"page_bytes": 10 * self.has_pages, "slot_bytes": 20 * self.has_slots}
@@ -119,6 +137,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.memory = Memory()
         self.sources: list[FakeSource] = []
         self.alive: dict[str, Sequence] = {}
+        self.waits: dict[str, Wait] = {}
+        self.rounds = -(-max_seqs // budget)
         self.names = 0
 
     @rule(
@@ -148,20 +168,24 @@ class CacheMachine(RuleBasedStateMachine):
             checkpoint_at=(hint,), salt=b"salt" if prefix == 2 else b"",
         )  # fmt: skip
         self.alive[item.request_id] = self.scheduler.add(item)
+        self.waits[item.request_id] = Wait()
 
     def end(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)
         for span in sequence.request.spans[sequence.next_span :]:
             span.source.release()
         self.memory.host.pop(sequence.request_id, None)
-        del self.alive[sequence.request_id]
+        del self.alive[sequence.request_id], self.waits[sequence.request_id]
 
     @rule()
     def step(self) -> None:
         self.advance()
 
     def advance(self) -> bool:
+        before = {name: sequence.computed for name, sequence in self.alive.items()}
+        self.expect()
         step = self.scheduler.schedule()
+        self.hold_to(step, before)
         self.memory.move(step)
         self.memory.compute(step, self.has_slots, self.has_pages)
         self.scheduler.commit(step)
@@ -181,6 +205,29 @@ class CacheMachine(RuleBasedStateMachine):
                         self.memory.slots[copy[1]] = self.memory.slots[copy[0]]
                     self.end(sequence)
         return bool(step.rows)
+
+    def expect(self) -> None:
+        """Whom each request may have to wait for, before a step."""
+        alive = self.alive.values()
+        for name, sequence in self.alive.items():
+            ready = all(span.source.ready for span in sequence.request.spans[sequence.next_span :])
+            wait = self.waits[name]
+            wait.count(other for other in alive if other.order <= sequence.order)
+            if sequence.status is not Status.RUNNING or not ready:
+                wait.count(self.scheduler.running)
+            wait.steps += ready
+
+    def hold_to(self, step: Step, before: dict[str, int]) -> None:
+        """What is computed again is added, and nobody has waited longer than that."""
+        lost = {name: before[name] - s.computed + 1 for name, s in self.alive.items() if s.arrival in step.put_out}
+        for wait in self.waits.values():
+            wait.tokens += sum(tokens for name, tokens in lost.items() if name in wait.counted)
+            assert wait.steps <= self.rounds * wait.tokens, "it has waited longer than the formula allows"
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        self.scheduler.preempt(self.alive[data.draw(st.sampled_from(sorted(self.alive)))])
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data())

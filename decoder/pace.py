@@ -1,0 +1,49 @@
+"""How fast steps have been of late, and what that says about a deadline. Pure: seconds come in from outside.
+
+Every answer errs on the side of hope: it takes the best pace of the last steps, asks for the first tokens alone, and
+leaves out what others may still draw. A request that is refused by it could not have been served in time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+RECENT = 64
+"""Steps that count."""
+
+
+class DeadlineError(Exception):
+    """A request that would not have its first tokens in time, refused before anything was computed for it."""
+
+
+class Pace:
+    """Tokens and seconds of the last steps."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[int, float]] = deque(maxlen=RECENT)
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """One step that has computed `tokens` tokens."""
+        if tokens > 0 and seconds > 0:
+            self._steps.append((tokens, seconds))
+
+    def seconds(self, tokens: int, steps: int) -> float:
+        """The least that `tokens` tokens and then `steps` steps take; 0 as long as nothing has been seen.
+
+        Tokens go at the best rate of one recent step, and each step lasts at least as long as the shortest.
+        """
+        if not self._steps:
+            return 0.0
+        rate = max(count / seconds for count, seconds in self._steps)
+        return tokens / rate + steps * min(seconds for _, seconds in self._steps)
+
+    def check(self, timeout: float, tokens: int, min_tokens: int) -> None:
+        """`DeadlineError` with both numbers when `tokens` prompt tokens, the request's own and those that go before it,
+        and as many output tokens as it cannot do without, take longer than `timeout` seconds.
+        """
+        needed = self.seconds(tokens, max(1, min_tokens) - 1)
+        if needed > timeout:
+            raise DeadlineError(
+                f"the deadline is {timeout:.3f} s away and the first tokens are at least {needed:.3f} s away: "
+                f"{tokens} prompt tokens come before them"
+            )
