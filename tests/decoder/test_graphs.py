@@ -102,7 +102,7 @@ def test_the_off_stride_maximum_is_captured_and_replayed(tokens_per_step: int) -
     """A step of exactly `max_batched_tokens` replays the largest mixed graph."""
     config = tiny_config("M")
     runner = make_runner(config, graphs="on", max_batched_tokens=tokens_per_step, max_capture=1024, max_len=1024)
-    runner.add(request("a", [3] * (tokens_per_step + 9), SamplingParams(max_tokens=1)))
+    runner.add(request("a", [3] * tokens_per_step, SamplingParams(max_tokens=1)))
     runner.step()
     assert runner.stats()[f"replays_mixed_{tokens_per_step}"] == 1
     assert not [name for name in runner.stats() if name.startswith("eager_")]
