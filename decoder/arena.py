@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from decoder.blocks import SuperblockPool
-from decoder.config import DecoderConfig, DecoderOptions
+from decoder.config import RING, DecoderConfig, DecoderOptions
 
 ALIGNMENT = 64
 
@@ -26,6 +27,11 @@ def _cdiv(a: int, b: int) -> int:
 
 def _aligned(size: int) -> int:
     return _cdiv(size, ALIGNMENT) * ALIGNMENT
+
+
+def _paged_layers(config: DecoderConfig, options: DecoderOptions) -> int:
+    """Attention layers with pages: the model's, and those of heads that draft."""
+    return config.attention_layers + (config.mtp_pattern.count("*") if options.speculative == "mtp" else 0)
 
 
 @dataclass(frozen=True)
@@ -40,19 +46,37 @@ class ArenaLayout:
     page_bytes: int
     """One page over all attention layers; 0 without attention."""
     page_size: int
+    slots_per_seq: int = 1
+    """Slots that a running sequence holds."""
+    ring_bytes: int = 0
+    """The last inputs of one running sequence, over all Mamba layers; 0 unless states are replayed."""
+    carry_bytes: int = 0
+    """The hidden row that a drafter goes on from, in each slot; 0 without a drafter that needs it."""
 
     @classmethod
     def of(cls, config: DecoderConfig, options: DecoderOptions) -> ArenaLayout:
         element, state_element = options.dtype.itemsize, options.state_dtype.itemsize
         window = (config.conv_kernel - 1) * config.conv_dim * element
         state = config.mamba_inner * config.ssm_state_size * state_element
-        page = 2 * options.page_size * config.kv_heads * config.head_dim * element * config.attention_layers
-        return cls(_aligned(window), _aligned(state), config.mamba_layers, _aligned(page), options.page_size)
+        page = 2 * options.page_size * config.kv_heads * config.head_dim * element * _paged_layers(config, options)
+        ring = 0
+        if options.num_drafts and options.spec_state == "replay":
+            ring = RING * config.ring_width * element * config.mamba_layers
+        return cls(
+            _aligned(window),
+            _aligned(state),
+            config.mamba_layers,
+            _aligned(page),
+            options.page_size,
+            options.slots_per_seq,
+            ring,
+            _aligned(config.hidden_size * element) if options.speculative == "mtp" else 0,
+        )
 
     @property
     def slot_bytes(self) -> int:
-        """What one sequence's windows and states take; 0 without Mamba layers."""
-        return self.mamba_layers * (self.window_bytes + self.state_bytes)
+        """What one sequence's windows and states take, and its drafter's row; 0 where there are none."""
+        return self.mamba_layers * (self.window_bytes + self.state_bytes) + self.carry_bytes
 
     @property
     def pages_per_block(self) -> int:
@@ -68,7 +92,7 @@ class ArenaLayout:
 
     def blocks_for(self, sequences: int, tokens: int) -> int:
         """Superblocks that `sequences` requests of `tokens` tokens each need at once."""
-        slots = sequences if self.slot_bytes else 0
+        slots = sequences * self.slots_per_seq if self.slot_bytes else 0
         pages = sequences * _cdiv(tokens, self.page_size)
         return slots + (_cdiv(pages, self.pages_per_block) if self.pages_per_block else 0)
 
@@ -119,9 +143,18 @@ def resolve_blocks(layout: ArenaLayout, options: DecoderOptions, reserved: int =
 
 def _shorter(layout: ArenaLayout, blocks: int, options: DecoderOptions) -> str:
     """The max_len that would do, where one would."""
-    spare = blocks - (1 if layout.slot_bytes else 0)
+    spare = blocks - (layout.slots_per_seq if layout.slot_bytes else 0)
     tokens = spare * layout.pages_per_block * layout.page_size
     return f", or lower max_len to at most {tokens}" if tokens >= 2 else ""
+
+
+class Saved(NamedTuple):
+    """What one sequence has in the arena, in host memory."""
+
+    state: Tensor | None
+    pages: Tensor | None
+    ring: tuple[Tensor, ...] = ()
+    """The inputs of each Mamba layer that come on top of the state."""
 
 
 class Arena:
@@ -138,7 +171,12 @@ class Arena:
         self.windows = [self._window_view(config, options, i) for i in range(config.mamba_layers)]
         self.states = [self._state_view(config, options, i) for i in range(config.mamba_layers)]
         self.kv = self._page_views(config, options)
-        """Of each attention layer: `[pages, 2, page_size, kv heads, head dim]`."""
+        """Of each attention layer: `[pages, 2, page_size, kv heads, head dim]`; those of a drafter come last."""
+        shape = (options.max_seqs, RING, config.ring_width) if self.layout.ring_bytes else (0, 0, 0)
+        self.rings = [torch.empty(shape, dtype=options.dtype, device=options.device) for _ in self.windows]
+        """Of each Mamba layer, by seat: the projected inputs (conv channels, dt) since the state in the slot."""
+        self.carry = self._carry_view(config, options)
+        """`[slots, hidden]`: the hidden row after the last token, where a drafter needs it."""
 
     @property
     def total_bytes(self) -> int:
@@ -160,6 +198,12 @@ class Arena:
         shape = (config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size)
         return self._slot_view(options.state_dtype, layer * self.layout.state_bytes, shape)
 
+    def _carry_view(self, config: DecoderConfig, options: DecoderOptions) -> Tensor | None:
+        if not self.layout.carry_bytes:
+            return None
+        offset = self.layout.slot_bytes - self.layout.carry_bytes
+        return self._slot_view(options.dtype, offset, (config.hidden_size,))
+
     def _page_views(self, config: DecoderConfig, options: DecoderOptions) -> list[Tensor]:
         if not self.layout.page_bytes:
             return []
@@ -167,7 +211,8 @@ class Arena:
         shape = (2, options.page_size, config.kv_heads, config.head_dim)
         flat = self.buffer.view(options.dtype).view(pages, -1)
         size = 2 * options.page_size * config.kv_heads * config.head_dim
-        return [flat[:, i * size : (i + 1) * size].unflatten(1, shape) for i in range(config.attention_layers)]
+        layers = range(_paged_layers(config, options))
+        return [flat[:, i * size : (i + 1) * size].unflatten(1, shape) for i in layers]
 
     def clear_pages(self, pages: Sequence[int]) -> None:
         """Zeroes pages that are handed out: old state bits read as numbers may be NaN, and NaN x 0 is not 0."""
@@ -178,17 +223,20 @@ class Arena:
     def _pages(self) -> Tensor:
         return self.buffer.view(self.pool.num_blocks * self.layout.pages_per_block, self.layout.page_bytes)
 
-    def save(self, slot: int, pages: Sequence[int]) -> tuple[Tensor | None, Tensor | None]:
-        """A copy in host memory of a slot's bytes and of pages' bytes."""
+    def save(self, slot: int, pages: Sequence[int], seat: int = -1, inputs: int = 0) -> Saved:
+        """A copy in host memory of a slot's bytes, of pages' bytes and of the first `inputs` of a seat's ring."""
         state = self._slot(slot).cpu().clone() if slot >= 0 else None
+        ring = tuple(of[seat, :inputs].cpu().clone() for of in self.rings) if inputs else ()
         if not pages or not self.layout.page_bytes:
-            return state, None
+            return Saved(state, None, ring)
         index = torch.tensor(pages, dtype=torch.int64, device=self.buffer.device)
-        return state, self._pages().index_select(0, index).cpu()
+        return Saved(state, self._pages().index_select(0, index).cpu(), ring)
 
-    def load(self, slot: int, pages: Sequence[int], saved: tuple[Tensor | None, Tensor | None]) -> None:
-        """Puts a saved copy into a slot and pages, which need not be the ones it came from."""
-        state, content = saved
+    def load(self, slot: int, pages: Sequence[int], saved: Saved, seat: int = -1) -> None:
+        """Puts a saved copy into a slot, pages and a seat's ring, which need not be the ones it came from."""
+        state, content, ring = saved
+        for of, inputs in zip(self.rings, ring, strict=False):
+            of[seat, : inputs.shape[0]] = inputs.to(of.device)
         if state is not None:
             self._slot(slot).copy_(state)
         if content is not None:

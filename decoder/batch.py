@@ -1,7 +1,8 @@
 """The tensors of one step, built from the scheduler's rows.
 
 Tokens are packed row after row. The first `updates` rows bring one token each on top of an existing state and take
-the update path; the rows after them are scanned. What a layer needs is here once for all layers.
+the update path; rows to be verified bring a token and drafts, which may be taken back; the rows after them are scanned.
+To attention, tokens of the first two kinds are single queries. What a layer needs is here once for all layers.
 """
 
 from __future__ import annotations
@@ -45,6 +46,37 @@ class ScanRows:
 
 
 @dataclass(frozen=True)
+class VerifyRows:
+    """The V rows after the updates: up to T tokens each, of which the first ones will stay. Padding: seat, slots -1,
+    accepted 1 (0 where inputs are replayed), length 0.
+    """
+
+    seats_V: Tensor
+    slots_VT: Tensor
+    """`[V, 1 + K]` slots of each row, or `[V, 1]` where inputs are replayed."""
+    accepted_V: Tensor
+    """Which slot the row starts from, from 1; where inputs are replayed, how many of its ring are valid."""
+    lengths_V: Tensor
+    places_VT: Tensor
+    """Which of these rows' packed tokens is token t of row v; the row's first where there is none."""
+    packed: Tensor
+    """Where in `[V * T]` each packed token is."""
+    span: int
+    """Steps of the rings that are looked at; 0 where states are written instead."""
+    slot_runs: tuple[SlotRun, ...]
+    """Slots of the rows' current states."""
+
+    def spread(self, x_NX: Tensor) -> Tensor:
+        """Packed tokens `[N, X]` -> `[V, T, X]`."""
+        rows, tokens = self.places_VT.shape
+        return x_NX.index_select(0, self.places_VT.view(-1)).view(rows, tokens, -1)
+
+    def pack(self, x_VTX: Tensor) -> Tensor:
+        """`[V, T, X]` -> packed tokens `[N, X]`."""
+        return x_VTX.reshape(-1, x_VTX.shape[-1]).index_select(0, self.packed)
+
+
+@dataclass(frozen=True)
 class Batch:
     """One step's inputs."""
 
@@ -55,12 +87,15 @@ class Batch:
     slots_U: Tensor
     slot_runs: tuple[SlotRun, ...] | None
     """The same slots as runs: what the host knows of them; `None` in a graph, where it knows nothing."""
-    lengths_U: Tensor
-    """Keys of each update row, its own included."""
+    queries: int
+    """Tokens that attend one by one: those of updates and of rows to be verified."""
+    lengths_Q: Tensor
+    """Keys of each of these, its own included."""
     longest: int
-    tables_UW: Tensor
+    tables_QW: Tensor
     places_T: Tensor
     """Where each token's key and value go: page * page_size + offset."""
+    verify: VerifyRows | None
     scan: ScanRows | None
     samples: Tensor | None
     """Tokens whose logits are wanted; `None` when all are, in order."""
@@ -90,12 +125,37 @@ class PageTables:
             self._written[sequence.seat] = (stamp, len(sequence.pages))
 
 
+class SeatStates:
+    """Slots of every seat and how many of its last tokens were accepted, on the device. A row belongs to one admission
+    and is written anew for the next, so nothing of a request that ended or was put out is ever read.
+    """
+
+    def __init__(self, options: DecoderOptions) -> None:
+        self.replayed = options.spec_state == "replay"
+        shape = (options.max_seqs, options.slots_per_seq)
+        self.slots = torch.full(shape, -1, dtype=torch.int64, device=options.device)
+        self.accepted = torch.ones(options.max_seqs, dtype=torch.int64, device=options.device)
+        self._written = [-1] * options.max_seqs
+
+    def update(self, sequence: Sequence) -> None:
+        """Writes a seat's row if its sequence has come since."""
+        if self._written[sequence.seat] != sequence.admission:
+            self._written[sequence.seat] = sequence.admission
+            self.slots[sequence.seat] = torch.tensor(sequence.slots, dtype=torch.int64)
+            self.accept(sequence)
+
+    def accept(self, sequence: Sequence) -> None:
+        """The seat's count is what its sequence has now."""
+        self.accepted[sequence.seat] = sequence.replayed if self.replayed else sequence.accepted
+
+
 class BatchBuilder:
     """Makes a `Batch` of rows; holds what outlives a step."""
 
     def __init__(self, config: DecoderConfig, options: DecoderOptions) -> None:
         self.config, self.options = config, options
         self.tables = PageTables(options) if config.attention_layers else None
+        self.states = SeatStates(options)
         self.chunk_size = self.scan_chunk(config)
         self._empty = torch.empty(0, dtype=torch.int64, device=options.device)
 
@@ -117,29 +177,35 @@ class BatchBuilder:
         `checkpoints[arrival]`: (position, slot) of states to keep; those at a row's very end are not this one's work.
         `scan_all`: rows of one token are scanned like the others, as in a graph of mixed rows.
         """
-        updates = 0 if scan_all else sum(1 for row in rows if row.count == 1 and row.start > 0)
+        alone = 0 if scan_all else sum(1 for row in rows if row.start > 0 and (row.count == 1 or row.drafts))
+        updates = sum(1 for row in rows[:alone] if not row.verified)
         ids: list[int] = []
         splices: list[tuple[int, Tensor]] = []
         samples: list[int] = []
         for row in rows:
             found = images.get(row.sequence.request_id, ())
             splices += [(len(ids) + first, embeddings) for first, embeddings in found]
-            ids += row.sequence.tokens[row.start : row.end]
+            ids += row.ids
             if row.samples:
-                samples.append(len(ids) - 1)
+                samples += range(len(ids) - 1 - row.drafts, len(ids))
         slots = [row.sequence.slot for row in rows[:updates]]
         tables, places = self._pages(rows)
+        lengths = [row.start + 1 + i for row in rows[:alone] for i in range(row.count)]
+        owners = [index for index, row in enumerate(rows[:alone]) for _ in range(row.count)]
+        verified = updates < alone
         return Batch(
             ids_T=self._tensor(ids),
             splices=tuple(splices),
             updates=updates,
             slots_U=self._tensor(slots),
             slot_runs=tuple(SlotRun.of(slots)),
-            lengths_U=self._tensor([row.end for row in rows[:updates]]),
-            longest=max((row.end for row in rows[:updates]), default=0),
-            tables_UW=tables[:updates],
+            queries=len(lengths),
+            lengths_Q=self._tensor(lengths),
+            longest=max(lengths, default=0),
+            tables_QW=tables.index_select(0, self._tensor(owners)) if verified and self.tables else tables[:alone],
             places_T=places,
-            scan=self._scan(rows[updates:], tables[updates:], checkpoints or {}) if updates < len(rows) else None,
+            verify=self._verify(rows[updates:alone]) if verified else None,
+            scan=self._scan(rows[alone:], tables[alone:], checkpoints or {}) if alone < len(rows) else None,
             samples=None if len(samples) == len(ids) else self._tensor(samples),
         )
 
@@ -161,6 +227,30 @@ class BatchBuilder:
                 places += [pages[p // size] * size + p % size for p in range(row.start, row.end)]
         seats = self._tensor([row.sequence.seat for row in rows])
         return self.tables.table.index_select(0, seats), self._tensor(places)
+
+    def _verify(self, rows: SequenceOf[Row]) -> VerifyRows:
+        replayed, width = self.states.replayed, max(row.count for row in rows)
+        starts = [0]
+        for row in rows:
+            self.states.update(row.sequence)
+            starts.append(starts[-1] + row.count)
+            held = len(row.sequence.slots)
+            assert replayed or held >= row.count, f"{row.count} tokens to verify, but {held} state slots are reserved"
+        seats = self._tensor([row.sequence.seat for row in rows])
+        places = [
+            [start + (i if i < row.count else 0) for i in range(width)]
+            for start, row in zip(starts, rows, strict=False)
+        ]
+        return VerifyRows(
+            seats_V=seats,
+            slots_VT=self.states.slots.index_select(0, seats),
+            accepted_V=self.states.accepted.index_select(0, seats),
+            lengths_V=self._tensor([row.count for row in rows]),
+            places_VT=torch.tensor(places, dtype=torch.int64, device=self.options.device),
+            packed=self._tensor([index * width + i for index, row in enumerate(rows) for i in range(row.count)]),
+            span=max(row.sequence.replayed + row.count for row in rows) if replayed else 0,
+            slot_runs=tuple(SlotRun.of([row.sequence.slot for row in rows])),
+        )
 
     def _scan(
         self, rows: SequenceOf[Row], tables_RW: Tensor, checkpoints: Mapping[int, list[tuple[int, int]]]

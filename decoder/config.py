@@ -17,6 +17,11 @@ LAYER_KINDS = "M*-E"
 GRAPH_MODES = ("auto", "on", "off")
 WEIGHT_KINDS = ("int8", "int4")
 NATIVE_MODES = ("auto", "on", "off")
+SPECULATIVE = ("none", "ngram", "mtp")
+SPEC_STATES = ("replay", "slots")
+DRAFT_POLICIES = ("adaptive", "fixed")
+RING = 16
+"""Steps of inputs that `replay` keeps for each sequence: more would cost more to go through than a state to write."""
 ACTIVATIONS = ("relu2", "relu", "silu", "gelu", "gelu_pytorch_tanh")
 
 
@@ -172,6 +177,11 @@ class DecoderConfig:
         """Channels that pass through the causal convolution: inner stream, B and C."""
         return self.mamba_inner + 2 * self.n_groups * self.ssm_state_size
 
+    @property
+    def ring_width(self) -> int:
+        """What the recurrence of a Mamba layer takes in for each token: conv channels and dt."""
+        return self.conv_dim + self.mamba_num_heads
+
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
@@ -310,6 +320,20 @@ class DecoderOptions:
     """
     max_capture: int = 512
     """Largest captured size, in tokens and in requests; `max_batched_tokens` and `max_seqs` bound it too."""
+    speculative: str = "none"
+    """Who drafts tokens that a step then verifies: `none`, `ngram` (what followed the same tokens before) or `mtp` (the
+    checkpoint's own heads).
+    """
+    draft_tokens: int = 3
+    """Drafts of one step and request at most."""
+    spec_state: str = "replay"
+    """How a state is taken back behind a refused draft: `replay` keeps one slot and the last inputs, `slots` one slot
+    for each token of a step.
+    """
+    draft_policy: str = "adaptive"
+    """`adaptive`: as many drafts as have been worth their time, none where drafting loses; `fixed`: always
+    `draft_tokens`.
+    """
 
     def __post_init__(self) -> None:
         for name in ("max_seqs", "max_len", "max_batched_tokens", "page_size", "ageing"):
@@ -340,6 +364,18 @@ class DecoderOptions:
         )
         _require(self.graphs in GRAPH_MODES, f"graphs {self.graphs!r} is not one of {', '.join(GRAPH_MODES)}")
         _require(self.max_capture >= 1, f"max_capture must be at least 1, not {self.max_capture}")
+        for name, known in (
+            ("speculative", SPECULATIVE),
+            ("spec_state", SPEC_STATES),
+            ("draft_policy", DRAFT_POLICIES),
+        ):
+            value = getattr(self, name)
+            _require(value in known, f"{name} {value!r} is not one of {', '.join(known)}")
+        most = RING - 1
+        _require(
+            1 <= self.draft_tokens <= most,
+            f"draft_tokens must be at least 1 and at most {most}, not {self.draft_tokens}",
+        )
         _require(self.dtype.is_floating_point, f"dtype must be a floating type, not {self.dtype}")
         _require(self.state_dtype.is_floating_point, f"state_dtype must be a floating type, not {self.state_dtype}")
 
@@ -347,3 +383,13 @@ class DecoderOptions:
     def graphs_on(self) -> bool:
         """What `graphs` comes to on this device."""
         return self.graphs == "on" or (self.graphs == "auto" and torch.device(self.device).type != "cpu")
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts of one step and request at most; 0 where nothing drafts."""
+        return 0 if self.speculative == "none" else self.draft_tokens
+
+    @property
+    def slots_per_seq(self) -> int:
+        """State slots that a running request holds: under `slots` one for each token that a step may have."""
+        return 1 + self.num_drafts if self.spec_state == "slots" else 1

@@ -68,6 +68,7 @@ def check_slots(config: DecoderConfig, options: DecoderOptions, layout: ArenaLay
         concurrent=layout.sequences_for(blocks, options.max_len),
         has_mamba=config.mamba_layers > 0,
         full_graphs=options.graphs_on,
+        slots_per_seq=options.slots_per_seq,
     )
 
 
@@ -180,8 +181,8 @@ def _decode_values(x_TD: Tensor, batch: Batch) -> dict[str, Tensor]:
     return {
         "x": x_TD,
         "slots": batch.slots_U,
-        "lengths": batch.lengths_U,
-        "tables": batch.tables_UW,
+        "lengths": batch.lengths_Q,
+        "tables": batch.tables_QW,
         "places": batch.places_T,
     }
 
@@ -194,10 +195,12 @@ def _decode_batch(view: Mapping[str, Tensor], longest: int) -> Batch:
         updates=size,
         slots_U=view["slots"],
         slot_runs=None,
-        lengths_U=view["lengths"],
+        queries=size,
+        lengths_Q=view["lengths"],
         longest=longest,
-        tables_UW=view.get("tables", empty),
+        tables_QW=view.get("tables", empty),
         places_T=view.get("places", empty),
+        verify=None,
         scan=None,
         samples=None,
     )
@@ -243,10 +246,12 @@ def _mixed_batch(view: Mapping[str, Tensor]) -> Batch:
         updates=0,
         slots_U=empty,
         slot_runs=None,
-        lengths_U=empty,
+        queries=0,
+        lengths_Q=empty,
         longest=0,
-        tables_UW=empty,
+        tables_QW=empty,
         places_T=view.get("places", empty),
+        verify=None,
         scan=scan,
         samples=None,
     )
@@ -326,6 +331,9 @@ class DecoderGraphs:
     def choose(self, rows: SequenceOf[Row], checkpoints: Checkpoints) -> Bucket | None:
         """The bucket of a step; `None`, counted under its reason, where it has to run eagerly."""
         count = len(rows)
+        if any(row.verified for row in rows):
+            self.eager["verify"] += 1
+            return None
         for index, row in enumerate(rows):
             self._computed[index], self._prompt[index] = row.start, row.sequence.prompt_len
         prefilling = prefilling_rows(self._computed, self._prompt, count)

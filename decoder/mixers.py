@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from decoder.batch import Batch
+from decoder.batch import Batch, VerifyRows
 from decoder.config import DecoderConfig, DecoderOptions
-from kernels.causal_conv1d import causal_conv1d, causal_conv1d_update
+from kernels.causal_conv1d import causal_conv1d, causal_conv1d_tokens, causal_conv1d_update
 from kernels.chunk_scan import chunk_scan
 from kernels.gated_norm import gated_norm
 from kernels.linear import Linear, Quantised, concatenate, quantise
 from kernels.moe import route, run_experts
 from kernels.paged_attention import decode_attention, extend_attention, write_kv
-from kernels.selective_state_update import discretise, selective_state_update
+from kernels.selective_state_update import discretise, selective_state_update, selective_state_update_tokens
+from kernels.state_replay import MambaTerms, replay_advance, replay_tokens
 
 Weights = Mapping[str, Any]
 """Tensors by name; those of linear layers may be `Quantised`."""
@@ -66,9 +67,15 @@ class MambaMixer:
     """Mamba-2: projection, causal convolution, state update or scan, gated norm, projection."""
 
     def __init__(
-        self, config: DecoderConfig, options: DecoderOptions, weights: Weights, windows_SWC: Tensor, states_SHPN: Tensor
+        self,
+        config: DecoderConfig,
+        options: DecoderOptions,
+        weights: Weights,
+        windows_SWC: Tensor,
+        states_SHPN: Tensor,
+        ring_SLX: Tensor,
     ) -> None:
-        self.config, self.windows, self.states = config, windows_SWC, states_SHPN
+        self.config, self.windows, self.states, self.ring = config, windows_SWC, states_SHPN, ring_SLX
         self.in_proj = _linear(weights, "in_proj", options)
         self.out_proj = _linear(weights, "out_proj", options)
         self.conv_WC = _float(weights, "conv1d.weight", options)[:, 0].t().contiguous()
@@ -78,17 +85,23 @@ class MambaMixer:
         self.dt_bias_H = _float(weights, "dt_bias", options)
         self.norm_weight = _float(weights, "norm.weight", options)
         self.sizes = [config.mamba_inner, config.conv_dim, config.mamba_num_heads]
+        self.terms = MambaTerms(
+            self.conv_WC, self.conv_bias_C, self.A_H, self.D_H, self.dt_bias_H, config.n_groups, config.ssm_state_size,
+            config.time_step_limit,
+        )  # fmt: skip
 
     def __call__(self, x_TD: Tensor, batch: Batch) -> Tensor:
-        gate, conv_in, dt = self.in_proj(x_TD).split(self.sizes, dim=-1)
-        updates = batch.updates
-        if batch.scan is None:
-            y = self._update(conv_in, dt, batch)
-        elif updates == 0:
-            y = self._scan(conv_in, dt, batch)
-        else:
-            first = self._update(conv_in[:updates], dt[:updates], batch)
-            y = torch.cat((first, self._scan(conv_in[updates:], dt[updates:], batch)))
+        projected = self.in_proj(x_TD)
+        gate, conv_in, dt = projected.split(self.sizes, dim=-1)
+        updates, queries = batch.updates, batch.queries
+        parts = []
+        if updates:
+            parts.append(self._update(conv_in[:updates], dt[:updates], batch))
+        if batch.verify is not None:
+            parts.append(self._verify(projected[updates:queries, self.sizes[0] :], batch.verify))
+        if batch.scan is not None:
+            parts.append(self._scan(conv_in[queries:], dt[queries:], batch))
+        y = parts[0] if len(parts) == 1 else torch.cat(parts)
         config = self.config
         group = config.mamba_inner // config.n_groups
         return self.out_proj(gated_norm(y, gate, self.norm_weight, group, config.layer_norm_epsilon))
@@ -120,6 +133,32 @@ class MambaMixer:
         )
         return y.reshape(x.shape[0], -1)
 
+    def _verify(self, inputs_NX: Tensor, rows: VerifyRows) -> Tensor:
+        """Tokens that may be taken back: states are written for each of them, or inputs kept instead of states."""
+        if not self.ring.numel():
+            return rows.pack(self._verify_in_slots(rows.spread(inputs_NX), rows))
+        slots = rows.slots_VT[:, 0]
+        y = replay_tokens(
+            self.states, self.windows, self.ring, rows.seats_V, slots, rows.accepted_V, rows.lengths_V,
+            rows.spread(inputs_NX), self.terms, rows.span, rows.slot_runs,
+        )  # fmt: skip
+        return rows.pack(y.flatten(2))
+
+    def _verify_in_slots(self, inputs_VTX: Tensor, rows: VerifyRows) -> Tensor:
+        count, tokens = inputs_VTX.shape[:2]
+        conv_in, dt = inputs_VTX.split(self.sizes[1:], dim=-1)
+        given = (rows.slots_VT, rows.accepted_V, rows.lengths_V)
+        mixed = causal_conv1d_tokens(conv_in, self.conv_WC, self.conv_bias_C, self.windows, *given)
+        x, b, c = (part.unflatten(0, (count, tokens)) for part in self._split(mixed.flatten(0, 1)))
+        y = selective_state_update_tokens(
+            self.states, *given, x, dt, self.A_H, b, c, self.D_H, self.dt_bias_H, self.config.time_step_limit
+        )
+        return y.flatten(2)
+
+    def advance(self, seats_R: Tensor, slots_R: Tensor, targets_R: Tensor, counts_R: Tensor, span: int) -> None:
+        """Puts the states behind the first `counts` inputs of the seats' rings into the target slots."""
+        replay_advance(self.states, self.windows, self.ring, seats_R, slots_R, targets_R, counts_R, self.terms, span)
+
     def _scan(self, conv_in_TC: Tensor, dt_TH: Tensor, batch: Batch) -> Tensor:
         scan = batch.scan
         assert scan is not None
@@ -147,18 +186,18 @@ class AttentionMixer:
         self.o_proj = _linear(weights, "o_proj", options)
 
     def __call__(self, x_TD: Tensor, batch: Batch) -> Tensor:
-        tokens, updates, width = x_TD.shape[0], batch.updates, self.width
+        tokens, queries, width = x_TD.shape[0], batch.queries, self.width
         qkv = self.qkv(x_TD).view(tokens, -1, width)
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         write_kv(self.kv, k, v, batch.places_T)
         outs = []
-        if updates:
+        if queries:
             outs.append(
-                decode_attention(q[:updates], self.kv, batch.tables_UW, batch.lengths_U, self.scale, batch.longest)
+                decode_attention(q[:queries], self.kv, batch.tables_QW, batch.lengths_Q, self.scale, batch.longest)
             )
         scan = batch.scan
         if scan is not None:
-            new = (q[updates:], k[updates:], v[updates:])
+            new = (q[queries:], k[queries:], v[queries:])
             outs.append(extend_attention(*new, self.kv, scan.tables_RW, scan.computed_R, scan.starts_R, self.scale))
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         return self.o_proj(out.reshape(tokens, -1))

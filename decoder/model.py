@@ -5,7 +5,7 @@ x = embed(ids); for each layer: x += mixer(rms_norm(x)); logits = head(rms_norm(
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class HybridModel:
         self.norm_f = _norm_weight(tensors.pop("model.norm_f.weight"), options)
         self.norms: list[Tensor] = []
         self.mixers: list[Mixer] = []
-        views = iter(zip(arena.windows, arena.states, strict=True)), iter(arena.kv)
+        views = iter(zip(arena.windows, arena.states, arena.rings, strict=True)), iter(arena.kv)
         for index, kind in enumerate(config.pattern):
             prefix = f"model.layers.{index}."
             layer = {n.removeprefix(prefix): tensors.pop(n) for n in [n for n in tensors if n.startswith(prefix)]}
@@ -73,6 +73,16 @@ class HybridModel:
         for norm, mixer in zip(self.norms, self.mixers, strict=True):
             x_TD += mixer(rms_norm(x_TD, norm, eps, dtype), batch)
         return x_TD
+
+    def advance(self, rows: Sequence[Sequence[int]]) -> None:
+        """Rows of (seat, slot, target, count): in all Mamba layers the state in the slot, after the first `count`
+        inputs of the seat's ring, goes to the target.
+        """
+        seats, slots, targets, counts = torch.tensor(rows, dtype=torch.int64, device=self.options.device).t()
+        span = max(row[3] for row in rows)
+        for mixer in self.mixers:
+            if isinstance(mixer, MambaMixer):
+                mixer.advance(seats, slots, targets, counts, span)
 
     def logits(self, hidden_TD: Tensor, samples: Tensor | None = None) -> Tensor:
         """`[L, vocab]` in the compute dtype or float32, of the tokens named in `samples` (default: all)."""

@@ -88,10 +88,10 @@ class NativeStep:
 
     def layers(self, x_UD: Tensor, batch: Batch) -> Tensor:
         """`[U, d]` float32, before the final norm. Updates states, windows and pages in place."""
-        rows, tables = batch.updates, batch.tables_UW
+        rows, tables = batch.updates, batch.tables_QW
         x = self._x[:rows].copy_(x_UD)
         step = Step(
-            rows, batch.slots_U.data_ptr(), batch.lengths_U.data_ptr(), tables.data_ptr(), batch.places_T.data_ptr(),
+            rows, batch.slots_U.data_ptr(), batch.lengths_Q.data_ptr(), tables.data_ptr(), batch.places_T.data_ptr(),
             tables.stride(0) if tables.dim() == 2 else 0, None,
         )  # fmt: skip
         for ops, layer in self._plan:

@@ -4,7 +4,7 @@ Who owns what, and until when:
 
     image rows    the source, until `release()`: called once, after the step that consumed the last row has executed, or
                   when the request ends before that
-    slot, pages   the sequence, from admission to finish, abort or preemption
+    slots, pages  the sequence, from admission to finish, abort or preemption
     checkpoints   the prefix cache; between its slot being taken and the end of the step that writes it, the step
     seat          the sequence, from admission to finish, abort or preemption (row of the sampler's buffers)
 """
@@ -137,8 +137,17 @@ class Sequence:
     seat: int = -1
     admission: int = -1
     """Number of the admission that gave it its seat; tells who a seat's buffers were last written for."""
-    slot: int = -1
+    slots: list[int] = field(default_factory=list)
+    """Its state slots, from one admission to the next: one, or one for each token of a verified step."""
+    accepted: int = 1
+    """Which of the slots holds its current state: that after so many tokens of the last verified step."""
+    replayed: int = 0
+    """Inputs in its ring that come on top of the state in its slot."""
     pages: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
+    """What may follow its tokens, to be verified in the next step."""
+    draft_limit: int = 0
+    """Drafts that it is to get in the next step, as far as there is room for them."""
     next_span: int = 0
     """First span whose rows are not all consumed; those before are released."""
     cached_tokens: int = 0
@@ -171,6 +180,11 @@ class Sequence:
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def slot(self) -> int:
+        """The slot of its current state; -1 without one."""
+        return self.slots[self.accepted - 1] if self.slots else -1
 
     @property
     def prompt_len(self) -> int:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 
 import torch
 from torch import Tensor
 
-from decoder.arena import Arena
+from decoder.arena import Arena, Saved
 from decoder.batch import BatchBuilder, image_rows
 from decoder.checkpoints import Placement, resolve_state_block
-from decoder.config import DecoderConfig, DecoderOptions
+from decoder.config import RING, DecoderConfig, DecoderOptions
 from decoder.graphs import Forward, graph_bytes
 from decoder.model import HybridModel
 from decoder.pace import DeadlineError, Pace
@@ -19,9 +20,9 @@ from decoder.pooling import Pools
 from decoder.prefix_cache import COUNTERS, PrefixCache
 from decoder.request import DecoderRequest, FinishReason, Sequence, Status, TokenEvent
 from decoder.sampler import Choice, Sampler
-from decoder.scheduler import Scheduler, Step
+from decoder.scheduler import Row, Scheduler, Step
+from decoder.speculation import Speculation
 
-Saved = tuple[Tensor | None, Tensor | None]
 CACHE_STATS = [f"cache_{name}" for name in (*COUNTERS, "checkpoints", "pages", "bytes")]
 
 
@@ -38,7 +39,8 @@ class DecoderRunner:
         self.cache = None
         if options.state_cache != "none" and any(sizes.values()):
             self.cache = PrefixCache(self.arena.pool, _placement(config, options), **sizes)
-        self.scheduler = Scheduler(options, self.arena.pool, cache=self.cache, **sizes)
+        self.scheduler = Scheduler(options, self.arena.pool, cache=self.cache, ring_bytes=layout.ring_bytes, **sizes)
+        self.speculation = Speculation(options) if options.num_drafts else None
         self.builder = BatchBuilder(config, options)
         self.forward = Forward(config, options, self.arena, self.model, self.builder)
         self.sampler = Sampler(config.vocab_size, options.max_seqs, options.device)
@@ -102,24 +104,52 @@ class DecoderRunner:
     def step(self) -> list[TokenEvent]:
         """Schedule, run, postprocess. Empty when nothing could advance, or when no row reached its last token."""
         started = self.clock()
+        self._ask_for_drafts()
         step = self.scheduler.schedule()
         self._move(step)
         images = self._images(step)
         choices = self._run(step, images) if step.rows else []
-        self.pace.observe(step.tokens, self.clock() - started)
+        seconds = self.clock() - started
+        self.pace.observe(step.tokens, seconds)
+        if self.speculation is not None:
+            self.speculation.timed(step, seconds)
         return self._postprocess(step, choices)
+
+    def _ask_for_drafts(self) -> None:
+        """Sets how many drafts each request is to get, and makes room for them in its ring."""
+        if self.speculation is None:
+            return
+        running = self.scheduler.running
+        self.speculation.ask(running)
+        full = [s for s in running if s.replayed and s.replayed + 1 + s.draft_limit > RING]
+        self._advance([(s, s.slot, s.slot, s.replayed) for s in full])
+        for sequence in full:
+            sequence.replayed = 0
+            self.builder.states.accept(sequence)
+
+    def _advance(self, jobs: list[tuple[Sequence, int, int, int]]) -> None:
+        """(sequence, slot, target, count): the state in `slot` and the first `count` inputs of the sequence's ring give
+        the state that goes to `target`.
+        """
+        for _, slot, target, count in jobs:
+            if count == 0 and slot != target:
+                self.arena.copy_slot(slot, target)
+        moved = [(sequence.seat, *rest) for sequence, *rest in jobs if rest[2] and rest[0] >= 0]
+        if moved:
+            self.model.advance(moved)
 
     def _move(self, step: Step) -> None:
         """Memory changes hands: out to the host, cleared, copied from the cache, back in."""
-        for sequence, slot, pages in step.saves:
-            self._saved[sequence.request_id] = self.arena.save(slot, pages)
+        for sequence, slot, pages, seat in step.saves:
+            self._saved[sequence.request_id] = self.arena.save(slot, pages, seat, sequence.replayed)
         self.arena.clear_pages(step.new_pages)
         for source, target in step.page_copies:
             self.arena.copy_page(source, target)
         for source, target in step.slot_copies:
             self.arena.copy_slot(source, target)
         for sequence in step.loads:
-            self.arena.load(sequence.slot, sequence.pages, self._saved.pop(sequence.request_id))
+            saved = self._saved.pop(sequence.request_id)
+            self.arena.load(sequence.slot, sequence.pages, saved, sequence.seat)
 
     def _images(self, step: Step) -> dict[str, list[tuple[int, Tensor]]]:
         """Image rows of the step. A request whose source cannot give them fails, and its row leaves the step."""
@@ -138,38 +168,76 @@ class DecoderRunner:
     def _run(self, step: Step, images: dict[str, list[tuple[int, Tensor]]]) -> list[Choice]:
         batch, hidden = self.forward(step.rows, images, step.checkpoints)
         self.pools.add(step.rows, hidden)
-        for row in step.rows if step.checkpoints else ():
-            for position, slot in step.checkpoints.get(row.sequence.arrival, ()):
-                if position == row.end and slot >= 0:
-                    self.arena.copy_slot(row.sequence.slot, slot)
-        drawing = [row.sequence for row in step.rows if row.samples]
+        drawing = [(row, place) for row in step.rows if row.samples for place in range(row.drafts + 1)]
         if not drawing:
             return []
-        return self.sampler.sample(self.model.logits(hidden, batch.samples), drawing)
+        ahead = [row.sequence.drafts[:place] for row, place in drawing]
+        logits = self.model.logits(hidden, batch.samples)
+        return self.sampler.sample(logits, [row.sequence for row, _ in drawing], ahead)
 
     def _postprocess(self, step: Step, choices: list[Choice]) -> list[TokenEvent]:
         self._counters["steps"] += bool(step.rows)
         self._counters["batched_tokens"] += step.tokens
+        drawn = iter(choices)
+        tokens: list[TokenEvent] = []
+        for row in step.rows:
+            if row.samples:
+                tokens += self._take(row, [next(drawn) for _ in range(row.drafts + 1)])
+            self._settle(row, step.checkpoints.get(row.sequence.arrival, ()))
         self.scheduler.commit(step)
         events = [self._failure(sequence, error) for sequence, error in step.failed]
-        drawn = iter(choices)
         for row in step.rows:
-            sequence = row.sequence
-            if sequence.next_span < len(sequence.request.spans):
-                _release_spans(sequence)
-            if row.samples:
-                events.append(self._append(sequence, next(drawn)))
+            if row.sequence.next_span < len(row.sequence.request.spans):
+                _release_spans(row.sequence)
+        for event in tokens:
+            if event.finish_reason is not None:
+                sequence = self._sequences[event.request_id]
+                self._keep(sequence)
+                self._end(sequence)
+        return events + tokens
+
+    def _take(self, row: Row, choices: list[Choice]) -> list[TokenEvent]:
+        """Adds what was drawn to the row's sequence: a token for each draft that is the token drawn in its place, and
+        the one behind them; none behind the end.
+        """
+        sequence, accepted = row.sequence, 0
+        events: list[TokenEvent] = []
+        for place, choice in enumerate(choices):
+            events.append(self._append(sequence, choice))
+            hit = place < row.drafts and choice.token == sequence.drafts[place]
+            accepted += hit
+            if not hit or events[-1].finish_reason is not None:
+                break
+        if row.drafts and self.speculation is not None:
+            self.speculation.verified(sequence, row.drafts, accepted)
         return events
 
+    def _settle(self, row: Row, checkpoints: SequenceOf[tuple[int, int]]) -> None:
+        """States after a row: which one is current, and those at `checkpoints` (position, slot) that are to be kept."""
+        sequence, before, verified = row.sequence, row.sequence.replayed, row.verified
+        end = len(sequence.tokens) - 1 if row.drafts else row.end
+        written = row.drafts > 0 and not self.builder.states.replayed
+        jobs = []
+        for position, target in checkpoints:
+            if target < 0 or position > end or (position < row.end and not verified):
+                continue
+            done = position - row.start
+            source = sequence.slots[done - 1] if written else sequence.slot
+            jobs.append((sequence, source, target, before + done if verified and not written else 0))
+        self._advance(jobs)
+        if verified:
+            if written:
+                sequence.accepted = end - row.start
+            else:
+                sequence.replayed = before + end - row.start
+            self.builder.states.accept(sequence)
+
     def _append(self, sequence: Sequence, choice: Choice) -> TokenEvent:
-        """Adds a drawn token to its sequence, and ends it where it has to end."""
+        """Adds a drawn token to its sequence, and says whether it ends it."""
         sequence.tokens.append(choice.token)
         self._counters["output_tokens"] += 1
         pooled = self.pools.take(sequence.request_id)
         reason, stop = _finish_reason(sequence)
-        if reason is not None:
-            self._keep(sequence)
-            self._end(sequence)
         return TokenEvent(
             sequence.request_id,
             choice.token,
@@ -185,7 +253,7 @@ class DecoderRunner:
         """Leaves the state at the end of an answer to whoever continues it."""
         copy = self.scheduler.keep(sequence)
         if copy is not None:
-            self.arena.copy_slot(*copy)
+            self._advance([(sequence, *copy, sequence.replayed)])
 
     def _failure(self, sequence: Sequence, error: Exception) -> TokenEvent:
         self._counters["failed"] += 1
@@ -200,6 +268,8 @@ class DecoderRunner:
         sequence.next_span = len(sequence.request.spans)
         self._saved.pop(sequence.request_id, None)
         self.pools.drop(sequence.request_id)
+        if self.speculation is not None:
+            self.speculation.forget(sequence)
         del self._sequences[sequence.request_id]
 
     # -- looking in ----------------------------------------------------------------------------------------------------
@@ -223,6 +293,7 @@ class DecoderRunner:
             "host_bytes": scheduler.host_used,
             "arena_bytes": self.arena.total_bytes,
             **self.forward.stats(),
+            **(self.speculation.stats() if self.speculation is not None else {}),
             **cached,
         }
 

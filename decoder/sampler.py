@@ -50,15 +50,21 @@ class Sampler:
         self._in_context: Tensor | None = None
         self._counts: Tensor | None = None
 
-    def sample(self, logits_LV: Tensor, sequences: SequenceOf[Sequence]) -> list[Choice]:
-        """One token for each row. One host sync, where the tokens are read."""
+    def sample(
+        self, logits_LV: Tensor, sequences: SequenceOf[Sequence], ahead: SequenceOf[SequenceOf[int]] | None = None
+    ) -> list[Choice]:
+        """One token for each row. One host sync, where the tokens are read.
+
+        `ahead`: tokens between a row's sequence and the position that is drawn, as if they were in the sequence.
+        """
         if all(sequence.request.sampling.plain for sequence in sequences):
             return [Choice(token) for token in greedy(logits_LV).tolist()]
         for sequence in sequences:
             self._seat(sequence)
+        ahead = ahead or [()] * len(sequences)
         raw = logits_LV.float()
-        adjusted = self._adjust(raw, sequences)
-        tokens = self._draw(adjusted, sequences)
+        adjusted = self._adjust(raw, sequences, ahead)
+        tokens = self._draw(adjusted, sequences, ahead)
         return self._report(raw, tokens, sequences)
 
     def _seat(self, sequence: Sequence) -> _Seat:
@@ -80,13 +86,13 @@ class Sampler:
 
     # -- adjustments ---------------------------------------------------------------------------------------------------
 
-    def _adjust(self, raw_LV: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
+    def _adjust(self, raw_LV: Tensor, sequences: SequenceOf[Sequence], ahead: SequenceOf[SequenceOf[int]]) -> Tensor:
         """Bias, penalties and the `min_tokens` mask, on a copy where there are any."""
         out = raw_LV
         penalised: list[int] = []
         for row, sequence in enumerate(sequences):
             params, seat = sequence.request.sampling, self._seats[sequence.seat]
-            masked = seat.ends is not None and sequence.output_len < params.min_tokens
+            masked = seat.ends is not None and sequence.output_len + len(ahead[row]) < params.min_tokens
             if not (seat.bias or masked or params.penalised):
                 continue
             if out is raw_LV:
@@ -96,14 +102,21 @@ class Sampler:
             if params.penalised:
                 penalised.append(row)
         if penalised:
-            self._penalise(out, penalised, sequences)
+            self._penalise(out, penalised, sequences, ahead)
         for row, sequence in enumerate(sequences):
             ends = self._seats[sequence.seat].ends
-            if ends is not None and sequence.output_len < sequence.request.sampling.min_tokens:
+            output = sequence.output_len + len(ahead[row])
+            if ends is not None and output < sequence.request.sampling.min_tokens:
                 out[row].index_fill_(0, ends, float("-inf"))
         return out
 
-    def _penalise(self, logits_LV: Tensor, rows: list[int], sequences: SequenceOf[Sequence]) -> None:
+    def _penalise(
+        self,
+        logits_LV: Tensor,
+        rows: list[int],
+        sequences: SequenceOf[Sequence],
+        ahead: SequenceOf[SequenceOf[int]],
+    ) -> None:
         chosen = [sequences[row] for row in rows]
         for sequence in chosen:
             self._count(sequence)
@@ -111,10 +124,16 @@ class Sampler:
         index, seats = self._ids(rows), self._ids([s.seat for s in chosen])
         part = logits_LV.index_select(0, index)
         params = [s.request.sampling for s in chosen]
+        in_context, counts = self._in_context.index_select(0, seats), self._counts.index_select(0, seats)
+        extra = [(at, token) for at, row in enumerate(rows) for token in ahead[row]]
+        if extra:
+            at, tokens = self._ids([at for at, _ in extra]), self._ids([token for _, token in extra])
+            in_context[at, tokens] = True
+            counts.index_put_((at, tokens), torch.ones_like(at, dtype=torch.int32), accumulate=True)
         penalise(
             part,
-            self._in_context.index_select(0, seats),
-            self._counts.index_select(0, seats),
+            in_context,
+            counts,
             self._floats([p.repetition_penalty for p in params]),
             self._floats([p.presence_penalty for p in params]),
             self._floats([p.frequency_penalty for p in params]),
@@ -142,7 +161,7 @@ class Sampler:
 
     # -- drawing -------------------------------------------------------------------------------------------------------
 
-    def _draw(self, logits_LV: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
+    def _draw(self, logits_LV: Tensor, sequences: SequenceOf[Sequence], ahead: SequenceOf[SequenceOf[int]]) -> Tensor:
         groups: dict[str, list[int]] = {"greedy": [], "plain": [], "filtered": []}
         for row, sequence in enumerate(sequences):
             params = sequence.request.sampling
@@ -155,15 +174,18 @@ class Sampler:
             whole = len(rows) == len(sequences)
             index = self._ids(rows)
             part = logits_LV if whole else logits_LV.index_select(0, index)
-            tokens[index] = self._draw_group(kind, part, [sequences[row] for row in rows])
+            places = [len(sequences[row].tokens) + len(ahead[row]) for row in rows]
+            tokens[index] = self._draw_group(kind, part, [sequences[row] for row in rows], places)
         return tokens
 
-    def _draw_group(self, kind: str, logits_RV: Tensor, sequences: SequenceOf[Sequence]) -> Tensor:
+    def _draw_group(
+        self, kind: str, logits_RV: Tensor, sequences: SequenceOf[Sequence], positions: SequenceOf[int]
+    ) -> Tensor:
         if kind == "greedy":
             return greedy(logits_RV)
         params = [sequence.request.sampling for sequence in sequences]
         scaled = logits_RV / self._floats([p.temperature for p in params])[:, None]
-        uniforms = self._floats([self._uniform(sequence) for sequence in sequences], torch.float64)
+        uniforms = self._floats([self._uniform(*at) for at in zip(sequences, positions, strict=True)], torch.float64)
         if kind == "plain":
             return draw(scaled, uniforms)
         top_k = self._ids([p.top_k for p in params])
@@ -171,9 +193,9 @@ class Sampler:
         min_p = self._floats([p.min_p for p in params], torch.float64)
         return draw_filtered(scaled, uniforms, top_k, top_p, min_p)
 
-    def _uniform(self, sequence: Sequence) -> float:
-        """The random number of the position that is drawn now; made for many positions at a time."""
-        seat, position = self._seats[sequence.seat], len(sequence.tokens)
+    def _uniform(self, sequence: Sequence, position: int) -> float:
+        """The random number of a position; made for many positions at a time."""
+        seat = self._seats[sequence.seat]
         if not seat.first <= position < seat.first + len(seat.uniforms):
             request = sequence.request
             seat.first = position

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from decoder.blocks import SuperblockPool
 from decoder.config import DecoderOptions
@@ -38,11 +39,13 @@ class Row:
     sequence: Sequence
     count: int
     start: int
+    drafts: int = 0
+    """How many of its tokens, at its end, are drafts."""
     samples: bool = field(init=False)
     """True when the row reaches the last token that there is at this step, so that the next one can be drawn."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "samples", self.end == len(self.sequence.tokens))
+        object.__setattr__(self, "samples", self.end - self.drafts == len(self.sequence.tokens))
 
     @property
     def end(self) -> int:
@@ -53,9 +56,29 @@ class Row:
         """Order of rows in a batch: 0 decode, 1 short extend, 2 long extend, 3 prefill."""
         if self.start == 0:
             return 3
-        if self.count > 1:
+        if self.count > 1 and not self.drafts:
             return 2
         return 0 if self.samples else 1
+
+    @property
+    def verified(self) -> bool:
+        """Are its tokens such as may be taken back, or do they come on top of some that were?"""
+        return self.drafts > 0 or self.sequence.replayed > 0
+
+    @property
+    def ids(self) -> list[int]:
+        """Its tokens, drafts included."""
+        known = self.sequence.tokens[self.start : self.end]
+        return known + self.sequence.drafts[: self.drafts] if self.drafts else known
+
+
+class Save(NamedTuple):
+    """What of a sequence goes to host memory; it has given these up already."""
+
+    sequence: Sequence
+    slot: int
+    pages: list[int]
+    seat: int
 
 
 @dataclass
@@ -63,8 +86,8 @@ class Step:
     """What the runner is to do, in this order: save, clear, copy, load, run; failures are to be reported."""
 
     rows: list[Row] = field(default_factory=list)
-    saves: list[tuple[Sequence, int, list[int]]] = field(default_factory=list)
-    """(sequence, slot, pages) whose content goes to host memory before anything else."""
+    saves: list[Save] = field(default_factory=list)
+    """Content that goes to host memory before anything else."""
     loads: list[Sequence] = field(default_factory=list)
     """Sequences whose content comes back into the slot and pages that they have now."""
     new_pages: list[int] = field(default_factory=list)
@@ -98,14 +121,16 @@ class Scheduler:
         *,
         page_bytes: int = 0,
         slot_bytes: int = 0,
+        ring_bytes: int = 0,
         cache: PrefixCache | None = None,
     ) -> None:
-        """`page_bytes`, `slot_bytes`: what a page and a slot take in host memory, held against `host_bytes`. `cache`:
-        what is kept in memory that no sequence needs; it gives way to any that does.
+        """`page_bytes`, `slot_bytes`, `ring_bytes`: what a page, a slot and a ring take in host memory, held against
+        `host_bytes`. `cache`: what is kept in memory that no sequence needs; it gives way to any that does.
         """
         self.options = options
         self.pool, self.cache = pool, cache
-        self.page_bytes, self.slot_bytes = page_bytes, slot_bytes
+        self.slots_per_seq = options.slots_per_seq
+        self.page_bytes, self.state_bytes = page_bytes, slot_bytes + ring_bytes
         block_bytes = max(slot_bytes, page_bytes * pool.pages_per_block)
         self.host_limit = pool.num_blocks * block_bytes // 4 if options.host_bytes is None else options.host_bytes
         self.host_used = 0
@@ -164,12 +189,16 @@ class Scheduler:
         return True
 
     def commit(self, step: Step) -> None:
-        """The rows of `step` have been computed."""
+        """The rows of `step` have been computed, and what they have drawn is in their sequences' tokens."""
         for row in step.rows:
-            row.sequence.computed = row.end
-            row.sequence.last_step = self.step_number
+            sequence = row.sequence
+            sequence.computed = row.end if not row.drafts else min(row.end, len(sequence.tokens) - 1)
+            sequence.last_step = self.step_number
             if step.checkpoints:
-                self._register(row.sequence, step.checkpoints.pop(row.sequence.arrival, ()))
+                self._register(sequence, step.checkpoints.pop(sequence.arrival, ()))
+            if row.drafts and self.cache is not None:
+                following = self.cache.placement.next_mark(sequence.marks, sequence.prompt_len, sequence.computed)
+                sequence.next_mark = following
         for lost in step.checkpoints.values():
             for _, slot in lost:
                 self.pool.release_slot(slot)
@@ -189,16 +218,18 @@ class Scheduler:
                 self._put_out(sequence, step, {})
         self._leaving.clear()
         budget = self.options.max_batched_tokens
+        spare = max(0, budget - len(self.running))
         chosen: dict[int, Row] = {}
         for sequence in self._running_order():
             if budget == 0:
                 break
             if sequence.status is not Status.RUNNING:
                 continue
-            row = self._row(sequence, budget)
+            row = self._drafted(sequence, min(spare, budget - 1), step) or self._row(sequence, budget)
             if row is not None and self._grow(sequence, row.end, step, chosen):
                 chosen[sequence.arrival] = row
                 budget -= row.count
+                spare -= row.drafts
         budget = self._admit(step, chosen, budget)
         step.rows = sorted(chosen.values(), key=_batch_order)
         if self.cache is not None:
@@ -231,6 +262,16 @@ class Scheduler:
         budget = min(budget, self.options.max_chunk or budget)
         end = chunk_end(start, len(sequence.tokens), budget, sequence.ready_end(start), align)
         return Row(sequence, end - start, start) if end > start else None
+
+    def _drafted(self, sequence: Sequence, spare: int, step: Step) -> Row | None:
+        """The row of a sequence with drafts, at most `spare` of them; `None` where there are none to be had. Nobody is
+        put out for a draft, and none is made for a token that could not come any more.
+        """
+        drafts = min(sequence.draft_limit, spare, sequence.limit - sequence.output_len - 1)
+        if drafts <= 0 or not sequence.decoding:
+            return None
+        row = Row(sequence, 1 + drafts, sequence.computed, drafts)
+        return row if self._reclaim(step, 0, self._pages_for(row.end) - len(sequence.pages)) else None
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
@@ -280,7 +321,7 @@ class Scheduler:
         return sequence.ready_end() <= sequence.computed
 
     def _host_need(self, sequence: Sequence) -> int:
-        return self.slot_bytes + len(sequence.pages) * self.page_bytes
+        return self.state_bytes + len(sequence.pages) * self.page_bytes
 
     def _can_leave(self, sequence: Sequence) -> bool:
         """By swap within the bound, or by computing again what it has."""
@@ -302,24 +343,26 @@ class Scheduler:
         step.new_pages = [page for page in step.new_pages if page not in fresh]
         if self._swappable(sequence) or sequence.next_span > 0:
             used = sequence.pages[: self._pages_for(sequence.computed)]
-            step.saves.append((sequence, sequence.slot, used))
-            need = self.slot_bytes + len(used) * self.page_bytes
+            step.saves.append(Save(sequence, sequence.slot, used, sequence.seat))
+            need = self.state_bytes + len(used) * self.page_bytes
             self._host[sequence.request_id] = need
             self.host_used += need
             sequence.status = Status.SWAPPED
         else:
             self.recomputes += 1
-            sequence.computed = 0
+            sequence.computed = sequence.replayed = 0
             sequence.status = Status.WAITING
         self._release(sequence)
         self.running.remove(sequence)
         self.waiting.append(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        self.pool.release_slot(sequence.slot)
+        for slot in sequence.slots:
+            self.pool.release_slot(slot)
         self.pool.release_pages(sequence.pages)
         self._seats.append(sequence.seat)
-        sequence.slot, sequence.pages, sequence.seat = -1, [], -1
+        sequence.slots, sequence.pages, sequence.seat = [], [], -1
+        sequence.accepted, sequence.draft_limit = 1, 0
 
     # -- admission -----------------------------------------------------------------------------------------------------
 
@@ -390,7 +433,7 @@ class Scheduler:
                     return hit
                 whole = self._entry_pages(sequence)
                 ready = not hit.tokens or self._entry_row(sequence, MISS, budget) is not None
-                if ready and (self.pool.fits(1, whole) or self._reclaim(step, 1, whole)):
+                if ready and self._reclaim(step, self.slots_per_seq, whole):
                     return hit if not hit.tokens else MISS
             if not stuck:
                 return None
@@ -398,16 +441,20 @@ class Scheduler:
 
     def _enter(self, sequence: Sequence, hit: Hit, step: Step) -> None:
         """Gives the sequence its seat and what it lacks; what it takes from the cache it has got from `_take_hit`."""
-        slot = sequence.slot if sequence.slot >= 0 else self.pool.take_slot()
+        slots, taken = list(sequence.slots), sequence.slot >= 0
+        while len(slots) < self.slots_per_seq:
+            slot = self.pool.take_slot()
+            assert slot is not None
+            slots.append(slot)
         pages = self.pool.take_pages(self._entry_pages(sequence) - len(sequence.pages))
-        assert slot is not None and pages is not None
+        assert pages is not None
         if hit.checkpoint is not None:
-            if sequence.slot < 0 and slot >= 0:
-                step.slot_copies.append((hit.slot, slot))
+            if not taken and slots[0] >= 0:
+                step.slot_copies.append((hit.slot, slots[0]))
             if hit.tail in step.held_pages:
                 step.page_copies.append((hit.tail, pages[0]))
         first, sequence.computed = sequence.admission < 0, max(sequence.computed, hit.tokens)
-        sequence.slot, sequence.pages, sequence.seat = slot, [*sequence.pages, *pages], self._seats.pop()
+        sequence.slots, sequence.pages, sequence.seat = slots, [*sequence.pages, *pages], self._seats.pop()
         sequence.admission = self._admissions
         if self.cache is not None and sequence.status is Status.WAITING:
             self._start_marks(sequence, hit, self.cache)
@@ -434,7 +481,7 @@ class Scheduler:
         if self.cache is None:
             return False
         pending = [slot for kept in step.checkpoints.values() for _, slot in kept]
-        held_slots = [*(s.slot for s in self.running), *step.held_slots, *pending, keep.slot]
+        held_slots = [*(slot for s in self.running for slot in s.slots), *step.held_slots, *pending, keep.slot]
         held_pages = [*(page for s in self.running for page in s.pages), *step.held_pages, *keep.pages]
         held_pages += [keep.tail] if keep.tail >= 0 else []
         if not self.pool.fits_beside(slots, pages, held_slots, held_pages):
@@ -454,7 +501,7 @@ class Scheduler:
         held = [page for page in (hit.tail,) if page >= 0]
         self.pool.retain_slot(hit.slot)
         self.pool.retain_pages(held)
-        if self._reclaim(step, 1, fresh, hit):
+        if self._reclaim(step, self.slots_per_seq, fresh, hit):
             step.held_slots += [hit.slot] if hit.slot >= 0 else []
             step.held_pages += held
             sequence.pages = list(hit.pages)
@@ -475,12 +522,12 @@ class Scheduler:
         fresh = self._entry_pages(sequence) - len(hit.pages) - len(own)
         assert self.cache is not None
         self.pool.retain_slot(checkpoint.slot)
-        done = self._reclaim(step, 0, fresh, hit)
+        done = self._reclaim(step, self.slots_per_seq - 1, fresh, hit)
         self.pool.release_slot(checkpoint.slot)
         if not done:
             return False
         self.cache.hand_over(checkpoint)
-        sequence.slot, sequence.pages = checkpoint.slot, [*hit.pages, *own]
+        sequence.slots, sequence.pages = [checkpoint.slot], [*hit.pages, *own]
         if hit.tail >= 0 and not own:
             step.held_pages.append(hit.tail)
         return True
@@ -518,7 +565,11 @@ class Scheduler:
         sequence = row.sequence
         if self.cache is None or row.end < sequence.next_mark:
             return []
-        return self.cache.placement.marks_between(sequence.marks, sequence.prompt_len, row.start, row.end)
+        between = self.cache.placement.marks_between
+        cuts = range(row.start, row.end) if row.drafts else (row.start,)
+        ends = [*cuts[1:], row.end]
+        places = (between(sequence.marks, sequence.prompt_len, *cut) for cut in zip(cuts, ends, strict=True))
+        return [mark for found in places for mark in found]
 
     def _place_checkpoints(self, step: Step, cache: PrefixCache) -> None:
         """Slots for the states that this step's rows pass, of memory that nobody needs more."""
@@ -527,7 +578,7 @@ class Scheduler:
             if row.end < sequence.next_mark:
                 continue
             for mark in self._marks(row):
-                if not cache.holds(sequence, mark):
+                if mark > len(sequence.tokens) or not cache.holds(sequence, mark):
                     slot = cache.take_slot(mark - sequence.last_mark)
                     if slot is None:
                         continue
@@ -539,6 +590,9 @@ class Scheduler:
         cache = self.cache
         assert cache is not None
         for position, slot in kept:
+            if position > sequence.computed:  # a refused draft's
+                self.pool.release_slot(slot)
+                continue
             found = cache.insert(sequence, position, slot, max(1, position - sequence.last_mark))
             sequence.last_mark = max(sequence.last_mark, position)
             if cache.placement.mode == "align" and position >= sequence.prompt_len:
@@ -548,8 +602,8 @@ class Scheduler:
 
     def keep(self, sequence: Sequence) -> tuple[int, int] | None:
         """Leaves the state after all that a running sequence has computed to the cache, under `auto` and in models of
-        pages alone. Returns (from, to) when the state has to be copied, before anything else runs; where there is no
-        memory for a copy, the sequence's own slot passes to the cache. To be called just before `finish`.
+        pages alone. Returns (from, to) of the state, which has to be copied before anything else runs; where there is
+        no memory for a copy, the sequence's own slot passes to the cache. To be called just before `finish`.
         """
         cache, end = self.cache, sequence.computed
         if cache is None or sequence.status is not Status.RUNNING:
@@ -558,14 +612,16 @@ class Scheduler:
             end = end // self.options.page_size * self.options.page_size
         elif cache.placement.mode != "auto":
             return None
-        gain = end - sequence.last_mark
+        gain, source = end - sequence.last_mark, sequence.slot
         if gain < self.options.page_size or cache.holds(sequence, end):
             return None
         slot = cache.take_slot(gain)
         if slot is None:
-            slot, sequence.slot = sequence.slot, -1
+            slot = source
+            sequence.slots.remove(slot)
+            sequence.accepted = 1
         cache.insert(sequence, end, slot, gain)
-        return (sequence.slot, slot) if slot >= 0 and sequence.slot >= 0 else None
+        return (source, slot) if slot >= 0 else None
 
     # -- looking in ----------------------------------------------------------------------------------------------------
 
@@ -595,7 +651,8 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """`AssertionError` unless seats, slots, pages and host memory add up."""
-        slots, pages = [s.slot for s in self.running], [page for s in self.running for page in s.pages]
+        slots = [slot for s in self.running for slot in s.slots]
+        pages = [page for s in self.running for page in s.pages]
         if self.cache is not None:
             self.cache.check_integrity()
             slots, pages = slots + self.cache.slots, pages + self.cache.pages
@@ -604,14 +661,17 @@ class Scheduler:
         assert sorted(seats) == list(range(self.options.max_seqs)), "a seat is lost or taken twice"
         assert self.host_used == sum(self._host.values())
         assert set(self._host) == {s.request_id for s in self.waiting if s.status is Status.SWAPPED}
-        assert all(s.slot == -1 and not s.pages for s in self.waiting)
+        assert all(len(s.slots) == self.slots_per_seq for s in self.running), "a state slot is not reserved"
+        assert all(not s.slots and not s.pages for s in self.waiting)
 
 
 def _batch_order(row: Row) -> tuple[int, ...]:
     """By kind; rows that update a state in order of their slots, so that neighbours in the batch are neighbours in
     memory.
     """
-    return (row.kind, row.sequence.slot) if row.kind < 2 else (row.kind, *row.sequence.order)
+    if row.kind < 2:
+        return (row.verified, row.kind, row.sequence.slot)
+    return (row.kind, *row.sequence.order)
 
 
 def _check_spans(request: DecoderRequest) -> None:

@@ -98,3 +98,42 @@ def causal_conv1d_update(
     if bias_C is not None:
         out += bias_C
     return F.silu(out, inplace=True)
+
+
+def causal_conv1d_tokens(
+    x_RTC: Tensor,
+    weight_WC: Tensor,
+    bias_C: Tensor | None,
+    pool_SWC: Tensor,
+    slots_RK: Tensor,
+    accepted_R: Tensor,
+    lengths_R: Tensor,
+) -> Tensor:
+    """Several tokens of each row, a window kept after each of them; returns `[R, T, C]` float32.
+
+    slots: `[R, K]`, K >= T. Row r starts from the window in `slots[r, accepted[r] - 1]`, which is read before anything
+    is written, and leaves the window after its token t in `slots[r, t]`, for t < `lengths[r]`. Tokens behind a row's
+    length, and rows of slot -1, write nothing; their output is finite. No slot may appear twice.
+    """
+    tokens, keep = x_RTC.shape[1], pool_SWC.shape[1]
+    read = slots_RK.gather(1, (accepted_R - 1)[:, None])[:, 0]
+    window = torch.where((read >= 0)[:, None, None], pool_SWC[read.clamp(min=0)], pool_SWC.new_zeros(()))
+    full = torch.cat((window, x_RTC.to(window.dtype)), 1)
+    slots_RT = slots_RK[:, :tokens]
+    kept_RT = (slots_RT >= 0) & (torch.arange(tokens, device=slots_RT.device) < lengths_R[:, None])
+    for token in range(tokens):
+        kept = kept_RT[:, token]
+        pool_SWC[slots_RT[kept, token]] = full[kept, token + 1 : token + 1 + keep]
+    return convolve_rows(full, weight_WC, bias_C)
+
+
+def convolve_rows(full_RLC: Tensor, weight_WC: Tensor, bias_C: Tensor | None) -> Tensor:
+    """`[R, L, C]` with W - 1 earlier inputs in front -> `[R, L - W + 1, C]` float32, SiLU at the end."""
+    length = full_RLC.shape[1] - weight_WC.shape[0] + 1
+    full = full_RLC.float()
+    out = full[:, :length] * weight_WC[0]
+    for tap in range(1, weight_WC.shape[0]):
+        out.addcmul_(full[:, tap : tap + length], weight_WC[tap])
+    if bias_C is not None:
+        out += bias_C
+    return F.silu(out, inplace=True)

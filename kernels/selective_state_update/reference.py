@@ -1,6 +1,7 @@
-"""One token of the Mamba-2 recurrence for each row, in place on a pool of states; the maths is in README.md.
+"""One token of the Mamba-2 recurrence for each row, or several, on a pool of states; the maths is in README.md.
 
-`R` rows, `H` heads, `P` channels of a head, `N` state size, `G` groups of heads that share B and C, `S` slots.
+`R` rows, `T` tokens of a row, `H` heads, `P` channels of a head, `N` state size, `G` groups of heads that share B and
+C, `S` slots.
 """
 
 from __future__ import annotations
@@ -62,3 +63,45 @@ def selective_state_update(
         if run.slot >= 0 and new is not h:
             h.copy_(new)
     return out.view(rows, heads, width).addcmul_(x_RHP, D_H[:, None])
+
+
+def selective_state_update_tokens(
+    pool_SHPN: Tensor,
+    slots_RK: Tensor,
+    accepted_R: Tensor,
+    lengths_R: Tensor,
+    x_RTHP: Tensor,
+    dt_RTH: Tensor,
+    A_H: Tensor,
+    B_RTGN: Tensor,
+    C_RTGN: Tensor,
+    D_H: Tensor,
+    dt_bias_H: Tensor,
+    limit: tuple[float, float] = (0.0, float("inf")),
+) -> Tensor:
+    """Several tokens of each row, a state kept after each of them; returns `[R, T, H, P]` float32.
+
+    slots: `[R, K]`, K >= T. Row r starts from the state in `slots[r, accepted[r] - 1]`, which is read before anything
+    is written, and leaves the state after its token t in `slots[r, t]`, for t < `lengths[r]`. Tokens behind a row's
+    length, and rows of slot -1, write nothing; their output is finite. Other arguments as above. No slot may
+    appear twice.
+    """
+    rows, tokens, heads, width = x_RTHP.shape
+    groups, state = B_RTGN.shape[2:]
+    per = heads // groups * width
+    read = slots_RK.gather(1, (accepted_R - 1)[:, None])[:, 0]
+    h = torch.where((read >= 0)[:, None, None, None], pool_SHPN[read.clamp(min=0)].float(), 0.0)
+    grouped = h.view(rows, groups, per, state)
+    dt = discretise(dt_RTH, dt_bias_H, limit)
+    decay = torch.exp(dt * A_H)
+    scaled = (x_RTHP * dt[..., None]).view(rows, tokens, groups, per, 1)
+    out = torch.empty(rows, tokens, groups, per, dtype=torch.float32, device=x_RTHP.device)
+    slots_RT = slots_RK[:, :tokens]
+    kept_RT = (slots_RT >= 0) & (torch.arange(tokens, device=slots_RT.device) < lengths_R[:, None])
+    for token in range(tokens):
+        h.mul_(decay[:, token, :, None, None])
+        grouped.addcmul_(scaled[:, token], B_RTGN[:, token, :, None])
+        torch.sum(grouped * C_RTGN[:, token, :, None], -1, out=out[:, token])
+        kept = kept_RT[:, token]
+        pool_SHPN[slots_RT[kept, token]] = h[kept].to(pool_SHPN.dtype)
+    return out.view(rows, tokens, heads, width).addcmul_(x_RTHP, D_H[:, None])

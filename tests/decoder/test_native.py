@@ -22,9 +22,9 @@ def _logits(config: DecoderConfig, options: DecoderOptions, steps: int = 6) -> t
     found: list[torch.Tensor] = []
     sample = runner.sampler.sample
 
-    def keep(logits: torch.Tensor, sequences: object) -> object:
+    def keep(logits: torch.Tensor, sequences: object, *rest: object) -> object:
         found.append(logits.float().clone())
-        return sample(logits, sequences)  # type: ignore[arg-type]
+        return sample(logits, sequences, *rest)  # type: ignore[arg-type]
 
     runner.sampler.sample = keep  # type: ignore[assignment,method-assign]
     for index, prompt in enumerate(PROMPTS):
@@ -69,10 +69,12 @@ def test_a_row_is_the_same_in_any_batch(weights: str | None) -> None:
     for kept, runner in zip(logits, runners, strict=True):
         sample = runner.sampler.sample
 
-        def keep(found: torch.Tensor, sequences: list, kept: dict = kept, sample: object = sample) -> object:  # type: ignore[type-arg]
+        def keep(
+            found: torch.Tensor, sequences: list, *rest: object, kept: dict = kept, sample: object = sample
+        ) -> object:  # type: ignore[type-arg]
             for row, sequence in zip(found, sequences, strict=True):
                 kept.setdefault(sequence.request_id, []).append(row.clone())
-            return sample(found, sequences)  # type: ignore[operator]
+            return sample(found, sequences, *rest)  # type: ignore[operator]
 
         runner.sampler.sample = keep  # type: ignore[assignment,method-assign]
     params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)

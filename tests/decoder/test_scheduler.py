@@ -199,7 +199,7 @@ def test_consumed_images_survive_preemption_in_host_memory() -> None:
     assert source(first).releases == 1
     scheduler.add(request("text", 40, 4))
     step, _ = advance(scheduler)
-    assert [sequence.request_id for sequence, _, _ in step.saves] == ["images"]
+    assert [save.sequence.request_id for save in step.saves] == ["images"]
     source(second).ready = True
     ended: list[str] = []
     loads = 0

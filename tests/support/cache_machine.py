@@ -45,7 +45,7 @@ class Memory:
         self.host: dict[str, tuple[Prefix, dict[int, Prefix]]] = {}
 
     def move(self, step: Step) -> None:
-        for sequence, slot, pages in step.saves:
+        for sequence, slot, pages, _ in step.saves:
             kept = {i * PAGE + o: self.places.get((page, o), ()) for i, page in enumerate(pages) for o in range(PAGE)}
             self.host[sequence.request_id] = self.slots.get(slot, ()), kept
         for page in step.new_pages:

@@ -1,0 +1,10 @@
+"""Steps of several Mamba-2 tokens that can be taken back: inputs are kept, states are not written."""
+
+from kernels.dispatch import dispatched
+from kernels.state_replay import reference
+from kernels.state_replay.reference import MambaTerms
+
+replay_tokens = dispatched(reference.replay_tokens, kernel=False)
+replay_advance = dispatched(reference.replay_advance, kernel=False)
+
+__all__ = ["MambaTerms", "replay_advance", "replay_tokens"]

@@ -1,0 +1,233 @@
+"""Speculative = plain: the same tokens whatever is drafted, however states are taken back, whatever else is on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from speculation import AXES, Answers, answers, pairwise
+from tiny_decoder import greedy_params, make_runner, random_weights, request, run, tiny_config, tokens
+
+from decoder.arena import ArenaLayout
+from decoder.config import DecoderOptions
+from decoder.request import DecoderRequest
+from decoder.runner import DecoderRunner
+from decoder.sampling import SamplingParams
+
+CONFIG = tiny_config("M-*EM*")
+WEIGHTS = dict(random_weights(CONFIG))
+PATTERNS = ("M-*EM*", "MM", "*E*-")
+CASES = pairwise(AXES | {"pattern": PATTERNS, "draft_tokens": (1, 3, 7), "seed": (0, 1, 2)})
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[tuple[str, int], Answers]:
+    return {
+        (pattern, seed): answers(pattern, seed=seed, state_cache="none") for pattern in PATTERNS for seed in (0, 1, 2)
+    }
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(case[name]) for name in sorted(case)))
+def test_speculative_equals_plain(case: dict[str, Any], plain: dict[tuple[str, int], Answers]) -> None:
+    expected = plain[case["pattern"], case["seed"]]
+    found = answers(known=expected.drawn, **case)
+    assert found.drawn == expected.drawn
+    for name, logprobs in expected.logprobs.items():
+        assert found.logprobs[name] == pytest.approx(logprobs, abs=1e-4)
+    if case["speculative"] == "ngram":
+        assert sum(found.stats[f"accepted_{place + 1}"] for place in range(case["draft_tokens"])) > 20
+
+
+class Oracle:
+    """Drafts of which the first `right` are what will be drawn."""
+
+    def __init__(self, whole: list[int], right: int) -> None:
+        self.whole, self.right = whole, right
+
+    def propose(self, known: Any, count: int) -> list[int]:
+        coming = self.whole[len(known) : len(known) + count]
+        return [token if place < self.right else (token + 1) % 97 for place, token in enumerate(coming)]
+
+
+def oracle(whole: list[int], right: int = 99, **options: Any) -> DecoderRunner:
+    given = {"speculative": "ngram", "draft_policy": "fixed", "page_size": 4, "state_block": 4} | options
+    runner = make_runner(CONFIG, WEIGHTS, **given)
+    assert runner.speculation is not None
+    runner.speculation.new_index = lambda sequence: Oracle(whole, right)
+    return runner
+
+
+def drawn(prompt: list[int], params: SamplingParams, **rest: Any) -> list[int]:
+    return tokens(run(make_runner(CONFIG, WEIGHTS), request("a", prompt, params, **rest))["a"])
+
+
+PROMPT = list(range(20, 25))
+
+
+@pytest.mark.parametrize("spec_state", ["replay", "slots"])
+@pytest.mark.parametrize("state_cache", ["align", "all"])
+def test_behind_a_refused_draft_is_the_state_of_the_last_accepted_token(spec_state: str, state_cache: str) -> None:
+    """5 tokens computed, 4 more in a step, of which 2 stay: the state goes on from 7 tokens, neither from 6 nor from 9,
+    and what the boundary at 8 keeps a step later is what a plain run keeps there.
+    """
+    whole = PROMPT + drawn(PROMPT, greedy_params(20))
+    runner = oracle(whole, right=1, draft_tokens=3, spec_state=spec_state, state_cache=state_cache)
+    plain = make_runner(CONFIG, WEIGHTS, page_size=4, state_block=4, state_cache=state_cache)
+    runner.add(request("a", PROMPT, greedy_params(20)))
+    plain.add(request("a", PROMPT, greedy_params(20)))
+    runner.step()
+    plain.step()
+    (sequence,) = runner.scheduler.running
+    computed = []
+    for _ in range(4):
+        runner.step()
+        computed.append(sequence.computed)
+        while plain.scheduler.running[0].computed < sequence.computed:
+            plain.step()
+        assert sequence.tokens == plain.scheduler.running[0].tokens
+        assert same_state(runner, plain, sequence.computed)
+        assert runner.cache is not None and plain.cache is not None
+        assert runner.cache.lengths() == plain.cache.lengths()
+        for kept, exact in zip(checkpoints(runner), checkpoints(plain), strict=True):
+            torch.testing.assert_close(kept, exact, rtol=1e-4, atol=1e-4)
+        runner.check_integrity()
+    assert computed == [7, 9, 11, 13]
+
+
+def same_state(runner: DecoderRunner, plain: DecoderRunner, computed: int) -> bool:
+    (one,), (other,) = runner.scheduler.running, plain.scheduler.running
+    target = one.slot
+    if one.replayed:
+        target = int(runner.arena.pool.take_slot() or 0)
+        runner._advance([(one, one.slot, target, one.replayed)])
+        runner.arena.pool.release_slot(target)
+    for mine, exact in zip(runner.arena.states, plain.arena.states, strict=True):
+        torch.testing.assert_close(mine[target], exact[other.slot], rtol=1e-4, atol=1e-4)
+    return True
+
+
+def checkpoints(runner: DecoderRunner) -> list[torch.Tensor]:
+    assert runner.cache is not None
+    live = sorted(runner.cache._live.values(), key=lambda checkpoint: checkpoint.tokens)
+    return [torch.cat([of[c.slot].flatten() for of in (*runner.arena.states, *runner.arena.windows)]) for c in live]
+
+
+@pytest.mark.parametrize("spec_state", ["replay", "slots"])
+@pytest.mark.parametrize("cut", range(1, 9))
+def test_an_end_inside_a_step_is_an_end(spec_state: str, cut: int) -> None:
+    """Everything behind the end or stop token, or behind max_tokens, is as if it had never been drafted."""
+    free = drawn(PROMPT, greedy_params(9))
+    end = free[cut]
+    for params, rest in (
+        (greedy_params(9), {"eos_token_ids": frozenset({end})}),
+        (greedy_params(9, stop_token_ids=frozenset({end}), min_tokens=2), {}),
+        (greedy_params(cut), {}),
+    ):
+        item = request("a", PROMPT, params, **rest)
+        plain = run(make_runner(CONFIG, WEIGHTS), item)["a"]
+        runner = oracle(PROMPT + free, draft_tokens=6, spec_state=spec_state)
+        found = run(runner, item)["a"]
+        assert found == plain
+        assert [event.finish_reason for event in found[:-1]] == [None] * (len(found) - 1)
+        answer = [*PROMPT, *tokens(found)]
+        again = request("b", [*answer, 30, 31], greedy_params(6))
+        event = run(runner, again)["b"]
+        assert event[0].cached_tokens == len(answer) - 1 or len(found) < 4
+        assert tokens(event) == drawn([*answer, 30, 31], greedy_params(6))
+
+
+def test_a_swap_saves_one_state_and_the_inputs_on_top_of_it() -> None:
+    whole = PROMPT + drawn(PROMPT, greedy_params(40))
+    for spec_state in ("replay", "slots"):
+        runner = oracle(whole, right=2, draft_tokens=3, spec_state=spec_state, host_bytes=10**9)
+        runner.add(request("a", PROMPT, greedy_params(40)))
+        for _ in range(4):
+            runner.step()
+        (sequence,) = runner.scheduler.running
+        replayed, accepted = sequence.replayed, sequence.accepted
+        assert (replayed, accepted) == ((9, 1) if spec_state == "replay" else (0, 3))
+        step_type = type(runner.scheduler.schedule())
+        step = step_type()
+        runner.scheduler._put_out(sequence, step, {})
+        assert sequence.slots == [] and sequence.accepted == 1 and sequence.seat == -1
+        runner._move(step)
+        saved = runner._saved["a"]
+        assert saved.state is not None and saved.state.numel() == runner.arena.layout.slot_bytes
+        assert [ring.shape[0] for ring in saved.ring] == ([9, 9] if spec_state == "replay" else [])
+        runner.arena.buffer.fill_(255)
+        assert PROMPT + sequence.tokens[5:] + tokens(run(runner)["a"]) == whole
+        assert runner.stats()["recomputes"] == 0
+
+
+def test_slots_are_reserved_before_the_step_and_given_back() -> None:
+    runner = oracle(PROMPT + drawn(PROMPT, greedy_params(9)), draft_tokens=4, spec_state="slots", max_seqs=2)
+    runner.add(request("a", PROMPT, greedy_params(9)))
+    runner.step()
+    assert len(runner.scheduler.running[0].slots) == 5 == runner.options.slots_per_seq
+    run(runner)
+    runner.flush_cache()
+    assert runner.arena.pool.used_slots == 0
+
+
+def test_a_step_without_a_slot_for_each_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the scheduler reserves one slot where 1 + K are needed."""
+    runner = oracle(PROMPT + drawn(PROMPT, greedy_params(9)), draft_tokens=4, spec_state="slots")
+    monkeypatch.setattr(runner.scheduler, "slots_per_seq", 1)
+    runner.add(request("a", PROMPT, greedy_params(9)))
+    runner.step()
+    with pytest.raises(AssertionError, match="5 tokens to verify, but 1 state slots are reserved"):
+        runner.step()
+
+
+def test_memory_counts_every_slot_of_a_request() -> None:
+    """Too little for 1 + K slots is refused with the number that would do; the number does."""
+    base = {"speculative": "ngram", "spec_state": "slots", "draft_tokens": 3, "max_len": 64, "page_size": 8}
+    layout = ArenaLayout.of(CONFIG, DecoderOptions(**base))
+    needed = layout.blocks_for(1, 64) * layout.block_bytes
+    with pytest.raises(ValueError, match=f"at least {needed} bytes"):
+        make_runner(CONFIG, WEIGHTS, memory_bytes=needed - 1, **base)
+    runner = make_runner(CONFIG, WEIGHTS, memory_bytes=needed, draft_policy="fixed", **base)
+    assert len(tokens(run(runner, request("a", range(20), greedy_params(44)))["a"])) == 44
+    replay = ArenaLayout.of(CONFIG, DecoderOptions(**(base | {"spec_state": "replay"})))
+    assert replay.blocks_for(1, 64) == layout.blocks_for(1, 64) - 3
+    assert replay.ring_bytes == 2 * 16 * (CONFIG.conv_dim + CONFIG.mamba_num_heads) * 4
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 9])
+def test_drafts_take_no_tokens_from_others(budget: int) -> None:
+    """A step whose tokens are few gives each request one before any gets a draft."""
+    wanted = {str(i): [*PROMPT, 30 + i] for i in range(3)}
+    plain = {name: drawn(prompt, greedy_params(8)) for name, prompt in wanted.items()}
+    runner = make_runner(CONFIG, WEIGHTS, speculative="ngram", draft_policy="fixed", max_batched_tokens=budget)
+    assert runner.speculation is not None
+    runner.speculation.new_index = lambda s: Oracle([*s.request.prompt_ids, *plain[s.request_id]], 99)
+    found = run(runner, *(request(name, prompt, greedy_params(8)) for name, prompt in wanted.items()))
+    assert {name: tokens(events) for name, events in found.items()} == plain
+
+
+def test_nobody_is_put_out_for_a_draft() -> None:
+    """Memory for exactly what the requests need in the end: drafts wait, requests do not."""
+    whole = PROMPT + drawn(PROMPT, greedy_params(40))
+    layout = ArenaLayout.of(CONFIG, DecoderOptions(page_size=4))
+    blocks = 2 * layout.blocks_for(1, 46)
+    runner = oracle(whole, right=0, memory_bytes=blocks * layout.block_bytes, max_len=64, draft_tokens=15)
+    items: list[DecoderRequest] = [request(name, PROMPT, greedy_params(40)) for name in "ab"]
+    found = run(runner, *items)
+    assert all(PROMPT + tokens(events) == whole for events in found.values())
+    assert runner.stats()["preemptions"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"speculative": "magic"}, "speculative 'magic' is not one of none, ngram, mtp"),
+        ({"spec_state": "undo"}, "spec_state 'undo' is not one of replay, slots"),
+        ({"draft_policy": "some"}, "draft_policy 'some' is not one of adaptive, fixed"),
+        ({"draft_tokens": 0}, "draft_tokens must be at least 1 and at most 15, not 0"),
+        ({"draft_tokens": 16}, "at most 15, not 16"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DecoderOptions(**options)

@@ -1,0 +1,154 @@
+"""One workload under any options of the decoder: what it draws, and what was seen on the way.
+
+`answers` is what tests and long runs compare: the same requests, with and without speculation, caches, chunks, pressure
+on memory, graphs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+from tiny_decoder import FakeSource, random_weights, run, tiny_config, tokens
+
+from decoder.arena import ArenaLayout
+from decoder.config import DecoderConfig, DecoderOptions
+from decoder.request import DecoderRequest, ImageSpan
+from decoder.runner import DecoderRunner
+from decoder.sampling import SamplingParams
+
+MAX_LEN, PAGE = 112, 4
+AXES: dict[str, tuple[Any, ...]] = {
+    "state_cache": ("none", "align", "all", "auto"),
+    "speculative": ("none", "ngram"),
+    "spec_state": ("replay", "slots"),
+    "max_chunk": (1, 7, 64, None),
+    "preempted": (False, True),
+}
+"""What of `answers` may be combined with what."""
+
+
+def pairwise(axes: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
+    """Few combinations in which every two values of different axes meet."""
+    draw, names = random.Random(seed), sorted(axes)
+    open_pairs = {
+        ((one, a), (two, b)) for one, two in combinations(names, 2) for a in axes[one] for b in axes[two]
+    }  # fmt: skip
+    found = []
+    while open_pairs:
+        tried = [{name: draw.choice(axes[name]) for name in names} for _ in range(60)]
+        best = max(tried, key=lambda case: sum(pair in open_pairs for pair in combinations(case.items(), 2)))
+        met = set(combinations(best.items(), 2)) & open_pairs
+        if met:
+            open_pairs -= met
+            found.append(best)
+    return found
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Of each request: its tokens, log-probabilities and how it ended; and the runner's counters in the end."""
+
+    drawn: dict[str, tuple[list[int], str | None]]
+    logprobs: dict[str, list[float]]
+    stats: dict[str, int]
+
+
+def sampling(kind: int, output: int) -> SamplingParams:
+    """Greedy and sampled, with everything that looks at the tokens so far."""
+    ends = frozenset({5, 11})
+    return (
+        SamplingParams(max_tokens=output, temperature=0.0, logprobs=2),
+        SamplingParams(max_tokens=output, temperature=0.7, seed=kind, logprobs=0),
+        SamplingParams(max_tokens=output, temperature=0.0, repetition_penalty=1.2, frequency_penalty=0.1),
+        SamplingParams(max_tokens=output, seed=kind, temperature=0.6, top_p=0.9, top_k=20, presence_penalty=0.3),
+        SamplingParams(max_tokens=output, temperature=0.0, min_tokens=9, stop_token_ids=ends, logit_bias={5: 3.0}),
+        SamplingParams(max_tokens=output, seed=3, temperature=0.5, min_tokens=4, stop_token_ids=ends, min_p=0.05),
+    )[kind % 6]
+
+
+def workload(config: DecoderConfig, seed: int, count: int, output: int) -> list[DecoderRequest]:
+    """Prompts of few tokens in runs that come again, some with the same pictures, some that begin alike."""
+    draw = random.Random(seed)
+    runs = [[draw.randrange(12, config.vocab_size) for _ in range(draw.randrange(2, 7))] for _ in range(3)]
+    pictures = [
+        torch.randn(rows, config.hidden_size, generator=torch.Generator().manual_seed(seed + rows)) for rows in (5, 9)
+    ]
+    made = []
+    for index in range(count):
+        prompt: list[int] = []
+        spans = []
+        for _ in range(index % 4):
+            prompt += draw.choice(runs)
+            if draw.random() < 0.6:
+                rows = draw.choice(pictures)
+                spans.append(ImageSpan(len(prompt), rows.shape[0], rows.numpy().tobytes(), FakeSource(rows)))
+                prompt += [1] * rows.shape[0]
+        while len(prompt) < 8 + 5 * (index % 3):
+            prompt += draw.choice(runs)
+        made.append(DecoderRequest(str(index), prompt[:64], sampling(index, output), _inside(spans, prompt[:64])))
+    return made
+
+
+def _inside(spans: list[ImageSpan], prompt: list[int]) -> tuple[ImageSpan, ...]:
+    return tuple(span for span in spans if span.end <= len(prompt))
+
+
+class Prompter:
+    """Drafts what is known to come, with a wrong token now and then: a random model hardly repeats itself."""
+
+    def __init__(self, whole: list[int], seed: int) -> None:
+        self.whole, self.draw = whole, random.Random(seed)
+
+    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
+        right = self.whole[len(tokens) : len(tokens) + count]
+        return [token if self.draw.random() < 0.8 else (token + 1) % 97 for token in right]
+
+
+def answers(
+    pattern: str = "M-*EM*",
+    *,
+    seed: int = 0,
+    count: int = 6,
+    output: int = 32,
+    preempted: bool = False,
+    known: Mapping[str, tuple[list[int], str | None]] | None = None,
+    **options: Any,
+) -> Answers:
+    """Runs the workload of `seed` on a random tiny model.
+
+    `preempted`: memory for little more than one request. `known`: what the requests will draw, from which `ngram` then
+    drafts instead of from their own tokens.
+    """
+    config = tiny_config(pattern, num_nextn_predict_layers=1)
+    chosen = DecoderOptions(
+        **(
+            {"max_seqs": 4, "max_len": MAX_LEN, "page_size": PAGE, "state_block": PAGE, "draft_policy": "fixed"}
+            | options
+        )
+    )
+    if preempted:
+        layout = ArenaLayout.of(config, chosen)
+        memory = (layout.blocks_for(1, MAX_LEN) + layout.slots_per_seq) * layout.block_bytes
+        chosen = DecoderOptions(**(vars(chosen) | {"memory_bytes": memory, "host_bytes": 10**9}))
+    runner = DecoderRunner(config, chosen, random_weights(config, seed))
+    runner.arena.buffer.fill_(255)
+    for ring in runner.arena.rings:
+        ring.fill_(float("nan"))
+    if known is not None and runner.speculation is not None:
+        runner.speculation.new_index = lambda sequence: Prompter(
+            [*sequence.request.prompt_ids, *known[sequence.request_id][0]], seed
+        )
+    events = run(runner, *workload(config, seed, count, output))
+    stats = runner.stats()
+    runner.close()
+    runner.check_integrity()
+    return Answers(
+        {name: (tokens(of), of[-1].finish_reason) for name, of in events.items()},
+        {name: [event.logprob for event in of if event.logprob is not None] for name, of in events.items()},
+        stats,
+    )
