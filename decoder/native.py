@@ -68,7 +68,6 @@ class NativeStep:
         self._wide, self._mid = torch.zeros(rows, widest), torch.zeros(rows, widest)
         padded = -(-widest // 128) * 128
         self._operand, self._scales = torch.zeros(rows, padded), torch.zeros(rows)
-        self._counters = torch.zeros(len(ops), dtype=torch.int64)
         low, high = config.time_step_limit
         attention = config.attention_layers > 0
         self._model = Model(
@@ -79,7 +78,7 @@ class NativeStep:
             page=options.page_size, stored_bf16=int(options.dtype == torch.bfloat16), eps=config.layer_norm_epsilon,
             dt_low=low, dt_high=high, scale=config.head_dim**-0.5 if attention else 0.0, x=self._x.data_ptr(),
             wide=self._wide.data_ptr(), mid=self._mid.data_ptr(), ld=widest, operand=self._operand.data_ptr(),
-            operand_ld=padded, operand_scale=self._scales.data_ptr(), counters=self._counters.data_ptr(),
+            operand_ld=padded, operand_scale=self._scales.data_ptr(),
         )  # fmt: skip
 
     def takes(self, tokens: int, batch: Batch) -> bool:

@@ -1,8 +1,7 @@
 """Builds and loads native.cpp.
 
 The library is compiled for the processor that runs it, in about seven seconds, and kept under a name made of the
-source, the compiler and the processor's features; later starts load it. It is linked against the OpenMP runtime that
-torch has loaded already, so that both use one team of threads.
+source, the compiler and the processor's features; later starts load it.
 """
 
 from __future__ import annotations
@@ -18,12 +17,10 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
-
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("native.cpp")
-FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
+FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-fPIC", "-shared"]
 FEATURES = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"}
 
 
@@ -37,8 +34,6 @@ def library() -> ctypes.CDLL:
     missing = FEATURES - processor_features()
     if missing:
         raise NativeUnavailable(f"this processor lacks {', '.join(sorted(missing))}")
-    if not torch.backends.openmp.is_available():
-        raise NativeUnavailable("this torch is built without OpenMP")
     try:
         path = _built()
         loaded = ctypes.CDLL(str(path))

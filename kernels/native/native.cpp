@@ -1,18 +1,22 @@
 // Decoding on a CPU with AVX-512 (BF16 and VNNI): matrix products over packed weights, and a whole decode step as one
-// parallel region over a list of operations. The layouts and the maths are in README.md; structs.py mirrors the structs.
+// list of operations that a few threads work through together. The layouts and the maths are in README.md; structs.py mirrors the structs.
 //
 // Everything that one row gets is computed in an order that depends on that row alone: a request has the same numbers
 // in any batch, and with any number of threads.
 
 #include <immintrin.h>
-#include <omp.h>
+#include <linux/futex.h>
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <mutex>
+#include <thread>
 #include <vector>
 
 namespace {
@@ -66,7 +70,6 @@ struct Model {
     void* operand;  // [rows, operand_ld] of 4 bytes at most
     int64_t operand_ld;
     float* operand_scale;
-    std::atomic<int64_t>* counters;  // one for each operation
 };
 
 struct Step {
@@ -493,28 +496,123 @@ void attention(const Model& m, const Op& op, const Step& step, int64_t row, int6
     }
 }
 
-// -- a step ------------------------------------------------------------------------------------------------------------------
+// -- threads -----------------------------------------------------------------------------------------------------------------
 
-// Threads meet here between operations. They spin for about as long as an operation lasts, then give their core away:
-// on a busy machine the one that is missing may be waiting for it.
-class Barrier {
+// A job is a row of phases, a phase some units of work; a phase begins when all units of the one before it are done.
+class Job {
   public:
-    void wait(int64_t threads) {
-        const int64_t phase = phase_.load(std::memory_order_relaxed);
-        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
-            arrived_.store(0, std::memory_order_relaxed);
-            phase_.store(phase + 1, std::memory_order_release);
+    virtual int64_t phases() const = 0;
+    virtual int64_t units(int64_t phase) const = 0;
+    virtual void run(int64_t phase, int64_t unit, std::vector<float>& scratch) const = 0;
+};
+
+// The caller and its helpers. Nobody waits for a thread, only for units that were taken: a helper that sleeps, or that has
+// lost its core, costs no more than its absence. So each counter carries the number of its job, and a helper that comes late
+// takes nothing of a job that is over.
+class Pool {
+  public:
+    void run(const Job& job, int64_t threads) {
+        std::unique_lock<std::mutex> lock(busy_, std::try_to_lock);
+        if (!lock.owns_lock() || threads == 1) {  // another thread of this process is using the helpers
+            for (int64_t i = 0; i < job.phases(); i++)
+                for (int64_t unit = 0; unit < job.units(i); unit++) job.run(i, unit, scratch());
             return;
         }
-        for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++) {
-            if (spins < 8192) _mm_pause();
-            else sched_yield();
+        while (helpers_ < threads - 1) std::thread(&Pool::help, this, helpers_++).detach();
+        const int64_t phases = job.phases();
+        if (phases > int64_t(counters_.size())) {
+            for (auto& old : counters_) old.taken.store(0);
+            retired_.push_back(std::move(counters_));  // a late helper may still look at it
+            counters_ = std::vector<Counter>(phases);
         }
+        const uint64_t number = (number_ + 1) & NUMBER_MASK;
+        for (int64_t i = 0; i < phases; i++) {
+            const uint64_t start = number << 40 | uint64_t(job.units(i)) << 20;
+            counters_[i].done.store(start, std::memory_order_relaxed);
+            counters_[i].taken.store(start, std::memory_order_relaxed);
+        }
+        job_.store(&job, std::memory_order_relaxed);
+        shared_.store(counters_.data(), std::memory_order_relaxed);
+        phases_.store(phases, std::memory_order_relaxed);
+        wanted_.store(threads - 1, std::memory_order_relaxed);
+        number_ = number;
+        signal_.store(uint32_t(number), std::memory_order_seq_cst);
+        if (sleepers_.load(std::memory_order_seq_cst)) futex(FUTEX_WAKE_PRIVATE, int(threads - 1));
+        work(counters_.data(), phases, number);
     }
 
   private:
-    std::atomic<int64_t> arrived_{0}, phase_{0};
+    struct Counter {  // number of the job << 40 | units of the phase << 20 | units taken, or done
+        std::atomic<uint64_t> taken{0};
+        alignas(64) std::atomic<uint64_t> done{0};
+        Counter() = default;
+        Counter(const Counter&) {}
+    };
+    static constexpr uint64_t NUMBER_MASK = 0xffffff, COUNT_MASK = 0xfffff;
+    static constexpr int SPINS = 1024, IDLE_SPINS = 1024;  // of some 40 cycles
+
+    static std::vector<float>& scratch() {
+        static thread_local std::vector<float> buffer;
+        return buffer;
+    }
+
+    void futex(int operation, int value) {
+        syscall(SYS_futex, reinterpret_cast<uint32_t*>(&signal_), operation, value, nullptr, nullptr, 0);
+    }
+
+    void work(Counter* counters, int64_t phases, uint64_t number) {
+        for (int64_t i = 0; i < phases; i++) {
+            Counter& counter = counters[i];
+            uint64_t seen = counter.taken.load(std::memory_order_acquire);
+            for (;;) {
+                if (seen >> 40 != number) return;
+                if ((seen & COUNT_MASK) >= (seen >> 20 & COUNT_MASK)) break;
+                if (!counter.taken.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel)) continue;
+                job_.load(std::memory_order_relaxed)->run(i, int64_t(seen & COUNT_MASK), scratch());
+                counter.done.fetch_add(1, std::memory_order_acq_rel);
+                seen = counter.taken.load(std::memory_order_acquire);
+            }
+            for (int spins = 0;; spins++) {
+                const uint64_t done = counter.done.load(std::memory_order_acquire);
+                if (done >> 40 != number) return;
+                if ((done & COUNT_MASK) == (done >> 20 & COUNT_MASK)) break;
+                if (spins < SPINS) _mm_pause();
+                else sched_yield();
+            }
+        }
+    }
+
+    void help(int64_t index) {
+        uint32_t seen = 0;
+        for (;;) {
+            for (int spins = 0; spins < IDLE_SPINS && signal_.load(std::memory_order_acquire) == seen; spins++) _mm_pause();
+            sleepers_.fetch_add(1, std::memory_order_seq_cst);
+            while (signal_.load(std::memory_order_seq_cst) == seen) futex(FUTEX_WAIT_PRIVATE, int(seen));
+            sleepers_.fetch_sub(1, std::memory_order_seq_cst);
+            seen = signal_.load(std::memory_order_acquire);
+            if (index < wanted_.load(std::memory_order_relaxed))
+                work(shared_.load(std::memory_order_relaxed), phases_.load(std::memory_order_relaxed), seen);
+        }
+    }
+
+    std::mutex busy_;
+    std::vector<Counter> counters_;
+    std::vector<std::vector<Counter>> retired_;
+    int64_t helpers_ = 0;
+    uint64_t number_ = 0;
+    std::atomic<const Job*> job_{nullptr};
+    std::atomic<Counter*> shared_{nullptr};
+    std::atomic<int64_t> phases_{0}, wanted_{0};
+    std::atomic<uint32_t> signal_{0};
+    std::atomic<int> sleepers_{0};
 };
+
+Pool& pool() {
+    static Pool* const forever = new Pool;  // helpers outlive static destructors
+    return *forever;
+}
+
+// -- a step ------------------------------------------------------------------------------------------------------------------
 
 void make_row(const Model& m, const Op& op, int64_t row, float* scratch) {
     const float* from = (op.code == NORM ? m.x : op.code == CONVERT ? m.mid : m.wide) + row * (op.code == NORM ? m.hidden : m.ld);
@@ -551,25 +649,68 @@ int64_t units_of(const Model& m, const Op& op, const Step& step) {
     }
 }
 
-void run_op(const Model& m, const Op& op, const Step& step, std::atomic<int64_t>& next, std::vector<float>& scratch) {
-    const int64_t count = units_of(m, op, step);
-    const Units units(op.weight, step.rows, m.threads);
-    const Product job = product_of(m, op, step);
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) {
+class StepJob : public Job {
+  public:
+    StepJob(const Model& m, const Step& step, int64_t first, int64_t last) : m_(m), step_(step), first_(first), last_(last) {}
+    int64_t phases() const override { return last_ - first_; }
+    int64_t units(int64_t phase) const override { return units_of(m_, m_.ops[first_ + phase], step_); }
+    void run(int64_t phase, int64_t unit, std::vector<float>& scratch) const override {
+        const Op& op = m_.ops[first_ + phase];
+        if (scratch.size() < size_t(m_.ld)) scratch.resize(m_.ld);
         switch (op.code) {
-            case LINEAR: run_unit(job, units, i, step.rows); break;
+            case LINEAR: run_unit(product_of(m_, op, step_), Units(op.weight, step_.rows, m_.threads), unit, step_.rows); break;
             case MAMBA:
-                if (m.stored_bf16) mamba<uint16_t>(m, op, step, i / m.groups, i % m.groups, scratch.data());
-                else mamba<float>(m, op, step, i / m.groups, i % m.groups, scratch.data());
+                if (m_.stored_bf16) mamba<uint16_t>(m_, op, step_, unit / m_.groups, unit % m_.groups, scratch.data());
+                else mamba<float>(m_, op, step_, unit / m_.groups, unit % m_.groups, scratch.data());
                 break;
             case ATTENTION:
-                if (m.stored_bf16) attention<uint16_t>(m, op, step, i / m.kv_heads, i % m.kv_heads, scratch);
-                else attention<float>(m, op, step, i / m.kv_heads, i % m.kv_heads, scratch);
+                if (m_.stored_bf16) attention<uint16_t>(m_, op, step_, unit / m_.kv_heads, unit % m_.kv_heads, scratch);
+                else attention<float>(m_, op, step_, unit / m_.kv_heads, unit % m_.kv_heads, scratch);
                 break;
-            default: make_row(m, op, i, scratch.data());
+            default: make_row(m_, op, unit, scratch.data());
         }
     }
-}
+
+  private:
+    const Model& m_;
+    const Step& step_;
+    const int64_t first_, last_;
+};
+
+// x as the weight wants it, where it is not, then the product.
+class LinearJob : public Job {
+  public:
+    LinearJob(const Product& product, const void* x, int64_t ldx, bool is_bf16, void* operand, float* scales, int64_t rows, int64_t threads)
+        : product_(product), x_(x), ldx_(ldx), is_bf16_(is_bf16), operand_(operand), scales_(scales), rows_(rows),
+          units_(*product.weight, rows, threads) {}
+    int64_t phases() const override { return 2; }
+    int64_t units(int64_t phase) const override { return phase ? units_.count : product_.a == operand_ ? rows_ : 0; }
+    void run(int64_t phase, int64_t unit, std::vector<float>& scratch) const override {
+        if (phase) {
+            run_unit(product_, units_, unit, rows_);
+            return;
+        }
+        const Weight& w = *product_.weight;
+        const float* from = static_cast<const float*>(x_) + unit * ldx_;
+        if (is_bf16_) {
+            if (scratch.size() < size_t(w.k)) scratch.resize(w.k);
+            const uint16_t* bits = static_cast<const uint16_t*>(x_) + unit * ldx_;
+            for (int64_t i = 0; i < w.k; i++) scratch[i] = bf16_to_float(bits[i]);
+            from = scratch.data();
+        }
+        make_operand(from, w.k, w.kind, operand_, product_.lda, scales_, unit);
+    }
+
+  private:
+    const Product product_;
+    const void* x_;
+    const int64_t ldx_;
+    const bool is_bf16_;
+    void* operand_;
+    float* scales_;
+    const int64_t rows_;
+    const Units units_;
+};
 
 }  // namespace
 
@@ -577,19 +718,7 @@ extern "C" {
 
 // Runs the model's operations [first, last) on `m.x`.
 void saccade_step(const Model* model, const Step* step, int64_t first, int64_t last) {
-    const Model& m = *model;
-    for (int64_t i = first; i < last; i++) m.counters[i].store(0, std::memory_order_relaxed);
-    Barrier barrier;
-#pragma omp parallel num_threads(m.threads)
-    {
-        static thread_local std::vector<float> scratch;
-        scratch.resize(std::max<size_t>(scratch.size(), m.ld));
-        for (int64_t i = first; i < last; i++) {
-            run_op(m, m.ops[i], *step, m.counters[i], scratch);
-            if (scratch.size() < size_t(m.ld)) scratch.resize(m.ld);
-            barrier.wait(omp_get_num_threads());  // the team may be smaller than asked for
-        }
-    }
+    pool().run(StepJob(*model, *step, first, last), model->threads);
 }
 
 // out[rows, n] = x[rows, k] W^T + b, `x` and `out` both float32 or both bfloat16.
@@ -598,29 +727,8 @@ void saccade_linear(
     int64_t relu_squared, int64_t threads, void* operand, int64_t operand_ld, float* scales
 ) {
     const Weight& w = *weight;
-    Product job{weight, operand, operand_ld, scales, out, ldo, is_bf16 ? STORE_BF16 : STORE, relu_squared};
-    const bool as_it_is = is_bf16 ? w.kind == BF16 && w.k % 2 == 0 : w.kind == F32;
-    if (as_it_is) job.a = x, job.lda = ldx;
-    const Units units(w, rows, threads);
-    std::atomic<int64_t> made{0}, next{0};
-    Barrier barrier;
-#pragma omp parallel num_threads(threads)
-    {
-        if (!as_it_is) {
-            std::vector<float> values(w.k);
-            for (int64_t row; (row = made.fetch_add(1, std::memory_order_relaxed)) < rows;) {
-                const float* from = static_cast<const float*>(x) + row * ldx;
-                if (is_bf16) {
-                    const uint16_t* bits = static_cast<const uint16_t*>(x) + row * ldx;
-                    for (int64_t i = 0; i < w.k; i++) values[i] = bf16_to_float(bits[i]);
-                    from = values.data();
-                }
-                make_operand(from, w.k, w.kind, operand, operand_ld, scales, row);
-            }
-            barrier.wait(omp_get_num_threads());
-        }
-        for (int64_t unit; (unit = next.fetch_add(1, std::memory_order_relaxed)) < units.count;)
-            run_unit(job, units, unit, rows);
-    }
+    Product product{weight, operand, operand_ld, scales, out, ldo, is_bf16 ? STORE_BF16 : STORE, relu_squared};
+    if (is_bf16 ? w.kind == BF16 && w.k % 2 == 0 : w.kind == F32) product.a = x, product.lda = ldx;
+    pool().run(LinearJob(product, x, ldx, is_bf16, operand, scales, rows, threads), threads);
 }
 }

@@ -57,7 +57,7 @@ class Model(Structure):
         ("conv_dim", c_int64), ("inner", c_int64), ("q_heads", c_int64), ("kv_heads", c_int64), ("width", c_int64),
         ("page", c_int64), ("stored_bf16", c_int64), ("eps", c_float), ("dt_low", c_float), ("dt_high", c_float),
         ("scale", c_float), ("x", c_void_p), ("wide", c_void_p), ("mid", c_void_p), ("ld", c_int64),
-        ("operand", c_void_p), ("operand_ld", c_int64), ("operand_scale", c_void_p), ("counters", c_void_p),
+        ("operand", c_void_p), ("operand_ld", c_int64), ("operand_scale", c_void_p),
     ]  # fmt: skip
 
 
