@@ -4,16 +4,20 @@ after an interrupt."""
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import signal
 import sys
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from saccade.batch import BatchInvalid, BatchJob, BatchOptions, BatchSummary, run_sync
 from saccade.client import Client, SyncClient
-from saccade.errors import SaccadeError
+from saccade.errors import InvalidArgument, SaccadeError
 from saccade.progress import Progress
 from saccade.transport import TLSConfig
+from saccade.types import Batch
 
 
 class _Shown:
@@ -22,6 +26,7 @@ class _Shown:
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
         self._progress: Progress | None = None
+        self._tokens = 0
 
     def start(self, summary: BatchSummary) -> None:
         if summary.resumed:
@@ -32,6 +37,18 @@ class _Shown:
     def add(self, summary: BatchSummary, tokens: int, failed: bool) -> None:
         if self._progress is not None:
             self._progress.add(tokens, failed)
+
+    def follow(self, batch: Batch) -> None:
+        """Shows a batch on the server as far as it is now."""
+        if self._quiet or not batch.total:
+            return
+        if self._progress is None:
+            self._progress = Progress(batch.total, batch.completed + batch.failed)
+        tokens = batch.completion_tokens - self._tokens
+        while self._progress.done < batch.completed + batch.failed:
+            self._progress.add(tokens, self._progress.failed < batch.failed)
+            tokens = 0
+        self._tokens = batch.completion_tokens
 
     def close(self) -> None:
         if self._progress is not None:
@@ -48,6 +65,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.server_side:
+        return _run_server_side(options)
     shown = _Shown(options.quiet)
     job = None
     try:
@@ -85,6 +104,51 @@ def _run(options: argparse.Namespace) -> int:
         return 2
     _print(job)
     return 1 if summary.failed else 0
+
+
+def _run_server_side(options: argparse.Namespace) -> int:
+    """The same command finds the same batch: its id is made of the file and of what was said with it."""
+    shown = _Shown(options.quiet)
+    try:
+        if options.model is not None:
+            raise InvalidArgument("--model loads a model here; --server-side is work for a server")
+        with _client(options) as client:
+            created = client.batches.create(
+                options.input, ordered=options.ordered, max_errors=options.max_errors, request_id=_fingerprint(options)
+            )
+            try:
+                for batch in client.batches.watch(created.batch_id):
+                    shown.follow(batch)
+            finally:
+                shown.close()
+            if batch.problems:
+                for problem in batch.problems:
+                    print(f"{options.input}: {problem}", file=sys.stderr)
+            elif batch.state != "completed":
+                print(f"saccade: batch {batch.batch_id} {batch.state}: {batch.message}", file=sys.stderr)
+            if batch.output_bytes:
+                if options.overwrite:
+                    Path(options.output).unlink(missing_ok=True)
+                client.batches.download(batch.batch_id, options.output)
+            print(json.dumps(asdict(batch)), flush=True)
+    except KeyboardInterrupt:
+        print("saccade: interrupted; the server goes on, and the same command finds the batch again", file=sys.stderr)
+        return 130
+    except SaccadeError as error:
+        print(f"saccade: {error}", file=sys.stderr)
+        return 2
+    return 2 if batch.state != "completed" else 1 if batch.failed else 0
+
+
+def _fingerprint(options: argparse.Namespace) -> str:
+    digest = hashlib.sha256(f"{options.ordered}\0{options.max_errors}\0".encode())
+    try:
+        with open(options.input, "rb") as file:
+            while chunk := file.read(2**20):
+                digest.update(chunk)
+    except OSError as error:
+        raise InvalidArgument(f"cannot read {options.input!r}: {error.strerror}") from error
+    return f"saccade-batch-{digest.hexdigest()}"
 
 
 def _interrupt(number: int, frame: Any) -> None:

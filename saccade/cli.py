@@ -124,6 +124,11 @@ def _add_batch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     batch.add_argument("--timeout", type=float, metavar="SECONDS", help="for each row (default: 600)")
     batch.add_argument("--any-model", action="store_true", help="answer rows that name another model, too")
     batch.add_argument("--overwrite", action="store_true", help="start anew, whatever the output holds")
+    batch.add_argument(
+        "--server-side",
+        action="store_true",
+        help="hand the file over and let the server work on it by itself; the same command finds it again",
+    )
     batch.add_argument("--quiet", action="store_true", help="show no progress")
     batch.set_defaults(run=_batch)
 

@@ -121,7 +121,7 @@ class Calls:
         frontend: Frontend,
         *,
         default_timeout: float,
-        draining: Callable[[], bool] = lambda: False,
+        closed: Callable[[], errors.StatusError | None] = lambda: None,
         metrics: Metrics | None = None,
         access: AccessLog | None = None,
     ) -> None:
@@ -129,7 +129,7 @@ class Calls:
         self.metrics = metrics or Metrics()
         self.access = access or AccessLog()
         self._default_timeout = default_timeout
-        self._draining = draining
+        self._closed = closed
 
     async def stream(self, spec: GenerateSpec, *, timeout: float | None) -> AsyncGenerator[Event, None]:
         """The events of an answer. `timeout`: seconds that the caller has left; None: it has set no deadline, and gets
@@ -171,8 +171,8 @@ class Calls:
             self._end(record, generation)
 
     def _admit(self, timeout: float | None) -> float:
-        if self._draining():
-            raise errors.Unavailable("the server is shutting down", reason="DRAINING", retry_after=1.0)
+        if (refusal := self._closed()) is not None:
+            raise refusal
         if timeout is not None and timeout <= 0:
             raise errors.DeadlineExceeded("the deadline has passed", metadata={"phase": "admission"})
         return self._default_timeout if timeout is None else timeout

@@ -30,7 +30,7 @@ from saccade.v1 import (
     media_pb2_grpc,
     model_pb2_grpc,
 )
-from service import convert, kserve
+from service import convert, errors, kserve
 from service.admin import AdminServicer
 from service.assets import ModelAssets
 from service.auth import Guard, watch_keys
@@ -54,6 +54,7 @@ from service.servicer import InferenceServicer, MediaServicer, ModelServicer, me
 from service.sizes import check_sizes_file, record_sizes
 from service.supervisor import SupervisedEngine
 from service.tls import server_credentials
+from service.warmup import warm_up
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class Server:
         self.metrics.watch_engine(lambda: engine.query("stats"), self._gauges)
         access = AccessLog(as_json=options.log_json)
         self.calls = Calls(
-            self.frontend, default_timeout=options.default_timeout, draining=lambda: self._draining,
+            self.frontend, default_timeout=options.default_timeout, closed=self._refusal,
             metrics=self.metrics, access=access,
         )  # fmt: skip
         self._door = FrontDoor(self._guard, self.budget, self.metrics, access, stall_timeout=options.stall_timeout)
@@ -84,6 +85,7 @@ class Server:
         self._batch_store = self._open_batches()
         self.batches: Batches | None = None
         self._draining = False
+        self._warming = True
         self._server: grpc.aio.Server | None = None
         self._sweeper: asyncio.Task[None] | None = None
         self._set_health: Callable[[bool], None] = lambda serving: None
@@ -91,7 +93,8 @@ class Server:
         self.metrics_port = 0
 
     async def start(self) -> None:
-        """Listens; health is SERVING on return. Raises ConfigError where the address cannot be had."""
+        """Listens and warms up; health is SERVING on return. Raises ConfigError where the address cannot be had, and
+        StatusError where the model cannot answer."""
         self.frontend.start()
         server = grpc.aio.server(options=channel_options(self.options), interceptors=[self._door])
         self._set_health = add_standard_services(server, self._add_services(server))
@@ -100,10 +103,22 @@ class Server:
             self.metrics_port, end = self.metrics.serve(self.options.metrics_host, self.options.metrics_port)
             self._ends.callback(end)
         self._sweeper = asyncio.create_task(self._sweep())
+        self._set_health(False)
         await server.start()
         self._server = server
-        self._set_health(True)
+        if self.options.warmup:
+            await warm_up(self.frontend)
+        self._warming = False
+        self._set_health(not self._draining)
         self._batches().start()
+
+    def _refusal(self) -> errors.StatusError | None:
+        """Why no call is taken now, if none is."""
+        if self._draining:
+            return errors.Unavailable("the server is shutting down", reason="DRAINING", retry_after=1.0)
+        if self._warming:
+            return errors.Unavailable("the server is warming up", reason="WARMING", retry_after=1.0)
+        return None
 
     async def _sweep(self) -> None:
         """Uploads leave the disk soon after their time, also where nothing new arrives."""
@@ -122,7 +137,7 @@ class Server:
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
         triton = KServeServicer(
             self.calls, self._model, self.budget, version=_version(),
-            ready=lambda: self.frontend.engine.alive and not self._draining,
+            ready=lambda: self.frontend.engine.alive and self._refusal() is None,
         )  # fmt: skip
         server.add_generic_rpc_handlers((triton.handler(),))
         return [
@@ -215,7 +230,7 @@ class Server:
 
     def engine_changed(self, alive: bool) -> None:
         """Health follows the engine; running calls are told by their own events. May be called from any thread."""
-        self._set_health(alive and not self._draining)
+        self._set_health(alive and self._refusal() is None)
 
 
 def _version() -> str:

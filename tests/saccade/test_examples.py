@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fake_server import Script
+
+from service.cli import ServerProcess
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CASES = {
@@ -52,6 +56,52 @@ def test_the_readmes_client(address: str, script: Script, tmp_path: Path) -> Non
     assert len(script.requests) == 5
 
 
+DEMO = EXAMPLES.parent / "demo" / "pictures"
+REAL = {
+    "local.py": ([DEMO / "shapes.png", "What does the picture show?"], "a purple triangle at the top, a blue circle"),
+    "embed.py": ([DEMO / "shapes.png", DEMO / "number.png"], f"{DEMO / 'shapes.png'}: 1.000\n"),
+    "server_batch.py": (["What does the picture show?", DEMO / "shapes.png"], "shapes.png: a purple triangle"),
+}
+"""What these ask is more than a script can answer: the embedded model is asked."""
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[str]:
+    with ServerProcess(["demo", "--log-level", "error", "--threads", "1"]) as server:
+        yield server.address
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_example_with_the_embedded_model(name: str, demo: str) -> None:
+    arguments, expected = REAL[name]
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *map(str, arguments)], capture_output=True, text=True,
+        env={**os.environ, "SACCADE_SERVER": demo, "PYTHONPATH": str(EXAMPLES.parent)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(expected)
+
+
+def test_the_command_hands_a_batch_over(demo: str, tmp_path: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "What is it?"}], "max_tokens": 3}
+    rows = [json.dumps({"custom_id": str(i), "body": body}) for i in range(5)]
+    (tmp_path / "in.jsonl").write_text("\n".join(rows))
+    command = [sys.executable, "-m", "saccade", "batch", "in.jsonl", "out.jsonl", "--server-side", "--server", demo]
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
+        return subprocess.run([*command, *more], cwd=tmp_path, capture_output=True, text=True, env=environment)
+
+    first = run()
+    assert first.returncode == 0, first.stderr
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 5
+    assert run("--ordered").returncode == 2, "another batch, and the output is there"
+    again = run("--overwrite")
+    assert json.loads(again.stdout)["batch_id"] == json.loads(first.stdout)["batch_id"]
+    (tmp_path / "in.jsonl").write_text(rows[0] + "\nnothing")
+    wrong = run()
+    assert wrong.returncode == 2 and "in.jsonl: line 2: not JSON" in wrong.stderr
+
+
 def test_each_example_has_a_case() -> None:
-    # local.py loads the embedded model instead of talking to a server.
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {*CASES, "local.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {*CASES, *REAL}

@@ -20,7 +20,7 @@ class RunningServer:
     """Listens on a free port of the loopback. A context manager; leaving it checks that nothing is left behind."""
 
     def __init__(self, model: str, *, engine: EngineHandle | None = None, **options: Any) -> None:
-        values = {"dtype": "float32", "threads": 1, "log_level": "warning", **options}
+        values = {"dtype": "float32", "threads": 1, "log_level": "warning", "warmup": False, **options}
         self.options = ServerOptions(model=model, port=0, **values)
         self.engine = engine or EngineProcess(self.options, log_level="warning")
         self.loop = asyncio.new_event_loop()
@@ -92,7 +92,7 @@ class RunningEncoder:
     """A server of role `encoder` in this process. A context manager; leaving it checks that nothing is left behind."""
 
     def __init__(self, model: str, **options: Any) -> None:
-        values = {"dtype": "float32", "threads": 1, "log_level": "warning", **options}
+        values = {"dtype": "float32", "threads": 1, "log_level": "warning", "warmup": False, **options}
         self.options = ServerOptions(model=model, port=0, role="encoder", **values)
         self.thread = EncoderThread(self.options)
         self.loop = asyncio.new_event_loop()

@@ -1,0 +1,32 @@
+"""A batch that the server answers by itself: python examples/server_batch.py QUESTION PICTURE...
+
+The pictures are uploaded, the file is handed over, and from then on this program may end and ask for the batch later.
+"""
+
+import json
+import os
+import sys
+import tempfile
+
+import saccade
+
+question, *pictures = sys.argv[1:]
+
+with saccade.Client(os.environ.get("SACCADE_SERVER", "127.0.0.1:50051")) as client:
+    lines = []
+    for picture in pictures:
+        media = client.media.upload(picture)
+        content = [
+            {"type": "image_url", "image_url": {"url": f"media:{media.media_id}"}},
+            {"type": "text", "text": question},
+        ]
+        body = {"messages": [{"role": "user", "content": content}], "temperature": 0}
+        lines.append(json.dumps({"custom_id": os.path.basename(picture), "body": body}))
+    batch = client.batches.create("\n".join(lines).encode(), ordered=True)
+    for now in client.batches.watch(batch.batch_id):
+        print(f"{now.state}: {now.completed} of {now.total}", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as folder:
+        for line in open(client.batches.download(batch.batch_id, f"{folder}/out.jsonl")):
+            row = json.loads(line)
+            print(f"{row['custom_id']}: {row['response']['body']['choices'][0]['message']['content']}")
+    client.batches.delete(batch.batch_id)
