@@ -10,13 +10,30 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import io
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 
-from encoder.images import ImageError, ImageLimits, open_picture, orientation_of, quiet_pillow, to_rgb, upright, words
+from encoder.images import (
+    ImageError,
+    ImageHeader,
+    ImageLimits,
+    Pixels,
+    open_picture,
+    orientation_of,
+    quiet_pillow,
+    read_header,
+    to_rgb,
+    upright,
+    words,
+)
+
+if TYPE_CHECKING:
+    import torch
 
 CONTAINERS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 """The demuxers of PyAV that are used: others read playlists, or other files."""
@@ -59,20 +76,31 @@ class VideoLimits:
             )
 
 
-class Clip(Protocol):
+class Clip(ABC):
     """An opened clip. `frames` may be called again: it starts over."""
 
     @property
+    @abstractmethod
     def num_frames(self) -> int:
         """Frames in the file."""
 
     @property
+    @abstractmethod
     def fps(self) -> float | None:
         """Frames per second, on average where they differ; None where the file does not say."""
 
-    def frames(self, indices: Sequence[int]) -> Iterator[torch.Tensor]:
+    @abstractmethod
+    def arrays(self, indices: Sequence[int]) -> Generator[Pixels, None, None]:
         """`[H, W, 3]` uint8 of the frames at `indices`, ascending. Raises `VideoError`, and nothing else, where the
         file is corrupt, cut short or exceeds its limits after all."""
+
+    def frames(self, indices: Sequence[int]) -> Generator[torch.Tensor, None, None]:
+        """`arrays` as tensors of the same memory."""
+        import torch  # not above: the process that only decodes does without
+
+        with closing(self.arrays(indices)) as arrays:
+            for pixels_HWC in arrays:
+                yield torch.from_numpy(pixels_HWC)
 
 
 def open_video(data: bytes, limits: VideoLimits | None = None) -> Clip:
@@ -86,6 +114,15 @@ def open_video(data: bytes, limits: VideoLimits | None = None) -> Clip:
         raise VideoError(f"the video has {len(data)} bytes, more than the {limits.max_bytes} that are allowed")
     container = sniff_container(data)
     return _AvClip(data, limits, container) if container is not None else _PillowClip(data, limits)
+
+
+def describe(data: bytes, limits: VideoLimits) -> ImageHeader:
+    """Format and size of a picture or clip, within the limits of a frame, without decoding it. Raises `ImageError`."""
+    container = sniff_container(data)
+    if container is None:
+        return read_header(data, limits.frame)
+    clip = _AvClip(data, limits, container)
+    return ImageHeader("MP4" if container == CONTAINERS[0] else "WEBM", clip.width, clip.height, "RGB")
 
 
 def video_formats() -> list[str]:
@@ -103,7 +140,7 @@ def sniff_container(data: bytes) -> str | None:
     return None
 
 
-class _PillowClip:
+class _PillowClip(Clip):
     def __init__(self, data: bytes, limits: VideoLimits) -> None:
         self._data, self._limits = data, limits
         self._fps: float | None = None
@@ -129,11 +166,11 @@ class _PillowClip:
     @property
     def fps(self) -> float | None:
         if not self._timed:
-            for _ in self.frames([]):
+            for _ in self.arrays([]):
                 pass
         return self._fps
 
-    def frames(self, indices: Sequence[int]) -> Iterator[torch.Tensor]:
+    def arrays(self, indices: Sequence[int]) -> Generator[Pixels, None, None]:
         wanted = _ascending(indices, self._count)
         with quiet_pillow():
             image = self._open()
@@ -148,7 +185,7 @@ class _PillowClip:
         self._timed = True
         self._fps = 1000.0 * self._count / milliseconds if milliseconds > 0 else None
 
-    def _frame(self, image: Any, index: int, wanted: bool) -> torch.Tensor | None:
+    def _frame(self, image: Any, index: int, wanted: bool) -> Pixels | None:
         try:
             image.seek(index)
             if not wanted and image.format != "WEBP":  # whose durations come with the pixels
@@ -162,7 +199,7 @@ class _PillowClip:
             raise VideoError(f"frame {index} of the {image.format} cannot be decoded: {words(error)}") from error
 
 
-class _AvClip:
+class _AvClip(Clip):
     def __init__(self, data: bytes, limits: VideoLimits, container: str) -> None:
         self._data, self._limits, self._container = data, limits, container
         try:
@@ -171,13 +208,13 @@ class _AvClip:
             raise VideoError("MP4 and WebM need the extra `video`: pip install 'saccade-server[video]'") from error
         self._av = av
         with self._opened() as (file, stream):
-            width, height = stream.codec_context.width, stream.codec_context.height
+            self.width, self.height = stream.codec_context.width, stream.codec_context.height
             try:
-                limits.frame.check_size(width, height)
+                limits.frame.check_size(self.width, self.height)
             except ImageError as error:
                 raise VideoError(error.reason) from error
             self._count = self._count_packets(file, stream)
-            limits.check(self._count, width, height)
+            limits.check(self._count, self.width, self.height)
             rate = stream.average_rate or stream.guessed_rate
             self._fps = float(rate) if rate else None
 
@@ -201,7 +238,7 @@ class _AvClip:
                 break
         return count
 
-    def frames(self, indices: Sequence[int]) -> Iterator[torch.Tensor]:
+    def arrays(self, indices: Sequence[int]) -> Generator[Pixels, None, None]:
         wanted = _ascending(indices, self._count)
         left = len(wanted)
         size: tuple[int, int] | None = None
@@ -217,14 +254,14 @@ class _AvClip:
         if left:
             raise VideoError(f"the video ends {left} frames early: it promised {self._count}")
 
-    def _pixels(self, frame: Any, index: int) -> torch.Tensor:
+    def _pixels(self, frame: Any, index: int) -> Pixels:
         try:
             self._limits.frame.check_size(frame.width, frame.height)
         except ImageError as error:
             raise VideoError(f"frame {index}: {error.reason}") from error
-        pixels_HWC = torch.from_numpy(frame.to_ndarray(format="rgb24"))
-        turns = round(getattr(frame, "rotation", 0) / 90) % 4  # counter-clockwise, as torch.rot90
-        return torch.rot90(pixels_HWC, turns).contiguous() if turns else pixels_HWC
+        pixels_HWC: Pixels = frame.to_ndarray(format="rgb24")
+        turns = round(getattr(frame, "rotation", 0) / 90) % 4  # counter-clockwise, as numpy.rot90
+        return np.ascontiguousarray(np.rot90(pixels_HWC, turns))
 
 
 class _AvFile:

@@ -17,12 +17,17 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
+if TYPE_CHECKING:
+    import torch
+
+Pixels = NDArray[np.uint8]
+"""`[H, W, 3]`, RGB."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 ORIENTATION_TAG = 0x0112
 TIFF_BITS, TIFF_PHOTOMETRIC, TIFF_WHITE_IS_ZERO = 258, 262, 0
@@ -79,14 +84,21 @@ class ImageHeader:
 
 
 def read_header(data: bytes, limits: ImageLimits | None = None) -> ImageHeader:
-    """Format and size of a picture without decoding it. Raises `ImageError` as `decode_image` would."""
+    """Format and size of a picture without decoding it. Raises `ImageError` as `decode_pixels` would."""
     with quiet_pillow():
         image = open_picture(data, limits or ImageLimits())
         return ImageHeader(image.format or "", image.width, image.height, image.mode)
 
 
 def decode_image(data: bytes, limits: ImageLimits | None = None) -> torch.Tensor:
-    """`[H, W, 3]` uint8 RGB of the first frame, upright, on white; new memory.
+    """`decode_pixels` as a tensor of the same memory."""
+    import torch  # not above: the process that only decodes does without
+
+    return torch.from_numpy(decode_pixels(data, limits))
+
+
+def decode_pixels(data: bytes, limits: ImageLimits | None = None) -> Pixels:
+    """`[H, W, 3]` uint8 RGB of the first frame, upright, on white; new contiguous memory.
 
     Raises `ImageError`, and nothing else, for bytes that are no picture of an allowed format, are cut short or
     corrupt, or exceed `limits`. Pillow drops the interpreter lock while its codecs run.
@@ -107,7 +119,7 @@ def decode_image(data: bytes, limits: ImageLimits | None = None) -> torch.Tensor
 
 
 def open_picture(data: bytes, limits: ImageLimits) -> Image.Image:
-    """Reads the header, decodes nothing. Raises `ImageError` as `decode_image` does; call it under `quiet_pillow`."""
+    """Reads the header, decodes nothing. Raises `ImageError` as `decode_pixels` does; call it under `quiet_pillow`."""
     if not data:
         raise ImageError("the picture is empty: 0 bytes")
     limits.check_bytes(len(data))
@@ -126,7 +138,7 @@ def words(error: Exception) -> str:
     return (str(error) or type(error).__name__)[:200]
 
 
-def to_rgb(image: Image.Image) -> torch.Tensor:
+def to_rgb(image: Image.Image) -> Pixels:
     """The loaded picture as `[H, W, 3]` uint8, transparency laid on white."""
     if image.mode in GREY16 or (image.mode == "I" and image.format in ("PNG", "PPM")):
         return _grey16(image)
@@ -139,10 +151,10 @@ def to_rgb(image: Image.Image) -> torch.Tensor:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
         image = Image.alpha_composite(white, image)
-    return torch.from_numpy(np.array(image.convert("RGB"), dtype=np.uint8))
+    return np.array(image.convert("RGB"), dtype=np.uint8)
 
 
-def _grey16(image: Image.Image) -> torch.Tensor:
+def _grey16(image: Image.Image) -> Pixels:
     """Greys of more than 8 bits, scaled to 8 by rounding (a plain conversion would clip them to white)."""
     grey_HW = np.array(image).astype(np.int64)
     white = 0xFFFF
@@ -159,7 +171,7 @@ def _grey16(image: Image.Image) -> torch.Tensor:
     scaled_HW = np.clip((grey_HW * 255 + white // 2) // white, 0, 255).astype(np.uint8)
     if opaque is not None:
         scaled_HW[~opaque] = 255
-    return torch.from_numpy(scaled_HW)[:, :, None].repeat(1, 1, 3)
+    return np.repeat(scaled_HW[:, :, None], 3, axis=2)
 
 
 def orientation_of(image: Image.Image) -> int:
@@ -171,14 +183,14 @@ def orientation_of(image: Image.Image) -> int:
     return value if isinstance(value, int) and 1 <= value <= 8 else 1
 
 
-def upright(pixels_HWC: torch.Tensor, orientation: int) -> torch.Tensor:
+def upright(pixels_HWC: Pixels, orientation: int) -> Pixels:
     """Undo an EXIF orientation: 5..8 are stored transposed; the flips are in terms of the upright picture."""
     if orientation == 1:
         return pixels_HWC
     if orientation >= 5:
-        pixels_HWC = pixels_HWC.transpose(0, 1)
+        pixels_HWC = pixels_HWC.transpose(1, 0, 2)
     flips = {2: (1,), 3: (0, 1), 4: (0,), 5: (), 6: (1,), 7: (0, 1), 8: (0,)}[orientation]
-    return pixels_HWC.flip(flips) if flips else pixels_HWC.contiguous()
+    return np.ascontiguousarray(np.flip(pixels_HWC, flips))
 
 
 _quiet_lock = threading.Lock()

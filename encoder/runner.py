@@ -22,7 +22,7 @@ from encoder.lane import Lane
 from encoder.model import VisionTower
 from encoder.packing import Packed, pack
 from encoder.positions import PositionCache
-from encoder.preprocess import ImagePatches, num_image_tokens
+from encoder.preprocess import ImagePatches, as_floats, num_image_tokens
 from encoder.tune import TokenHistogram
 from encoder.video import VideoPatches
 from kernels.varlen_attention import reads_host
@@ -173,7 +173,7 @@ class EncoderRunner:
         start = time.perf_counter()
         # Equal grids become neighbours, whose attention runs as one batch; order inside a launch is otherwise free.
         parts = sorted(launch.parts, key=lambda part: (part.patches.patches.shape[0], part.patches.grid))
-        group: list[ImagePatches] = [part.patches for part in parts]
+        group = [self._floats(part.patches) for part in parts]
         tokens = sum(image.tokens for image in group)
         lane = self.clips if launch.video else self.pictures
         reason = lane.eager_reason(launch.budget)
@@ -196,6 +196,13 @@ class EncoderRunner:
         self._counts["temporal_patches" if launch.video else "images"] += len(parts)
         self._counts["real_tokens"] += tokens
         self._seconds += time.perf_counter() - start
+
+    def _floats(self, image: ImagePatches) -> ImagePatches:
+        """The same with patches as the tower takes them; bytes become floats on its own device."""
+        if image.patches.dtype != torch.uint8:
+            return image
+        patches = as_floats(image.patches.to(self.tower.device), self.config, self.options.dtype)
+        return ImagePatches(image.grid, patches, image.merge_size)
 
     # -- what it is and what it did -------------------------------------------------------------------------------
 

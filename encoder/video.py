@@ -90,13 +90,14 @@ def video_tokens(num_frames: int, grid: tuple[int, int], config: VisionConfig, *
 
 def patchify_video(
     frames: Iterable[torch.Tensor], config: VisionConfig, dtype: torch.dtype, *, num_frames: int | None = None,
-    pruning_rate: float = 0.0, watch: Stopwatch | None = None,
+    pruning_rate: float = 0.0, keep_bytes: bool = False, watch: Stopwatch | None = None,
 ) -> VideoPatches:  # fmt: skip
     """Resize, normalise and cut a clip, one group of frames at a time.
 
     `frames`: `[H, W, 3]` uint8, all of one size; taken one by one, so a generator keeps a single group in memory, and
-    then says in `num_frames` how many it yields. Returns new memory in `dtype`. Raises `ValueError` naming the first
-    frame that does not fit, or both counts where they differ.
+    then says in `num_frames` how many it yields. Returns new memory in `dtype`; with `keep_bytes` in uint8 where no
+    frame needs a resize, as `patchify`. Raises `ValueError` naming the first frame that does not fit, or both counts
+    where they differ.
     """
     together = temporal_patch(config)
     if num_frames is None:
@@ -105,7 +106,7 @@ def patchify_video(
     if num_frames < 1:
         raise ValueError(f"a clip needs a frame, got {num_frames}")
     watch = watch or Stopwatch()
-    grid, patches = (0, 0), torch.empty(0)
+    grid, patches, size, kept, cut_only = (0, 0), torch.empty(0), (0, 0), dtype, False
     first: tuple[int, ...] = ()
     index = -1
     for index, frame_HWC in enumerate(frames):
@@ -115,16 +116,20 @@ def patchify_video(
         if not index:
             first, grid = shape, video_grid(shape[0], shape[1], config)
             groups = -(-num_frames // together)
-            patches = torch.empty(groups, grid[0] * grid[1], together, config.patch_dim, dtype=dtype)
+            size = (grid[0] * config.patch_size, grid[1] * config.patch_size)
+            cut_only = keep_bytes and size == shape[:2]
+            kept = torch.uint8 if cut_only else dtype
+            patches = torch.empty(groups, grid[0] * grid[1], together, config.patch_dim, dtype=kept)
         if shape != first:
             raise ValueError(f"frame {index} has {shape[0]}x{shape[1]} pixels, the first {first[0]}x{first[1]}")
         if index >= num_frames:
             raise ValueError(f"frame {index} of a clip of {num_frames} frames")
-        size = (grid[0] * config.patch_size, grid[1] * config.patch_size)
-        with watch("resize"):
-            pixels_CHW = resize_pixels(frame_HWC.permute(2, 0, 1)[None], size)[0]
+        pixels_CHW = frame_HWC.permute(2, 0, 1)
+        if not cut_only:
+            with watch("resize"):
+                pixels_CHW = resize_pixels(pixels_CHW[None], size)[0]
         with watch("patch"):
-            cut = cut_patches(normalise(pixels_CHW, config), config.patch_size, dtype)
+            cut = cut_patches(pixels_CHW if cut_only else normalise(pixels_CHW, config), config.patch_size, kept)
             patches[index // together, :, index % together] = cut
     if index + 1 != num_frames:
         raise ValueError(f"{index + 1} frames of a clip of {num_frames}")

@@ -166,7 +166,17 @@ class ServerOptions(EngineOptions):
     max_video_pixels: int = _option(
         2**34, "pixels of one video: width x height x frames of what has to be decoded", minimum=1, size=True
     )
-    image_workers: int = _option(2, "threads that decode and resize pictures", minimum=1)
+    image_workers: int = _option(
+        2, "processes that decode pictures and videos, and threads that resize and cut them", minimum=1
+    )
+    image_timeout: float = _option(20.0, "seconds that decoding one picture may take", minimum=0.001)
+    video_timeout: float = _option(120.0, "seconds that decoding one video may take", minimum=0.001)
+    preprocess_bytes: int = _option(
+        2 * 2**30,
+        "bytes of decoded and cut pictures and videos that the encoder has not seen",
+        minimum=1,
+        size=True,
+    )
     media_dir: str | None = _option(None, "folder of uploaded pictures; unset: a temporary one")
     media_bytes: int = _option(2**30, "bytes of uploaded pictures, over all callers", minimum=0, size=True)
     media_tenant_bytes: int | None = _option(

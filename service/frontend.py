@@ -15,9 +15,9 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, TypeVar
@@ -26,7 +26,8 @@ from decoder.sampling import SamplingParams
 from service import errors
 from service.assets import ModelAssets
 from service.engine import EngineEvent, EngineHandle, EngineImage, EngineInfo, EngineRequest
-from service.pictures import LocalDecoder, MediaLimits, Prepared, Preparer
+from service.gate import ByteGate, Grant
+from service.pictures import Decoder, LocalDecoder, MediaLimits, Prepared, Preparer
 from service.prompts import Prompt, check_room, read, system_end, widen
 from service.stops import StopMatcher
 from service.tokenizer import Detokenizer, Tokenizer
@@ -52,6 +53,7 @@ from service.types import (
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+TEXT_WORKERS = 2
 MAX_SAMPLES = 64
 MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 32
@@ -68,6 +70,8 @@ class FrontLimits:
     max_images: int = 16
     max_videos: int = 4
     media: MediaLimits = field(default_factory=MediaLimits)
+    prepared_bytes: int = 2**31
+    """Of decoded and cut pictures and clips that the encoder has not seen yet."""
     max_answer_bytes: int = 2**31 - 1
     """Of one message."""
 
@@ -137,9 +141,18 @@ class _SampleState:
 class Frontend:
     """One model's front over one engine."""
 
-    def __init__(self, engine: EngineHandle, assets: ModelAssets, limits: FrontLimits, *, workers: int = 2) -> None:
+    def __init__(
+        self, engine: EngineHandle, assets: ModelAssets, limits: FrontLimits, *, workers: int = 2,
+        decoder: Decoder | None = None,
+    ) -> None:  # fmt: skip
+        """`workers`: threads that prepare pictures and clips. `decoder`: what decodes them; None: this process. It is
+        closed with the front."""
         self.engine, self.assets, self.limits = engine, assets, limits
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="saccade-front")
+        self._pool = ThreadPoolExecutor(TEXT_WORKERS, thread_name_prefix="saccade-front")
+        # Apart, so that slow pictures keep nobody's words waiting.
+        self._picture_pool = ThreadPoolExecutor(workers, thread_name_prefix="saccade-pictures")
+        self._gate = ByteGate(limits.prepared_bytes)
+        self._decoder = decoder or LocalDecoder(limits.media)
         self._queues: dict[str, asyncio.Queue[EngineEvent]] = {}
         self._calls: dict[tuple[bytes, str], _Call] = {}
         self.resolve: Resolver = no_references
@@ -150,7 +163,7 @@ class Frontend:
         self._loop: asyncio.AbstractEventLoop | None = None
         info = engine.info
         self._preparer = None if assets.vision is None else Preparer(
-            LocalDecoder(limits.media), assets.vision, info.pixel_dtype, limits.media, info.revision
+            self._decoder, assets.vision, info.pixel_dtype, limits.media, info.revision
         )  # fmt: skip
 
     def start(self) -> None:
@@ -161,7 +174,14 @@ class Frontend:
     def close(self) -> None:
         """Stops the engine and the pool. Running calls end with ENGINE_DIED."""
         self.engine.close()
+        self._decoder.close()
+        self._picture_pool.shutdown(wait=True, cancel_futures=True)
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def stats(self) -> dict[str, float]:
+        """What preparing pictures and clips has taken so far, by stage, and the room that it takes now."""
+        counts = self._preparer.stats() if self._preparer is not None else {}
+        return {**counts, **self._decoder.stats(), "held_bytes": self._gate.used}
 
     @property
     def live(self) -> int:
@@ -177,10 +197,10 @@ class Frontend:
 
     async def tokenize(self, spec: GenerateSpec, *, salt: bytes = b"") -> Tokenized:
         """What `stream` would make of the prompt. Raises StatusError."""
-        prompt = await self._prepare(spec, salt)
-        return Tokenized(
-            prompt.narrow_ids, len(prompt.ids), prompt.tokens_per_image, prompt.tokens_per_video
-        )  # fmt: skip
+        async with self._prepared(spec, salt) as (prompt, _):
+            return Tokenized(
+                prompt.narrow_ids, len(prompt.ids), prompt.tokens_per_image, prompt.tokens_per_video
+            )  # fmt: skip
 
     async def stream(
         self, spec: GenerateSpec, *, salt: bytes = b"", timeout: float | None = None
@@ -193,26 +213,29 @@ class Frontend:
             arrived = time.monotonic()
             seed = spec.sampling.get("seed")
             seed = secrets.randbits(63) if seed is None else int(seed)
-            prompt = await self._prepare(spec, salt)
-            params = self._sampling(spec, prompt, seed)
-            async for event in self._run(spec, prompt, params, salt, arrived, call, timeout):
-                yield event
+            async with self._prepared(spec, salt) as (prompt, pixels):
+                params = self._sampling(spec, prompt, seed)
+                async for event in self._run(spec, prompt, params, salt, arrived, call, timeout):
+                    if isinstance(event, Delta):
+                        pixels.release()  # an answer begins when the encoder is done with them
+                    yield event
 
     async def embed(self, spec: GenerateSpec, *, salt: bytes = b"") -> Embedded:
         """Hidden states of the prompt, or the tokens of the picture where the input is one. Raises StatusError."""
         with self._admitted(spec, salt) as call:
-            prompt = await self._prepare(spec, salt)
-            picture = isinstance(spec.input, PictureInput)
-            request = EngineRequest(
-                f"{next(self._numbers)}:{spec.request_id}", prompt.ids, self._sampling(spec, prompt, 0), prompt.images,
-                priority=spec.priority, salt=salt, embed="picture" if picture else "hidden",
-            )  # fmt: skip
-            embedded = await self._embedded(request, call)
-            info, hidden = self.engine.info, self.assets.config.decoder.hidden_size
-            values = {"rows": embedded[0]} if picture else {"last": embedded[0], "mean": embedded[1]}
-            return Embedded(
-                spec.request_id, info.model, info.revision, len(prompt.ids), prompt.image_tokens, hidden, **values
-            )
+            async with self._prepared(spec, salt) as (prompt, _):
+                picture = isinstance(spec.input, PictureInput)
+                params = self._sampling(spec, prompt, 0)
+                request = EngineRequest(
+                    f"{next(self._numbers)}:{spec.request_id}", prompt.ids, params, prompt.images,
+                    priority=spec.priority, salt=salt, embed="picture" if picture else "hidden",
+                )  # fmt: skip
+                embedded = await self._embedded(request, call)
+                info, hidden = self.engine.info, self.assets.config.decoder.hidden_size
+                values = {"rows": embedded[0]} if picture else {"last": embedded[0], "mean": embedded[1]}
+                return Embedded(
+                    spec.request_id, info.model, info.revision, len(prompt.ids), prompt.image_tokens, hidden, **values
+                )
 
     async def _embedded(self, request: EngineRequest, call: _Call) -> tuple[bytes, ...]:
         """What the engine's only event for the request holds. Raises StatusError."""
@@ -260,16 +283,36 @@ class Frontend:
     async def _in_pool(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, functools.partial(function, *arguments))
 
-    async def _prepare(self, spec: GenerateSpec, salt: bytes) -> Prompt:
+    @asynccontextmanager
+    async def _prepared(self, spec: GenerateSpec, salt: bytes) -> AsyncIterator[tuple[Prompt, Grant]]:
+        """The request's prompt, and a hold on the room for its pixels, given back at the end at the latest. Raises
+        StatusError."""
+        self._check(spec)
+        expected = 0 if self._preparer is None else sum(map(self._preparer.most_bytes, spec.media))
+        grant = await self._gate.acquire(expected)
+        try:
+            prompt = await self._prepare(spec, salt)
+            grant.shrink(sum(image.patches.patches.nbytes for image in prompt.images))
+            yield prompt, grant
+        finally:
+            grant.release()
+
+    def _check(self, spec: GenerateSpec) -> None:
+        """What can be said of a request before anything of it is decoded. Raises StatusError."""
         if spec.model not in ("", self.assets.config.name):
             raise errors.NotFound(
                 f"no model {spec.model!r}; this server has {self.assets.config.name!r}", field="model"
             )
         _check_counts(spec, self.limits)
         self._check_media(spec)
+
+    async def _prepare(self, spec: GenerateSpec, salt: bytes) -> Prompt:
         if any(source.elsewhere for source in spec.media):
             spec = await self.resolve(spec, salt)
-        media = await asyncio.gather(*[self._in_pool(self._prepare_one, source, salt) for source in spec.media])
+        loop = asyncio.get_running_loop()
+        media = await asyncio.gather(
+            *[loop.run_in_executor(self._picture_pool, self._prepare_one, source, salt) for source in spec.media]
+        )
         if isinstance(spec.input, PictureInput):
             return self._picture(spec, media[0])
         reading = functools.partial(self._read, spec, media)

@@ -1,4 +1,4 @@
-"""Uploaded pictures: a spool on disk, bounded in bytes and time.
+"""Uploaded pictures and videos: a spool on disk, bounded in bytes and time.
 
     DIRECTORY/<tenant>/<sha256>          a whole file, written once, renamed into place
     DIRECTORY/incoming/<random>          one that is still arriving
@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from encoder.images import ImageError, ImageLimits, read_header
+from encoder.images import ImageError, ImageHeader, ImageLimits, read_header
 from service import errors
 from service.disk import disk_trouble
 
@@ -49,10 +49,11 @@ class Spool:
 
     def __init__(
         self, directory: Path, capacity: int, ttl: float, limits: ImageLimits, clock: Callable[[], float] = time.time,
-        tenant_capacity: int | None = None,
+        tenant_capacity: int | None = None, describe: Callable[[bytes], ImageHeader] | None = None,
     ) -> None:  # fmt: skip
         """Takes over what an earlier run has left in `directory`. Capacities in bytes, of all tenants and of each;
-        `ttl`: seconds."""
+        `ttl`: seconds. `describe`: what reads the header of a file; None: this process, which knows pictures only."""
+        self.describe = describe or functools.partial(read_header, limits=limits)
         self._tenant_capacity = capacity if tenant_capacity is None else tenant_capacity
         self._directory, self._capacity, self._ttl, self._limits, self._clock = directory, capacity, ttl, limits, clock
         self._lock = threading.Lock()
@@ -77,7 +78,7 @@ class Spool:
                 continue
             status = path.stat()
             try:
-                header = read_header(path.read_bytes(), self._limits)
+                header = self.describe(path.read_bytes())
             except ImageError:  # limits have changed since
                 path.unlink()
                 continue
@@ -112,7 +113,7 @@ class Spool:
             raise errors.InvalidArgument(f"size_bytes is {size}; a file has at least 1 byte", field="header.size_bytes")
         if size > self._limits.max_bytes:
             raise errors.InvalidArgument(
-                f"size_bytes is {size}; a picture may have {self._limits.max_bytes}",
+                f"size_bytes is {size}; a file may have {self._limits.max_bytes}",
                 field="header.size_bytes", reason="IMAGE_TOO_LARGE",
             )  # fmt: skip
         self.sweep()
@@ -230,7 +231,7 @@ class Upload:
         with _disk():
             self._file.flush()
         try:
-            header = read_header(self._path.read_bytes(), self._spool._limits)
+            header = self._spool.describe(self._path.read_bytes())
         except ImageError as error:
             raise errors.InvalidArgument(str(error), reason="IMAGE_DECODE_FAILED", field="chunk") from error
         media = Media(media_id, self._size, header.width, header.height, header.format, 0.0)

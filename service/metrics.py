@@ -78,9 +78,13 @@ class Metrics:
         if code == "OK":
             self._seconds.observe(seconds)
 
-    def watch_engine(self, query: Callable[[], Future[dict[str, Any]]], front: Callable[[], dict[str, float]]) -> None:
-        """Adds the engine's counters, asked for at each scrape, and the front's gauges."""
-        self.registry.register(_EngineCollector(query, front))  # type: ignore[arg-type]
+    def watch_engine(
+        self, query: Callable[[], Future[dict[str, Any]]], front: Callable[[], dict[str, float]],
+        parts: Callable[[], dict[str, dict[str, float]]] = dict,
+    ) -> None:  # fmt: skip
+        """Adds the engine's counters, asked for at each scrape, the front's gauges, and counters of parts of the
+        front, named as the engine's."""
+        self.registry.register(_EngineCollector(query, front, parts))  # type: ignore[arg-type]
 
     def serve(self, host: str, port: int) -> tuple[int, Callable[[], None]]:
         """Starts the HTTP endpoint: (its port, what stops it). Raises ConfigError where the port cannot be had."""
@@ -100,8 +104,11 @@ class Metrics:
 class _EngineCollector:
     """Turns the engine's nested counters into metrics, whatever their names are."""
 
-    def __init__(self, query: Callable[[], Future[dict[str, Any]]], front: Callable[[], dict[str, float]]) -> None:
-        self._query, self._front = query, front
+    def __init__(
+        self, query: Callable[[], Future[dict[str, Any]]], front: Callable[[], dict[str, float]],
+        parts: Callable[[], dict[str, dict[str, float]]],
+    ) -> None:  # fmt: skip
+        self._query, self._front, self._parts = query, front, parts
 
     def describe(self) -> list[Metric]:
         return []  # or the registry would ask the engine while the server is being put together
@@ -117,7 +124,7 @@ class _EngineCollector:
         yield up
         for name, value in self._front().items():
             yield GaugeMetricFamily(f"saccade_{name}", f"the front's {name.replace('_', ' ')}", value=value)
-        yield from engine_metrics(stats)
+        yield from engine_metrics({**stats, **self._parts()})
 
 
 # What the engine reports as it stands now; everything else of it only grows.

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Protocol
 
 import torch
 
 from encoder.config import VisionConfig
-from encoder.frames import Clip, VideoError, VideoLimits, open_video
-from encoder.images import ImageError, ImageLimits, decode_image
+from encoder.frames import Clip, VideoError, VideoLimits, describe, open_video
+from encoder.images import ImageError, ImageHeader, ImageLimits, Pixels, decode_pixels
 from encoder.job import EncoderItem
 from encoder.preprocess import Stopwatch, patchify
 from encoder.video import frame_labels, patchify_video, sample_indices, temporal_patch
@@ -48,14 +48,35 @@ class MediaLimits:
     video_frames: int = 32
     """Frames of a clip that are looked at, at most and where the request does not say."""
 
+    @property
+    def file(self) -> VideoLimits:
+        """Of a file that may turn out to be either."""
+        return replace(self.video, max_bytes=max(self.image.max_bytes, self.video.max_bytes))
+
+    @property
+    def worker_bytes(self) -> int:
+        """Memory that decoding either may take, and the decoder's own beside it."""
+        pixels = max(self.image.max_pixels, self.video.max_pixels)
+        return (1 << 30) + 16 * pixels + 3 * self.file.max_bytes
+
 
 class Decoder(Protocol):
     """Files to pixels. Raises ImageError, or its child VideoError, and nothing else, whatever the bytes are."""
 
-    def image(self, data: bytes) -> torch.Tensor:
-        """`[H, W, 3]` uint8, which may be read only before the next call of the same thread."""
+    def image(self, data: bytes) -> Pixels:
+        """`[H, W, 3]` uint8."""
 
-    def clip(self, data: bytes) -> Clip: ...
+    def clip(self, data: bytes) -> Clip:
+        """An opened clip."""
+
+    def describe(self, data: bytes) -> ImageHeader:
+        """Format and size of a picture or clip, undecoded, whatever its number of bytes."""
+
+    def stats(self) -> Mapping[str, float]:
+        """Counters since the start."""
+
+    def close(self) -> None:
+        """Frees what it holds. Idempotent."""
 
 
 class LocalDecoder:
@@ -64,11 +85,20 @@ class LocalDecoder:
     def __init__(self, limits: MediaLimits) -> None:
         self._limits = limits
 
-    def image(self, data: bytes) -> torch.Tensor:
-        return decode_image(data, self._limits.image)
+    def image(self, data: bytes) -> Pixels:
+        return decode_pixels(data, self._limits.image)
 
     def clip(self, data: bytes) -> Clip:
         return open_video(data, self._limits.video)
+
+    def describe(self, data: bytes) -> ImageHeader:
+        return describe(data, self._limits.file)
+
+    def stats(self) -> Mapping[str, float]:
+        return {}
+
+    def close(self) -> None:
+        pass
 
 
 class Preparer:
@@ -91,7 +121,7 @@ class Preparer:
                 return self._clip(source, salt, watch)
             with watch("decode"):
                 pixels_HWC = self._decoder.image(source.data)
-            item = patchify(pixels_HWC, self._vision, self._dtype, watch=watch)
+            item = patchify(torch.from_numpy(pixels_HWC), self._vision, self._dtype, keep_bytes=True, watch=watch)
             return Prepared(source.field, item, self._key(salt, b"image", source.data))
         except ImageError as error:
             kind = "VIDEO" if isinstance(source, VideoSource) else "IMAGE"
@@ -102,6 +132,15 @@ class Preparer:
             raise errors.InvalidArgument(f"{source.field}: {error}", field=source.field) from error
         finally:
             self._count(source, watch)
+
+    def most_bytes(self, source: MediaSource) -> int:
+        """The most that the patches of a picture or clip can take, before anything is known of it."""
+        vision = self._vision
+        patch = vision.patch_dim * self._dtype.itemsize
+        if not isinstance(source, VideoSource):
+            return vision.max_image_tokens * vision.patches_per_token * patch
+        frames = self._limits.video_frames if source.max_frames is None else source.max_frames
+        return (frames + temporal_patch(vision) - 1) * vision.video_target_num_patches * patch
 
     def stats(self) -> dict[str, float]:
         """Pictures, clips and frames since the start, and the seconds that each stage took."""
@@ -126,7 +165,7 @@ class Preparer:
         indices = sample_indices(clip.num_frames, wanted)
         item = patchify_video(
             _timed(clip.frames(indices), watch), self._vision, self._dtype, num_frames=len(indices),
-            pruning_rate=self._vision.video_pruning_rate, watch=watch,
+            pruning_rate=self._vision.video_pruning_rate, keep_bytes=True, watch=watch,
         )  # fmt: skip
         dated = None if source.frames and len(indices) == clip.num_frames else indices
         labels = frame_labels(len(indices), temporal_patch(self._vision), fps=clip.fps, indices=dated)
@@ -141,7 +180,7 @@ class Preparer:
         return digest.digest()
 
 
-class _FrameList:
+class _FrameList(Clip):
     """Frames that came one by one, as a clip."""
 
     def __init__(self, source: VideoSource, decoder: Decoder, limits: MediaLimits) -> None:
@@ -159,7 +198,7 @@ class _FrameList:
     def fps(self) -> float | None:
         return self._source.fps
 
-    def frames(self, indices: Sequence[int]) -> Iterator[torch.Tensor]:
+    def arrays(self, indices: Sequence[int]) -> Generator[Pixels, None, None]:
         for index in indices:
             try:
                 pixels_HWC = self._decoder.image(self._source.frames[index].data)

@@ -49,6 +49,7 @@ from service.kserve import KServeServicer
 from service.limits import ByteBudget
 from service.media import Spool
 from service.metrics import Metrics
+from service.picture_pool import PicturePool
 from service.pictures import MediaLimits
 from service.servicer import InferenceServicer, MediaServicer, ModelServicer, media_resolver
 from service.sizes import check_sizes_file, record_sizes
@@ -67,12 +68,18 @@ class Server:
         check_sizes_file(options)
         self.options = options
         limits = front_limits(options)
-        self.frontend = Frontend(engine, assets, limits, workers=options.image_workers)
+        self.pictures = PicturePool(
+            limits.media, options.image_workers, image_seconds=options.image_timeout,
+            video_seconds=options.video_timeout,
+        )  # fmt: skip
+        self.frontend = Frontend(engine, assets, limits, workers=options.image_workers, decoder=self.pictures)
         self._model = convert.model_to_proto(engine.info, assets, limits, options)
         self._credentials = server_credentials(options)
         self._guard = Guard(watch_keys(options.api_keys) if options.api_keys else None, admin=options.admin)
         self.metrics, self.budget = Metrics(), ByteBudget(options.max_inflight_bytes)
-        self.metrics.watch_engine(lambda: engine.query("stats"), self._gauges)
+        self.metrics.watch_engine(
+            lambda: engine.query("stats"), self._gauges, lambda: {"preprocess": self.frontend.stats()}
+        )
         access = AccessLog(as_json=options.log_json)
         self.calls = Calls(
             self.frontend, default_timeout=options.default_timeout, closed=self._refusal,
@@ -80,7 +87,7 @@ class Server:
         )  # fmt: skip
         self._door = FrontDoor(self._guard, self.budget, self.metrics, access, stall_timeout=options.stall_timeout)
         self._ends = contextlib.ExitStack()
-        self.spool = self._open_spool(limits.media.image)
+        self.spool = self._open_spool(limits.media)
         self.frontend.resolve = media_resolver(self.spool)
         self._batch_store = self._open_batches()
         self.batches: Batches | None = None
@@ -96,6 +103,8 @@ class Server:
         """Listens and warms up; health is SERVING on return. Raises ConfigError where the address cannot be had, and
         StatusError where the model cannot answer."""
         self.frontend.start()
+        if self.frontend.assets.vision is not None:
+            self.pictures.start()
         server = grpc.aio.server(options=channel_options(self.options), interceptors=[self._door])
         self._set_health = add_standard_services(server, self._add_services(server))
         self.port = listen(server, self.options, self._credentials)
@@ -145,12 +154,13 @@ class Server:
             kserve.SERVICE,
         ]
 
-    def _open_spool(self, limits: ImageLimits) -> Spool:
+    def _open_spool(self, limits: MediaLimits) -> Spool:
         options = self.options
         with self._folder("media_dir") as folder:
             return Spool(
-                folder, options.media_bytes, options.media_ttl, limits, tenant_capacity=options.media_tenant_bytes
-            )
+                folder, options.media_bytes, options.media_ttl, limits.file.frame,
+                tenant_capacity=options.media_tenant_bytes, describe=self.pictures.describe,
+            )  # fmt: skip
 
     def _open_batches(self) -> BatchStore:
         options = self.options
@@ -248,7 +258,7 @@ def front_limits(options: ServerOptions) -> FrontLimits:
     return FrontLimits(
         max_queue=options.max_queue, max_images=options.max_images_per_request,
         max_videos=options.max_videos_per_request, media=MediaLimits(image, video, options.max_video_frames),
-        max_answer_bytes=options.max_message_bytes,
+        prepared_bytes=options.preprocess_bytes, max_answer_bytes=options.max_message_bytes,
     )  # fmt: skip
 
 

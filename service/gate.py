@@ -1,0 +1,62 @@
+"""A bound on bytes that wait on the event loop: whoever does not fit waits, in order of arrival."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+
+class Grant:
+    """Bytes that one request holds."""
+
+    def __init__(self, gate: ByteGate, size: int) -> None:
+        self._gate, self._size = gate, size
+
+    def shrink(self, size: int) -> None:
+        """Gives back what is held above `size`."""
+        freed = max(0, self._size - size)
+        self._size -= freed
+        self._gate._free(freed)
+
+    def release(self) -> None:
+        """Gives everything back. Idempotent."""
+        self.shrink(0)
+
+
+class ByteGate:
+    """`capacity` bytes. For one event loop."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.used = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def acquire(self, size: int) -> Grant:
+        """Waits for room. More than the whole capacity is granted while nobody else holds any."""
+        size = min(size, self.capacity)
+        if self._waiting or not self._fits(size):
+            future = asyncio.get_running_loop().create_future()
+            entry = (size, future)
+            self._waiting.append(entry)
+            try:
+                await future
+            except asyncio.CancelledError:
+                if future.done() and not future.cancelled():
+                    self._free(size)  # it was granted in the same moment
+                else:
+                    self._waiting.remove(entry)
+                    self._free(0)  # those behind it may fit
+                raise
+        else:
+            self.used += size
+        return Grant(self, size)
+
+    def _fits(self, size: int) -> bool:
+        return self.used + size <= self.capacity
+
+    def _free(self, size: int) -> None:
+        self.used -= size
+        while self._waiting and self._fits(self._waiting[0][0]):
+            size, future = self._waiting.popleft()
+            self.used += size
+            future.set_result(None)

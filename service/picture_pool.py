@@ -1,0 +1,293 @@
+"""Decoding in processes of its own (`service.picture_worker`), which hostile files may bring down.
+
+A worker that dies, takes too long or talks nonsense is replaced, and the file that it was decoding is refused like any
+other that cannot be decoded. Pixels come back in sealed memory files: mapped, not copied.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import mmap
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from encoder.frames import Clip, VideoError
+from encoder.images import ImageError, ImageHeader, Pixels
+from service.picture_worker import LENGTH, SEALS
+from service.pictures import MediaLimits
+
+log = logging.getLogger(__name__)
+
+START_SECONDS = 60.0
+MAX_REPLY = 64 * 1024
+_CHANNELS = 3
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+_REASONS = {
+    "time": "decoding it took longer than the {seconds:g} s that are allowed",
+    "died": "its decoder died of it",
+    "nonsense": "its decoder broke",
+}
+
+
+class _Lost(Exception):
+    """The worker is of no more use; `why` is one of `_REASONS`."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
+
+
+class _Worker:
+    """One process, started when it is first needed and again after its end. Used by one thread at a time."""
+
+    def __init__(self, limits: dict[str, Any]) -> None:
+        self._limits = limits
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+        self._greeted = False
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def start(self) -> None:
+        """Begins to start the process, unless there is one; does not wait until it is ready."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.stop()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            root = str(Path(__file__).resolve().parent.parent)
+            path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "service.picture_worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": path},
+            )
+        self._connection, self._greeted = ours, False
+
+    def stop(self) -> None:
+        """Ends the process at once. Idempotent."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def ask(self, command: dict[str, Any], data: bytes, seconds: float) -> tuple[dict[str, Any], int | None]:
+        """The reply and, where it came with one, a descriptor that the caller owns. Raises _Lost."""
+        self.start()
+        if not self._greeted:
+            self._send({"op": "limits", **self._limits}, b"", START_SECONDS)
+            self._receive(START_SECONDS)
+            self._greeted = True
+        self._send({**command, "seconds": seconds, "size": len(data)}, data, seconds)
+        return self._receive(seconds)
+
+    def _send(self, command: dict[str, Any], data: bytes, seconds: float) -> None:
+        assert self._connection is not None
+        words = json.dumps(command).encode()
+        self._connection.settimeout(seconds)
+        try:
+            self._connection.sendall(LENGTH.pack(len(words)) + words)
+            self._connection.sendall(data)
+        except TimeoutError:
+            raise _Lost("time") from None
+        except OSError:
+            raise _Lost("died") from None
+
+    def _receive(self, seconds: float) -> tuple[dict[str, Any], int | None]:
+        deadline = time.monotonic() + seconds
+        descriptors: list[int] = []
+        try:
+            size = self._exactly(LENGTH.size, deadline, descriptors)
+            length = LENGTH.unpack(size)[0]
+            if length > MAX_REPLY or len(descriptors) > 1:
+                raise _Lost("nonsense")
+            reply = json.loads(self._exactly(length, deadline, descriptors))
+            if not isinstance(reply, dict):
+                raise _Lost("nonsense")
+            return reply, descriptors.pop() if descriptors else None
+        except TimeoutError:
+            raise _Lost("time") from None
+        except OSError:
+            raise _Lost("died") from None
+        except ValueError:
+            raise _Lost("nonsense") from None
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _exactly(self, size: int, deadline: float, descriptors: list[int]) -> bytes:
+        assert self._connection is not None
+        data = b""
+        while len(data) < size:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            self._connection.settimeout(left)
+            part, found, _, _ = socket.recv_fds(self._connection, size - len(data), 1)
+            descriptors += found
+            if not part:
+                raise _Lost("died")
+            data += part
+        return data
+
+
+class PicturePool:
+    """A `Decoder` over `workers` processes. Thread-safe; a thread waits while all are busy."""
+
+    def __init__(self, limits: MediaLimits, workers: int, *, image_seconds: float, video_seconds: float) -> None:
+        """`image_seconds`, `video_seconds`: what decoding one picture, and all of one clip, may take."""
+        self._limits = limits
+        self._image_seconds, self._video_seconds = image_seconds, video_seconds
+        sent = {
+            "image": asdict(limits.image),
+            "video": asdict(limits.video),
+            "file": asdict(limits.file),
+            "memory_bytes": limits.worker_bytes,
+        }
+        self.workers = [_Worker(sent) for _ in range(workers)]
+        self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()
+        for worker in reversed(self.workers):
+            self._idle.put(worker)
+        self._lock = threading.Lock()
+        self._closed = False
+        self._lost: Counter[str] = Counter(dict.fromkeys(_REASONS, 0))
+
+    def start(self) -> None:
+        """Starts one process, so that the first picture need not wait for it; others when they are needed."""
+        self.workers[0].start()
+
+    def stats(self) -> dict[str, float]:
+        """Workers that have been replaced, by reason."""
+        with self._lock:
+            return {f"workers_lost_{reason}": float(count) for reason, count in self._lost.items()}
+
+    def image(self, data: bytes) -> Pixels:
+        with self._borrowed(self._image_seconds, ImageError) as worker:
+            reply, descriptor = worker.ask({"op": "image"}, data, self._image_seconds)
+            return self._pixels(reply, descriptor)
+
+    def clip(self, data: bytes) -> Clip:
+        with self._borrowed(self._video_seconds, VideoError) as worker:
+            reply, _ = worker.ask({"op": "clip"}, data, self._video_seconds)
+            _check(reply)
+            return _WorkerClip(self, data, _number(reply, "frames"))
+
+    def describe(self, data: bytes) -> ImageHeader:
+        with self._borrowed(self._video_seconds, ImageError) as worker:
+            reply, _ = worker.ask({"op": "describe"}, data, self._video_seconds)
+            _check(reply)
+            width, height = _number(reply, "width"), _number(reply, "height")
+            return ImageHeader(str(reply.get("format"))[:16], width, height, str(reply.get("mode"))[:16])
+
+    def close(self) -> None:
+        """Ends all processes; files that are being decoded are refused. Idempotent."""
+        self._closed = True
+        for worker in self.workers:
+            worker.stop()
+
+    @contextmanager
+    def _borrowed(self, seconds: float, kind: type[ImageError]) -> Iterator[_Worker]:
+        """A worker for one file. Losing it is the file's fault, and raises `kind`."""
+        worker = self._idle.get()
+        try:
+            yield worker
+        except _Lost as lost:
+            with self._lock:
+                self._lost[lost.why] += 1
+            log.warning("a picture worker is replaced: %s", lost.why)
+            worker.stop()
+            if not self._closed:
+                worker.start()
+            raise kind(_REASONS[lost.why].format(seconds=seconds)) from lost
+        finally:
+            self._idle.put(worker)
+
+    def _pixels(self, reply: dict[str, Any], descriptor: int | None) -> Pixels:
+        """Maps what a worker has sent, which is believed only as far as the kernel vouches for it."""
+        try:
+            _check(reply)
+            height, width = _number(reply, "height"), _number(reply, "width")
+            self._limits.image.check_size(width, height)
+            size = height * width * _CHANNELS
+            if descriptor is None or os.fstat(descriptor).st_size != size:
+                raise _Lost("nonsense")
+            if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:  # or it could shrink under the mapping
+                raise _Lost("nonsense")
+            # Private, so that it is writable for whoever wants that, as torch does.
+            memory = mmap.mmap(descriptor, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+            return np.frombuffer(memory, np.uint8).reshape(height, width, _CHANNELS)
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+
+class _WorkerClip(Clip):
+    """A clip that a worker opens again whenever its frames are wanted."""
+
+    def __init__(self, pool: PicturePool, data: bytes, frames: int) -> None:
+        self._pool, self._data, self._frames = pool, data, frames
+        self._fps: float | None = None
+        self._timed = False
+
+    @property
+    def num_frames(self) -> int:
+        return self._frames
+
+    @property
+    def fps(self) -> float | None:
+        if not self._timed:
+            for _ in self.arrays([]):
+                pass
+        return self._fps
+
+    def arrays(self, indices: Sequence[int]) -> Generator[Pixels, None, None]:
+        left = seconds = self._pool._video_seconds
+        command, data = {"op": "frames", "indices": list(indices)}, self._data
+        with self._pool._borrowed(seconds, VideoError) as worker:
+            while True:
+                asked = time.monotonic()
+                reply, descriptor = worker.ask(command, data, max(left, 0.001))
+                left -= time.monotonic() - asked
+                if "fps" in reply:
+                    break
+                yield self._pool._pixels(reply, descriptor)
+                command, data = {"op": "next"}, b""
+        fps = reply["fps"]
+        self._fps = float(fps) if isinstance(fps, int | float) else None
+        self._timed = True
+
+
+def _check(reply: dict[str, Any]) -> None:
+    """Raises the error that a reply tells of."""
+    if "error" in reply:
+        kind = VideoError if reply.get("video") else ImageError
+        raise kind(str(reply["error"])[:400])
+
+
+def _number(reply: dict[str, Any], name: str) -> int:
+    value = reply.get(name)
+    if not isinstance(value, int) or value < 1:
+        raise _Lost("nonsense")
+    return value
