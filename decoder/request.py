@@ -7,6 +7,9 @@ Who owns what, and until when:
     slots, pages  the sequence, from admission to finish, abort or preemption
     checkpoints   the prefix cache; between its slot being taken and the end of the step that writes it, the step
     seat          the sequence, from admission to finish, abort or preemption (row of the sampler's buffers)
+
+Samples of one prompt: the first one leads, the others follow. Those hold nothing until the leader has read the prompt;
+then each shares its whole pages, and has a copy of the page that goes on and of the state.
 """
 
 from __future__ import annotations
@@ -172,6 +175,10 @@ class Sequence:
     """The one checkpoint that moves along with its output, under `align`."""
     deferred: bool = False
     """It has waited a step for a state that another request was about to leave."""
+    leader: Sequence | None = None
+    """Who reads the prompt for it, until it has."""
+    followers: list[Sequence] = field(default_factory=list)
+    """For whom it reads the prompt."""
 
     def __post_init__(self) -> None:
         if not self.tokens:

@@ -20,7 +20,7 @@ from decoder.pooling import Pools
 from decoder.prefix_cache import COUNTERS, PrefixCache
 from decoder.request import DecoderRequest, FinishReason, Sequence, Status, TokenEvent
 from decoder.sampler import Choice, Sampler
-from decoder.scheduler import Row, Scheduler, Step
+from decoder.scheduler import Fork, Row, Scheduler, Step
 from decoder.speculation import Speculation
 
 CACHE_STATS = [f"cache_{name}" for name in (*COUNTERS, "checkpoints", "pages", "bytes")]
@@ -52,12 +52,15 @@ class DecoderRunner:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def add(self, request: DecoderRequest) -> None:
+    def add(self, request: DecoderRequest, *others: DecoderRequest) -> None:
         """Queues a request. `ValueError` when it can never be served, `DeadlineError` when not in time: both with the
         numbers that stand against it.
+
+        `others`: further samples of the same prompt, each with image sources of its own; it is read once for all.
         """
-        if request.request_id in self._sequences:
-            raise ValueError(f"a request {request.request_id!r} is here already")
+        for sample in (request, *others):
+            if sample.request_id in self._sequences:
+                raise ValueError(f"a request {sample.request_id!r} is here already")
         vocab = self.config.vocab_size
         for token in (*request.prompt_ids, *request.output_ids):
             if not 0 <= token < vocab:
@@ -70,6 +73,9 @@ class DecoderRunner:
                 self.scheduler.finish(sequence)
                 raise
         self._sequences[request.request_id] = sequence
+        for sample in others:
+            assert sample.prompt_ids == request.prompt_ids and not sample.output_ids and not request.output_ids
+            self._sequences[sample.request_id] = self.scheduler.add(sample, sequence)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request without an event and frees all it holds. False when there is none of that name.
@@ -173,7 +179,15 @@ class DecoderRunner:
             return []
         ahead = [row.sequence.drafts[:place] for row, place in drawing]
         logits = self.model.logits(hidden, batch.samples)
-        return self.sampler.sample(logits, [row.sequence for row, _ in drawing], ahead)
+        owners = [row.sequence for row, _ in drawing]
+        led = [(place, row) for place, (row, _) in enumerate(drawing) if row.sequence.followers]
+        if led:
+            shared = [(place, fork.follower) for place, row in led for fork in self.scheduler.fork(row, step)]
+            places = torch.tensor([*range(len(owners)), *(place for place, _ in shared)], device=logits.device)
+            logits = logits.index_select(0, places)
+            owners += [follower for _, follower in shared]
+            ahead += [[] for _ in shared]
+        return self.sampler.sample(logits, owners, ahead)
 
     def _postprocess(self, step: Step, choices: list[Choice]) -> list[TokenEvent]:
         self._counters["steps"] += bool(step.rows)
@@ -184,6 +198,9 @@ class DecoderRunner:
             if row.samples:
                 tokens += self._take(row, [next(drawn) for _ in range(row.drafts + 1)])
             self._settle(row, step.checkpoints.get(row.sequence.arrival, ()))
+        for fork in step.forks:
+            self._split(fork)
+            tokens.append(self._append(fork.follower, next(drawn)))
         self.scheduler.commit(step)
         events = [self._failure(sequence, error) for sequence, error in step.failed]
         for row in step.rows:
@@ -195,6 +212,14 @@ class DecoderRunner:
                 self._keep(sequence)
                 self._end(sequence)
         return events + tokens
+
+    def _split(self, fork: Fork) -> None:
+        """Gives a follower what is its own of its leader's prompt."""
+        if fork.pages is not None:
+            self.arena.copy_page(*fork.pages)
+        if fork.slots[0] >= 0:
+            self.arena.copy_slot(*fork.slots)
+        _release_spans(fork.follower)
 
     def _take(self, row: Row, choices: list[Choice]) -> list[TokenEvent]:
         """Adds what was drawn to the row's sequence: a token for each draft that is the token drawn in its place, and
@@ -283,6 +308,8 @@ class DecoderRunner:
             **self._counters,
             "preemptions": scheduler.preemptions,
             "recomputes": scheduler.recomputes,
+            "forks": scheduler.forks,
+            "fork_misses": scheduler.fork_misses,
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
             "used_slots": sum(sequence.slot >= 0 for sequence in running),

@@ -81,6 +81,15 @@ class Save(NamedTuple):
     seat: int
 
 
+class Fork(NamedTuple):
+    """A sequence that goes on from another one's prompt: what of it is to be copied, (from, to)."""
+
+    leader: Sequence
+    follower: Sequence
+    slots: tuple[int, int]
+    pages: tuple[int, int] | None
+
+
 @dataclass
 class Step:
     """What the runner is to do, in this order: save, clear, copy, load, run; failures are to be reported."""
@@ -101,6 +110,9 @@ class Step:
     failed: list[tuple[Sequence, Exception]] = field(default_factory=list)
     put_out: set[int] = field(default_factory=set)
     """Arrival numbers of the sequences that lost their memory in this step: they do not come back in it."""
+
+    forks: list[Fork] = field(default_factory=list)
+    """Sequences that start where a row has ended: set while the step runs, copied before the next."""
 
     @property
     def tokens(self) -> int:
@@ -139,6 +151,9 @@ class Scheduler:
         self.step_number = 0
         self.preemptions = 0
         self.recomputes = 0
+        self.forks = 0
+        self.fork_misses = 0
+        """Followers that found no seat or memory when their prompt had been read, and queue for themselves."""
         self._arrivals = 0
         self._admissions = 0
         self._seats = list(range(options.max_seqs - 1, -1, -1))
@@ -147,8 +162,10 @@ class Scheduler:
 
     # -- requests come and go ------------------------------------------------------------------------------------------
 
-    def add(self, request: DecoderRequest) -> Sequence:
-        """Queues a request. `ValueError` when it can never be served, with the numbers."""
+    def add(self, request: DecoderRequest, leader: Sequence | None = None) -> Sequence:
+        """Queues a request. `ValueError` when it can never be served, with the numbers. `leader`: a waiting sequence of
+        the same prompt, which reads it for both.
+        """
         prompt, output = len(request.prompt_ids), len(request.output_ids)
         maximum = self.options.max_len
         if prompt == 0:
@@ -168,10 +185,59 @@ class Scheduler:
         sequence = Sequence(request, self._arrivals, limit, rank=self.step_number - level * self.options.ageing)
         self._arrivals += 1
         self.waiting.append(sequence)
+        if leader is not None:
+            sequence.leader = leader
+            leader.followers.append(sequence)
         return sequence
+
+    def _part(self, sequence: Sequence) -> None:
+        """Takes a sequence out of its group; the first of those that it led leads the others."""
+        if sequence.leader is not None:
+            sequence.leader.followers.remove(sequence)
+            sequence.leader = None
+        if sequence.followers:
+            first, *rest = sequence.followers
+            first.leader, first.followers, sequence.followers = None, rest, []
+            for other in rest:
+                other.leader = first
+
+    def fork(self, row: Row, step: Step) -> list[Fork]:
+        """Starts the followers of a sequence whose prompt ends with this row: whole pages are shared, and what goes on
+        from the prompt's end is theirs alone. Those for whom there is no room go on by themselves.
+        """
+        leader, size = row.sequence, self.options.page_size
+        followers, leader.followers = leader.followers, []
+        whole, part = divmod(row.end, size) if self.pool.pages_per_block else (0, 0)
+        forks = []
+        for follower in followers:
+            follower.leader = None
+            if not self._seats or not self._reclaim(step, self.slots_per_seq, int(part > 0) + 1):
+                self.fork_misses += 1
+                continue
+            slots = [self.pool.take_slot() for _ in range(self.slots_per_seq)]
+            own = self.pool.take_pages(int(part > 0))
+            assert own is not None
+            shared = leader.pages[:whole]
+            self.pool.retain_pages(shared)
+            follower.slots, follower.pages = [slot for slot in slots if slot is not None], [*shared, *own]
+            follower.seat, follower.admission = self._seats.pop(), self._admissions
+            self._admissions += 1
+            follower.computed, follower.last_step, follower.status = row.end, self.step_number, Status.RUNNING
+            follower.cached_tokens, follower.chain = leader.cached_tokens, list(leader.chain)
+            if self.cache is not None:
+                follower.last_mark = leader.last_mark
+                follower.next_mark = self.cache.placement.next_mark((), follower.prompt_len, row.end)
+            self.waiting.remove(follower)
+            self.running.append(follower)
+            copied = (leader.pages[whole], own[0]) if own else None
+            forks.append(Fork(leader, follower, (leader.slot, follower.slot), copied))
+        self.forks += len(forks)
+        step.forks += forks
+        return forks
 
     def finish(self, sequence: Sequence) -> None:
         """Takes a sequence out and frees all it holds. The caller sees to it that no step is using it."""
+        self._part(sequence)
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
             self._release(sequence)
@@ -373,7 +439,7 @@ class Scheduler:
         for sequence in sorted(self.waiting, key=lambda s: s.order):
             if budget == 0:
                 break
-            if sequence.arrival in step.put_out:
+            if sequence.arrival in step.put_out or sequence.leader is not None:
                 continue
             hit = self._lookup(sequence)
             row = self._entry_row(sequence, hit, budget)
@@ -404,7 +470,8 @@ class Scheduler:
         if not held:
             return True
         pages = self._entry_pages(sequence) + (len(held) if self.pool.pages_per_block else 0)
-        return self.pool.fits_beside(1, pages, (s.slot for s in held), (page for s in held for page in s.pages))
+        slots = (slot for s in held for slot in s.slots)
+        return self.pool.fits_beside(self.slots_per_seq, pages, slots, (page for s in held for page in s.pages))
 
     def _entry_pages(self, sequence: Sequence) -> int:
         """Pages for every token it has: a prompt that is let in can be computed to its end."""
@@ -627,7 +694,8 @@ class Scheduler:
 
     def tokens_ahead(self, sequence: Sequence) -> int:
         """Prompt tokens to compute before the first token of a waiting sequence: its own and those of all before it."""
-        before = [other for other in self.sequences if other is not sequence and other.order < sequence.order]
+        others = [other for other in self.sequences if other is not sequence and other.leader is None]
+        before = [other for other in others if other.order < sequence.order]
         return sum(
             max(0, other.prompt_len - max(other.computed, self._lookup(other).tokens)) for other in (*before, sequence)
         )
@@ -646,6 +714,8 @@ class Scheduler:
 
     def _could_start(self, sequence: Sequence) -> bool:
         """By the same measure as its admission: what it would begin with is not ready merely because the text is."""
+        if sequence.leader is not None:
+            return False
         done = max(sequence.computed, self._lookup(sequence).tokens)
         return sequence.ready_end(done) > max(done, sequence.barrier - 1)
 

@@ -1,0 +1,140 @@
+"""Samples of one prompt: read once, pages shared, each as it would be by itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tiny_decoder import FakeSource, image, make_runner, random_weights, request, run, tiny_config, tokens
+
+from decoder.request import DecoderRequest
+from decoder.runner import DecoderRunner
+from decoder.sampling import SamplingParams
+
+PATTERNS = ["M-*EM*", "MM", "**"]
+WEIGHTS = {pattern: dict(random_weights(tiny_config(pattern))) for pattern in PATTERNS}
+SAMPLING = SamplingParams(max_tokens=12, temperature=1.0, seed=5, logprobs=1)
+ROWS = torch.randn(7, 32, generator=torch.Generator().manual_seed(1))
+
+
+def samples(count: int, length: int = 29, *, pictures: bool = True, **changes: Any) -> list[DecoderRequest]:
+    made = []
+    for index in range(count):
+        spans = [image(4, ROWS)] if pictures else []
+        prompt = [index_ * 7 % 97 for index_ in range(length)]
+        made.append(request(f"s{index}", prompt, SAMPLING, spans, sample_index=index, **changes))
+    return made
+
+
+def drive(runner: DecoderRunner, group: list[DecoderRequest], **rest: Any) -> dict[str, Any]:
+    runner.add(*group)
+    return run(runner, **rest)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("length", [29, 32], ids=["mid-page", "whole-pages"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"state_cache": "none"}, id="no-cache"),
+        pytest.param({"state_cache": "all", "page_size": 4, "state_block": 4, "max_chunk": 7}, id="all-chunk-7"),
+        pytest.param({"graphs": "on"}, id="graphs"),
+        pytest.param({"speculative": "ngram", "draft_policy": "fixed"}, id="replay"),
+        pytest.param({"speculative": "ngram", "draft_policy": "fixed", "spec_state": "slots"}, id="slots"),
+    ],
+)
+def test_forked_equals_alone(pattern: str, length: int, options: dict[str, Any]) -> None:
+    plain = make_runner(tiny_config(pattern), WEIGHTS[pattern], state_cache="none")
+    alone = {}
+    for sample in samples(5, length):
+        alone |= run(plain, sample)
+    runner = make_runner(tiny_config(pattern), WEIGHTS[pattern], **options)
+    found = drive(runner, samples(5, length))
+    assert {name: tokens(events) for name, events in found.items()} == {n: tokens(e) for n, e in alone.items()}
+    for name, events in found.items():
+        assert [e.logprob for e in events] == pytest.approx([e.logprob for e in alone[name]], abs=1e-4)
+    stats = runner.stats()
+    assert stats["forks"] == 4 and stats["fork_misses"] == 0
+    if "speculative" not in options:
+        assert stats["batched_tokens"] == length + 5 * 11, "the prompt was read more than once"
+    if options.get("state_cache") == "none":
+        assert stats["free_blocks"] == stats["total_blocks"]
+
+
+def test_pages_are_shared_and_the_last_one_is_not() -> None:
+    runner = make_runner(tiny_config("**"), WEIGHTS["**"], page_size=4)
+    runner.add(*samples(3, 30, pictures=False))
+    runner.step()
+    first, second, third = (sequence.pages for sequence in runner.scheduler.running)
+    assert first[:7] == second[:7] == third[:7] and len({first[7], second[7], third[7]}) == 3
+    runner.check_integrity()
+    run(runner)
+
+
+@pytest.mark.parametrize("seats", [1, 2])
+def test_those_without_a_seat_read_the_prompt_themselves(seats: int) -> None:
+    pattern = "M-*EM*"
+    plain = make_runner(tiny_config(pattern), WEIGHTS[pattern])
+    alone = {name: tokens(e) for s in samples(4) for name, e in run(plain, s).items()}
+    runner = make_runner(tiny_config(pattern), WEIGHTS[pattern], max_seqs=seats)
+    found = drive(runner, samples(4))
+    assert {name: tokens(events) for name, events in found.items()} == alone
+    assert runner.stats()["fork_misses"] == 4 - seats and runner.stats()["forks"] == seats - 1
+
+
+@pytest.mark.parametrize("host_bytes", [pytest.param(0, id="recompute"), pytest.param(10**9, id="swap")])
+@pytest.mark.parametrize("pictures", [False, True])
+def test_forked_and_preempted(host_bytes: int, pictures: bool) -> None:
+    pattern = "M-*EM*"
+    plain = make_runner(tiny_config(pattern), WEIGHTS[pattern])
+    alone = {name: tokens(e) for s in samples(4, pictures=pictures) for name, e in run(plain, s).items()}
+    runner = make_runner(tiny_config(pattern), WEIGHTS[pattern], host_bytes=host_bytes, max_chunk=10)
+    found = drive(runner, samples(4, pictures=pictures), preempt_every=6)
+    assert {name: tokens(events) for name, events in found.items()} == alone
+    assert runner.stats()["preemptions"] > 1
+
+
+@pytest.mark.parametrize("when", ["waiting", "reading", "forked"])
+@pytest.mark.parametrize("who", ["s0", "s1"])
+def test_one_that_leaves_takes_nobody_along(when: str, who: str) -> None:
+    pattern = "M-*EM*"
+    plain = make_runner(tiny_config(pattern), WEIGHTS[pattern])
+    alone = {name: tokens(e) for s in samples(3) for name, e in run(plain, s).items()}
+    runner = make_runner(tiny_config(pattern), WEIGHTS[pattern], max_chunk=10)
+    group = samples(3)
+    runner.add(*group)
+    events: dict[str, list[Any]] = {name: [] for name in alone}
+    for _ in range({"waiting": 0, "reading": 1, "forked": 4}[when]):
+        for event in runner.step():
+            events[event.request_id].append(event)
+    assert runner.abort(who)
+    for name, more in run(runner).items():
+        events[name] += more
+    for name in alone.keys() - {who}:
+        assert tokens(events[name]) == alone[name]
+    for sample in group:
+        for span in sample.spans:
+            assert isinstance(span.source, FakeSource) and span.source.releases == 1
+
+
+def test_a_picture_that_fails_for_the_leader_ends_its_own_sample() -> None:
+    pattern = "M-*EM*"
+    runner = make_runner(tiny_config(pattern), WEIGHTS[pattern])
+    group = samples(3)
+    broken = replace(group[0].spans[0], source=FakeSource(ROWS, ready=False))
+    broken.source.error = OSError("gone")  # type: ignore[attr-defined]
+    group[0] = replace(group[0], spans=(broken,))
+    found = drive(runner, group)
+    assert found["s0"][-1].finish_reason == "error"
+    assert all(len(tokens(found[name])) == 12 for name in ("s1", "s2"))
+
+
+def test_a_group_that_cannot_be_served_leaves_nothing() -> None:
+    runner = make_runner(tiny_config("MM"), WEIGHTS["MM"], max_len=20)
+    with pytest.raises(ValueError, match="max_len 20"):
+        runner.add(*samples(3, 29, pictures=False))
+    assert not runner.has_work
+    runner.check_integrity()
