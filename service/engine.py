@@ -19,7 +19,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -62,7 +62,7 @@ class EngineImage:
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """One sample to draw, as the front hands it over."""
+    """One sample to draw, or several of one prompt, as the front hands it over."""
 
     request_id: str
     prompt_ids: list[int]
@@ -78,6 +78,14 @@ class EngineRequest:
     """Seconds from its handing over in which an answer is of use."""
     checkpoint_at: tuple[int, ...] = ()
     """Prompt positions, before the first picture, where other prompts are likely to part from this one."""
+    siblings: tuple[str, ...] = ()
+    """Ids of further samples, whose indices follow on `sample_index`. Each lives and ends by itself."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Ids of all its samples, by index."""
+        return (self.request_id, *self.siblings)
+
     """What is wanted instead of an answer; `picture` is about the only one of `images`, whose `start` says nothing."""
 
 
@@ -278,37 +286,42 @@ class Engine:
 
     def _add(self, request: EngineRequest) -> None:
         if self._fatal is not None:
-            self._refuse(request, "died", "the engine stopped")
+            self._refuse(request.names, "died", "the engine stopped")
             return
-        leases: list[Lease] = []
         try:
             if request.embed == "picture":
                 self._embed_picture(request)
                 return
-            for image in request.images:
-                if self._handoff is None:
-                    raise ValueError(f"{self.info.model} takes no images")
-                leases.append(self._handoff.lease(image.key, image.patches, request.request_id, request.priority))
-            if is_settled(request, leases):
-                self._admit(request, leases)
+            for name in request.names:
+                self._live.add(name)
+                self._lease(request, name)
+            if is_settled(request, self._leases[request.request_id]):
+                self._admit(request, request.names)
             else:
                 self._unsettled[request.request_id] = request
         except (ValueError, DeadlineError) as error:
-            for lease in leases:
-                lease.release()
-            self._refuse(request, _kind(error), str(error))
-            return
-        self._leases[request.request_id] = leases
-        self._live.add(request.request_id)
+            self._give_up(request, error)
+
+    def _lease(self, request: EngineRequest, name: str) -> None:
+        """Leases on all pictures for one sample: the pixels are there once. Raises ValueError."""
+        leases = self._leases[name] = list[Lease]()
+        for image in request.images:
+            if self._handoff is None:
+                raise ValueError(f"{self.info.model} takes no images")
+            leases.append(self._handoff.lease(image.key, image.patches, name, request.priority))
+
+    def _give_up(self, request: EngineRequest, error: Exception) -> None:
+        """Nothing of the request is left, and each of its samples that is still waited for is told why."""
+        names = [name for name in request.names if name in self._live]
+        for name in names:
+            self._forget(name)
+        self._refuse(names, _kind(error), str(error))
 
     def _embed_picture(self, request: EngineRequest) -> None:
         """Waits for the picture's rows. Raises ValueError."""
-        (image,) = request.images
-        if self._handoff is None:
-            raise ValueError(f"{self.info.model} takes no images")
-        lease = self._handoff.lease(image.key, image.patches, request.request_id, request.priority)
-        self._leases[request.request_id], self._pictures[request.request_id] = [lease], lease
         self._live.add(request.request_id)
+        self._lease(request, request.request_id)
+        (self._pictures[request.request_id],) = self._leases[request.request_id]
 
     def _give_pictures(self) -> None:
         """Rows that are there leave as events."""
@@ -326,44 +339,50 @@ class Engine:
     def _settle(self) -> None:
         """Hands requests on whose pruned clips have been encoded."""
         for request_id, request in list(self._unsettled.items()):
-            leases = self._leases[request_id]
-            if not is_settled(request, leases):
+            names = [name for name in request.names if name in self._live]
+            if names and not is_settled(request, self._leases[names[0]]):
                 continue
             del self._unsettled[request_id]
             try:
-                self._admit(request, leases)
+                self._admit(request, names)
             except (ValueError, DeadlineError) as error:
-                self._forget(request_id)
-                self._refuse(request, _kind(error), str(error))
+                self._give_up(request, error)
 
-    def _admit(self, request: EngineRequest, leases: list[Lease]) -> None:
-        """Raises ValueError for a request that the decoder cannot run, DeadlineError for one it cannot run in time."""
-        prompt_ids, spans = place(request, leases)
-        self._decoder.add(
-            DecoderRequest(
-                request_id=request.request_id,
-                prompt_ids=prompt_ids,
-                sampling=request.sampling,
-                spans=spans,
-                output_ids=request.output_ids,
-                eos_token_ids=request.eos_token_ids,
-                sample_index=request.sample_index,
-                priority=request.priority,
-                salt=request.salt,
-                pooled=request.embed == "hidden",
-                timeout=request.timeout,
-                checkpoint_at=request.checkpoint_at,
+    def _admit(self, request: EngineRequest, names: Iterable[str]) -> None:
+        """Hands these samples of a request to the decoder. Raises ValueError for what it cannot run, DeadlineError for
+        what it cannot run in time.
+        """
+        made = []
+        for name in names:
+            prompt_ids, spans = place(request, self._leases[name])
+            made.append(
+                DecoderRequest(
+                    request_id=name,
+                    prompt_ids=prompt_ids,
+                    sampling=request.sampling,
+                    spans=spans,
+                    output_ids=request.output_ids,
+                    eos_token_ids=request.eos_token_ids,
+                    sample_index=request.sample_index + request.names.index(name),
+                    priority=request.priority,
+                    salt=request.salt,
+                    pooled=request.embed == "hidden",
+                    timeout=request.timeout,
+                    checkpoint_at=request.checkpoint_at,
+                )
             )
-        )
+        if made:
+            self._decoder.add(*made)
 
-    def _refuse(self, request: EngineRequest, kind: ErrorKind, message: str) -> None:
-        self._emit([EngineEvent(request.request_id, finish_reason="error", error=kind, message=message)])
+    def _refuse(self, names: Iterable[str], kind: ErrorKind, message: str) -> None:
+        self._emit([EngineEvent(name, finish_reason="error", error=kind, message=message) for name in names])
 
     def _abort(self, request_id: str) -> None:
         if request_id in self._live:
-            if self._unsettled.pop(request_id, None) is None:
-                self._decoder.abort(request_id)
+            self._decoder.abort(request_id)
             self._forget(request_id)
+            waiting = self._unsettled.items()
+            self._unsettled = {i: r for i, r in waiting if not self._live.isdisjoint(r.names)}
 
     def _forget(self, request_id: str) -> None:
         self._live.discard(request_id)

@@ -97,9 +97,9 @@ class EngineProcess:
         bare, pixels = wire.pack_pixels(request)
         try:
             with self._state_lock:
-                self._live.add(request.request_id)
+                self._live.update(request.names)
             if not self._send(("submit", bare, pixels is not None), pixels):
-                self._lose([request.request_id])
+                self._lose(list(request.names))
         finally:
             if pixels is not None:
                 os.close(pixels)

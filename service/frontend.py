@@ -1,7 +1,7 @@
 """The front's work on a request: text to ids, pictures to patches, ids to text, and a watch over what the engine holds.
 
     prepare    pictures and clips decoded and patched in a pool; messages -> prompt ids with room for their rows
-    submit     one engine request for each sample; from here on the engine holds resources
+    submit     one engine request for all samples; from here on the engine holds resources
     relay      engine events -> deltas: detokenise, match stop strings, count
     finally    whatever is not finished is aborted
 
@@ -405,28 +405,25 @@ class Frontend:
             yield yield_started
             yield finished(0, *ending)
             return
-        submitted: list[str] = []
+        request = EngineRequest(
+            names[0],
+            prompt.ids,
+            params,
+            prompt.images,
+            spec.continued,
+            self._eos(params),
+            priority=spec.priority,
+            salt=salt,
+            timeout=None if timeout is None else timeout - (time.monotonic() - arrived),
+            checkpoint_at=(prompt.system_end,) if prompt.system_end else (),
+            siblings=tuple(names[1:]),
+        )
+        self._queues.update(dict.fromkeys(names, queue))
         try:
-            for index, name in enumerate(names):
-                self._queues[name] = queue
-                submitted.append(name)
-                request = EngineRequest(
-                    name,
-                    prompt.ids,
-                    params,
-                    prompt.images,
-                    spec.continued,
-                    self._eos(params),
-                    index,
-                    spec.priority,
-                    salt,
-                    timeout=None if timeout is None else timeout - (time.monotonic() - arrived),
-                    checkpoint_at=(prompt.system_end,) if prompt.system_end else (),
-                )
-                if prompt.images:  # copies pixels into shared memory
-                    await self._in_pool(self.engine.submit, request)
-                else:
-                    self.engine.submit(request)
+            if prompt.images:  # copies pixels into shared memory
+                await self._in_pool(self.engine.submit, request)
+            else:
+                self.engine.submit(request)
             yield yield_started
             call.begin(names)
             while not all(state.done for state in states):
@@ -446,7 +443,7 @@ class Frontend:
                                 self.engine.abort(name)
                             yield finished(index, reason, stop_token)
         finally:
-            for name in submitted:
+            for name in names:
                 self._queues.pop(name, None)
                 if not states[index_of[name]].done:
                     self.engine.abort(name)

@@ -69,3 +69,33 @@ def test_a_deadline_out_of_reach_is_refused_and_leaves_nothing(running: Running)
     assert isinstance(status, errors.DeadlineExceeded) and status.reason == "DEADLINE_UNREACHABLE"
     running.engine.submit(EngineRequest("patient", [1] * 50, greedy()))
     assert len(running.wait({"patient"})["patient"]) == 4
+
+
+def test_samples_of_one_request_read_its_prompt_once(running: Running) -> None:
+    """The same tokens as from requests of their own, and one prompt's worth of work."""
+    prompt, sampling = [1 + i % 90 for i in range(70)], SamplingParams(max_tokens=5, seed=3, ignore_eos=True)
+    for index in range(3):
+        running.engine.submit(EngineRequest(f"alone {index}", prompt, sampling, sample_index=index))
+        running.wait({f"alone {index}"})
+    running.engine.query("flush").result(60)
+    before = running.engine.query("stats").result(60)["decoder"]
+    running.engine.submit(EngineRequest("group 0", prompt, sampling, siblings=("group 1", "group 2")))
+    running.wait({f"group {index}" for index in range(3)})
+    after = running.engine.query("stats").result(60)["decoder"]
+    assert after["batched_tokens"] - before["batched_tokens"] == 70 + 3 * 4
+    for index in range(3):
+        alone, forked = (running.wait({f"{kind} {index}"})[f"{kind} {index}"] for kind in ("alone", "group"))
+        assert [e.token_id for e in forked] == [e.token_id for e in alone]
+
+
+def test_every_sample_of_a_refused_request_is_told(running: Running) -> None:
+    running.engine.submit(EngineRequest("group 0", [1] * 300, greedy(), siblings=("group 1",)))
+    events = running.wait({"group 0", "group 1"})
+    assert all("300" in of[0].message and of[0].error == "invalid" for of in events.values())
+
+
+def test_a_sample_that_is_aborted_leaves_the_others(running: Running) -> None:
+    running.engine.submit(EngineRequest("group 0", [2] * 60, greedy(9), siblings=("group 1", "group 2")))
+    running.engine.abort("group 0")
+    events = running.wait({"group 1", "group 2"})
+    assert all(len(of) == 9 for of in events.values())
