@@ -18,7 +18,7 @@ from encoder.runner import EncoderOptions, EncoderRunner
 from service.checkpoint import Checkpoint, Progress, open_checkpoint
 from service.config import ConfigError, EngineOptions
 from service.encoder_pool import EncoderPool
-from service.encoding import Encoding, LocalEncoder
+from service.encoding import Encoding, LocalEncoder, WorkSource
 from service.engine import Engine, EngineInfo
 from service.handoff import Handoff
 from service.partner import Partner, partner_of
@@ -114,6 +114,8 @@ def build_engine(options: EngineOptions) -> Engine:
         handoff = Handoff(options.handoff_bytes, hidden, dtype, decoder.options.device)
         if options.role == "decoder":
             encoding = connect_encoders(options, checkpoint, vision, handoff)
+        elif options.encoder_process:
+            encoding = encoder_process(options, vision, handoff)
         else:
             encoding = local_encoder(options, checkpoint, vision, handoff)
     elif options.role == "decoder":
@@ -142,10 +144,14 @@ def local_encoder(
     options: EngineOptions, checkpoint: Checkpoint, vision: VisionConfig, handoff: Handoff
 ) -> LocalEncoder:
     """The encoder in this process: on a CPU it takes turns with whoever built it, on a GPU it has a thread."""
-    with _progress("encoder") as progress:
-        runner = EncoderRunner(vision, encoder_options(options, checkpoint), checkpoint.vision_weights(progress))
+    runner = _encoder_runner(options, checkpoint, vision)
     on_gpu = torch.device(resolve_device(options)).type != "cpu"
     return LocalEncoder(runner, handoff, step_tokens=step_tokens(options, vision), own_thread=on_gpu)
+
+
+def _encoder_runner(options: EngineOptions, checkpoint: Checkpoint, vision: VisionConfig) -> EncoderRunner:
+    with _progress("encoder") as progress:
+        return EncoderRunner(vision, encoder_options(options, checkpoint), checkpoint.vision_weights(progress))
 
 
 def step_tokens(options: EngineOptions, vision: VisionConfig) -> int:
@@ -173,6 +179,24 @@ def connect_encoders(
         for address in options.encoders
     ]  # fmt: skip
     return EncoderPool(handoff, links, lease=options.encoder_lease, step_tokens=step_tokens(options, vision))
+
+
+def encoder_process(options: EngineOptions, vision: VisionConfig, handoff: Handoff) -> EncoderPool:
+    """The encoder in a process of its own on this host. Raises ConfigError in that process's words."""
+    from service.process_link import ProcessLink
+
+    link = ProcessLink(options, segment_bytes=options.encoder_segment_bytes)
+    return EncoderPool(handoff, [link], lease=options.encoder_lease, step_tokens=step_tokens(options, vision))
+
+
+def encoder_of_process(options: EngineOptions, source: WorkSource) -> LocalEncoder:
+    """The same from inside. Works on the caller's turns, on every device."""
+    torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
+    checkpoint = open_checkpoint(options.model)
+    vision = resolve_vision(options, checkpoint)
+    assert vision is not None, "a process for the encoder of a model without one"
+    runner = _encoder_runner(options, checkpoint, vision)
+    return LocalEncoder(runner, source, step_tokens=step_tokens(options, vision))
 
 
 def build_encoder(options: EngineOptions) -> tuple[LocalEncoder, Handoff, Partner]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from service.config import ConfigError, EngineOptions, ServerOptions, from_command_line
+from service.helper_process import SPINNING
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -33,8 +34,8 @@ def serve(argv: Sequence[str]) -> int:
     """`saccade serve [MODEL] [options]`"""
     parser = argparse.ArgumentParser("saccade serve", description="Serve a model over gRPC.")
     options = from_command_line(ServerOptions, parser, argv)
-    if options.role == "encoder":  # its maths is in this process; see service/engine_client.py
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    if options.role == "encoder":  # its maths is in this process; see service/helper_process.py
+        os.environ.update({**SPINNING, **os.environ})
     # The front's own maths (resizing pictures) must not start a thread team beside the engine's.
     import torch
 

@@ -105,6 +105,12 @@ class EngineOptions:
     encoders: tuple[str, ...] = _option(
         (), "with --role decoder: HOST:PORT of servers with --role encoder, with commas"
     )
+    encoder_process: bool = _option(
+        False, "encode in a process of its own on this host, whose death costs a retry and not the engine"
+    )
+    encoder_segment_bytes: int = _option(
+        256 * 2**20, "bytes of shared memory between the engine and that process", minimum=2**16, size=True
+    )
     encoder_lease: float = _option(
         30.0, "seconds that another process may take over a picture before it goes to the next one", minimum=0.001
     )
@@ -122,6 +128,8 @@ class EngineOptions:
             raise ConfigError("encoders: --role decoder needs the encoders' addresses, such as 10.0.0.5:50051")
         if self.role != "decoder" and self.encoders:
             raise ConfigError(f"encoders: {','.join(self.encoders)} would not be used by --role {self.role}")
+        if self.encoder_process and self.role != "all":
+            raise ConfigError(f"encoder_process: it would have nothing to do in --role {self.role}")
         for address in self.encoders:
             if not re.fullmatch(r".+:\d+", address):
                 raise ConfigError(f"encoders: {address!r} is not HOST:PORT")

@@ -71,6 +71,9 @@ class Link(Protocol):
         """True: nothing will be written or told of `work` from now on. False: it has ended, and the owner is being
         told."""
 
+    def abandon(self) -> None:
+        """Gives an encoder up that is late and has not been heard of since: the connection ends, or the process."""
+
     def stats(self) -> dict[str, float]:
         """Numbers of this encoder; those that end in `_now` are states, the others only grow."""
 
@@ -88,7 +91,8 @@ class EncoderPool:
         self.links = list(links)
         self._handoff, self._lease, self._step_tokens = handoff, lease, step_tokens
         self._given: dict[int, tuple[Link, Work]] = {}
-        self._late: set[str] = set()
+        self._late: dict[str, float] = {}
+        """Links that are late, and when they are given up."""
         self._lock = threading.Lock()
         self._wake, self._closing = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -164,7 +168,7 @@ class EncoderPool:
 
     def changed(self, link: Link) -> None:
         with self._lock:
-            self._late.discard(link.name)
+            self._late.pop(link.name, None)
         self._wake.set()
 
     def _end(self, link: Link, work: Work, how: str) -> None:
@@ -172,7 +176,7 @@ class EncoderPool:
             self._given.pop(work.ticket, None)
             self._counts[how] += 1
             if how != "lost":
-                self._late.discard(link.name)
+                self._late.pop(link.name, None)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -194,7 +198,7 @@ class EncoderPool:
             with self._lock:
                 link, _ = self._given.get(work.ticket, (None, None))
                 if link is not None:
-                    self._late.add(link.name)
+                    self._late.setdefault(link.name, time.monotonic() + self._lease)
             if link is not None:
                 log.warning("encoder %s did not write a picture within %g s", link.name, self._lease)
                 self._revoke(link, work, "late")
@@ -223,17 +227,29 @@ class EncoderPool:
                     self._counts["given"] += 1
                 link.send(work, self._handoff.seconds_left(work))
         now = time.monotonic()
+        moments = self._give_up(now)
         self._nobody_since = None if self._usable() else self._nobody_since or now
-        moments = []
         if self._nobody_since is not None:
-            moments.append(self._nobody_since + self._lease)
-            if moments[0] <= now:
+            if self._nobody_since + self._lease > now:
+                moments.append(self._nobody_since + self._lease)
+            else:
                 reasons = "; ".join(f"{link.name}: {link.reason or 'does not answer'}" for link in self.links)
                 self._handoff.fail_reserved(EncoderUnavailable(f"no encoder can be reached ({reasons})"))
-                moments.clear()
         if (expiry := self._handoff.next_expiry()) is not None:
             moments.append(expiry)
         return max(min(moments) - now, 0.0) if moments else None
+
+    def _give_up(self, now: float) -> list[float]:
+        """Ends connections to encoders that have been late for a second lease. Returns the moments at which others
+        will have been."""
+        with self._lock:
+            over = [link for link in self.links if self._late.get(link.name, now + 1) <= now]
+            for link in over:
+                self._late[link.name] = float("inf")  # until it is heard of
+            moments = [moment for moment in self._late.values() if moment < float("inf")]
+        for link in over:
+            link.abandon()
+        return moments
 
     def _usable(self) -> list[Link]:
         with self._lock:

@@ -11,12 +11,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from encoder.job import EncodeJob
 from encoder.runner import EncoderRunner
-from service.handoff import EncodingFailed, Handoff, Work
+from service.handoff import EncodingFailed, Work
 
 log = logging.getLogger(__name__)
 
@@ -47,11 +47,21 @@ class Encoding(Protocol):
         """Ends it. Idempotent."""
 
 
+class WorkSource(Protocol):
+    """Where an encoder gets its work and says what came of it: a handoff, or what stands for one elsewhere."""
+
+    def take(self, max_tokens: int | None = None) -> list[Work]: ...
+
+    def publish(self, works: Sequence[Work], counts: Sequence[tuple[int, ...] | None]) -> None: ...
+
+    def fail(self, work: Work, error: Exception) -> None: ...
+
+
 class LocalEncoder:
     """The encoder runner in this process, on the caller's turns or, with `own_thread`, on a thread of its own."""
 
     def __init__(
-        self, runner: EncoderRunner, handoff: Handoff, *, step_tokens: int | None = None, own_thread: bool = False
+        self, runner: EncoderRunner, handoff: WorkSource, *, step_tokens: int | None = None, own_thread: bool = False
     ) -> None:
         """`step_tokens`: image tokens that the encoder takes on at a time."""
         self.runner = runner

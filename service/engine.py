@@ -37,7 +37,7 @@ from service.placing import is_settled, place
 
 log = logging.getLogger(__name__)
 
-ErrorKind = Literal["invalid", "deadline", "internal", "unavailable", "died"]
+ErrorKind = Literal["invalid", "deadline", "internal", "unavailable", "full", "died"]
 Query = Literal["stats", "integrity", "flush", "histogram"]
 Embedding = Literal["hidden", "picture"]
 """Of a prompt: its last and its mean hidden state. Of a picture: its tokens, as the decoder reads them."""
@@ -305,10 +305,11 @@ class Engine:
     def _lease(self, request: EngineRequest, name: str) -> None:
         """Leases on all pictures for one sample: the pixels are there once. Raises ValueError."""
         leases = self._leases[name] = list[Lease]()
+        deadline = None if request.timeout is None else time.monotonic() + request.timeout
         for image in request.images:
             if self._handoff is None:
                 raise ValueError(f"{self.info.model} takes no images")
-            leases.append(self._handoff.lease(image.key, image.patches, name, request.priority))
+            leases.append(self._handoff.lease(image.key, image.patches, name, request.priority, deadline))
 
     def _give_up(self, request: EngineRequest, error: Exception) -> None:
         """Nothing of the request is left, and each of its samples that is still waited for is told why."""

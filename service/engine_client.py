@@ -5,28 +5,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import count
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from service import wire
 from service.config import ConfigError, EngineOptions
 from service.engine import EngineEvent, EngineInfo, EngineRequest, EventSink, Query
+from service.helper_process import start_helper
 
 log = logging.getLogger(__name__)
-
-SPINNING = {"GOMP_SPINCOUNT": "1000"}
-"""How long a thread of libgomp's team spins before it sleeps: about as long as Python takes between two operations. Its
-default is hundreds of times that, which gains a tenth on an idle machine (141 against 122 tokens/s at one request, 455
-against 415 at eight), and on one where anything else is busy makes a step wait whole time slices for a thread that has
-lost its core: measured up to fifty times slower."""
 
 
 class EngineDied(RuntimeError):
@@ -50,19 +41,7 @@ class EngineProcess:
         self._numbers = count()
         self._emit: EventSink = lambda events: None
         self._closing = False
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            root = str(Path(__file__).resolve().parent.parent)
-            path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "service.engine_process", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env={**SPINNING, **os.environ, "PYTHONPATH": path},
-            )
-        finally:
-            theirs.close()
-        self._connection: Connection = Connection(ours.detach())
+        self._process, self._connection = start_helper("service.engine_process")
         self._reader: threading.Thread | None = None
         try:
             self._connection.send((options, log_level))
@@ -93,8 +72,14 @@ class EngineProcess:
         self._reader.start()
 
     def submit(self, request: EngineRequest) -> None:
-        """Hands the request over; a dead engine shows as the request's error event."""
-        bare, pixels = wire.pack_pixels(request)
+        """Hands the request over; a dead engine, or no memory for the pixels, shows as the request's error event."""
+        try:
+            bare, pixels = wire.pack_pixels(request)
+        except OSError as error:
+            message = f"no shared memory for the request's pictures: {error.strerror}"
+            names = request.names
+            self._emit([EngineEvent(name, finish_reason="error", error="full", message=message) for name in names])
+            return
         try:
             with self._state_lock:
                 self._live.update(request.names)

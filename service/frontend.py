@@ -529,6 +529,8 @@ def _engine_error(event: EngineEvent) -> errors.StatusError:
         return errors.DeadlineExceeded(event.message, reason="DEADLINE_UNREACHABLE", metadata={"phase": "admission"})
     if event.error == "unavailable":
         return errors.Unavailable(event.message, reason="ENCODER_UNAVAILABLE", retry_after=1.0)
+    if event.error == "full":
+        return errors.Unavailable(event.message, reason="SHARED_MEMORY_FULL", retry_after=1.0)
     if event.error == "died":
         return errors.Unavailable(
             "the engine stopped while it worked on this request", reason="ENGINE_DIED", retry_after=1.0

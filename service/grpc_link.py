@@ -114,6 +114,11 @@ class GrpcLink:
         session = self._session
         return session is not None and session.revoke(work)
 
+    def abandon(self) -> None:
+        with self._lock:
+            if self._call is not None:
+                self._call.cancel()
+
     def stats(self) -> dict[str, float]:
         counts = dict(self._counts)
         return {
@@ -125,9 +130,7 @@ class GrpcLink:
 
     def close(self) -> None:
         self._closing.set()
-        with self._lock:
-            if self._call is not None:
-                self._call.cancel()
+        self.abandon()
         if self._thread is not None:
             self._thread.join()
 
@@ -386,5 +389,5 @@ def _words(error: grpc.RpcError) -> str:
     """Status and details in one line."""
     code: grpc.StatusCode = error.code()
     if code is grpc.StatusCode.CANCELLED:
-        return f"no answer within {CONNECT_SECONDS:g} s"
+        return "it did not answer in time"
     return f"{error.details() or 'no details'} ({code.name})"

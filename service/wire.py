@@ -25,7 +25,8 @@ ALIGNMENT = 64
 def pack_pixels(request: EngineRequest) -> tuple[EngineRequest, int | None]:
     """Moves the request's pixels to an anonymous memory file: (request without pixels, descriptor or None).
 
-    The caller owns the descriptor. Where an image was stands what is needed to put it together again.
+    The caller owns the descriptor. Where an image was stands what is needed to put it together again. Raises OSError
+    where the memory cannot be had.
     """
     if not request.images:
         return request, None
@@ -33,7 +34,7 @@ def pack_pixels(request: EngineRequest) -> tuple[EngineRequest, int | None]:
     total = sum(_aligned(t.numel() * t.element_size()) for t in tensors)
     descriptor = os.memfd_create("saccade-pixels", os.MFD_CLOEXEC)
     try:
-        os.ftruncate(descriptor, total)
+        os.posix_fallocate(descriptor, 0, total)  # a full machine is an error here, and no signal in the middle
         with mmap.mmap(descriptor, total) as memory:
             offset = 0
             for tensor in tensors:

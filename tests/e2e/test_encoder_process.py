@@ -1,0 +1,189 @@
+"""The encoder in a process of its own on this host: same answers, and its faults stay its own."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pictures import picture
+from running import RunningServer
+
+import saccade
+import saccade.errors
+from encoder.preprocess import ImagePatches
+from service.build import encoder_process, resolve_vision
+from service.checkpoint import open_checkpoint
+from service.config import ConfigError, EngineOptions
+from service.handoff import EncoderUnavailable, Handoff
+from service.process_link import ProcessLink
+from service.segments import SegmentPool, create_segment, open_segment, rounded
+
+OPTIONS = {"max_seqs": 8, "max_len": 600, "encoder_process": True}
+
+
+def ask(client: Any, number: int) -> list[int]:
+    values = {"max_tokens": 6, "ignore_eos": True, "temperature": 0}
+    return client.generate(f"what is {number}", images=[picture(number)], **values).token_ids
+
+
+def encoder_of(running: RunningServer) -> int:
+    """The encoder's process id: the engine's only child."""
+    tasks = Path(f"/proc/{running.engine.pid}/task").iterdir()  # type: ignore[attr-defined]
+    (pid,) = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    return pid
+
+
+def of_process(stats: dict[str, Any], name: str) -> float:
+    return float(stats["encoder"]["encoders"]["process"][name])
+
+
+def test_same_answers_and_a_kill_over_a_picture(model: Path, client: saccade.Client) -> None:
+    shared = sorted(os.listdir("/dev/shm"))
+    with RunningServer(str(model), **OPTIONS) as running, saccade.Client(running.address, max_retries=0) as apart:
+        assert [ask(apart, n) for n in (700, 701, 700)] == [ask(client, n) for n in (700, 701, 700)]
+        with ThreadPoolExecutor(1) as pool:
+            os.kill(encoder_of(running), signal.SIGSTOP)
+            hit = pool.submit(ask, apart, 702)
+            running.until(lambda s: s["encoder"]["given"] == 3)
+            os.kill(encoder_of(running), signal.SIGKILL)
+            assert hit.result() == ask(client, 702)
+        stats = running.drained()
+        assert of_process(stats, "starts") == 2
+        assert stats["encoder"]["lost"] == 1 and stats["handoff"]["failures"] == 0
+    assert sorted(os.listdir("/dev/shm")) == shared
+
+
+def test_late_and_awake_again_and_late_for_good(model: Path, client: saccade.Client) -> None:
+    """Whoever waits meanwhile is told to come again, and does; one that does not wake is replaced."""
+    with RunningServer(str(model), **OPTIONS, encoder_lease=1.0) as running, ThreadPoolExecutor(1) as pool:
+        with saccade.Client(running.address, max_retries=100) as apart:
+            sleeping = encoder_of(running)
+            os.kill(sleeping, signal.SIGSTOP)
+            hit = pool.submit(ask, apart, 703)
+            stats = running.until(lambda s: s["handoff"]["expirations"] == 1)
+            assert of_process(stats, "quarantined_bytes") > 0, "it may still write there"
+            os.kill(sleeping, signal.SIGCONT)
+            assert hit.result() == ask(client, 703)
+            stats = running.until(lambda s: of_process(s, "quarantined_bytes") == 0)
+            assert of_process(stats, "late_now") == 0
+
+            starts = of_process(stats, "starts")
+            os.kill(encoder_of(running), signal.SIGSTOP)
+            assert ask(apart, 704) == ask(client, 704)
+        assert of_process(running.drained(), "starts") == starts + 1
+
+
+# -- segments ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def options(model: Path) -> EngineOptions:
+    return EngineOptions(
+        model=str(model), dtype="float32", threads=1, encoder_process=True, encoder_segment_bytes=1 << 18
+    )
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """What this process may have in one file, memory files among them."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_shared_memory_that_is_full_is_one_pictures_error(options: EngineOptions) -> None:
+    vision = resolve_vision(options, open_checkpoint(options.model))
+    assert vision is not None
+    handoff = Handoff(1 << 20, vision.text_hidden_size, torch.float32)
+    pool = encoder_process(options, vision, handoff)
+    handoff.on_change = pool.wake
+    pool.start(lambda error: None)
+
+    def lease(number: int, columns: int) -> Any:
+        image = ImagePatches((2, columns), torch.randn(2 * columns, vision.patch_dim))
+        return handoff.lease(bytes([number]), image, f"r{number}")
+
+    def settle(*leases: Any) -> None:
+        while not all(entry.ready or entry.error for entry in leases):
+            pass
+
+    large = (1 << 16) // (vision.patch_dim * 4) // 2 * 2  # columns of a picture that takes the whole bound
+    with largest_file(1 << 16):
+        leases = [lease(1, 4), lease(2, large), lease(3, 6)]
+        settle(*leases)
+    assert [type(entry.error) for entry in leases] == [type(None), EncoderUnavailable, type(None)]
+    assert "shared memory" in str(leases[1].error)
+    again = lease(4, large)
+    settle(again)
+    assert again.ready, "there is room now"
+    beyond = lease(5, 4 * large)
+    settle(beyond)
+    assert isinstance(beyond.error, ValueError) and str(1 << 18) in str(beyond.error)
+    crowd = [lease(10 + number, large // 4 * 2) for number in range(30)]  # far more than segments
+    settle(*crowd)
+    assert all(entry.ready for entry in crowd)
+    assert pool.stats()["encoders"]["process"]["segment_bytes"] <= 1 << 18
+    for entry in [*leases, again, beyond, *crowd]:
+        entry.release()
+    pool.close()
+    handoff.check_integrity(idle=True)
+
+
+def test_no_shared_memory_for_a_request_is_that_requests_error(server: RunningServer, client: saccade.Client) -> None:
+    """From the front to the engine; this test's process is the front."""
+    with saccade.Client(server.address, max_retries=0) as once:
+        with client.stream("go on", max_tokens=300, ignore_eos=True, seed=1) as other:
+            next(other)
+            with largest_file(1 << 16), pytest.raises(saccade.errors.Unavailable) as refused:
+                once.generate("all of them", images=[picture(i, (64, 64)) for i in range(16)], max_tokens=1)
+            assert refused.value.reason == "SHARED_MEMORY_FULL" and refused.value.retryable
+            assert other.final().usage.completion_tokens == 300
+        assert once.generate("and now", images=[picture(0, (64, 64))], max_tokens=1).usage.completion_tokens == 1
+
+
+def test_what_the_encoder_refuses_is_said_in_its_words(options: EngineOptions) -> None:
+    bad = EngineOptions(model=options.model, encoder_process=True, token_budgets=(4096,))
+    with pytest.raises(ConfigError, match="4096"):
+        ProcessLink(bad, segment_bytes=1 << 20).start(None)  # type: ignore[arg-type]
+
+
+def test_both_sides_see_one_segment() -> None:
+    ours = create_segment(1, 1 << 16)
+    theirs = open_segment(1, os.dup(ours.descriptor))
+    ours.tensor(64, (3, 5), torch.bfloat16).fill_(2.5)
+    assert (theirs.tensor(64, (3, 5), torch.bfloat16) == 2.5).all()
+    for segment in (ours, theirs):
+        segment.close()
+
+
+def test_segments_are_used_again_and_bounded() -> None:
+    pool = SegmentPool(1 << 19)
+    first, new = pool.take(100_000) or pytest.fail("no room")
+    assert new and first.size == rounded(100_000) == 1 << 17
+    pool.give_back(first)
+    again, new = pool.take(70_000) or pytest.fail("no room")
+    assert again is first and not new
+    taken = [pool.take(1 << 17) for _ in range(3)]
+    assert all(taken) and pool.take(1) is None, "the bound"
+    with pytest.raises(ValueError, match=str((1 << 19) + 1)):
+        pool.take((1 << 19) + 1)
+    for entry in taken:
+        assert entry is not None
+        pool.give_back(entry[0])
+    pool.give_back(again)
+    large, new = pool.take(1 << 18) or pytest.fail("no room")
+    assert new and len(pool.closed) == 2 and pool.bytes <= 1 << 19
+    pool.give_back(large)
+    pool.close()
+    assert pool.bytes == 0
