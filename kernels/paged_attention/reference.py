@@ -26,13 +26,24 @@ def write_kv(pool_B2SKP: Tensor, k_TKP: Tensor, v_TKP: Tensor, places_T: Tensor)
 
 
 def decode_attention(
-    q_RQP: Tensor, pool_B2SKP: Tensor, tables_RW: Tensor, lengths_R: Tensor, scale: float, longest: int
+    q_RQP: Tensor,
+    pool_B2SKP: Tensor,
+    tables_RW: Tensor,
+    lengths_R: Tensor,
+    scale: float,
+    longest: int,
+    fresh: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
     """One query for each row over its first `lengths[r]` keys, its own included. Returns `[R, Q, P]` in q's dtype.
+
+    `fresh`: keys `[R, K, P]`, values and places `[R]` of the rows' own tokens, which are then stored here, as
+    `write_kv` does; without it they are in their pages already.
 
     tables: `[R, W]` page numbers in order, -1 beyond a row's pages; `longest` is the largest length (known to the
     host). Pages that a table names hold finite numbers throughout. A row of length 0 is padding: its output is zeros.
     """
+    if fresh is not None:
+        write_kv(pool_B2SKP, *fresh)
     rows, heads, width = q_RQP.shape
     size, kv_heads = pool_B2SKP.shape[2:4]
     count = -(-longest // size)
@@ -58,12 +69,16 @@ def extend_attention(
     computed_R: Tensor,
     starts_R: Tensor,
     scale: float,
+    places_T: Tensor | None = None,
 ) -> Tensor:
     """New tokens of each row over the row's earlier keys (in pages) and over each other, causally.
 
-    q, k, v: packed new tokens, row r is `starts[r]:starts[r+1]`; its keys are already written. `computed[r]`: keys
-    before them. Returns `[T, Q, P]` in q's dtype, zeros for tokens after the last row.
+    q, k, v: packed new tokens, row r is `starts[r]:starts[r+1]`. `computed[r]`: keys before them. With `places` the new
+    keys are stored here, as `write_kv` does; without, they are in their pages already. Returns `[T, Q, P]` in q's
+    dtype; zeros for tokens behind the last row.
     """
+    if places_T is not None:
+        write_kv(pool_B2SKP, k_TKP, v_TKP, places_T)
     heads, kv_heads = q_TQP.shape[1], k_TKP.shape[1]
     bounds, computed = starts_R.tolist(), computed_R.tolist()
     outs = []

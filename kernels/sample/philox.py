@@ -52,6 +52,16 @@ def uniform(seed: int, sample_index: int, position: int, count: int, purpose: Pu
     counter[:, 0] = torch.arange(position, position + count)
     counter[:, 1] = sample_index
     counter[:, 2] = int(purpose)
-    words = philox4x32(counter, key.expand(count, 2))
-    bits = (words[:, 0] << 20) | (words[:, 1] >> 12)
+    return _unit(philox4x32(counter, key.expand(count, 2)))
+
+
+def uniforms(seeds_R: Tensor, samples_R: Tensor, positions_R: Tensor, purpose: Purpose = Purpose.TOKEN) -> Tensor:
+    """The same for one position of each row, on the rows' device. Seeds are int64 that hold the bits of the key."""
+    key = torch.stack((seeds_R & _MASK, (seeds_R >> 32) & _MASK), -1)
+    zero = torch.zeros_like(positions_R)
+    return _unit(philox4x32(torch.stack((positions_R, samples_R, zero + int(purpose), zero), -1), key))
+
+
+def _unit(words: Tensor) -> Tensor:
+    bits = (words[..., 0] << 20) | (words[..., 1] >> 12)
     return (bits.double() + 0.5) * 2.0**-52

@@ -8,6 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.sample.philox import uniforms
+from kernels.sample.rows import Penalties, Wishes
+
 BLOCK = 256
 FIRST_CANDIDATES = 64
 
@@ -137,3 +140,41 @@ def logprobs(logits_RV: Tensor, tokens_R: Tensor, count: int) -> tuple[Tensor, T
         return chosen, empty.long(), empty
     values, ids = _ordered(logits_RV, min(count, logits_RV.shape[1]))
     return chosen, ids, values - norm
+
+
+def sample(logits_RV: Tensor, wishes: Wishes, penalties: Penalties | None = None) -> Tensor:
+    """Logits to tokens, `[R]` int64, each row as its wishes say: penalties, temperature, filters, draw.
+
+    Whatever a row gets depends on its own logits, wishes and penalties alone.
+    """
+    logits = logits_RV.float()
+    if penalties is not None:
+        logits = logits.clone()
+        index = penalties.seats_R
+        seen = (penalties.in_context_SV[index], penalties.counts_SV[index])
+        penalise(logits, *seen, penalties.repetition_R, penalties.presence_R, penalties.frequency_R)
+    out = greedy(logits)
+    drawn = wishes.temperature_R > 0
+    filtered = drawn & ((wishes.top_k_R > 0) | (wishes.top_p_R < 1) | (wishes.min_p_R > 0))
+    random = uniforms(wishes.seeds_R, wishes.samples_R, wishes.positions_R, wishes.purpose)
+    for kind in (drawn & ~filtered, filtered):
+        rows = kind.nonzero()[:, 0]
+        if not rows.numel():
+            continue
+        scaled = logits[rows] / wishes.temperature_R[rows, None]
+        if kind is filtered:
+            filters = (wishes.top_k_R[rows], wishes.top_p_R[rows], wishes.min_p_R[rows])
+            out[rows] = draw_filtered(scaled, random[rows], *filters)
+        else:
+            out[rows] = draw(scaled, random[rows])
+    return out
+
+
+def accept_drafts(tokens_RT: Tensor, drafts_RK: Tensor, counts_R: Tensor) -> Tensor:
+    """How many drafts of each row are accepted, `[R]` int64: those before the first that is not the token drawn there.
+
+    tokens: what was drawn at each position, `[R, K + 1]`; row r has `counts[r]` drafts.
+    """
+    places = torch.arange(drafts_RK.shape[1], device=drafts_RK.device)
+    same = (tokens_RT[:, : drafts_RK.shape[1]] == drafts_RK) & (places < counts_R[:, None])
+    return same.long().cumprod(-1).sum(-1)

@@ -1,0 +1,349 @@
+"""Mixture of experts in Triton: choice of experts, grouped products, and a path for a few tokens; README.md.
+
+`T` tokens, `E` experts, `K` chosen experts of a token, `D` width of a token, `I` of an expert, `X` = T x K pairs, `G`
+groups of experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels.launch import by_architecture, launch
+from kernels.moe.experts import Experts
+from kernels.varlen_attention.kernel import find_segment
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One configuration: pairs, outputs and inputs of a block, warps, stages of the load pipeline."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+
+FEW_TOKENS = 8
+"""Up to here each pair reads its expert's weights by itself: fewer launches, and experts are rarely shared."""
+FEW = Tile(1, 16, 256, 4, 2)
+MANY_PAIRS = 16
+"""Pairs of an expert on average, above which blocks of `TILES[...][1]` are filled."""
+# By architecture: with few pairs to an expert, with many.
+TILES = {
+    "sm_80": (Tile(16, 64, 64, 4, 3), Tile(64, 128, 32, 4, 3)),
+    "sm_90": (Tile(16, 64, 128, 4, 3), Tile(128, 128, 64, 8, 3)),
+    "sm_100": (Tile(16, 64, 128, 4, 3), Tile(128, 128, 64, 8, 3)),
+    "gfx942": (Tile(16, 64, 64, 4, 2), Tile(64, 64, 32, 4, 2)),
+}
+TILES_FLOAT32 = (Tile(16, 32, 32, 4, 2), Tile(32, 32, 32, 4, 2))
+
+
+@triton.jit
+def _choose(  # type: ignore[no-untyped-def]
+    p_logits,  # [T, E] float32
+    p_correction,  # [E]
+    p_experts,  # [T, K] int64
+    p_weights,  # [T, K] float32
+    scaling,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NORMALISE: tl.constexpr,
+):
+    i_token = tl.program_id(0).to(tl.int64)
+    SIZE: tl.constexpr = E // GROUPS
+    NEVER: tl.constexpr = float("-inf")
+    o_g = tl.arange(0, BLOCK_G)
+    o_s = tl.arange(0, BLOCK_S)
+    o_e = o_g[:, None] * SIZE + o_s[None, :]
+    m_e = (o_g < GROUPS)[:, None] & (o_s < SIZE)[None, :]
+    logits = tl.load(p_logits + i_token * E + o_e, mask=m_e, other=0.0)
+    scores = 1.0 / (1.0 + tl.exp(-logits))
+    choice = tl.where(m_e, scores + tl.load(p_correction + o_e, mask=m_e, other=0.0), NEVER)
+    if KEPT < GROUPS:
+        best = tl.max(choice, 1)
+        if SIZE > 1:
+            first = tl.argmax(choice, 1)
+            best += tl.max(tl.where(o_s[None, :] == first[:, None], NEVER, choice), 1)
+        best = tl.where(o_g < GROUPS, best, NEVER)
+        kept = tl.zeros([BLOCK_G], tl.int32)
+        for _ in tl.static_range(KEPT):
+            taken = tl.argmax(best, 0)
+            kept = tl.where(o_g == taken, 1, kept)
+            best = tl.where(o_g == taken, NEVER, best)
+        choice = tl.where((kept > 0)[:, None], choice, NEVER)
+    o_k = tl.arange(0, BLOCK_K)
+    experts = tl.zeros([BLOCK_K], tl.int32)
+    weights = tl.zeros([BLOCK_K], tl.float32)
+    for k in tl.static_range(K):
+        top = tl.max(tl.max(choice, 1), 0)
+        # The lowest id among equals; a row of NaN (padding may be) still names an expert that is there.
+        taken = tl.min(tl.min(tl.where((choice == top) & m_e, o_e, E - 1), 1), 0)
+        weight = tl.sum(tl.sum(tl.where(o_e == taken, scores, 0.0), 1), 0)
+        experts = tl.where(o_k == k, taken, experts)
+        weights = tl.where(o_k == k, weight, weights)
+        choice = tl.where(o_e == taken, NEVER, choice)
+    if NORMALISE:
+        weights = weights / (tl.sum(weights, 0) + 1e-20)
+    tl.store(p_experts + i_token * K + o_k, experts.to(tl.int64), mask=o_k < K)
+    tl.store(p_weights + i_token * K + o_k, weights * scaling, mask=o_k < K)
+
+
+@triton.jit
+def _few_up(  # type: ignore[no-untyped-def]
+    p_x,  # [T, D]
+    p_up,  # [E, I, D]
+    p_experts,  # [X]
+    p_hidden,  # [X, I]
+    K: tl.constexpr,
+    D: tl.constexpr,
+    I: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    i_pair = tl.program_id(0).to(tl.int64)
+    o_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_k = tl.arange(0, BLOCK_K)
+    m_n = o_n < I
+    p_w = p_up + tl.load(p_experts + i_pair).to(tl.int64) * I * D + o_n.to(tl.int64)[:, None] * D
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for k in range(0, D, BLOCK_K):
+        m_k = k + o_k < D
+        x = tl.load(p_x + (i_pair // K) * D + k + o_k, mask=m_k, other=0.0).to(tl.float32)
+        w = tl.load(p_w + (k + o_k)[None, :], mask=m_n[:, None] & m_k[None, :], other=0.0).to(tl.float32)
+        acc += w * x[None, :]
+    hidden = tl.maximum(tl.sum(acc, 1), 0.0)
+    tl.store(p_hidden + i_pair * I + o_n, (hidden * hidden).to(p_hidden.dtype.element_ty), mask=m_n)
+
+
+@triton.jit
+def _few_down(  # type: ignore[no-untyped-def]
+    p_hidden,  # [X, I]
+    p_down,  # [E, D, I]
+    p_experts,  # [X]
+    p_weights,  # [X] float32
+    p_out,  # [T, D]
+    K: tl.constexpr,
+    D: tl.constexpr,
+    I: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    i_token = tl.program_id(0).to(tl.int64)
+    o_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_k = tl.arange(0, BLOCK_K)
+    m_n = o_n < D
+    out = tl.zeros([BLOCK_N], tl.float32)
+    for j in range(0, K):
+        pair = i_token * K + j
+        p_w = p_down + tl.load(p_experts + pair).to(tl.int64) * I * D + o_n.to(tl.int64)[:, None] * I
+        acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        for k in range(0, I, BLOCK_K):
+            m_k = k + o_k < I
+            h = tl.load(p_hidden + pair * I + k + o_k, mask=m_k, other=0.0).to(tl.float32)
+            w = tl.load(p_w + (k + o_k)[None, :], mask=m_n[:, None] & m_k[None, :], other=0.0).to(tl.float32)
+            acc += w * h[None, :]
+        out += tl.sum(acc, 1) * tl.load(p_weights + pair)
+    tl.store(p_out + i_token * D + o_n, out.to(p_out.dtype.element_ty), mask=m_n)
+
+
+@triton.jit
+def _grouped(  # type: ignore[no-untyped-def]
+    p_in,  # [T or X, IN]
+    p_weight,  # [E, OUT, IN]
+    p_order,  # [X]: pairs by expert
+    p_starts,  # [E + 1]: each expert's first in that order
+    p_scales,  # [X] float32: weight of each pair
+    p_out,  # [X, OUT]
+    experts,
+    K: tl.constexpr,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UP: tl.constexpr,
+):
+    # Blocks of outputs are neighbours in the grid, so that the rows they share stay in the cache.
+    i_block = tl.program_id(1)
+    i_expert = find_segment(p_starts, experts, i_block, BLOCK_M)
+    begin = tl.load(p_starts + i_expert).to(tl.int32)
+    count = tl.load(p_starts + i_expert + 1).to(tl.int32) - begin
+    first = (i_block - begin // BLOCK_M - i_expert) * BLOCK_M
+    if first >= count:
+        return
+    o_m = first + tl.arange(0, BLOCK_M)
+    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_k = tl.arange(0, BLOCK_K)
+    m_m = o_m < count
+    m_n = o_n < OUT
+    pair = tl.load(p_order + begin + o_m, mask=m_m, other=0).to(tl.int64)
+    p_x = p_in + ((pair // K) * IN if UP else pair * IN)[:, None]
+    p_w = p_weight + i_expert.to(tl.int64) * OUT * IN + o_n.to(tl.int64)[None, :] * IN
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in range(0, IN, BLOCK_K):
+        m_k = k + o_k < IN
+        x = tl.load(p_x + (k + o_k)[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0)
+        w = tl.load(p_w + (k + o_k)[:, None], mask=m_n[None, :] & m_k[:, None], other=0.0)
+        acc = tl.dot(x, w, acc, input_precision="ieee")
+    if UP:
+        acc = tl.maximum(acc, 0.0)
+        acc = acc * acc
+    else:
+        acc = acc * tl.load(p_scales + pair, mask=m_m, other=0.0)[:, None]
+    m_out = m_m[:, None] & m_n[None, :]
+    tl.store(p_out + (pair * OUT)[:, None] + o_n[None, :], acc.to(p_out.dtype.element_ty), mask=m_out)
+
+
+@triton.jit
+def _sum_pairs(  # type: ignore[no-untyped-def]
+    p_pairs,  # [X, D] float32
+    p_out,  # [T, D]
+    K: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i_token = tl.program_id(0).to(tl.int64)
+    o_d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m_d = o_d < D
+    out = tl.zeros([BLOCK], tl.float32)
+    for k in range(0, K):
+        out += tl.load(p_pairs + (i_token * K + k) * D + o_d, mask=m_d, other=0.0)
+    tl.store(p_out + i_token * D + o_d, out.to(p_out.dtype.element_ty), mask=m_d)
+
+
+def route(
+    x_TD: Tensor,
+    gate_ED: Tensor,
+    correction_E: Tensor,
+    top_k: int,
+    groups: int = 1,
+    kept_groups: int = 1,
+    normalise: bool = True,
+    scaling: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """As the reference; the choice among equals is the lowest id. The product is torch's, in float32."""
+    tokens, experts = x_TD.shape[0], gate_ED.shape[0]
+    logits = F.linear(x_TD.float(), gate_ED)
+    ids = torch.empty(tokens, top_k, dtype=torch.int64, device=x_TD.device)
+    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=x_TD.device)
+    launch(
+        _choose,
+        (tokens,),
+        p_logits=logits,
+        p_correction=correction_E,
+        p_experts=ids,
+        p_weights=weights,
+        scaling=scaling,
+        E=experts,
+        K=top_k,
+        GROUPS=groups,
+        KEPT=kept_groups,
+        BLOCK_G=triton.next_power_of_2(groups),
+        BLOCK_S=triton.next_power_of_2(experts // groups),
+        BLOCK_K=triton.next_power_of_2(top_k),
+        NORMALISE=normalise,
+        num_warps=1,
+    )
+    return ids, weights
+
+
+def run_experts(x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: Experts) -> Tensor:
+    """As the reference, for stacked experts. No host sync: which experts have work is read on the device.
+
+    Raises `ValueError` for an activation that the kernel has not.
+    """
+    if not experts.squared:
+        raise ValueError("the kernel for experts has relu2 alone as its activation")
+    x_TD = x_TD.contiguous()
+    if x_TD.shape[0] <= FEW_TOKENS:
+        return _run_few(x_TD, experts_TK, weights_TK, experts)
+    return _run_many(x_TD, experts_TK, weights_TK, experts)
+
+
+def _run_few(x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: Experts) -> Tensor:
+    """Each pair by itself: two launches, weights read once for each pair, out of the cache where pairs share them."""
+    (tokens, width), chosen, inner = x_TD.shape, experts_TK.shape[1], experts.inner
+    out = torch.empty_like(x_TD)
+    hidden = torch.empty(tokens * chosen, inner, dtype=x_TD.dtype, device=x_TD.device)
+    sizes = {"K": chosen, "D": width, "I": inner, "BLOCK_N": FEW.n, "BLOCK_K": FEW.k}
+    options = {"num_warps": FEW.warps, "num_stages": FEW.stages}
+    launch(
+        _few_up,
+        (tokens * chosen, triton.cdiv(inner, FEW.n)),
+        p_x=x_TD,
+        p_up=experts.up_EID,
+        p_experts=experts_TK,
+        p_hidden=hidden,
+        **sizes,
+        **options,
+    )
+    launch(
+        _few_down,
+        (tokens, triton.cdiv(width, FEW.n)),
+        p_hidden=hidden,
+        p_down=experts.down_EDI,
+        p_experts=experts_TK,
+        p_weights=weights_TK,
+        p_out=out,
+        **sizes,
+        **options,
+    )
+    return out
+
+
+def _run_many(x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: Experts) -> Tensor:
+    """Pairs sorted by expert, two grouped products, and a sum over each token's pairs in a fixed order."""
+    (tokens, width), chosen, inner = x_TD.shape, experts_TK.shape[1], experts.inner
+    pairs, count = tokens * chosen, len(experts)
+    by_expert, order = experts_TK.reshape(-1).sort(stable=True)
+    starts = torch.searchsorted(by_expert, torch.arange(count + 1, device=x_TD.device))
+    table = TILES_FLOAT32 if x_TD.dtype == torch.float32 else by_architecture(TILES, x_TD.device)
+    tile = table[pairs > MANY_PAIRS * count]
+    hidden = torch.empty(pairs, inner, dtype=x_TD.dtype, device=x_TD.device)
+    weighted = torch.empty(pairs, width, dtype=torch.float32, device=x_TD.device)
+    steps = ((x_TD, experts.up_EID, hidden, True), (hidden, experts.down_EDI, weighted, False))
+    for given, weight, result, up in steps:
+        launch(
+            _grouped,
+            (triton.cdiv(result.shape[1], tile.n), pairs // tile.m + count),
+            p_in=given,
+            p_weight=weight,
+            p_order=order,
+            p_starts=starts,
+            p_scales=weights_TK,
+            p_out=result,
+            experts=count,
+            K=chosen,
+            IN=given.shape[1],
+            OUT=result.shape[1],
+            BLOCK_M=tile.m,
+            BLOCK_N=tile.n,
+            BLOCK_K=tile.k,
+            UP=up,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+    out = torch.empty_like(x_TD)
+    launch(
+        _sum_pairs,
+        (tokens, triton.cdiv(width, 1024)),
+        p_pairs=weighted,
+        p_out=out,
+        K=chosen,
+        D=width,
+        BLOCK=1024,
+        num_warps=4,
+    )
+    return out

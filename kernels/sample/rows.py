@@ -1,0 +1,46 @@
+"""What rows of logits ask for, as tensors on their device. `R` rows, `V` tokens of the vocabulary, `S` seats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kernels.sample.philox import Purpose
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """How each row is drawn, and the counter of its random number."""
+
+    temperature_R: Tensor
+    """float32; 0 takes the largest logit."""
+    top_k_R: Tensor
+    """int64; 0 = off."""
+    top_p_R: Tensor
+    """float64; 1 = off."""
+    min_p_R: Tensor
+    """float64; 0 = off."""
+    seeds_R: Tensor
+    """int64 that holds the bits of the unsigned 64-bit key."""
+    samples_R: Tensor
+    """int64: which of a request's samples."""
+    positions_R: Tensor
+    """int64: absolute position that is drawn."""
+    purpose: Purpose = Purpose.TOKEN
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """What the rows' tokens so far take from their logits."""
+
+    in_context_SV: Tensor
+    """bool: tokens of the prompt or the output of each seat."""
+    counts_SV: Tensor
+    """int32: how often each is in the output."""
+    seats_R: Tensor
+    """int64."""
+    repetition_R: Tensor
+    """float32; 1 = off, like 0 for the next two."""
+    presence_R: Tensor
+    frequency_R: Tensor

@@ -1,0 +1,183 @@
+"""Unmasked attention over packed sequences in Triton; the maths, FLOPs and bytes are in README.md.
+
+R packed rows, H heads, D features per head = MAIN + a rest, N sequences. A program takes M rows of one sequence and head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.launch import by_architecture, launch
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One configuration: rows and keys of a block, warps, stages of the load pipeline."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+
+
+# By architecture, then by the width of a head: up to 64, beyond. Chosen for zero spills at 64, 80, 96 and 128.
+TILES = {
+    "sm_80": (Tile(128, 64, 4, 3), Tile(128, 64, 8, 3)),
+    "sm_90": (Tile(128, 64, 4, 3), Tile(128, 64, 8, 3)),
+    "sm_100": (Tile(128, 64, 4, 3), Tile(128, 64, 8, 3)),
+    "gfx942": (Tile(128, 32, 4, 1), Tile(128, 32, 8, 1)),
+}
+TILE_FLOAT32 = Tile(32, 32, 4, 2)
+
+
+@triton.jit
+def find_segment(p_starts, count, i_block, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The last of `count` segments that begins at block `i_block` or before; p_starts: [count] first items. README.md
+    says why `items // BLOCK + count` blocks are always enough.
+    """
+    low = 0
+    high = count
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(p_starts + middle) // BLOCK + middle <= i_block:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def _varlen(  # type: ignore[no-untyped-def]
+    p_q,  # [R, H, D]
+    p_k,  # [R, H, D]
+    p_v,  # [R, H, D]
+    p_out,  # [R, H, D]
+    p_starts,  # [N + 1]
+    sequences,
+    scale,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    out_row,
+    out_head,
+    D: tl.constexpr,
+    MAIN: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    i_block = tl.program_id(0)
+    i_head = tl.program_id(1).to(tl.int64)
+    i_sequence = find_segment(p_starts, sequences, i_block, BLOCK_M)
+    begin = tl.load(p_starts + i_sequence).to(tl.int32)
+    length = tl.load(p_starts + i_sequence + 1).to(tl.int32) - begin
+    first = (i_block - begin // BLOCK_M - i_sequence) * BLOCK_M
+    if first >= length:
+        return
+    o_m = first + tl.arange(0, BLOCK_M)
+    o_n = tl.arange(0, BLOCK_N)
+    o_d = tl.arange(0, MAIN)
+    m_m = o_m < length
+    o_row = (begin + o_m).to(tl.int64)
+    p_q_head = p_q + i_head * q_head + (o_row * q_row)[:, None]
+    p_k_head = p_k + i_head * k_head
+    p_v_head = p_v + i_head * v_head
+    q = tl.load(p_q_head + o_d[None, :], mask=m_m[:, None] & (o_d < D)[None, :], other=0.0)
+    acc = tl.zeros([BLOCK_M, MAIN], tl.float32)
+    # A head of 80 is 64 + 16: one block of 128 would spend a third of the products on zeros.
+    if REST > 0:
+        o_e = MAIN + tl.arange(0, REST)
+        m_e = o_e < D
+        q_rest = tl.load(p_q_head + o_e[None, :], mask=m_m[:, None] & m_e[None, :], other=0.0)
+        acc_rest = tl.zeros([BLOCK_M, REST], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for i in range(0, tl.cdiv(length, BLOCK_N)):
+        o_key = i * BLOCK_N + o_n
+        m_n = o_key < length
+        at = (begin + o_key).to(tl.int64)
+        m_k = m_n[None, :] & (o_d < D)[:, None]
+        k = tl.load(p_k_head + (at * k_row)[None, :] + o_d[:, None], mask=m_k, other=0.0)
+        scores = tl.dot(q, k, input_precision="ieee")
+        if REST > 0:
+            k_rest = tl.load(
+                p_k_head + (at * k_row)[None, :] + o_e[:, None], mask=m_n[None, :] & m_e[:, None], other=0.0
+            )
+            scores = tl.dot(q_rest, k_rest, scores, input_precision="ieee")
+        scores = tl.where(m_n[None, :], scores * scale, float("-inf"))
+        # Every block of a sequence has a key, so that the largest score is never -inf.
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+        decay = tl.exp2(top - new_top)
+        total = total * decay + tl.sum(weights, 1)
+        top = new_top
+        m_v = m_n[:, None] & (o_d < D)[None, :]
+        v = tl.load(p_v_head + (at * v_row)[:, None] + o_d[None, :], mask=m_v, other=0.0)
+        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        if REST > 0:
+            v_rest = tl.load(
+                p_v_head + (at * v_row)[:, None] + o_e[None, :], mask=m_n[:, None] & m_e[None, :], other=0.0
+            )
+            acc_rest = tl.dot(weights.to(v.dtype), v_rest, acc_rest * decay[:, None], input_precision="ieee")
+    p_o = p_out + i_head * out_head + (o_row * out_row)[:, None]
+    out_type = p_out.dtype.element_ty
+    tl.store(p_o + o_d[None, :], (acc / total[:, None]).to(out_type), mask=m_m[:, None] & (o_d < D)[None, :])
+    if REST > 0:
+        tl.store(p_o + o_e[None, :], (acc_rest / total[:, None]).to(out_type), mask=m_m[:, None] & m_e[None, :])
+
+
+def head_parts(width: int) -> tuple[int, int]:
+    """A head cut for products in powers of two: 80 -> (64, 16), 128 -> (128, 0), 72 -> (64, 16); at least 16 each."""
+    main = max(triton.next_power_of_2(width + 1) // 2, 16)
+    if width <= main:
+        return main, 0
+    rest = max(triton.next_power_of_2(width - main), 16)
+    return (main * 2, 0) if rest == main else (main, rest)
+
+
+def varlen_attention(
+    q_RHD: Tensor, k_RHD: Tensor, v_RHD: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, scale: float
+) -> Tensor:
+    """As the reference, but without a host read: `cu_seqlens` is believed, `max_seqlen` not needed."""
+    rows, heads, width = q_RHD.shape
+    out_RHD = torch.empty(rows, heads, width, dtype=q_RHD.dtype, device=q_RHD.device)
+    sequences = cu_seqlens.shape[0] - 1
+    assert q_RHD.stride(-1) == k_RHD.stride(-1) == v_RHD.stride(-1) == 1
+    main, rest = head_parts(width)
+    small, large = by_architecture(TILES, q_RHD.device)
+    tile = TILE_FLOAT32 if q_RHD.dtype == torch.float32 else large if width > 64 else small
+    launch(
+        _varlen,
+        (rows // tile.m + sequences, heads),
+        p_q=q_RHD,
+        p_k=k_RHD,
+        p_v=v_RHD,
+        p_out=out_RHD,
+        p_starts=cu_seqlens,
+        sequences=sequences,
+        scale=scale * 1.4426950408889634,
+        q_row=q_RHD.stride(0),
+        q_head=q_RHD.stride(1),
+        k_row=k_RHD.stride(0),
+        k_head=k_RHD.stride(1),
+        v_row=v_RHD.stride(0),
+        v_head=v_RHD.stride(1),
+        out_row=out_RHD.stride(0),
+        out_head=out_RHD.stride(1),
+        D=width,
+        MAIN=main,
+        REST=rest,
+        BLOCK_M=tile.m,
+        BLOCK_N=tile.n,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out_RHD

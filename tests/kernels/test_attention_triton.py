@@ -1,0 +1,162 @@
+"""Attention kernels under Triton's interpreter against the same maths in float64, held to what torch loses in the same
+dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from triton_kernels import DEVICE, assert_as_good, poisoned
+
+from kernels.paged_attention import kernel as paged
+from kernels.paged_attention import reference as paged_reference
+from kernels.varlen_attention import kernel as varlen
+
+SIZE = 4
+DTYPES = [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, id="bf16")]
+
+
+@pytest.fixture(autouse=True)
+def unwritten_is_nan() -> Iterator[None]:
+    with poisoned():
+        yield
+
+
+class Pages:
+    """Rows of given lengths in scattered pages of a strided pool whose other memory is NaN."""
+
+    def __init__(self, lengths: list[int], kv_heads: int, width: int, dtype: torch.dtype) -> None:
+        self.lengths = lengths
+        counts = [-(-length // SIZE) for length in lengths]
+        self.tables = torch.full((len(lengths), max(counts) + 1), -1)
+        wide = torch.full((sum(counts) + 1, 2, 2, SIZE, kv_heads, width), float("nan"), dtype=dtype)
+        self.pool = wide[:, 1]
+        for row, own in enumerate((torch.randperm(sum(counts)) + 1).split(counts)):
+            self.tables[row, : counts[row]] = own
+        self.k, self.v = ([torch.randn(length, kv_heads, width).to(dtype) for length in lengths] for _ in range(2))
+
+    def places(self, row: int, begin: int, end: int) -> Tensor:
+        positions = torch.arange(begin, end)
+        return self.tables[row][positions // SIZE] * SIZE + positions % SIZE
+
+    def write(self, row: int, end: int) -> None:
+        paged_reference.write_kv(self.pool, self.k[row][:end], self.v[row][:end], self.places(row, 0, end))
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Attention of the last `len(q)` of k's positions, in `dtype`, one head at a time."""
+    new, total, per = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
+    hidden = torch.arange(total) > torch.arange(total - new, total)[:, None]
+    outs = [
+        (q[:, h].to(dtype) @ k[:, h // per].to(dtype).T * scale).masked_fill(hidden, float("-inf")).softmax(-1)
+        @ v[:, h // per].to(dtype)
+        for h in range(q.shape[1])
+    ]
+    return torch.stack(outs, 1)
+
+
+@pytest.fixture
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits of 32 keys, so that a short row has several and other rows leave theirs empty."""
+    monkeypatch.setattr(paged, "SPLIT_KEYS", 32)
+
+
+@pytest.mark.usefixtures("short_splits")
+@pytest.mark.parametrize("fused", [False, True], ids=["read", "fused"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(5, 1, 16), (4, 2, 24)])
+def test_decode(heads: int, kv_heads: int, width: int, dtype: torch.dtype, fused: bool) -> None:
+    pages = Pages([1, 5, 150, 1], kv_heads, width, dtype)
+    lengths, q = torch.tensor([1, 5, 150, 0]), torch.randn(4, heads, width).to(dtype)
+    for row, length in enumerate(lengths.tolist()):
+        pages.write(row, max(length - fused, 0))
+    fresh = None
+    if fused:
+        last = [length - 1 for length in pages.lengths]
+        k, v = (torch.stack([side[row][at] for row, at in enumerate(last)]) for side in (pages.k, pages.v))
+        places = torch.cat([pages.places(row, at, at + 1) for row, at in enumerate(last)])
+        places[3] = -1
+        fresh = k, v, places
+    out = paged.decode_attention(q, pages.pool, pages.tables, lengths, 0.3, 150, fresh)
+    assert (out[3] == 0).all()
+    for row in range(3):
+        given = q[row : row + 1], pages.k[row], pages.v[row], 0.3
+        assert_as_good(out[row], causal(*given, torch.float64)[0], causal(*given, dtype)[0])
+        stored = pages.pool[pages.tables[row, : -(-pages.lengths[row] // SIZE)]]
+        assert torch.equal(stored[:, 0].flatten(0, 1)[: pages.lengths[row]], pages.k[row])
+        assert torch.equal(stored[:, 1].flatten(0, 1)[: pages.lengths[row]], pages.v[row])
+
+
+@pytest.mark.usefixtures("short_splits")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [([0, 7, 66, 0, 12], [37, 1, 4, 0, 3]), ([3, 40, 9], [4, 4, 4])],
+    ids=["mixed", "speculative"],
+)
+def test_extend_with_fused_write(old: list[int], new: list[int], dtype: torch.dtype) -> None:
+    heads, kv_heads, width, padding = 6, 2, 16, 5
+    rows = len(old)
+    pages = Pages([a + b for a, b in zip(old, new, strict=True)], kv_heads, width, dtype)
+    starts = [sum(new[:row]) for row in range(rows + 1)]
+    q = torch.randn(starts[-1] + padding, heads, width).to(dtype)
+    fresh, places = [], []
+    for row in range(rows):
+        pages.write(row, old[row])
+        places.append(pages.places(row, old[row], pages.lengths[row]))
+    for side in (pages.k, pages.v):
+        behind = torch.full((padding, kv_heads, width), float("nan"), dtype=dtype)
+        fresh.append(torch.cat([*(side[row][old[row] :] for row in range(rows)), behind]))
+    where = torch.cat([*places, torch.full((padding,), -1)])
+    out = paged.extend_attention(
+        q, fresh[0], fresh[1], pages.pool, pages.tables, torch.tensor(old), torch.tensor(starts), 0.3, where
+    )
+    assert (out[starts[-1] :] == 0).all()
+    for row in range(rows):
+        part = slice(starts[row], starts[row + 1])
+        given = q[part], pages.k[row], pages.v[row], 0.3
+        if new[row]:
+            assert_as_good(out[part], causal(*given, torch.float64), causal(*given, dtype))
+            stored = pages.pool[pages.tables[row, : -(-pages.lengths[row] // SIZE)]]
+            assert torch.equal(stored[:, 0].flatten(0, 1)[: pages.lengths[row]], pages.k[row])
+
+
+def test_write_skips_what_has_no_place() -> None:
+    pages = Pages([6], 2, 24, torch.float32)
+    before = pages.pool.clone()
+    places = pages.places(0, 0, 6)
+    places[[1, 4]] = -1
+    paged.write_kv(pages.pool, pages.k[0], pages.v[0], places)
+    paged_reference.write_kv(before, pages.k[0], pages.v[0], places)
+    assert torch.equal(pages.pool.nan_to_num(7.0), before.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [16, 64, 80, 96])
+def test_varlen(width: int, dtype: torch.dtype) -> None:
+    bounds = [0, 0, 1, 64, 64, 130, 141]
+    qkv = torch.randn(141, 3, 2, width).to(dtype)
+    q, k, v = qkv.unbind(1)
+    out = varlen.varlen_attention(q, k, v, torch.tensor(bounds, dtype=torch.int32), 141, scale=width**-0.5)
+    for begin, end in zip(bounds, bounds[1:]):
+        exact, same = (
+            torch.cat(
+                [
+                    ((a[:, h] @ b[:, h].T) * width**-0.5).softmax(-1)[:, None] @ c[None, :, h]
+                    for h in range(2)
+                    for a, b, c in [[x[begin:end].to(kind) for x in (q, k, v)]]
+                ],
+                1,
+            )
+            for kind in (torch.float64, dtype)
+        )
+        if end > begin:
+            assert_as_good(out[begin:end], exact, same)
+
+
+def test_head_parts_cover_the_width_in_powers_of_two() -> None:
+    found = {width: varlen.head_parts(width) for width in (8, 64, 72, 80, 96, 112, 128)}
+    wanted = {8: (16, 0), 64: (64, 0), 72: (64, 16), 80: (64, 16), 96: (64, 32), 112: (128, 0), 128: (128, 0)}
+    assert found == wanted
