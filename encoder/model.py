@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from encoder.config import VisionConfig
 from kernels.linear import Linear
 from kernels.patch_embed import patch_embed
-from kernels.pixel_shuffle import pixel_shuffle
-from kernels.rms_norm import rms_norm
+from kernels.pixel_shuffle import shuffle_norm
 from kernels.varlen_attention import varlen_attention
 
 Activation = Callable[[Tensor], Tensor]
@@ -172,12 +171,10 @@ class VisionTower:
         x_RD = patch_embed(batch.patches_TP, projection, batch.positions_TD, self.table_KD, batch.source_R)
         for layer in self.layers:
             x_RD = self._block(layer, x_RD, batch)
-        # The norm is per row, so taking the image rows out first is the same and does less.
-        features_NE = pixel_shuffle(x_RD, batch.token_rows_NM)
-        if self.final_norm is not None:
-            tokens = features_NE.shape[0]
-            features_NE = self.final_norm(features_NE.view(-1, self.config.hidden_size)).view(tokens, -1)
-        return self._project(features_NE)
+        norm = self.final_norm
+        final = None if norm is None else (norm.weight, norm.bias, norm.eps)
+        normed = shuffle_norm(x_RD, batch.token_rows_NM, self.projector_norm, self.config.projector_eps, final)
+        return self.linear_2(self.linear_1.relu_squared(normed))
 
     def _block(self, layer: _Layer, x_RD: Tensor, batch: PackedBatch) -> Tensor:
         rows, heads, width = x_RD.shape[0], self.config.num_heads, self.config.head_dim
@@ -191,7 +188,3 @@ class VisionTower:
         assert layer.gate is not None
         normed = layer.norm2(x_RD)
         return self._activation(layer.gate(normed)).mul_(layer.up(normed))
-
-    def _project(self, features_NE: Tensor) -> Tensor:
-        normed = rms_norm(features_NE, self.projector_norm, self.config.projector_eps)
-        return self.linear_2(self.linear_1.relu_squared(normed))

@@ -89,7 +89,7 @@ class EncoderRunner:
     def _make_lanes(self) -> tuple[Lane, Lane]:
         tower, options = self.tower, self.options
         no_graph = "" if options.graphs != "off" else "off"
-        if options.graphs != "off" and tower.device.type != "cpu" and reads_host(tower.device):
+        if options.graphs != "off" and reads_host(tower.device.type):
             kind = tower.device.type
             reason = f"the attention for {kind} reads sequence lengths on the host, which no graph can hold"
             if options.graphs == "on":

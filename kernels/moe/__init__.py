@@ -1,5 +1,10 @@
 """Mixture of experts: router and experts."""
 
-from kernels.moe.reference import route, run_experts
+from kernels.dispatch import dispatched
+from kernels.moe import reference
+from kernels.moe.experts import Experts
 
-__all__ = ["route", "run_experts"]
+route = dispatched(reference.route)
+run_experts = dispatched(reference.run_experts)
+
+__all__ = ["Experts", "route", "run_experts"]

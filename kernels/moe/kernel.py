@@ -32,7 +32,7 @@ class Tile:
 
 FEW_TOKENS = 8
 """Up to here each pair reads its expert's weights by itself: fewer launches, and experts are rarely shared."""
-FEW = Tile(1, 16, 256, 4, 2)
+FEW = Tile(1, 16, 256, 8, 2)
 MANY_PAIRS = 16
 """Pairs of an expert on average, above which blocks of `TILES[...][1]` are filled."""
 # By architecture: with few pairs to an expert, with many.
@@ -90,7 +90,7 @@ def _choose(  # type: ignore[no-untyped-def]
         top = tl.max(tl.max(choice, 1), 0)
         # The lowest id among equals; a row of NaN (padding may be) still names an expert that is there.
         taken = tl.min(tl.min(tl.where((choice == top) & m_e, o_e, E - 1), 1), 0)
-        weight = tl.sum(tl.sum(tl.where(o_e == taken, scores, 0.0), 1), 0)
+        weight = tl.sum(tl.sum(tl.where((o_e == taken) & m_e, scores, 0.0), 1), 0)
         experts = tl.where(o_k == k, taken, experts)
         weights = tl.where(o_k == k, weight, weights)
         choice = tl.where(o_e == taken, NEVER, choice)
@@ -145,7 +145,7 @@ def _few_down(  # type: ignore[no-untyped-def]
     o_k = tl.arange(0, BLOCK_K)
     m_n = o_n < D
     out = tl.zeros([BLOCK_N], tl.float32)
-    for j in range(0, K):
+    for j in range(K):
         pair = i_token * K + j
         p_w = p_down + tl.load(p_experts + pair).to(tl.int64) * I * D + o_n.to(tl.int64)[:, None] * I
         acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -218,7 +218,7 @@ def _sum_pairs(  # type: ignore[no-untyped-def]
     o_d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_d = o_d < D
     out = tl.zeros([BLOCK], tl.float32)
-    for k in range(0, K):
+    for k in range(K):
         out += tl.load(p_pairs + (i_token * K + k) * D + o_d, mask=m_d, other=0.0)
     tl.store(p_out + i_token * D + o_d, out.to(p_out.dtype.element_ty), mask=m_d)
 

@@ -1,5 +1,10 @@
 """Causal attention over keys and values in pages of a shared pool."""
 
-from kernels.paged_attention.reference import decode_attention, extend_attention, write_kv
+from kernels.dispatch import dispatched
+from kernels.paged_attention import reference
+
+decode_attention = dispatched(reference.decode_attention)
+extend_attention = dispatched(reference.extend_attention)
+write_kv = dispatched(reference.write_kv)
 
 __all__ = ["decode_attention", "extend_attention", "write_kv"]

@@ -37,12 +37,12 @@ class Tile:
 # By architecture, then by the queries that a row brings (tokens x G): at most 16, at most 64, more. Chosen for zero
 # spills at head size 128.
 TILES = {
-    "sm_80": (Tile(16, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
+    "sm_80": (Tile(16, 64, 4, 3), Tile(64, 32, 8, 3), Tile(64, 64, 8, 3)),
     "sm_90": (Tile(16, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
     "sm_100": (Tile(16, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
     "gfx942": (Tile(16, 32, 4, 1), Tile(64, 32, 4, 1), Tile(128, 32, 8, 1)),
 }
-TILES_FLOAT32 = (Tile(16, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))
+TILES_FLOAT32 = (Tile(16, 16, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))
 
 
 @triton.jit

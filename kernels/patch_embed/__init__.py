@@ -1,5 +1,8 @@
 """Patches to tower rows: projection, positions, prefix tokens."""
 
-from kernels.patch_embed.reference import patch_embed
+from kernels.dispatch import dispatched
+from kernels.patch_embed import reference
+
+patch_embed = dispatched(reference.patch_embed)
 
 __all__ = ["patch_embed"]

@@ -11,13 +11,22 @@ from kernels.linear import Linear
 
 
 def patch_embed(
-    patches_TP: Tensor, projection: Linear, positions_TD: Tensor, table_KD: Tensor, source_R: Tensor
+    patches_TP: Tensor,
+    projection: Linear,
+    positions_TD: Tensor,
+    table_KD: Tensor,
+    source_R: Tensor,
+    pixels: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """New `[R, D]` in the dtype of the patches: row r is entry `source_R[r]` of `table` followed by embedded patches.
+    """New `[R, D]` in the dtype of `table`: row r is entry `source_R[r]` of `table` followed by embedded patches.
 
     `table_KD` holds the prefix tokens and any padding row, so that source 0..K-1 picks one of those and source K + t
-    picks patch t. `source_R` is int64 on the same device; no host sync.
+    picks patch t. `source_R` is int64 on the same device; no host sync. `pixels`: scale and shift `[P]`, float32, that
+    bytes (0..255) are normalised with; without it patches are normalised already, in the table's dtype.
     """
+    if pixels is not None:
+        scale_P, shift_P = pixels
+        patches_TP = (patches_TP.float() * scale_P + shift_P).to(table_KD.dtype)
     embedded_TD = projection(patches_TP).add_(positions_TD)
     rows = table_KD.new_empty(table_KD.shape[0] + embedded_TD.shape[0], table_KD.shape[1])
     rows[: table_KD.shape[0]] = table_KD

@@ -1,5 +1,10 @@
-"""Neighbouring patches side by side: space to depth over packed images."""
+"""Neighbouring patches side by side: space to depth over packed images, and the norms behind it."""
 
-from kernels.pixel_shuffle.reference import pixel_shuffle, shuffle_order
+from kernels.dispatch import dispatched
+from kernels.pixel_shuffle import reference
+from kernels.pixel_shuffle.reference import shuffle_order
 
-__all__ = ["pixel_shuffle", "shuffle_order"]
+pixel_shuffle = dispatched(reference.pixel_shuffle, kernel=False)
+shuffle_norm = dispatched(reference.shuffle_norm)
+
+__all__ = ["pixel_shuffle", "shuffle_norm", "shuffle_order"]

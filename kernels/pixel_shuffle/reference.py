@@ -7,12 +7,37 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from kernels.rms_norm import rms_norm
 
 
 def pixel_shuffle(x_RD: Tensor, token_rows_NM: Tensor) -> Tensor:
     """New `[N, M * M * D]`: the rows that `token_rows_NM` `[N, M * M]` int64 names, side by side. No host sync."""
     tokens, merged = token_rows_NM.shape
     return x_RD.index_select(0, token_rows_NM.reshape(-1)).view(tokens, merged * x_RD.shape[1])
+
+
+def shuffle_norm(
+    x_RD: Tensor,
+    token_rows_NM: Tensor,
+    weight_E: Tensor,
+    eps: float,
+    final: tuple[Tensor, Tensor, float] | None = None,
+) -> Tensor:
+    """The same, through the norms that follow: `[N, M * M * D]` in x's dtype. No host sync.
+
+    `final`: weight and bias `[D]` and epsilon of a LayerNorm of each tower row; then an RMS norm of the whole token
+    with `weight_E` `[M * M * D]` float32.
+    """
+    # Both norms are per row or token, so that taking the image rows out first is the same and does less.
+    features_NE = pixel_shuffle(x_RD, token_rows_NM)
+    if final is not None:
+        weight_D, bias_D, final_eps = final
+        width = x_RD.shape[1]
+        normed = F.layer_norm(features_NE.view(-1, width), (width,), weight_D, bias_D, final_eps)
+        features_NE = normed.view(features_NE.shape)
+    return rms_norm(features_NE, weight_E, eps)
 
 
 def shuffle_order(rows: int, columns: int, merge: int = 2) -> Tensor:

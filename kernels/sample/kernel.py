@@ -1,7 +1,7 @@
 """Drawing tokens in Triton: one program takes a row from logits to its token; the method is in README.md.
 
-`R` rows, `V` tokens of the vocabulary, `S` seats. Probabilities are summed as integers (`UNIT` is 1), so that no order of
-summation can change a draw.
+`R` rows, `V` tokens of the vocabulary, `S` seats. Probabilities are summed as integers (`UNIT` is 1), so that no order
+of summation can change a draw.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def _sample(  # type: ignore[no-untyped-def]
         far += (x >= top - 16).to(tl.int32)
         mass += _weight(x, top)
     total = tl.sum(mass, 0)
-    if ((top_k <= 0) | (top_k >= vocab)) & (top_p >= 1.0) & (min_p <= 0.0):
+    if (top_k <= 0) & (top_p >= 1.0) & (min_p <= 0.0):
         target = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
         tl.store(p_out + i_row, _in_order_of_ids(p_x, vocab, top, target, BLOCK).to(tl.int64))
         return
@@ -290,7 +290,6 @@ def sample(logits_RV: Tensor, wishes: Wishes, penalties: Penalties | None = None
         raise ValueError(f"a vocabulary of {vocab} tokens is beyond the {MAX_VOCAB} that sums are exact for")
     device = logits_RV.device
     out = torch.empty(rows, dtype=torch.int64, device=device)
-    block = min(BLOCK, triton.next_power_of_2(vocab))
     scratch = torch.empty(rows, vocab + CANDIDATES, dtype=torch.float32, device=device)
     ids = torch.empty(rows, CANDIDATES, dtype=torch.int32, device=device)
     asked = penalties or Penalties(ids, ids, ids, scratch, scratch, scratch)
@@ -317,11 +316,11 @@ def sample(logits_RV: Tensor, wishes: Wishes, penalties: Penalties | None = None
         p_out=out,
         logits_row=logits_RV.stride(0),
         vocab=vocab,
-        BLOCK=block,
+        BLOCK=BLOCK,
         C=CANDIDATES,
         PENALISED=penalties is not None,
         PURPOSE=int(wishes.purpose),
-        num_warps=16 if block >= 4096 else 4,
+        num_warps=16,
     )
     return out
 

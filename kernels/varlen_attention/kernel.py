@@ -1,6 +1,7 @@
 """Unmasked attention over packed sequences in Triton; the maths, FLOPs and bytes are in README.md.
 
-R packed rows, H heads, D features per head = MAIN + a rest, N sequences. A program takes M rows of one sequence and head.
+R packed rows, H heads, D features per head = MAIN + a rest, N sequences. A program takes M rows of one sequence and
+head.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def _varlen(  # type: ignore[no-untyped-def]
         acc_rest = tl.zeros([BLOCK_M, REST], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    for i in range(0, tl.cdiv(length, BLOCK_N)):
+    for i in range(tl.cdiv(length, BLOCK_N)):
         o_key = i * BLOCK_N + o_n
         m_n = o_key < length
         at = (begin + o_key).to(tl.int64)

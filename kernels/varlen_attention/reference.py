@@ -24,11 +24,6 @@ FAR_TOTAL = 20
 """A row total beyond this many times the keys says that the sample missed a far larger key."""
 
 
-def reads_host(device: torch.device) -> bool:
-    """Whether attention on `device` looks at sequence lengths on the host, so that no graph can be captured of it."""
-    return device.type != "cpu"
-
-
 def varlen_attention(
     q_RHD: Tensor, k_RHD: Tensor, v_RHD: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, scale: float
 ) -> Tensor:

@@ -19,8 +19,8 @@ DTYPES = [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, i
 
 
 @pytest.fixture(autouse=True)
-def unwritten_is_nan() -> Iterator[None]:
-    with poisoned():
+def on_device_and_unwritten_is_nan() -> Iterator[None]:
+    with DEVICE, poisoned():
         yield
 
 

@@ -50,8 +50,25 @@ def _mend() -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    patch_language, running = interpreter._patch_lang, []
+
+    def patch_lang(function: Any) -> Any:
+        """A kernel's call of another would patch the whole language once more, and never take that back."""
+        seen = {name for name, value in function.__globals__.items() if value is tl or value is tl.core}
+        if not running:
+            scope = patch_language(function)
+            restore = scope.restore
+            scope.restore = lambda: (restore(), running.clear())
+            running.append((scope, seen))
+            return scope
+        scope, known = running[0]
+        if not seen <= known:
+            scope._changes += patch_language(function)._changes
+            known |= seen
+        return interpreter._LangPatchScope()
+
     interpreter._convert_float, builder.create_dot = convert_float, create_dot
-    interpreter._patch_lang_tensor = patch_lang_tensor
+    interpreter._patch_lang_tensor, interpreter._patch_lang = patch_lang_tensor, patch_lang
 
 
 _mend()

@@ -1,0 +1,32 @@
+"""What `kernels.aot` compiles of moe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from kernels.moe.experts import Experts
+from kernels.moe.kernel import route, run_experts
+from kernels.shapes import Case, ModelShape, meta
+
+
+def cases(shape: ModelShape) -> Iterator[Case]:
+    """Router and experts at few, some and many tokens; nothing for a model without experts."""
+    if not shape.experts:
+        return
+    size = (shape.experts, shape.intermediate, shape.hidden)
+    gate, correction = meta(shape.experts, shape.hidden), meta(shape.experts)
+    for dtype in shape.dtypes:
+        experts = Experts(meta(*size, dtype=dtype), meta(size[0], size[2], size[1], dtype=dtype))
+        name = str(dtype).removeprefix("torch.")
+        x = meta(64, shape.hidden, dtype=dtype)
+        for groups in (1, 4):
+            chosen = partial(route, x, gate, correction, shape.experts_per_token, groups, max(groups // 2, 1))
+            yield Case(f"route {groups} {name}", chosen)
+        for tokens in (4, 64, 4096):
+            ids = meta(tokens, shape.experts_per_token, dtype=torch.int64)
+            weights = meta(tokens, shape.experts_per_token)
+            x = meta(tokens, shape.hidden, dtype=dtype)
+            yield Case(f"experts {tokens} {name}", partial(run_experts, x, ids, weights, experts))

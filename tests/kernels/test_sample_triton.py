@@ -1,0 +1,122 @@
+"""Draws: the kernel gives the tokens that the reference gives, row by row and number by number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from triton_kernels import DEVICE, poisoned
+
+from kernels.dispatch import forced
+from kernels.sample import Penalties, Wishes, accept_drafts, reference, sample, uniform, uniforms
+from kernels.sample import kernel as sample_kernel
+
+# top_k, top_p and min_p of each row: none, each alone, all, wide ones, more than there are.
+FILTERS = [
+    (0, 1.0, 0.0),
+    (5, 1.0, 0.0),
+    (0, 0.7, 0.0),
+    (0, 1.0, 0.05),
+    (40, 0.9, 0.01),
+    (300, 0.999, 0.0),
+    (9999, 1.0, 0.0),
+]
+NONE = FILTERS[0]
+ROWS = len(FILTERS)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sample_kernel, "BLOCK", 256)
+    with DEVICE, poisoned():
+        yield
+
+
+def wishes(temperature: float, filters: list[tuple[int, float, float]]) -> Wishes:
+    top_k, top_p, min_p = (torch.tensor(values) for values in zip(*filters, strict=True))
+    return Wishes(
+        temperature_R=torch.full((ROWS,), temperature),
+        top_k_R=top_k,
+        top_p_R=top_p.double(),
+        min_p_R=min_p.double(),
+        seeds_R=torch.randint(-(2**63), 2**63 - 1, (ROWS,)),
+        samples_R=torch.arange(ROWS) % 3,
+        positions_R=torch.randint(0, 2**31, (ROWS,)),
+    )
+
+
+def both(logits: Tensor, asked: Wishes, penalties: Penalties | None = None) -> tuple[Tensor, Tensor]:
+    with forced("triton"):
+        found = sample(logits, asked, penalties)
+    return found, reference.sample(logits, asked, penalties)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "filters"),
+    [pytest.param(512, FILTERS, id="apart"), pytest.param(8, [FILTERS[4], *[NONE] * (ROWS - 1)], id="whole-row")],
+)
+def test_draws_are_those_of_the_reference(
+    candidates: int, filters: list[tuple[int, float, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the likeliest tokens set apart, and with too many of them for that."""
+    monkeypatch.setattr(sample_kernel, "CANDIDATES", candidates)
+    found, expected = both(torch.randn(ROWS, 700) * 3, wishes(0.8, filters))
+    assert torch.equal(found, expected)
+
+
+def test_equal_logits_are_ordered_by_id() -> None:
+    logits = torch.randint(0, 3, (ROWS, 300)).float()
+    found, expected = both(logits, wishes(1.0, [(0, 0.5, 0.0), (3, 0.5, 0.0), *[NONE] * (ROWS - 2)]))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_greedy_takes_the_first_of_the_largest(dtype: torch.dtype) -> None:
+    logits = torch.randint(-4, 4, (ROWS, 300)).to(dtype)
+    found, expected = both(logits, wishes(0.0, FILTERS))
+    assert torch.equal(found, expected) and torch.equal(found, logits.float().argmax(-1))
+
+
+def test_penalties_and_impossible_tokens() -> None:
+    logits = torch.randn(ROWS, 300)
+    logits[:, ::2] = float("-inf")
+    seats = torch.randperm(ROWS + 2)[:ROWS]
+    penalties = Penalties(
+        in_context_SV=torch.rand(ROWS + 2, 300) < 0.3,
+        counts_SV=torch.randint(0, 3, (ROWS + 2, 300), dtype=torch.int32),
+        seats_R=seats,
+        repetition_R=torch.full((ROWS,), 1.7),
+        presence_R=torch.full((ROWS,), 0.4),
+        frequency_R=torch.linspace(-0.5, 0.5, ROWS),
+    )
+    for temperature in (0.0, 0.7):
+        found, expected = both(logits, wishes(temperature, [NONE] * ROWS), penalties)
+        assert torch.equal(found, expected) and bool((found % 2 == 1).all())
+
+
+def test_random_numbers_are_bit_for_bit_those_of_the_reference() -> None:
+    """A row whose cumulative weights are 2^-k apart tells u to the last bit that a draw can show."""
+    seeds = [0, 1, 2**63 + 5, 2**64 - 1]
+    signed = [seed - (seed >> 63 << 64) for seed in seeds]
+    rows = uniforms(torch.tensor(signed), torch.arange(4), torch.tensor([0, 7, 2**31, 2**20]))
+    alone = [uniform(s, i, p, 1).item() for i, (s, p) in enumerate(zip(seeds, [0, 7, 2**31, 2**20], strict=True))]
+    assert rows.tolist() == alone
+    logits = torch.zeros(ROWS, 1 << 12)
+    found, expected = both(logits, wishes(1.0, [NONE] * ROWS))
+    assert torch.equal(found, expected), "the first 12 bits of each row"
+
+
+def test_a_vocabulary_that_sums_are_not_exact_for_is_refused() -> None:
+    with pytest.raises(ValueError, match="300000 tokens is beyond the 262144"):
+        sample_kernel.sample(torch.zeros(1, 300000), wishes(1.0, [NONE] * ROWS))
+
+
+def test_accepted_drafts() -> None:
+    tokens = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8], [5, 1, 7, 8], [5, 6, 7, 8], [0, 0, 0, 0]])
+    drafts = torch.tensor([[5, 6, 7], [5, 6, 7], [5, 6, 7], [1, 6, 7], [0, 0, 0]])
+    counts = torch.tensor([3, 2, 3, 3, 0])
+    with forced("triton"):
+        assert accept_drafts(tokens, drafts, counts).tolist() == [3, 2, 1, 0, 0]
+    assert reference.accept_drafts(tokens, drafts, counts).tolist() == [3, 2, 1, 0, 0]
