@@ -14,16 +14,19 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from service import errors
 from service.auth import Tenant
 from service.frontend import Frontend
-from service.metrics import Metrics
+from service.meters import make_metrics
 from service.tracing import TraceContext
 from service.types import Delta, Embedded, Event, Finished, GenerateSpec, Started, Tokenized
+
+if TYPE_CHECKING:
+    from service.metrics import Metrics
 
 log = logging.getLogger("service.access")
 
@@ -126,7 +129,7 @@ class Calls:
         access: AccessLog | None = None,
     ) -> None:
         self.frontend = frontend
-        self.metrics = metrics or Metrics()
+        self.metrics = metrics or make_metrics()
         self.access = access or AccessLog()
         self._default_timeout = default_timeout
         self._closed = closed

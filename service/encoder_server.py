@@ -27,7 +27,7 @@ from service.encoding import LocalEncoder
 from service.handoff import Handoff
 from service.interceptor import FrontDoor
 from service.limits import ByteBudget
-from service.metrics import Metrics
+from service.meters import make_metrics
 from service.partner import Partner
 from service.server import add_standard_services, channel_options, check_exposure, listen, stop_signals, until_stopped
 from service.sizes import check_sizes_file, record_sizes
@@ -102,7 +102,7 @@ class EncoderServer:
         self.options, self._thread = options, thread
         self._credentials = server_credentials(options)
         guard = Guard(watch_keys(options.api_keys) if options.api_keys else None)
-        self.metrics = Metrics()
+        self.metrics = make_metrics()
         self.metrics.watch_engine(self._query, self._gauges)
         self._door = FrontDoor(
             guard, ByteBudget(options.max_inflight_bytes), self.metrics, AccessLog(as_json=options.log_json),

@@ -17,7 +17,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -25,8 +25,10 @@ from service import errors
 from service.auth import Guard
 from service.calls import AccessLog, CallInfo, set_current_call
 from service.limits import ByteBudget
-from service.metrics import Metrics
 from service.tracing import from_metadata
+
+if TYPE_CHECKING:
+    from service.metrics import Metrics
 
 log = logging.getLogger(__name__)
 

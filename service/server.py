@@ -48,7 +48,7 @@ from service.interceptor import FrontDoor
 from service.kserve import KServeServicer
 from service.limits import ByteBudget
 from service.media import Spool
-from service.metrics import Metrics
+from service.meters import make_metrics
 from service.picture_pool import PicturePool
 from service.pictures import MediaLimits
 from service.servicer import InferenceServicer, MediaServicer, ModelServicer, media_resolver
@@ -76,7 +76,7 @@ class Server:
         self._model = convert.model_to_proto(engine.info, assets, limits, options)
         self._credentials = server_credentials(options)
         self._guard = Guard(watch_keys(options.api_keys) if options.api_keys else None, admin=options.admin)
-        self.metrics, self.budget = Metrics(), ByteBudget(options.max_inflight_bytes)
+        self.metrics, self.budget = make_metrics(), ByteBudget(options.max_inflight_bytes)
         self.metrics.watch_engine(
             lambda: engine.query("stats"), self._gauges, lambda: {"preprocess": self.frontend.stats()}
         )
@@ -314,20 +314,28 @@ def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
 
 def add_standard_services(server: grpc.aio.Server, services: list[str]) -> Callable[[bool], None]:
     """Health and reflection, where their packages are installed. Returns what sets health."""
-    try:
-        from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-    except ImportError:
-        log.warning("grpcio-health-checking is not installed: no health service")
-        return lambda serving: None
-    health_servicer = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    names, set_health = list(services), _add_health(server, services)
+    if set_health is not None:
+        names.append("grpc.health.v1.Health")
     try:
         from grpc_reflection.v1alpha import reflection
     except ImportError:
         log.warning("grpcio-reflection is not installed: no reflection service")
     else:
-        names = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        names.append(reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server, pool=kserve.reflection_pool(names))
+    return set_health or (lambda serving: None)
+
+
+def _add_health(server: grpc.aio.Server, services: list[str]) -> Callable[[bool], None] | None:
+    """What sets the health of the server and of each service; None where the package is not installed."""
+    try:
+        from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+    except ImportError:
+        log.warning("grpcio-health-checking is not installed: no health service")
+        return None
+    health_servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     loop = asyncio.get_running_loop()
     pending: set[asyncio.Task[None]] = set()
 

@@ -1,0 +1,77 @@
+"""A machine that has only what the core needs: the server starts, says what is off, and answers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from saccade import Client
+
+CHECKOUT = Path(__file__).parents[2]
+ABSENT = (
+    "grpc_health",
+    "grpc_reflection",
+    "grpc_status",
+    "grpc_tools",
+    "google.rpc",
+    "google.api",
+    "prometheus_client",
+    "opentelemetry",
+    "msgspec",
+    "zmq",
+    "tritonclient",
+    "transformers",
+    "triton",
+    "torchvision",
+    "sklearn",
+    "rich",
+)
+BLOCK = f"""
+import importlib.abc, sys
+
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if any(name == absent or name.startswith(absent + ".") for absent in {ABSENT!r}):
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+        return None
+
+sys.meta_path.insert(0, Absent())
+"""
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> dict[str, str]:
+    """An environment whose every Python process, children too, lacks the modules."""
+    (tmp_path / "sitecustomize.py").write_text(BLOCK)
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return kept | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{CHECKOUT}"}
+
+
+def test_the_core_serves_without_what_it_does_not_need(bare: dict[str, str], tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    command = [sys.executable, "-m", "service", "serve", "demo", "--port", "0"]
+    with log.open("w") as errors:
+        server = subprocess.Popen(command, env=bare, cwd=tmp_path, stdout=subprocess.PIPE, stderr=errors, text=True)
+    try:
+        assert server.stdout is not None
+        line = server.stdout.readline()
+        assert line.startswith("saccade ready on "), log.read_text()
+        with Client(line.split()[-1]) as client:
+            answer = client.generate("What is here?", images=[CHECKOUT / "demo/pictures/number.png"], max_tokens=4)
+        assert answer.usage.completion_tokens and answer.text
+    finally:
+        server.terminate()
+        assert server.wait(60) == 0
+    said = log.read_text()
+    for missing in ("grpcio-health-checking", "grpcio-reflection", "prometheus-client"):
+        assert f"{missing} is not installed" in said
+
+
+def test_an_endpoint_that_cannot_be_is_refused(bare: dict[str, str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "service", "serve", "demo", "--port", "0", "--metrics-port", "0"]
+    ran = subprocess.run(command, env=bare, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ran.returncode != 0 and "metrics_port 0 needs prometheus-client" in ran.stderr
