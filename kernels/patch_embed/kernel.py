@@ -103,8 +103,10 @@ def patch_embed(
     pixels: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """As the reference, in one launch with one rounding at the end. No host sync."""
-    rows, (width, depth) = source_R.shape[0], projection.weight.shape
-    assert patches_TP.stride(1) == positions_TD.stride(1) == 1 and projection.weight.is_contiguous()
+    rows, width, depth = source_R.shape[0], projection.out_features, projection.in_features
+    weight = projection.weight
+    assert isinstance(weight, Tensor) and weight.is_contiguous(), "on a GPU a weight that is not quantised stays plain"
+    assert patches_TP.stride(1) == positions_TD.stride(1) == 1
     out = torch.empty(rows, width, dtype=table_KD.dtype, device=source_R.device)
     tile = TILE_FLOAT32 if table_KD.dtype == torch.float32 else by_architecture(TILES, source_R.device)
     scale, shift = pixels or (positions_TD, positions_TD)
@@ -112,7 +114,7 @@ def patch_embed(
         _embed,
         (triton.cdiv(rows, tile.m), triton.cdiv(width, tile.n)),
         p_patches=patches_TP,
-        p_weight=projection.weight,
+        p_weight=weight,
         p_bias=table_KD if projection.bias is None else projection.bias,
         p_positions=positions_TD,
         p_table=table_KD,

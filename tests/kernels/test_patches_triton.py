@@ -42,7 +42,7 @@ def test_patch_embed(dtype: torch.dtype, pixels: bool, bias: bool) -> None:
     source[:3] = torch.tensor([0, prefix - 1, prefix + patches - 1])
     normalised = (given.float() * scale + shift if pixels else given).to(dtype)
     projection = Linear(weight, offset if bias else None)
-    projection.weight, projection.packed = weight, False
+    projection.weight = weight
     out = patch_embed(
         given if pixels else normalised, projection, positions, table, source, (scale, shift) if pixels else None
     )
