@@ -129,7 +129,8 @@ class EngineProcess:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 match self._connection.recv():
-                    case ("events", events):
+                    case ("events", packed):
+                        events = wire.unpack_events(packed)
                         with self._state_lock:
                             self._live.difference_update(e.request_id for e in events if e.finish_reason)
                         self._emit(events)

@@ -77,7 +77,7 @@ def _serve(connection: Connection, options: EngineOptions) -> int:
 
     send(("ready", engine.info))
     threading.Thread(target=receive, name="saccade-engine-receiver", daemon=True).start()
-    engine.run(lambda events: send(("events", events)), linger=False)
+    engine.run(lambda events: send(("events", wire.pack_events(events))), linger=False)
     return 0
 
 

@@ -27,6 +27,7 @@ from service import errors
 from service.assets import ModelAssets
 from service.engine import EngineEvent, EngineHandle, EngineImage, EngineInfo, EngineRequest
 from service.gate import ByteGate, Grant
+from service.mailbox import Mailbox
 from service.pictures import Decoder, LocalDecoder, MediaLimits, Prepared, Preparer
 from service.prompts import Prompt, check_room, read, system_end, widen
 from service.stops import StopMatcher
@@ -58,6 +59,10 @@ MAX_SAMPLES = 64
 MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 32
 MAX_STOP_LENGTH = 256
+DELTA_RATE = 400.0
+"""Deltas a second over all streams that the front aims at. Tokens that come faster share one."""
+LONGEST_PAUSE = 0.05
+"""Seconds that a token may wait for company: 20 deltas a second read as a steady flow."""
 _POOL_TEXT = 2048
 """Characters from which tokenising leaves the event loop."""
 
@@ -95,8 +100,8 @@ async def no_references(spec: GenerateSpec, salt: bytes) -> GenerateSpec:
 class _Call:
     """One request in the server, as far as others may end it."""
 
-    def __init__(self) -> None:
-        self.queue: asyncio.Queue[EngineEvent] = asyncio.Queue()
+    def __init__(self, pace: Callable[[], float]) -> None:
+        self.mail = Mailbox(pace)
         self.names: list[str] = []
         self.cancelled = False
 
@@ -108,7 +113,7 @@ class _Call:
     def cancel(self) -> None:
         self.cancelled = True
         for name in self.names:
-            self.queue.put_nowait(EngineEvent(name, finish_reason="aborted"))
+            self.mail.put(EngineEvent(name, finish_reason="aborted"))
 
 
 class _SampleState:
@@ -153,7 +158,7 @@ class Frontend:
         self._picture_pool = ThreadPoolExecutor(workers, thread_name_prefix="saccade-pictures")
         self._gate = ByteGate(limits.prepared_bytes)
         self._decoder = decoder or LocalDecoder(limits.media)
-        self._queues: dict[str, asyncio.Queue[EngineEvent]] = {}
+        self._mail: dict[str, Mailbox] = {}
         self._calls: dict[tuple[bytes, str], _Call] = {}
         self.resolve: Resolver = no_references
         self.idle = asyncio.Event()
@@ -240,12 +245,12 @@ class Frontend:
     async def _embedded(self, request: EngineRequest, call: _Call) -> tuple[bytes, ...]:
         """What the engine's only event for the request holds. Raises StatusError."""
         name = request.request_id
-        self._queues[name] = call.queue
+        self._mail[name] = call.mail
         finished = False
         try:
             await self._in_pool(self.engine.submit, request)
             call.begin([name])
-            event = await call.queue.get()
+            event = (await call.mail.take())[0]
             if event.finish_reason == "aborted":
                 raise errors.Cancelled("the request was cancelled")
             finished = True
@@ -253,7 +258,7 @@ class Frontend:
                 raise _engine_error(event)
             return event.embedded
         finally:
-            self._queues.pop(name, None)
+            self._mail.pop(name, None)
             if not finished:
                 self.engine.abort(name)
 
@@ -269,7 +274,7 @@ class Frontend:
             )  # fmt: skip
         if (salt, spec.request_id) in self._calls:
             raise errors.AlreadyExists(f"a request {spec.request_id!r} is running", field="request_id")
-        call = self._calls[salt, spec.request_id] = _Call()
+        call = self._calls[salt, spec.request_id] = _Call(self._pace)
         self.idle.clear()
         try:
             yield call
@@ -277,6 +282,10 @@ class Frontend:
             del self._calls[salt, spec.request_id]
             if not self._calls:
                 self.idle.set()
+
+    def _pace(self) -> float:
+        """Seconds between two deltas of one answer: none to speak of while few are running."""
+        return min(len(self._calls) / DELTA_RATE, LONGEST_PAUSE)
 
     # -- prepare -------------------------------------------------------------------------------------------------------
 
@@ -385,7 +394,6 @@ class Frontend:
             prompt.video_tokens,
         )  # fmt: skip
         states = [_SampleState(self.assets.tokenizer, spec.stop, params.min_tokens) for _ in range(spec.n)]
-        queue = call.queue
         names = [f"{next(self._numbers)}:{spec.request_id}" for _ in range(spec.n)]
         index_of = {name: i for i, name in enumerate(names)}
         clock = _Clock(arrived)
@@ -418,7 +426,7 @@ class Frontend:
             checkpoint_at=(prompt.system_end,) if prompt.system_end else (),
             siblings=tuple(names[1:]),
         )
-        self._queues.update(dict.fromkeys(names, queue))
+        self._mail.update(dict.fromkeys(names, call.mail))
         try:
             if prompt.images:  # copies pixels into shared memory
                 await self._in_pool(self.engine.submit, request)
@@ -427,9 +435,7 @@ class Frontend:
             yield yield_started
             call.begin(names)
             while not all(state.done for state in states):
-                batch = [await queue.get()]
-                while not queue.empty():
-                    batch.append(queue.get_nowait())
+                batch = await call.mail.take()
                 clock.tick(batch)
                 for name in names:
                     index = index_of[name]
@@ -444,7 +450,7 @@ class Frontend:
                             yield finished(index, reason, stop_token)
         finally:
             for name in names:
-                self._queues.pop(name, None)
+                self._mail.pop(name, None)
                 if not states[index_of[name]].done:
                     self.engine.abort(name)
 
@@ -505,8 +511,8 @@ class Frontend:
 
     def _dispatch(self, events: list[EngineEvent]) -> None:
         for event in events:
-            if (queue := self._queues.get(event.request_id)) is not None:
-                queue.put_nowait(event)
+            if (mail := self._mail.get(event.request_id)) is not None:
+                mail.put(event)
 
 
 class _Clock:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from service.engine import EngineImage, EngineRequest
+from service.engine import EngineEvent, EngineImage, EngineRequest
 
 ALIGNMENT = 64
 
@@ -96,3 +96,27 @@ def receive_descriptor(connection: Connection) -> int:
     """The descriptor that follows the message just received."""
     with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         return int(recvfds(sock, 1)[0])
+
+
+PackedEvents = tuple[list[str], list[int], list[int], list[EngineEvent]]
+
+
+def pack_events(events: list[EngineEvent]) -> PackedEvents:
+    """Events of one step as they cross: plain tokens in three lists, everything else as it is. Most are plain, and
+    pickling each as an object costs the engine's thread more than drawing it did."""
+    names, tokens, cached, others = [], [], [], []
+    for event in events:
+        if event.token_id is None or event.finish_reason or event.error or event.logprob is not None or event.embedded:
+            others.append(event)
+        else:
+            names.append(event.request_id)
+            tokens.append(event.token_id)
+            cached.append(event.cached_tokens)
+    return names, tokens, cached, others
+
+
+def unpack_events(packed: PackedEvents) -> list[EngineEvent]:
+    """The other side. Of one request's events only the last may differ in kind, so each request keeps its order."""
+    names, tokens, cached, others = packed
+    plain = [EngineEvent(n, t, cached_tokens=c) for n, t, c in zip(names, tokens, cached, strict=True)]
+    return plain + others
