@@ -95,12 +95,13 @@ def demo(argv: Sequence[str]) -> int:
 
 
 class ServerProcess:
-    """A `saccade serve` of this checkout on a free port, for the demo, the benchmarks and the tests."""
+    """A `saccade serve` of this checkout, on a free port unless one is named, for the demo, the benchmarks and the
+    tests."""
 
-    def __init__(self, arguments: Sequence[str] = (), *, timeout: float = 120.0) -> None:
+    def __init__(self, arguments: Sequence[str] = (), *, port: int = 0, timeout: float = 120.0) -> None:
         path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "service", "serve", *arguments, "--port", "0"],
+            [sys.executable, "-m", "service", "serve", *arguments, "--port", str(port)],
             stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path},
         )  # fmt: skip
         assert self._process.stdout is not None

@@ -6,8 +6,6 @@ import asyncio
 import base64
 import hashlib
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ from running import RunningServer
 import saccade
 from saccade import errors
 from saccade.v1 import batch_pb2
-from service.cli import ServerProcess
 from service.config import ConfigError
 
 LIMITS: dict[str, Any] = {"max_seqs": 8, "max_len": 400}
@@ -166,33 +163,6 @@ def test_cancelled_too_many_errors_and_no_room(model: Path, tmp_path: Path) -> N
         assert server.server.batches.store.used_bytes == 0  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match="at most 3"):
         RunningServer(str(model), engine=server.engine, max_queue=4, batch_concurrency=4)
-
-
-def test_a_killed_server_answers_each_row_once(model: Path, tmp_path: Path) -> None:
-    count = 150
-    arguments = [str(model), "--dtype", "float32", "--threads", "1", "--log-level", "error", "--max-len", "400"]
-    arguments += ["--batch-dir", str(tmp_path / "batches"), "--batch-concurrency", "4"]
-    source = lines([row(i, source=data_url(picture(i % 5)) if i % 10 == 0 else None) for i in range(count)])
-    batch_id, before = "", 0
-    for kill in range(3):
-        with ServerProcess(arguments) as server:
-            with saccade.Client(server.address) as client:
-                batch_id = batch_id or client.batches.create(source, ordered=True).batch_id
-                for now in client.batches.watch(batch_id):
-                    assert now.completed >= before or not now.total
-                    if kill < 2 and now.completed > before + 20:
-                        before = now.completed
-                        os.kill(server.pid, signal.SIGKILL)
-                        break
-                if kill == 2:
-                    assert (now.state, now.completed, now.failed) == ("completed", count, 0)
-                    found = answers(client.batches.download(batch_id, tmp_path / "out.jsonl"))
-                    assert list(found) == [str(i) for i in range(count)]
-                    for i in (0, 7, 70, count - 1):
-                        images = [picture(i % 5)] if i % 10 == 0 else []
-                        wanted = client.generate(f"row {i}", images=images, max_tokens=6, seed=i)
-                        assert found[str(i)]["body"]["choices"][0]["message"]["content"] == wanted.text
-                    assert server.stop() == 0
 
 
 def test_live_calls_go_first_and_a_stop_leaves_the_rest_to_the_next_start(model: Path, tmp_path: Path) -> None:

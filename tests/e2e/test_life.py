@@ -18,38 +18,6 @@ import saccade.errors
 from service.cli import ServerProcess
 
 ROOT = Path(__file__).resolve().parents[2]
-# Opens ten streams with a picture each, reads one message of every one, and is gone without a word.
-VANISHING = """
-import os, sys
-sys.path[:0] = [sys.argv[3], sys.argv[4]]
-import saccade
-from pictures import picture
-client = saccade.Client(sys.argv[1])
-streams = [
-    client.stream("tell me", images=[picture(int(sys.argv[2]) * 10 + i)], max_tokens=400, ignore_eos=True, seed=i)
-    for i in range(10)
-]
-for i, stream in enumerate(streams):
-    if i % 3:
-        next(stream)
-os.kill(os.getpid(), 9)
-"""
-
-
-def test_two_hundred_clients_that_die_leave_nothing(server: RunningServer, client: saccade.Client) -> None:
-    steady = client.generate("steady", max_tokens=20, temperature=0, ignore_eos=True)
-    arguments = [sys.executable, "-c", VANISHING, server.address]
-    for wave in range(5):
-        dying = [
-            subprocess.Popen([*arguments, str(wave * 4 + i), str(ROOT), str(ROOT / "tests" / "support")])
-            for i in range(4)
-        ]
-        assert client.generate("steady", max_tokens=20, temperature=0, ignore_eos=True) == steady
-        assert [process.wait(timeout=120) for process in dying] == [-signal.SIGKILL] * 4
-    stats = server.drained()
-    assert stats["decoder"]["used_slots"] == 0 and stats["decoder"]["used_pages"] == 0
-    assert stats["handoff"]["leases"] == 0
-    assert stats["handoff"]["used_bytes"] == stats["handoff"]["cached_bytes"]
 
 
 def test_streams_that_are_closed_at_any_point_free_everything(server: RunningServer, client: saccade.Client) -> None:

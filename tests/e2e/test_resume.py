@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faults import check_same, long_requests, open_stream
 from pictures import picture
 from running import RunningServer
 from served import IMAGE_TOKEN, make_served
@@ -37,63 +38,8 @@ def supervised(model: Path) -> Iterator[RunningServer]:
         yield running
 
 
-def requests(count: int) -> list[dict[str, Any]]:
-    """Long answers of every kind; the byte tokenizer splits characters at any seam."""
-    made: list[dict[str, Any]] = []
-    for i in range(count):
-        request: dict[str, Any] = {"prompt": f"go on {i}", "max_tokens": 300 + i, "ignore_eos": True, "seed": i}
-        if i % 3 == 1:
-            request |= {"images": [picture(i)], "presence_penalty": 0.4, "temperature": 1.1}
-        if i % 3 == 2:
-            request |= {"prompt": [9, 10 + i, IMAGE_TOKEN], "images": [picture(i)], "temperature": 0, "logprobs": 1}
-        if i % 4 == 3:
-            request |= {"n": 2, "max_tokens": 150}
-        if i == 5:
-            request |= {"stop": ["no such string"], "min_tokens": 20}
-        made.append(request)
-    return made
-
-
-def open_stream(client: Any, request: dict[str, Any]) -> Any:
-    return client.stream(request["prompt"], **{k: v for k, v in request.items() if k != "prompt"})
-
-
-def check(found: list[saccade.Generation], wanted: list[saccade.Generation]) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        for sample, expected in zip(one.samples, other.samples, strict=True):
-            assert sample.token_ids == expected.token_ids
-            assert sample.text == expected.text
-            assert sample.finish_reason == expected.finish_reason
-            assert sample.usage == expected.usage
-            logprobs = [p.logprob for p in sample.logprobs or ()]
-            assert logprobs == pytest.approx([p.logprob for p in expected.logprobs or ()], abs=1e-4)
-
-
-def test_answers_over_the_death_of_the_engine_are_the_uninterrupted_ones(supervised: RunningServer) -> None:
-    made = requests(8)
-    with saccade.Client(supervised.address).with_options(max_retries=60) as client:
-        wanted = [open_stream(client, request).final() for request in made]
-        deaths = supervised.engine.restarts  # type: ignore[attr-defined]
-        streams = [open_stream(client, request) for request in made]
-        for stream in streams:
-            next(stream)  # each is under way
-        os.kill(supervised.engine.pid, signal.SIGKILL)  # type: ignore[attr-defined]
-        found: list[saccade.Generation | None] = [None] * len(streams)
-
-        def read(i: int) -> None:
-            found[i] = streams[i].final()
-
-        readers = [threading.Thread(target=read, args=(i,)) for i in range(len(streams))]
-        for reader in readers:
-            reader.start()
-        for reader in readers:
-            reader.join(timeout=120)
-        assert supervised.engine.restarts == deaths + 1  # type: ignore[attr-defined]
-        check([answer for answer in found if answer is not None], wanted)
-
-
 def test_async_answers_too(supervised: RunningServer) -> None:
-    made = requests(5)
+    made = long_requests(5, IMAGE_TOKEN)
 
     async def main() -> None:
         async with saccade.AsyncClient(supervised.address, max_retries=60) as client:
@@ -102,7 +48,7 @@ def test_async_answers_too(supervised: RunningServer) -> None:
             for stream in streams:
                 await anext(stream)
             os.kill(supervised.engine.pid, signal.SIGKILL)  # type: ignore[attr-defined]
-            check(await asyncio.gather(*(stream.final() for stream in streams)), wanted)
+            check_same(await asyncio.gather(*(stream.final() for stream in streams)), wanted)
 
     asyncio.run(main())
 

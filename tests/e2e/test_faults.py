@@ -1,0 +1,37 @@
+"""A few of each fault; `make soak` runs the whole counts with the same code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import faults
+import pytest
+from running import RunningServer
+from served import IMAGE_TOKEN
+
+FAULTS: dict[str, Callable[[str, Path], Any]] = {
+    "engine killed": lambda model, folder: faults.engine_killed(model, 8, image_token=IMAGE_TOKEN),
+    "front killed": lambda model, folder: faults.front_killed(model, 3),
+    "sigterm": lambda model, folder: faults.sigterm_under_load(model, 6),
+    "slow readers": lambda model, folder: faults.slow_readers(model, 3),
+    "disk full": lambda model, folder: faults.disk_full(model, folder, 2),
+    "clock jump": lambda model, folder: faults.clock_jump(model, folder, 2),
+    "certificate rotated": lambda model, folder: faults.certificate_rotated(model, folder, 2),
+    "batch killed": lambda model, folder: faults.batch_killed(model, folder, 200, 1),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault(name: str, model: Path, tmp_path: Path) -> None:
+    assert FAULTS[name](str(model), tmp_path)
+
+
+def test_clients_that_die_leave_nothing(server: RunningServer) -> None:
+    assert faults.vanishing_clients(server, 4) == {"clients": 40}
+
+
+def test_requests_that_nobody_meant(model: Path) -> None:
+    with RunningServer(str(model), max_seqs=8, max_len=96) as small:
+        assert faults.random_requests(small, 300, seed=1)["requests"] == 300
