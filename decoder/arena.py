@@ -29,7 +29,7 @@ def _aligned(size: int) -> int:
     return _cdiv(size, ALIGNMENT) * ALIGNMENT
 
 
-def _paged_layers(config: DecoderConfig, options: DecoderOptions) -> int:
+def paged_layers(config: DecoderConfig, options: DecoderOptions) -> int:
     """Attention layers with pages: the model's, and those of heads that draft."""
     return config.attention_layers + (config.mtp_pattern.count("*") if options.speculative == "mtp" else 0)
 
@@ -58,7 +58,7 @@ class ArenaLayout:
         element, state_element = options.dtype.itemsize, options.state_dtype.itemsize
         window = (config.conv_kernel - 1) * config.conv_dim * element
         state = config.mamba_inner * config.ssm_state_size * state_element
-        page = 2 * options.page_size * config.kv_heads * config.head_dim * element * _paged_layers(config, options)
+        page = 2 * options.page_size * config.kv_heads * config.head_dim * element * paged_layers(config, options)
         ring = 0
         if options.num_drafts and options.spec_state == "replay":
             ring = RING * config.ring_width * element * config.mamba_layers
@@ -211,7 +211,7 @@ class Arena:
         shape = (2, options.page_size, config.kv_heads, config.head_dim)
         flat = self.buffer.view(options.dtype).view(pages, -1)
         size = 2 * options.page_size * config.kv_heads * config.head_dim
-        layers = range(_paged_layers(config, options))
+        layers = range(paged_layers(config, options))
         return [flat[:, i * size : (i + 1) * size].unflatten(1, shape) for i in layers]
 
     def clear_pages(self, pages: Sequence[int]) -> None:

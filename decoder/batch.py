@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from decoder.arena import paged_layers
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.request import Sequence
 from decoder.scheduler import Row
@@ -154,7 +155,7 @@ class BatchBuilder:
 
     def __init__(self, config: DecoderConfig, options: DecoderOptions) -> None:
         self.config, self.options = config, options
-        self.tables = PageTables(options) if config.attention_layers else None
+        self.tables = PageTables(options) if paged_layers(config, options) else None
         self.states = SeatStates(options)
         self.chunk_size = self.scan_chunk(config)
         self._empty = torch.empty(0, dtype=torch.int64, device=options.device)
@@ -227,6 +228,13 @@ class BatchBuilder:
                 places += [pages[p // size] * size + p % size for p in range(row.start, row.end)]
         seats = self._tensor([row.sequence.seat for row in rows])
         return self.tables.table.index_select(0, seats), self._tensor(places)
+
+    def page_tables(self, sequences: SequenceOf[Sequence]) -> Tensor:
+        """`[R, W]` page numbers of sequences in order, -1 beyond what each has."""
+        assert self.tables is not None
+        for sequence in sequences:
+            self.tables.update(sequence)
+        return self.tables.table.index_select(0, self._tensor([sequence.seat for sequence in sequences]))
 
     def _verify(self, rows: SequenceOf[Row]) -> VerifyRows:
         replayed, width = self.states.replayed, max(row.count for row in rows)

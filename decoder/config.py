@@ -95,7 +95,7 @@ class DecoderConfig:
         object.__setattr__(self, "time_step_limit", (float(self.time_step_limit[0]), float(self.time_step_limit[1])))
         if "M" in self.pattern:
             self._check_mamba()
-        if "*" in self.pattern:
+        if "*" in self.pattern or (self.num_nextn_predict_layers > 0 and "*" in self.mtp_pattern):
             self._check_attention()
         if "-" in self.pattern or "E" in self.pattern:
             _require(
@@ -104,7 +104,7 @@ class DecoderConfig:
             )
         if "-" in self.pattern:
             self._positive("intermediate_size")
-        if "E" in self.pattern:
+        if "E" in self.pattern or (self.num_nextn_predict_layers > 0 and "E" in self.mtp_pattern):
             self._check_experts()
 
     def _positive(self, *names: str) -> None:
@@ -193,6 +193,7 @@ class DecoderConfig:
             for name, shape in self._mixer_weights(kind).items():
                 weights[f"{prefix}mixer.{name}"] = shape
         weights["model.norm_f.weight"] = (self.hidden_size,)
+        weights |= self.mtp_weights()
         if not self.tie_word_embeddings:
             weights["lm_head.weight"] = (self.vocab_size, self.hidden_size)
         return weights
@@ -202,8 +203,29 @@ class DecoderConfig:
         return frozenset(
             name
             for name in self.expected_weights()
-            if name.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias", "o_proj.bias"))
+            if name.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias", "o_proj.bias")) or name.startswith("mtp.")
         )
+
+    def mtp_weights(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of the heads that predict further tokens; empty for a model without them. Released ones have no
+        biases.
+        """
+        if self.num_nextn_predict_layers < 1:
+            return {}
+        d, last = self.hidden_size, len(self.mtp_pattern) - 1
+        weights: dict[str, tuple[int, ...]] = {
+            "mtp.layers.0.enorm.weight": (d,),
+            "mtp.layers.0.hnorm.weight": (d,),
+            "mtp.layers.0.eh_proj.weight": (d, 2 * d),
+        }
+        for index, kind in enumerate(self.mtp_pattern):
+            weights[f"mtp.layers.{index}.norm.weight"] = (d,)
+            mixer = {
+                name: shape for name, shape in self._mixer_weights(kind).items() if not name.endswith("_proj.bias")
+            }
+            weights |= {f"mtp.layers.{index}.mixer.{name}": shape for name, shape in mixer.items()}
+        weights[f"mtp.layers.{last}.final_layernorm.weight"] = (d,)
+        return weights
 
     def _mixer_weights(self, kind: str) -> dict[str, tuple[int, ...]]:
         if kind == "M":

@@ -31,6 +31,8 @@ class HybridModel:
         self.config, self.options = config, options
         tensors = dict(weights)
         check_weights(config, tensors)
+        self.mtp_weights = {name: tensors.pop(name) for name in config.mtp_weights() if name in tensors}
+        """Of heads that predict further tokens, as they came; whoever drafts with them takes them."""
         embeddings = tensors.pop("model.embeddings.weight")
         self.embeddings = embeddings.to(options.device, options.dtype, copy=True)
         head = self.embeddings if config.tie_word_embeddings else tensors.pop("lm_head.weight")

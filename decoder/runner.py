@@ -15,6 +15,7 @@ from decoder.checkpoints import Placement, resolve_state_block
 from decoder.config import RING, DecoderConfig, DecoderOptions
 from decoder.graphs import Forward, graph_bytes
 from decoder.model import HybridModel
+from decoder.mtp import MtpDrafter
 from decoder.pace import DeadlineError, Pace
 from decoder.pooling import Pools
 from decoder.prefix_cache import COUNTERS, PrefixCache
@@ -38,12 +39,16 @@ class DecoderRunner:
         sizes = {"page_bytes": layout.page_bytes, "slot_bytes": layout.slot_bytes}
         self.cache = None
         if options.state_cache != "none" and any(sizes.values()):
-            self.cache = PrefixCache(self.arena.pool, _placement(config, options), **sizes)
+            self.cache = PrefixCache(self.arena.pool, _placement(config, options, layout.slot_bytes > 0), **sizes)
         self.scheduler = Scheduler(options, self.arena.pool, cache=self.cache, ring_bytes=layout.ring_bytes, **sizes)
         self.speculation = Speculation(options) if options.num_drafts else None
         self.builder = BatchBuilder(config, options)
         self.forward = Forward(config, options, self.arena, self.model, self.builder)
         self.sampler = Sampler(config.vocab_size, options.max_seqs, options.device)
+        self.drafter: MtpDrafter | None = None
+        if options.speculative == "mtp":
+            self.drafter = MtpDrafter(config, options, self.arena, self.model, self.builder, self.sampler)
+        self.model.mtp_weights.clear()
         self.pools = Pools(self.model.final_norm)
         self.pace, self.clock = Pace(), time.perf_counter
         self._sequences: dict[str, Sequence] = {}
@@ -143,6 +148,9 @@ class DecoderRunner:
         moved = [(sequence.seat, *rest) for sequence, *rest in jobs if rest[2] and rest[0] >= 0]
         if moved:
             self.model.advance(moved)
+        if moved and self.arena.carry is not None:
+            for _, slot, target, _ in moved:
+                self.arena.carry[target] = self.arena.carry[slot]
 
     def _move(self, step: Step) -> None:
         """Memory changes hands: out to the host, cleared, copied from the cache, back in."""
@@ -172,7 +180,11 @@ class DecoderRunner:
         return found
 
     def _run(self, step: Step, images: dict[str, list[tuple[int, Tensor]]]) -> list[Choice]:
+        if self.drafter is not None:
+            self.drafter.draft(step.rows)
         batch, hidden = self.forward(step.rows, images, step.checkpoints)
+        if self.drafter is not None:
+            self.drafter.observe(step.rows, batch, hidden)
         self.pools.add(step.rows, hidden)
         drawing = [(row, place) for row in step.rows if row.samples for place in range(row.drafts + 1)]
         if not drawing:
@@ -192,12 +204,17 @@ class DecoderRunner:
     def _postprocess(self, step: Step, choices: list[Choice]) -> list[TokenEvent]:
         self._counters["steps"] += bool(step.rows)
         self._counters["batched_tokens"] += step.tokens
-        drawn = iter(choices)
+        drawn, first = iter(choices), 0
         tokens: list[TokenEvent] = []
+        carried: list[tuple[int, int]] = []
         for row in step.rows:
             if row.samples:
                 tokens += self._take(row, [next(drawn) for _ in range(row.drafts + 1)])
-            self._settle(row, step.checkpoints.get(row.sequence.arrival, ()))
+            kept = self._settle(row, step.checkpoints.get(row.sequence.arrival, ()))
+            carried += [(slot, first + position - row.start - 1) for position, slot in kept]
+            first += row.count
+        if self.drafter is not None:
+            self.drafter.settle(carried)
         for fork in step.forks:
             self._split(fork)
             tokens.append(self._append(fork.follower, next(drawn)))
@@ -237,8 +254,10 @@ class DecoderRunner:
             self.speculation.verified(sequence, row.drafts, accepted)
         return events
 
-    def _settle(self, row: Row, checkpoints: SequenceOf[tuple[int, int]]) -> None:
-        """States after a row: which one is current, and those at `checkpoints` (position, slot) that are to be kept."""
+    def _settle(self, row: Row, checkpoints: SequenceOf[tuple[int, int]]) -> list[tuple[int, int]]:
+        """States after a row: which one is current, and those at `checkpoints` (position, slot) that are to be kept.
+        Returns (position, slot) of them all.
+        """
         sequence, before, verified = row.sequence, row.sequence.replayed, row.verified
         end = len(sequence.tokens) - 1 if row.drafts else row.end
         written = row.drafts > 0 and not self.builder.states.replayed
@@ -256,6 +275,7 @@ class DecoderRunner:
             else:
                 sequence.replayed = before + end - row.start
             self.builder.states.accept(sequence)
+        return [(end, sequence.slot), *(kept for kept in checkpoints if kept[0] <= end)]
 
     def _append(self, sequence: Sequence, choice: Choice) -> TokenEvent:
         """Adds a drawn token to its sequence, and says whether it ends it."""
@@ -345,10 +365,10 @@ class DecoderRunner:
         self.forward.close()
 
 
-def _placement(config: DecoderConfig, options: DecoderOptions) -> Placement:
+def _placement(config: DecoderConfig, options: DecoderOptions, has_states: bool) -> Placement:
     chunk = config.chunk_size if config.mamba_layers else options.page_size
     block = resolve_state_block(options.state_block, options.page_size, chunk)
-    return Placement(options.state_cache, block, chunk, options.page_size, config.mamba_layers > 0)
+    return Placement(options.state_cache, block, chunk, options.page_size, has_states)
 
 
 def _release_spans(sequence: Sequence) -> None:

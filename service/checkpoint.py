@@ -30,7 +30,7 @@ __all__ = ["Checkpoint", "CheckpointError", "native_names", "open_checkpoint", "
 
 # Parts of published models that this server does not run. Their weights are passed over, and that is logged once.
 _NOT_SERVED = re.compile(
-    r"^(language_model\.)?(sound_encoder\.|sound_projection\.|audio_tower\.|embed_audio\.|mtp\.|model\.mtp\.|backbone\.mtp\.)"
+    r"^(language_model\.)?(sound_encoder\.|sound_projection\.|audio_tower\.|embed_audio\.)"
     r"|\.input_conditioner\.|(^|\.)summary_idxs$"
 )
 _PATCHES = r"^vision_model\.radio_model\.model\.patch_generator\."
@@ -38,6 +38,7 @@ _RENAMES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"^language_model\.", ""),
+        (r"^(backbone|model)\.mtp\.", "mtp."),
         (r"^backbone\.", "model."),
         (r"^mlp1\.0\.", "multi_modal_projector.layer_norm."),
         (r"^mlp1\.1\.", "multi_modal_projector.linear_1."),
@@ -172,6 +173,8 @@ class Checkpoint:
         passed_over: list[str] = []
         for stored in self._shapes:
             targets = native_names(stored)
+            if self.config.decoder.num_nextn_predict_layers < 1:
+                targets = [target for target in targets if not target[0].startswith("mtp.")]
             if not targets:
                 passed_over.append(stored)
             for target, kind, index in targets:

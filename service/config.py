@@ -77,6 +77,24 @@ class EngineOptions:
     state_block: int | None = _option(
         None, "tokens between the boundaries of align and all; unset: the model's chunk", minimum=16
     )
+    speculative: str = _option(
+        "none",
+        "who drafts tokens that one step then verifies: ngram = what followed the same tokens before, mtp = the "
+        "checkpoint's own heads; answers are the same",
+        choices=("none", "ngram", "mtp"),
+    )
+    draft_tokens: int = _option(3, "drafts of one step and request, at most 15", minimum=1)
+    spec_state: str = _option(
+        "replay",
+        "how a state is taken back behind a refused draft: replay = one slot and the last inputs, slots = a slot for "
+        "each token of a step",
+        choices=("replay", "slots"),
+    )
+    draft_policy: str = _option(
+        "adaptive",
+        "adaptive = as many drafts as have been worth their time, none where drafting loses; fixed = always draft_tokens",
+        choices=("adaptive", "fixed"),
+    )
     handoff_bytes: int = _option(256 * 2**20, "bytes of image embeddings, in flight and cached", minimum=1, size=True)
     video_pruning_rate: float | None = _option(
         None, "share of a video's tokens that are dropped after the encoder, the most redundant ones (0.5: half); "

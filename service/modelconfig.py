@@ -119,6 +119,16 @@ def layer_pattern(text: Mapping[str, Any]) -> str:
     return pattern
 
 
+def mtp_pattern(text: Mapping[str, Any]) -> str | None:
+    """The layer kinds of the heads that predict further tokens, from either way of writing them; None where unset."""
+    if (kinds := text.get("mtp_layers_block_type")) is not None:
+        unknown = sorted({str(kind) for kind in kinds if kind not in _LAYER_LETTERS})
+        if unknown:
+            raise CheckpointError(f"mtp_layers_block_type holds {unknown}; known kinds are {sorted(_LAYER_LETTERS)}")
+        return "".join(_LAYER_LETTERS[kind] for kind in kinds)
+    return None if text.get("mtp_hybrid_override_pattern") is None else str(text["mtp_hybrid_override_pattern"])
+
+
 def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
     """The text part of a config -> DecoderConfig. Unset fields take the defaults of the model family."""
     from dataclasses import MISSING, fields
@@ -129,6 +139,8 @@ def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
         if text.get(source) is not None:
             values[target] = text[source]
     values |= {name: text[name] for name in known if text.get(name) is not None}
+    if (pattern := mtp_pattern(text)) is not None:
+        values["mtp_pattern"] = pattern
     if text.get("num_key_value_heads") is None and "num_attention_heads" in values:
         values["num_key_value_heads"] = values["num_attention_heads"]
     if "time_step_limit" in values:

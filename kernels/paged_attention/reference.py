@@ -113,3 +113,22 @@ def _gather(pool_B2SKP: Tensor, table_W: Tensor, length: int) -> tuple[Tensor, T
 def _repeat(x_1KSP: Tensor, times: int) -> Tensor:
     """Each key/value head beside the query heads that share it."""
     return x_1KSP if times == 1 else x_1KSP.repeat_interleave(times, dim=1)
+
+
+def decode_attention_after(
+    q_RQP: Tensor, pool_B2SKP: Tensor, tables_RW: Tensor, lengths_R: Tensor, first: int, scale: float, longest: int
+) -> Tensor:
+    """`decode_attention` over the keys from place `first` on: what lies before them is not looked at."""
+    rows, heads, width = q_RQP.shape
+    size, kv_heads = pool_B2SKP.shape[2:4]
+    pages = tables_RW[:, : -(-longest // size)].clamp(min=0)
+    k, v = (pool_B2SKP[pages, i].flatten(1, 2).transpose(1, 2) for i in (0, 1))
+    places = torch.arange(k.shape[2], device=q_RQP.device)
+    open_RS = (places >= first) & (places < lengths_R[:, None])
+    k, v = (torch.where(open_RS[:, None, :, None], x, x.new_zeros(())) for x in (k, v))
+    q = q_RQP.view(rows, kv_heads, heads // kv_heads, width)
+    bias = torch.zeros(open_RS.shape, dtype=q.dtype, device=q.device).masked_fill_(~open_RS, float("-inf"))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[:, None, None], scale=scale).reshape(
+        rows, heads, width
+    )
+    return torch.where((lengths_R > first)[:, None, None], out, torch.zeros((), dtype=out.dtype, device=out.device))

@@ -24,7 +24,7 @@ from decoder.sampling import SamplingParams
 MAX_LEN, PAGE = 112, 4
 AXES: dict[str, tuple[Any, ...]] = {
     "state_cache": ("none", "align", "all", "auto"),
-    "speculative": ("none", "ngram"),
+    "speculative": ("none", "ngram", "mtp"),
     "spec_state": ("replay", "slots"),
     "max_chunk": (1, 7, 64, None),
     "preempted": (False, True),
