@@ -162,7 +162,9 @@ class Run:
     def _restore(self, model: Path) -> None:
         state = torch.load(self.path, weights_only=True)
         if state["trunk"] != self.digest:
-            raise SystemExit(f"{self.path} is of another trunk than {model}: give another --work, and --start {self.path}")
+            raise SystemExit(
+                f"{self.path} is of another trunk than {model}: give another --work, and --start {self.path}"
+            )
         self.head.load_state_dict(state["head"])
         for optimiser, saved in zip(self.optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(saved)

@@ -160,6 +160,14 @@ class Checkpoint:
                 digest.update(content[start : start + 4096].numpy().data)
         return digest.hexdigest()[:16]
 
+    def decoder_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Native name -> shape of the decoder's weights that are there."""
+        return {
+            name: self._shape_of(self._plan[name])
+            for name in self.config.decoder.expected_weights()
+            if name in self._plan
+        }
+
     def parameters(self) -> int:
         """Parameters of the served parts."""
         stored = {name for source in self._plan.values() for name in source.names}

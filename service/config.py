@@ -92,7 +92,8 @@ class EngineOptions:
     )
     draft_policy: str = _option(
         "adaptive",
-        "adaptive = as many drafts as have been worth their time, none where drafting loses; fixed = always draft_tokens",
+        "adaptive = as many drafts as have been worth their time, none where drafting loses; fixed = as many as there "
+        "may be",
         choices=("adaptive", "fixed"),
     )
     handoff_bytes: int = _option(256 * 2**20, "bytes of image embeddings, in flight and cached", minimum=1, size=True)

@@ -131,7 +131,8 @@ class _EngineCollector:
 _GAUGES = re.compile(
     r"live|running|waiting|leases|cached|reserved|writing|ready|quarantined|unused_graphs|cache_checkpoints|\w+_(bytes|blocks|slots|pages|now)"
 )
-_GRAPH_COUNTER = re.compile(r"(replays|eager)_(\w+)")
+_GRAPH_COUNTER = re.compile(r"(replays|eager)_(\w+)|(drafted|accepted)_(\d+)")
+_LABELS = {"replays": "budget", "eager": "reason", "drafted": "position", "accepted": "position"}
 
 
 def engine_metrics(stats: dict[str, Any]) -> Iterator[Metric]:
@@ -146,13 +147,13 @@ def engine_metrics(stats: dict[str, Any]) -> Iterator[Metric]:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
             if (match := _GRAPH_COUNTER.fullmatch(name)) is not None:
-                grouped.setdefault(match[1], {})[match[2]] = value
+                grouped.setdefault(match[1] or match[3], {})[match[2] or match[4]] = value
             elif _GAUGES.fullmatch(name):
                 yield GaugeMetricFamily(f"saccade_{part}_{name}", f"{part}: {name.replace('_', ' ')}", value=value)
             else:
                 yield CounterMetricFamily(f"saccade_{part}_{name}", f"{part}: {name.replace('_', ' ')}", value=value)
         for name, by_label in grouped.items():
-            label = "budget" if name == "replays" else "reason"
+            label = _LABELS[name]
             family = CounterMetricFamily(f"saccade_{part}_{name}", f"{part}: {name} by {label}", labels=[label])
             for key, value in by_label.items():
                 family.add_metric([key], value)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from decoder.arena import ArenaLayout, resolve_blocks
 from decoder.checkpoints import resolve_state_block, state_bytes, state_slots
 from decoder.graphs import capture_plan, check_slots, graph_bytes
+from decoder.mtp import check_mtp
 from encoder.plan import describe
 from service.build import check_handoff, decoder_options, encoder_options, resolve_dtype, resolve_vision
 from service.checkpoint import Checkpoint, open_checkpoint
@@ -55,6 +56,8 @@ def size(count: int) -> str:
 def plan(options: EngineOptions) -> list[Table]:
     """The tables of the plan. Raises what the server would raise for the same options."""
     checkpoint = open_checkpoint(options.model)
+    if options.speculative == "mtp":
+        check_mtp(checkpoint.config.decoder, checkpoint.decoder_shapes())
     tables = [
         memory_table(options, checkpoint),
         concurrency_table(options, checkpoint),
@@ -81,6 +84,10 @@ def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
     rows.append(("  a state slot", size(layout.slot_bytes), f"one sequence, {layout.mamba_layers} Mamba layers"))
     rows.append(("  a KV page", size(layout.page_bytes), f"{layout.page_size} tokens, all attention layers"))
     total = weights + arena
+    if layout.ring_bytes:
+        rings = layout.ring_bytes * decoder.max_seqs
+        rows.append(("rings", size(rings), f"{size(layout.ring_bytes)} for each of {decoder.max_seqs} requests"))
+        total += rings
     if graphs:
         rows.append(("decoder graphs", size(graphs), "buffers, and activations of the largest size"))
         total += graphs
@@ -117,13 +124,15 @@ def states_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
         decoder.state_block, decoder.page_size, config.chunk_size if config.mamba_layers else decoder.page_size
     )
     checkpoints = len(AUTO_CHECKPOINTS)
-    held = state_bytes(layout.slot_bytes, decoder.max_len, block, checkpoints=checkpoints)
+    drafts = layout.slots_per_seq - 1
+    held = state_bytes(layout.slot_bytes, decoder.max_len, block, drafts, checkpoints)
     rows: list[tuple[str, ...]] = [("state_cache", "slots", "bytes", "")]
     for mode, count in held.items():
-        slots = state_slots(mode, decoder.max_len, block, checkpoints=checkpoints)
+        slots = state_slots(mode, decoder.max_len, block, drafts, checkpoints)
         rows.append((mode, str(slots), size(count), "in use" if mode == decoder.state_cache else ""))
     return Table(
-        f"states of one request of {decoder.max_len} tokens, state_block {block}: 1 slot is held, checkpoints give way",
+        f"states of one request of {decoder.max_len} tokens, state_block {block}: {layout.slots_per_seq} "
+        f"{'slot is' if drafts == 0 else 'slots are'} held, checkpoints give way",
         rows,
     )
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoint import make_checkpoint
 
 from service.checkpoint import Checkpoint, native_names, open_checkpoint, resolve_model
-from service.modelconfig import CheckpointError, load_config
+from service.modelconfig import CheckpointError, decoder_config, load_config
 
 
 @pytest.mark.parametrize("naming", ["released", "native"])
@@ -216,3 +216,31 @@ def test_hub_ids_resolve_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.
     assert open_checkpoint("some/model").config.name == "some/model"
     with pytest.raises(CheckpointError, match="never downloads"):
         resolve_model("some/other")
+
+
+@pytest.mark.parametrize("prefix", ["mtp.", "language_model.mtp.", "language_model.backbone.mtp.", "model.mtp."])
+def test_heads_that_predict_further_tokens_are_found_by_every_name(tmp_path: Path, prefix: str) -> None:
+    """Experts one by one, as released, or stacked; read in the model's own names."""
+    make_checkpoint(tmp_path, 3, mtp=True, text={"pattern": "M*"})
+    wanted = Checkpoint(tmp_path).config.decoder.mtp_weights()
+    assert not [name for name, _ in Checkpoint(tmp_path).decoder_weights() if name.startswith("mtp.")]
+    stored: dict[str, torch.Tensor | None] = {}
+    for name, shape in wanted.items():
+        tensor = torch.randn(shape)
+        if name.endswith("experts.up_proj"):
+            stem = name.removeprefix("mtp.").removesuffix("up_proj")
+            stored |= {f"{prefix}{stem}{i}.up_proj.weight": tensor[i] for i in range(shape[0])}
+        else:
+            stored[prefix + name.removeprefix("mtp.")] = tensor
+    edit_weights(tmp_path, stored)
+    checkpoint = Checkpoint(tmp_path)
+    found = {name: tuple(w.shape) for name, w in checkpoint.decoder_weights() if name.startswith("mtp.")}
+    assert found == wanted
+    assert {name: shape for name, shape in checkpoint.decoder_shapes().items() if name in wanted} == wanted
+
+
+@pytest.mark.parametrize("field", ["mtp_hybrid_override_pattern", "mtp_layers_block_type"])
+def test_the_pattern_of_those_heads_is_read_either_way(field: str) -> None:
+    value = {"mtp_hybrid_override_pattern": "*EE", "mtp_layers_block_type": ["attention", "moe", "moe"]}[field]
+    text = {"vocab_size": 9, "hidden_size": 8, "hybrid_override_pattern": "M", field: value}
+    assert decoder_config(text).mtp_pattern == "*EE"

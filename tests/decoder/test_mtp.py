@@ -1,0 +1,188 @@
+"""Heads that draft: the maths against a head written out token by token, whatever happens to the sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_decoder import greedy_params, image, oracle, random_weights, request, run, tiny_config, tokens, weights_of
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import NemotronHForCausalLM
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMoE
+
+from decoder.config import DecoderConfig, DecoderOptions
+from decoder.mtp import check_mtp
+from decoder.request import DecoderRequest
+from decoder.runner import DecoderRunner
+
+BASE: dict[str, Any] = {
+    "speculative": "mtp", "draft_policy": "fixed", "draft_tokens": 3, "page_size": 4, "state_block": 4,
+    "max_len": 96, "max_seqs": 3,
+}  # fmt: skip
+
+
+class Naive:
+    """One sequence at a time, everything anew for each draft, on transformers' trunk."""
+
+    def __init__(self, config: DecoderConfig, trunk: NemotronHForCausalLM, weights: dict[str, Tensor]) -> None:
+        self.config, self.trunk = config, trunk
+        self.weights = {name.removeprefix("mtp.layers."): tensor for name, tensor in weights.items()}
+        self.experts = NemotronHMoE(trunk.config)
+        prefix = "1.mixer."
+        self.experts.load_state_dict(
+            {name.removeprefix(prefix): w for name, w in self.weights.items() if name.startswith(prefix)}
+        )
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weights[name], self.config.layer_norm_epsilon)
+
+    @torch.no_grad()
+    def drafts(self, embedded_ND: Tensor, count: int) -> list[int]:
+        """The likeliest tokens after a prefix, given its embedded tokens."""
+        hidden = self.trunk.model(inputs_embeds=embedded_ND[None], use_cache=False).last_hidden_state[0]
+        entries = [self.enter(embedded_ND[at], hidden[at - 1]) for at in range(1, embedded_ND.shape[0])]
+        found: list[int] = []
+        for _ in range(count):
+            m = self.look(entries)
+            found.append(int(self.trunk.lm_head(m).argmax()))
+            entries.append(self.enter(self.trunk.model.embeddings.weight[found[-1]], m))
+        return found
+
+    def enter(self, token: Tensor, hidden: Tensor) -> Tensor:
+        both = torch.cat((self.norm(token, "0.enorm.weight"), self.norm(hidden, "0.hnorm.weight")))
+        return self.weights["0.eh_proj.weight"] @ both
+
+    def look(self, entries: list[Tensor]) -> Tensor:
+        config, x = self.config, entries[-1]
+        normed = [self.norm(entry, "0.norm.weight") for entry in entries]
+        heads, groups = config.num_attention_heads, config.num_attention_heads // config.kv_heads
+        q = (self.weights["0.mixer.q_proj.weight"] @ normed[-1]).view(heads, -1)
+        k, v = (
+            torch.stack([self.weights[f"0.mixer.{part}_proj.weight"] @ n for n in normed])
+            .unflatten(1, (config.kv_heads, -1))
+            .repeat_interleave(groups, 1)
+            for part in "kv"
+        )
+        shares = torch.einsum("hp,shp->hs", q, k).mul(config.head_dim**-0.5).softmax(-1)
+        x = x + self.weights["0.mixer.o_proj.weight"] @ torch.einsum("hs,shp->hp", shares, v).flatten()
+        x = x + self.experts(self.norm(x, "1.norm.weight")[None, None])[0, 0]
+        return self.norm(x, "1.final_layernorm.weight")
+
+
+def make(pattern: str, **options: Any) -> tuple[DecoderRunner, Naive]:
+    config = tiny_config(pattern, num_nextn_predict_layers=1)
+    trunk = oracle(config)
+    head = {name: w for name, w in random_weights(config, seed=5) if name.startswith("mtp.")}
+    runner = DecoderRunner(
+        config, DecoderOptions(**(BASE | options)), [*weights_of(trunk, config).items(), *head.items()]
+    )
+    runner.arena.buffer.fill_(255)
+    return runner, Naive(config, trunk, head)
+
+
+def watch(runner: DecoderRunner) -> list[tuple[DecoderRequest, list[int], list[int]]]:
+    """(request, tokens before, drafts) of everything that is drafted from now on."""
+    seen: list[tuple[DecoderRequest, list[int], list[int]]] = []
+    assert runner.drafter is not None
+    draft = runner.drafter.draft
+
+    def recorded(rows: Any) -> None:
+        draft(rows)
+        seen.extend((r.sequence.request, list(r.sequence.tokens), list(r.sequence.drafts)) for r in rows if r.drafts)
+
+    runner.drafter.draft = recorded  # type: ignore[method-assign]
+    return seen
+
+
+PICTURE = torch.randn(7, 32, generator=torch.Generator().manual_seed(3))
+SHARED = list(range(40, 53))
+
+
+def requests() -> list[DecoderRequest]:
+    """Some share a beginning, in the middle of a page and at its end; one has a picture, twice."""
+    return [
+        request("a", [*SHARED, 7, 8], greedy_params(14), checkpoint_at=(13,)),
+        request("b", [*SHARED, 9], greedy_params(14), checkpoint_at=(13,)),
+        request("c", [*SHARED[:12], 3, 4, 5], greedy_params(12), checkpoint_at=(12,)),
+        request("d", [30, 31, *[1] * 7, 32], greedy_params(10), [image(2, PICTURE)]),
+        request("e", [30, 31, *[1] * 7, 33, 34], greedy_params(10), [image(2, PICTURE)]),
+        request("f", [50], greedy_params(12)),
+    ]
+
+
+def embedded(naive: Naive, item: DecoderRequest, known: list[int]) -> Tensor:
+    x = naive.trunk.model.embeddings.weight[torch.tensor(known)].detach().clone()
+    for span in item.spans:
+        x[span.start : span.end] = PICTURE
+    return x
+
+
+@pytest.mark.parametrize(
+    ("pattern", "options"),
+    [
+        pytest.param("M*-M", {}, id="replay"),
+        pytest.param("M*-M", {"spec_state": "slots", "state_cache": "align"}, id="slots-align"),
+        pytest.param("M*-M", {"max_chunk": 3, "state_cache": "all"}, id="chunks-all"),
+        pytest.param("M*-M", {"spec_state": "slots", "put_out": True, "max_chunk": 5}, id="preempted-slots"),
+        pytest.param("M*-M", {"put_out": True}, id="preempted-replay"),
+        pytest.param("M*-M", {"put_out": True, "host_bytes": 0, "state_cache": "none"}, id="recomputed"),
+        pytest.param("MM", {"draft_tokens": 1}, id="no-attention"),
+        pytest.param("*-*", {"state_cache": "auto"}, id="no-mamba"),
+        pytest.param("M*E", {"native": "off", "graphs": "on", "max_capture": 16}, id="graphs"),
+    ],
+)
+def test_drafts_are_those_of_a_head_written_out(pattern: str, options: dict[str, Any]) -> None:
+    put_out = options.pop("put_out", False)
+    runner, naive = make(pattern, **({"host_bytes": 10**9} | options))
+    seen = watch(runner)
+    for _ in range(2):
+        for item in requests():
+            runner.add(item)
+        for number in range(14 if put_out else 0):
+            runner.step()
+            if number % 3 == 2:
+                runner.preempt(runner.scheduler.running[0].request_id)
+        run(runner)
+    assert len(seen) > 30
+    for item, known, drafts in seen[:: max(1, len(seen) // 40)]:
+        assert drafts == naive.drafts(embedded(naive, item, known), len(drafts))
+    if put_out:
+        assert runner.stats()["preemptions"] > 4
+        assert (runner.stats()["recomputes"] > 0) == ("host_bytes" in options)
+    elif options.get("state_cache") != "none":
+        assert runner.stats()["cache_hits"] > 1
+
+
+def test_a_head_that_says_what_the_model_says_is_always_right() -> None:
+    """Here both say that every token is as likely as any other: with the same random number they draw the same one."""
+    config = tiny_config("M", num_nextn_predict_layers=1)
+    weights = dict(random_weights(config))
+    weights["lm_head.weight"] = torch.zeros_like(weights["lm_head.weight"])
+    runner = DecoderRunner(config, DecoderOptions(**BASE), weights.items())
+    for params in (greedy_params(16), type(greedy_params())(max_tokens=16, seed=4, temperature=1.0)):
+        before = runner.stats()["steps"]
+        assert len(tokens(run(runner, request("a", [3, 4, 5], params))["a"])) == 16
+        assert runner.stats()["steps"] - before == 5
+    stats = runner.stats()
+    assert [stats[f"accepted_{place}"] for place in (1, 2, 3)] == [stats[f"drafted_{place}"] for place in (1, 2, 3)]
+    assert stats["accepted_1"] == 8
+
+
+def test_what_is_missing_is_named() -> None:
+    config = tiny_config("M*", num_nextn_predict_layers=1)
+    weights = dict(random_weights(config))
+    for name in ("mtp.layers.0.eh_proj.weight", "mtp.layers.1.mixer.gate.weight"):
+        del weights[name]
+    DecoderRunner(config, DecoderOptions(max_len=32), weights.items())
+    options = DecoderOptions(speculative="mtp", max_len=32)
+    with pytest.raises(
+        ValueError, match=r"missing mtp\.layers\.0\.eh_proj\.weight, mtp\.layers\.1\.mixer\.gate\.weight"
+    ):
+        DecoderRunner(config, options, weights.items())
+    plain = tiny_config("M*")
+    with pytest.raises(ValueError, match="num_nextn_predict_layers is 0; 'ngram' works with any model"):
+        DecoderRunner(plain, options, random_weights(plain))
+    with pytest.raises(ValueError, match=r"one \* and then Es, not 'EE'"):
+        check_mtp(tiny_config("M*", num_nextn_predict_layers=1, mtp_pattern="EE"), {})
