@@ -1,13 +1,13 @@
 """Trains the multi-token prediction head of the demo model: its trunk stays as it is, the head learns to guess its next
 tokens.
 
-    python -m demo.mtp --model demo/model --work ~/.cache/saccade/demo-mtp --minutes 20   # resumes a checkpoint in --work
-    python -m demo.mtp --model demo/model --work ~/.cache/saccade/demo-mtp --export       # only writes the weights
+    python -m demo.mtp --model demo/model --minutes 20     # resumes a checkpoint in --work
+    python -m demo.mtp --model demo/model --export         # only writes the weights
 
-The head is that of the released checkpoints (pattern `*E`): fuse what the trunk says of a token with the token after it,
-one attention layer, one mixture of experts, the trunk's own vocabulary projection. It is reused for each further token,
-and trained so for `DEPTH` of them. The loss is the divergence from what the trunk itself would say, on answers. The
-weights go into the model's own file, under `mtp.`; `transformers` passes them over.
+The head is that of the released checkpoints (pattern `*E`): fuse what the trunk says of a token with the token after
+it, one attention layer, one mixture of experts, the trunk's own vocabulary projection. It is reused for each further
+token, and trained so for `DEPTH` of them. The loss is the divergence from what the trunk itself would say, on answers.
+The weights go into the model's own file, under `mtp.`; `transformers` passes them over.
 
 A head belongs to one trunk: after more training of the trunk, start from the old head with a new --work and --start.
 """
@@ -58,7 +58,7 @@ class Head(nn.Module):
         self.layers = nn.ModuleList([first, second])
         self.heads, self.width = config.num_attention_heads, config.head_dim
         self.groups = self.heads // config.num_key_value_heads
-        for name, parameter in self.named_parameters():
+        for parameter in self.parameters():
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=0.02)
         with torch.no_grad():  # begins as a look at the trunk's hidden state: what it said of the token before
