@@ -7,6 +7,7 @@ conv channels, `W` taps. Weights come by the names of the checkpoint, without th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from decoder.batch import Batch, VerifyRows
 from decoder.config import DecoderConfig, DecoderOptions
 from kernels.causal_conv1d import causal_conv1d, causal_conv1d_tokens, causal_conv1d_update
 from kernels.chunk_scan import chunk_scan
+from kernels.dispatch import implementation
 from kernels.gated_norm import gated_norm
 from kernels.linear import Linear, Quantised, concatenate, quantise
-from kernels.moe import route, run_experts
+from kernels.moe import Experts, route, run_experts
 from kernels.paged_attention import decode_attention, extend_attention, write_kv
 from kernels.selective_state_update import discretise, selective_state_update, selective_state_update_tokens
 from kernels.state_replay import MambaTerms, replay_advance, replay_tokens
@@ -189,16 +191,19 @@ class AttentionMixer:
         tokens, queries, width = x_TD.shape[0], batch.queries, self.width
         qkv = self.qkv(x_TD).view(tokens, -1, width)
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-        write_kv(self.kv, k, v, batch.places_T)
-        outs = []
+        outs, scan, places = [], batch.scan, batch.places_T
+        # A verified row's tokens attend one by one, so that each finds the keys of those before it in the pages.
+        together = batch.verify is not None
+        if together:
+            write_kv(self.kv, k, v, places)
         if queries:
-            outs.append(
-                decode_attention(q[:queries], self.kv, batch.tables_QW, batch.lengths_Q, self.scale, batch.longest)
-            )
-        scan = batch.scan
+            fresh = None if together else (k[:queries], v[:queries], places[:queries])
+            rows = (batch.tables_QW, batch.lengths_Q)
+            outs.append(decode_attention(q[:queries], self.kv, *rows, self.scale, batch.longest, fresh))
         if scan is not None:
             new = (q[queries:], k[queries:], v[queries:])
-            outs.append(extend_attention(*new, self.kv, scan.tables_RW, scan.computed_R, scan.starts_R, self.scale))
+            known = (self.kv, scan.tables_RW, scan.computed_R, scan.starts_R, self.scale)
+            outs.append(extend_attention(*new, *known, None if together else places[queries:]))
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         return self.o_proj(out.reshape(tokens, -1))
 
@@ -215,6 +220,28 @@ class MlpMixer:
         return self.down(self.up.relu_squared(x_TD) if self.squared else self.act(self.up(x_TD)))
 
 
+def _experts(
+    config: DecoderConfig, options: DecoderOptions, weights: Weights
+) -> SequenceOf[Callable[[Tensor], Tensor]]:
+    """The experts as the implementation that will run wants them: each by itself, or stacked. `ValueError` for what the
+    kernel does not have.
+    """
+    ups, downs = weights["experts.up_proj"], weights["experts.down_proj"]
+    device = torch.device(options.device)
+    if implementation(device.type)[0] == "reference":
+        return [
+            MlpMixer(config, options, {"up_proj.weight": ups[e], "down_proj.weight": downs[e]})
+            for e in range(config.n_routed_experts)
+        ]
+    if config.mlp_hidden_act != "relu2":
+        raise ValueError(f"experts run with relu2 alone on {device.type}, and the model has {config.mlp_hidden_act}")
+    if options.weights is not None or isinstance(ups, Quantised) or isinstance(downs, Quantised):
+        raise ValueError(
+            f"quantised experts run on a CPU alone, and the device is {device.type}: leave `weights` unset"
+        )
+    return Experts(ups.to(device, options.dtype), downs.to(device, options.dtype))
+
+
 class ExpertsMixer:
     """Mixture of ungated MLPs, in a latent space where the model has one, and one expert that every token takes."""
 
@@ -222,11 +249,7 @@ class ExpertsMixer:
         self.config = config
         self.gate_ED = _float(weights, "gate.weight", options)
         self.correction_E = _float(weights, "gate.e_score_correction_bias", options)
-        ups, downs = weights["experts.up_proj"], weights["experts.down_proj"]
-        self.experts = [
-            MlpMixer(config, options, {"up_proj.weight": ups[e], "down_proj.weight": downs[e]})
-            for e in range(config.n_routed_experts)
-        ]
+        self.experts = _experts(config, options, weights)
         prefix = "shared_experts."
         shared = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
         self.shared = MlpMixer(config, options, shared)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from decoder.request import Sequence
-from kernels.sample import draw, draw_filtered, greedy, logprobs, penalise, uniform
+from kernels.dispatch import implementation
+from kernels.sample import Wishes, draw, draw_filtered, greedy, logprobs, penalise, sample, uniform
 
 UNIFORMS_AHEAD = 64
 
@@ -81,7 +83,7 @@ class Sampler:
                 seat.ends = self._ids(sorted(token for token in ends if token < self.vocab_size))
         return self._seats[sequence.seat]
 
-    def _ids(self, tokens: SequenceOf[int]) -> Tensor:
+    def _ids(self, tokens: SequenceOf[Any]) -> Tensor:
         return torch.tensor(list(tokens), dtype=torch.int64, device=self.device)
 
     # -- adjustments ---------------------------------------------------------------------------------------------------
@@ -156,12 +158,14 @@ class Sampler:
         self._counts[row].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
         seat.counted = len(sequence.tokens)
 
-    def _floats(self, values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
+    def _floats(self, values: list[Any], dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     # -- drawing -------------------------------------------------------------------------------------------------------
 
     def _draw(self, logits_LV: Tensor, sequences: SequenceOf[Sequence], ahead: SequenceOf[SequenceOf[int]]) -> Tensor:
+        if implementation(logits_LV.device.type)[0] == "triton":
+            return sample(logits_LV, self._wishes(sequences, ahead))
         groups: dict[str, list[int]] = {"greedy": [], "plain": [], "filtered": []}
         for row, sequence in enumerate(sequences):
             params = sequence.request.sampling
@@ -177,6 +181,24 @@ class Sampler:
             places = [len(sequences[row].tokens) + len(ahead[row]) for row in rows]
             tokens[index] = self._draw_group(kind, part, [sequences[row] for row in rows], places)
         return tokens
+
+    def _wishes(self, sequences: SequenceOf[Sequence], ahead: SequenceOf[SequenceOf[int]]) -> Wishes:
+        """What all rows ask for, on the device in two copies."""
+        params = [sequence.request.sampling for sequence in sequences]
+        reals = self._floats([[p.temperature, p.top_p, p.min_p] for p in params], torch.float64).t().contiguous()
+        whole = self._ids(
+            [
+                [
+                    p.top_k,
+                    p.seed - (p.seed >> 63 << 64),
+                    sequence.request.sample_index,
+                    len(sequence.tokens) + len(more),
+                ]
+                for p, sequence, more in zip(params, sequences, ahead, strict=True)
+            ]
+        )
+        top_k, seeds, samples, positions = whole.t().contiguous()
+        return Wishes(reals[0].float(), top_k, reals[1], reals[2], seeds, samples, positions)
 
     def _draw_group(
         self, kind: str, logits_RV: Tensor, sequences: SequenceOf[Sequence], positions: SequenceOf[int]

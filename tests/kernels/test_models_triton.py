@@ -1,0 +1,76 @@
+"""Both runners on Triton kernels: the same answers as on the reference operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_decoder import TINY, make_runner, random_weights, request, run, tiny_config, tokens
+from tiny_encoder import random_image, relative_error, tiny_tower
+from triton_kernels import DEVICE
+
+from decoder.config import DecoderOptions
+from decoder.mixers import ExpertsMixer
+from decoder.sampling import SamplingParams
+from encoder.runner import EncoderOptions, EncoderRunner
+from kernels.dispatch import forced
+
+
+def answers(speculative: str) -> dict[str, list[int]]:
+    """Greedy, drawn and filtered rows that are decoded and extended side by side."""
+    config = tiny_config("*E*-")
+    runner = make_runner(config, device=str(DEVICE), max_batched_tokens=16, speculative=speculative, draft_tokens=2)
+    generator = torch.Generator().manual_seed(3)
+    asked = [
+        SamplingParams(max_tokens=4, temperature=0.0),
+        SamplingParams(max_tokens=4, temperature=1.0, seed=5),
+        SamplingParams(max_tokens=3, temperature=0.8, top_k=20, top_p=0.9, seed=2**64 - 3, presence_penalty=0.5),
+    ]
+    prompts = [torch.randint(0, TINY["vocab_size"], (size,), generator=generator).tolist() for size in (1, 19, 5)]
+    prompts[2] *= 2
+    events = run(runner, *(request(str(i), prompt, params) for i, (prompt, params) in enumerate(zip(prompts, asked))))
+    return {name: tokens(found) for name, found in events.items()}
+
+
+@pytest.mark.parametrize("speculative", ["none", "ngram"])
+def test_decoder(speculative: str) -> None:
+    expected = answers(speculative)
+    with forced("triton"):
+        assert answers(speculative) == expected
+
+
+@pytest.mark.parametrize("graphs", ["on", "off"])
+@pytest.mark.parametrize("final_layernorm", [True, False], ids=["final-norm", "plain"])
+def test_encoder(graphs: str, final_layernorm: bool) -> None:
+    tower = tiny_tower(final_layernorm=final_layernorm)
+    images = [random_image(tower.config, 4, 6), random_image(tower.config, 6, 4, seed=1)]
+    options = EncoderOptions(dtype=torch.float32, device=DEVICE, graphs=graphs, token_budgets=(12, 20), max_images=2)
+
+    def rows() -> list[torch.Tensor]:
+        runner = EncoderRunner(tower.config, options, tower.weights.items())
+        out = [torch.empty(image.tokens, tower.config.text_hidden_size, device=DEVICE) for image in images]
+        runner.encode(images, out)
+        assert any(name.startswith("replays_") for name in runner.stats()) == (graphs == "on")
+        runner.close()
+        return out
+
+    with forced("triton"):
+        found = rows()
+    for got, expected in zip(found, tower.features(images), strict=True):
+        assert relative_error(got.cpu(), expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"mlp_hidden_act": "silu"}, {}, "relu2 alone on cpu, and the model has silu"),
+        ({}, {"weights": "int8"}, "quantised experts run on a CPU alone"),
+    ],
+)
+def test_experts_that_no_kernel_has_are_refused(changes: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    config = tiny_config("E", **changes)
+    prefix = "model.layers.0.mixer."
+    weights = {name.removeprefix(prefix): w for name, w in random_weights(config) if name.startswith(prefix)}
+    with forced("triton"), pytest.raises(ValueError, match=message):
+        ExpertsMixer(config, DecoderOptions(**options), weights)
