@@ -202,8 +202,8 @@ class AttentionMixer:
             outs.append(decode_attention(q[:queries], self.kv, *rows, self.scale, batch.longest, fresh))
         if scan is not None:
             new = (q[queries:], k[queries:], v[queries:])
-            known = (self.kv, scan.tables_RW, scan.computed_R, scan.starts_R, self.scale)
-            outs.append(extend_attention(*new, *known, None if together else places[queries:]))
+            known = (self.kv, scan.tables_RW, scan.computed_R, scan.starts_R)
+            outs.append(extend_attention(*new, *known, self.scale, None if together else places[queries:]))
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         return self.o_proj(out.reshape(tokens, -1))
 
