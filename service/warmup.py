@@ -34,6 +34,10 @@ async def warm_up(frontend: Frontend) -> None:
             await frontend.embed(spec, salt=SALT)
     except errors.InvalidArgument as error:  # limits so tight that not even this fits: then neither does it need warmth
         log.warning("warm-up: %s", error)
+    except errors.Unavailable as error:
+        if error.reason != "ENCODER_UNAVAILABLE":
+            raise
+        log.warning("warm-up: %s", error)  # encoders may come later, and text needs none
     log.info("warmed up in %.1f s", time.perf_counter() - began)
 
 

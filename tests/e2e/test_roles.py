@@ -169,7 +169,7 @@ def test_without_an_encoder_pictures_are_refused_and_text_is_answered(model: Pat
     class Nobody:
         address = "127.0.0.1:1"
 
-    with decoder(model, Nobody, encoder_lease=0.1) as running:
+    with decoder(model, Nobody, encoder_lease=0.1, warmup=True) as running:
         with saccade.Client(running.address, max_retries=0) as remote:
             with pytest.raises(saccade.errors.Unavailable, match="127.0.0.1:1") as refused:
                 ask(remote, 600)
