@@ -64,8 +64,8 @@ class VerifyRows:
     """Where in `[V * T]` each packed token is."""
     span: int
     """Steps of the rings that are looked at; 0 where states are written instead."""
-    slot_runs: tuple[SlotRun, ...]
-    """Slots of the rows' current states."""
+    slot_runs: tuple[SlotRun, ...] | None
+    """Slots of the rows' current states; `None` in a graph."""
 
     def spread(self, x_NX: Tensor) -> Tensor:
         """Packed tokens `[N, X]` -> `[V, T, X]`."""
@@ -178,7 +178,7 @@ class BatchBuilder:
         `checkpoints[arrival]`: (position, slot) of states to keep; those at a row's very end are not this one's work.
         `scan_all`: rows of one token are scanned like the others, as in a graph of mixed rows.
         """
-        alone = 0 if scan_all else sum(1 for row in rows if row.start > 0 and (row.count == 1 or row.drafts))
+        alone = 0 if scan_all else sum(1 for row in rows if row.alone)
         updates = sum(1 for row in rows[:alone] if not row.verified)
         ids: list[int] = []
         splices: list[tuple[int, Tensor]] = []

@@ -66,9 +66,9 @@ def padded_size(n: int, sizes: Sequence[int]) -> int | None:
 
 @dataclass(frozen=True)
 class Bucket:
-    """One captured size: `decode` counts requests, `mixed` counts tokens."""
+    """One captured size: `decode` and `verify` count requests, `mixed` counts tokens."""
 
-    kind: Literal["decode", "mixed"]
+    kind: Literal["decode", "verify", "mixed"]
     size: int
 
     def __str__(self) -> str:
@@ -81,17 +81,31 @@ class CapturePlan:
 
     decode: tuple[int, ...]
     mixed: tuple[int, ...]
+    drafts: int = 0
+    """Of a request in one step; with any, the decode sizes are captured once more, for steps that verify some."""
+
+    def tokens(self, bucket: Bucket) -> int:
+        """Rows of a bucket: one for each token, real or padding. A step that verifies has room for as many requests
+        that do as for such that do not.
+        """
+        return bucket.size * (2 + self.drafts) if bucket.kind == "verify" else bucket.size
 
     @property
     def buckets(self) -> list[Bucket]:
-        """All of them, largest first in either list: the order of capture."""
-        decode, mixed = (Bucket("decode", s) for s in self.decode), (Bucket("mixed", s) for s in self.mixed)
-        return [*reversed([*mixed]), *reversed([*decode])]
+        """All of them, those of most tokens first: the order of capture."""
+        found = [Bucket("mixed", size) for size in self.mixed]
+        found += [Bucket("decode", size) for size in self.decode]
+        found += [Bucket("verify", size) for size in self.decode if self.drafts]
+        return sorted(found, key=self.tokens, reverse=True)
 
-    def choose(self, requests: int, tokens: int, prefills: int) -> Bucket | None:
+    def choose(self, requests: int, tokens: int, prefills: int, verified: int = 0) -> Bucket | None:
         """The smallest bucket for a step of `requests` rows and `tokens` tokens, `prefills` of the rows being more than
-        one token on top of a state. `None`: the step is larger than all that was captured.
+        one token on top of a state, or `verified` of them having drafts (never both). `None`: the step is larger than
+        all that was captured.
         """
+        if verified:
+            size = padded_size(max(verified, requests - verified), self.decode)
+            return None if size is None else Bucket("verify", size)
         if prefills == 0 and (size := padded_size(requests, self.decode)) is not None:
             return Bucket("decode", size)
         size = padded_size(tokens, self.mixed)

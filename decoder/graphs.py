@@ -1,9 +1,10 @@
 """Graphs over all layers: one for each captured size, on buffers that never move.
 
 `decode` graphs hold one token for each of so many requests and take the update path; `mixed` graphs hold so many tokens
-of any rows, all scanned. Embedding comes before a graph and logits after it. Every bucket of a kind is a prefix of that
-kind's buffers; the two kinds share none. `set_batch` writes a step into the first rows and the fill into the rest, so
-that nothing of an earlier step is left in a bucket that is about to run.
+of any rows, all scanned; `verify` graphs hold a token and its drafts for each of so many requests, and one token for
+each of as many others. A step of drafts and prompts together is two replays. Embedding comes before a graph and logits
+after it. Every bucket of a kind is a prefix of that kind's buffers; the kinds share none. `set_batch` writes a step
+into the first rows and the fill into the rest: nothing of an earlier step is left in a bucket that is about to run.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from decoder.arena import Arena, ArenaLayout
-from decoder.batch import Batch, BatchBuilder, ScanRows
+from decoder.batch import Batch, BatchBuilder, ScanRows, VerifyRows
 from decoder.capture import Bucket, CapturePlan, capture_sizes, check_state_slots, decode_sizes
-from decoder.config import DecoderConfig, DecoderOptions
+from decoder.config import RING, DecoderConfig, DecoderOptions
 from decoder.metadata import pad_rows, prefilling_rows, split_rows
 from decoder.model import HybridModel
 from decoder.scheduler import Row
@@ -39,6 +40,7 @@ def capture_plan(options: DecoderOptions) -> CapturePlan:
     return CapturePlan(
         tuple(decode_sizes(options.max_seqs, options.max_capture)),
         tuple(capture_sizes(options.max_batched_tokens, options.max_capture)),
+        options.num_drafts,
     )
 
 
@@ -49,15 +51,19 @@ def graph_bytes(config: DecoderConfig, options: DecoderOptions) -> int:
     if not options.graphs_on:
         return 0
     plan = capture_plan(options)
+    largest = _largest(plan)
     held = sum(
-        field.bytes(size)
-        for fields, size in (
-            (decode_fields(config, options), plan.decode[-1]),
-            (mixed_fields(config, options), plan.mixed[-1]),
-        )
-        for field in fields.values()
+        field.bytes(bucket.size)
+        for bucket in largest
+        for field in (*graph_fields(bucket.kind, config, options).values(), _hidden_field(bucket.kind, config, options))
     )
-    return held + plan.mixed[-1] * _widest(config) * 4
+    return held + max(map(plan.tokens, largest)) * _widest(config) * 4
+
+
+def _largest(plan: CapturePlan) -> list[Bucket]:
+    """Of each kind."""
+    found = {bucket.kind: bucket for bucket in reversed(plan.buckets)}
+    return list(found.values())
 
 
 def check_slots(config: DecoderConfig, options: DecoderOptions, layout: ArenaLayout, blocks: int) -> None:
@@ -151,6 +157,43 @@ def mixed_fields(config: DecoderConfig, options: DecoderOptions) -> dict[str, Fi
     return fields
 
 
+def verify_fields(config: DecoderConfig, options: DecoderOptions) -> dict[str, Field]:
+    """Buffers of verify graphs: `size` updates, then `size` rows of 1 + K tokens. Padded rows: slots and seat -1,
+    length 0, accepted 1 (0 where inputs are replayed); padded tokens: length 0, place -1.
+    """
+    long, width = torch.int64, options.num_drafts + 1
+
+    def tokens(size: int) -> int:
+        return size * (1 + width)
+
+    fields = {
+        "x": Field((config.hidden_size,), options.dtype, 0.0, tokens),
+        "slots": Field((), long, -1),
+        "lengths": Field((), long, 0, tokens),
+        "seats": Field((), long, -1),
+        "row_slots": Field((options.slots_per_seq,), long, -1),
+        "accepted": Field((), long, 0 if options.spec_state == "replay" else 1),
+        "counts": Field((), long, 0),
+    }
+    if config.attention_layers:
+        fields |= {
+            "tables": Field((_table_width(config, options),), long, -1, tokens),
+            "places": Field((), long, -1, tokens),
+        }
+    return fields
+
+
+def graph_fields(kind: str, config: DecoderConfig, options: DecoderOptions) -> dict[str, Field]:
+    made = {"decode": decode_fields, "verify": verify_fields, "mixed": mixed_fields}
+    return made[kind](config, options)
+
+
+def _hidden_field(kind: str, config: DecoderConfig, options: DecoderOptions) -> Field:
+    """What a graph leaves behind."""
+    dtype = torch.float32 if config.residual_in_fp32 else options.dtype
+    return Field((config.hidden_size,), dtype, 0.0, graph_fields(kind, config, options)["x"].rows)
+
+
 class BatchBuffers:
     """The buffers of one kind of graph, allocated for the largest bucket."""
 
@@ -188,14 +231,14 @@ def _decode_values(x_TD: Tensor, batch: Batch) -> dict[str, Tensor]:
 
 
 def _decode_batch(view: Mapping[str, Tensor], longest: int) -> Batch:
-    size, empty = view["x"].shape[0], view["slots"][:0]
+    empty = view["slots"][:0]
     return Batch(
         ids_T=empty,
         splices=(),
-        updates=size,
+        updates=view["slots"].shape[0],
         slots_U=view["slots"],
         slot_runs=None,
-        queries=size,
+        queries=view["x"].shape[0],
         lengths_Q=view["lengths"],
         longest=longest,
         tables_QW=view.get("tables", empty),
@@ -204,6 +247,59 @@ def _decode_batch(view: Mapping[str, Tensor], longest: int) -> Batch:
         scan=None,
         samples=None,
     )
+
+
+def _places_of(batch: Batch, size: int, width: int) -> Tensor:
+    """Where in a verify bucket each token of the batch is."""
+    rows = batch.verify
+    assert rows is not None
+    given = rows.places_VT.shape[1]
+    row, place = torch.div(rows.packed, given, rounding_mode="floor"), rows.packed % given
+    return torch.cat((torch.arange(batch.updates, device=row.device), size + row * width + place))
+
+
+def _verify_values(
+    x_TD: Tensor, batch: Batch, fields: Mapping[str, Field], size: int, places: Tensor
+) -> dict[str, Tensor]:
+    """The batch's tokens at `places`, fill elsewhere."""
+    rows = batch.verify
+    assert rows is not None
+
+    def spread(name: str, value: Tensor) -> Tensor:
+        fill = fields[name].fill
+        assert fill is not None
+        full = value.new_full((fields[name].rows(size), *value.shape[1:]), fill)
+        return full.index_copy_(0, places, value)
+
+    values = {
+        "x": spread("x", x_TD),
+        "slots": batch.slots_U,
+        "lengths": spread("lengths", batch.lengths_Q),
+        "seats": rows.seats_V,
+        "row_slots": rows.slots_VT,
+        "accepted": rows.accepted_V,
+        "counts": rows.lengths_V,
+    }
+    if "tables" in fields:
+        values |= {"tables": spread("tables", batch.tables_QW), "places": spread("places", batch.places_T)}
+    return values
+
+
+def _verify_batch(view: Mapping[str, Tensor], longest: int, span: int, width: int) -> Batch:
+    """The places of its tokens never change."""
+    size, empty = view["slots"].shape[0], view["slots"][:0]
+    packed = torch.arange(size * width, device=empty.device)
+    rows = VerifyRows(
+        seats_V=view["seats"],
+        slots_VT=view["row_slots"],
+        accepted_V=view["accepted"],
+        lengths_V=view["counts"],
+        places_VT=packed.view(size, width),
+        packed=packed,
+        span=span,
+        slot_runs=None,
+    )
+    return replace(_decode_batch(view, longest), verify=rows)
 
 
 def _mixed_values(x_TD: Tensor, batch: Batch) -> dict[str, Tensor]:
@@ -271,15 +367,13 @@ class DecoderGraphs:
         self.plan = capture_plan(options)
         check_slots(config, options, arena.layout, arena.pool.num_blocks)
         self._longest = _table_width(config, options) * options.page_size
-        self.buffers = {
-            "decode": BatchBuffers(decode_fields(config, options), self.plan.decode[-1], options.device),
-            "mixed": BatchBuffers(mixed_fields(config, options), self.plan.mixed[-1], options.device),
-        }
-        dtype = torch.float32 if config.residual_in_fp32 else options.dtype
-        self.hidden = {
-            kind: torch.zeros(buffers.largest, config.hidden_size, dtype=dtype, device=options.device)
-            for kind, buffers in self.buffers.items()
-        }
+        self.buffers: dict[str, BatchBuffers] = {}
+        self.hidden: dict[str, Tensor] = {}
+        for bucket in _largest(self.plan):
+            kind, size = bucket.kind, bucket.size
+            fields, left = graph_fields(kind, config, options), _hidden_field(kind, config, options)
+            self.buffers[kind] = BatchBuffers(fields, size, options.device)
+            self.hidden[kind] = torch.zeros(left.rows(size), *left.rest, dtype=left.dtype, device=options.device)
         self.replays: Counter[Bucket] = Counter()
         self.eager: Counter[str] = Counter()
         self.padded_tokens = 0
@@ -314,11 +408,18 @@ class DecoderGraphs:
         return {**self.buffers[bucket.kind].view(bucket.size), "arena": self.arena.buffer}
 
     def _outputs(self, bucket: Bucket) -> dict[str, Tensor]:
-        return {"hidden": self.hidden[bucket.kind][: bucket.size]}
+        return {"hidden": self.hidden[bucket.kind][: self.plan.tokens(bucket)]}
 
     def _step(self, bucket: Bucket) -> Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]:
+        view, width = self.buffers[bucket.kind].view(bucket.size), self.options.num_drafts + 1
+        span = RING if self.options.spec_state == "replay" else 0
+        batch = {
+            "decode": lambda: _decode_batch(view, self._longest),
+            "verify": lambda: _verify_batch(view, self._longest, span, width),
+            "mixed": lambda: _mixed_batch(view),
+        }[bucket.kind]()
+
         def run(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
-            batch = _decode_batch(inputs, self._longest) if bucket.kind == "decode" else _mixed_batch(inputs)
             outputs["hidden"].copy_(inputs["x"])
             hidden = self.model.layers(outputs["hidden"], batch)
             if hidden is not outputs["hidden"]:
@@ -329,18 +430,17 @@ class DecoderGraphs:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def choose(self, rows: SequenceOf[Row], checkpoints: Checkpoints) -> Bucket | None:
-        """The bucket of a step; `None`, counted under its reason, where it has to run eagerly."""
+        """The bucket of a step that verifies drafts or scans, not both; `None`, counted under its reason, where it has
+        to run eagerly.
+        """
         count = len(rows)
-        if any(row.verified for row in rows):
-            self.eager["verify"] += 1
-            return None
         for index, row in enumerate(rows):
             self._computed[index], self._prompt[index] = row.start, row.sequence.prompt_len
         prefilling = prefilling_rows(self._computed, self._prompt, count)
-        lengths = pad_rows([row.count for row in rows], len(prefilling), 0)
+        lengths = pad_rows([1 if row.drafts else row.count for row in rows], len(prefilling), 0)
         _, prefills = split_rows(prefilling, self._computed, lengths)
         tokens = sum(row.count for row in rows)
-        bucket = self.plan.choose(count, tokens, prefills)
+        bucket = self.plan.choose(count, tokens, prefills, sum(row.verified for row in rows))
         if bucket is None:
             self.eager["larger"] += 1
         elif bucket.kind == "mixed" and not self._saves_fit(bucket, rows, checkpoints):
@@ -358,12 +458,17 @@ class DecoderGraphs:
 
     def run(self, bucket: Bucket, x_TD: Tensor, batch: Batch) -> Tensor:
         """`[T, d]` of the batch's own tokens, before the final norm: a view, until the next replay of its kind."""
-        values = _decode_values(x_TD, batch) if bucket.kind == "decode" else _mixed_values(x_TD, batch)
-        self.buffers[bucket.kind].set_batch(bucket.size, values)
-        outputs = self._graphs[bucket].replay(self._inputs(bucket))
+        buffers, places = self.buffers[bucket.kind], None
+        if bucket.kind == "verify":
+            places = _places_of(batch, bucket.size, self.options.num_drafts + 1)
+            values = _verify_values(x_TD, batch, buffers.fields, bucket.size, places)
+        else:
+            values = _decode_values(x_TD, batch) if bucket.kind == "decode" else _mixed_values(x_TD, batch)
+        buffers.set_batch(bucket.size, values)
+        hidden = self._graphs[bucket].replay(self._inputs(bucket))["hidden"]
         self.replays[bucket] += 1
-        self.padded_tokens += bucket.size - x_TD.shape[0]
-        return outputs["hidden"][: x_TD.shape[0]]
+        self.padded_tokens += hidden.shape[0] - x_TD.shape[0]
+        return hidden[: x_TD.shape[0]] if places is None else hidden.index_select(0, places)
 
     # -- looking in ----------------------------------------------------------------------------------------------------
 
@@ -420,6 +525,18 @@ class Forward:
 
     def __call__(self, rows: SequenceOf[Row], images: Images, checkpoints: Checkpoints) -> tuple[Batch, Tensor]:
         """The step's batch and its rows `[T, d]` before the final norm, which the next call may overwrite."""
+        alone = sum(1 for row in rows if row.alone)
+        if self.graphs is None or alone == len(rows) or not any(row.verified for row in rows[:alone]):
+            return self._part(rows, images, checkpoints)
+        first, hidden = self._part(rows[:alone], images, checkpoints)
+        second, more = self._part(rows[alone:], images, checkpoints)
+        behind = torch.arange(more.shape[0], device=more.device) if second.samples is None else second.samples
+        before = torch.arange(hidden.shape[0], device=more.device) if first.samples is None else first.samples
+        samples = torch.cat((before, behind + hidden.shape[0]))
+        return replace(first, samples=samples), torch.cat((hidden, more))
+
+    def _part(self, rows: SequenceOf[Row], images: Images, checkpoints: Checkpoints) -> tuple[Batch, Tensor]:
+        """Rows that one graph, or no graph, computes."""
         bucket = None if self.graphs is None else self.graphs.choose(rows, checkpoints)
         scan_all = bucket is not None and bucket.kind == "mixed"
         batch = self.builder.build(rows, images, checkpoints, scan_all=scan_all)

@@ -66,6 +66,11 @@ class Row:
         return self.drafts > 0 or self.sequence.replayed > 0
 
     @property
+    def alone(self) -> bool:
+        """Does each of its tokens attend by itself, on top of a state? The others are scanned."""
+        return self.start > 0 and (self.count == 1 or self.drafts > 0)
+
+    @property
     def ids(self) -> list[int]:
         """Its tokens, drafts included."""
         known = self.sequence.tokens[self.start : self.end]
