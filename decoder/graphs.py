@@ -495,6 +495,12 @@ class DecoderGraphs:
             if begin < end:
                 raise ReplayError(f"{first} and {second} share memory")
 
+    def poison(self) -> None:
+        """NaN and nonsense into every buffer, for tests: a replay reads nothing that its own step has not written."""
+        for tensors in (*(buffers.tensors for buffers in self.buffers.values()), self.hidden):
+            for tensor in tensors.values():
+                tensor.fill_(float("nan") if tensor.is_floating_point() else 1)
+
     def close(self) -> None:
         """Tears every graph down; idempotent."""
         for graph in self._graphs.values():

@@ -31,4 +31,4 @@ def test_a_part_that_raises_fails_and_the_next_one_runs(
 def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         soak.main(["nothing"])
-    assert "nothing: no such part; there are machine" in capsys.readouterr().err
+    assert f"nothing: no such part; there are {', '.join(soak.parts())}" in capsys.readouterr().err

@@ -43,12 +43,7 @@ def answers(pattern: str, *, poison: bool = False, **options: Any) -> tuple[dict
 def spoil(runner: DecoderRunner) -> None:
     """NaN and nonsense wherever nothing has been written yet."""
     runner.arena.buffer.fill_(255)
-    assert runner.forward.graphs is not None
-    for buffers in runner.forward.graphs.buffers.values():
-        for tensor in buffers.tensors.values():
-            tensor.fill_(float("nan") if tensor.is_floating_point() else 1)
-    for hidden in runner.forward.graphs.hidden.values():
-        hidden.fill_(float("nan"))
+    graphs_of(runner).poison()
 
 
 @pytest.mark.parametrize(

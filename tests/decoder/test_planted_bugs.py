@@ -14,6 +14,7 @@ from planting import planted
 from tiny_decoder import greedy_params, make_runner, random_weights, request, run, tiny_config, tokens
 
 from decoder.capture import _strides, capture_sizes, decode_sizes
+from decoder.config import DecoderOptions
 from decoder.graphs import DecoderGraphs, capture_plan
 from decoder.metadata import prefilling_rows
 from decoder.runner import DecoderRunner
@@ -71,6 +72,13 @@ def the_lists_are_whole() -> None:
     runner.forward.graphs.check_integrity()  # type: ignore[union-attr]
 
 
+def a_row_to_verify_has_a_slot_for_each_token() -> None:
+    """Under `slots` every sequence reserves 1 + K before the step."""
+    runner = make_runner(CONFIG, WEIGHTS, speculative="ngram", draft_policy="fixed", spec_state="slots", draft_tokens=3)
+    run(runner, request("a", [1, 2, 3, 4] * 6, greedy_params(12, logit_bias={1: 50.0})))
+    assert runner.stats()["drafted_1"] > 0, "nothing was drafted"
+
+
 class Bug(NamedTuple):
     function: Callable[..., Any]
     line: str
@@ -79,6 +87,8 @@ class Bug(NamedTuple):
     fails: type[Exception]
     message: str | None = None
 
+
+SLOTS_PER_SEQ = DecoderOptions.slots_per_seq.fget  # type: ignore[attr-defined]
 
 BUGS = [
     pytest.param(
@@ -121,6 +131,13 @@ BUGS = [
             the_lists_are_whole, ReplayError, "captured are",
         ),
         id="list-shortened-while-it-is-captured",
+    ),
+    pytest.param(
+        Bug(
+            SLOTS_PER_SEQ, "1 + self.num_drafts", "1",
+            a_row_to_verify_has_a_slot_for_each_token, AssertionError, "1 state slots are reserved",
+        ),
+        id="draft-slots-not-reserved",
     ),
 ]  # fmt: skip
 

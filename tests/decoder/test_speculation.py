@@ -35,6 +35,10 @@ def test_speculative_equals_plain(case: dict[str, Any], plain: dict[tuple[str, i
     assert found.drawn == expected.drawn
     for name, logprobs in expected.logprobs.items():
         assert found.logprobs[name] == pytest.approx(logprobs, abs=1e-4)
+    if case["graphs"] == "on":
+        names = [name for name, count in found.stats.items() if count]
+        assert not [name for name in names if name.startswith("eager_")]
+        assert bool([n for n in names if n.startswith("replays_verify")]) == (case["speculative"] != "none")
     if case["speculative"] == "ngram":
         assert sum(found.stats[f"accepted_{place + 1}"] for place in range(case["draft_tokens"])) > 20
 

@@ -22,7 +22,8 @@ def planted(function: Callable[..., Any], line: str, bug: str) -> Iterator[None]
     made: dict[str, Any] = {}
     exec(compile(source.replace(line, bug), f"<planted {function.__qualname__}>", "exec"), function.__globals__, made)
     original = function.__code__
-    function.__code__ = made[function.__name__].__code__
+    bugged = made[function.__name__]
+    function.__code__ = (bugged.fget if isinstance(bugged, property) else bugged).__code__
     try:
         yield
     finally:

@@ -28,6 +28,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "spec_state": ("replay", "slots"),
     "max_chunk": (1, 7, 64, None),
     "preempted": (False, True),
+    "graphs": ("off", "on"),
 }
 """What of `answers` may be combined with what."""
 
@@ -121,7 +122,8 @@ def answers(
 ) -> Answers:
     """Runs the workload of `seed` on a random tiny model.
 
-    `preempted`: memory for little more than one request. `known`: what the requests will draw, from which `ngram` then
+    `preempted`: memory for little more than one request; with graphs, which want a slot for each, one after the other
+    is put out instead. `known`: what the requests will draw, from which `ngram` then
     drafts instead of from their own tokens.
     """
     config = tiny_config(pattern, num_nextn_predict_layers=1)
@@ -131,7 +133,7 @@ def answers(
             | options
         )
     )
-    if preempted:
+    if preempted and not chosen.graphs_on:
         layout = ArenaLayout.of(config, chosen)
         memory = (layout.blocks_for(1, MAX_LEN) + layout.slots_per_seq) * layout.block_bytes
         chosen = DecoderOptions(**(vars(chosen) | {"memory_bytes": memory, "host_bytes": 10**9}))
@@ -143,7 +145,10 @@ def answers(
         runner.speculation.new_index = lambda sequence: Prompter(
             [*sequence.request.prompt_ids, *known[sequence.request_id][0]], seed
         )
-    events = run(runner, *workload(config, seed, count, output))
+    if runner.forward.graphs is not None:
+        runner.forward.graphs.poison()
+    every = 7 if preempted and chosen.graphs_on else 0
+    events = run(runner, *workload(config, seed, count, output), preempt_every=every)
     stats = runner.stats()
     runner.close()
     runner.check_integrity()

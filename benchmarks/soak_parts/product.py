@@ -1,0 +1,101 @@
+"""Every combination of what must not change an answer: 32 tokens of six requests, greedy and sampled, with pictures.
+
+The axes are those of `tests/support/speculation.py`, whose pairs the suite covers; each combination runs on a random
+tiny model of its own pattern and seed, and is held against the plain run of that model. A token that differs is excused
+where its choice hung on less than ten times what the two paths' logits differ by; such cases are listed, and more than
+one request in a hundred is a failure.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.soak import Outcome
+
+PATTERNS = ("M-*EM*", "MM", "*E*-")
+SEEDS = (0, 1)
+RARE = 0.01
+TOLERANCE = 1e-4
+"""Of log-probabilities, natural."""
+
+
+def combinations(scale: float) -> list[dict[str, Any]]:
+    """All of them; a smaller `scale` draws so large a share."""
+    from speculation import AXES
+
+    axes = {**AXES, "pattern": PATTERNS}
+    every = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    return every if scale == 1 else random.Random(0).sample(every, max(1, round(len(every) * scale)))
+
+
+def run(scale: float) -> Outcome:
+    """Combinations that failed are in the numbers, each with what differed."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
+    from margins import excused
+    from speculation import AXES, answers
+
+    torch.set_num_threads(1)
+    cases = combinations(scale)
+    plain = {(pattern, seed): answers(pattern, seed=seed, state_cache="none") for pattern in PATTERNS for seed in SEEDS}
+    failed: list[dict[str, Any]] = []
+    excuses: list[dict[str, Any]] = []
+    requests = 0
+    tokens, drafted, replays, preemptions, worst = 0, 0, 0, 0, 0.0
+    for number, case in enumerate(cases):
+        seed = number % len(SEEDS)
+        expected = plain[case["pattern"], seed]
+        try:
+            found = answers(seed=seed, known=expected.drawn, **case)
+            wrong = [name for name, drawn in expected.drawn.items() if found.drawn.get(name) != drawn]
+        except Exception as error:  # a combination that cannot run has failed, and the others still run
+            failed.append({**case, "seed": seed, "error": repr(error)})
+            continue
+        for name in [name for name in wrong if found.drawn.get(name)]:
+            mine, other = expected.drawn[name][0], found.drawn[name][0]
+            at = next((i for i, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b), None)
+            if at is None:
+                continue
+            ok, error = excused(
+                name, mine[:at], other[at],
+                functools.partial(answers, case["pattern"], seed=seed, state_cache="none"),
+                functools.partial(answers, seed=seed, known=expected.drawn, **case),
+            )  # fmt: skip
+            if ok:
+                wrong.remove(name)
+                excuses.append({**case, "seed": seed, "request": name, "token": at, "logit_difference": error})
+        requests += len(expected.drawn)
+        gaps = [
+            abs(one - other)
+            for name, of in expected.logprobs.items()
+            if found.drawn.get(name) == expected.drawn[name]
+            for one, other in zip(of, found.logprobs[name], strict=True)
+        ]
+        worst = max([worst, *gaps])
+        if wrong or max(gaps, default=0.0) > TOLERANCE:
+            failed.append({**case, "seed": seed, "requests": wrong, "logprobs": max(gaps, default=0.0)})
+        tokens += sum(len(drawn) for drawn, _ in found.drawn.values())
+        preemptions += found.stats["preemptions"]
+        drafted += found.stats.get("drafted_1", 0)
+        replays += sum(count for name, count in found.stats.items() if name.startswith("replays_"))
+        if number % 100 == 99:
+            print(f"  {number + 1} of {len(cases)}, {len(failed)} failed", file=sys.stderr, flush=True)
+    numbers = {
+        "axes": {name: list(values) for name, values in {**AXES, "pattern": PATTERNS}.items()},
+        "combinations": len(cases),
+        "failed": failed,
+        "requests": requests,
+        "excused": excuses,
+        "tokens": tokens,
+        "verified_steps": drafted,
+        "replays": replays,
+        "preemptions": preemptions,
+        "largest_logprob_difference": worst,
+    }
+    return Outcome(not failed and len(excuses) <= RARE * requests, numbers)
