@@ -1,6 +1,6 @@
 """Side by side with another server on the same checkpoint and the same requests.
 
-    python -m benchmarks.compare --peer transformers [--rounds 3] [--only decode,prefill,omni]
+    python -m benchmarks.compare --peer transformers|vllm [--rounds 3] [--only decode,prefill,omni] [--weights int8]
 
 Ours runs behind its gRPC server, the peer in a process of its own; in each round both sides run each workload in
 turn, and what is printed is medians and their ratios. The ceilings are measured in the same run: a decode step at
@@ -30,7 +30,7 @@ from typing import Any
 from PIL import Image
 
 import saccade
-from benchmarks import machine, models
+from benchmarks import machine, models, plot
 from service.cli import ServerProcess
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,9 +94,10 @@ def workloads(folder: Path, only: set[str]) -> tuple[list[Workload], list[Worklo
 class Ours:
     """Our server behind gRPC, one client thread per request."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, options: Sequence[str] = ()) -> None:
         # Rounds repeat their prompts, and the peer forgets them: so does our server.
-        options = ["--dtype", "bfloat16", "--max-seqs", "32", "--state-cache", "none", "--log-level", "warning"]
+        fixed = ["--dtype", "bfloat16", "--max-seqs", "32", "--state-cache", "none", "--log-level", "warning"]
+        options = [*fixed, *options]
         self._server = ServerProcess([str(model), *options])
         self._client = saccade.Client(self._server.address)
         self._pool = ThreadPoolExecutor(32)
@@ -120,20 +121,42 @@ class Ours:
         firsts = list(self._pool.map(ask, range(len(workload.prompts))))
         return time.perf_counter() - started, max(firsts)
 
+    def peak_bytes(self) -> int:
+        """The most memory that the server's processes have held."""
+        return sum(machine.peak_bytes(pid) for pid in machine.family(self._server.pid))
+
     def close(self) -> None:
         self._client.close()
         self._pool.shutdown()
         self._server.stop()
 
 
-class Transformers:
-    """The peer process."""
+def peer_command(peer: str) -> list[str]:
+    """How a peer's process is started. `SystemExit` where its environment is not there."""
+    if peer == "transformers":
+        return [sys.executable, "-m", "benchmarks.peer_transformers"]
+    python = Path("~/.cache/saccade/peers/vllm/bin/python").expanduser()
+    if not python.exists():
+        raise SystemExit("vLLM's environment is missing: benchmarks/setup_vllm.sh makes it")
+    return [str(python), str(ROOT / "benchmarks" / "peer_vllm.py")]
 
-    def __init__(self, model: Path, omni: bool) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.peer_transformers"], cwd=ROOT, text=True, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+
+class Peer:
+    """The peer process; what it says goes to `log`."""
+
+    def __init__(self, peer: str, model: Path, omni: bool, log: Path) -> None:
+        self.peak_bytes = 0
+        self._log = log
+        environment = dict(os.environ)
+        if peer == "vllm":
+            environment.pop("PYTHONPATH", None)
+            # What vLLM's own documentation asks for; it warns that it is slower without.
+            environment["LD_PRELOAD"] = str(Path(peer_command(peer)[0]).parent.parent / "lib" / "libiomp5.so")
+        with log.open("w") as stderr:
+            self._process = subprocess.Popen(
+                peer_command(peer), cwd=ROOT if peer == "transformers" else log.parent, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, env=environment,
+            )  # fmt: skip
         self._ask({"load": str(model), "omni": omni})
 
     def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
@@ -142,7 +165,8 @@ class Transformers:
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the peer ended with code {self._process.wait()}")
+            tail = "".join(self._log.read_text(errors="replace").splitlines(keepends=True)[-15:])
+            raise RuntimeError(f"the peer ended with code {self._process.wait()}; the end of {self._log}:\n{tail}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -155,6 +179,7 @@ class Transformers:
             }
         )
         assert answer["tokens"] == workload.output_tokens
+        self.peak_bytes = answer["peak_bytes"]
         return answer["seconds"], 0.0
 
     def close(self) -> None:
@@ -181,14 +206,28 @@ def floor_seconds(workload: Workload, ceilings: dict[str, float]) -> float | Non
     return prefill + step * (workload.new_tokens - 1)
 
 
+@dataclass(frozen=True)
+class Sides:
+    """Who is compared: the peer's name, our server's further options, where the peer's words go."""
+
+    peer: str
+    options: tuple[str, ...]
+    logs: Path
+
+
 def measure(
-    side_by_side: list[tuple[Path, bool, list[Workload]]], rounds: int, ceilings: dict[str, float]
+    sides: Sides, side_by_side: list[tuple[Path, bool, list[Workload]]], rounds: int, ceilings: dict[str, float]
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for model, omni, loads in side_by_side:
         if not loads:
             continue
-        ours, peer = Ours(model), Transformers(model, omni)
+        ours = Ours(model, sides.options)
+        try:
+            peer = Peer(sides.peer, model, omni, sides.logs / f"{sides.peer}{'-omni' if omni else ''}.log")
+        except BaseException:
+            ours.close()
+            raise
         try:
             for load in loads:  # once to warm both up
                 ours.run(load)
@@ -198,6 +237,7 @@ def measure(
                 for load in loads:
                     mine, first = ours.run(load)
                     times[load.name].append((mine, first, peer.run(load)[0]))
+            memory = ours.peak_bytes(), peer.peak_bytes
         finally:
             ours.close()
             peer.close()
@@ -215,6 +255,9 @@ def measure(
                     "peer_tokens_s": counted / theirs,
                     "ratio": theirs / mine,
                     "floor_fraction": floor / mine if floor else None,
+                    "peer_floor_fraction": floor / theirs if floor else None,
+                    "ours_peak_bytes": memory[0],
+                    "peer_peak_bytes": memory[1],
                     "all": times[load.name],
                 }
             )
@@ -223,18 +266,22 @@ def measure(
 
 
 def format_row(row: dict[str, Any]) -> str:
-    floor = f"{row['floor_fraction']:6.0%} of the floor" if row["floor_fraction"] else ""
+    floor = ""
+    if row["floor_fraction"]:
+        floor = f"of the floor {row['floor_fraction']:4.0%} and {row['peer_floor_fraction']:4.0%}   "
     return (
         f"{row['workload']:16} ours {row['ours_tokens_s']:8.0f} tok/s {row['ours_s']:7.3f} s   "
         f"peer {row['peer_tokens_s']:8.0f} tok/s {row['peer_s']:7.3f} s   ratio {row['ratio']:5.2f}   {floor}"
+        f"peak {row['ours_peak_bytes'] / 2**20:5.0f} and {row['peer_peak_bytes'] / 2**20:5.0f} MiB"
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", choices=["transformers"], default="transformers")
+    parser.add_argument("--peer", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="decode,prefill,omni", help="comma-separated kinds of workload")
+    parser.add_argument("--weights", choices=["int8", "int4"], help="quantised weights on our side")
     parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
     parser.add_argument("--write", action="store_true", help="write a dated result under benchmarks/results")
     arguments = parser.parse_args(argv)
@@ -247,7 +294,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         text, omni = workloads(Path(folder), set(arguments.only.split(",")))
         sides = [(models.text_model(arguments.folder), False, text), (models.omni_model(arguments.folder), True, omni)]
-        rows = measure(sides, arguments.rounds, ceilings)
+        if arguments.peer == "vllm":
+            sides = [
+                (models.released_names(path, arguments.folder) if omni else path, omni, l) for path, omni, l in sides
+            ]
+        options = ("--weights", arguments.weights) if arguments.weights else ()
+        rows = measure(Sides(arguments.peer, options, arguments.folder), sides, arguments.rounds, ceilings)
     result = {
         "date": datetime.date.today().isoformat(),
         "command": " ".join(["python -m benchmarks.compare", *(sys.argv[1:] if argv is None else argv)]),
@@ -258,9 +310,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     if arguments.write:
         RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / f"{result['date']}-compare-{arguments.peer}.json"
+        kind = f"-{arguments.weights}" if arguments.weights else ""
+        path = RESULTS / f"{result['date']}-compare-{arguments.peer}{kind}.json"
         path.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"written to {path.relative_to(ROOT)}", file=sys.stderr)
+        plot.decode_plot(result, arguments.peer, path.with_suffix(".png"))
+        print(f"written to {path.relative_to(ROOT)} and .png", file=sys.stderr)
     print(json.dumps({row["workload"]: {"ratio": round(row["ratio"], 3)} for row in rows}))
     return 0
 

@@ -53,6 +53,28 @@ def ceilings() -> dict[str, float]:
     return {"read_gb_s": read_bandwidth() / 1e9, "bf16_gflop_s": matmul_rate() / 1e9}
 
 
+def family(pid: int) -> list[int]:
+    """A process and all that descend from it."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except (OSError, IndexError):  # it has ended meanwhile
+                continue
+            children.setdefault(parent, []).append(int(entry.name))
+    found = [pid]
+    for member in found:
+        found += children.get(member, [])
+    return found
+
+
+def peak_bytes(pid: int) -> int:
+    """The most memory that a process has held (VmHWM)."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+
+
 def _timed(function: object) -> float:
     assert callable(function)
     started = time.perf_counter()

@@ -52,6 +52,34 @@ def omni_model(folder: Path) -> Path:
     return _write(folder / "omni-116m-radio-s", vision=True)
 
 
+def released_names(model: Path, folder: Path) -> Path:
+    """The same Omni checkpoint with the configuration that NVIDIA's released files have, which is what vLLM reads."""
+    path = folder / f"{model.name}-released"
+    path.mkdir(exist_ok=True)
+    for file in model.iterdir():
+        if file.name != "config.json" and not (path / file.name).exists():
+            (path / file.name).symlink_to(file)
+    config = json.loads((model / "config.json").read_text())
+    text, vision = config.pop("text_config"), config.pop("vision_config")
+    letters = {kind: letter for letter, kind in KINDS.items()}
+    text |= {"dtype": "bfloat16", "hybrid_override_pattern": "".join(letters[k] for k in text["layers_block_type"])}
+    teachers = [{"name": name, "use_summary": index < 2} for index, name in enumerate("abc")]
+    arguments = {
+        "model": "vit_small_patch16_224", "register_multiple": 10, "teachers": teachers, "cpe_max_size": 2048,
+        **{key: IMAGE_RULE[key] for key in ("min_num_patches", "max_num_patches")},
+    }  # fmt: skip
+    vision |= {"dtype": "bfloat16", "args": arguments}
+    config |= {
+        "architectures": ["NemotronH_Nano_Omni_Reasoning_V3"], "model_type": "NemotronH_Nano_Omni_Reasoning_V3",
+        "llm_config": text, "vision_config": vision, "vit_hidden_size": config["vision_hidden_size"],
+        "img_context_token_id": IMAGE_TOKEN, "img_context_token": "<image>", "img_start_token": "<img>",
+        "img_end_token": "</img>", "patch_size": 16, "force_image_size": 512, "norm_mean": vision["norm_mean"],
+        "norm_std": vision["norm_std"], "use_thumbnail": False, "template": "none", "ps_version": "v2",
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config, indent=1))
+    return path
+
+
 def _write(path: Path, *, vision: bool) -> Path:
     if (path / "complete").exists():
         return path

@@ -2,7 +2,7 @@
 
     {"load": DIR, "omni": bool}                                  -> {"parameters": N}
     {"prompts": [[id, ...], ...], "pictures": [[file, ...], ...],
-     "new_tokens": N}                                            -> {"seconds": s, "tokens": n}
+     "new_tokens": N}                                            -> {"seconds": s, "tokens": n, "peak_bytes": n}
 
 Prompts of one length run as one batch; ragged ones one after another, which is how the library takes them best.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import time
 from pathlib import Path
@@ -82,7 +83,8 @@ def main() -> None:
         else:
             assert peer is not None
             seconds, tokens = peer.run(command["prompts"], command["pictures"], command["new_tokens"])
-            answer = {"seconds": seconds, "tokens": tokens}
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            answer = {"seconds": seconds, "tokens": tokens, "peak_bytes": peak}
         print(json.dumps(answer), flush=True)
 
 

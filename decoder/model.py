@@ -5,7 +5,8 @@ x = embed(ids); for each layer: x += mixer(rms_norm(x)); logits = head(rms_norm(
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from decoder.batch import Batch
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.mixers import AttentionMixer, ExpertsMixer, MambaMixer, Mixer, MlpMixer, Weights, stored_linear
 from decoder.native import native_step
+from kernels.linear import Quantised
 from kernels.rms_norm import rms_norm
 
 
@@ -23,13 +25,17 @@ class HybridModel:
     """Weights and layers; the state of sequences is the arena's."""
 
     def __init__(
-        self, config: DecoderConfig, options: DecoderOptions, arena: Arena, weights: Iterable[tuple[str, Tensor]]
+        self,
+        config: DecoderConfig,
+        options: DecoderOptions,
+        arena: Arena,
+        weights: Iterable[tuple[str, Tensor | Quantised]],
     ) -> None:
         """Copies, casts and lays out every tensor. `ValueError` lists names that are missing, unknown or of a wrong
         shape.
         """
         self.config, self.options = config, options
-        tensors = dict(weights)
+        tensors: dict[str, Any] = dict(weights)
         check_weights(config, tensors)
         self.mtp_weights = {name: tensors.pop(name) for name in config.mtp_weights() if name in tensors}
         """Of heads that predict further tokens, as they came; whoever drafts with them takes them."""
@@ -106,7 +112,7 @@ def _norm_weight(weight: Tensor, options: DecoderOptions) -> Tensor:
     return weight.to(device=options.device, dtype=torch.float32, copy=True)
 
 
-def check_weights(config: DecoderConfig, tensors: dict[str, Tensor]) -> None:
+def check_weights(config: DecoderConfig, tensors: Mapping[str, Tensor | Quantised]) -> None:
     """`ValueError` that lists every name that is missing, unknown or of a wrong shape."""
     expected, optional = config.expected_weights(), config.optional_weights()
     problems = [f"missing {name}" for name in expected if name not in tensors and name not in optional]

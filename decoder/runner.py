@@ -23,6 +23,7 @@ from decoder.request import DecoderRequest, FinishReason, Sequence, Status, Toke
 from decoder.sampler import Choice, Sampler
 from decoder.scheduler import Fork, Row, Scheduler, Step
 from decoder.speculation import Speculation
+from kernels.linear import Quantised
 
 CACHE_STATS = [f"cache_{name}" for name in (*COUNTERS, "checkpoints", "pages", "bytes")]
 
@@ -30,7 +31,9 @@ CACHE_STATS = [f"cache_{name}" for name in (*COUNTERS, "checkpoints", "pages", "
 class DecoderRunner:
     """Serves any number of requests, `max_seqs` at a time."""
 
-    def __init__(self, config: DecoderConfig, options: DecoderOptions, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def __init__(
+        self, config: DecoderConfig, options: DecoderOptions, weights: Iterable[tuple[str, Tensor | Quantised]]
+    ) -> None:
         """`weights` are read once and copied. `ValueError` when they, or the memory, do not fit the configuration."""
         self.config, self.options = config, options
         self.arena = Arena(config, options, reserved=graph_bytes(config, options))

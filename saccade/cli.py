@@ -24,6 +24,7 @@ SERVER_COMMANDS = {
     "demo": "start a server on the embedded model and ask it about the shipped pictures",
     "plan": "print what a configuration will do before it runs",
     "tune": "measure this machine and suggest options",
+    "quantize": "write a checkpoint with weights of 8 or 4 bits",
 }
 
 

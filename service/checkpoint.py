@@ -18,10 +18,11 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from kernels.linear import Quantised, stack
 from service.modelconfig import CheckpointError, ModelConfig, load_config, read_json
 
 log = logging.getLogger(__name__)
@@ -118,12 +119,13 @@ class Checkpoint:
     def __init__(self, path: Path, *, name: str | None = None) -> None:
         self.config: ModelConfig = load_config(path, name=name)
         self.path = path
-        self._files = _weight_files(path)
+        self.files = _weight_files(path)
+        """Its safetensors files."""
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._bytes: dict[str, int] = {}
         self._file_of: dict[str, Path] = {}
         digest = hashlib.sha256((path / "config.json").read_bytes())
-        for file in self._files:
+        for file in self.files:
             header, raw = _read_header(file)
             digest.update(raw)
             _sample_into(digest, file)
@@ -133,9 +135,25 @@ class Checkpoint:
                 self._bytes[tensor] = entry["data_offsets"][1] - entry["data_offsets"][0]
         self.revision = digest.hexdigest()[:16]
         """Digest over config.json, the tensor tables and samples of the weights: keys caches, names the version."""
+        self._quantised = self._fold_quantised()
         self._plan = self._resolve_sources()
 
-    def decoder_weights(self, progress: Progress | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def _fold_quantised(self) -> set[str]:
+        """Names whose tensor is stored as two parts, which become one entry of the logical shape."""
+        if self.config.weights is None:
+            return set()
+        names = {n.removesuffix(".values") for n in self._shapes if n.endswith(".weight.values")}
+        for name in names:
+            parts = f"{name}.values", f"{name}.scale"
+            if absent := [part for part in parts if part not in self._shapes]:
+                raise CheckpointError(f"{self.path}: missing {absent[0]}")
+            *rows, stored = self._shapes.pop(parts[0])
+            self._shapes.pop(parts[1])
+            self._shapes[name] = (*rows, stored * (2 if self.config.weights == "int4" else 1))
+            self._bytes[name] = sum(self._bytes.pop(part) for part in parts)
+        return names
+
+    def decoder_weights(self, progress: Progress | None = None) -> Iterator[tuple[str, torch.Tensor | Quantised]]:
         """(native name, tensor) of the decoder in layer order, in the file's dtype, as views of the mapped file."""
         return self._stream(self.config.decoder.expected_weights(), progress)
 
@@ -228,9 +246,7 @@ class Checkpoint:
             return (len(source.names), *first) if same else ()
         return first
 
-    def _stream(
-        self, expected: Mapping[str, tuple[int, ...]], progress: Progress | None
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def _stream(self, expected: Mapping[str, tuple[int, ...]], progress: Progress | None) -> Iterator[tuple[str, Any]]:
         from safetensors import SafetensorError, safe_open
 
         wanted = [name for name in expected if name in self._plan]
@@ -238,20 +254,28 @@ class Checkpoint:
         done = 0
         handles: dict[Path, object] = {}
 
-        def load(stored: str) -> torch.Tensor:
+        def read(stored: str) -> torch.Tensor:
             file = self._file_of[stored]
             if file not in handles:
                 handles[file] = safe_open(file, framework="pt")
             return handles[file].get_tensor(stored)  # type: ignore[attr-defined,no-any-return]
 
+        def load(stored: str) -> torch.Tensor | Quantised:
+            if stored not in self._quantised:
+                return read(stored)
+            assert self.config.weights is not None
+            parts = read(f"{stored}.values"), read(f"{stored}.scale")
+            return Quantised(self.config.weights, *parts, self._shapes[stored][-1])
+
         try:
             for name in wanted:
                 source = self._plan[name]
                 if source.kind == "stack":
-                    yield name, torch.stack([load(n) for n in source.names])
+                    yield name, stack([load(n) for n in source.names])
+                elif source.kind == "third":
+                    yield name, read(source.names[0]).chunk(3)[source.third]
                 else:
-                    tensor = load(source.names[0])
-                    yield name, tensor.chunk(3)[source.third] if source.kind == "third" else tensor
+                    yield name, load(source.names[0])
                 done += sum(self._bytes[n] for n in source.names)
                 if progress:
                     progress(done, total)

@@ -1,4 +1,4 @@
-"""The server's commands: `serve`, `demo`, `plan`, `tune`. The `saccade` command hands them over to `main`."""
+"""The server's commands: `serve`, `demo`, `plan`, `tune`, `quantize`; the `saccade` command hands them to `main`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def main(argv: Sequence[str]) -> int:
     """Runs one command. Returns the exit code: 0, 1 for a failure, 2 for options that make no sense."""
-    commands = {"serve": serve, "demo": demo, "plan": plan, "tune": tune}
+    commands = {"serve": serve, "demo": demo, "plan": plan, "tune": tune, "quantize": quantize}
     if not argv or argv[0] not in commands:
         print(f"usage: saccade {{{','.join(commands)}}} ...", file=sys.stderr)
         return 2
@@ -58,6 +58,13 @@ def plan(argv: Sequence[str]) -> int:
 def tune(argv: Sequence[str]) -> int:
     """`saccade tune HISTOGRAM.json`: encoder budgets for the pictures that a server has seen."""
     from service.tune import main as run
+
+    return run(argv)
+
+
+def quantize(argv: Sequence[str]) -> int:
+    """`saccade quantize MODEL OUT --weights int8|int4`: a directory that serve reads."""
+    from service.quantise import main as run
 
     return run(argv)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from decoder.config import DecoderConfig
+from decoder.config import WEIGHT_KINDS, DecoderConfig
 from encoder.config import CLIP_MEAN, CLIP_STD, VisionConfig
 
 SERVED_MODEL_TYPES = ("nemotron_h_omni", "nemotron_h")
@@ -52,6 +52,10 @@ _TEXT_ALIASES = {
 }
 
 
+WEIGHTS_KEY, WEIGHTS_FORMAT = "saccade_weights", 1
+"""Entry of config.json that says how linear layers are stored, and the version of it that is written and read."""
+
+
 class CheckpointError(ValueError):
     """A model directory that cannot be served; the message names the file or field and what would work."""
 
@@ -73,6 +77,8 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     generation: Mapping[str, Any] = field(default_factory=dict)
     """`generation_config.json`: sampling defaults for fields that a request leaves unset."""
+    weights: str | None = None
+    """How the checkpoint stores the decoder's linear layers: `int8`, `int4`, or None for plain tensors."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -264,6 +270,23 @@ def _eos_ids(*sources: Mapping[str, Any]) -> frozenset[int]:
     return frozenset()
 
 
+def _weights_kind(path: Path, config: Mapping[str, Any]) -> str | None:
+    entry = config.get(WEIGHTS_KEY)
+    if entry is None:
+        return None
+    found = entry.get("format") if isinstance(entry, dict) else entry
+    if found != WEIGHTS_FORMAT:
+        raise CheckpointError(
+            f"{path}: {WEIGHTS_KEY} has format {found!r} and this server reads {WEIGHTS_FORMAT}; "
+            "quantise the original again"
+        )
+    if entry.get("kind") not in WEIGHT_KINDS:
+        raise CheckpointError(
+            f"{path}: {WEIGHTS_KEY} kind {entry.get('kind')!r} is not one of {', '.join(WEIGHT_KINDS)}"
+        )
+    return str(entry["kind"])
+
+
 def load_config(path: Path, *, name: str | None = None) -> ModelConfig:
     """Reads a model directory's JSON files. Raises CheckpointError with the field at fault."""
     config = read_json(path / "config.json")
@@ -289,4 +312,5 @@ def load_config(path: Path, *, name: str | None = None) -> ModelConfig:
         image_token_id=None if image_token is None else int(image_token),
         eos_token_ids=_eos_ids(generation, config, text),
         generation=generation,
+        weights=_weights_kind(path, config),
     )

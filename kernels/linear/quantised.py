@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,12 +80,21 @@ def _divisor(scale: Tensor) -> Tensor:
 
 def concatenate(parts: Sequence[Tensor | Quantised]) -> Tensor | Quantised:
     """Weights of one input below one another. `ValueError` where plain and quantised ones meet."""
+    return _joined(parts, torch.cat)
+
+
+def stack(parts: Sequence[Tensor | Quantised]) -> Tensor | Quantised:
+    """Weights of one shape in a new first dimension. `ValueError` where plain and quantised ones meet."""
+    return _joined(parts, torch.stack)
+
+
+def _joined(parts: Sequence[Tensor | Quantised], join: Callable[[list[Tensor]], Tensor]) -> Tensor | Quantised:
     tensors = [part for part in parts if isinstance(part, Tensor)]
     if len(tensors) == len(parts):
-        return torch.cat(tensors)
+        return join(tensors)
     quantised = [part for part in parts if isinstance(part, Quantised)]
     if len(quantised) < len(parts) or len({part.kind for part in quantised}) > 1:
-        raise ValueError("weights that are multiplied together are not all quantised in the same way")
+        raise ValueError("weights that belong together are not all quantised in the same way")
     first = quantised[0]
-    values, scale = torch.cat([p.values for p in quantised]), torch.cat([p.scale for p in quantised])
+    values, scale = join([p.values for p in quantised]), join([p.scale for p in quantised])
     return Quantised(first.kind, values, scale, first.in_features)

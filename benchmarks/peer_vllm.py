@@ -1,0 +1,80 @@
+"""The peer's side of `benchmarks.compare`: vLLM's CPU build in its own environment (benchmarks/setup_vllm.sh).
+
+The protocol of `benchmarks.peer_transformers`, one JSON command a line on stdin. The engine runs as its offline batches
+do: no server, no tokenizer and no detokenizing, all of which is in vLLM's favour. Nothing here imports ours: the
+environments differ in every library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import sys
+import time
+from typing import Any
+
+SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+class Peer:
+    """One loaded model."""
+
+    def __init__(self, path: str, omni: bool) -> None:
+        from vllm import LLM
+
+        pictures: dict[str, Any] = {"limit_mm_per_prompt": {"image": 1}, "trust_remote_code": False} if omni else {}
+        self.model = LLM(
+            path, dtype="bfloat16", max_model_len=4096, max_num_seqs=32, skip_tokenizer_init=not omni,
+            enable_prefix_caching=False, **pictures,
+        )  # fmt: skip
+
+    def run(self, prompts: list[list[int]], pictures: list[list[str]], new_tokens: int) -> tuple[float, int]:
+        """Seconds, and output tokens. Reading the files is left out of the time, in the peer's favour."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True, detokenize=False)
+        inputs = [self._input(prompt, files) for prompt, files in zip(prompts, pictures, strict=True)]
+        started = time.perf_counter()
+        outputs = self.model.generate(inputs, params, use_tqdm=False)
+        return time.perf_counter() - started, sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    @staticmethod
+    def _input(prompt: list[int], files: list[str]) -> dict[str, Any]:
+        if not files:
+            return {"prompt_token_ids": prompt}
+        from PIL import Image
+
+        images = [Image.open(file).convert("RGB") for file in files]
+        return {"prompt_token_ids": prompt, "multi_modal_data": {"image": images}}
+
+
+def main() -> None:
+    os.environ.update(SETTINGS)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM prints where it likes; stdout is the protocol's
+    peer: Peer | None = None
+    for line in sys.stdin:
+        command = json.loads(line)
+        if "load" in command:
+            peer = Peer(command["load"], command["omni"])
+            answer: dict[str, Any] = {"loaded": command["load"]}
+        else:
+            assert peer is not None
+            seconds, tokens = peer.run(command["prompts"], command["pictures"], command["new_tokens"])
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            answer = {"seconds": seconds, "tokens": tokens, "peak_bytes": peak}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        main()

@@ -1,0 +1,101 @@
+"""Quantised products against float64, within the bound that rounding has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from kernels.linear import Linear, Packed, Quantised, concatenate, quantise, stack
+from kernels.native import NativeUnavailable
+
+SHAPES = st.tuples(st.integers(1, 20), st.integers(1, 300), st.integers(1, 140))
+
+
+def step_of(packed: Quantised) -> torch.Tensor:
+    """`[n, k]`: the distance between two values that a weight can have."""
+    scale = packed.scale.abs()
+    return scale[:, None] if packed.kind == "int8" else scale.repeat_interleave(128, 1)[:, : packed.in_features]
+
+
+@settings(max_examples=40, deadline=None)
+@given(SHAPES, st.sampled_from(["int8", "int4"]), st.integers(0, 2**31))
+def test_a_weight_is_off_by_half_a_step_at_most(shape: tuple[int, int, int], kind: str, seed: int) -> None:
+    _, inner, outer = shape
+    weight = torch.randn(outer, inner, generator=torch.Generator().manual_seed(seed))
+    packed = quantise(weight, kind)
+    assert packed.shape == weight.shape
+    # int4 has 8 steps on the side of the largest value and 7 on the other, whose end may be a whole step away.
+    allowed = 0.5 if kind == "int8" else 1.0
+    assert bool(((packed.dequantise() - weight).abs() <= (allowed + 1e-4) * step_of(packed) + 1e-12).all())
+
+
+@settings(max_examples=40, deadline=None)
+@given(SHAPES, st.sampled_from(["int8", "int4"]), st.booleans(), st.integers(0, 2**31))
+def test_the_product_is_that_of_the_quantised_weight(
+    shape: tuple[int, int, int], kind: str, biased: bool, seed: int
+) -> None:
+    rows, inner, outer = shape
+    generator = torch.Generator().manual_seed(seed)
+    x, weight = torch.randn(rows, inner, generator=generator), torch.randn(outer, inner, generator=generator)
+    bias = torch.randn(outer, generator=generator) if biased else None
+    packed = quantise(weight, kind)
+    exact = F.linear(x.double(), packed.dequantise(torch.float64), None if bias is None else bias.double())
+    # Each input is rounded to 1 / 65534 of the row's largest; sums are exact but for float32 at the end.
+    bound = x.abs().amax(1, keepdim=True) / 65534 * packed.dequantise().abs().sum(1) + 1e-5 * exact.abs() + 1e-5
+    assert bool(((Linear(packed, bias)(x) - exact).abs() <= 1.05 * bound).all())
+    squared = Linear(packed, bias).relu_squared(x).double()
+    torch.testing.assert_close(squared, exact.relu().square(), rtol=1e-2, atol=1e-2)
+
+
+def test_long_sums_do_not_overflow() -> None:
+    x, weight = torch.ones(2, 6000), torch.ones(3, 6000)
+    for kind in ("int8", "int4"):
+        torch.testing.assert_close(Linear(quantise(weight, kind))(x), torch.full((2, 3), 6000.0), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_compiled_and_expanded_products_agree(kind: str) -> None:
+    packed, x = quantise(torch.randn(70, 256), kind), torch.randn(9, 256)
+    try:
+        compiled = Packed(packed, None)(x)
+    except NativeUnavailable:
+        compiled = F.linear(x, packed.dequantise())
+    torch.testing.assert_close(compiled, F.linear(x, packed.dequantise()), rtol=1e-3, atol=2e-3)
+    assert torch.equal(Linear(packed)(x.bfloat16()), Linear(packed)(x.bfloat16().float()).bfloat16())
+
+
+def test_rows_do_not_depend_on_their_company() -> None:
+    x = torch.randn(300, 256)
+    for weight in (torch.randn(200, 256).bfloat16(), *(quantise(torch.randn(200, 256), k) for k in ("int8", "int4"))):
+        linear = Linear(weight)
+        given = x.bfloat16()
+        whole = linear(given)
+        for row in (0, 5, 191, 192, 299):
+            assert torch.equal(linear(given[row : row + 1])[0], whole[row])
+
+
+def test_parts_are_joined_as_they_are() -> None:
+    weights = [torch.randn(6, 40) for _ in range(3)]
+    for kind in ("int8", "int4"):
+        joined, stacked = (join([quantise(w, kind) for w in weights]) for join in (concatenate, stack))
+        assert isinstance(joined, Quantised) and isinstance(stacked, Quantised)
+        assert torch.equal(joined.dequantise(), quantise(torch.cat(weights), kind).dequantise())
+        assert torch.equal(stacked[1].dequantise(), quantise(weights[1], kind).dequantise())
+    with pytest.raises(ValueError, match="not all quantised in the same way"):
+        concatenate([weights[0], quantise(weights[1], "int8")])
+
+
+def test_what_cannot_be_quantised_is_refused() -> None:
+    with pytest.raises(ValueError, match="'int3' is not one of int8, int4"):
+        quantise(torch.ones(2, 2), "int3")
+    with pytest.raises(ValueError, match=r"\(1, 2\) holds values that are not finite"):
+        quantise(torch.tensor([[1.0, float("nan")]]), "int8")
+
+
+def test_zeros_stay_zeros() -> None:
+    for kind in ("int8", "int4"):
+        assert not bool(Linear(quantise(torch.zeros(3, 8), kind))(torch.ones(1, 8)).any())
+        assert not bool(Linear(quantise(torch.ones(3, 8), kind))(torch.zeros(1, 8)).any())
