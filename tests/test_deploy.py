@@ -1,0 +1,110 @@
+"""The files under deploy/ hold together: what they name exists, what they say to the server is what it takes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from running import RunningServer
+
+from service.config import ENV_PREFIX, ServerOptions, resolve
+from service.probe import main as probe
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
+MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml"))
+
+
+def instructions() -> list[tuple[str, str]]:
+    joined = re.sub(r"\\\n\s*", "", "\n".join(x for x in DOCKERFILE.splitlines() if not x.startswith("#")))
+    return [(line.split(" ", 1)[0], line.split(" ", 1)[1]) for line in joined.splitlines() if line.strip()]
+
+
+def test_the_dockerfile_copies_what_there_is_and_sets_options_that_there_are() -> None:
+    seen = {name for name, _ in instructions()}
+    assert {"FROM", "COPY", "RUN", "USER", "ENTRYPOINT", "EXPOSE", "ENV", "ARG", "WORKDIR", "VOLUME", "CMD"} >= seen
+    copied: set[str] = set()
+    for name, rest in instructions():
+        if name == "COPY" and "--from" not in rest:
+            *sources, _ = rest.split()
+            copied |= set(sources)
+            for source in sources:
+                assert (ROOT / source).exists(), source
+        if name == "ENV":
+            values = dict(part.split("=", 1) for part in shlex.split(rest))
+            options = resolve(ServerOptions, {}, {k: v for k, v in values.items() if k.startswith(ENV_PREFIX)})
+            assert options.host == "0.0.0.0" and options.metrics_port == 9100 and options.log_json
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert {"saccade", "service", "encoder", "decoder", "kernels", "pyproject.toml"} <= copied and not copied & set(
+        ignored
+    )
+    # what pyproject.toml reads must be there when it is built
+    project = (ROOT / "pyproject.toml").read_text()
+    assert {re.search(r'readme = "(.*)"', project).group(1), "LICENSE"} <= copied  # type: ignore[union-attr]
+
+
+def documents() -> list[tuple[str, Any]]:
+    return [(path.name, document) for path in MANIFESTS for document in yaml.safe_load_all(path.read_text())]
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
+def test_manifests_fit_together(path: Path) -> None:
+    parsed = list(yaml.safe_load_all(path.read_text()))
+    assert all({"apiVersion", "kind", "metadata", "spec"} <= set(document) for document in parsed)
+    workloads = [d for d in parsed if d["kind"] in ("Deployment", "StatefulSet")]
+    assert workloads
+    for workload in workloads:
+        pod = workload["spec"]["template"]
+        assert workload["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+        (container,) = pod["spec"]["containers"]
+        names = {volume["name"] for volume in pod["spec"]["volumes"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} <= names
+        assert "/dev/shm" in {mount["mountPath"] for mount in container["volumeMounts"]}
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        assert ports == {"grpc": 50051, "metrics": 9100}
+        arguments = _options(container["args"])
+        options = resolve(ServerOptions, arguments, {})
+        assert options.grace < pod["spec"]["terminationGracePeriodSeconds"]
+        assert options.insecure or (options.tls_cert and options.api_keys)
+        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+            check = container[kind]
+            if "grpc" in check:
+                assert check["grpc"]["port"] == ports["grpc"] and options.tls_cert is None
+            else:
+                assert check["exec"]["command"][:3] == ["python", "-m", "service.probe"]
+    for service in (d for d in parsed if d["kind"] == "Service"):
+        assert service["spec"]["selector"].items() <= workloads[0]["spec"]["template"]["metadata"]["labels"].items()
+
+
+def _options(arguments: list[str]) -> dict[str, Any]:
+    model, *rest = arguments
+    found: dict[str, Any] = {"model": model}
+    while rest:
+        name = rest.pop(0).removeprefix("--").replace("-", "_")
+        found[name] = rest.pop(0) if rest and not rest[0].startswith("--") else True
+    return found
+
+
+def test_the_probe_says_what_health_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from certificates import Authority
+    from served import make_served
+
+    authority = Authority.create(tmp_path / "authority")
+    certificate, key = authority.issue("server")
+    model = str(make_served(tmp_path / "model", vision=False).path)
+    with RunningServer(model, max_seqs=2, max_len=100, tls_cert=str(certificate), tls_key=str(key)) as server:
+        tls = ["--ca", str(authority.certificate)]
+        assert probe([server.address, *tls]) == 0
+        assert probe([server.address, *tls, "--service", "saccade.v1.InferenceService"]) == 0
+        assert probe([server.address, *tls, "--service", "no.such.Service"]) == 1
+        assert probe([server.address, *tls, "--server-name", "localhost"]) == 0
+        assert probe([server.address, *tls, "--server-name", "elsewhere", "--timeout", "1"]) == 1
+        assert probe([server.address]) == 1
+        server.loop.call_soon_threadsafe(server.server.drain)
+        while not (code := probe([server.address, *tls])):
+            pass
+        assert code == 1 and "NOT_SERVING" in capsys.readouterr().err
