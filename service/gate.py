@@ -41,11 +41,10 @@ class ByteGate:
             try:
                 await future
             except asyncio.CancelledError:
-                if future.done() and not future.cancelled():
-                    self._free(size)  # it was granted in the same moment
-                else:
+                granted = future.done() and not future.cancelled()  # in the same moment
+                if entry in self._waiting:
                     self._waiting.remove(entry)
-                    self._free(0)  # those behind it may fit
+                self._free(size if granted else 0)  # those behind it may fit now
                 raise
         else:
             self.used += size
@@ -58,5 +57,6 @@ class ByteGate:
         self.used -= size
         while self._waiting and self._fits(self._waiting[0][0]):
             size, future = self._waiting.popleft()
-            self.used += size
-            future.set_result(None)
+            if not future.cancelled():
+                self.used += size
+                future.set_result(None)

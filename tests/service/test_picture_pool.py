@@ -1,0 +1,145 @@
+"""Decoding in other processes: the same pixels, limits that hold, and workers that lie."""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from clips import animation, moving_frames
+from pictures import picture
+from PIL import Image
+
+from encoder.frames import VideoError, VideoLimits
+from encoder.images import ImageError, ImageLimits
+from service.picture_pool import PicturePool
+from service.picture_worker import LENGTH
+from service.pictures import LocalDecoder, MediaLimits
+
+LIMITS = MediaLimits(ImageLimits(max_pixels=3_000_000), VideoLimits(max_pixels=3_000_000, max_frames=20))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[PicturePool]:
+    pool = PicturePool(LIMITS, 1, image_seconds=60, video_seconds=60)
+    pool.start()
+    yield pool
+    assert pool.stats() == {"workers_lost_time": 0, "workers_lost_died": 0, "workers_lost_nonsense": 0}
+    pool.close()
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "TIFF"])
+def test_pixels_are_those_of_this_process(pool: PicturePool, form: str) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    buffer = io.BytesIO()
+    Image.open(io.BytesIO(picture(3, (57, 33)))).save(buffer, form, **({} if form == "TIFF" else {"exif": exif}))
+    data = buffer.getvalue()
+    expected = LocalDecoder(LIMITS).image(data)
+    got = pool.image(data)
+    assert np.array_equal(got, expected) and got.flags.writeable
+    assert pool.describe(data) == LocalDecoder(LIMITS).describe(data)
+
+
+@pytest.mark.parametrize("form", ["GIF", "PNG", "WEBP"])
+def test_frames_are_those_of_this_process(pool: PicturePool, form: str) -> None:
+    data = animation(moving_frames(6, 20, 30), form)
+    ours, theirs = LocalDecoder(LIMITS).clip(data), pool.clip(data)
+    assert theirs.num_frames == ours.num_frames == 6
+    assert theirs.fps == ours.fps
+    for got, expected in zip(theirs.arrays([0, 3, 5]), ours.arrays([0, 3, 5]), strict=True):
+        assert np.array_equal(got, expected)
+    given_up = theirs.arrays([0, 1])
+    next(given_up)
+    given_up.close()
+    assert len(list(theirs.arrays([2]))) == 1
+
+
+def test_refusals_are_those_of_this_process(pool: PicturePool) -> None:
+    wide = io.BytesIO()
+    Image.new("1", (2000, 2000)).save(wide, "PNG")
+    for data in (b"", b"junk", picture(1)[:60], wide.getvalue()):
+        with pytest.raises(ImageError) as expected:
+            LocalDecoder(LIMITS).image(data)
+        with pytest.raises(ImageError) as got:
+            pool.image(data)
+        assert got.value.reason == expected.value.reason
+    long = animation(moving_frames(21, 4, 4), "GIF")
+    with pytest.raises(VideoError, match="21 frames, more than the 20"):
+        pool.clip(long)
+    with pytest.raises(VideoError):
+        list(pool.clip(animation(moving_frames(5, 40, 40), "GIF")[:-900]).arrays([4]))
+
+
+def test_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = MediaLimits(ImageLimits(max_pixels=10**9))
+    monkeypatch.setattr(MediaLimits, "worker_bytes", 400 << 20)
+    pool = PicturePool(limits, 1, image_seconds=120, video_seconds=60)
+    buffer = io.BytesIO()
+    Image.new("RGB", (9000, 9000)).save(buffer, "PNG", compress_level=1)
+    with pytest.raises(ImageError, match="memory|cannot be decoded|died"):
+        pool.image(buffer.getvalue())
+    assert pool.image(picture(1)).shape[2] == 3
+    pool.close()
+
+
+def _file(size: int) -> int:
+    descriptor = os.memfd_create("liar")
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [
+        pytest.param(b'{"height": 4, "width": 4}', 48, id="unsealed"),
+        pytest.param(b'{"height": 4, "width": 4}', 47, id="short-file"),
+        pytest.param(b'{"height": 4, "width": 4}', None, id="no-file"),
+        pytest.param(b'{"height": -4, "width": -4}', 48, id="negative"),
+        pytest.param(b'{"height": "4", "width": true}', 48, id="no-numbers"),
+        pytest.param(b'{"height": 4', 48, id="half-json"),
+        pytest.param(b"[1, 2]", None, id="a-list"),
+        pytest.param(b"x" * 100_000, None, id="long"),
+    ],
+)
+def test_what_a_worker_says_is_not_believed(words: bytes, size: int | None) -> None:
+    pool = PicturePool(LIMITS, 1, image_seconds=30, video_seconds=30)
+    worker = pool.workers[0]
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    worker._process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    worker._connection, worker._greeted = ours, True
+    descriptors = [] if size is None else [_file(size)]
+    socket.send_fds(theirs, [LENGTH.pack(len(words)) + words], descriptors)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    assert worker._process.stdin is not None
+    pipe = worker._process.stdin
+    with pytest.raises(ImageError, match="its decoder broke"):
+        pool.image(b"a picture")
+    pipe.close()
+    theirs.close()
+    assert pool.stats()["workers_lost_nonsense"] == 1
+    assert pool.image(picture(1)).shape[2] == 3, "and another takes its place"
+    pool.close()
+
+
+def test_a_worker_imports_no_torch_and_ends_with_its_server(tmp_path: Path) -> None:
+    program = "import sys, service.picture_worker; print('torch' in sys.modules, 'grpc' in sys.modules)"
+    root = str(Path(__file__).resolve().parents[2])
+    env: dict[str, Any] = {**os.environ, "PYTHONPATH": root}
+    told = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True).stdout
+    assert told == "False False\n"
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "service.picture_worker", str(theirs.fileno())], pass_fds=[theirs.fileno()], env=env
+    )
+    theirs.close()
+    ours.close()
+    assert process.wait(timeout=60) == 0

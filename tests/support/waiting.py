@@ -1,0 +1,19 @@
+"""Waiting for what other processes do, by looking."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import termios
+import time
+from typing import Any
+
+
+def sent_to(worker: Any, timeout: float = 30.0) -> None:
+    """Until a command has been written to a picture worker that does not read: then it is the worker's to lose."""
+    deadline = time.monotonic() + timeout
+    unread = array.array("i", [0])
+    while not unread[0]:
+        assert time.monotonic() < deadline, "nothing was sent"
+        time.sleep(0.002)
+        fcntl.ioctl(worker._connection, termios.TIOCOUTQ, unread)
