@@ -93,6 +93,17 @@ class DecoderRequest:
     """The hidden states of the prompt are wanted; all of it is then computed, whatever the cache holds."""
 
 
+@dataclass(frozen=True, slots=True)
+class PromptScore:
+    """Natural logs of the raw probabilities in one place of a prompt."""
+
+    position: int
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """(token, logprob) of the likeliest ones there, likeliest first."""
+
+
 @dataclass(frozen=True)
 class TokenEvent:
     """What one step says about one request: a token, the end, or both."""
@@ -111,6 +122,8 @@ class TokenEvent:
     stop_token: int | None = None
     """The end or stop token that ended the request: `token_id`, which is then not part of the text."""
     pooled: Pooled | None = None
+    prompt_scores: tuple[PromptScore, ...] = ()
+    """With the first token, where they were asked for."""
     """With the first token of a request that asked for it."""
 
 

@@ -19,6 +19,7 @@ from decoder.mtp import MtpDrafter
 from decoder.pace import DeadlineError, Pace
 from decoder.pooling import Pools
 from decoder.prefix_cache import COUNTERS, PrefixCache
+from decoder.prompt_scores import PromptScores
 from decoder.request import DecoderRequest, FinishReason, Sequence, Status, TokenEvent
 from decoder.sampler import Choice, Sampler
 from decoder.scheduler import Fork, Row, Scheduler, Step
@@ -53,6 +54,7 @@ class DecoderRunner:
             self.drafter = MtpDrafter(config, options, self.arena, self.model, self.builder, self.sampler)
         self.model.mtp_weights.clear()
         self.pools = Pools(self.model.final_norm)
+        self.prompt_scores = PromptScores(self.model.logits)
         self.pace, self.clock = Pace(), time.perf_counter
         self._sequences: dict[str, Sequence] = {}
         self._saved: dict[str, Saved] = {}
@@ -189,6 +191,7 @@ class DecoderRunner:
         if self.drafter is not None:
             self.drafter.observe(step.rows, batch, hidden)
         self.pools.add(step.rows, hidden)
+        self.prompt_scores.add(step.rows, hidden)
         drawing = [(row, place) for row in step.rows if row.samples for place in range(row.drafts + 1)]
         if not drawing:
             return []
@@ -295,6 +298,7 @@ class DecoderRunner:
             cached_tokens=sequence.cached_tokens,
             stop_token=stop,
             pooled=pooled,
+            prompt_scores=self.prompt_scores.take(sequence.request_id),
         )
 
     def _keep(self, sequence: Sequence) -> None:
@@ -316,6 +320,7 @@ class DecoderRunner:
         sequence.next_span = len(sequence.request.spans)
         self._saved.pop(sequence.request_id, None)
         self.pools.drop(sequence.request_id)
+        self.prompt_scores.take(sequence.request_id)
         if self.speculation is not None:
             self.speculation.forget(sequence)
         del self._sequences[sequence.request_id]

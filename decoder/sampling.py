@@ -49,6 +49,8 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     """`None`: no log-probabilities; k: that of the drawn token, and the k likeliest tokens with theirs."""
+    prompt_logprobs: int | None = None
+    """The same of each token of the prompt but the first. It is then read whole, whatever is cached of it."""
 
     def __post_init__(self) -> None:
         self._check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1")
@@ -64,7 +66,9 @@ class SamplingParams:
         self._check("frequency_penalty", math.isfinite(self.frequency_penalty), "finite")
         self._check("seed", 0 <= self.seed < SEED_LIMIT, f"from 0 to {SEED_LIMIT - 1}")
         limit = f"from 0 to {MAX_LOGPROBS}"
-        self._check("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, limit)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            self._check(name, value is None or 0 <= value <= MAX_LOGPROBS, limit)
         for token, bias in self.logit_bias.items():
             if token < 0 or math.isnan(bias):
                 raise ValueError(f"logit_bias of token {token} is {bias}; ids are at least 0, biases are numbers")

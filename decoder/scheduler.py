@@ -484,7 +484,9 @@ class Scheduler:
 
     def _lookup(self, sequence: Sequence) -> Hit:
         """What the cache has of a sequence that has computed nothing."""
-        if self.cache is None or sequence.computed or sequence.request.pooled:  # a mean is over computed tokens
+        request = sequence.request
+        whole = request.pooled or request.sampling.prompt_logprobs is not None  # what is asked for is of all tokens
+        if self.cache is None or sequence.computed or whole:
             return MISS
         return self.cache.lookup(sequence)
 

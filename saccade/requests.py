@@ -22,7 +22,7 @@ _ROLES = {
     "assistant": types_pb2.ROLE_ASSISTANT,
     "tool": types_pb2.ROLE_TOOL,
 }
-_INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs")
+_INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs", "prompt_logprobs")
 _Places: TypeAlias = dict[str, list[types_pb2.Part]]
 """Parts of a conversation that wait for the next of `images=` or `videos=`."""
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -44,6 +44,7 @@ class Sampling(TypedDict, total=False):
     model: str
     request_id: str
     priority: int | None
+    prompt_logprobs: int | None
 
 
 class GenerateOptions(Sampling, total=False):

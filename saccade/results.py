@@ -50,6 +50,16 @@ def logprobs_from(messages: Any) -> list[TokenLogprob]:
     ]
 
 
+def prompt_logprobs_from(messages: Any, samples: list[Sample]) -> list[TokenLogprob | None] | None:
+    """By position of the prompt; None where there are none at all."""
+    if not messages or not samples:
+        return None
+    found: list[TokenLogprob | None] = [None] * samples[0].usage.prompt_tokens
+    for message, logprob in zip(messages, logprobs_from([m.token for m in messages]), strict=True):
+        found[message.position] = logprob
+    return found
+
+
 def delta_from(message: inference_pb2.Delta, with_logprobs: bool) -> Delta:
     return Delta(
         text=message.text,
@@ -161,6 +171,7 @@ def generation_from(response: inference_pb2.GenerateResponse, with_logprobs: boo
         model=response.model,
         model_version=response.model_version,
         seed=response.seed,
+        prompt_logprobs=prompt_logprobs_from(response.prompt_logprobs, samples),
     )
 
 
@@ -212,12 +223,14 @@ class Assembler:
             )
         started = self.started
         assert started is not None
+        samples = [self._sample(index) for index in sorted(self._finished)]
         return _generation(
-            [self._sample(index) for index in sorted(self._finished)],
+            samples,
             request_id=started.request_id,
             model=started.model,
             model_version=started.model_version,
             seed=started.seed,
+            prompt_logprobs=prompt_logprobs_from(self._finished[0].prompt_logprobs, samples),
         )
 
     def _sample(self, index: int) -> Sample:

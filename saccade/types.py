@@ -96,6 +96,8 @@ class Generation:
     model_version: str = ""
     seed: int = field(default=0, compare=False)
     """The seed used, whether given or drawn by the server: with it the same request gives the same answer."""
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    """With `prompt_logprobs=k`: one for each token of the prompt; None for the first one and for image tokens."""
 
     @property
     def message(self) -> dict[str, str]:

@@ -26,6 +26,7 @@ from service.types import (
     Logprob,
     MediaSource,
     PictureInput,
+    PromptLogprob,
     RawInput,
     Started,
     Tokenized,
@@ -50,7 +51,7 @@ _REASONS = {
 }
 _SCALARS = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "seed", "ignore_eos", "logprobs",
+    "frequency_penalty", "seed", "ignore_eos", "logprobs", "prompt_logprobs",
 )  # fmt: skip
 
 
@@ -260,8 +261,9 @@ def event_to_proto(event: Event) -> inference_pb2.StreamGenerateResponse:
             )  # fmt: skip
             return inference_pb2.StreamGenerateResponse(delta=delta)
     finished = inference_pb2.Finished(
-        index=event.index, finish_reason=_REASONS[event.reason], usage=_usage(event.usage)
-    )
+        index=event.index, finish_reason=_REASONS[event.reason], usage=_usage(event.usage),
+        prompt_logprobs=[_prompt_logprob(p) for p in event.prompt_logprobs],
+    )  # fmt: skip
     _set_stop(finished, event)
     return inference_pb2.StreamGenerateResponse(finished=finished)
 
@@ -276,6 +278,10 @@ def _set_stop(target: Any, event: Finished) -> None:
 def _logprob(value: Logprob) -> types_pb2.TokenLogprob:
     top = [types_pb2.TopLogprob(token_id=t, logprob=p) for t, p in value.top]
     return types_pb2.TokenLogprob(token_id=value.token_id, logprob=value.logprob, top=top)
+
+
+def _prompt_logprob(value: PromptLogprob) -> types_pb2.PromptLogprob:
+    return types_pb2.PromptLogprob(position=value.position, token=_logprob(value.token))
 
 
 def _usage(usage: Usage) -> types_pb2.Usage:
@@ -295,6 +301,7 @@ class ResponseBuilder:
         self._started: Started | None = None
         self._samples: dict[int, inference_pb2.Sample] = {}
         self._text: dict[int, list[str]] = {}
+        self._prompt: list[types_pb2.PromptLogprob] = []
 
     def add(self, event: Event) -> None:
         match event:
@@ -310,6 +317,7 @@ class ResponseBuilder:
                 sample.finish_reason = _REASONS[event.reason]
                 sample.usage.CopyFrom(_usage(event.usage))
                 _set_stop(sample, event)
+                self._prompt += [_prompt_logprob(p) for p in event.prompt_logprobs]
 
     def _sample(self, index: int) -> inference_pb2.Sample:
         return self._samples.setdefault(index, inference_pb2.Sample(index=index))
@@ -324,6 +332,7 @@ class ResponseBuilder:
             model_version=self._started.version,
             seed=self._started.seed,
             samples=[self._samples[i] for i in sorted(self._samples)],
+            prompt_logprobs=self._prompt,
         )
 
 

@@ -27,7 +27,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from decoder.pace import DeadlineError
-from decoder.request import DecoderRequest, TokenEvent
+from decoder.request import DecoderRequest, PromptScore, TokenEvent
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
 from encoder.job import EncoderItem
@@ -104,6 +104,8 @@ class EngineEvent:
     message: str = ""
     embedded: tuple[bytes, ...] = ()
     """Little-endian float32: (last, mean) of `hidden`, (rows,) of `picture`."""
+    prompt_scores: tuple[PromptScore, ...] = ()
+    """With a first token, where they were asked for."""
 
 
 @dataclass(frozen=True)
@@ -408,6 +410,7 @@ class Engine:
                     event.request_id, event.token_id, event.logprob, event.top, event.finish_reason, event.stop_token,
                     event.cached_tokens, kind, message,
                     () if event.pooled is None else (_bytes(event.pooled.last), _bytes(event.pooled.mean)),
+                    event.prompt_scores,
                 )
             )  # fmt: skip
         if out:

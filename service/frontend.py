@@ -43,6 +43,7 @@ from service.types import (
     Logprob,
     MediaSource,
     PictureInput,
+    PromptLogprob,
     RawInput,
     Started,
     Tokenized,
@@ -397,6 +398,7 @@ class Frontend:
         names = [f"{next(self._numbers)}:{spec.request_id}" for _ in range(spec.n)]
         index_of = {name: i for i, name in enumerate(names)}
         clock = _Clock(arrived)
+        prompt_scores: list[PromptLogprob] = []
 
         def finished(index: int, reason: Any, stop_token: int | None = None) -> Finished:
             state = states[index]
@@ -405,7 +407,8 @@ class Frontend:
                 len(prompt.ids), prompt.image_tokens, state.cached_tokens, state.tokens, clock.queue, clock.first_token,
                 prompt.video_tokens, prompt.frames,
             )  # fmt: skip
-            return Finished(index, reason, usage, state.stop_string, stop_token)
+            scores = tuple(prompt_scores) if index == 0 else ()
+            return Finished(index, reason, usage, state.stop_string, stop_token, scores)
 
         for token in spec.continued:  # shown before: only the state that follows from it matters
             states[0].push(token)
@@ -437,6 +440,12 @@ class Frontend:
             while not all(state.done for state in states):
                 batch = await call.mail.take()
                 clock.tick(batch)
+                for event in batch:
+                    if event.prompt_scores and not prompt_scores:
+                        prompt_scores += [
+                            PromptLogprob(score.position, Logprob(score.token, score.logprob, score.top))
+                            for score in event.prompt_scores
+                        ]
                 for name in names:
                     index = index_of[name]
                     events = [event for event in batch if event.request_id == name]
@@ -559,6 +568,7 @@ def _check_counts(spec: GenerateSpec, limits: FrontLimits) -> None:
     bounds = (
         ("sampling.n", spec.n, 1, MAX_SAMPLES),
         ("sampling.logprobs", spec.sampling.get("logprobs"), 0, MAX_LOGPROBS),
+        ("sampling.prompt_logprobs", spec.sampling.get("prompt_logprobs"), 0, MAX_LOGPROBS),
         ("images", sum(isinstance(source, ImageSource) for source in spec.media), 0, limits.max_images),
         ("videos", sum(isinstance(source, VideoSource) for source in spec.media), 0, limits.max_videos),
         ("sampling.stop", len(spec.stop), 0, MAX_STOP_STRINGS),

@@ -143,6 +143,14 @@ class Logprob:
 
 
 @dataclass(frozen=True)
+class PromptLogprob:
+    """Of the token at a position of the prompt."""
+
+    position: int
+    token: Logprob
+
+
+@dataclass(frozen=True)
 class Usage:
     prompt_tokens: int
     image_tokens: int
@@ -187,6 +195,8 @@ class Finished:
     usage: Usage
     stop_string: str | None = None
     stop_token: int | None = None
+    prompt_logprobs: tuple[PromptLogprob, ...] = ()
+    """With the first sample, where they were asked for."""
 
 
 Event = Started | Delta | Finished

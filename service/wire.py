@@ -106,7 +106,8 @@ def pack_events(events: list[EngineEvent]) -> PackedEvents:
     pickling each as an object costs the engine's thread more than drawing it did."""
     names, tokens, cached, others = [], [], [], []
     for event in events:
-        if event.token_id is None or event.finish_reason or event.error or event.logprob is not None or event.embedded:
+        bare = event.logprob is None and not event.embedded and not event.prompt_scores
+        if event.token_id is None or event.finish_reason or event.error or not bare:
             others.append(event)
         else:
             names.append(event.request_id)

@@ -333,3 +333,22 @@ def test_the_same_picture_asked_about_again(model: Path, mode: str) -> None:
     hits = [answer.usage.cached_tokens for answer in cached]
     assert hits[0] == 0 and (min(hits[1:]) > 0) == (mode in ("auto", "all"))
     assert stats["handoff"]["misses"] == 1
+
+
+def test_prompt_logprobs_in_a_unary_answer_and_in_a_stream(client: saccade.Client) -> None:
+    """One for each token but the first and the picture's; the sum is the same however the answer comes."""
+    options: dict[str, Any] = {"images": [picture(950)], "max_tokens": 3, "seed": 4, "prompt_logprobs": 2, "n": 2}
+    whole = client.generate("what is it?", **options)
+    stream = client.stream("what is it?", **options)
+    for _ in stream:
+        pass
+    scores = whole.prompt_logprobs
+    assert scores is not None and len(scores) == whole.usage.prompt_tokens
+    assert scores[0] is None and scores.count(None) == 1 + whole.usage.image_tokens
+    assert all(len(score.top) == 2 and score.logprob <= 0 for score in scores if score is not None)
+    streamed = stream.final().prompt_logprobs
+    assert streamed is not None
+    assert [s and s.logprob for s in streamed] == pytest.approx([s and s.logprob for s in scores], abs=1e-4)
+    assert client.generate("what is it?", max_tokens=3).prompt_logprobs is None
+    with pytest.raises(saccade.errors.InvalidArgument, match="prompt_logprobs"):
+        client.generate("what is it?", prompt_logprobs=-1)

@@ -1,0 +1,60 @@
+"""Log-probabilities of a prompt's own tokens, gathered while it is read.
+
+The token at position p is scored by the logits behind the tokens before it. The first token has none, and neither have
+rows of images, which stand for no token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from decoder.request import PromptScore
+from decoder.scheduler import Row
+from kernels.sample import logprobs
+
+BLOCK = 64
+"""Positions whose logits are held at a time."""
+
+
+class PromptScores:
+    """Of the requests under way that asked for them."""
+
+    def __init__(self, logits: Callable[[Tensor], Tensor]) -> None:
+        """`logits`: hidden rows `[T, d]` before the final norm -> `[T, vocab]`."""
+        self._logits = logits
+        self._found: dict[str, list[PromptScore]] = {}
+
+    def add(self, rows: Iterable[Row], hidden_TD: Tensor) -> None:
+        """Takes the rows of a step in their order. Nobody asked: no work. One host sync for each block."""
+        first = 0
+        for row in rows:
+            if row.sequence.request.sampling.prompt_logprobs is not None and row.start < row.sequence.prompt_len:
+                self._add(row, hidden_TD[first : first + row.count])
+            first += row.count
+
+    def _add(self, row: Row, hidden_TD: Tensor) -> None:
+        request = row.sequence.request
+        found = self._found.setdefault(request.request_id, [])
+        if row.start == 0:
+            found.clear()
+        rows_of_images = {p for span in request.spans for p in range(span.start, span.end)}
+        last = min(row.end, row.sequence.prompt_len - 1)
+        places = [p for p in range(row.start, last) if p + 1 not in rows_of_images]
+        count = request.sampling.prompt_logprobs or 0
+        for begin in range(0, len(places), BLOCK):
+            part = places[begin : begin + BLOCK]
+            index = torch.tensor([p - row.start for p in part], device=hidden_TD.device)
+            targets = torch.tensor([request.prompt_ids[p + 1] for p in part], device=hidden_TD.device)
+            scores = self._logits(hidden_TD.index_select(0, index)).float()
+            chosen, ids, values = logprobs(scores, targets, count)
+            for p, token, logprob, top, best in zip(
+                part, targets.tolist(), chosen.tolist(), ids.tolist(), values.tolist(), strict=True
+            ):
+                found.append(PromptScore(p + 1, token, logprob, tuple(zip(top, best, strict=True))))
+
+    def take(self, request_id: str) -> tuple[PromptScore, ...]:
+        """What there is of a request, by position; forgotten with that."""
+        return tuple(self._found.pop(request_id, ()))
