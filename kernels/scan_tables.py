@@ -6,11 +6,14 @@ step needs one copy to the device, and a captured graph has one address to refre
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+from kernels.chunk_scan.plan import plan_chunks
 
 TILE = 32
 """Tokens of a tile of the convolution. The first tile of a row holds the row or at least W - 1 tokens of it."""
@@ -18,40 +21,44 @@ TILE = 32
 
 @dataclass(frozen=True)
 class ScanTables:
-    """Views of `buffer`. Rows beyond the real ones have no saves; tiles beyond the real ones have row -1.
-
-    Chunks end at absolute multiples of `chunk_size` and at saves, as `plan_chunks` cuts them.
-    """
+    """Views of `buffer`. Rows beyond the real ones have no chunks; tiles beyond the real ones have row -1."""
 
     buffer: Tensor
     chunk_size: int
     rows: int
+    entries: int
     saves: int
 
     @property
-    def phases_R(self) -> Tensor:
-        """Tokens of the row's first chunk that an earlier step has done."""
-        return self.buffer[: self.rows]
+    def chunks_R1(self) -> Tensor:
+        """Row r has the entries `chunks_R1[r]:chunks_R1[r + 1]` of `chunks_C4`."""
+        return self.buffer[: self.rows + 1]
+
+    @property
+    def chunks_C4(self) -> Tensor:
+        """(row, first packed token, one past the last, slot that keeps the state after it or -1), row after row.
+
+        A further slot for the same state is an entry without tokens. Behind the real entries: (-1, end of the last
+        row, the same, -1), at least one of them.
+        """
+        return self.buffer[self.rows + 1 : self.rows + 1 + 4 * self.entries].view(-1, 4)
 
     @property
     def saves_R1(self) -> Tensor:
-        """Row r has the saves `saves_R1[r]:saves_R1[r + 1]`, ordered by where they are."""
-        return self.buffer[self.rows : 2 * self.rows + 1]
+        """Row r has the entries `saves_R1[r]:saves_R1[r + 1]` of `saves_V2`."""
+        begin = self.rows + 1 + 4 * self.entries
+        return self.buffer[begin : begin + self.rows + 1]
 
     @property
-    def ends_S(self) -> Tensor:
-        """Packed tokens, of this row and those before it, after which the state is kept."""
-        return self.buffer[2 * self.rows + 1 : 2 * self.rows + 1 + self.saves]
-
-    @property
-    def targets_S(self) -> Tensor:
-        """The slots where it is kept."""
-        return self.buffer[2 * self.rows + 1 + self.saves : 2 * self.rows + 1 + 2 * self.saves]
+    def saves_V2(self) -> Tensor:
+        """(packed token after which a window is kept, slot that keeps it)."""
+        begin = 2 * self.rows + 2 + 4 * self.entries
+        return self.buffer[begin : begin + 2 * self.saves].view(-1, 2)
 
     @property
     def tiles_V2(self) -> Tensor:
-        """(row, first packed token) of each tile."""
-        return self.buffer[2 * self.rows + 1 + 2 * self.saves :].view(-1, 2)
+        """(row, first packed token) of each tile of the convolution."""
+        return self.buffer[2 * self.rows + 2 + 4 * self.entries + 2 * self.saves :].view(-1, 2)
 
     @classmethod
     def of(
@@ -62,42 +69,53 @@ class ScanTables:
         saves: Sequence[tuple[int, int, int]] = (),
         *,
         device: torch.device | str = "cpu",
-        rows: int | None = None,
-        tiles: int | None = None,
-        room: int | None = None,
+        padded: Mapping[str, int] | None = None,
     ) -> ScanTables:
-        """Rows of `lengths[r]` new tokens after `computed[r]` old ones; `saves`: (row, end, slot) as `causal_conv1d`
-        takes them. `rows`, `tiles` (see `tiles_for`) and `room` (for saves) are fixed sizes to pad to. `ValueError`
-        when they do not suffice.
+        """Rows of `lengths[r]` new tokens after `computed[r]` old ones, cut as `plan_chunks` does; `saves`: (row, end,
+        slot) as `causal_conv1d` takes them. `padded`: sizes to pad to, as `room` gives them; `ValueError` when
+        they do not suffice.
         """
-        kept = sorted(saves)
+        begins = [0, *accumulate(lengths)]
+        kept: dict[tuple[int, int], list[int]] = {}
+        for row, end, slot in sorted(saves):
+            kept.setdefault((row, end), []).append(slot)
+        stops: list[list[int]] = [[] for _ in lengths]
+        for row, end in kept:
+            stops[row].append(end - begins[row] + computed[row])
+        table: list[tuple[int, int, int, int]] = []
         counts = [0] * len(lengths)
-        for row, _, _ in kept:
-            counts[row] += 1
-        cut: list[int] = []
-        begin = 0
-        for row, length in enumerate(lengths):
-            for first in range(begin, begin + length, TILE):
-                cut += (row, first)
-            begin += length
-        sizes = {"rows": (len(lengths), rows), "tiles": (len(cut) // 2, tiles), "saves": (len(kept), room)}
-        for name, (needed, given) in sizes.items():
-            if given is not None and needed > given:
-                raise ValueError(f"the tables have room for {given} {name}, the step has {needed}")
-        spare = (rows or len(lengths)) - len(lengths)
-        values = [position % chunk_size for position in computed] + [0] * spare
-        total = 0
-        for count in (0, *counts, *[0] * spare):
-            total += count
-            values.append(total)
-        padding = [-1] * ((room or len(kept)) - len(kept))
-        values += [end for _, end, _ in kept] + padding
-        values += [slot for _, _, slot in kept] + padding
-        values += cut + [-1] * (2 * (tiles or len(cut) // 2) - len(cut))
+        for chunk in plan_chunks(lengths, computed, chunk_size, stops):
+            targets = kept.get((chunk.row, chunk.last), [-1])
+            table.append((chunk.row, chunk.first, chunk.last, targets[0]))
+            table += [(chunk.row, chunk.last, chunk.last, slot) for slot in targets[1:]]
+            counts[chunk.row] += len(targets)
+        cut = [
+            (row, first)
+            for row, length in enumerate(lengths)
+            for first in range(begins[row], begins[row] + length, TILE)
+        ]
+        needed = {"rows": len(lengths), "entries": len(table) + 1, "saves": len(saves), "tiles": len(cut)}
+        sizes = needed | dict(padded or {})
+        for name, need in needed.items():
+            if need > sizes[name]:
+                raise ValueError(f"the tables have room for {sizes[name]} {name}, the step has {need}")
+        spare = sizes["rows"] - len(lengths)
+        end = begins[-1]
+        kept_by = [sum(row == owner for owner, _, _ in saves) for row in range(len(lengths))]
+        values = [0, *accumulate(counts), *[len(table)] * spare]
+        values += _flat(table, sizes["entries"], (-1, end, end, -1))
+        values += [0, *accumulate(kept_by), *[len(saves)] * spare]
+        values += _flat([(stop, slot) for _, stop, slot in sorted(saves)], sizes["saves"], (-1, -1))
+        values += _flat(cut, sizes["tiles"], (-1, -1))
         buffer = torch.tensor(values, dtype=torch.int32).to(device)
-        return cls(buffer, chunk_size, len(lengths) + spare, len(kept) + len(padding))
+        return cls(buffer, chunk_size, sizes["rows"], sizes["entries"], sizes["saves"])
 
     @staticmethod
-    def tiles_for(tokens: int, rows: int) -> int:
-        """Tiles that so many tokens in so many rows need at most."""
-        return tokens // TILE + rows
+    def room(tokens: int, rows: int, saves: int, chunk_size: int) -> dict[str, int]:
+        """Sizes that suffice for so many tokens, rows and saves."""
+        entries = tokens // chunk_size + 2 * rows + saves + 1
+        return {"rows": rows, "entries": entries, "saves": saves, "tiles": tokens // TILE + rows}
+
+
+def _flat(entries: Sequence[tuple[int, ...]], size: int, padding: tuple[int, ...]) -> list[int]:
+    return [number for entry in (*entries, *[padding] * (size - len(entries))) for number in entry]

@@ -76,9 +76,8 @@ def _packed_kernel(
     p_slots,  # [R]
     p_initial,  # [R] bool
     p_starts,  # [R + 1]
-    p_saves,  # [R + 1] int32
-    p_ends,  # [saves] int32
-    p_targets,  # [saves] int32
+    p_rows,  # [R + 1] int32, saves of a row
+    p_saves,  # [saves, 2] int32
     p_tiles,  # [tiles, 2] int32
     p_out,  # [T, C]
     x_stride,
@@ -124,9 +123,9 @@ def _packed_kernel(
 
     if first == begin:
         # Only this tile reads the row's window, so it may write it, once all threads have read all of it.
-        for save in range(tl.load(p_saves + i_row), tl.load(p_saves + i_row + 1)):
-            stop = tl.load(p_ends + save).to(tl.int64)
-            target = tl.load(p_targets + save).to(tl.int64)
+        for save in range(tl.load(p_rows + i_row), tl.load(p_rows + i_row + 1)):
+            stop = tl.load(p_saves + 2 * save).to(tl.int64)
+            target = tl.load(p_saves + 2 * save + 1).to(tl.int64)
             b_a, b_b, b_c = _inputs_before(p_x, p_window, stop, begin, known, x_stride, o_c, m_c, CHANNELS, TAPS - 1)
             _keep_window(p_pool + target * slot_stride, b_a, b_b, b_c, o_c, m_c & (target >= 0), CHANNELS, TAPS)
         b_a, b_b, b_c = _inputs_before(p_x, p_window, end, begin, known, x_stride, o_c, m_c, CHANNELS, TAPS - 1)
@@ -214,9 +213,8 @@ def causal_conv1d(
         p_slots=slots_R,
         p_initial=has_initial_R,
         p_starts=starts_R,
-        p_saves=tables.saves_R1,
-        p_ends=tables.ends_S,
-        p_targets=tables.targets_S,
+        p_rows=tables.saves_R1,
+        p_saves=tables.saves_V2,
         p_tiles=tables.tiles_V2,
         p_out=out,
         x_stride=x_TC.stride(0),

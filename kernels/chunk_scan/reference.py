@@ -6,11 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kernels.chunk_scan.plan import Chunk, listed_chunks
+
+if TYPE_CHECKING:
+    from kernels.scan_tables import ScanTables
 
 LOG2_E = 1.4426950408889634
 """Decays are powers of 2: `exp` on a CPU is 10 to 100 times slower than `exp2` at -inf and near underflow."""
@@ -28,14 +32,16 @@ def chunk_scan(
     D_H: Tensor,
     chunks: Sequence[Chunk] | Tensor,
     saves: Sequence[tuple[int, int]] | Tensor = (),
+    tables: ScanTables | None = None,
 ) -> Tensor:
     """Runs every row from its slot's state (or zeros) to its end and writes the final state to the slot.
 
     pool: `[S, H, P, N]`. x, B, C, dt: float32, dt after bias, softplus and clamp. A (negative), D: `[H]` float32. A
     row whose `has_initial` is False, or whose slot is -1, starts from zeros; slot -1 leaves no state. `chunks`: those
     of all rows, row after row. `saves`: (index of a chunk, slot): the state after that chunk goes to that slot too.
-    Both may be buffers, `[C, 4]` as `chunk_table` writes it and `[S, 2]`, in which -1 first is padding. Returns
-    `[T, H, P]` float32; tokens of no chunk, the padding of a static batch, get zeros.
+    Both may be buffers, `[C, 4]` as `chunk_table` writes it and `[S, 2]`, in which -1 first is padding. `tables` says
+    the same to kernels and is not needed here. Returns `[T, H, P]` float32; tokens of no chunk, the padding of a static
+    batch, get zeros.
 
     Chunk after chunk on purpose: everything that one needs stays in the cache, and no padding is computed.
     """

@@ -9,11 +9,12 @@ from torch import Tensor
 from triton_kernels import DEVICE, assert_as_good, poisoned
 
 from kernels.causal_conv1d import causal_conv1d, causal_conv1d_update
+from kernels.chunk_scan import chunk_scan, plan_chunks
 from kernels.dispatch import forced
 from kernels.gated_norm import gated_norm
 from kernels.gated_norm import reference as norm_reference
 from kernels.scan_tables import ScanTables
-from kernels.selective_state_update import selective_state_update
+from kernels.selective_state_update import discretise, selective_state_update
 
 DTYPES = [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, id="bf16")]
 NAN = float("nan")
@@ -115,9 +116,8 @@ def test_packed_convolution(
     pool[[slot for slot, known in zip(slots, initial) if not known and slot >= 0]] = NAN
     plain_pool = pool.clone()
     given = (weight, bias if taps == 4 else None)
-    tables = ScanTables.of(
-        lengths, [0] * len(lengths), 4, saves, device=DEVICE, rows=5, tiles=ScanTables.tiles_for(total, 5), room=4
-    )
+    room = ScanTables.room(total, 5, 4, 4)
+    tables = ScanTables.of(lengths, [0] * len(lengths), 4, saves, device=DEVICE, padded=room)
     with forced("triton"), poisoned():
         out = convolved(x, *given, pool, slots, initial, lengths, saves, tables)
     with forced("reference"):
@@ -161,10 +161,108 @@ def test_convolution_update(taps: int, dtype: torch.dtype) -> None:
 
 
 def test_tables_say_what_they_were_made_of() -> None:
-    tables = ScanTables.of([40, 0, 3], [5, 0, 64], 4, [(2, 41, 8), (0, 9, 7)], rows=4, tiles=6, room=3)
-    assert tables.phases_R.tolist() == [1, 0, 0, 0] and tables.saves_R1.tolist() == [0, 1, 1, 2, 2]
-    assert tables.ends_S.tolist() == [9, 41, -1] and tables.targets_S.tolist() == [7, 8, -1]
-    assert tables.tiles_V2.tolist() == [[0, 0], [0, 32], [2, 40], [-1, -1], [-1, -1], [-1, -1]]
-    assert ScanTables.tiles_for(43, 4) >= 3
+    room = {"rows": 4, "entries": 8, "saves": 4, "tiles": 5}
+    tables = ScanTables.of([9, 0, 40], [5, 0, 64], 32, [(2, 49, 8), (0, 4, 7), (0, 4, 6)], padded=room)
+    assert tables.chunks_R1.tolist() == [0, 3, 3, 5, 5]
+    assert tables.chunks_C4.tolist() == [
+        [0, 0, 4, 6], [0, 4, 4, 7], [0, 4, 9, -1], [2, 9, 41, -1], [2, 41, 49, 8],
+        [-1, 49, 49, -1], [-1, 49, 49, -1], [-1, 49, 49, -1],
+    ]  # fmt: skip
+    assert tables.saves_R1.tolist() == [0, 2, 2, 3, 3]
+    assert tables.saves_V2.tolist() == [[4, 6], [4, 7], [49, 8], [-1, -1]]
+    assert tables.tiles_V2.tolist() == [[0, 0], [2, 9], [2, 41], [-1, -1], [-1, -1]]
+    enough = ScanTables.room(49, 3, 3, 32)
+    assert ScanTables.of([9, 0, 40], [5, 0, 64], 32, [(2, 49, 8), (0, 4, 7), (0, 4, 6)], padded=enough).rows == 3
     with pytest.raises(ValueError, match="room for 2 tiles, the step has 3"):
-        ScanTables.of([40, 0, 3], [5, 0, 64], 4, tiles=2)
+        ScanTables.of([9, 0, 40], [5, 0, 64], 32, padded={"tiles": 2})
+
+
+def scanned(
+    i: Inputs, dt: Tensor, pool: Tensor, slots: list[int], lengths: list[int], computed: list[int], chunk: int,
+    saves: list[tuple[int, int, int]], choice: str, spare: int = 0,
+) -> Tensor:  # fmt: skip
+    """`chunk_scan` with what each side needs; `saves`: (row, packed end, slot); `spare` tokens and two rows pad it."""
+    begins = [sum(lengths[:row]) for row in range(len(lengths))]
+    stops = [
+        [end - begins[row] + computed[row] for owner, end, _ in saves if owner == row] for row in range(len(slots))
+    ]
+    chunks = plan_chunks(lengths, computed, chunk, stops)
+    state_saves = [(n, slot) for n, c in enumerate(chunks) for row, end, slot in saves if (row, end) == (c.row, c.last)]
+    room = ScanTables.room(sum(lengths) + spare, len(slots) + 2, len(saves) + 1, chunk)
+    tables = ScanTables.of(lengths, computed, chunk, saves, device=DEVICE, padded=room if spare else None)
+    padding = [-1, -1] if spare else []
+    given = (places(slots + padding), torch.tensor([old > 0 for old in computed + padding], device=DEVICE))
+    with forced(choice):  # type: ignore[arg-type]
+        return chunk_scan(pool, *given, i.x, dt, i.A, i.b, i.c, i.D, chunks, state_saves, tables)
+
+
+@pytest.mark.parametrize(
+    ("shape", "lengths", "computed", "chunk"),
+    [
+        pytest.param((6, 5, 2, 8), [5, 0, 9], [3, 7, 0], 4, id="odd-4"),
+        pytest.param((2, 20, 1, 17), [33, 1], [16, 31], 16, id="odd-16"),
+        pytest.param((2, 16, 1, 16), [135], [0], 128, id="two-halves-128"),
+    ],
+)
+def test_scan(shape: tuple[int, int, int, int], lengths: list[int], computed: list[int], chunk: int) -> None:
+    i = Inputs(sum(lengths) + 3, *shape).to(DEVICE)
+    i.x[-3:] = NAN  # tokens that pad a graph's buffers
+    dt = discretise(i.dt, i.bias, NO_LIMIT)
+    pool, slots = i.pool(9), [3, 0, 8][: len(lengths)]
+    before, end = pool.clone(), sum(lengths)
+    saves = {4: [(2, end - 1, 5), (0, 2, 2), (0, 2, 6)], 16: [(0, 33, 2)], 128: [(0, 67, 5)]}[chunk]
+    pool[[slot for slot in range(9) if slot not in slots]] = NAN
+    pool[[slot for slot, old in zip(slots, computed) if not old]] = NAN
+    plain_pool = pool.clone()
+    with poisoned():
+        out = scanned(i, dt, pool, slots, lengths, computed, chunk, saves, "triton", spare=3)
+    plain = scanned(i, dt, plain_pool, slots, lengths, computed, chunk, saves, "reference")
+    assert out[end:].eq(0).all() and out.shape == i.x.shape
+    for row, slot in enumerate(slots):
+        part = slice(sum(lengths[:row]), sum(lengths[: row + 1]))
+        if not lengths[row]:
+            assert torch.equal(pool[slot], before[slot])
+            continue
+        initial = before[slot] if computed[row] else torch.zeros_like(before[slot])
+        y, h = recurrence(i, part, initial)
+        assert_as_good(out[part], y, plain[part])
+        assert_as_good(pool[slot], h, plain_pool[slot], "state")
+        for _, stop, target in [save for save in saves if save[0] == row]:
+            kept = recurrence(i, slice(part.start, stop), initial)[1]
+            assert_as_good(pool[target], kept, plain_pool[target], "kept state")
+    untouched = [slot for slot in range(9) if slot not in {*slots, *(slot for _, _, slot in saves)}]
+    assert pool[untouched].isnan().all()
+
+
+def test_a_scan_in_bfloat16_is_as_good_as_torch() -> None:
+    i = Inputs(40, 4, 16, 2, 16).to(DEVICE)
+    dt = discretise(i.dt, i.bias, NO_LIMIT)
+    i.x, i.b, i.c = (t.bfloat16() for t in (i.x, i.b, i.c))
+    pool = i.pool(1)
+    before = pool[0].clone()
+    with poisoned():
+        out = scanned(i, dt, pool, [0], [40], [8], 16, [], "triton")
+    y, h = recurrence(i, slice(0, 40), before)
+    plain, state = [], before.clone()  # one token after another, in bfloat16 but for the state
+    for t in range(40):
+        scaled = (i.x[t] * dt[t, :, None].bfloat16()).float()
+        b, c = (part[t].repeat_interleave(2, 0) for part in (i.b, i.c))
+        state = state * torch.exp(dt[t] * i.A)[:, None, None] + scaled[:, :, None] * b[:, None].float()
+        plain.append((state.bfloat16() @ c[:, :, None])[..., 0] + i.D.bfloat16()[:, None] * i.x[t])
+    assert out.dtype == torch.bfloat16
+    assert_as_good(out, y, torch.stack(plain))
+    assert_as_good(pool[0], h, state, "state")
+
+
+@pytest.mark.parametrize("split", [4, 20])
+def test_a_scan_split_at_a_chunk_is_bitwise_the_same(split: int) -> None:
+    i = Inputs(30, 2, 5, 1, 8).to(DEVICE)
+    dt = discretise(i.dt, i.bias, NO_LIMIT)
+    whole, parts = i.pool(1), i.pool(1)
+    expected = scanned(i, dt, whole, [0], [30], [0], 4, [], "triton")
+    halves = []
+    for begin, end in ((0, split), (split, 30)):
+        j = Inputs(end - begin, 2, 5, 1, 8)
+        j.x, j.b, j.c, j.A, j.D = i.x[begin:end], i.b[begin:end], i.c[begin:end], i.A, i.D
+        halves.append(scanned(j, dt[begin:end], parts, [0], [end - begin], [begin], 4, [], "triton"))
+    assert torch.equal(torch.cat(halves), expected) and torch.equal(parts, whole)
