@@ -41,6 +41,8 @@ VISION: dict[str, Any] = {
 """A ViT-S of RADIO's kind."""
 IMAGE_RULE = {"patch_size": 16, "min_num_patches": 64, "max_num_patches": 1024}
 
+THIN_PATCH = 64
+
 
 def text_model(folder: Path) -> Path:
     """The 116 M decoder alone, in bf16."""
@@ -80,7 +82,18 @@ def released_names(model: Path, folder: Path) -> Path:
     return path
 
 
-def _write(path: Path, *, vision: bool) -> Path:
+def thin_omni_model(folder: Path) -> Path:
+    """A tower whose work is next to nothing beside its pixels, in patches of 64 a side: what is left is transport."""
+    text = {**TEXT, "layers_block_type": [KINDS["M"]], "mamba_num_heads": 4}
+    tower = {**VISION, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1, "patch_size": THIN_PATCH}
+    rule = {"patch_size": THIN_PATCH, "min_num_patches": 16, "max_num_patches": 1024}
+    return _write(folder / "omni-thin", vision=True, text=text, tower=tower, rule=rule)
+
+
+def _write(
+    path: Path, *, vision: bool, text: dict[str, Any] = TEXT, tower: dict[str, Any] = VISION,
+    rule: dict[str, Any] = IMAGE_RULE,
+) -> Path:  # fmt: skip
     if (path / "complete").exists():
         return path
     from transformers import NemotronHConfig, NemotronHForCausalLM
@@ -90,13 +103,13 @@ def _write(path: Path, *, vision: bool) -> Path:
     torch.manual_seed(0)
     if vision:
         config = NemotronH_Omni_Reasoning_V3_Config(
-            text_config=TEXT, vision_config=VISION, audio_config=None, projector_hidden_size=1536,
-            vision_hidden_size=VISION["hidden_size"], image_token_id=IMAGE_TOKEN,
+            text_config=text, vision_config=tower, audio_config=None, projector_hidden_size=4 * tower["hidden_size"],
+            vision_hidden_size=tower["hidden_size"], image_token_id=IMAGE_TOKEN,
         )  # fmt: skip
         model: Any = NemotronH_Omni_Reasoning_V3(config)
     else:
-        model = NemotronHForCausalLM(NemotronHConfig(**TEXT))
+        model = NemotronHForCausalLM(NemotronHConfig(**text))
     model.to(torch.bfloat16).save_pretrained(path)
-    (path / "preprocessor_config.json").write_text(json.dumps(IMAGE_RULE))
+    (path / "preprocessor_config.json").write_text(json.dumps(rule))
     (path / "complete").touch()
     return path

@@ -74,6 +74,7 @@ class EngineRequest:
     priority: int = 0
     salt: bytes = b""
     embed: Embedding | None = None
+    """What is wanted instead of an answer; `picture` is about the only one of `images`, whose `start` says nothing."""
     timeout: float | None = None
     """Seconds from its handing over in which an answer is of use."""
     checkpoint_at: tuple[int, ...] = ()
@@ -85,8 +86,6 @@ class EngineRequest:
     def names(self) -> tuple[str, ...]:
         """Ids of all its samples, by index."""
         return (self.request_id, *self.siblings)
-
-    """What is wanted instead of an answer; `picture` is about the only one of `images`, whose `start` says nothing."""
 
 
 @dataclass(frozen=True, slots=True)

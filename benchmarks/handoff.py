@@ -1,0 +1,395 @@
+"""What encoding elsewhere costs and gains: overlap, gaps in running streams, latency a picture, bytes a second.
+
+    python -m benchmarks.handoff [--only overlap,gaps,latency,bytes] [--rounds N] [--folder DIR] [--write]
+
+Three ways to encode: `turns` (in the engine's process, a launch to a decoder step), `process` (a process of its own,
+shared memory), `remote` (a server of role encoder, gRPC over the loopback interface).
+
+overlap   time to first token of 512 tokens of text and then a picture, in one request, against the same picture first
+          and the text when its rows are there (encode-then-prefill, by two calls). Ceiling: the longer of the two
+          parts, where encoder and decoder have cores of their own; on a machine where they share them, no gain.
+gaps      time between two tokens of four running streams, alone and while pictures arrive one after the other: what
+          the policy of taking turns keeps bounded, and what the system's scheduler makes of two processes.
+latency   of a model that hardly works, a picture from being asked for to its rows being there, each way, less the way
+          in the same thread.
+bytes     pixels there and rows back through each transport, of that model, against the same bytes through a plain
+          TCP socket of the loopback interface: the ceiling of `remote`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import queue
+import random
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import machine, models
+from decoder.sampling import SamplingParams
+from encoder.preprocess import ImagePatches
+from service.build import connect_encoders, encoder_process, local_encoder, resolve_vision
+from service.checkpoint import open_checkpoint
+from service.cli import ServerProcess
+from service.config import EngineOptions
+from service.encoding import Encoding
+from service.engine import EngineEvent, EngineImage, EngineRequest
+from service.engine_client import EngineProcess
+from service.handoff import Handoff
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).resolve().parent / "results"
+PARTS = ("overlap", "gaps", "latency", "bytes")
+WAYS = ("turns", "process", "remote")
+SIDE = 32
+"""Patches each way: 256 image tokens."""
+TEXT_TOKENS = 512
+PIECE = 1 << 20
+_keys = count(1)
+
+
+def picture(side: int = SIDE, patch: int = 16) -> EngineImage:
+    """Noise that no cache has seen, of `side` patches each way; to be placed."""
+    number = next(_keys)
+    generator = torch.Generator().manual_seed(number)
+    patches = torch.randn(side * side, 3 * patch * patch, generator=generator).bfloat16()
+    return EngineImage(0, number.to_bytes(32, "big"), ImagePatches((side, side), patches))
+
+
+@contextmanager
+def encoder_server(path: Path, threads: int) -> Iterator[str]:
+    arguments = [str(path), "--role", "encoder", "--threads", str(threads), "--log-level", "error"]
+    with ServerProcess(arguments) as server:
+        yield server.address
+
+
+@contextmanager
+def options_of(way: str, path: Path, threads: int, **changes: Any) -> Iterator[EngineOptions]:
+    """The engine's options for a way, with the server that it needs."""
+    values: dict[str, Any] = {"model": str(path), "threads": threads, "state_cache": "none", **changes}
+    with ExitStack() as ends:
+        if way == "process":
+            values["encoder_process"] = True
+        elif way == "remote":
+            values |= {"role": "decoder", "encoders": (ends.enter_context(encoder_server(path, threads)),)}
+        yield EngineOptions(**values)
+
+
+class Asker:
+    """An engine in its process, and when its events came."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self.engine = EngineProcess(options, log_level="error")
+        self._names = count()
+        self._queues: dict[str, queue.SimpleQueue[tuple[float, EngineEvent]]] = {}
+        self.engine.start(self._deliver)
+
+    def _deliver(self, events: list[EngineEvent]) -> None:
+        now = time.perf_counter()
+        for event in events:
+            if event.error is not None:
+                raise SystemExit(f"{event.request_id}: {event.message}")
+            self._queues[event.request_id].put((now, event))
+
+    def submit(self, ids: list[int], tokens: int, images: tuple[EngineImage, ...] = (), **fields: Any) -> str:
+        name = f"r{next(self._names)}"
+        self._queues[name] = queue.SimpleQueue()
+        sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        self.engine.submit(EngineRequest(name, ids, sampling, images, **fields))
+        return name
+
+    def times(self, name: str) -> Iterator[float]:
+        """When each event of a request came, until its end."""
+        while True:
+            moment, event = self._queues[name].get()
+            yield moment
+            if event.finish_reason is not None:
+                del self._queues[name]
+                return
+
+    def __enter__(self) -> Asker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.close()
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(int(share * len(values)), len(values) - 1)]
+
+
+# -- the parts ---------------------------------------------------------------------------------------------------------
+
+
+def first_token(asker: Asker, text: list[int], image: EngineImage, *, separately: bool) -> float:
+    """Seconds until the first token about `text` and then `image`."""
+    ids = [*text, *[models.IMAGE_TOKEN] * image.length]
+    placed = EngineImage(len(text), image.key, image.patches)
+    started = time.perf_counter()
+    if separately:
+        list(asker.times(asker.submit([], 1, (image,), embed="picture")))
+    return list(asker.times(asker.submit(ids, 1, (placed,))))[0] - started
+
+
+def measure_overlap(path: Path, threads: int, rounds: int) -> list[dict[str, Any]]:
+    rng, rows = random.Random(0), []
+    for way in WAYS:
+        together, apart = [], []
+        with options_of(way, path, threads, max_seqs=4) as options, Asker(options) as asker:
+            for number in range(rounds + 1):
+                text = [rng.randrange(10, models.VOCAB - 10) for _ in range(TEXT_TOKENS)]
+                pair = (
+                    first_token(asker, text, picture(), separately=False),
+                    first_token(asker, text, picture(), separately=True),
+                )
+                if number:  # the first pair warms up
+                    together.append(pair[0])
+                    apart.append(pair[1])
+        row = {
+            "way": way, "overlapped_s": statistics.median(together), "encode_then_prefill_s": statistics.median(apart),
+            "ratio": statistics.median(b / a for a, b in zip(together, apart)), "all": [together, apart],
+        }  # fmt: skip
+        rows.append(row)
+        print(
+            f"{way:8} first token after {1e3 * row['overlapped_s']:7.1f} ms, encode-then-prefill "
+            f"{1e3 * row['encode_then_prefill_s']:7.1f} ms, ratio {row['ratio']:.2f}",
+            flush=True,
+        )
+    return rows
+
+
+def gaps_of(asker: Asker, streams: int, tokens: int, images: int) -> tuple[list[float], float]:
+    """Gaps between the tokens of `streams` requests while `images` pictures arrive one after the other, and the
+    seconds that one picture took."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(10, models.VOCAB - 10) for _ in range(16)] for _ in range(streams)]
+    moments: list[list[float]] = [[] for _ in prompts]
+    names = [asker.submit(prompt, tokens) for prompt in prompts]
+
+    def collect(index: int) -> None:
+        moments[index] += asker.times(names[index])
+
+    threads = [threading.Thread(target=collect, args=(i,)) for i in range(streams)]
+    for thread in threads:
+        thread.start()
+    began = time.perf_counter()
+    for _ in range(images):
+        list(asker.times(asker.submit([], 1, (picture(),), embed="picture")))
+    spent = time.perf_counter() - began
+    busy_until = began + spent if images else float("inf")
+    for thread in threads:
+        thread.join()
+    gaps = [b - a for times in moments for a, b in zip(times, times[1:]) if b <= busy_until]
+    return gaps, spent / max(images, 1)
+
+
+def measure_gaps(path: Path, threads: int, rounds: int) -> list[dict[str, Any]]:
+    rows = []
+    for way in WAYS:
+        with options_of(way, path, threads, max_seqs=8) as options, Asker(options) as asker:
+            gaps_of(asker, 4, 20, 1)
+            alone, _ = gaps_of(asker, 4, 40 * rounds, 0)
+            busy, each = gaps_of(asker, 4, 400 * rounds, 4 * rounds)
+        row: dict[str, Any] = {"way": way, "picture_s": each}
+        for name, gaps in (("alone", alone), ("with_pictures", busy)):
+            row[name] = {f"p{round(100 * q)}_ms": 1e3 * percentile(gaps, q) for q in (0.5, 0.99, 1.0)}
+        rows.append(row)
+        print(
+            f"{way:8} gaps p50/p99/max alone "
+            + "/".join(f"{v:.1f}" for v in row["alone"].values())
+            + " ms, while pictures arrive "
+            + "/".join(f"{v:.1f}" for v in row["with_pictures"].values())
+            + f" ms, a picture in {1e3 * each:.0f} ms",
+            flush=True,
+        )
+    return rows
+
+
+class Bench:
+    """A handoff and one way of encoding, without a decoder."""
+
+    def __init__(self, way: str, options: EngineOptions) -> None:
+        checkpoint = open_checkpoint(options.model)
+        vision = resolve_vision(options, checkpoint)
+        assert vision is not None
+        self.handoff = Handoff(256 << 20, vision.text_hidden_size, torch.bfloat16)
+        self._changed = threading.Event()
+        make: dict[str, Callable[[], Encoding]] = {
+            "turns": lambda: local_encoder(options, checkpoint, vision, self.handoff),
+            "process": lambda: encoder_process(options, vision, self.handoff),
+            "remote": lambda: connect_encoders(options, checkpoint, vision, self.handoff),
+        }
+        torch.set_num_threads(options.threads or 1)
+        self.encoding = make[way]()
+        self.handoff.on_change = self._on_change
+        self.encoding.start(self._fail)
+
+    def _on_change(self) -> None:
+        self._changed.set()
+        self.encoding.wake()
+
+    @staticmethod
+    def _fail(error: BaseException) -> None:
+        raise SystemExit(f"the encoder failed: {error}")
+
+    def encode(self, images: Sequence[EngineImage]) -> None:
+        """All of them, with as many under way as there is room for."""
+        leases = [self.handoff.lease(image.key, image.patches, "bench") for image in images]
+        while not all(lease.ready for lease in leases):
+            self._changed.clear()
+            if not self.encoding.turn() and not all(lease.ready for lease in leases):
+                self._changed.wait(1.0)
+        for lease in leases:
+            lease.release()
+        self.handoff.flush()
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.encoding.close()
+
+
+def measure_latency(path: Path, threads: int, rounds: int) -> list[dict[str, Any]]:
+    """One thread each: what differs is the way there and back."""
+    rows = []
+    for side in (8, 16, 32):
+        base = 0.0
+        for way in WAYS:
+            with options_of(way, path, threads, graphs="off") as options, Bench(way, options) as bench:
+                bench.encode([picture(side, models.THIN_PATCH)])
+                took = []
+                for _ in range(5 * rounds):
+                    image = picture(side, models.THIN_PATCH)
+                    started = time.perf_counter()
+                    bench.encode([image])
+                    took.append(time.perf_counter() - started)
+            median = statistics.median(took)
+            base = base or median
+            size = image.patches.patches.numel() * image.patches.patches.itemsize
+            row = {"way": way, "bytes": size, "median_s": median, "added_s": median - base, "all": took}
+            rows.append(row)
+            print(
+                f"{size / 1e6:5.1f} MB {way:8} {1e3 * median:7.2f} ms, added {1e3 * row['added_s']:6.2f} ms",
+                flush=True,
+            )
+    return rows
+
+
+def socket_rate(there: int, back: int, repeats: int) -> float:
+    """Bytes per second of `there` bytes one way and `back` bytes the other through a loopback TCP connection, by
+    pieces, as one picture after the other would."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            buffer, payload = bytearray(PIECE), bytes(back)
+            for _ in range(repeats):
+                left = there
+                while left:
+                    left -= connection.recv_into(buffer, min(left, PIECE))
+                connection.sendall(payload)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with socket.create_connection(listener.getsockname()) as connection:
+        payload, buffer = bytes(there), bytearray(PIECE)
+        started = time.perf_counter()
+        for _ in range(repeats):
+            connection.sendall(payload)
+            left = back
+            while left:
+                left -= connection.recv_into(buffer, min(left, PIECE))
+        took = time.perf_counter() - started
+    thread.join()
+    listener.close()
+    return repeats * (there + back) / took
+
+
+def measure_bytes(path: Path, threads: int, rounds: int) -> list[dict[str, Any]]:
+    rows = []
+    images = [picture(16, models.THIN_PATCH) for _ in range(8 * rounds)]
+    pixels = images[0].patches.patches
+    there, back = pixels.numel() * pixels.itemsize, images[0].length * models.TEXT["hidden_size"] * 2
+    ceiling = socket_rate(there, back, len(images))
+    print(f"plain socket: {ceiling / 1e9:.2f} GB/s ({there} bytes there, {back} back)", flush=True)
+    for way in WAYS:
+        with options_of(way, path, threads, graphs="off") as options, Bench(way, options) as bench:
+            bench.encode([picture(16, models.THIN_PATCH)])
+            started = time.perf_counter()
+            bench.encode(images)
+            took = time.perf_counter() - started
+        rate = len(images) * (there + back) / took
+        rows.append({"way": way, "bytes_s": rate, "socket_bytes_s": ceiling, "fraction": rate / ceiling})
+        print(f"{way:8} {rate / 1e9:6.2f} GB/s, {rate / ceiling:.0%} of the plain socket", flush=True)
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(PARTS), help="comma-separated parts")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each engine and encoder")
+    parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
+    parser.add_argument("--write", action="store_true", help="write a dated result under benchmarks/results")
+    arguments = parser.parse_args(argv)
+    parts = arguments.only.split(",")
+    if not set(parts) <= set(PARTS):
+        parser.error(f"--only takes {', '.join(PARTS)}, got {arguments.only}")
+    load = machine.load()
+    if load > 0.5:
+        print(f"warning: the load is {load:.1f}; on a busy machine only the ratios mean anything", file=sys.stderr)
+    print(json.dumps({**machine.describe(), "load": load}), flush=True)
+    started = time.perf_counter()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python -m benchmarks.handoff", *(sys.argv[1:] if argv is None else argv)]),
+        "machine": machine.describe(),
+        "threads": arguments.threads,
+        "load_before": load,
+    }
+    measures = {"overlap": measure_overlap, "gaps": measure_gaps, "latency": measure_latency, "bytes": measure_bytes}
+    for part in parts:
+        thin = part in ("latency", "bytes")
+        path = models.thin_omni_model(arguments.folder) if thin else models.omni_model(arguments.folder)
+        result[part] = measures[part](path, 1 if thin else arguments.threads, arguments.rounds)
+    result["seconds"] = time.perf_counter() - started
+    if arguments.write:
+        RESULTS.mkdir(exist_ok=True)
+        file = RESULTS / f"{result['date']}-handoff.json"
+        file.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"written to {file.relative_to(ROOT)}", file=sys.stderr)
+    print(json.dumps(summary(result)))
+    return 0
+
+
+def summary(result: dict[str, Any]) -> dict[str, Any]:
+    """The last line: what a reader looks for first."""
+    short: dict[str, Any] = {"seconds": round(result["seconds"], 1)}
+    for row in result.get("overlap", ()):
+        short[f"overlap {row['way']}"] = round(row["ratio"], 3)
+    for row in result.get("gaps", ()):
+        short[f"gap p99 {row['way']}"] = [round(row[name]["p99_ms"], 1) for name in ("alone", "with_pictures")]
+    for row in result.get("latency", ()):
+        short[f"added ms {row['way']} {row['bytes'] / 1e6:.1f} MB"] = round(1e3 * row["added_s"], 2)
+    for row in result.get("bytes", ()):
+        short[f"of the socket {row['way']}"] = round(row["fraction"], 3)
+    return short
+
+
+if __name__ == "__main__":
+    sys.exit(main())
