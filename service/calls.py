@@ -45,6 +45,9 @@ class CallInfo:
     reason: str = ""
     generations: int = 0
     """Generations that have written a line of their own."""
+    hold_bytes: Callable[[int], None] = lambda size: None
+    """Counts bytes that the call has brought into the server beside its messages, until its end. Raises Unavailable
+    where there is no room."""
 
     def fail(self, error: errors.StatusError) -> None:
         self.code, self.reason = error.code.name, error.reason

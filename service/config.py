@@ -204,6 +204,16 @@ class ServerOptions(EngineOptions):
         minimum=1,
         size=True,
     )
+    image_url_hosts: tuple[str, ...] = _option(
+        (), "hosts that pictures and videos are fetched from by https URL, such as example.org or *.example.org:8443; "
+        "unset: none",
+    )  # fmt: skip
+    image_url_networks: tuple[str, ...] = _option((), "networks of such hosts that are not public, such as 10.1.0.0/16")
+    image_url_timeout: float = _option(10.0, "seconds that fetching one file may take", minimum=0.001)
+    image_url_redirects: int = _option(3, "redirects that are followed, each checked like a URL", minimum=0)
+    image_url_ca: str | None = _option(
+        None, "PEM file of the authority that such hosts' certificates come from; unset: the usual ones"
+    )
     media_dir: str | None = _option(None, "folder of uploaded pictures; unset: a temporary one")
     media_bytes: int = _option(2**30, "bytes of uploaded pictures, over all callers", minimum=0, size=True)
     media_tenant_bytes: int | None = _option(

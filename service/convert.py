@@ -369,6 +369,7 @@ def model_to_proto(
             min_image_tokens=vision.min_image_tokens if vision else 0,
             max_image_tokens=min(vision.max_image_tokens, info.max_image_tokens) if vision else 0,
             image_formats=sorted(FORMATS) if vision else [],
+            uri_schemes=["https"] if vision and options and options.image_url_hosts else [],
             max_samples=MAX_SAMPLES,
             max_logprobs=MAX_LOGPROBS,
             max_stop_strings=MAX_STOP_STRINGS,

@@ -114,6 +114,7 @@ class _Call:
 
     async def unary(self, source: Any, context: Any) -> Any:
         with self.budget.hold() as add:
+            self.info.hold_bytes = add
             try:
                 method = self.handler.stream_unary if self.handler.request_streaming else self.handler.unary_unary
                 return await method(self._requests(source, add), context)
@@ -124,6 +125,7 @@ class _Call:
 
     async def stream(self, source: Any, context: Any) -> None:
         with self.budget.hold() as add:
+            self.info.hold_bytes = add
             try:
                 method = self.handler.stream_stream if self.handler.request_streaming else self.handler.unary_stream
                 # aclosing: the engine must hear of a call's end at once, not when the garbage collector comes by

@@ -43,6 +43,7 @@ from service.calls import AccessLog, Calls
 from service.checkpoint import open_checkpoint
 from service.config import ConfigError, ServerOptions
 from service.engine import EngineHandle
+from service.fetch import make_fetcher
 from service.frontend import Frontend, FrontLimits
 from service.interceptor import FrontDoor
 from service.kserve import KServeServicer
@@ -74,6 +75,7 @@ class Server:
         )  # fmt: skip
         self.frontend = Frontend(engine, assets, limits, workers=options.image_workers, decoder=self.pictures)
         self._model = convert.model_to_proto(engine.info, assets, limits, options)
+        fetcher = make_fetcher(options, limits.media)
         self._credentials = server_credentials(options)
         self._guard = Guard(watch_keys(options.api_keys) if options.api_keys else None, admin=options.admin)
         self.metrics, self.budget = make_metrics(), ByteBudget(options.max_inflight_bytes)
@@ -88,7 +90,7 @@ class Server:
         self._door = FrontDoor(self._guard, self.budget, self.metrics, access, stall_timeout=options.stall_timeout)
         self._ends = contextlib.ExitStack()
         self.spool = self._open_spool(limits.media)
-        self.frontend.resolve = media_resolver(self.spool)
+        self.frontend.resolve = media_resolver(self.spool, fetcher)
         self._batch_store = self._open_batches()
         self.batches: Batches | None = None
         self._draining = False

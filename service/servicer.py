@@ -155,6 +155,7 @@ def media_resolver(
         try:
             if source.media_id is not None:
                 data = await asyncio.to_thread(spool.read, tenant, source.media_id)
+                current_call().hold_bytes(len(data))
                 return replace(source, data=data, media_id=None)
         except errors.NotFound as error:
             raise errors.NotFound(f"{source.field}: {error}", field=source.field, reason=error.reason) from None
@@ -164,7 +165,9 @@ def media_resolver(
                     f"{source.field}: this server fetches no URLs; send the bytes or upload them",
                     field=source.field, reason="MEDIA_HOST_DENIED",
                 )  # fmt: skip
-            return replace(source, data=await fetch(source), uri=None)
+            data = await fetch(source)
+            current_call().hold_bytes(len(data))
+            return replace(source, data=data, uri=None)
         return source
 
     async def resolve(spec: GenerateSpec, salt: bytes) -> GenerateSpec:
