@@ -1,4 +1,4 @@
-"""Pictures and clips on their way through the tower, one launch at a time.
+"""Pictures and clips on their way through the tower, one launch at a time, or a few layers of one.
 
 A clip is as many attention sequences as it has temporal patches, each of which is packed like a picture of its own:
 in one launch or in several, beside those of other clips. Pictures and clips are launched apart, since their patches
@@ -7,6 +7,7 @@ pass different projections. A clip that is pruned is gathered first, and pruned 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from encoder.packing import Packed
+from encoder.pieces import Pieces
 from encoder.preprocess import ImagePatches
 from encoder.pruning import prune
 from encoder.video import VideoPatches
@@ -47,12 +49,17 @@ class EncodeJob:
     """`step` until it says that nothing is left; `rows` is then how the rows of each item divide."""
 
     def __init__(
-        self, items: Sequence[EncoderItem], out: Sequence[Tensor], pack: Packer, launch: Callable[[Launch], None]
+        self,
+        items: Sequence[EncoderItem],
+        out: Sequence[Tensor],
+        pack: Packer,
+        launch: Callable[[Launch], Pieces[None]],
     ) -> None:
         """`items` and `out` have been checked against each other and the model."""
         self.rows: list[tuple[int, ...]] = []
         """Per item, the rows of each of its attention sequences: all of a picture's; what pruning left of a clip's."""
         self._items, self._out, self._launch = items, out, launch
+        self._running: tuple[Launch, Pieces[None]] | None = None
         self._gathered: dict[int, Tensor] = {}
         self._missing = [0] * len(items)
         pictures: list[Part] = []
@@ -85,15 +92,25 @@ class EncodeJob:
 
     @property
     def launches_left(self) -> int:
-        return len(self._launches)
+        """Launches that are not done."""
+        return len(self._launches) + (self._running is not None)
 
     @torch.inference_mode()
-    def step(self) -> bool:
-        """Run the next launch, and prune the clips that it completed. False once all is done, and no sooner."""
-        if not self._launches:
-            return False
-        launch = self._launches.pop()
-        self._launch(launch)
+    def step(self, seconds: float | None = None) -> bool:
+        """Run the launch under way or the next one to its end, or for `seconds` and the piece that ends after them, and
+        prune the clips that it completed. False once all is done, and no sooner.
+        """
+        if self._running is None:
+            if not self._launches:
+                return False
+            launch = self._launches.pop()
+            self._running = launch, self._launch(launch)
+        launch, pieces = self._running
+        until = float("inf") if seconds is None else time.perf_counter() + seconds
+        for _ in pieces:
+            if time.perf_counter() >= until:
+                return True
+        self._running = None
         for part in launch.parts:
             self._missing[part.item] -= 1
             gathered = self._gathered.get(part.item)

@@ -12,6 +12,7 @@ from encoder.budget import EncoderBudgets
 from encoder.graphs import EncoderArena, EncoderGraphs, Verdict
 from encoder.layout import layout
 from encoder.model import PackedBatch, VisionTower
+from encoder.pieces import Pieces, finish
 from encoder.positions import PositionCache
 from encoder.preprocess import ImagePatches
 
@@ -94,6 +95,10 @@ class Lane:
 
     def run_eagerly(self, images: Sequence[ImagePatches]) -> Tensor:
         """Rows of `images` in their order, at exactly their size; new memory."""
+        return finish(self.pieces(images))
+
+    def pieces(self, images: Sequence[ImagePatches]) -> Pieces[Tensor]:
+        """The same, to be left after each layer."""
         config, device = self.tower.config, self.tower.device
         placed = layout([image.grid for image in images], prefix=config.num_prefix_tokens, merge=config.merge_size)
         batch = PackedBatch(
@@ -104,7 +109,7 @@ class Lane:
             token_rows_NM=placed.token_rows_NM.to(device),
             max_seqlen=placed.max_seqlen,
         )
-        return self.tower.forward(batch, video=self.video)
+        return (yield from self.tower.pieces(batch, video=self.video))
 
     def close(self) -> None:
         """Tear the graphs down; idempotent."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from encoder.config import VisionConfig
+from encoder.pieces import Pieces, finish
 from kernels.linear import Linear
 from kernels.patch_embed import patch_embed
 from kernels.pixel_shuffle import shuffle_norm
@@ -166,11 +167,16 @@ class VisionTower:
 
         `video` takes the projection for temporal patches. One host read of `cu_seqlens` in the torch attention.
         """
+        return finish(self.pieces(batch, video=video))
+
+    def pieces(self, batch: PackedBatch, *, video: bool = False) -> Pieces[Tensor]:
+        """The same, to be left after each layer."""
         projection = self.video_projection if video else self.patch_projection
         assert projection is not None, "this tower has no video projection"
         x_RD = patch_embed(batch.patches_TP, projection, batch.positions_TD, self.table_KD, batch.source_R)
         for layer in self.layers:
             x_RD = self._block(layer, x_RD, batch)
+            yield
         norm = self.final_norm
         final = None if norm is None else (norm.weight, norm.bias, norm.eps)
         normed = shuffle_norm(x_RD, batch.token_rows_NM, self.projector_norm, self.config.projector_eps, final)

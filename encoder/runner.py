@@ -21,6 +21,7 @@ from encoder.job import EncodeJob, EncoderItem, Launch
 from encoder.lane import Lane
 from encoder.model import VisionTower
 from encoder.packing import Packed, pack
+from encoder.pieces import Pieces
 from encoder.positions import PositionCache
 from encoder.preprocess import ImagePatches, as_floats, num_image_tokens
 from encoder.tune import TokenHistogram
@@ -134,12 +135,12 @@ class EncoderRunner:
         return job.rows
 
     def begin(self, items: Sequence[EncoderItem], out: Sequence[Tensor]) -> EncodeJob:
-        """The same, one launch for each `step` of the job, so that others get a turn between launches."""
+        """The same, one launch for each `step` of the job or less, so that others get a turn in between."""
         if len(items) != len(out):
             raise ValueError(f"{len(items)} images and {len(out)} destinations")
         for index, (item, rows) in enumerate(zip(items, out)):
             self._check(index, item, rows)
-        return EncodeJob(items, out, self._pack, self._launch)
+        return EncodeJob(items, out, self._pack, lambda launch: self._timed(self._launch(launch)))
 
     def _pack(self, tokens: list[int], video: bool) -> list[Packed]:
         return pack(tokens, (self.clips if video else self.pictures).budgets)
@@ -168,9 +169,20 @@ class EncoderRunner:
                 f"destination {index}: {tuple(rows.shape)} {rows.dtype}, expected {expected} {self.options.dtype}"
             )
 
-    @torch.inference_mode()
-    def _launch(self, launch: Launch) -> None:
-        start = time.perf_counter()
+    def _timed(self, pieces: Pieces[None]) -> Pieces[None]:
+        """Counts the seconds of each piece, and not those in between."""
+        while True:
+            start = time.perf_counter()
+            try:
+                next(pieces)
+            except StopIteration:
+                return
+            finally:
+                self._seconds += time.perf_counter() - start
+            yield
+
+    def _launch(self, launch: Launch) -> Pieces[None]:
+        """A graph is one piece, an eager launch as many as the tower has layers."""
         # Equal grids become neighbours, whose attention runs as one batch; order inside a launch is otherwise free.
         parts = sorted(launch.parts, key=lambda part: (part.patches.patches.shape[0], part.patches.grid))
         group = [self._floats(part.patches) for part in parts]
@@ -183,7 +195,7 @@ class EncoderRunner:
             self._counts[f"replays_{launch.budget}"] += 1
             self._counts["padded_tokens"] += lane.graphs.arena.shapes[launch.budget].capacity - tokens
         else:
-            rows = lane.run_eagerly(group)
+            rows = yield from lane.pieces(group)
             self._counts[f"eager_{reason}"] += 1
         first = 0
         for part in parts:
@@ -195,7 +207,6 @@ class EncoderRunner:
         self._counts["video_batches"] += launch.video
         self._counts["temporal_patches" if launch.video else "images"] += len(parts)
         self._counts["real_tokens"] += tokens
-        self._seconds += time.perf_counter() - start
 
     def _floats(self, image: ImagePatches) -> ImagePatches:
         """The same with patches as the tower takes them; bytes become floats on its own device."""

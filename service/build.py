@@ -18,7 +18,7 @@ from encoder.runner import EncoderOptions, EncoderRunner
 from service.checkpoint import Checkpoint, Progress, open_checkpoint
 from service.config import ConfigError, EngineOptions
 from service.encoder_pool import EncoderPool
-from service.encoding import Encoding, LocalEncoder, WorkSource
+from service.encoding import TURN_SECONDS, Encoding, LocalEncoder, WorkSource
 from service.engine import Engine, EngineInfo
 from service.handoff import Handoff
 from service.partner import Partner, partner_of
@@ -121,7 +121,7 @@ def build_engine(options: EngineOptions) -> Engine:
         elif options.encoder_process:
             encoding = encoder_process(options, vision, handoff)
         else:
-            encoding = local_encoder(options, checkpoint, vision, handoff)
+            encoding = local_encoder(options, checkpoint, vision, handoff, shared=True)
     elif options.role == "decoder":
         raise ConfigError(
             f"role: {checkpoint.config.name} takes no pictures, so there is nothing that encoders could do"
@@ -145,12 +145,15 @@ def build_engine(options: EngineOptions) -> Engine:
 
 
 def local_encoder(
-    options: EngineOptions, checkpoint: Checkpoint, vision: VisionConfig, handoff: Handoff
+    options: EngineOptions, checkpoint: Checkpoint, vision: VisionConfig, handoff: Handoff, *, shared: bool = False
 ) -> LocalEncoder:
-    """The encoder in this process: on a CPU it takes turns with whoever built it, on a GPU it has a thread."""
-    runner = _encoder_runner(options, checkpoint, vision)
+    """The encoder in this process: on a GPU it has a thread, on a CPU whoever built it gives it turns; short ones where
+    the thread is `shared` with a decoder."""
     on_gpu = torch.device(resolve_device(options)).type != "cpu"
-    return LocalEncoder(runner, handoff, step_tokens=step_tokens(options, vision), own_thread=on_gpu)
+    return LocalEncoder(
+        _encoder_runner(options, checkpoint, vision), handoff, step_tokens=step_tokens(options, vision),
+        own_thread=on_gpu, turn_seconds=TURN_SECONDS if shared and not on_gpu else None,
+    )  # fmt: skip
 
 
 def _encoder_runner(options: EngineOptions, checkpoint: Checkpoint, vision: VisionConfig) -> EncoderRunner:

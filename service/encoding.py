@@ -20,6 +20,10 @@ from service.handoff import EncodingFailed, Work
 
 log = logging.getLogger(__name__)
 
+TURN_SECONDS = 0.02
+"""Between two decoder steps, where both share the cores: about what a step of a full batch takes. A picture then makes
+another request's inter-token time longer by this and one layer, however large the picture is."""
+
 
 class Encoding(Protocol):
     """What an engine asks of it. `turn` and `close` are called from the engine's thread, the rest from any."""
@@ -61,13 +65,15 @@ class LocalEncoder:
     """The encoder runner in this process, on the caller's turns or, with `own_thread`, on a thread of its own."""
 
     def __init__(
-        self, runner: EncoderRunner, handoff: WorkSource, *, step_tokens: int | None = None, own_thread: bool = False
-    ) -> None:
-        """`step_tokens`: image tokens that the encoder takes on at a time."""
+        self, runner: EncoderRunner, handoff: WorkSource, *, step_tokens: int | None = None, own_thread: bool = False,
+        turn_seconds: float | None = None,
+    ) -> None:  # fmt: skip
+        """`step_tokens`: image tokens that the encoder takes on at a time. `turn_seconds`: how long a turn may last,
+        and a layer of the tower longer; None: a launch."""
         self.runner = runner
         self.seconds = 0.0
         self._handoff = handoff
-        self._step_tokens = step_tokens
+        self._step_tokens, self._turn_seconds = step_tokens, turn_seconds
         self._batch: tuple[list[Work], EncodeJob] | None = None
         self._wake, self._closing = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -113,7 +119,7 @@ class LocalEncoder:
             on_fatal(error)
 
     def _launch(self) -> bool:
-        """One launch of the batch under way, or of the next one that the handoff has space reserved for. False where
+        """A turn at the batch under way, or at the next one that the handoff has space reserved for. False where
         there is nothing to encode."""
         started = time.perf_counter()
         if self._batch is None and not self._begin():
@@ -121,7 +127,7 @@ class LocalEncoder:
         if self._batch is not None:
             work, job = self._batch
             try:
-                if not job.step():
+                if not job.step(self._turn_seconds):
                     self._batch = None
                     self._handoff.publish(work, job.rows)
             except Exception as error:

@@ -175,6 +175,24 @@ def test_a_planted_floor_division_is_found(tiny: TinyTower, monkeypatch: pytest.
         make(tiny, "on", token_budgets=(13, 60), max_images=7)
 
 
+@pytest.mark.parametrize("graphs", ["on", "off"])
+def test_a_job_may_be_left_after_each_layer(tiny: TinyTower, graphs: str) -> None:
+    """No seconds at all: the least that a step can do. The rows are those of an uninterrupted job, whatever is encoded
+    in between."""
+    runner = make(tiny, graphs)
+    images = pictures(tiny)
+    out, expected, between = destinations(runner, images), encode(make(tiny, graphs), images), pictures(tiny, [(6, 6)])
+    job = runner.begin(images, out)
+    launches, steps = job.launches_left, 1
+    while job.step(0.0):
+        steps += 1
+        encode(runner, between)
+        runner.check_integrity()
+    assert steps == launches * (1 if graphs == "on" else tiny.config.num_layers + 1)
+    for rows, whole in zip(out, expected, strict=True):
+        assert torch.equal(rows, whole)
+
+
 def test_budget_views_share_one_arena(tiny: TinyTower, on: EncoderRunner) -> None:
     arena = on.pictures.graphs.arena  # type: ignore[union-attr]
     largest = arena.view(on.budgets.largest)

@@ -61,6 +61,18 @@ def test_a_corrupt_picture_among_seven_good_ones_fails_alone(
     encoder.close()
 
 
+def test_a_turn_is_no_longer_than_a_layer_where_it_must_be_short(handoff: Handoff) -> None:
+    encoder = LocalEncoder(runner(), handoff, turn_seconds=0.0)
+    image = random_image(TINY.config, 8, 8)
+    lease = handoff.lease(b"a", image, "r")
+    turns = 0
+    while encoder.turn():
+        turns += 1
+        assert lease.ready == (turns == TINY.config.num_layers + 1)
+    assert relative_error(lease.rows(), alone(image)) <= 1e-5
+    lease.release()
+
+
 def test_a_thread_of_its_own_works_until_it_is_closed(handoff: Handoff) -> None:
     encoder = LocalEncoder(runner(), handoff, own_thread=True)
     handoff.on_change = encoder.wake

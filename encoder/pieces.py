@@ -1,0 +1,20 @@
+"""Work that can be left between two of its pieces: a generator that yields there and returns the result."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+Pieces = Generator[None, None, T]
+
+
+def finish(pieces: Pieces[T]) -> T:
+    """The result, without leaving."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            result: T = end.value
+            return result
