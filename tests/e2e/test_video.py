@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from clips import FPS, animation, moving_frames, released_pixels, released_words
+from clips import FPS, animation, film, moving_frames, released_pixels, released_words
 from pictures import picture
 from PIL import Image
 from running import RunningServer
@@ -136,9 +136,13 @@ def test_answers_are_the_oracle_s(
     assert replays == (encoder["batches"] if graphs == "on" else 0)
 
 
-@pytest.mark.parametrize("form", ["GIF", "PNG", "WEBP"])
+@pytest.mark.parametrize("form", ["GIF", "PNG", "WEBP", "MP4", "WEBM"])
 def test_files_are_sampled_and_dated(video_model: TinyCheckpoint, form: str) -> None:
-    data = animation(moving_frames(9, 24, 40, 5), form)
+    codecs = {"MP4": "mpeg4", "WEBM": "libvpx"}
+    if form in codecs:
+        data = film(form.lower(), codecs[form], frames=9)
+    else:
+        data = animation(moving_frames(9, 24, 40, 5), form)
     with saccade.LocalClient(video_model.path, dtype="float32", max_video_frames=4, **LIMITS) as client:
         answer = client.generate(QUESTION, videos=[data], **ASK)
         assert answer.token_ids == client.generate(QUESTION, videos=data, **ASK).token_ids

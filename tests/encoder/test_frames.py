@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import itertools
 import sys
 import warnings
-from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
+from clips import film
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -161,56 +160,40 @@ def test_without_the_extra_a_film_is_told_what_to_install(monkeypatch: pytest.Mo
         open_video(b"\0\0\0\x20ftypisom")
 
 
-def film(container: str, codec: str, frames: int = 10, height: int = 32, width: int = 48) -> bytes:
-    """A film whose frame i is about grey 20 i."""
-    av = importlib.import_module("av")
-    buffer = io.BytesIO()
-    with av.open(buffer, "w", format=container) as file:
-        stream = file.add_stream(codec, rate=Fraction(5))
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        for index in range(frames):
-            grey = np.full((height, width, 3), 20 * index, np.uint8)
-            for packet in stream.encode(av.VideoFrame.from_ndarray(grey, format="rgb24")):
-                file.mux(packet)
-        for packet in stream.encode(None):
-            file.mux(packet)
-    return buffer.getvalue()
+@pytest.mark.parametrize(("container", "codec"), [("mp4", "mpeg4"), ("webm", "libvpx")])
+def test_films(container: str, codec: str) -> None:
+    data = film(container, codec)
+    clip = open_video(data)
+    assert clip.num_frames == 10 and clip.fps == pytest.approx(5)
+    for indices in (range(10), [0, 3, 9], [2]):
+        got = list(clip.frames(indices))
+        assert len(got) == len(indices)
+        for index, frame in zip(indices, got, strict=True):
+            assert frame.shape == (32, 48, 3) and frame.dtype == torch.uint8
+            assert abs(frame.float().mean() - 20 * index) < 6
 
 
-if importlib.util.find_spec("av"):  # the extra is optional, and what it must do is only asked where it is
+@pytest.mark.parametrize(
+    ("limits", "numbers"),
+    [
+        (VideoLimits(max_frames=9), "more than the 9"),
+        (VideoLimits(max_pixels=1000), "1536 in all, more than the 1000"),
+        (VideoLimits(max_total_pixels=15000), "15360 pixels in all, more than the 15000"),
+    ],
+)
+def test_film_limits(limits: VideoLimits, numbers: str) -> None:
+    with pytest.raises(VideoError, match=numbers):
+        open_video(film("mp4", "mpeg4"), limits)
 
-    @pytest.mark.parametrize(("container", "codec"), [("mp4", "mpeg4"), ("webm", "libvpx")])
-    def test_films(container: str, codec: str) -> None:
-        data = film(container, codec)
-        clip = open_video(data)
-        assert clip.num_frames == 10 and clip.fps == pytest.approx(5)
-        for indices in (range(10), [0, 3, 9], [2]):
-            got = list(clip.frames(indices))
-            assert len(got) == len(indices)
-            for index, frame in zip(indices, got, strict=True):
-                assert frame.shape == (32, 48, 3) and frame.dtype == torch.uint8
-                assert abs(frame.float().mean() - 20 * index) < 6
 
-    @pytest.mark.parametrize(
-        ("limits", "numbers"),
-        [
-            (VideoLimits(max_frames=9), "more than the 9"),
-            (VideoLimits(max_pixels=1000), "1536 in all, more than the 1000"),
-            (VideoLimits(max_total_pixels=15000), "15360 pixels in all, more than the 15000"),
-        ],
-    )
-    def test_film_limits(limits: VideoLimits, numbers: str) -> None:
-        with pytest.raises(VideoError, match=numbers):
-            open_video(film("mp4", "mpeg4"), limits)
-
-    def test_broken_films_raise_nothing_else() -> None:
-        whole = film("mp4", "mpeg4")
-        for cut, stride in itertools.product((0, 20, len(whole) // 2, len(whole)), (0, 7, 61)):
-            broken = bytearray(whole[:cut])
-            if stride:
-                broken[12::stride] = bytes(len(broken[12::stride]))
-            try:
-                clip = open_video(b"\0\0\0\x20ftyp" + bytes(broken[8:]))
-                list(clip.frames(range(clip.num_frames)))
-            except VideoError as error:
-                assert error.reason
+def test_broken_films_raise_nothing_else() -> None:
+    whole = film("mp4", "mpeg4")
+    for cut, stride in itertools.product((0, 20, len(whole) // 2, len(whole)), (0, 7, 61)):
+        broken = bytearray(whole[:cut])
+        if stride:
+            broken[12::stride] = bytes(len(broken[12::stride]))
+        try:
+            clip = open_video(b"\0\0\0\x20ftyp" + bytes(broken[8:]))
+            list(clip.frames(range(clip.num_frames)))
+        except VideoError as error:
+            assert error.reason

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from encoder.config import VisionConfig
-from encoder.preprocess import ImagePatches, num_image_tokens, patchify, target_grid
+from encoder.preprocess import ImagePatches, as_floats, num_image_tokens, patchify, target_grid
+from encoder.video import patchify_video
 
 torch.set_num_threads(1)
 
@@ -144,3 +145,22 @@ def test_misuse_names_the_numbers() -> None:
         small_config(hidden_size=33)
     with pytest.raises(ValueError, match="nope"):
         small_config(hidden_act="nope")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_become_the_same_numbers(dtype: torch.dtype) -> None:
+    """A picture or clip that needs no resize stays uint8 on its way, and nothing is lost or gained by it."""
+    config = VisionConfig(
+        patch_size=4, min_num_patches=4, max_num_patches=64, video_target_num_patches=24, video_temporal_patch_size=2
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(1)
+    fitting = torch.randint(0, 256, (16, 24, 3), dtype=torch.uint8, generator=generator)
+    kept, whole = (patchify(fitting, config, dtype, keep_bytes=keep) for keep in (True, False))
+    assert kept.patches.dtype == torch.uint8 and whole.patches.dtype == dtype
+    assert torch.equal(as_floats(kept.patches, config, dtype), whole.patches)
+    odd = torch.randint(0, 256, (23, 21, 3), dtype=torch.uint8, generator=generator)
+    assert patchify(odd, config, dtype, keep_bytes=True).patches.dtype == dtype
+    frames = [torch.randint(0, 256, (16, 24, 3), dtype=torch.uint8, generator=generator) for _ in range(3)]
+    cut, resized = (patchify_video(frames, config, dtype, keep_bytes=keep) for keep in (True, False))
+    assert cut.patches.dtype == torch.uint8 and cut.grid == resized.grid == (4, 6)
+    assert torch.equal(as_floats(cut.patches, config, dtype), resized.patches)

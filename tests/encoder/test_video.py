@@ -329,3 +329,18 @@ def test_a_launch_never_holds_more_sequences_than_its_graph(tiny: TinyTower) -> 
     for rows, expected in zip(got, eager, strict=True):
         assert relative_error(rows, expected) <= 1e-5
     runner.close()
+
+
+@pytest.mark.parametrize("graphs", ["off", "on"])
+def test_bytes_and_floats_share_a_launch(tiny: TinyTower, graphs: str) -> None:
+    """What needed no resize comes as bytes, beside what did: the same rows."""
+    runner = make(tiny, graphs, videos=True)
+    config = video_config(tiny)
+    fitting = clip(5, 16, 24, seed=3)
+    items = [patchify_video(fitting, config, torch.float32, keep_bytes=keep) for keep in (True, False)]
+    assert [item.patches.dtype for item in items] == [torch.uint8, torch.float32]
+    other = prepared(tiny)[1]
+    (as_bytes, _), _ = encode(runner, [items[0], other])
+    (as_floats, _), _ = encode(runner, [items[1], other])
+    assert torch.equal(as_bytes, as_floats)
+    runner.close()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
+import av
+import numpy as np
 import torch
 from PIL import Image
 from transformers.models.nemotron_h_omni.processing_nemotron_h_omni import NemotronH_Omni_Reasoning_V3Processor
@@ -35,6 +38,21 @@ def animation(frames: list[torch.Tensor], form: str) -> bytes:
     images[0].save(
         buffer, form, save_all=True, append_images=images[1:], duration=round(1000 / FPS), loop=0, **options
     )  # fmt: skip
+    return buffer.getvalue()
+
+
+def film(container: str, codec: str, frames: int = 10, height: int = 32, width: int = 48) -> bytes:
+    """A film whose frame i is about grey 20 i."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=container) as file:
+        stream = file.add_stream(codec, rate=Fraction(5))
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        for index in range(frames):
+            grey = np.full((height, width, 3), 20 * index, np.uint8)
+            for packet in stream.encode(av.VideoFrame.from_ndarray(grey, format="rgb24")):
+                file.mux(packet)
+        for packet in stream.encode(None):
+            file.mux(packet)
     return buffer.getvalue()
 
 

@@ -1,0 +1,138 @@
+"""What a picture costs before the encoder sees it: images per second of one core, by size and format.
+
+    python -m benchmarks.preprocess [--model demo] [--seconds 1.0] [--write]
+
+For each size and format: decoding in this process, in a worker of its own (what a server does), resize, cut. The
+two ways of decoding run in turn, so that both see the same machine. The last line on stdout is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import io
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from benchmarks import machine
+from encoder.config import VisionConfig
+from encoder.preprocess import Stopwatch, patchify
+from service.picture_pool import PicturePool
+from service.pictures import LocalDecoder, MediaLimits
+
+RESULTS = Path(__file__).resolve().parent / "results"
+SIZES = ((64, 64), (224, 224), (512, 512), (1080, 1920), (3024, 4032))
+FORMATS = ("JPEG", "PNG", "WEBP")
+
+
+def scene(height: int, width: int, form: str) -> bytes:
+    """A file like a photograph's: smooth shapes and a little noise."""
+    rows, columns = np.mgrid[0:height, 0:width]
+    waves = [np.sin(rows / (17 + 9 * c)) * np.cos(columns / (23 + 5 * c)) for c in range(3)]
+    noise = np.random.default_rng(0).normal(0, 4, (height, width, 3))
+    pixels = np.clip(np.stack(waves, axis=2) * 90 + 128 + noise, 0, 255).astype(np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, form, **({} if form == "PNG" else {"quality": 85}))
+    return buffer.getvalue()
+
+
+def in_turn(ways: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
+    """Median seconds of each, over rounds in which each runs once."""
+    for way in ways.values():
+        way()
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times[next(iter(ways))]) < 3:
+        for name, way in ways.items():
+            start = time.perf_counter()
+            way()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def measure(config: VisionConfig, dtype: torch.dtype, seconds: float) -> list[dict[str, Any]]:
+    limits = MediaLimits()
+    here = LocalDecoder(limits)
+    pool = PicturePool(limits, 1, image_seconds=60, video_seconds=60)
+    rows = []
+    for (height, width), form in itertools.product(SIZES, FORMATS):
+        data = scene(height, width, form)
+        pixels = torch.from_numpy(here.image(data))
+        watch = Stopwatch()
+
+        def cut(pixels: torch.Tensor = pixels, watch: Stopwatch = watch) -> None:
+            patchify(pixels, config, dtype, keep_bytes=True, watch=watch)
+
+        found = in_turn(
+            {"here": lambda data=data: here.image(data), "worker": lambda data=data: pool.image(data), "cut": cut},
+            seconds,
+        )
+        resize = watch.seconds["resize"] / max(1e-12, watch.seconds.total())
+        row = {
+            "size": f"{width}x{height}",
+            "format": form,
+            "bytes": len(data),
+            "decode_ms": found["here"] * 1e3,
+            "worker_ms": found["worker"] * 1e3,
+            "worker_extra_ms": (found["worker"] - found["here"]) * 1e3,
+            "resize_ms": found["cut"] * resize * 1e3,
+            "patch_ms": found["cut"] * (1 - resize) * 1e3,
+            "images_per_second_here": 1 / (found["here"] + found["cut"]),
+            "images_per_second_worker": 1 / (found["worker"] + found["cut"]),
+        }
+        print(
+            f"{row['size']:>10} {form:5} {len(data) / 1e3:8.0f} kB  decode {row['decode_ms']:7.2f} ms  worker "
+            f"+{row['worker_extra_ms']:5.2f} ms  resize {row['resize_ms']:7.2f} ms  cut {row['patch_ms']:6.2f} ms  "
+            f"{row['images_per_second_worker']:7.1f} images/s",
+            file=sys.stderr,
+        )
+        rows.append({name: round(v, 4) if isinstance(v, float) else v for name, v in row.items()})
+    pool.close()
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="whose image rule; unset: the released family's")
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each size and format")
+    parser.add_argument("--write", action="store_true", help="leave a dated file in benchmarks/results")
+    arguments = parser.parse_args(argv)
+    config = VisionConfig()
+    if arguments.model:
+        from service.checkpoint import open_checkpoint
+
+        found = open_checkpoint(arguments.model).config.vision
+        if found is None:
+            parser.error(f"{arguments.model} takes no pictures")
+        config = found
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    result = {
+        "benchmark": "preprocess",
+        "model": arguments.model or "released image rule",
+        "seconds": arguments.seconds,
+        "load": machine.load(),
+        "machine": machine.describe(),
+        "rows": measure(config, torch.bfloat16, arguments.seconds),
+    }
+    if arguments.write:
+        path = RESULTS / f"{datetime.date.today()}-preprocess.json"
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        print(path, file=sys.stderr)
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
