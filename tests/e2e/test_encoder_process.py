@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from pictures import picture
-from running import RunningServer
+from running import RunningServer, children
 
 import saccade
 import saccade.errors
@@ -35,9 +35,7 @@ def ask(client: Any, number: int) -> list[int]:
 
 
 def encoder_of(running: RunningServer) -> int:
-    """The encoder's process id: the engine's only child."""
-    tasks = Path(f"/proc/{running.engine.pid}/task").iterdir()  # type: ignore[attr-defined]
-    (pid,) = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    (pid,) = children(running.engine.pid, "service.encoder_process")  # type: ignore[attr-defined]
     return pid
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from running import RunningServer
+from running import RunningServer, children
 
 import saccade
 import saccade.errors
@@ -46,13 +46,6 @@ def test_a_killed_engine_ends_streams_with_what_they_had_and_new_calls_at_once(m
         running.close()
 
 
-def engine_of(server: ServerProcess) -> int:
-    """The engine's process id: the server's only child."""
-    tasks = Path(f"/proc/{server.pid}/task").iterdir()
-    (engine,) = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    return engine
-
-
 def test_a_killed_engine_comes_back_and_health_follows(model: Path) -> None:
     """Streams of a client that retries go on; nobody has to restart anything."""
     with ServerProcess([str(model), "--dtype", "float32", "--threads", "1", "--log-level", "error"]) as server:
@@ -61,7 +54,8 @@ def test_a_killed_engine_comes_back_and_health_follows(model: Path) -> None:
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
             states = (response.status for response in watch)
             assert next(states) == health_pb2.HealthCheckResponse.SERVING
-            os.kill(engine_of(server), signal.SIGKILL)
+            (engine,) = children(server.pid, "service.engine_process")
+            os.kill(engine, signal.SIGKILL)
             assert next(states) == health_pb2.HealthCheckResponse.NOT_SERVING
             assert next(states) == health_pb2.HealthCheckResponse.SERVING
             assert client.generate("x", max_tokens=5, temperature=0) == before

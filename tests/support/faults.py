@@ -27,7 +27,7 @@ from certificates import Authority
 from fuzz import fill
 from pictures import picture
 from rpc import ask, connect, reason
-from running import RunningServer
+from running import RunningServer, children
 
 import saccade
 import saccade.errors
@@ -111,10 +111,6 @@ def engine_killed(model: str, streams: int, *, image_token: int | None = None) -
     return {"streams": streams, "tokens": sum(len(s.token_ids) for answer in found for s in answer.samples)}
 
 
-def _children(pid: int) -> list[int]:
-    return [int(c) for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split()]
-
-
 def front_killed(model: str, streams: int) -> Numbers:
     """kill -9 of the whole server under streams that the client resumes on the next one at the same address."""
     arguments = [model, *PLAIN, "--max-seqs", str(streams)]
@@ -122,7 +118,7 @@ def front_killed(model: str, streams: int) -> Numbers:
     started: list[ServerProcess] = []
     with ServerProcess(arguments) as first, saccade.Client(first.address, max_retries=60) as client:
         wanted = [open_stream(client, request).final() for request in requests]
-        engines = _children(first.pid)
+        engines = children(first.pid, "service.engine_process")
 
         def strike() -> None:
             os.kill(first.pid, signal.SIGKILL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
 from service.config import ServerOptions
@@ -120,3 +121,9 @@ class RunningEncoder:
         finally:
             if kind is None:
                 self.thread.handoff.check_integrity(idle=True)
+
+
+def children(pid: int, module: str) -> list[int]:
+    """Ids of the processes that `pid` started as `python -m module`."""
+    started = [int(c) for task in Path(f"/proc/{pid}/task").iterdir() for c in (task / "children").read_text().split()]
+    return [child for child in started if module.encode() in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")]
