@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import os
 import platform
+import subprocess
 import time
 from pathlib import Path
 
@@ -25,6 +28,21 @@ def describe() -> dict[str, str | int]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+
+
+def gpu() -> dict[str, str]:
+    """The GPU's name, driver, clocks and memory as `nvidia-smi` tells them, and Triton's version; empty without one."""
+    if not torch.cuda.is_available():
+        return {}
+    fields = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit", "memory.total")
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    found = {"name": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()[0]
+        found |= dict(zip(fields, (value.strip() for value in told.split(",")), strict=True))
+    with contextlib.suppress(ImportError):
+        found["triton"] = importlib.metadata.version("triton")
+    return {f"gpu_{name}": value for name, value in found.items()}
 
 
 def load() -> float:

@@ -1,0 +1,265 @@
+"""Whether the kernels, both runners and the service are right on a GPU, from a bare checkout.
+
+    python -m benchmarks.gpu_check [PART ...] [--device cuda] [--scale full] [--out DIR]
+
+Parts: `kernels` (the tests of every Triton kernel, against float64), `layers` (one layer of each kind of two decoders
+and of a vision tower at real sizes: at most twice the error of the torch reference in the same dtype, both held
+against the reference in float32), `graphs` (graph = eager for both runners), `service` (a server on the embedded
+model, asked the shipped questions, one by one and many at once). `--device cpu --scale tiny` proves the program.
+Writes gpu-check.json into DIR; the last line on stdout is JSON; status 1 where a part failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import gpu_models, machine
+from decoder.config import DecoderConfig, DecoderOptions
+from decoder.request import DecoderRequest
+from decoder.runner import DecoderRunner
+from decoder.sampling import SamplingParams
+from encoder.config import VisionConfig
+from encoder.runner import EncoderOptions, EncoderRunner
+from kernels.dispatch import forced
+
+ROOT = Path(__file__).resolve().parent.parent
+FORCED_TOKEN, FORCED_STEPS = 7, 6
+NEEDED_RIGHT = 0.85
+"""Share of the shipped questions that the embedded model must answer as the picture was drawn; it answers more."""
+
+
+def require(holds: bool, message: str) -> None:
+    """AssertionError with `message`, also where Python leaves assertions out."""
+    if not holds:
+        raise AssertionError(message)
+
+
+def check_kernels(device: str, scale: str) -> dict[str, Any]:
+    """pytest over tests/kernels; what needs a transformers with `nemotron_h_omni` is left out where that is absent."""
+    files = sorted(path for path in (ROOT / "tests/kernels").glob("test_*_triton.py"))
+    left_out = [path.name for path in files if "models" in path.name and not _has_oracle()]
+    chosen = [path for path in files if path.name not in left_out]
+    if scale == "tiny":
+        chosen = [path for path in chosen if "patches" in path.name]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *map(str, chosen)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    require(ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:])
+    return {"files": [path.name for path in chosen], "left_out": left_out, "said": ran.stdout.splitlines()[-1]}
+
+
+def _has_oracle() -> bool:
+    try:
+        import transformers.models.nemotron_h_omni  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+
+def logprobs(config: DecoderConfig, device: str, dtype: torch.dtype, lengths: Sequence[int]) -> torch.Tensor:
+    """Log-probabilities of one and the same token after prompts of these lengths, and in the steps that follow, in
+    which that token is forced: numbers that two roundings of a model can be compared by."""
+    shapes = config.expected_weights()
+    options = DecoderOptions(
+        dtype=dtype, device=device, max_seqs=len(lengths), max_len=max(lengths) + 16, max_batched_tokens=512,
+        graphs="off", native="off",
+    )  # fmt: skip
+    runner = DecoderRunner(config, options, gpu_models.weights(shapes, device, dtype))
+    asked = SamplingParams(
+        max_tokens=FORCED_STEPS, temperature=0.0, logit_bias={FORCED_TOKEN: 1e4}, logprobs=0, ignore_eos=True
+    )
+    generator = torch.Generator().manual_seed(1)
+    for index, length in enumerate(lengths):
+        prompt = torch.randint(0, config.vocab_size, (length,), generator=generator).tolist()
+        runner.add(DecoderRequest(str(index), prompt, asked))
+    found: dict[str, list[float]] = {}
+    while runner.has_work:
+        for event in runner.step():
+            require(event.error is None and event.token_id == FORCED_TOKEN, f"{event}")
+            found.setdefault(event.request_id, []).append(event.logprob or 0.0)
+    runner.close()
+    return torch.tensor([found[str(index)] for index in range(len(lengths))], dtype=torch.float64)
+
+
+def rows_of(
+    config: VisionConfig, device: str, dtype: torch.dtype, grids: Sequence[tuple[int, int]], graphs: str
+) -> Any:
+    """Rows of pictures of noise, all together, float64 on the host."""
+    weights = gpu_models.weights(config.expected_weights(), device, dtype)
+    tokens = sum(rows * columns for rows, columns in grids) // config.merge_size**2
+    options = EncoderOptions(
+        dtype=dtype, device=torch.device(device), graphs=graphs, token_budgets=(tokens,), max_images=len(grids),
+        max_tokens_per_step=max(tokens, config.max_image_tokens),
+    )  # fmt: skip
+    runner = EncoderRunner(config, options, weights)
+    images = [gpu_models.picture(config, *grid, dtype) for grid in grids]
+    out = [torch.empty(image.tokens, config.text_hidden_size, dtype=dtype, device=device) for image in images]
+    runner.encode(images, out)
+    replayed = any(name.startswith("replays_") for name in runner.stats())
+    require(replayed == (graphs == "on"), f"graphs {graphs}: {runner.stats()}")
+    runner.close()
+    return torch.cat(out).double().cpu()
+
+
+def hold(run: Callable[[torch.dtype], torch.Tensor]) -> dict[str, float]:
+    """`run(bfloat16)` on the kernels against the reference: at most twice the reference's own error in bfloat16."""
+    found = run(torch.bfloat16)
+    with forced("reference"):
+        plain, exact = run(torch.bfloat16), run(torch.float32)
+    require(bool(found.isfinite().all()), "results that are not finite")
+    size = exact.square().mean().sqrt()
+    error, own = ((x - exact).square().mean().sqrt() / size for x in (found, plain))
+    require(bool(error <= 2 * own + 1e-3), f"relative error {error:.3g}, the reference's own {own:.3g}")
+    return {"error": float(error), "reference_error": float(own)}
+
+
+def check_layers(device: str, scale: str) -> dict[str, Any]:
+    """Each kind of layer at real sizes."""
+    full = scale == "full"
+    lengths = (1, 17, 130, 700) if full else (1, 5, 19)
+    grids = ((32, 32), (30, 40), (68, 120)) if full else ((4, 6), (6, 4))
+    tower = gpu_models.tower(scale, layers=2)
+    numbers: dict[str, Any] = {}
+    for name, experts in (("nemotron-9b", False), ("nano-3-30b", True)):
+        config = gpu_models.decoder(scale, experts=experts, layers=True)
+        numbers[name] = hold(lambda dtype, config=config: logprobs(config, device, dtype, lengths))  # type: ignore[misc]
+    numbers["radio-h"] = hold(lambda dtype: rows_of(tower, device, dtype, grids, "off"))
+    return numbers
+
+
+# -- graphs ------------------------------------------------------------------------------------------------------------
+
+
+def answers(config: DecoderConfig, device: str, graphs: str) -> dict[str, list[int]]:
+    """Tokens of greedy and drawn rows that come and go, in float32."""
+    options = DecoderOptions(
+        device=device, max_seqs=4, max_len=160, max_batched_tokens=64, graphs=graphs, max_capture=64, native="off"
+    )
+    runner = DecoderRunner(config, options, gpu_models.weights(config.expected_weights(), device, torch.float32))
+    generator = torch.Generator().manual_seed(2)
+    for index in range(7):
+        prompt = torch.randint(0, config.vocab_size, (1 + 13 * index,), generator=generator).tolist()
+        params = SamplingParams(max_tokens=3 + 2 * index, temperature=float(index % 2), seed=index, ignore_eos=True)
+        runner.add(DecoderRequest(str(index), prompt, params))
+    found: dict[str, list[int]] = {}
+    while runner.has_work:
+        for event in runner.step():
+            require(event.error is None and event.token_id is not None, f"{event}")
+            found.setdefault(event.request_id, []).append(event.token_id or 0)
+    replays = [value for name, value in runner.stats().items() if name.startswith("replays_")]
+    require((sum(replays) > 0) == (graphs == "on"), f"graphs {graphs}: {runner.stats()}")
+    runner.check_integrity()
+    runner.close()
+    return found
+
+
+def check_graphs(device: str, scale: str) -> dict[str, Any]:
+    """graph = eager: tokens of the decoder, rows of the encoder, in float32."""
+    config = gpu_models.decoder(scale, layers=True)
+    eager, replayed = answers(config, device, "off"), answers(config, device, "on")
+    require(replayed == eager, f"decoder: graph {replayed}, eager {eager}")
+    tower = gpu_models.tower(scale, layers=2)
+    grids = ((32, 32), (30, 40), (40, 40)) if scale == "full" else ((4, 6), (6, 4))
+    rows = [rows_of(tower, device, torch.float32, grids, graphs) for graphs in ("off", "on")]
+    difference = float((rows[1] - rows[0]).abs().max() / rows[0].abs().max())
+    require(difference < 1e-4, f"encoder: graph and eager differ by {difference:.3g} of the largest value")
+    return {"tokens": sum(map(len, eager.values())), "encoder_difference": difference}
+
+
+# -- service -----------------------------------------------------------------------------------------------------------
+
+
+def check_service(device: str, scale: str) -> dict[str, Any]:
+    """The embedded model behind gRPC: answers right, and the same however many are asked at once."""
+    import saccade
+    from service.cli import ServerProcess
+
+    questions = json.loads((ROOT / "demo/questions.json").read_text())
+    questions = questions if scale == "full" else questions[:3]
+
+    def ask(client: saccade.Client, index: int) -> list[int]:
+        question = questions[index]
+        images = [ROOT / "demo/pictures" / name for name in question["images"]]
+        answer = client.generate(question["question"], images=images, temperature=0.0, max_tokens=64)
+        texts[index] = answer.text
+        return list(answer.token_ids)
+
+    texts = [""] * len(questions)
+    server = ServerProcess(["demo", "--device", device, "--dtype", "float32"])
+    try:
+        with saccade.Client(server.address) as client, ThreadPoolExecutor(16) as pool:
+            alone = [ask(client, index) for index in range(len(questions))]
+            together = list(pool.map(lambda index: ask(client, index), range(len(questions))))
+    finally:
+        code = server.stop()
+    require(code == 0, f"the server ended with {code}")
+    different = sum(a != b for a, b in zip(alone, together, strict=True))
+    right = sum(text.strip() == q["answer"] for text, q in zip(texts, questions, strict=True)) / len(questions)
+    require(different == 0, f"{different} of {len(questions)} answers changed when asked together")
+    require(right >= NEEDED_RIGHT, f"{right:.2f} of the answers are right, {NEEDED_RIGHT} are needed")
+    return {"questions": len(questions), "right": right}
+
+
+PARTS: dict[str, Callable[[str, str], dict[str, Any]]] = {
+    "kernels": check_kernels,
+    "layers": check_layers,
+    "graphs": check_graphs,
+    "service": check_service,
+}
+
+
+def run_part(name: str, device: str, scale: str) -> dict[str, Any]:
+    """Never raises: an exception is a failure with its traceback."""
+    started = time.perf_counter()
+    try:
+        result = {"passed": True, **PARTS[name](device, scale)}
+    except Exception:
+        print(text := traceback.format_exc(), file=sys.stderr, flush=True)
+        result = {"passed": False, "error": text[-8000:]}
+    if device != "cpu":
+        torch.cuda.empty_cache()
+    result["seconds"] = round(time.perf_counter() - started, 1)
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """1 where a part failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; none named: all")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--scale", choices=("full", "tiny"), default="full")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "build")))
+    arguments = parser.parse_args(argv)
+    if unknown := sorted(set(arguments.parts) - set(PARTS)):
+        parser.error(f"{', '.join(unknown)}: no such part; there are {', '.join(PARTS)}")
+    if arguments.device != "cpu" and not torch.cuda.is_available():
+        parser.error(
+            f"--device {arguments.device}: this torch finds no GPU; --device cpu --scale tiny runs without one"
+        )
+    results: dict[str, Any] = {"machine": machine.describe() | machine.gpu()}
+    for name in arguments.parts or list(PARTS):
+        results[name] = run_part(name, arguments.device, arguments.scale)
+        said = "passed" if results[name]["passed"] else "FAILED"
+        print(f"{name}: {said} in {results[name]['seconds']} s", flush=True)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "gpu-check.json").write_text(json.dumps(results, indent=1) + "\n")
+    print(json.dumps(results))
+    return 0 if all(results[name]["passed"] for name in results if name != "machine") else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Random models for the programs that run on a GPU: real sizes, or tiny ones that prove the programs on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from decoder.config import DecoderConfig
+from encoder.config import VisionConfig
+from encoder.preprocess import ImagePatches
+
+NEMOTRON_9B = DecoderConfig(
+    pattern="M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+    vocab_size=131072, hidden_size=4480, num_attention_heads=40, num_key_value_heads=8, head_dim=128,
+    intermediate_size=15680, mamba_num_heads=128, mamba_head_dim=80, ssm_state_size=128, n_groups=8,
+)  # fmt: skip
+"""The 8B-class decoder: the shape of Nemotron Nano V2 9B."""
+NANO_3_30B = DecoderConfig(
+    pattern="ME*", vocab_size=131072, hidden_size=2688, num_attention_heads=32, num_key_value_heads=2, head_dim=128,
+    mamba_num_heads=64, mamba_head_dim=64, ssm_state_size=128, n_groups=8, n_routed_experts=128,
+    num_experts_per_tok=6, moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712,
+    routed_scaling_factor=2.5,
+)  # fmt: skip
+"""One layer of each kind of Nemotron 3 Nano Omni's decoder."""
+RADIO_H = VisionConfig(text_hidden_size=2688, projector_hidden_size=20480)
+TINY_9B = replace(
+    NEMOTRON_9B, pattern="M-*M-", vocab_size=97, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=8, intermediate_size=48, mamba_num_heads=4, mamba_head_dim=8, ssm_state_size=16, n_groups=2, chunk_size=8,
+)  # fmt: skip
+TINY_30B = replace(
+    TINY_9B, pattern="ME*", n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=24,
+    moe_shared_expert_intermediate_size=40, routed_scaling_factor=2.5,
+)  # fmt: skip
+TINY_TOWER = VisionConfig(
+    hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64, patch_size=4, max_img_size=64, num_cls_tokens=2,
+    num_registers=2, min_num_patches=16, max_num_patches=256, max_model_len=512, projector_hidden_size=48,
+    text_hidden_size=32,
+)  # fmt: skip
+
+
+def decoder(scale: str, *, experts: bool = False, layers: bool = False) -> DecoderConfig:
+    """The 8B-class decoder, or the one with experts; `layers`: one layer of each kind alone."""
+    if experts:
+        return NANO_3_30B if scale == "full" else TINY_30B
+    config = NEMOTRON_9B if scale == "full" else TINY_9B
+    return replace(config, pattern="M-*") if layers else config
+
+
+def tower(scale: str, *, layers: int | None = None) -> VisionConfig:
+    """RADIO-H, or its first layers."""
+    config = RADIO_H if scale == "full" else TINY_TOWER
+    return config if layers is None else replace(config, num_layers=layers)
+
+
+def weights(shapes: dict[str, tuple[int, ...]], device: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Random weights by name, the same for every call on a device, at a scale that keeps activations near 1."""
+    generator = torch.Generator(device).manual_seed(0)
+    for name, shape in shapes.items():
+        if name.endswith("A_log"):
+            tensor = torch.rand(shape, generator=generator, device=device) * 2 - 1
+        elif "norm" in name and name.endswith("weight") or name.endswith((".D", "lambda1")):
+            tensor = torch.rand(shape, generator=generator, device=device) * 0.2 + 0.9
+        else:
+            fan = shape[-1] if len(shape) > 1 else 100
+            tensor = torch.randn(shape, generator=generator, device=device) / fan**0.5
+        if name == "model.embeddings.weight":
+            tensor *= shape[-1] ** 0.5
+        yield name, tensor.to(dtype)
+
+
+def picture(config: VisionConfig, rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> ImagePatches:
+    """Patches of a picture of noise."""
+    generator = torch.Generator().manual_seed(1000 * rows + columns + 7919 * seed)
+    patches = torch.randn(rows * columns, config.patch_dim, generator=generator).to(dtype)
+    return ImagePatches((rows, columns), patches, config.merge_size)
