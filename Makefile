@@ -11,6 +11,11 @@ ARGS ?=
 MODEL ?= demo
 
 PY := $(VENV)/bin/python
+# A GPU machine may have neither a network nor a virtual environment: these two targets take the system's Python there,
+# and the peers that `make peers` has fetched beforehand.
+GPU_PY := PYTHONPATH=$(CURDIR):$(CURDIR)/.peers/site$(if $(PYTHONPATH),:$(PYTHONPATH)) $(if $(wildcard $(PY)),$(PY),$(PYTHON))
+OUT ?= build/gpu
+PART ?= ceilings kernels runners service
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 # The stamp's name says what was installed where: `make setup` does nothing while neither has changed.
 SETUP_HASH := $(shell { cat pyproject.toml saccade/pyproject.toml constraints.txt; echo '$(CURDIR)'; } | sha256sum | cut -c1-16)
@@ -19,7 +24,7 @@ STAMP := $(VENV)/.saccade-setup-$(SETUP_HASH)
 # $(call needs,PATH): stops with a plain sentence where a checkout does not hold PATH.
 needs = @test -e '$(1)' || { echo "make $@: this checkout has no $(1) yet" >&2; exit 1; }
 
-.PHONY: help setup demo serve test lint format protos demo-model bench aot soak gpu-check gpu-bench
+.PHONY: help setup demo serve test lint format protos demo-model bench aot soak gpu-check gpu-bench peers
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -82,10 +87,13 @@ soak: setup  ## the long fault and load runs
 	$(call needs,benchmarks/soak.py)
 	@$(PY) -m benchmarks.soak $(ARGS)
 
-gpu-check: setup  ## the checks that need an NVIDIA GPU
+gpu-check:  ## the checks that need an NVIDIA GPU: make gpu-check OUT=dir
 	$(call needs,benchmarks/gpu_check.py)
-	@$(PY) -m benchmarks.gpu_check $(ARGS)
+	@$(GPU_PY) -m benchmarks.gpu_check --out $(OUT) $(ARGS)
 
-gpu-bench: setup  ## the measurements that need an NVIDIA GPU
+gpu-bench:  ## the measurements that need an NVIDIA GPU: make gpu-bench PART="ceilings kernels" OUT=dir
 	$(call needs,benchmarks/gpu.py)
-	@$(PY) -m benchmarks.gpu $(ARGS)
+	@$(GPU_PY) -m benchmarks.gpu $(PART) --out $(OUT) $(ARGS)
+
+peers:  ## fetch what gpu-check and gpu-bench compare with, into .peers
+	@$(PYTHON) -m benchmarks.fetch_peers $(ARGS)

@@ -110,7 +110,9 @@ class StaticGraph:
         torch.cuda.current_stream(self.device).wait_stream(stream)
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=None if self._pool is None else self._pool.handle, stream=stream):
+        pool = None if self._pool is None else self._pool.handle
+        # thread_local: the other runner's thread may allocate or copy meanwhile, which "global" takes for our mistake.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self._step(self.inputs, self.outputs)
         self._cuda_graph = graph
 

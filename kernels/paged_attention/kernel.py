@@ -58,7 +58,7 @@ def _update(q, k, v, m_open, acc, top, total, scale):  # type: ignore[no-untyped
     return acc, new_top, total * decay + tl.sum(weights, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "tokens"])
 def _attend(  # type: ignore[no-untyped-def]
     p_q,  # [T, Q, P]
     p_k,  # [T, K, P]: new keys
@@ -199,7 +199,7 @@ def _attend(  # type: ignore[no-untyped-def]
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _merge(  # type: ignore[no-untyped-def]
     p_part,  # [L, T, Q, P] float32
     p_lse,  # [L, T, Q] float32: log2 of each split's total

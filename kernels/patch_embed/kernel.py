@@ -36,7 +36,7 @@ TILES = {
 TILE_FLOAT32 = Tile(32, 32, 32, 4, 2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _embed(  # type: ignore[no-untyped-def]
     p_patches,  # [T, P]: the weight's dtype, or uint8 with SHIFTED
     p_weight,  # [D, P]

@@ -52,7 +52,7 @@ def find_segment(p_starts, count, i_block, BLOCK: tl.constexpr):  # type: ignore
     return low - 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences"])
 def _varlen(  # type: ignore[no-untyped-def]
     p_q,  # [R, H, D]
     p_k,  # [R, H, D]
