@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from decoder.config import DecoderConfig, DecoderOptions
 from decoder.request import Sequence
 from decoder.scheduler import Row
 from kernels.chunk_scan import Chunk, plan_chunks
+from kernels.dispatch import implementation
+from kernels.scan_tables import ScanTables
 from kernels.slots import SlotRun
 
 CHUNK_LIMIT = 64
@@ -44,6 +47,23 @@ class ScanRows:
     """(chunk, slot): the state after that chunk is kept there."""
     window_saves: tuple[tuple[int, int, int], ...] | Tensor = ()
     """(row, end, slot): the conv window after that many of these tokens is kept there."""
+    cut: tuple[list[int], list[int], int] | None = None
+    """For each row its tokens and those before them, and the chunk length; `None` without Mamba layers."""
+    static_tables: ScanTables | None = None
+    """A graph's own."""
+
+    @cached_property
+    def tables(self) -> ScanTables | None:
+        """What the kernels of Mamba layers read instead of the tuples above, made once a step; `None` without them."""
+        if self.static_tables is not None or self.cut is None:
+            return self.static_tables
+        device = self.slots_R.device
+        return self.padded_tables(None, device) if implementation(device.type)[0] == "triton" else None
+
+    def padded_tables(self, sizes: Mapping[str, int] | None, device: torch.device) -> ScanTables:
+        """The same with room for `sizes`."""
+        assert self.cut is not None and not isinstance(self.window_saves, Tensor)
+        return ScanTables.of(*self.cut, self.window_saves, device=device, padded=sizes)
 
 
 @dataclass(frozen=True)
@@ -290,6 +310,7 @@ class BatchBuilder:
             window_saves=tuple(
                 (index, starts[index] + position - computed[index], slot) for (index, position), slot in inside.items()
             ),
+            cut=([row.count for row in rows], computed, self.chunk_size) if self.config.mamba_layers else None,
         )
 
 

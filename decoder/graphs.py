@@ -27,7 +27,9 @@ from decoder.metadata import pad_rows, prefilling_rows, split_rows
 from decoder.model import HybridModel
 from decoder.scheduler import Row
 from kernels.chunk_scan import chunk_table
+from kernels.dispatch import implementation
 from kernels.graphs import GraphPool, ReplayError, StaticGraph
+from kernels.scan_tables import ScanTables
 
 log = logging.getLogger(__name__)
 
@@ -129,6 +131,21 @@ def decode_fields(config: DecoderConfig, options: DecoderOptions) -> dict[str, F
     return fields
 
 
+def _runs_kernels(options: DecoderOptions) -> bool:
+    return implementation(torch.device(options.device).type)[0] == "triton"
+
+
+def _saves(options: DecoderOptions, size: int) -> int:
+    """How many checkpoints a mixed bucket of `size` tokens has room for."""
+    return -(-size // options.page_size) + min(size, options.max_seqs)
+
+
+def _scan_room(config: DecoderConfig, options: DecoderOptions, size: int) -> dict[str, int]:
+    """What a mixed bucket's scan tables have room for."""
+    rows, chunk = min(size, options.max_seqs), BatchBuilder.scan_chunk(config)
+    return ScanTables.room(size, rows, _saves(options, size), chunk)
+
+
 def mixed_fields(config: DecoderConfig, options: DecoderOptions) -> dict[str, Field]:
     """Buffers of mixed graphs. Padded rows: slot -1, length 0; padded tokens belong to no row and have place -1."""
     long, chunk = torch.int64, BatchBuilder.scan_chunk(config)
@@ -137,7 +154,7 @@ def mixed_fields(config: DecoderConfig, options: DecoderOptions) -> dict[str, Fi
         return min(size, options.max_seqs)
 
     def saves(size: int) -> int:
-        return -(-size // options.page_size) + rows(size)
+        return _saves(options, size)
 
     fields = {
         "x": Field((config.hidden_size,), options.dtype, 0.0),
@@ -152,6 +169,10 @@ def mixed_fields(config: DecoderConfig, options: DecoderOptions) -> dict[str, Fi
             "state_saves": Field((2,), long, -1, saves),
             "window_saves": Field((3,), long, -1, saves),
         }
+        if _runs_kernels(options):
+            fields["scan_tables"] = Field(
+                (), torch.int32, -1, lambda size: ScanTables.length(**_scan_room(config, options, size))
+            )
     if config.attention_layers:
         fields |= {"tables": Field((_table_width(config, options),), long, -1, rows), "places": Field((), long, -1)}
     return fields
@@ -302,10 +323,12 @@ def _verify_batch(view: Mapping[str, Tensor], longest: int, span: int, width: in
     return replace(_decode_batch(view, longest), verify=rows)
 
 
-def _mixed_values(x_TD: Tensor, batch: Batch) -> dict[str, Tensor]:
+def _mixed_values(x_TD: Tensor, batch: Batch, room: Mapping[str, int] | None) -> dict[str, Tensor]:
+    """`room`: that of the bucket's scan tables, where it has any."""
     scan = batch.scan
     assert scan is not None and not isinstance(scan.chunks, Tensor)
-    return {
+    tables = {} if room is None else {"scan_tables": scan.padded_tables(room, x_TD.device).buffer}
+    return tables | {
         "x": x_TD,
         "slots": scan.slots_R,
         "initial": scan.initial_R,
@@ -324,8 +347,8 @@ def _rows(values: Tensor | SequenceOf[tuple[int, ...]], width: int, like: Tensor
     return torch.tensor(values, dtype=torch.int64, device=like.device).view(-1, width)
 
 
-def _mixed_batch(view: Mapping[str, Tensor]) -> Batch:
-    empty = view["slots"][:0]
+def _mixed_batch(view: Mapping[str, Tensor], room: Mapping[str, int], chunk: int) -> Batch:
+    empty, tables = view["slots"][:0], view.get("scan_tables")
     scan = ScanRows(
         slots_R=view["slots"],
         initial_R=view["initial"],
@@ -335,6 +358,9 @@ def _mixed_batch(view: Mapping[str, Tensor]) -> Batch:
         chunks=view.get("chunks", ()),
         state_saves=view.get("state_saves", ()),
         window_saves=view.get("window_saves", ()),
+        static_tables=(
+            None if tables is None else ScanTables(tables, chunk, room["rows"], room["entries"], room["saves"])
+        ),
     )
     return Batch(
         ids_T=empty,
@@ -363,7 +389,7 @@ class DecoderGraphs:
         """Captures every size of the plan, largest first, into one pool. `ValueError` when the arena has fewer state
         slots than the largest decode graph has rows.
         """
-        self.options, self.arena, self.model = options, arena, model
+        self.config, self.options, self.arena, self.model = config, options, arena, model
         self.plan = capture_plan(options)
         check_slots(config, options, arena.layout, arena.pool.num_blocks)
         self._longest = _table_width(config, options) * options.page_size
@@ -416,7 +442,9 @@ class DecoderGraphs:
         batch = {
             "decode": lambda: _decode_batch(view, self._longest),
             "verify": lambda: _verify_batch(view, self._longest, span, width),
-            "mixed": lambda: _mixed_batch(view),
+            "mixed": lambda: _mixed_batch(
+                view, _scan_room(self.config, self.options, bucket.size), BatchBuilder.scan_chunk(self.config)
+            ),
         }[bucket.kind]()
 
         def run(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
@@ -463,7 +491,8 @@ class DecoderGraphs:
             places = _places_of(batch, bucket.size, self.options.num_drafts + 1)
             values = _verify_values(x_TD, batch, buffers.fields, bucket.size, places)
         else:
-            values = _decode_values(x_TD, batch) if bucket.kind == "decode" else _mixed_values(x_TD, batch)
+            room = _scan_room(self.config, self.options, bucket.size) if "scan_tables" in buffers.fields else None
+            values = _decode_values(x_TD, batch) if bucket.kind == "decode" else _mixed_values(x_TD, batch, room)
         buffers.set_batch(bucket.size, values)
         hidden = self._graphs[bucket].replay(self._inputs(bucket))["hidden"]
         self.replays[bucket] += 1

@@ -165,11 +165,12 @@ class MambaMixer:
         scan = batch.scan
         assert scan is not None
         rows = (scan.slots_R, scan.initial_R, scan.starts_R)
-        mixed = causal_conv1d(conv_in_TC, self.conv_WC, self.conv_bias_C, self.windows, *rows, scan.window_saves)
+        kept = (scan.window_saves, scan.tables)
+        mixed = causal_conv1d(conv_in_TC, self.conv_WC, self.conv_bias_C, self.windows, *rows, *kept)
         x, b, c = self._split(mixed)
         dt = discretise(dt_TH, self.dt_bias_H, self.config.time_step_limit)
         given = (x, dt, self.A_H, b, c, self.D_H)
-        y = chunk_scan(self.states, scan.slots_R, scan.initial_R, *given, scan.chunks, scan.state_saves)
+        y = chunk_scan(self.states, scan.slots_R, scan.initial_R, *given, scan.chunks, scan.state_saves, scan.tables)
         return y.reshape(x.shape[0], -1)
 
 

@@ -111,6 +111,11 @@ class ScanTables:
         return cls(buffer, chunk_size, sizes["rows"], sizes["entries"], sizes["saves"])
 
     @staticmethod
+    def length(rows: int, entries: int, saves: int, tiles: int) -> int:
+        """Elements of the buffer of tables of these sizes."""
+        return 2 * (rows + 1) + 4 * entries + 2 * saves + 2 * tiles
+
+    @staticmethod
     def room(tokens: int, rows: int, saves: int, chunk_size: int) -> dict[str, int]:
         """Sizes that suffice for so many tokens, rows and saves."""
         entries = tokens // chunk_size + 2 * rows + saves + 1
