@@ -95,7 +95,7 @@ class HybridModel:
     def logits(self, hidden_TD: Tensor, samples: Tensor | None = None) -> Tensor:
         """`[L, vocab]` in the compute dtype or float32, of the tokens named in `samples` (default: all)."""
         rows = hidden_TD if samples is None else hidden_TD.index_select(0, samples)
-        if self.native is not None and 0 < rows.shape[0] <= self.native.max_rows:
+        if self.native is not None and 0 < rows.shape[0] <= self.native.max_tokens:
             return self.native.logits(rows)
         return self.head(self.final_norm(rows))
 

@@ -1,14 +1,16 @@
-"""A decode step on a CPU in two calls of compiled code: every layer; the final norm and the vocabulary projection.
+"""A step on a CPU in a few calls of compiled code: the layers; the final norm and the vocabulary projection.
 
 The same maths as `decoder.model` with `decoder.mixers`, on the same weights, states and pages. Layers that have no
-compiled form (mixtures of experts, other activations) are called in between, on the same residual stream; prompts,
-states that are not float32, and machines without a compiler or AVX-512 go the other way altogether.
+compiled form (mixtures of experts, other activations, attention of prompts) are called in between, on the same residual
+stream; rows to be verified, states that are not float32, and machines without a compiler or AVX-512 go the other way.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,8 +28,30 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_ROWS = 64
-"""Rows of a step; more are better served by large products."""
+
+@dataclass(frozen=True)
+class _Layer:
+    ops: range
+    """Empty where it has no compiled form."""
+    norm: Tensor
+    mixer: Mixer
+
+
+Plan = list[tuple[range, _Layer | None]]
+"""Operations, and the layer that is called after them."""
+
+
+def _plan(layers: Sequence[_Layer], called: tuple[type, ...]) -> Plan:
+    """As few stretches of operations as there can be with layers of the `called` kinds between them."""
+    plan: Plan = []
+    begin = end = 0
+    for layer in layers:
+        if layer.ops and not isinstance(layer.mixer, called):
+            end = layer.ops.stop
+            continue
+        plan.append((range(begin, end), layer))
+        begin = end = layer.ops.stop
+    return [*plan, (range(begin, end), None)]
 
 
 class NativeStep:
@@ -47,27 +71,26 @@ class NativeStep:
         self._kept: list[object] = []
         """What the operations point to."""
         ops: list[Op] = []
-        self._plan: list[tuple[range, tuple[Tensor, Mixer] | None]] = []
-        """Operations, and after them the norm and the mixer of a layer that is called."""
-        begin = 0
+        layers: list[_Layer] = []
         for norm, mixer in zip(model.norms, model.mixers, strict=True):
-            layer = self._layer(norm, mixer)
-            if not layer:
-                self._plan.append((range(begin, len(ops)), (norm, mixer)))
-                begin = len(ops)
-            ops += layer
+            begin = len(ops)
+            ops += self._layer(norm, mixer)
+            layers.append(_Layer(range(begin, len(ops)), norm, mixer))
+        self._decode = _plan(layers, called=())
+        self._mixed = _plan(layers, called=(AttentionMixer,))
         body = len(ops)
-        self._plan.append((range(begin, body), None))
         head = self._packed(model.head)
         ops += [self._norm(model.norm_f, head), self._linear(head, Target.LOGITS)]
         self._head = range(body, len(ops))
         self._ops = (Op * len(ops))(*ops)
-        rows = self.max_rows = min(options.max_seqs, MAX_ROWS)
+        self.max_tokens = max(options.max_seqs, options.max_batched_tokens)
+        tokens = self.max_tokens
         widest = max([config.hidden_size, *(max(op.weight.n, op.weight.k, op.width) for op in ops[:body])])
-        self._x = torch.zeros(rows, config.hidden_size)
-        self._wide, self._mid = torch.zeros(rows, widest), torch.zeros(rows, widest)
         padded = -(-widest // 128) * 128
-        self._operand, self._scales = torch.zeros(rows, padded), torch.zeros(rows)
+        # Memory that no step has used yet costs nothing.
+        self._x, self._scales = torch.empty(tokens, config.hidden_size), torch.empty(tokens)
+        self._wide, self._mid = torch.empty(tokens, widest), torch.empty(tokens, widest)
+        self._operand = torch.empty(tokens, padded)
         low, high = config.time_step_limit
         attention = config.attention_layers > 0
         self._model = Model(
@@ -82,31 +105,45 @@ class NativeStep:
         )  # fmt: skip
 
     def takes(self, tokens: int, batch: Batch) -> bool:
-        """Whether all tokens of a step are update rows, and few enough."""
-        return batch.scan is None and 0 < tokens == batch.updates <= self.max_rows
+        """Whether a step is of update rows and scanned rows, and few enough tokens."""
+        if batch.verify is not None or not 0 < tokens <= self.max_tokens:
+            return False
+        scan = batch.scan
+        return tokens == batch.updates if scan is None else isinstance(scan.window_saves, tuple)
 
-    def layers(self, x_UD: Tensor, batch: Batch) -> Tensor:
-        """`[U, d]` float32, before the final norm. Updates states, windows and pages in place."""
-        rows, tables = batch.updates, batch.tables_QW
-        x = self._x[:rows].copy_(x_UD)
+    def layers(self, x_TD: Tensor, batch: Batch) -> Tensor:
+        """`[T, d]` float32, before the final norm. Updates states, windows and pages in place.
+
+        Attention of scanned rows is called, not compiled: torch's is made for many queries at once.
+        """
+        tokens, updates, tables, scan = x_TD.shape[0], batch.updates, batch.tables_QW, batch.scan
+        x = self._x[:tokens].copy_(x_TD)
+        starts, slots = torch.arange(updates + 1), batch.slots_U
+        initial, saves = torch.ones(updates, dtype=torch.int64), torch.empty(0, 3, dtype=torch.int64)
+        if scan is not None:
+            starts = torch.cat((starts, scan.starts_R[1:] + updates))
+            slots = torch.cat((slots, scan.slots_R))
+            initial = torch.cat((initial, scan.initial_R.to(torch.int64)))
+            kept = [(row + updates, end + updates, slot) for row, end, slot in scan.window_saves]
+            saves = torch.tensor(kept, dtype=torch.int64).view(-1, 3)
         step = Step(
-            rows, batch.slots_U.data_ptr(), batch.lengths_Q.data_ptr(), tables.data_ptr(), batch.places_T.data_ptr(),
+            tokens, slots.shape[0], starts.data_ptr(), slots.data_ptr(), initial.data_ptr(), saves.shape[0],
+            saves.data_ptr(), batch.lengths_Q.data_ptr(), tables.data_ptr(), batch.places_T.data_ptr(),
             tables.stride(0) if tables.dim() == 2 else 0, None,
         )  # fmt: skip
-        for ops, layer in self._plan:
+        for ops, layer in self._decode if scan is None else self._mixed:
             if ops:
                 self._run(ops, step)
             if layer is not None:
-                norm, mixer = layer
-                x += mixer(rms_norm(x, norm, self._eps, self._dtype), batch)
+                x += layer.mixer(rms_norm(x, layer.norm, self._eps, self._dtype), batch)
         return x.clone()
 
     def logits(self, hidden_LD: Tensor) -> Tensor:
-        """`[L, vocab]` float32 of at most `max_rows` rows before the final norm."""
+        """`[L, vocab]` float32 of at most `max_tokens` rows before the final norm."""
         rows = hidden_LD.shape[0]
         self._x[:rows].copy_(hidden_LD)
         out = torch.empty(rows, self._model.vocab)
-        self._run(self._head, Step(rows, None, None, None, None, 0, out.data_ptr()))
+        self._run(self._head, Step(tokens=rows, logits=out.data_ptr()))
         return out
 
     def _run(self, ops: range, step: Step) -> None:

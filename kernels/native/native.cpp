@@ -73,10 +73,14 @@ struct Model {
 };
 
 struct Step {
-    int64_t rows;
-    const int64_t *slots, *lengths, *tables, *places;
+    int64_t tokens;
+    int64_t rows;  // MAMBA: row r is tokens [starts[r], starts[r + 1]) ...
+    const int64_t *starts, *slots, *initial;  // ... and begins with zeros unless initial[r]
+    int64_t save_count;
+    const int64_t* saves;  // [saves, 3]: (row, token, slot): what there is of the row before that token goes to that slot too
+    const int64_t *lengths, *tables, *places;  // ATTENTION, of each token
     int64_t table_stride;
-    float* logits;  // [rows, vocab]
+    float* logits;  // [tokens, vocab]
 };
 }
 
@@ -375,71 +379,129 @@ void convolve(const Model& m, const Op& op, T* window, const float* in, int64_t 
     const float* last = op.conv + keep * channels + begin;
 #pragma omp simd
     for (int64_t i = 0; i < count; i++) out[i] += last[i] * in[begin + i];
-    if (window) {
-        for (int64_t tap = 0; tap < keep; tap++) {
-            const float* weight = op.conv + tap * channels + begin;
-            T* row = window + tap * channels + begin;
+    for (int64_t tap = 0; tap < keep; tap++) {
+        const float* weight = op.conv + tap * channels + begin;
+        T* row = window + tap * channels + begin;
 #pragma omp simd
-            for (int64_t i = 0; i < count; i++) out[i] += weight[i] * load(row, i);
-        }
-        for (int64_t tap = 0; tap + 1 < keep; tap++)
-            std::memcpy(window + tap * channels + begin, window + (tap + 1) * channels + begin, count * sizeof(T));
-        if (keep > 0) {
-            T* row = window + (keep - 1) * channels + begin;
+        for (int64_t i = 0; i < count; i++) out[i] += weight[i] * load(row, i);
+        if (tap + 1 < keep) std::memcpy(row, row + channels, count * sizeof(T));
+    }
+    if (keep > 0) {
+        T* row = window + (keep - 1) * channels + begin;
 #pragma omp simd
-            for (int64_t i = 0; i < count; i++) store(row, i, in[begin + i]);
-        }
+        for (int64_t i = 0; i < count; i++) store(row, i, in[begin + i]);
     }
 #pragma omp simd
     for (int64_t i = 0; i < count; i++) out[i] = silu(out[i]);
 }
 
+constexpr int64_t BLOCK = 32;  // tokens of a row that a head works through while its state stays in the cache
+
+inline int64_t mamba_scratch(const Model& m) {  // floats
+    const int64_t width = m.heads / m.groups * m.head;
+    return BLOCK * (width + 2 * m.state + 2 * m.heads / m.groups) + width * m.state + m.taps * m.conv_dim;
+}
+
+// Rows of a pool's part that belongs to a group of heads: the channels of x, B and C in a window, the states of the heads.
+template <typename T, typename F>
+void each_part(const Model& m, const Op& op, int64_t slot, int64_t group, F&& visit) {
+    const int64_t heads = m.heads / m.groups, width = heads * m.head;
+    T* window = static_cast<T*>(op.windows) + slot * op.window_stride;
+    for (int64_t tap = 0; tap + 1 < m.taps; tap++) {
+        T* row = window + tap * m.conv_dim;
+        visit(row + group * width, width);
+        visit(row + m.inner + group * m.state, m.state);
+        visit(row + m.inner + (m.groups + group) * m.state, m.state);
+    }
+    visit(op.states + slot * op.state_stride + group * width * m.state, width * m.state);
+}
+
 template <typename T>
-void mamba(const Model& m, const Op& op, const Step& step, int64_t row, int64_t group, float* scratch) {
-    const int64_t heads = m.heads / m.groups, width = heads * m.head, slot = step.slots[row], n = m.state;
-    const float* gate = m.wide + row * m.ld + group * width;
-    const float* in = m.wide + row * m.ld + m.inner;
-    const float* raw = in + m.conv_dim + group * heads;
-    float *x = scratch, *b = x + width, *c = b + n;
-    T* window = slot < 0 ? nullptr : static_cast<T*>(op.windows) + slot * op.window_stride;
-    convolve(m, op, window, in, group * width, width, x);
-    convolve(m, op, window, in, m.inner + group * n, n, b);
-    convolve(m, op, window, in, m.inner + (m.groups + group) * n, n, c);
-    float bc = 0;  // what a zero state gives
-#pragma omp simd reduction(+ : bc)
-    for (int64_t i = 0; i < n; i++) bc += b[i] * c[i];
-    float* out = m.mid + row * m.ld + group * width;
-    float squares = 0;
-    for (int64_t h = 0; h < heads; h++) {
-        const int64_t index = group * heads + h;
-        const float dt = std::min(std::max(softplus(raw[h] + op.dt_bias[index]), m.dt_low), m.dt_high);
-        const float decay = std::exp(dt * op.a[index]);
-        for (int64_t p = 0; p < m.head; p++) {
-            const float value = x[h * m.head + p], scaled = value * dt;
-            float y = 0;
-            if (slot < 0) {
-                y = scaled * bc;
-            } else {
-                float* s = op.states + slot * op.state_stride + (index * m.head + p) * n;
-#pragma omp simd reduction(+ : y)
-                for (int64_t i = 0; i < n; i++) {
-                    const float next = s[i] * decay + scaled * b[i];
-                    s[i] = next;
-                    y += next * c[i];
-                }
-            }
-            out[h * m.head + p] = y + op.d[index] * value;
+void save_state(const Model& m, const Op& op, int64_t from, int64_t to, int64_t group) {
+    std::vector<const void*> sources;
+    if (from >= 0) each_part<T>(m, op, from, group, [&](auto* part, int64_t) { sources.push_back(part); });
+    size_t next = 0;
+    each_part<T>(m, op, to, group, [&](auto* part, int64_t count) {
+        if (from >= 0) std::memcpy(part, sources[next++], count * sizeof(*part));
+    });
+}
+
+// Tokens [begin, end) of one row and one group of heads. `window` and `states` advance.
+template <typename T>
+void mamba_block(
+    const Model& m, const Op& op, T* window, float* states, int64_t begin, int64_t end, int64_t group, float* scratch
+) {
+    const int64_t heads = m.heads / m.groups, width = heads * m.head, n = m.state, tokens = end - begin;
+    float *x = scratch, *b = x + BLOCK * width, *c = b + BLOCK * n, *steps = c + BLOCK * n, *decays = steps + BLOCK * heads;
+    for (int64_t t = 0; t < tokens; t++) {
+        const float* in = m.wide + (begin + t) * m.ld + m.inner;
+        const float* raw = in + m.conv_dim + group * heads;
+        convolve(m, op, window, in, group * width, width, x + t * width);
+        convolve(m, op, window, in, m.inner + group * n, n, b + t * n);
+        convolve(m, op, window, in, m.inner + (m.groups + group) * n, n, c + t * n);
+        for (int64_t h = 0; h < heads; h++) {
+            const int64_t index = group * heads + h;
+            steps[t * heads + h] = std::min(std::max(softplus(raw[h] + op.dt_bias[index]), m.dt_low), m.dt_high);
+            decays[t * heads + h] = std::exp(steps[t * heads + h] * op.a[index]);
         }
     }
-#pragma omp simd reduction(+ : squares)
-    for (int64_t i = 0; i < width; i++) {
-        out[i] *= silu(gate[i]);
-        squares += out[i] * out[i];
+    for (int64_t p = 0; p < width; p++) {
+        const int64_t h = p / m.head;
+        float* s = states + p * n;
+        for (int64_t t = 0; t < tokens; t++) {
+            const float value = x[t * width + p], scaled = value * steps[t * heads + h], decay = decays[t * heads + h];
+            const float *bt = b + t * n, *ct = c + t * n;
+            float y = 0;
+#pragma omp simd reduction(+ : y)
+            for (int64_t i = 0; i < n; i++) {
+                const float next = s[i] * decay + scaled * bt[i];
+                s[i] = next;
+                y += next * ct[i];
+            }
+            m.mid[(begin + t) * m.ld + group * width + p] = y + op.d[group * heads + h] * value;
+        }
     }
-    const float inverse = 1.0f / std::sqrt(squares / width + m.eps);
     const float* weight = op.norm + group * width;
+    for (int64_t t = begin; t < end; t++) {
+        const float* gate = m.wide + t * m.ld + group * width;
+        float* out = m.mid + t * m.ld + group * width;
+        float squares = 0;
+#pragma omp simd reduction(+ : squares)
+        for (int64_t i = 0; i < width; i++) {
+            out[i] *= silu(gate[i]);
+            squares += out[i] * out[i];
+        }
+        const float inverse = 1.0f / std::sqrt(squares / width + m.eps);
 #pragma omp simd
-    for (int64_t i = 0; i < width; i++) out[i] *= inverse * weight[i];
+        for (int64_t i = 0; i < width; i++) out[i] *= inverse * weight[i];
+    }
+}
+
+template <typename T>
+void mamba(const Model& m, const Op& op, const Step& step, int64_t row, int64_t group, float* scratch) {
+    const int64_t slot = step.slots[row], width = m.heads / m.groups * m.head, last = step.starts[row + 1];
+    T* window = slot < 0 ? nullptr : static_cast<T*>(op.windows) + slot * op.window_stride;
+    float* states = slot < 0 ? nullptr : op.states + slot * op.state_stride + group * width * m.state;
+    if (slot < 0) {  // padding: zeros that nobody keeps
+        states = scratch + mamba_scratch(m) - width * m.state - m.taps * m.conv_dim;
+        window = reinterpret_cast<T*>(states + width * m.state);
+        std::fill(states, states + width * m.state + m.taps * m.conv_dim, 0.0f);
+    } else if (!step.initial[row]) {
+        each_part<T>(m, op, slot, group, [](auto* part, int64_t count) { std::memset(part, 0, count * sizeof(*part)); });
+    }
+    for (int64_t begin = step.starts[row]; begin < last;) {
+        int64_t end = std::min(last, begin + BLOCK);
+        for (int64_t i = 0; i < step.save_count; i++) {
+            const int64_t* save = step.saves + 3 * i;
+            if (save[0] == row && begin < save[1] && save[1] < end) end = save[1];
+        }
+        mamba_block(m, op, window, states, begin, end, group, scratch);
+        for (int64_t i = 0; i < step.save_count; i++) {
+            const int64_t* save = step.saves + 3 * i;
+            if (save[0] == row && save[1] == end) save_state<T>(m, op, slot, save[2], group);
+        }
+        begin = end;
+    }
 }
 
 // -- attention of one token and one key/value head over its pages ------------------------------------------------------------
@@ -642,10 +704,10 @@ Product product_of(const Model& m, const Op& op, const Step& step) {
 
 int64_t units_of(const Model& m, const Op& op, const Step& step) {
     switch (op.code) {
-        case LINEAR: return Units(op.weight, step.rows, m.threads).count;
+        case LINEAR: return Units(op.weight, step.tokens, m.threads).count;
         case MAMBA: return step.rows * m.groups;
-        case ATTENTION: return step.rows * m.kv_heads;
-        default: return step.rows;
+        case ATTENTION: return step.tokens * m.kv_heads;
+        default: return step.tokens;
     }
 }
 
@@ -656,9 +718,10 @@ class StepJob : public Job {
     int64_t units(int64_t phase) const override { return units_of(m_, m_.ops[first_ + phase], step_); }
     void run(int64_t phase, int64_t unit, std::vector<float>& scratch) const override {
         const Op& op = m_.ops[first_ + phase];
-        if (scratch.size() < size_t(m_.ld)) scratch.resize(m_.ld);
+        const size_t needed = std::max(m_.ld, op.code == MAMBA ? mamba_scratch(m_) : 0);
+        if (scratch.size() < needed) scratch.resize(needed);
         switch (op.code) {
-            case LINEAR: run_unit(product_of(m_, op, step_), Units(op.weight, step_.rows, m_.threads), unit, step_.rows); break;
+            case LINEAR: run_unit(product_of(m_, op, step_), Units(op.weight, step_.tokens, m_.threads), unit, step_.tokens); break;
             case MAMBA:
                 if (m_.stored_bf16) mamba<uint16_t>(m_, op, step_, unit / m_.groups, unit % m_.groups, scratch.data());
                 else mamba<float>(m_, op, step_, unit / m_.groups, unit % m_.groups, scratch.data());

@@ -63,6 +63,7 @@ class Model(Structure):
 
 class Step(Structure):
     _fields_ = [
-        ("rows", c_int64), ("slots", c_void_p), ("lengths", c_void_p), ("tables", c_void_p), ("places", c_void_p),
+        ("tokens", c_int64), ("rows", c_int64), ("starts", c_void_p), ("slots", c_void_p), ("initial", c_void_p),
+        ("save_count", c_int64), ("saves", c_void_p), ("lengths", c_void_p), ("tables", c_void_p), ("places", c_void_p),
         ("table_stride", c_int64), ("logits", c_void_p),
     ]  # fmt: skip
