@@ -426,6 +426,59 @@ void save_state(const Model& m, const Op& op, int64_t from, int64_t to, int64_t 
     });
 }
 
+struct Recurrence {  // of a block of tokens: x [tokens, width], steps and decays [tokens, heads], b and c [tokens, n], d [heads]
+    int64_t tokens, width, head, heads, ldo;
+    const float *x, *steps, *decays, *b, *c, *d;
+    float *states, *out;  // [width, n], [tokens, ldo]
+};
+
+// n = 16 * V: two rows of the state stay in registers for the whole block, and share the loads of B and C.
+template <int V>
+void advance(const Recurrence& r) {
+    for (int64_t p = 0; p < r.width; p += 2) {
+        const int64_t h = p / r.head;
+        float* rows[2] = {r.states + p * 16 * V, r.states + (p + 1) * 16 * V};
+        __m512 s[2][V];
+        for (int j = 0; j < 2; j++)
+            for (int v = 0; v < V; v++) s[j][v] = _mm512_loadu_ps(rows[j] + 16 * v);
+        for (int64_t t = 0; t < r.tokens; t++) {
+            const float* x = r.x + t * r.width + p;
+            const float step = r.steps[t * r.heads + h];
+            const __m512 decay = _mm512_set1_ps(r.decays[t * r.heads + h]);
+            const __m512 in[2] = {_mm512_set1_ps(x[0] * step), _mm512_set1_ps(x[1] * step)};
+            __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+            for (int v = 0; v < V; v++) {
+                const __m512 b = _mm512_loadu_ps(r.b + (t * V + v) * 16), c = _mm512_loadu_ps(r.c + (t * V + v) * 16);
+                for (int j = 0; j < 2; j++) {
+                    s[j][v] = _mm512_fmadd_ps(in[j], b, _mm512_mul_ps(s[j][v], decay));
+                    sum[j] = _mm512_fmadd_ps(s[j][v], c, sum[j]);
+                }
+            }
+            for (int j = 0; j < 2; j++) r.out[t * r.ldo + p + j] = _mm512_reduce_add_ps(sum[j]) + r.d[h] * x[j];
+        }
+        for (int j = 0; j < 2; j++)
+            for (int v = 0; v < V; v++) _mm512_storeu_ps(rows[j] + 16 * v, s[j][v]);
+    }
+}
+
+void advance_any(const Recurrence& r, int64_t n) {
+    for (int64_t p = 0; p < r.width; p++) {
+        const int64_t h = p / r.head;
+        float* s = r.states + p * n;
+        for (int64_t t = 0; t < r.tokens; t++) {
+            const float value = r.x[t * r.width + p], in = value * r.steps[t * r.heads + h];
+            const float decay = r.decays[t * r.heads + h], *b = r.b + t * n, *c = r.c + t * n;
+            float y = 0;
+#pragma omp simd reduction(+ : y)
+            for (int64_t i = 0; i < n; i++) {
+                s[i] = s[i] * decay + in * b[i];
+                y += s[i] * c[i];
+            }
+            r.out[t * r.ldo + p] = y + r.d[h] * value;
+        }
+    }
+}
+
 // Tokens [begin, end) of one row and one group of heads. `window` and `states` advance.
 template <typename T>
 void mamba_block(
@@ -445,35 +498,24 @@ void mamba_block(
             decays[t * heads + h] = std::exp(steps[t * heads + h] * op.a[index]);
         }
     }
-    for (int64_t p = 0; p < width; p++) {
-        const int64_t h = p / m.head;
-        float* s = states + p * n;
-        for (int64_t t = 0; t < tokens; t++) {
-            const float value = x[t * width + p], scaled = value * steps[t * heads + h], decay = decays[t * heads + h];
-            const float *bt = b + t * n, *ct = c + t * n;
-            float y = 0;
-#pragma omp simd reduction(+ : y)
-            for (int64_t i = 0; i < n; i++) {
-                const float next = s[i] * decay + scaled * bt[i];
-                s[i] = next;
-                y += next * ct[i];
-            }
-            m.mid[(begin + t) * m.ld + group * width + p] = y + op.d[group * heads + h] * value;
-        }
-    }
+    float* out = m.mid + begin * m.ld + group * width;
+    const Recurrence r{tokens, width, m.head, heads, m.ld, x, steps, decays, b, c, op.d + group * heads, states, out};
+    if (n == 128 && m.head % 2 == 0) advance<8>(r);
+    else if (n == 64 && m.head % 2 == 0) advance<4>(r);
+    else advance_any(r, n);
     const float* weight = op.norm + group * width;
     for (int64_t t = begin; t < end; t++) {
         const float* gate = m.wide + t * m.ld + group * width;
-        float* out = m.mid + t * m.ld + group * width;
+        float* y = m.mid + t * m.ld + group * width;
         float squares = 0;
 #pragma omp simd reduction(+ : squares)
         for (int64_t i = 0; i < width; i++) {
-            out[i] *= silu(gate[i]);
-            squares += out[i] * out[i];
+            y[i] *= silu(gate[i]);
+            squares += y[i] * y[i];
         }
         const float inverse = 1.0f / std::sqrt(squares / width + m.eps);
 #pragma omp simd
-        for (int64_t i = 0; i < width; i++) out[i] *= inverse * weight[i];
+        for (int64_t i = 0; i < width; i++) y[i] *= inverse * weight[i];
     }
 }
 

@@ -47,6 +47,16 @@ def test_float32_equals_the_operations(pattern: str, groups: int) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
 
 
+@pytest.mark.parametrize("state", [64, 128, 20])
+def test_state_sizes(state: int) -> None:
+    config = tiny_config(pattern="MM", ssm_state_size=state)
+    (fast, _), (slow, _) = (
+        _logits(config, DecoderOptions(max_seqs=8, max_len=64, page_size=4, native=mode)) for mode in ("on", "off")
+    )
+    for ours, theirs in zip(fast, slow, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
+
+
 def test_bfloat16_is_no_further_from_float32_than_the_operations() -> None:
     config = tiny_config(pattern="M*-M*-")
     options = DecoderOptions(max_seqs=8, max_len=64, page_size=4, state_cache="none")
