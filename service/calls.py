@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -119,6 +119,10 @@ class _Generation:
         return None
 
 
+async def _nowhere(request_id: str, salt: bytes) -> bool:
+    return False
+
+
 class Calls:
     """The door. Used on the server's event loop."""
 
@@ -136,6 +140,8 @@ class Calls:
         self.access = access or AccessLog()
         self._default_timeout = default_timeout
         self._closed = closed
+        self.elsewhere: Callable[[str, bytes], Awaitable[bool]] = _nowhere
+        """Ends a request of another front of the same engine."""
 
     async def stream(self, spec: GenerateSpec, *, timeout: float | None) -> AsyncGenerator[Event, None]:
         """The events of an answer. `timeout`: seconds that the caller has left; None: it has set no deadline, and gets
@@ -222,7 +228,8 @@ class Calls:
         """Raises StatusError."""
         return await self.frontend.tokenize(spec, salt=current_call().tenant.salt)
 
-    def cancel(self, request_id: str) -> None:
+    async def cancel(self, request_id: str) -> None:
         """Ends a request of the caller's own tenant. Raises NotFound."""
-        if not self.frontend.cancel(request_id, salt=current_call().tenant.salt):
+        salt = current_call().tenant.salt
+        if not self.frontend.cancel(request_id, salt=salt) and not await self.elsewhere(request_id, salt):
             raise errors.NotFound(f"no request {request_id!r} is running", field="request_id")

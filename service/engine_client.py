@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import count
+from multiprocessing.connection import Connection
 from typing import Any
 
 from service import wire
@@ -24,15 +25,14 @@ class EngineDied(RuntimeError):
     """The engine process ended."""
 
 
-class EngineProcess:
-    """An engine behind the process boundary, with the methods of `service.engine.Engine`. Thread-safe."""
+class EngineLink:
+    """An engine at the other end of a connection, with the methods of `service.engine.Engine`. Thread-safe."""
 
-    def __init__(
-        self, options: EngineOptions, *, log_level: str = "info", on_death: Callable[[], None] = lambda: None
-    ) -> None:
-        """Starts the process and waits until its model is loaded. Raises ConfigError with the engine's own words
-        where it refuses the options. `on_death` is called once, from the reader thread, if the process ends by
-        itself."""
+    info: EngineInfo
+
+    def __init__(self, connection: Connection, on_death: Callable[[], None] = lambda: None) -> None:
+        """`on_death` is called once, from the reader thread, if the connection ends by itself."""
+        self._connection = connection
         self._on_death = on_death
         self._send_lock = threading.Lock()
         self._state_lock = threading.Lock()
@@ -41,29 +41,7 @@ class EngineProcess:
         self._numbers = count()
         self._emit: EventSink = lambda events: None
         self._closing = False
-        self._process, self._connection = start_helper("service.engine_process")
         self._reader: threading.Thread | None = None
-        try:
-            self._connection.send((options, log_level))
-            verdict, value = self._connection.recv()
-        except (EOFError, ConnectionError):
-            raise EngineDied(f"the engine process ended with code {self._process.wait()} while starting") from None
-        except BaseException:
-            self._process.kill()
-            self._process.wait()
-            raise
-        if verdict == "failed":
-            self._process.wait()
-            raise ConfigError(value)
-        self.info: EngineInfo = value
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None and not self._closing
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def start(self, on_events: EventSink) -> None:
         """Events are delivered from the reader thread."""
@@ -80,11 +58,15 @@ class EngineProcess:
             names = request.names
             self._emit([EngineEvent(name, finish_reason="error", error="full", message=message) for name in names])
             return
+        self.submit_packed(bare, pixels)
+
+    def submit_packed(self, bare: EngineRequest, pixels: int | None) -> None:
+        """What `wire.pack_pixels` made of a request. Takes over the descriptor."""
         try:
             with self._state_lock:
-                self._live.update(request.names)
+                self._live.update(bare.names)
             if not self._send(("submit", bare, pixels is not None), pixels):
-                self._lose(list(request.names))
+                self._lose(list(bare.names))
         finally:
             if pixels is not None:
                 os.close(pixels)
@@ -95,27 +77,16 @@ class EngineProcess:
         self._send(("abort", request_id))
 
     def query(self, what: Query) -> Future[dict[str, Any]]:
+        return self._ask("query", what)
+
+    def _ask(self, kind: str, *arguments: Any) -> Future[dict[str, Any]]:
         future: Future[dict[str, Any]] = Future()
         number = next(self._numbers)
         with self._state_lock:
             self._queries[number] = future
-        if not self._send(("query", number, what)):
+        if not self._send((kind, number, *arguments)):
             self._fail_queries()
         return future
-
-    def close(self) -> None:
-        """Ends the process, by force if it does not answer. Idempotent."""
-        self._closing = True
-        self._send(("close",))
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            log.warning("the engine process did not stop; it is killed")
-            self._process.kill()
-            self._process.wait()
-        if self._reader is not None and self._reader is not threading.current_thread():
-            self._reader.join()
-        self._connection.close()
 
     def _send(self, message: Any, descriptor: int | None = None) -> bool:
         with self._send_lock:
@@ -143,15 +114,22 @@ class EngineProcess:
                             future.set_result(value)
                         else:
                             future.set_exception(AssertionError(error))
-        code = self._process.wait()
-        if not self._closing:
-            log.error("the engine process ended by itself (code %d)", code)
+                    case other:
+                        self._other(other)
+        self._ended()
         with self._state_lock:
             lost = sorted(self._live)
         self._lose(lost)
         self._fail_queries()
         if not self._closing:
             self._on_death()
+
+    def _ended(self) -> None:
+        """The other side is gone."""
+
+    def _other(self, message: Any) -> None:
+        """A message that is neither events nor an answer."""
+        raise ValueError(f"no such message: {message!r:.80}")
 
     def _lose(self, request_ids: list[str]) -> None:
         with self._state_lock:
@@ -167,3 +145,56 @@ class EngineProcess:
             queries, self._queries = list(self._queries.values()), {}
         for future in queries:
             future.set_exception(EngineDied("the engine stopped"))
+
+
+class EngineProcess(EngineLink):
+    """An engine in a process of its own."""
+
+    def __init__(
+        self, options: EngineOptions, *, log_level: str = "info", on_death: Callable[[], None] = lambda: None
+    ) -> None:
+        """Starts the process and waits until its model is loaded. Raises ConfigError with the engine's own words
+        where it refuses the options. `on_death` is called once, from the reader thread, if the process ends by
+        itself."""
+        self._process, connection = start_helper("service.engine_process")
+        super().__init__(connection, on_death)
+        try:
+            self._connection.send((options, log_level))
+            verdict, value = self._connection.recv()
+        except (EOFError, ConnectionError):
+            raise EngineDied(f"the engine process ended with code {self._process.wait()} while starting") from None
+        except BaseException:
+            self._process.kill()
+            self._process.wait()
+            raise
+        if verdict == "failed":
+            self._process.wait()
+            raise ConfigError(value)
+        self.info = value
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None and not self._closing
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def close(self) -> None:
+        """Ends the process, by force if it does not answer. Idempotent."""
+        self._closing = True
+        self._send(("close",))
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            log.warning("the engine process did not stop; it is killed")
+            self._process.kill()
+            self._process.wait()
+        if self._reader is not None and self._reader is not threading.current_thread():
+            self._reader.join()
+        self._connection.close()
+
+    def _ended(self) -> None:
+        code = self._process.wait()
+        if not self._closing:
+            log.error("the engine process ended by itself (code %d)", code)

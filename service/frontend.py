@@ -165,7 +165,7 @@ class Frontend:
         self.idle = asyncio.Event()
         """Set while no request is in the server."""
         self.idle.set()
-        self._numbers = count()
+        self._numbers: Iterator[int] = count()
         self._loop: asyncio.AbstractEventLoop | None = None
         info = engine.info
         self._preparer = None if assets.vision is None else Preparer(
@@ -193,6 +193,10 @@ class Frontend:
     def live(self) -> int:
         """Requests in the server."""
         return len(self._calls)
+
+    def number(self, numbers: Iterator[int]) -> None:
+        """Where several fronts share an engine: numbers that none of the others uses."""
+        self._numbers = numbers
 
     def cancel(self, request_id: str, *, salt: bytes = b"") -> bool:
         """Ends a request of this tenant from outside: its samples finish as `aborted`. False: there is none."""

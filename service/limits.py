@@ -53,6 +53,11 @@ class RateLimits:
         """`per_minute`: limits by kind; a kind without one is not limited."""
         self._buckets = {kind: TokenBucket(limit, clock) for kind, limit in per_minute.items()}
 
+    @property
+    def limited(self) -> bool:
+        """Whether anything is."""
+        return bool(self._buckets)
+
     def admit(self, kind: str, amount: float) -> None:
         """Takes `amount`. Raises ResourceExhausted with the time to wait."""
         bucket = self._buckets.get(kind)

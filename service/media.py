@@ -49,7 +49,8 @@ class Spool:
 
     def __init__(
         self, directory: Path, capacity: int, ttl: float, limits: ImageLimits, clock: Callable[[], float] = time.time,
-        tenant_capacity: int | None = None, describe: Callable[[bytes], ImageHeader] | None = None,
+        tenant_capacity: int | None = None, incoming: str = "incoming",
+        describe: Callable[[bytes], ImageHeader] | None = None,
     ) -> None:  # fmt: skip
         """Takes over what an earlier run has left in `directory`. Capacities in bytes, of all tenants and of each;
         `ttl`: seconds. `describe`: what reads the header of a file; None: this process, which knows pictures only."""
@@ -60,7 +61,7 @@ class Spool:
         self._media: dict[tuple[str, str], Media] = {}
         self._used = 0
         self._reserved: Counter[str] = Counter()
-        self._incoming = directory / "incoming"
+        self._incoming = directory / incoming
         self._incoming.mkdir(parents=True, exist_ok=True, mode=0o700)
         for part in self._incoming.iterdir():
             part.unlink()
@@ -154,6 +155,14 @@ class Spool:
             self._media[key] = media = replace(media, expires=self._clock() + self._ttl)
             self._used += media.size
         return media
+
+    @staticmethod
+    def is_id(name: str) -> bool:
+        return _ID.fullmatch(name) is not None
+
+    @staticmethod
+    def unknown(media_id: str) -> errors.NotFound:
+        return _unknown(media_id)
 
     def get(self, tenant: str, media_id: str) -> Media:
         """Raises NotFound."""

@@ -64,6 +64,8 @@ log = logging.getLogger(__name__)
 class Server:
     """One listening server over one engine. `start`, then `wait` or `stop`."""
 
+    has_batches = True
+
     def __init__(self, options: ServerOptions, engine: EngineHandle, assets: ModelAssets) -> None:
         check_exposure(options)
         check_sizes_file(options)
@@ -121,7 +123,8 @@ class Server:
             await warm_up(self.frontend)
         self._warming = False
         self._set_health(not self._draining)
-        self._batches().start()
+        if self.has_batches:
+            self._batches().start()
 
     def _refusal(self) -> errors.StatusError | None:
         """Why no call is taken now, if none is."""
@@ -143,26 +146,35 @@ class Server:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self.calls), server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self._model), server)
         media_pb2_grpc.add_MediaServiceServicer_to_server(MediaServicer(self.spool), server)
-        batch_pb2_grpc.add_BatchServiceServicer_to_server(BatchServicer(self._batches()), server)
-        admin = AdminServicer(self.frontend, self.spool, self.budget, drain=self.drain, draining=lambda: self._draining)
+        names = ["Inference", "Model", "Media", "Admin"]
+        if self.has_batches:
+            batch_pb2_grpc.add_BatchServiceServicer_to_server(BatchServicer(self._batches()), server)
+            names.append("Batch")
+        admin = AdminServicer(
+            self.frontend, self.spool, self.budget, drain=self._drain_asked, draining=lambda: self._draining
+        )
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
         triton = KServeServicer(
             self.calls, self._model, self.budget, version=_version(),
             ready=lambda: self.frontend.engine.alive and self._refusal() is None,
         )  # fmt: skip
         server.add_generic_rpc_handlers((triton.handler(),))
-        return [
-            *(f"saccade.v1.{name}Service" for name in ("Inference", "Model", "Media", "Batch", "Admin")),
-            kserve.SERVICE,
-        ]
+        return [*(f"saccade.v1.{name}Service" for name in names), kserve.SERVICE]
 
     def _open_spool(self, limits: MediaLimits) -> Spool:
         options = self.options
         with self._folder("media_dir") as folder:
-            return Spool(
+            return self._make_spool(
                 folder, options.media_bytes, options.media_ttl, limits.file.frame,
                 tenant_capacity=options.media_tenant_bytes, describe=self.pictures.describe,
             )  # fmt: skip
+
+    def _make_spool(self, *arguments: Any, **keywords: Any) -> Spool:
+        return Spool(*arguments, **keywords)
+
+    def _drain_asked(self) -> None:
+        """By an operator."""
+        self.drain()
 
     def _open_batches(self) -> BatchStore:
         options = self.options
@@ -302,7 +314,8 @@ def listen(server: Any, options: ServerOptions, credentials: Any) -> int:
 
 def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
     return [
-        ("grpc.so_reuseport", 0),  # or a second server on the port would silently take half of the calls
+        # Off, or a second server on the port would silently take half of the calls; fronts do share one, under a lock.
+        ("grpc.so_reuseport", int(options.fronts > 1)),
         ("grpc.max_receive_message_length", options.max_message_bytes),
         ("grpc.max_send_message_length", options.max_message_bytes),
         # Clients may ping a long silent generation every 10 s without being told to go away.
@@ -429,4 +442,8 @@ def run(options: ServerOptions) -> int:
         from service.encoder_server import serve_encoder
 
         return asyncio.run(serve_encoder(options))
+    if options.fronts > 1:
+        from service.fronts import serve_fronts
+
+        return asyncio.run(serve_fronts(options))
     return asyncio.run(serve(options))

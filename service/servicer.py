@@ -70,7 +70,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def CancelGeneration(
         self, request: inference_pb2.CancelGenerationRequest, context: Context
     ) -> inference_pb2.CancelGenerationResponse:
-        self._calls.cancel(request.request_id)
+        await self._calls.cancel(request.request_id)
         return inference_pb2.CancelGenerationResponse()
 
 

@@ -58,6 +58,9 @@ class SupervisedEngine:
     def submit(self, request: EngineRequest) -> None:
         self._engine.submit(request)
 
+    def submit_packed(self, bare: EngineRequest, pixels: int | None) -> None:
+        self._engine.submit_packed(bare, pixels)
+
     def abort(self, request_id: str) -> None:
         self._engine.abort(request_id)
 

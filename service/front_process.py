@@ -1,0 +1,148 @@
+"""One front of several: `python -m service.front_process FD`, started by `service.fronts`.
+
+Protocol on the socket pair FD, hub to front: (options, engine info, member) first; then what an engine process sends,
+and ("alive", bool), ("drain",). Front to hub: ("serving", port) or ("failed", message); then what an engine process
+takes, and ("cancel", number, salt, request id), ("drain",). A front that has lost its hub ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from service.config import ServerOptions
+from service.engine import EngineInfo
+from service.engine_client import EngineLink
+from service.media import Spool
+from service.server import Server, load_assets, stop_signals
+from service.shared_spool import SharedSpool
+
+log = logging.getLogger(__name__)
+
+
+class HubLink(EngineLink):
+    """The engine, as the hub passes it on."""
+
+    def __init__(self, connection: Connection, info: EngineInfo, on_death: Callable[[], None]) -> None:
+        super().__init__(connection, on_death)
+        self.info = info
+        self._engine_alive = True
+        self.on_change: Callable[[bool], None] = lambda alive: None
+        self.on_drain: Callable[[], None] = lambda: None
+
+    @property
+    def alive(self) -> bool:
+        return self._engine_alive and not self._closing
+
+    def _other(self, message: Any) -> None:
+        match message:
+            case ("alive", alive):
+                self._engine_alive = alive
+                self.on_change(alive)
+            case ("drain",):
+                self.on_drain()
+            case _:
+                super()._other(message)
+
+    async def cancel_elsewhere(self, request_id: str, salt: bytes) -> bool:
+        """Whether another front had the request, which then ends."""
+        answer = await asyncio.wrap_future(self._ask("cancel", salt, request_id))
+        return bool(answer["found"])
+
+    def drain_all(self) -> None:
+        """All fronts, this one too."""
+        self._send(("drain",))
+
+    def tell(self, message: Any) -> None:
+        self._send(message)
+
+    def close(self) -> None:
+        """The engine is the hub's to stop. Idempotent."""
+        self._closing = True
+
+
+class Front(Server):
+    """A server whose engine and whose port others share."""
+
+    has_batches = False
+
+    def __init__(self, options: ServerOptions, link: HubLink, member: int) -> None:
+        self._member = member
+        super().__init__(options, link, load_assets(options))
+        self._link = link
+        # Ids in the engine are apart from those of the other fronts, and of one that died in this one's place.
+        first = secrets.randbits(32) * options.fronts + member
+        self.frontend.number(itertools.count(first, options.fronts))
+        self.calls.elsewhere = link.cancel_elsewhere
+        link.on_change = self.engine_changed
+        loop = asyncio.get_running_loop()
+
+        def drain() -> None:
+            loop.call_soon_threadsafe(self.drain)
+
+        link.on_drain = drain
+
+    def _make_spool(self, *arguments: Any, **keywords: Any) -> Spool:
+        return SharedSpool(*arguments, member=self._member, **keywords)
+
+    def _drain_asked(self) -> None:
+        self._link.drain_all()
+
+
+async def serve(connection: Connection, options: ServerOptions, info: EngineInfo, member: int) -> int:
+    """Until SIGTERM, or until the hub is gone."""
+    loop, stopping = asyncio.get_running_loop(), stop_signals()
+    lost = asyncio.Event()
+    link = HubLink(connection, info, on_death=lambda: _set(loop, lost, stopping))
+    try:
+        server = Front(options, link, member)
+        await server.start()
+    except ValueError as error:
+        link.tell(("failed", str(error)))
+        return 2
+    link.tell(("serving", server.port))
+    await stopping.wait()
+    stopping.clear()
+    stop, again = asyncio.create_task(server.stop(0 if lost.is_set() else None)), asyncio.create_task(stopping.wait())
+    await asyncio.wait({stop, again}, return_when=asyncio.FIRST_COMPLETED)
+    again.cancel()
+    if not stop.done():
+        stop.cancel()
+        await asyncio.wait({stop})
+        await server.stop(grace=0)
+    return 0
+
+
+def _set(loop: asyncio.AbstractEventLoop, *events: asyncio.Event) -> None:
+    for event in events:
+        with contextlib.suppress(RuntimeError):  # the loop has ended before
+            loop.call_soon_threadsafe(event.set)
+
+
+def main(descriptor: int) -> int:
+    connection: Connection = Connection(descriptor)
+    options, info, member = connection.recv()
+    logging.basicConfig(
+        level=options.log_level.upper(), stream=sys.stderr,
+        format=f"%(asctime)s %(levelname)s front {member} %(name)s: %(message)s",
+    )  # fmt: skip
+    import torch
+
+    torch.set_num_threads(1)
+    return asyncio.run(serve(connection, options, info, member))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the hub decides
+    code = main(int(sys.argv[1]))
+    sys.stderr.flush()
+    os._exit(code)  # the link's reader may still wait for a hub that is busy

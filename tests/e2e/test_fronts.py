@@ -1,0 +1,170 @@
+"""Several processes on one port over one engine: nobody can tell, until one of them is killed, and then hardly."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import check_same, long_requests, open_stream
+from pictures import picture
+from rpc import connect
+from running import RunningServer
+
+import saccade
+from saccade import errors
+from saccade.v1 import admin_pb2, inference_pb2
+from service.cli import ServerProcess
+from service.config import ConfigError, ServerOptions
+from service.fronts import check, share
+
+ROOT = Path(__file__).resolve().parents[2]
+FRONTS = 2
+ARGUMENTS = ["--dtype", "float32", "--threads", "1", "--log-level", "error", "--max-len", "600"]
+
+
+@pytest.fixture(scope="module")
+def arguments(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return [str(model), *ARGUMENTS, "--fronts", str(FRONTS), "--admin"]
+
+
+@pytest.fixture(scope="module")
+def fronts(arguments: list[str]) -> Iterator[ServerProcess]:
+    with socket.socket() as free:  # a port by name: only those are locked
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with ServerProcess(arguments, port=port) as server:
+        yield server
+
+
+def children(pid: int, module: str) -> list[int]:
+    """Processes of `python -m module` that the server has started."""
+    found = [int(c) for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split()]
+    return sorted(c for c in found if module.encode() in Path(f"/proc/{c}/cmdline").read_bytes())
+
+
+def clients(address: str, count: int, **options: Any) -> list[saccade.Client]:
+    """Each with a connection of its own, so that the kernel deals them out."""
+    return [saccade.Client(address, **options) for _ in range(count)]
+
+
+def owners(pids: list[int], port: int) -> dict[int, int]:
+    """How many connections each process holds on the port."""
+    held = {}
+    for pid in pids:
+        tables = [Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+        rows = [line.split() for table in tables for line in table]
+        inodes = {row[9] for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "01"}
+        links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
+        held[pid] = sum(f"socket:[{inode}]" in links for inode in inodes)
+    return held
+
+
+def test_all_fronts_answer_as_one(fronts: ServerProcess, server: RunningServer) -> None:
+    port = int(fronts.address.rpartition(":")[2])
+    many = clients(fronts.address, 24)
+    requests = long_requests(24)
+    with saccade.Client(server.address) as single, ThreadPoolExecutor(24) as pool:
+        wanted = [open_stream(single, request).final() for request in requests]
+        pairs = list(zip(many, requests, strict=True))
+        check_same(list(pool.map(lambda pair: open_stream(*pair).final(), pairs)), wanted)
+    held = owners(children(fronts.pid, "service.front_process"), port)
+    assert len(held) == FRONTS and all(held.values()), held
+    # a picture that one front has taken is there for all, and gone for all
+    media = many[0].media.upload(picture(3))
+    answers = {tuple(c.generate("x", images=[media], max_tokens=5, temperature=0).token_ids) for c in many}
+    assert len(answers) == 1
+    many[-1].media.delete(hashlib.sha256(picture(3)).hexdigest())
+    for client in many:
+        with pytest.raises(errors.NotFound):
+            client.media.get(media.media_id)
+    # and a request of any front can be ended through any other
+    for client in many[:8]:
+        stream = client.stream("x", max_tokens=550, ignore_eos=True)
+        next(stream)
+        with connect(fronts.address) as stubs:
+            stubs.inference.CancelGeneration(inference_pb2.CancelGenerationRequest(request_id=stream.request_id))
+        assert stream.final().finish_reason == "aborted"
+    with connect(fronts.address) as stubs, pytest.raises(Exception, match="NOT_FOUND|no request"):
+        stubs.inference.CancelGeneration(inference_pb2.CancelGenerationRequest(request_id="nobody"))
+    with pytest.raises(errors.Unimplemented):
+        many[0].batches.list()
+    for client in many:
+        client.close()
+
+
+def test_a_killed_front_is_replaced_and_an_engine_too(fronts: ServerProcess) -> None:
+    requests = long_requests(12)
+    many = clients(fronts.address, 12, max_retries=60)
+    wanted = [open_stream(many[0], request).final() for request in requests]
+    for victim in ("service.front_process", "service.engine_process"):
+        before = children(fronts.pid, victim)
+        begun = threading.Barrier(13)
+
+        def read(pair: Any, begun: threading.Barrier = begun) -> saccade.Generation:
+            stream = open_stream(*pair)
+            next(stream)
+            begun.wait(120)
+            answer: saccade.Generation = stream.final()
+            return answer
+
+        with ThreadPoolExecutor(12) as pool:
+            futures = [pool.submit(read, pair) for pair in zip(many, requests, strict=True)]
+            begun.wait(120)
+            os.kill(before[0], signal.SIGKILL)
+            check_same([future.result(120) for future in futures], wanted)
+        while len(after := children(fronts.pid, victim)) < len(before) or after == before:
+            assert many[0].generate("x", max_tokens=1).token_ids
+        assert set(before[1:]) <= set(after), "the others live on"
+    with connect(fronts.address) as stubs:
+        while (loads := stubs.admin.GetLoads(admin_pb2.GetLoadsRequest())).running or loads.waiting:
+            pass
+    for client in many:
+        client.close()
+
+
+def test_a_second_instance_is_told(fronts: ServerProcess, arguments: list[str]) -> None:
+    port = fronts.address.rpartition(":")[2]
+    command = [sys.executable, "-m", "service", "serve", *arguments, "--port", port]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "has its fronts on" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_what_several_fronts_cannot_keep(model: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(f'[[key]]\nname = "a"\nsha256 = "{"0" * 64}"\nrequests_per_minute = 5\n')
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"batch_dir": str(tmp_path)}, "batch_dir"),
+        ({"api_keys": str(keys)}, "'a' has a rate"),
+        ({"tls_cert": str(tmp_path / "no.pem"), "tls_key": str(tmp_path / "no.key")}, "cannot be read"),
+    ]
+    for values, words in cases:
+        with pytest.raises(ConfigError, match=words):
+            check(ServerOptions(model=str(model), fronts=2, **values))
+    parts = [share(ServerOptions(model=str(model), fronts=3, metrics_port=9100), member, 1) for member in range(3)]
+    assert [part.metrics_port for part in parts] == [9100, 9101, 9102]
+    assert 3 * parts[0].max_queue <= ServerOptions().max_queue
+
+
+def test_the_end_is_that_of_all(fronts: ServerProcess) -> None:
+    """Drained through one front, all refuse; SIGTERM leaves no process."""
+    engines, workers = (children(fronts.pid, f"service.{name}_process") for name in ("engine", "front"))
+    with connect(fronts.address) as stubs:
+        stubs.admin.Drain(admin_pb2.DrainRequest())
+    for client in clients(fronts.address, 8, max_retries=0):
+        with pytest.raises(errors.Overloaded) as refused:
+            while True:  # until the word has come round
+                client.generate("x", max_tokens=1)
+        assert refused.value.reason == "DRAINING"
+        client.close()
+    assert fronts.stop() == 0
+    assert not any(Path(f"/proc/{pid}").exists() for pid in (*engines, *workers))
