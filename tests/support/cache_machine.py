@@ -28,7 +28,7 @@ from decoder.config import DecoderOptions
 from decoder.prefix_cache import PrefixCache
 from decoder.request import DecoderRequest, ImageSpan, Sequence, Status
 from decoder.sampling import SamplingParams
-from decoder.scheduler import Scheduler, Step
+from decoder.scheduler import Fork, Scheduler, Step
 
 PAGE, MAX_LEN = 4, 40
 PROGRAM = 35
@@ -61,6 +61,14 @@ class Memory:
             self.slots[sequence.slot] = state
             for position, prefix in kept.items():
                 self.places[sequence.pages[position // PAGE], position % PAGE] = prefix
+
+    def split(self, forks: Iterable[Fork]) -> None:
+        for fork in forks:
+            if fork.slots[0] >= 0:
+                self.slots[fork.slots[1]] = self.slots[fork.slots[0]]
+            for offset in range(PAGE if fork.pages else 0):
+                source, target = fork.pages or (-1, -1)
+                self.places[target, offset] = self.places.get((source, offset), ())
 
     def compute(self, step: Step, has_slots: bool, has_pages: bool) -> None:
         for row in step.rows:
@@ -150,25 +158,40 @@ class CacheMachine(RuleBasedStateMachine):
         picture=st.integers(0, 1),
         priority=st.integers(0, 1),
         hint=st.integers(0, 30),
+        samples=st.sampled_from([1, 1, 2, 3]),
     )
     def add(
-        self, prefix: int, length: int, end: int, output: int, image: str | None, picture: int, priority: int, hint: int
+        self,
+        prefix: int,
+        length: int,
+        end: int,
+        output: int,
+        image: str | None,
+        picture: int,
+        priority: int,
+        hint: int,
+        samples: int,
     ) -> None:
+        """One request, or several samples of one prompt."""
         if len(self.alive) >= 8:
             return
         prompt = [prefix] * (length - 1) + [50 + end]
-        spans: tuple[ImageSpan, ...] = ()
-        if image is not None and length >= 12:
-            source = FakeSource(ready=image == "ready")
-            self.sources.append(source)
-            spans = (ImageSpan(3, 6, b"picture%d" % picture, source),)
-        self.names += 1
-        item = DecoderRequest(
-            str(self.names), prompt, SamplingParams(max_tokens=output), spans, priority=priority,
-            checkpoint_at=(hint,), salt=b"salt" if prefix == 2 else b"",
-        )  # fmt: skip
-        self.alive[item.request_id] = self.scheduler.add(item)
-        self.waits[item.request_id] = Wait()
+        leader: Sequence | None = None
+        for _ in range(samples):
+            spans: tuple[ImageSpan, ...] = ()
+            if image is not None and length >= 12:
+                source = FakeSource(ready=image == "ready")
+                self.sources.append(source)
+                spans = (ImageSpan(3, 6, b"picture%d" % picture, source),)
+            self.names += 1
+            item = DecoderRequest(
+                str(self.names), prompt, SamplingParams(max_tokens=output), spans, priority=priority,
+                checkpoint_at=(hint,), salt=b"salt" if prefix == 2 else b"",
+            )  # fmt: skip
+            sequence = self.scheduler.add(item, leader)
+            leader = leader or sequence
+            self.alive[item.request_id] = sequence
+            self.waits[item.request_id] = Wait()
 
     def end(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)
@@ -188,16 +211,18 @@ class CacheMachine(RuleBasedStateMachine):
         self.hold_to(step, before)
         self.memory.move(step)
         self.memory.compute(step, self.has_slots, self.has_pages)
+        led = [row for row in step.rows if row.samples and row.sequence.followers]
+        forks = [fork for row in led for fork in self.scheduler.fork(row, step)]
+        self.memory.split(forks)
         self.scheduler.commit(step)
-        for row in step.rows:
-            sequence = row.sequence
+        for sequence, samples in [*((r.sequence, r.samples) for r in step.rows), *((f.follower, True) for f in forks)]:
             while sequence.next_span < len(sequence.request.spans):
                 span = sequence.request.spans[sequence.next_span]
                 if span.end > sequence.computed:
                     break
                 span.source.release()
                 sequence.next_span += 1
-            if row.samples:
+            if samples:
                 sequence.tokens.append(sequence.arrival % 3 + 60)
                 if sequence.output_len >= sequence.limit:
                     copy = self.scheduler.keep(sequence)
@@ -210,7 +235,8 @@ class CacheMachine(RuleBasedStateMachine):
         """Whom each request may have to wait for, before a step."""
         alive = self.alive.values()
         for name, sequence in self.alive.items():
-            ready = all(span.source.ready for span in sequence.request.spans[sequence.next_span :])
+            group = [sequence] if sequence.leader is None else [sequence, sequence.leader]
+            ready = all(span.source.ready for one in group for span in one.request.spans[one.next_span :])
             wait = self.waits[name]
             wait.count(other for other in alive if other.order <= sequence.order)
             if sequence.status is not Status.RUNNING or not ready:
