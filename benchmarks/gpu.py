@@ -33,13 +33,14 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from benchmarks import gpu_models, machine
+from benchmarks import gpu_models, gpu_peers, machine
 from decoder.config import DecoderOptions
 from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
 from encoder.runner import EncoderOptions, EncoderRunner
 from kernels.causal_conv1d import causal_conv1d_update
+from kernels.chunk_scan import chunk_scan, plan_chunks
 from kernels.gated_norm import gated_norm
 from kernels.linear import Linear
 from kernels.moe import Experts, run_experts
@@ -48,6 +49,7 @@ from kernels.patch_embed import patch_embed
 from kernels.pixel_shuffle import shuffle_norm
 from kernels.rms_norm import add_rms_norm
 from kernels.sample import Wishes, sample
+from kernels.scan_tables import ScanTables
 from kernels.selective_state_update import selective_state_update
 from kernels.shapes import NANO_3_OMNI, NANO_V2_12B_VL, ModelShape
 from kernels.varlen_attention import varlen_attention
@@ -130,34 +132,15 @@ class Measure:
 def kernel_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
     """The operations of a decoder layer."""
     rows = setting.pick(8192, 16)
-    hidden, inner, heads, state = shape.hidden, shape.mamba_inner, shape.mamba_heads, shape.state
+    hidden, inner = shape.hidden, shape.mamba_inner
     x, delta, weight = setting.random(rows, hidden), setting.random(rows, hidden), torch.ones(hidden).to(setting.device)
     yield Measure("add_rms_norm", lambda: add_rms_norm(x, delta, weight, 1e-5), bytes=8.0 * rows * hidden)
     y, gate, scale = setting.random(rows, inner), setting.random(rows, inner), torch.ones(inner).to(setting.device)
     group = inner // shape.groups
     yield Measure("gated_norm", lambda: gated_norm(y, gate, scale, group, 1e-5), bytes=6.0 * rows * inner)
     for batch in (1, 32, 64, 256) if setting.full else (2,):
-        slots = torch.randperm(batch, device=setting.device)
-        pool = setting.random(batch, heads, shape.mamba_head_dim, state, dtype=torch.float32)
-        vectors = [setting.random(batch, shape.groups, state) for _ in range(2)]
-        given = setting.random(batch, heads, shape.mamba_head_dim), setting.random(batch, heads)
-        per_head = [-torch.rand(heads, device=setting.device) for _ in range(3)]
-        yield Measure(
-            f"selective_state_update b{batch}",
-            lambda given=given, per_head=per_head, pool=pool, slots=slots, vectors=vectors: selective_state_update(  # type: ignore[misc]
-                pool, slots, *given, per_head[0], *vectors, per_head[1], per_head[2]
-            ),
-            bytes=8.0 * pool.numel(),
-        )
-        windows = setting.random(batch, shape.conv - 1, shape.conv_channels)
-        taps, new = setting.random(shape.conv, shape.conv_channels, dtype=torch.float32), windows[:, 0].contiguous()
-        yield Measure(
-            f"causal_conv1d_update b{batch}",
-            lambda new=new, slots=slots, taps=taps, windows=windows: causal_conv1d_update(  # type: ignore[misc]
-                new, taps, None, windows, slots
-            ),
-            bytes=4.0 * windows.numel() + 4.0 * new.numel(),
-        )
+        yield from update_measures(setting, shape, batch)
+    yield scan_measure(setting, shape)
     yield from attention_measures(setting, shape)
     if shape.experts:
         yield from expert_measures(setting, shape)
@@ -167,7 +150,66 @@ def kernel_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
     for name, top_p in (("plain", 1.0), ("top-p", 0.9)):
         reals = [torch.full((rows,), v, dtype=torch.float64, device=setting.device) for v in (1.0, top_p, 0.0)]
         wishes = Wishes(reals[0].float(), whole, reals[1], reals[2], whole, whole, whole)
-        yield Measure(f"sample {name}", lambda w=wishes: sample(logits, w), bytes=2.0 * logits.numel())  # type: ignore[misc]
+        yield Measure(f"sample {name}", lambda w=wishes: sample(logits, w), bytes=2.0 * logits.numel())
+
+
+def update_measures(setting: Setting, shape: ModelShape, batch: int) -> Iterator[Measure]:
+    """One token of each row: its state and its window, read and written."""
+    heads, width = shape.mamba_heads, shape.mamba_head_dim
+    slots = torch.randperm(batch, device=setting.device)
+    pool = setting.random(batch, heads, width, shape.state, dtype=torch.float32)
+    b, c = (setting.random(batch, shape.groups, shape.state) for _ in range(2))
+    x, dt = setting.random(batch, heads, width), setting.random(batch, heads)
+    decay, skip, bias = (-torch.rand(heads, device=setting.device) for _ in range(3))
+    theirs = gpu_peers.function("mamba-ssm", "ops.triton.selective_state_update", "selective_state_update")
+    wide_dt, wide_decay = dt[:, :, None].expand_as(x), decay[:, None, None].expand(heads, width, shape.state)
+    wide_skip, wide_bias = (value[:, None].expand(heads, width) for value in (skip, bias))
+
+    def peer() -> object:
+        assert theirs is not None
+        return theirs(pool, x, wide_dt, wide_decay, b, c, wide_skip, None, wide_bias, True, slots)
+
+    yield Measure(
+        f"selective_state_update b{batch}",
+        lambda: selective_state_update(pool, slots, x, dt, decay, b, c, skip, bias),
+        bytes=8.0 * pool.numel(),
+        peer=None if theirs is None else peer,
+    )
+    windows = setting.random(batch, shape.conv - 1, shape.conv_channels)
+    taps, new = setting.random(shape.conv, shape.conv_channels, dtype=torch.float32), windows[:, 0].contiguous()
+    yield Measure(
+        f"causal_conv1d_update b{batch}",
+        lambda: causal_conv1d_update(new, taps, None, windows, slots),
+        bytes=4.0 * windows.numel() + 4.0 * new.numel(),
+    )
+
+
+def scan_measure(setting: Setting, shape: ModelShape) -> Measure:
+    """Four sequences, from nothing to a state each."""
+    rows, length, chunk = 4, setting.pick(2048, 24), setting.pick(shape.chunk, 8)
+    heads, width, groups, state = shape.mamba_heads, shape.mamba_head_dim, shape.groups, shape.state
+    tokens = rows * length
+    dtype = torch.float32 if setting.device == "cpu" else torch.bfloat16
+    x = setting.random(tokens, heads, width, dtype=dtype)
+    b, c = (setting.random(tokens, groups, state, dtype=dtype) for _ in range(2))
+    dt = torch.rand(tokens, heads, device=setting.device) / 10
+    decay, skip = (-torch.rand(heads, device=setting.device) for _ in range(2))
+    pool = setting.random(rows, heads, width, state, dtype=torch.float32)
+    slots, fresh = torch.arange(rows, device=setting.device), torch.zeros(rows, dtype=torch.bool).to(setting.device)
+    lengths, computed = [length] * rows, [0] * rows
+    chunks = plan_chunks(lengths, computed, chunk)
+    tables = ScanTables.of(lengths, computed, chunk, device=setting.device)
+    combined = gpu_peers.function("mamba-ssm", "ops.triton.ssd_combined", "mamba_chunk_scan_combined")
+    apart = [value.view(rows, length, *value.shape[1:]) for value in (x, dt, b, c)]
+    inside = chunk * (groups * state + heads * width)
+    return Measure(
+        f"chunk_scan {tokens}",
+        lambda: chunk_scan(pool, slots, fresh, x, dt, decay, b, c, skip, chunks, (), tables),
+        flops=float(tokens * (inside + 4 * heads * width * state)),
+        peer=None if combined is None else lambda: combined(
+            apart[0], apart[1], decay, apart[2], apart[3], chunk, D=skip, return_final_states=True
+        ),
+    )  # fmt: skip
 
 
 def attention_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
@@ -180,7 +222,7 @@ def attention_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]
         q, lengths = setting.random(rows, heads, width), torch.full((rows,), length, device=setting.device)
         yield Measure(
             f"decode_attention b{rows} {length}",
-            lambda length=length, lengths=lengths, pool=pool, q=q, tables=tables: decode_attention(  # type: ignore[misc]
+            lambda length=length, lengths=lengths, pool=pool, q=q, tables=tables: decode_attention(
                 q, pool, tables, lengths, scale, length
             ),
             bytes=4.0 * rows * length * kv_heads * width,
@@ -211,7 +253,7 @@ def expert_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
         touched = int(ids.unique().numel())
         yield Measure(
             f"run_experts {tokens}",
-            lambda ids=ids, shares=shares, x=x: run_experts(x, ids, shares, experts),  # type: ignore[misc]
+            lambda ids=ids, shares=shares, x=x: run_experts(x, ids, shares, experts),
             bytes=4.0 * touched * inner * width,
             flops=4.0 * ids.numel() * inner * width,
         )
@@ -381,7 +423,7 @@ def pictures_by_graph(setting: Setting) -> dict[str, Any]:
         times: dict[str, list[float]] = {graphs: [] for graphs in sides}
         for _ in range(repeats + 2):
             for graphs, (runner, images, out) in sides.items():
-                call = lambda r=runner, i=images, o=out: r.encode(i, o)  # type: ignore[misc]  # noqa: E731
+                call = lambda r=runner, i=images, o=out: r.encode(i, o)  # noqa: E731
                 times[graphs].append(_synchronised(setting, call) * 1e3)
         row = {}
         for graphs, name in (("on", "graph"), ("off", "eager")):

@@ -5,7 +5,8 @@
 Parts: `kernels` (the tests of every Triton kernel, against float64), `layers` (one layer of each kind of two decoders
 and of a vision tower at real sizes: at most twice the error of the torch reference in the same dtype, both held
 against the reference in float32), `graphs` (graph = eager for both runners), `service` (a server on the embedded
-model, asked the shipped questions, one by one and many at once). `--device cpu --scale tiny` proves the program.
+model, asked the shipped questions, one by one and many at once), `e2e` (the end-to-end tests, where `make peers` has
+fetched a transformers that they need). `--device cpu --scale tiny` proves the program.
 Writes gpu-check.json into DIR; the last line on stdout is JSON; status 1 where a part failed.
 """
 
@@ -214,11 +215,25 @@ def check_service(device: str, scale: str) -> dict[str, Any]:
     return {"questions": len(questions), "right": right}
 
 
+def check_e2e(device: str, scale: str) -> dict[str, Any]:
+    """The end-to-end tests of answers, whose servers take the GPU by themselves."""
+    if scale == "tiny" or not _has_oracle():
+        return {"left_out": "needs a whole machine and a transformers with nemotron_h_omni (`make peers`)"}
+    files = [f"tests/e2e/test_{name}.py" for name in ("service", "parity", "congruence", "resume", "life")]
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    require(ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:])
+    return {"said": ran.stdout.splitlines()[-1]}
+
+
 PARTS: dict[str, Callable[[str, str], dict[str, Any]]] = {
     "kernels": check_kernels,
     "layers": check_layers,
     "graphs": check_graphs,
     "service": check_service,
+    "e2e": check_e2e,
 }
 
 

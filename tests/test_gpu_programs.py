@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import fetch_peers, gpu, gpu_check, gpu_models
+from benchmarks import fetch_peers, gpu, gpu_check, gpu_models, gpu_peers
 
 CPU = ["--device", "cpu", "--scale", "tiny", "--out"]
 
@@ -67,6 +67,16 @@ def test_random_weights_are_those_that_the_models_expect() -> None:
     first, second = (dict(gpu_models.weights(config.expected_weights(), "cpu", torch.float32)) for _ in range(2))
     assert {name: tuple(tensor.shape) for name, tensor in first.items()} == config.expected_weights()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_peer_is_imported_without_the_package_around_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_peers, "SOURCES", tmp_path)
+    assert gpu_peers.function("a-peer", "ops.work", "half") is None
+    (tmp_path / "a-peer" / "a_peer" / "ops").mkdir(parents=True)
+    (tmp_path / "a-peer" / "a_peer" / "__init__.py").write_text("import what_nobody_has")
+    (tmp_path / "a-peer" / "a_peer" / "ops" / "work.py").write_text("def half(x):\n    return x / 2\n")
+    found = gpu_peers.function("a-peer", "ops.work", "half")
+    assert found is not None and found(6) == 3
 
 
 def test_the_list_of_peers() -> None:
