@@ -1,7 +1,8 @@
 """Decoding in processes of its own (`service.picture_worker`), which hostile files may bring down.
 
 A worker that dies, takes too long or talks nonsense is replaced, and the file that it was decoding is refused like any
-other that cannot be decoded. Pixels come back in sealed memory files: mapped, not copied.
+other that cannot be decoded. Pixels come back in a memory file that both ends map once and use again and again: fresh
+memory for each picture would cost more than decoding a small one.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ import numpy as np
 
 from encoder.frames import Clip, VideoError
 from encoder.images import ImageError, ImageHeader, Pixels
-from service.picture_worker import LENGTH, SEALS
+from service.picture_worker import LENGTH
 from service.pictures import MediaLimits
 
 log = logging.getLogger(__name__)
 
 START_SECONDS = 60.0
 MAX_REPLY = 64 * 1024
+KEPT_BYTES = 16 << 20
+"""Of pixels: what a worker's memory file holds on to between two pictures."""
 _CHANNELS = 3
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _REASONS = {
@@ -55,8 +58,9 @@ class _Lost(Exception):
 class _Worker:
     """One process, started when it is first needed and again after its end. Used by one thread at a time."""
 
-    def __init__(self, limits: dict[str, Any]) -> None:
-        self._limits = limits
+    def __init__(self, limits: dict[str, Any], most_pixels: int) -> None:
+        self._limits, self._size = limits, most_pixels * _CHANNELS
+        self._memory: mmap.mmap | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._greeted = False
@@ -71,16 +75,22 @@ class _Worker:
             return
         self.stop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        descriptor = os.memfd_create("saccade-picture", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(descriptor, self._size)
+        # Without the seals, the other end could shrink it under this end's mapping, which would be the end of both.
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        self._memory = mmap.mmap(descriptor, self._size)
         with theirs:
             root = str(Path(__file__).resolve().parent.parent)
             path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "service.picture_worker", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-m", "service.picture_worker", str(theirs.fileno()), str(descriptor)],
+                pass_fds=[theirs.fileno(), descriptor],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": path},
             )
+        os.close(descriptor)
         self._connection, self._greeted = ours, False
 
     def stop(self) -> None:
@@ -92,9 +102,22 @@ class _Worker:
             self._process.kill()
             self._process.wait()
             self._process = None
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
 
-    def ask(self, command: dict[str, Any], data: bytes, seconds: float) -> tuple[dict[str, Any], int | None]:
-        """The reply and, where it came with one, a descriptor that the caller owns. Raises _Lost."""
+    def pixels(self, height: int, width: int) -> Pixels:
+        """A copy of what the last reply spoke of. Raises _Lost."""
+        size = height * width * _CHANNELS
+        if self._memory is None or size > self._size:
+            raise _Lost("nonsense")
+        found = np.frombuffer(self._memory, np.uint8, size).reshape(height, width, _CHANNELS).copy()
+        if size > KEPT_BYTES:
+            self._memory.madvise(mmap.MADV_REMOVE)  # what a large picture took is not kept for small ones
+        return found
+
+    def ask(self, command: dict[str, Any], data: bytes, seconds: float) -> dict[str, Any]:
+        """The reply. Raises _Lost."""
         self.start()
         if not self._greeted:
             self._send({"op": "limits", **self._limits}, b"", START_SECONDS)
@@ -115,29 +138,24 @@ class _Worker:
         except OSError:
             raise _Lost("died") from None
 
-    def _receive(self, seconds: float) -> tuple[dict[str, Any], int | None]:
+    def _receive(self, seconds: float) -> dict[str, Any]:
         deadline = time.monotonic() + seconds
-        descriptors: list[int] = []
         try:
-            size = self._exactly(LENGTH.size, deadline, descriptors)
-            length = LENGTH.unpack(size)[0]
-            if length > MAX_REPLY or len(descriptors) > 1:
+            (length,) = LENGTH.unpack(self._exactly(LENGTH.size, deadline))
+            if length > MAX_REPLY:
                 raise _Lost("nonsense")
-            reply = json.loads(self._exactly(length, deadline, descriptors))
+            reply = json.loads(self._exactly(length, deadline))
             if not isinstance(reply, dict):
                 raise _Lost("nonsense")
-            return reply, descriptors.pop() if descriptors else None
+            return reply
         except TimeoutError:
             raise _Lost("time") from None
         except OSError:
             raise _Lost("died") from None
         except ValueError:
             raise _Lost("nonsense") from None
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
 
-    def _exactly(self, size: int, deadline: float, descriptors: list[int]) -> bytes:
+    def _exactly(self, size: int, deadline: float) -> bytes:
         assert self._connection is not None
         data = b""
         while len(data) < size:
@@ -145,8 +163,7 @@ class _Worker:
             if left <= 0:
                 raise TimeoutError
             self._connection.settimeout(left)
-            part, found, _, _ = socket.recv_fds(self._connection, size - len(data), 1)
-            descriptors += found
+            part = self._connection.recv(size - len(data))
             if not part:
                 raise _Lost("died")
             data += part
@@ -166,7 +183,7 @@ class PicturePool:
             "file": asdict(limits.file),
             "memory_bytes": limits.worker_bytes,
         }
-        self.workers = [_Worker(sent) for _ in range(workers)]
+        self.workers = [_Worker(sent, limits.frame.max_pixels) for _ in range(workers)]
         self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()
         for worker in reversed(self.workers):
             self._idle.put(worker)
@@ -185,18 +202,17 @@ class PicturePool:
 
     def image(self, data: bytes) -> Pixels:
         with self._borrowed(self._image_seconds, ImageError) as worker:
-            reply, descriptor = worker.ask({"op": "image"}, data, self._image_seconds)
-            return self._pixels(reply, descriptor)
+            return self._pixels(worker, worker.ask({"op": "image"}, data, self._image_seconds))
 
     def clip(self, data: bytes) -> Clip:
         with self._borrowed(self._video_seconds, VideoError) as worker:
-            reply, _ = worker.ask({"op": "clip"}, data, self._video_seconds)
+            reply = worker.ask({"op": "clip"}, data, self._video_seconds)
             _check(reply)
             return _WorkerClip(self, data, _number(reply, "frames"))
 
     def describe(self, data: bytes) -> ImageHeader:
         with self._borrowed(self._video_seconds, ImageError) as worker:
-            reply, _ = worker.ask({"op": "describe"}, data, self._video_seconds)
+            reply = worker.ask({"op": "describe"}, data, self._video_seconds)
             _check(reply)
             width, height = _number(reply, "width"), _number(reply, "height")
             return ImageHeader(str(reply.get("format"))[:16], width, height, str(reply.get("mode"))[:16])
@@ -224,23 +240,12 @@ class PicturePool:
         finally:
             self._idle.put(worker)
 
-    def _pixels(self, reply: dict[str, Any], descriptor: int | None) -> Pixels:
-        """Maps what a worker has sent, which is believed only as far as the kernel vouches for it."""
-        try:
-            _check(reply)
-            height, width = _number(reply, "height"), _number(reply, "width")
-            self._limits.image.check_size(width, height)
-            size = height * width * _CHANNELS
-            if descriptor is None or os.fstat(descriptor).st_size != size:
-                raise _Lost("nonsense")
-            if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:  # or it could shrink under the mapping
-                raise _Lost("nonsense")
-            # Private, so that it is writable for whoever wants that, as torch does.
-            memory = mmap.mmap(descriptor, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-            return np.frombuffer(memory, np.uint8).reshape(height, width, _CHANNELS)
-        finally:
-            if descriptor is not None:
-                os.close(descriptor)
+    def _pixels(self, worker: _Worker, reply: dict[str, Any]) -> Pixels:
+        """What a worker has decoded. Its words are believed only as far as they stay within the limits."""
+        _check(reply)
+        height, width = _number(reply, "height"), _number(reply, "width")
+        self._limits.frame.check_size(width, height)
+        return worker.pixels(height, width)
 
 
 class _WorkerClip(Clip):
@@ -268,11 +273,11 @@ class _WorkerClip(Clip):
         with self._pool._borrowed(seconds, VideoError) as worker:
             while True:
                 asked = time.monotonic()
-                reply, descriptor = worker.ask(command, data, max(left, 0.001))
+                reply = worker.ask(command, data, max(left, 0.001))
                 left -= time.monotonic() - asked
                 if "fps" in reply:
                     break
-                yield self._pool._pixels(reply, descriptor)
+                yield self._pool._pixels(worker, reply)
                 command, data = {"op": "next"}, b""
         fps = reply["fps"]
         self._fps = float(fps) if isinstance(fps, int | float) else None

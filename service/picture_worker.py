@@ -1,25 +1,26 @@
-"""The process that decodes pictures and clips: `python -m service.picture_worker FD`, started by `picture_pool.py`.
+"""The process that decodes pictures and clips: `python -m service.picture_worker FD FD`, run by `picture_pool.py`.
 
 Whatever hostile bytes make of a decoder, it ends here: memory and processor time are limited, the process holds no
-secret and no model, and its end costs one request. It reads one command at a time from the socket FD, and its words
-back are JSON, which its other end need not trust.
+secret and no model, and its end costs one request. It reads one command at a time from a socket, its first argument.
+Its words back are JSON, which the other end need not trust, and pixels lie at the beginning of a memory file, its
+second, until the next command.
 
     command   4 bytes of length, JSON {"op": ..., "size": n}, n bytes of a file
-    reply     4 bytes of length, JSON, and where it speaks of pixels a sealed memory file that holds them
+    reply     4 bytes of length, JSON
 
     limits    the first: what files may be, and what this process may use       -> {}
     describe  format and size of a file, undecoded                              -> {"format", "width", "height", "mode"}
-    image     the picture                                                       -> {"height", "width"}, pixels
+    image     the picture                                                       -> {"height", "width"} of the pixels
     clip      how long the clip is                                              -> {"frames"}
     frames    its frames at "indices": the first of them                        -> as next
-    next      the next of them                                                  -> {"height", "width"}, pixels; {"fps"}
+    next      the next of them                                                  -> {"height", "width"}, or {"fps"}
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
+import mmap
 import os
 import resource
 import signal
@@ -34,16 +35,18 @@ from PIL import Image
 
 from encoder.frames import Clip, VideoError, VideoLimits, describe, open_video
 from encoder.images import ImageError, ImageLimits, Pixels, decode_pixels
+from kernels.host_memory import keep_freed_memory
 
 LENGTH = struct.Struct("!I")
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+KEPT_BYTES = 64 << 20
+"""Freed memory that stays for the next picture: faulting it in again took twice as long as decoding 1080p."""
 
 
 class _Worker:
     """What is open at the moment, and the limits."""
 
-    def __init__(self, connection: socket.socket, limits: dict[str, Any]) -> None:
-        self._connection = connection
+    def __init__(self, connection: socket.socket, memory: mmap.mmap, limits: dict[str, Any]) -> None:
+        self._connection, self._memory = connection, memory
         self._image, self._video = ImageLimits(**limits["image"]), VideoLimits(**limits["video"])
         self._file = VideoLimits(**limits["file"])
         self._clip: Clip | None = None
@@ -51,24 +54,24 @@ class _Worker:
 
     def answer(self, command: dict[str, Any], data: bytes) -> None:
         try:
-            reply, pixels = self._do(command, data)
+            reply = self._do(command, data)
         except ImageError as error:
-            reply, pixels = {"error": error.reason, "video": isinstance(error, VideoError)}, None
+            reply = {"error": error.reason, "video": isinstance(error, VideoError)}
         except MemoryError:
-            reply, pixels = {"error": "decoding it takes more memory than is allowed"}, None
-        send(self._connection, reply, pixels)
+            reply = {"error": "decoding it takes more memory than is allowed"}
+        send(self._connection, reply)
 
-    def _do(self, command: dict[str, Any], data: bytes) -> tuple[dict[str, Any], Pixels | None]:
+    def _do(self, command: dict[str, Any], data: bytes) -> dict[str, Any]:
         match command["op"]:
             case "describe":
                 header = describe(data, self._file)
                 return {
                     "format": header.format, "width": header.width, "height": header.height, "mode": header.mode,
-                }, None  # fmt: skip
+                }  # fmt: skip
             case "image":
-                return _with_pixels(decode_pixels(data, self._image))
+                return self._lay(decode_pixels(data, self._image))
             case "clip":
-                return {"frames": open_video(data, self._video).num_frames}, None
+                return {"frames": open_video(data, self._video).num_frames}
             case "frames":
                 self._clip = open_video(data, self._video)
                 self._frames = self._clip.arrays(command["indices"])
@@ -77,32 +80,20 @@ class _Worker:
                 return self._next()
         raise ValueError(f"no command {command['op']!r}")
 
-    def _next(self) -> tuple[dict[str, Any], Pixels | None]:
+    def _next(self) -> dict[str, Any]:
         assert self._clip is not None and self._frames is not None
         pixels = next(self._frames, None)
-        return _with_pixels(pixels) if pixels is not None else ({"fps": self._clip.fps}, None)
+        return self._lay(pixels) if pixels is not None else {"fps": self._clip.fps}
+
+    def _lay(self, pixels: Pixels) -> dict[str, Any]:
+        """Puts the pixels where the other end finds them."""
+        np.copyto(np.frombuffer(self._memory, np.uint8, pixels.size).reshape(pixels.shape), pixels)
+        return {"height": pixels.shape[0], "width": pixels.shape[1]}
 
 
-def _with_pixels(pixels: Pixels) -> tuple[dict[str, Any], Pixels]:
-    return {"height": pixels.shape[0], "width": pixels.shape[1]}, pixels
-
-
-def send(connection: socket.socket, reply: dict[str, Any], pixels: Pixels | None) -> None:
+def send(connection: socket.socket, reply: dict[str, Any]) -> None:
     words = json.dumps(reply).encode()
-    message = LENGTH.pack(len(words)) + words
-    if pixels is None:
-        connection.sendall(message)
-        return
-    descriptor = os.memfd_create("saccade-picture", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        rest = np.ascontiguousarray(pixels).data.cast("B")
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
-        sent = socket.send_fds(connection, [message], [descriptor])
-        connection.sendall(message[sent:])
-    finally:
-        os.close(descriptor)
+    connection.sendall(LENGTH.pack(len(words)) + words)
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], bytes]:
@@ -139,16 +130,19 @@ def _allow_seconds(seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (end, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
-def main(descriptor: int) -> int:
+def main(descriptor: int, memory_descriptor: int) -> int:
     # The server decides when to stop; a Ctrl-C in the terminal reaches the whole group and is not for this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as connection:
+        memory = mmap.mmap(memory_descriptor, 0)
+        os.close(memory_descriptor)
         try:
             limits, _ = receive(connection)
             Image.init()  # loads all readers now rather than with the first picture of each format
             _confine(limits["memory_bytes"])
-            worker = _Worker(connection, limits)
-            send(connection, {}, None)
+            keep_freed_memory(KEPT_BYTES)
+            worker = _Worker(connection, memory, limits)
+            send(connection, {})
             while True:
                 command, data = receive(connection)
                 _allow_seconds(command["seconds"])
@@ -158,4 +152,4 @@ def main(descriptor: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

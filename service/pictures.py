@@ -54,9 +54,14 @@ class MediaLimits:
         return replace(self.video, max_bytes=max(self.image.max_bytes, self.video.max_bytes))
 
     @property
+    def frame(self) -> ImageLimits:
+        """Of decoded pixels that may be a picture's or a frame's."""
+        return replace(self.image, max_pixels=max(self.image.max_pixels, self.video.max_pixels))
+
+    @property
     def worker_bytes(self) -> int:
         """Memory that decoding either may take, and the decoder's own beside it."""
-        pixels = max(self.image.max_pixels, self.video.max_pixels)
+        pixels = self.frame.max_pixels
         return (1 << 30) + 16 * pixels + 3 * self.file.max_bytes
 
 

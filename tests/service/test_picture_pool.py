@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -90,43 +91,55 @@ def test_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     pool.close()
 
 
-def _file(size: int) -> int:
-    descriptor = os.memfd_create("liar")
-    os.ftruncate(descriptor, size)
-    return descriptor
-
-
 @pytest.mark.parametrize(
-    ("words", "size"),
+    "words",
     [
-        pytest.param(b'{"height": 4, "width": 4}', 48, id="unsealed"),
-        pytest.param(b'{"height": 4, "width": 4}', 47, id="short-file"),
-        pytest.param(b'{"height": 4, "width": 4}', None, id="no-file"),
-        pytest.param(b'{"height": -4, "width": -4}', 48, id="negative"),
-        pytest.param(b'{"height": "4", "width": true}', 48, id="no-numbers"),
-        pytest.param(b'{"height": 4', 48, id="half-json"),
-        pytest.param(b"[1, 2]", None, id="a-list"),
-        pytest.param(b"x" * 100_000, None, id="long"),
+        pytest.param(b'{"height": 4}', id="no-width"),
+        pytest.param(b'{"height": -4, "width": -4}', id="negative"),
+        pytest.param(b'{"height": "4", "width": true}', id="no-numbers"),
+        pytest.param(b'{"height": 4', id="half-json"),
+        pytest.param(b"[1, 2]", id="a-list"),
+        pytest.param(b"x" * 100_000, id="long"),
     ],
 )
-def test_what_a_worker_says_is_not_believed(words: bytes, size: int | None) -> None:
+def test_what_a_worker_says_is_not_believed(words: bytes) -> None:
     pool = PicturePool(LIMITS, 1, image_seconds=30, video_seconds=30)
-    worker = pool.workers[0]
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    worker._process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    worker._connection, worker._greeted = ours, True
-    descriptors = [] if size is None else [_file(size)]
-    socket.send_fds(theirs, [LENGTH.pack(len(words)) + words], descriptors)
-    for descriptor in descriptors:
-        os.close(descriptor)
-    assert worker._process.stdin is not None
-    pipe = worker._process.stdin
-    with pytest.raises(ImageError, match="its decoder broke"):
+    with lying(pool, words), pytest.raises(ImageError, match="its decoder broke"):
         pool.image(b"a picture")
-    pipe.close()
-    theirs.close()
     assert pool.stats()["workers_lost_nonsense"] == 1
     assert pool.image(picture(1)).shape[2] == 3, "and another takes its place"
+    pool.close()
+
+
+def test_a_worker_cannot_speak_of_more_than_is_allowed() -> None:
+    pool = PicturePool(LIMITS, 1, image_seconds=30, video_seconds=30)
+    with lying(pool, b'{"height": 2000, "width": 2000}'), pytest.raises(ImageError, match="more than the 3000000"):
+        pool.image(b"a picture")
+    pool.close()
+
+
+@contextmanager
+def lying(pool: PicturePool, words: bytes) -> Iterator[None]:
+    """Puts a process in the place of the pool's worker that has said `words` before it was asked."""
+    worker = pool.workers[0]
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with theirs:
+        worker.start()
+        assert worker._process is not None and worker._connection is not None
+        worker._connection.close()
+        worker._connection, worker._greeted = ours, True
+        theirs.sendall(LENGTH.pack(len(words)) + words)
+        yield
+
+
+def test_a_large_picture_s_memory_is_given_back() -> None:
+    pool = PicturePool(MediaLimits(), 1, image_seconds=60, video_seconds=60)
+    buffer = io.BytesIO()
+    Image.new("RGB", (3000, 3000), (1, 2, 3)).save(buffer, "PNG", compress_level=1)
+    assert (pool.image(buffer.getvalue()) == (1, 2, 3)).all()
+    memory = pool.workers[0]._memory
+    assert memory is not None and memory[:3] == b"\0\0\0", "the pages have gone"
+    assert pool.image(picture(1)).any()
     pool.close()
 
 
@@ -137,9 +150,14 @@ def test_a_worker_imports_no_torch_and_ends_with_its_server(tmp_path: Path) -> N
     told = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True).stdout
     assert told == "False False\n"
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    memory = os.memfd_create("pixels")
+    os.ftruncate(memory, 4096)
     process = subprocess.Popen(
-        [sys.executable, "-m", "service.picture_worker", str(theirs.fileno())], pass_fds=[theirs.fileno()], env=env
+        [sys.executable, "-m", "service.picture_worker", str(theirs.fileno()), str(memory)],
+        pass_fds=[theirs.fileno(), memory],
+        env=env,
     )
+    os.close(memory)
     theirs.close()
     ours.close()
     assert process.wait(timeout=60) == 0
