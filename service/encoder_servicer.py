@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         self._window_bytes, self._max_sessions = window_bytes, max_sessions
         self.sessions: set[_Session] = set()
         self.idle = asyncio.Event()
-        """Set while no decoder has anything under way."""
+        """Set while no decoder is attached."""
         self.idle.set()
         self._draining = False
 
@@ -66,8 +66,9 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             self._partner.check(partner_from_proto(hello.hello), f"the decoder at {context.peer()}")
         except PartnerRefused as error:
             raise errors.FailedPrecondition(str(error), reason="PARTNER_REFUSED") from None
-        session = _Session(self._handoff, self._window_bytes, self._count_up)
+        session = _Session(self._handoff, self._window_bytes)
         self.sessions.add(session)
+        self.idle.clear()
         log.info("a decoder at %s is attached", context.peer())
         reader = asyncio.create_task(session.read(requests))
         try:
@@ -77,7 +78,8 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             reader.cancel()
             session.close()
             self.sessions.discard(session)
-            self._count_up()
+            if not self.sessions:
+                self.idle.set()
             log.info("the decoder at %s is gone", context.peer())
 
     def poll(self) -> None:
@@ -86,7 +88,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             session.wake.set()
 
     def drain(self) -> None:
-        """Tells every decoder to send nothing more."""
+        """Tells every decoder to send nothing more. Each ends its side, gets what it is owed, and is gone."""
         self._draining = True
         for session in self.sessions:
             session.put(Response(draining=True))
@@ -94,12 +96,6 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
     @property
     def under_way(self) -> int:
         return sum(session.under_way for session in self.sessions)
-
-    def _count_up(self) -> None:
-        if self.under_way:
-            self.idle.clear()
-        else:
-            self.idle.set()
 
 
 @dataclass
@@ -118,14 +114,12 @@ class _Arriving:
 class _Session:
     """One decoder."""
 
-    def __init__(self, handoff: Handoff, window: int, on_count: Callable[[], None]) -> None:
+    def __init__(self, handoff: Handoff, window: int) -> None:
         self.wake = asyncio.Event()
-        self._handoff, self._on_count = handoff, on_count
-        self._window = window
+        self._handoff, self._window = handoff, window
         self._arriving: dict[int, _Arriving] = {}
         self._leases: dict[int, tuple[Lease, int]] = {}
         self._outgoing: list[encoder_pb2.AttachResponse] = []
-        self._closed = False
 
     @property
     def under_way(self) -> int:
@@ -136,7 +130,7 @@ class _Session:
         self.wake.set()
 
     async def read(self, requests: AsyncIterator[encoder_pb2.AttachRequest]) -> None:
-        """Until the decoder is gone. Raises StatusError for what no decoder of ours sends."""
+        """Until the decoder has no more to send. Raises StatusError for what no decoder of ours sends."""
         try:
             async for request in requests:
                 match request.WhichOneof("message"):
@@ -148,7 +142,6 @@ class _Session:
                         self._cancel(request.cancel)
                     case other:
                         raise errors.InvalidArgument(f"a message of kind {other!r} in mid-stream")
-                self._on_count()
         finally:
             self.wake.set()
 
@@ -205,7 +198,7 @@ class _Session:
         self.put(Response(credit=encoder_pb2.Credit(bytes=size, waiting_tokens=self._handoff.pending_tokens())))
 
     async def responses(self, reader: asyncio.Task[None]) -> AsyncIterator[encoder_pb2.AttachResponse]:
-        """What this decoder is told, until it is gone or `reader` fails."""
+        """What this decoder is told, until it has all that it asked for and asks no more. Raises what `reader` does."""
         while True:
             await self.wake.wait()
             self.wake.clear()
@@ -219,10 +212,10 @@ class _Session:
                 elif lease.ready:
                     async for response in self._rows(ticket, lease):
                         yield response
-            self._on_count()
             if reader.done():
                 reader.result()
-                return
+                if not self._leases and not self._outgoing:
+                    return
 
     async def _rows(self, ticket: int, lease: Lease) -> AsyncIterator[encoder_pb2.AttachResponse]:
         """The rows, piece by piece; stops in between if they are no longer wanted."""

@@ -243,7 +243,7 @@ class GrpcLink:
                 session.credit(message.credit.bytes, message.credit.waiting_tokens)
             case "draining":
                 self._reason = "it is draining"
-                session.open = False
+                owner.lost(self, session.drain(), self._reason)
         owner.changed(self)
 
     def _count(self, name: str, amount: int) -> None:
@@ -257,7 +257,7 @@ class _Session:
         self.open = False
         self._partner, self._count = partner, count
         self._changed = threading.Condition()
-        self._ended = False
+        self._sending_ended = False
         self._window = 0
         self.elsewhere = 0
         """Image tokens in the encoder, of all its decoders, when it was last heard of."""
@@ -330,10 +330,22 @@ class _Session:
             self.elsewhere = elsewhere
             self._changed.notify_all()
 
+    def drain(self) -> list[Work]:
+        """Nothing more is sent but the picture under way; what has been sent comes back. Returns the rest."""
+        with self._changed:
+            self.open = False
+            unsent = [work for work, _ in self._unsent]
+            self._unsent.clear()
+            for work in unsent:
+                self._remove(work.ticket)
+            self._sending_ended = True
+            self._changed.notify_all()
+            return unsent
+
     def shut(self) -> None:
         """Nothing is sent or taken any more."""
         with self._changed:
-            self.open, self._ended = False, True
+            self.open, self._sending_ended = False, True
             self._changed.notify_all()
 
     def end(self) -> list[Work]:
@@ -357,7 +369,7 @@ class _Session:
     def _next(self) -> int | tuple[Work, float | None] | None:
         """A ticket to cancel, or a picture that the window has room for; None at the end."""
         with self._changed:
-            while not self._ended:
+            while not self._sending_ended:
                 if self._cancels:
                     return self._cancels.popleft()
                 if self._unsent:

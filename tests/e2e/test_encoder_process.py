@@ -19,6 +19,7 @@ from running import RunningServer, children
 import saccade
 import saccade.errors
 from encoder.preprocess import ImagePatches
+from encoder.video import VideoPatches
 from service.build import encoder_process, resolve_vision
 from service.checkpoint import open_checkpoint
 from service.config import ConfigError, EngineOptions
@@ -128,11 +129,16 @@ def test_shared_memory_that_is_full_is_one_pictures_error(options: EngineOptions
     beyond = lease(5, 4 * large)
     settle(beyond)
     assert isinstance(beyond.error, ValueError) and str(1 << 18) in str(beyond.error)
+    width = vision.patch_dim * (vision.video_temporal_patch_size or 0)
+    clip = VideoPatches((2, 4), torch.randn(3, 8, width), num_frames=5, pruning_rate=0.5)
+    pruned = handoff.lease(b"clip", clip, "r6")
+    settle(pruned)
+    assert pruned.counts is not None and sum(pruned.counts) == clip.tokens and len(pruned.counts) == 3
     crowd = [lease(10 + number, large // 4 * 2) for number in range(30)]  # far more than segments
     settle(*crowd)
     assert all(entry.ready for entry in crowd)
     assert pool.stats()["encoders"]["process"]["segment_bytes"] <= 1 << 18
-    for entry in [*leases, again, beyond, *crowd]:
+    for entry in [*leases, again, beyond, pruned, *crowd]:
         entry.release()
     pool.close()
     handoff.check_integrity(idle=True)

@@ -20,7 +20,9 @@ from served import make_served
 
 import saccade
 import saccade.errors
+from encoder.job import EncoderItem
 from encoder.preprocess import ImagePatches
+from encoder.video import VideoPatches
 from service.build import connect_encoders, resolve_vision
 from service.checkpoint import open_checkpoint
 from service.cli import ServerProcess
@@ -197,8 +199,9 @@ class Pool:
         self.fatal: list[BaseException] = []
         self.encoders.start(self.fatal.append)
 
-    def lease(self, number: int, image: ImagePatches) -> Lease:
-        return self.handoff.lease(number.to_bytes(4, "big"), image, f"r{number}")
+    def lease(self, number: int, image: EncoderItem) -> Lease:
+        key = hashlib.sha256(image.patches.numpy().tobytes()).digest()
+        return self.handoff.lease(key, image, f"r{number}")
 
     def image(self, number: int) -> ImagePatches:
         generator = torch.Generator().manual_seed(number)
@@ -232,6 +235,33 @@ def test_a_corrupt_picture_among_seven_good_ones(model: Path, near: RunningEncod
                 rows = torch.empty_like(lease.rows())
                 near.thread.encoder.runner.encode([image], [rows])
                 assert torch.allclose(rows, lease.rows(), atol=1e-5)
+            lease.release()
+
+
+def test_a_pruned_clip_brings_its_counts_back(model: Path, near: RunningEncoder) -> None:
+    with Pool(model, near) as pool:
+        width = pool.vision.patch_dim * (pool.vision.video_temporal_patch_size or 0)
+        clip = VideoPatches((4, 4), torch.randn(3, 16, width), num_frames=5, pruning_rate=0.5)
+        lease = pool.lease(1, clip)
+        pool.settled([lease])
+        rows = torch.empty_like(lease.rows())
+        (counts,) = near.thread.encoder.runner.encode([clip], [rows])
+        assert lease.counts == counts and sum(counts) == clip.tokens and len(counts) == 3
+        assert torch.allclose(rows, lease.rows(), atol=1e-5)
+        lease.release()
+
+
+def test_pictures_go_where_least_is_under_way_and_stay_when_one_stops(model: Path, near: RunningEncoder) -> None:
+    with RunningEncoder(str(model)) as other, Pool(model, near, other) as pool:
+        leases = [pool.lease(i, pool.image(i)) for i in range(60)]
+        while pool.encoders.stats()["given"] < 2:
+            pass
+        other.run(other.server.stop(grace=60))
+        pool.settled(leases)
+        assert not [lease.error for lease in leases if lease.error]
+        assert pool.encoders.stats()["written"] == 60
+        assert other.thread.encoder.stats()["images"] > 0
+        for lease in leases:
             lease.release()
 
 

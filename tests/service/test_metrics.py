@@ -71,3 +71,16 @@ def test_a_taken_port_is_a_configuration_error() -> None:
             Metrics().serve("127.0.0.1", port)
     finally:
         stop()
+
+
+def test_encoders_elsewhere_are_a_label() -> None:
+    one = {"up_now": 1.0, "connections": 2, "received_row_bytes_total": 10, "quarantined_bytes": 0}
+    stats = {"encoder": {"given": 3, "encoders": {"a:1": one, "b:2": {**one, "up_now": 0.0}}}}
+    families = {family.name: family for family in engine_metrics(stats)}
+    assert {s.labels["encoder"]: s.value for s in families["saccade_encoders_up"].samples} == {"a:1": 1, "b:2": 0}
+    assert families["saccade_encoders_up"].type == families["saccade_encoders_quarantined_bytes"].type == "gauge"
+    assert families["saccade_encoders_connections"].type == "counter"
+    assert (
+        families["saccade_encoders_received_row_bytes"].samples[0].name == "saccade_encoders_received_row_bytes_total"
+    )
+    assert families["saccade_encoder_given"].type == "counter"
