@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoder.capture import capture_sizes, check_state_slots, decode_sizes, padded_size
+from decoder.capture import Bucket, CapturePlan, capture_sizes, check_state_slots, decode_sizes, padded_size
 
 
 @pytest.mark.parametrize(
@@ -114,3 +114,29 @@ def test_a_shortage_of_slots_never_shortens_the_list() -> None:
     check_state_slots(256, 361)
     assert capture_sizes(8192, 512) == before
     assert before[-1] == 512
+
+
+@pytest.mark.parametrize(
+    ("requests", "tokens", "prefills", "verified", "expected"),
+    [
+        pytest.param(3, 3, 0, 0, Bucket("decode", 4), id="decode"),
+        pytest.param(3, 9, 1, 0, Bucket("mixed", 16), id="a-prefill-makes-it-mixed"),
+        pytest.param(9, 9, 0, 0, Bucket("mixed", 16), id="more-requests-than-captured-still-replay"),
+        pytest.param(3, 17, 1, 0, None, id="larger-than-all"),
+        pytest.param(4, 9, 0, 3, Bucket("verify", 4), id="drafts"),
+        pytest.param(8, 20, 0, 5, None, id="more-drafting-than-captured"),
+    ],
+)
+def test_the_bucket_of_a_step(
+    requests: int, tokens: int, prefills: int, verified: int, expected: Bucket | None
+) -> None:
+    plan = CapturePlan((1, 2, 4), (1, 2, 4, 8, 16), drafts=3)
+    assert plan.choose(requests, tokens, prefills, verified) == expected
+
+
+def test_buckets_are_captured_from_the_most_tokens_down() -> None:
+    plan = CapturePlan((1, 4), (1, 8), drafts=3)
+    assert [(str(b), plan.tokens(b)) for b in plan.buckets] == [
+        ("verify_4", 20), ("mixed_8", 8), ("verify_1", 5), ("decode_4", 4), ("mixed_1", 1), ("decode_1", 1)
+    ]  # fmt: skip
+    assert {b.kind for b in CapturePlan((1, 4), (1, 8)).buckets} == {"decode", "mixed"}

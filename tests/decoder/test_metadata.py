@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoder.metadata import pad_rows, prefilling_rows, state_table_width
+from decoder.metadata import chunk_end, pad_rows, prefilling_rows, split_rows, state_table_width
 
 
 def test_stale_rows_are_no_prefills() -> None:
@@ -61,3 +61,31 @@ def test_padding_counts_requests() -> None:
     assert pad_rows([], 2, 1) == [1, 1]
     with pytest.raises(ValueError, match="3 requests do not fit 2 rows"):
         pad_rows([1, 2, 3], 2, -1)
+
+
+def test_padded_rows_are_decodes_and_stale_flags_would_make_them_prefills() -> None:
+    computed, lengths = [50, 200, 120, 10, 20], [1, 1, 1, 0, 0]
+    assert split_rows(prefilling_rows(computed, [50, 200, 100, 100, 200], 3), computed, lengths) == (5, 0)
+    assert split_rows([False, False, False, True, True], computed, lengths) == (3, 2)
+
+
+def test_a_first_chunk_of_one_token_is_a_prefill_and_a_last_one_is_a_decode() -> None:
+    assert split_rows([False, False, True], [7, 8, 0], [1, 1, 1]) == (2, 1)
+    assert split_rows([False, False, True], [7, 8, 5], [1, 1, 1]) == (3, 0)
+    assert split_rows([False, True], [7, 0], [1, 4]) == (1, 1)
+
+
+def test_split_rows_refuses_rows_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="2 flags, 1 positions and 2 lengths"):
+        split_rows([True, True], [1], [1, 1])
+
+
+@given(st.integers(0, 40), st.integers(1, 60), st.integers(1, 50), st.integers(0, 70), st.integers(1, 16))
+def test_a_chunk_advances_whenever_it_may(start: int, more: int, budget: int, ready: int, align: int) -> None:
+    """It never passes budget, prompt or readiness; it stops short of them only to end on the grid."""
+    total = start + more
+    end = chunk_end(start, total, budget, ready, align)
+    bound = min(total, start + budget, ready)
+    assert start <= end <= max(start, bound)
+    assert (end > start) == (bound > start)
+    assert end == bound or end == start or end % align == 0 or end == ready
