@@ -22,6 +22,7 @@ from service import errors
 from service.auth import Tenant
 from service.frontend import Frontend
 from service.meters import make_metrics
+from service.spans import Spans
 from service.tracing import TraceContext
 from service.types import Delta, Embedded, Event, Finished, GenerateSpec, Started, Tokenized
 
@@ -97,6 +98,7 @@ class _Generation:
         self.started: Started | None = None
         self.finished: list[Finished] = []
         self.tokens = 0
+        self.prepared: float | None = None
         self.first_token: float | None = None
         self.last_token: dict[int, float] = {}
 
@@ -105,6 +107,7 @@ class _Generation:
         match event:
             case Started():
                 self.started = event
+                self.prepared = time.monotonic() - self.began
             case Finished():
                 self.finished.append(event)
             case Delta(token_ids=ids) if ids:
@@ -134,10 +137,12 @@ class Calls:
         closed: Callable[[], errors.StatusError | None] = lambda: None,
         metrics: Metrics | None = None,
         access: AccessLog | None = None,
+        spans: Spans | None = None,
     ) -> None:
         self.frontend = frontend
         self.metrics = metrics or make_metrics()
         self.access = access or AccessLog()
+        self._spans = spans
         self._default_timeout = default_timeout
         self._closed = closed
         self.elsewhere: Callable[[str, bytes], Awaitable[bool]] = _nowhere
@@ -213,6 +218,19 @@ class Calls:
             first_token_seconds=generation.first_token,
             seconds=seconds,
         )  # fmt: skip
+        if self._spans is not None:
+            attributes = {
+                "rpc.method": record.method, "saccade.request_id": record.request_id,
+                "saccade.tenant": record.tenant.name, "saccade.finish": reasons,
+                "saccade.prompt_tokens": prompt, "saccade.cached_tokens": cached,
+                "saccade.image_tokens": started.image_tokens if started else 0,
+                "saccade.completion_tokens": generation.tokens,
+            }  # fmt: skip
+            failed = "" if record.code == "OK" else record.reason or record.code
+            self._spans.generation(
+                record.trace, attributes, seconds=seconds, prepared=generation.prepared,
+                first_token=generation.first_token, failed=failed,
+            )  # fmt: skip
 
     async def embed(self, spec: GenerateSpec, *, timeout: float | None) -> Embedded:
         """`timeout` as in `stream`. Raises StatusError."""

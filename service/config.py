@@ -240,6 +240,9 @@ class ServerOptions(EngineOptions):
     grace: float = _option(30.0, "seconds that running calls get after SIGTERM", minimum=0)
     metrics_port: int | None = _option(None, "port of the Prometheus endpoint; 0 picks one; unset: none", minimum=0)
     metrics_host: str = _option("127.0.0.1", "address of the Prometheus endpoint")
+    otlp_endpoint: str | None = _option(
+        None, "HOST:PORT of an OpenTelemetry collector that gets a span for each generation and its stages"
+    )
     log_json: bool = _option(False, "one JSON object for each request in the log, instead of key=value pairs")
     log_level: str = _option("info", "what is logged to stderr", choices=("debug", "info", "warning", "error"))
 

@@ -54,6 +54,7 @@ from service.picture_pool import PicturePool
 from service.pictures import MediaLimits
 from service.servicer import InferenceServicer, MediaServicer, ModelServicer, media_resolver
 from service.sizes import check_sizes_file, record_sizes
+from service.spans import Spans
 from service.supervisor import SupervisedEngine
 from service.tls import server_credentials
 from service.warmup import warm_up
@@ -85,12 +86,12 @@ class Server:
             lambda: engine.query("stats"), self._gauges, lambda: {"preprocess": self.frontend.stats()}
         )
         access = AccessLog(as_json=options.log_json)
+        self._ends = contextlib.ExitStack()
         self.calls = Calls(
             self.frontend, default_timeout=options.default_timeout, closed=self._refusal,
-            metrics=self.metrics, access=access,
+            metrics=self.metrics, access=access, spans=self._open_spans(),
         )  # fmt: skip
         self._door = FrontDoor(self._guard, self.budget, self.metrics, access, stall_timeout=options.stall_timeout)
-        self._ends = contextlib.ExitStack()
         self.spool = self._open_spool(limits.media)
         self.frontend.resolve = media_resolver(self.spool, fetcher)
         self._batch_store = self._open_batches()
@@ -168,6 +169,13 @@ class Server:
                 folder, options.media_bytes, options.media_ttl, limits.file.frame,
                 tenant_capacity=options.media_tenant_bytes, describe=self.pictures.describe,
             )  # fmt: skip
+
+    def _open_spans(self) -> Spans | None:
+        if self.options.otlp_endpoint is None:
+            return None
+        spans = Spans(self.options.otlp_endpoint, version=_version())
+        self._ends.callback(spans.close)
+        return spans
 
     def _make_spool(self, *arguments: Any, **keywords: Any) -> Spool:
         return Spool(*arguments, **keywords)
