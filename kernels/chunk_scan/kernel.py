@@ -34,7 +34,7 @@ class Configuration(NamedTuple):
 # By bytes of an element: 2 has tensor cores, 4 takes exact products.
 STATES = {
     2: {
-        "sm_80": Configuration(128, 8, 2),
+        "sm_80": Configuration(64, 8, 2),
         "sm_90": Configuration(128, 8, 2),
         "sm_100": Configuration(128, 8, 2),
         "gfx942": Configuration(64, 8, 1),

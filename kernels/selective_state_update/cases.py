@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels.selective_state_update.kernel import selective_state_update
+from kernels.selective_state_update.kernel import selective_state_update, selective_state_update_tokens
 from kernels.shapes import Case, ModelShape, meta
 
 
@@ -30,10 +30,15 @@ def states(shape: ModelShape, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def cases(shape: ModelShape) -> Iterator[Case]:
-    """One token a row."""
+    """One token a row, and a step with three drafts a row."""
     slots, head = meta(64, dtype=torch.int64), meta(shape.mamba_heads)
     for dtype in shape.dtypes:
         x, b, c = mixed(shape, 64, dtype)
         dt = meta(64, shape.mamba_inner + shape.conv_channels + shape.mamba_heads, dtype=dtype)[:, -shape.mamba_heads :]
         call = partial(selective_state_update, states(shape), slots, x, dt, head, b, c, head, head)
-        yield Case(str(dtype).removeprefix("torch."), call)
+        name = str(dtype).removeprefix("torch.")
+        yield Case(name, call)
+        x, dt, b, c = (part.unflatten(0, (16, 4)) for part in (x, dt, b, c))
+        rows = (meta(16, 4, dtype=torch.int64), meta(16, dtype=torch.int64), meta(16, dtype=torch.int64))
+        several = partial(selective_state_update_tokens, states(shape), *rows, x, dt, head, b, c, head, head)
+        yield Case(f"tokens {name}", several)

@@ -1,4 +1,4 @@
-"""The one-token recurrence in Triton; the maths, bytes and the reasons for the configurations are in README.md.
+"""The recurrence in Triton, one token a row or several; maths, bytes and reasons for the sizes are in README.md.
 
 A program holds `BLOCK_P` channels of one head's state in registers: it reads the state once and writes it once.
 """
@@ -42,15 +42,17 @@ def step_size(dt, bias, limit_low, limit_high, LIMITED: tl.constexpr):
 @triton.jit
 def _update_kernel(
     p_pool,  # [S, H, P, N]
-    p_slots,  # [R]
-    p_x,  # [R, H, P]
-    p_dt,  # [R, H]
+    p_slots,  # [R, T]
+    p_accepted,  # [R]; with SEVERAL
+    p_lengths,  # [R]; with SEVERAL
+    p_x,  # [R, T, H, P]
+    p_dt,  # [R, T, H]
     p_A,  # [H] float32
-    p_B,  # [R, G, N]
-    p_C,  # [R, G, N]
+    p_B,  # [R, T, G, N]
+    p_C,  # [R, T, G, N]
     p_D,  # [H] float32
     p_dt_bias,  # [H] float32
-    p_out,  # [R, H, P]
+    p_out,  # [R, T, H, P]
     limit_low,
     limit_high,
     slot_stride,
@@ -58,6 +60,8 @@ def _update_kernel(
     dt_stride,
     b_stride,
     c_stride,
+    TOKENS: tl.constexpr,
+    SEVERAL: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     STATE: tl.constexpr,
@@ -73,24 +77,30 @@ def _update_kernel(
     m_p, m_n = o_p < WIDTH, o_n < STATE
     m_state = m_p[:, None] & m_n[None, :]
 
-    slot = tl.load(p_slots + i_row).to(tl.int64)
-    o_state = i_head * WIDTH * STATE + o_p[:, None] * STATE + o_n[None, :]
-    p_state = p_pool + slot * slot_stride + o_state
-    m_state = m_state & (slot >= 0)
-    b_h = tl.load(p_state, mask=m_state, other=0.0, eviction_policy="evict_first").to(tl.float32)
-
+    read, length = i_row * TOKENS, TOKENS
+    if SEVERAL:
+        read += tl.load(p_accepted + i_row) - 1
+        length = tl.load(p_lengths + i_row)
+    slot = tl.load(p_slots + read).to(tl.int64)
+    p_pool += i_head * WIDTH * STATE
+    o_state = o_p[:, None] * STATE + o_n[None, :]
+    m_read = m_state & (slot >= 0)
+    b_h = tl.load(p_pool + slot * slot_stride + o_state, mask=m_read, other=0.0, eviction_policy="evict_first")
+    b_h = b_h.to(tl.float32)
+    a, d, bias = tl.load(p_A + i_head), tl.load(p_D + i_head), tl.load(p_dt_bias + i_head)
     o_group = (i_head // HEADS_OF_GROUP) * STATE + o_n
-    b_x = tl.load(p_x + i_row * x_stride + i_head * WIDTH + o_p, mask=m_p, other=0.0).to(tl.float32)
-    b_B = tl.load(p_B + i_row * b_stride + o_group, mask=m_n, other=0.0).to(tl.float32)
-    b_C = tl.load(p_C + i_row * c_stride + o_group, mask=m_n, other=0.0).to(tl.float32)
-    dt = tl.load(p_dt + i_row * dt_stride + i_head)
-    dt = step_size(dt, tl.load(p_dt_bias + i_head), limit_low, limit_high, LIMITED)
-    decay = tl.exp(dt * tl.load(p_A + i_head))
-
-    b_h = b_h * decay + (b_x * dt)[:, None] * b_B[None, :]
-    tl.store(p_state, b_h.to(p_pool.dtype.element_ty), mask=m_state)
-    b_y = tl.sum(b_h * b_C[None, :], 1) + b_x * tl.load(p_D + i_head)
-    tl.store(p_out + (i_row * HEADS + i_head) * WIDTH + o_p, b_y.to(p_out.dtype.element_ty), mask=m_p)
+    for token in tl.static_range(TOKENS):
+        i_token = i_row * TOKENS + token
+        b_x = tl.load(p_x + i_token * x_stride + i_head * WIDTH + o_p, mask=m_p, other=0.0).to(tl.float32)
+        b_B = tl.load(p_B + i_token * b_stride + o_group, mask=m_n, other=0.0).to(tl.float32)
+        b_C = tl.load(p_C + i_token * c_stride + o_group, mask=m_n, other=0.0).to(tl.float32)
+        dt = step_size(tl.load(p_dt + i_token * dt_stride + i_head), bias, limit_low, limit_high, LIMITED)
+        b_h = b_h * tl.exp(dt * a) + (b_x * dt)[:, None] * b_B[None, :]
+        slot = tl.load(p_slots + i_token).to(tl.int64)
+        m_write = m_state & (slot >= 0) & (token < length)
+        tl.store(p_pool + slot * slot_stride + o_state, b_h.to(p_pool.dtype.element_ty), mask=m_write)
+        b_y = tl.sum(b_h * b_C[None, :], 1) + b_x * d
+        tl.store(p_out + (i_token * HEADS + i_head) * WIDTH + o_p, b_y.to(p_out.dtype.element_ty), mask=m_p)
 
 
 def selective_state_update(
@@ -110,34 +120,84 @@ def selective_state_update(
 
     Rows may lie apart; heads, channels and states of a row are contiguous, and so is each slot. No host sync.
     """
-    rows, heads, width = x_RHP.shape
-    groups, state = B_RGN.shape[1:]
-    assert pool_SHPN.stride()[1:] == (width * state, state, 1)
-    assert x_RHP.stride()[1:] == (width, 1) and B_RGN.stride()[1:] == (state, 1) == C_RGN.stride()[1:]
-    assert dt_RH.stride(1) == 1
-    out = torch.empty(rows, heads, width, dtype=x_RHP.dtype, device=x_RHP.device)
+    x, dt, b, c = x_RHP[:, None], dt_RH[:, None], B_RGN[:, None], C_RGN[:, None]
+    return _update(pool_SHPN, slots_R, None, None, x, dt, A_H, b, c, D_H, dt_bias_H, limit)[:, 0]
+
+
+def selective_state_update_tokens(
+    pool_SHPN: Tensor,
+    slots_RT: Tensor,
+    accepted_R: Tensor,
+    lengths_R: Tensor,
+    x_RTHP: Tensor,
+    dt_RTH: Tensor,
+    A_H: Tensor,
+    B_RTGN: Tensor,
+    C_RTGN: Tensor,
+    D_H: Tensor,
+    dt_bias_H: Tensor,
+    limit: tuple[float, float] = (0.0, float("inf")),
+) -> Tensor:
+    """As the reference, with dtypes and strides as above; tokens of a row lie as far apart as rows would. The state
+    stays in registers from token to token. No host sync.
+    """
+    given = (x_RTHP, dt_RTH, A_H, B_RTGN, C_RTGN, D_H, dt_bias_H, limit)
+    return _update(pool_SHPN, slots_RT, accepted_R, lengths_R, *given)
+
+
+def _token_stride(tensor: Tensor) -> int:
+    """Elements between tokens, which are the same between the tokens of a row and between rows."""
+    rows, tokens = tensor.shape[:2]
+    assert rows == 1 or tokens == 1 or tensor.stride(0) == tokens * tensor.stride(1), "rows of tokens lie apart"
+    return tensor.stride(0) if tokens == 1 else tensor.stride(1)
+
+
+def _update(
+    pool_SHPN: Tensor,
+    slots: Tensor,
+    accepted_R: Tensor | None,
+    lengths_R: Tensor | None,
+    x_RTHP: Tensor,
+    dt_RTH: Tensor,
+    A_H: Tensor,
+    B_RTGN: Tensor,
+    C_RTGN: Tensor,
+    D_H: Tensor,
+    dt_bias_H: Tensor,
+    limit: tuple[float, float],
+) -> Tensor:
+    rows, tokens, heads, width = x_RTHP.shape
+    groups, state = B_RTGN.shape[2:]
+    assert pool_SHPN.stride()[1:] == (width * state, state, 1) and slots.is_contiguous()
+    assert x_RTHP.stride()[2:] == (width, 1) and B_RTGN.stride()[2:] == (state, 1) == C_RTGN.stride()[2:]
+    assert dt_RTH.stride(2) == 1
+    out = torch.empty(rows, tokens, heads, width, dtype=x_RTHP.dtype, device=x_RTHP.device)
     block_n = triton.next_power_of_2(state)
-    block_p = max(1, min(by_architecture(ELEMENTS, x_RHP.device) // block_n, triton.next_power_of_2(width)))
+    block_p = max(1, min(by_architecture(ELEMENTS, x_RTHP.device) // block_n, triton.next_power_of_2(width)))
     launch(
         _update_kernel,
         (heads * triton.cdiv(width, block_p), rows),
         p_pool=pool_SHPN,
-        p_slots=slots_R,
-        p_x=x_RHP,
-        p_dt=dt_RH,
+        p_slots=slots,
+        p_accepted=slots if accepted_R is None else accepted_R,
+        p_lengths=slots if lengths_R is None else lengths_R,
+        p_x=x_RTHP,
+        p_dt=dt_RTH,
         p_A=A_H,
-        p_B=B_RGN,
-        p_C=C_RGN,
+        p_B=B_RTGN,
+        p_C=C_RTGN,
         p_D=D_H,
         p_dt_bias=dt_bias_H,
         p_out=out,
         limit_low=limit[0],
         limit_high=limit[1],
         slot_stride=pool_SHPN.stride(0),
-        x_stride=x_RHP.stride(0),
-        dt_stride=dt_RH.stride(0),
-        b_stride=B_RGN.stride(0),
-        c_stride=C_RGN.stride(0),
+        x_stride=_token_stride(x_RTHP),
+        dt_stride=_token_stride(dt_RTH),
+        b_stride=_token_stride(B_RTGN),
+        c_stride=_token_stride(C_RTGN),
+        TOKENS=tokens,
+        SEVERAL=accepted_R is not None,
         HEADS=heads,
         WIDTH=width,
         STATE=state,

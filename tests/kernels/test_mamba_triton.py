@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from mamba_inputs import NO_LIMIT, Inputs, by_definition, recurrence
 from torch import Tensor
 from triton_kernels import DEVICE, assert_as_good, poisoned
 
-from kernels.causal_conv1d import causal_conv1d, causal_conv1d_update
+from kernels.causal_conv1d import causal_conv1d, causal_conv1d_tokens, causal_conv1d_update
 from kernels.chunk_scan import chunk_scan, plan_chunks
 from kernels.dispatch import forced
 from kernels.gated_norm import gated_norm
 from kernels.gated_norm import reference as norm_reference
 from kernels.scan_tables import ScanTables
-from kernels.selective_state_update import discretise, selective_state_update
+from kernels.selective_state_update import discretise, selective_state_update, selective_state_update_tokens
 
 DTYPES = [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, id="bf16")]
 NAN = float("nan")
 
 
-def places(values: list[int]) -> Tensor:
+def places(values: list[Any]) -> Tensor:
     return torch.tensor(values, device=DEVICE)
 
 
@@ -57,6 +59,45 @@ def test_update(limit: tuple[float, float], shape: tuple[int, int, int, int]) ->
         if slot >= 0:
             assert_as_good(pool[slot], h, plain_pool[slot], "state")
     assert pool[[1, 3, 5]].isnan().all()
+
+
+def test_several_tokens() -> None:
+    """Rows that start from their second and first slot, one of which is shorter, and one of padding."""
+    i = Inputs(9, 4, 20, 2, 17).to(DEVICE)
+    pool, slots = i.pool(8), [[4, 0, 6], [2, 7, 1], [-1, -1, -1]]
+    pool[[1, 5, 6]] = NAN
+    before, plain_pool = pool.clone(), pool.clone()
+    rows = (places(slots), places([2, 1, 1]), places([3, 2, 0]))
+    x, dt, b, c = (t.unflatten(0, (3, 3)) for t in (i.x, i.dt, i.b, i.c))
+    given = (*rows, x, dt, i.A, b, c, i.D, i.bias)
+    with forced("triton"), poisoned():
+        out = selective_state_update_tokens(pool, *given)
+    with forced("reference"):
+        plain = selective_state_update_tokens(plain_pool, *given)
+    for row, (read, length) in enumerate([(0, 3), (2, 2)]):
+        for token in range(length):
+            y, h = recurrence(i, slice(3 * row, 3 * row + token + 1), before[read])
+            assert_as_good(out[row, token], y[-1], plain[row, token])
+            assert_as_good(pool[slots[row][token]], h, plain_pool[slots[row][token]], "state")
+    assert out.isfinite().all() and pool[[1, 5]].isnan().all()
+
+
+@pytest.mark.parametrize("taps", [2, 4])
+def test_several_tokens_of_a_convolution(taps: int) -> None:
+    weight, bias = torch.randn(taps, 20, device=DEVICE), torch.randn(20, device=DEVICE)
+    x, pool = torch.randn(3, 3, 20, device=DEVICE), torch.randn(8, taps - 1, 20, device=DEVICE)
+    slots = [[4, 0, 6], [2, 7, 1], [-1, -1, -1]]
+    pool[[1, 5, 6]] = NAN
+    before, plain_pool = pool.clone(), pool.clone()
+    given = (x, weight, bias)
+    rows = (places(slots), places([2, 1, 1]), places([3, 2, 0]))
+    with forced("triton"), poisoned():
+        out = causal_conv1d_tokens(*given, pool, *rows)
+    with forced("reference"):
+        plain = causal_conv1d_tokens(*given, plain_pool, *rows)
+    assert torch.equal(pool.nan_to_num(7.0), plain_pool.nan_to_num(7.0)) and out.isfinite().all()
+    for row, read in ((0, 0), (1, 2)):
+        assert_as_good(out[row], by_definition(x[row], before[read], weight, bias), plain[row])
 
 
 def test_small_steps_do_not_vanish() -> None:
