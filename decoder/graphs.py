@@ -142,13 +142,13 @@ def _saves(options: DecoderOptions, size: int) -> int:
 
 def _scan_room(config: DecoderConfig, options: DecoderOptions, size: int) -> dict[str, int]:
     """What a mixed bucket's scan tables have room for."""
-    rows, chunk = min(size, options.max_seqs), BatchBuilder.scan_chunk(config)
+    rows, chunk = min(size, options.max_seqs), BatchBuilder.scan_chunk(config, options)
     return ScanTables.room(size, rows, _saves(options, size), chunk)
 
 
 def mixed_fields(config: DecoderConfig, options: DecoderOptions) -> dict[str, Field]:
     """Buffers of mixed graphs. Padded rows: slot -1, length 0; padded tokens belong to no row and have place -1."""
-    long, chunk = torch.int64, BatchBuilder.scan_chunk(config)
+    long, chunk = torch.int64, BatchBuilder.scan_chunk(config, options)
 
     def rows(size: int) -> int:
         return min(size, options.max_seqs)
@@ -439,11 +439,14 @@ class DecoderGraphs:
     def _step(self, bucket: Bucket) -> Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]:
         view, width = self.buffers[bucket.kind].view(bucket.size), self.options.num_drafts + 1
         span = RING if self.options.spec_state == "replay" else 0
+        chunk = BatchBuilder.scan_chunk(self.config, self.options)
         batch = {
             "decode": lambda: _decode_batch(view, self._longest),
             "verify": lambda: _verify_batch(view, self._longest, span, width),
             "mixed": lambda: _mixed_batch(
-                view, _scan_room(self.config, self.options, bucket.size), BatchBuilder.scan_chunk(self.config)
+                view,
+                _scan_room(self.config, self.options, bucket.size),
+                BatchBuilder.scan_chunk(self.config, self.options),
             ),
         }[bucket.kind]()
 

@@ -18,7 +18,7 @@ from decoder.config import DecoderConfig, DecoderOptions
 from decoder.mixers import AttentionMixer, ExpertsMixer, MambaMixer, Mixer, MlpMixer, Weights, stored_linear
 from decoder.native import native_step
 from kernels.linear import Quantised
-from kernels.rms_norm import rms_norm
+from kernels.rms_norm import add_rms_norm, rms_norm
 
 
 class HybridModel:
@@ -78,8 +78,13 @@ class HybridModel:
         if self.config.residual_in_fp32:
             x_TD = x_TD.float()
         eps, dtype = self.config.layer_norm_epsilon, self.options.dtype
+        delta = None
         for norm, mixer in zip(self.norms, self.mixers, strict=True):
-            x_TD += mixer(rms_norm(x_TD, norm, eps, dtype), batch)
+            given = (norm, eps, dtype)
+            normed = rms_norm(x_TD, *given) if delta is None else add_rms_norm(x_TD, delta, *given)
+            delta = mixer(normed, batch)
+        if delta is not None:
+            x_TD += delta
         return x_TD
 
     def advance(self, rows: Sequence[Sequence[int]]) -> None:

@@ -139,13 +139,14 @@ def _update_kernel(
     p_weight,  # [W, C] float32
     p_bias,  # [C] float32
     p_pool,  # [S, W - 1, C]
-    p_slots,  # [R, T]
+    p_slots,  # [R, K], K >= T
     p_accepted,  # [R]; with SEVERAL
     p_lengths,  # [R]; with SEVERAL
     p_out,  # [R, T, C]
     x_stride,
     token_stride,
     slot_stride,
+    slots_stride,
     CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -156,9 +157,10 @@ def _update_kernel(
     i_row = tl.program_id(0).to(tl.int64)
     o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     m_c = o_c < CHANNELS
-    read, length = i_row * TOKENS, TOKENS
+    p_slots += i_row * slots_stride
+    read, length = 0, TOKENS
     if SEVERAL:
-        read += tl.load(p_accepted + i_row) - 1
+        read = tl.load(p_accepted + i_row) - 1
         length = tl.load(p_lengths + i_row)
     slot = tl.load(p_slots + read).to(tl.int64)
     p_last = p_pool + slot * slot_stride + (TAPS - 2) * CHANNELS + o_c
@@ -175,7 +177,7 @@ def _update_kernel(
         b_y = _convolve(b_a, b_b, b_c, b_x, k_a, k_b, k_c, k_x, bias)
         tl.store(p_out + (i_row * TOKENS + token) * CHANNELS + o_c, b_y.to(p_out.dtype.element_ty), mask=m_c)
         b_a, b_b, b_c = b_b, b_c, b_x
-        slot = tl.load(p_slots + i_row * TOKENS + token).to(tl.int64)
+        slot = tl.load(p_slots + token).to(tl.int64)
         m_new = m_c & (slot >= 0) & (token < length)
         _keep_window(p_pool + slot * slot_stride, b_a, b_b, b_c, o_c, m_new, CHANNELS, TAPS)
 
@@ -253,12 +255,12 @@ def causal_conv1d_tokens(
     weight_WC: Tensor,
     bias_C: Tensor | None,
     pool_SWC: Tensor,
-    slots_RT: Tensor,
+    slots_RK: Tensor,
     accepted_R: Tensor,
     lengths_R: Tensor,
 ) -> Tensor:
     """As the reference, but the result has x's dtype. 2 to 4 taps. No host sync."""
-    return _update(x_RTC, weight_WC, bias_C, pool_SWC, slots_RT, accepted_R, lengths_R)
+    return _update(x_RTC, weight_WC, bias_C, pool_SWC, slots_RK, accepted_R, lengths_R)
 
 
 def _update(
@@ -273,7 +275,7 @@ def _update(
     rows, tokens, channels = x_RTC.shape
     taps = weight_WC.shape[0]
     _check_taps(weight_WC, pool_SWC)
-    assert x_RTC.stride(2) == 1 and pool_SWC.stride()[1:] == (channels, 1) and slots.is_contiguous()
+    assert x_RTC.stride(2) == 1 and pool_SWC.stride()[1:] == (channels, 1) and slots.stride(-1) == 1
     out = torch.empty(rows, tokens, channels, dtype=x_RTC.dtype, device=x_RTC.device)
     launch(
         _update_kernel,
@@ -289,6 +291,7 @@ def _update(
         x_stride=x_RTC.stride(0),
         token_stride=x_RTC.stride(1),
         slot_stride=pool_SWC.stride(0),
+        slots_stride=slots.stride(0),
         CHANNELS=channels,
         TAPS=taps,
         TOKENS=tokens,

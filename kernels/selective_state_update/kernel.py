@@ -42,7 +42,7 @@ def step_size(dt, bias, limit_low, limit_high, LIMITED: tl.constexpr):
 @triton.jit
 def _update_kernel(
     p_pool,  # [S, H, P, N]
-    p_slots,  # [R, T]
+    p_slots,  # [R, K], K >= T
     p_accepted,  # [R]; with SEVERAL
     p_lengths,  # [R]; with SEVERAL
     p_x,  # [R, T, H, P]
@@ -56,6 +56,7 @@ def _update_kernel(
     limit_low,
     limit_high,
     slot_stride,
+    slots_stride,
     x_stride,
     dt_stride,
     b_stride,
@@ -77,9 +78,10 @@ def _update_kernel(
     m_p, m_n = o_p < WIDTH, o_n < STATE
     m_state = m_p[:, None] & m_n[None, :]
 
-    read, length = i_row * TOKENS, TOKENS
+    p_slots += i_row * slots_stride
+    read, length = 0, TOKENS
     if SEVERAL:
-        read += tl.load(p_accepted + i_row) - 1
+        read = tl.load(p_accepted + i_row) - 1
         length = tl.load(p_lengths + i_row)
     slot = tl.load(p_slots + read).to(tl.int64)
     p_pool += i_head * WIDTH * STATE
@@ -96,7 +98,7 @@ def _update_kernel(
         b_C = tl.load(p_C + i_token * c_stride + o_group, mask=m_n, other=0.0).to(tl.float32)
         dt = step_size(tl.load(p_dt + i_token * dt_stride + i_head), bias, limit_low, limit_high, LIMITED)
         b_h = b_h * tl.exp(dt * a) + (b_x * dt)[:, None] * b_B[None, :]
-        slot = tl.load(p_slots + i_token).to(tl.int64)
+        slot = tl.load(p_slots + token).to(tl.int64)
         m_write = m_state & (slot >= 0) & (token < length)
         tl.store(p_pool + slot * slot_stride + o_state, b_h.to(p_pool.dtype.element_ty), mask=m_write)
         b_y = tl.sum(b_h * b_C[None, :], 1) + b_x * d
@@ -126,7 +128,7 @@ def selective_state_update(
 
 def selective_state_update_tokens(
     pool_SHPN: Tensor,
-    slots_RT: Tensor,
+    slots_RK: Tensor,
     accepted_R: Tensor,
     lengths_R: Tensor,
     x_RTHP: Tensor,
@@ -142,7 +144,7 @@ def selective_state_update_tokens(
     stays in registers from token to token. No host sync.
     """
     given = (x_RTHP, dt_RTH, A_H, B_RTGN, C_RTGN, D_H, dt_bias_H, limit)
-    return _update(pool_SHPN, slots_RT, accepted_R, lengths_R, *given)
+    return _update(pool_SHPN, slots_RK, accepted_R, lengths_R, *given)
 
 
 def _token_stride(tensor: Tensor) -> int:
@@ -168,7 +170,7 @@ def _update(
 ) -> Tensor:
     rows, tokens, heads, width = x_RTHP.shape
     groups, state = B_RTGN.shape[2:]
-    assert pool_SHPN.stride()[1:] == (width * state, state, 1) and slots.is_contiguous()
+    assert pool_SHPN.stride()[1:] == (width * state, state, 1) and slots.stride(-1) == 1
     assert x_RTHP.stride()[2:] == (width, 1) and B_RTGN.stride()[2:] == (state, 1) == C_RTGN.stride()[2:]
     assert dt_RTH.stride(2) == 1
     out = torch.empty(rows, tokens, heads, width, dtype=x_RTHP.dtype, device=x_RTHP.device)
@@ -192,6 +194,7 @@ def _update(
         limit_low=limit[0],
         limit_high=limit[1],
         slot_stride=pool_SHPN.stride(0),
+        slots_stride=slots.stride(0),
         x_stride=_token_stride(x_RTHP),
         dt_stride=_token_stride(dt_RTH),
         b_stride=_token_stride(B_RTGN),

@@ -1,0 +1,46 @@
+"""A whole tiny decoder on the Triton kernels, in the interpreter where there is no GPU, against the references."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_decoder import greedy_params, make_runner, random_weights, request, run, tiny_config, tokens
+from triton_kernels import DEVICE
+
+from kernels.dispatch import forced
+
+PROMPTS = {"a": [5, 9, 2, 5, 9, 2, 5, 9, 2, 5], "b": [4, 4, 4, 4]}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "options"),
+    [
+        pytest.param("M*E", {"graphs": "off"}, id="eager"),
+        pytest.param(
+            "M*", {"graphs": "on", "state_cache": "all", "state_block": 8, "page_size": 8}, id="graphs-checkpoints"
+        ),
+        pytest.param("MM", {"speculative": "ngram", "draft_tokens": 2, "spec_state": "slots"}, id="drafts-in-slots"),
+        pytest.param("MM", {"speculative": "ngram", "draft_tokens": 2, "spec_state": "replay"}, id="drafts-replayed"),
+    ],
+)
+def test_kernels_give_what_the_references_give(pattern: str, options: dict[str, Any]) -> None:
+    config = tiny_config(pattern)
+    weights = dict(random_weights(config))
+    device = str(DEVICE)
+
+    def answers(choice: Any) -> dict[str, tuple[list[int], list[float]]]:
+        with forced(choice):
+            small = {"max_seqs": 2, "max_len": 16, "max_batched_tokens": 16}
+            runner = make_runner(config, weights, native="off", device=device, **small, **options)
+            requests = [request(name, prompt, greedy_params(3, logprobs=0)) for name, prompt in PROMPTS.items()]
+            events = run(runner, *requests)
+        return {name: (tokens(row), [event.logprob or 0.0 for event in row]) for name, row in events.items()}
+
+    with torch.no_grad():
+        expected, found = answers("reference"), answers("triton")
+    assert found.keys() == expected.keys()
+    for name, (ids, logprobs) in expected.items():
+        assert found[name][0] == ids
+        assert found[name][1] == pytest.approx(logprobs, abs=1e-4)
