@@ -443,11 +443,7 @@ class DecoderGraphs:
         batch = {
             "decode": lambda: _decode_batch(view, self._longest),
             "verify": lambda: _verify_batch(view, self._longest, span, width),
-            "mixed": lambda: _mixed_batch(
-                view,
-                _scan_room(self.config, self.options, bucket.size),
-                BatchBuilder.scan_chunk(self.config, self.options),
-            ),
+            "mixed": lambda: _mixed_batch(view, _scan_room(self.config, self.options, bucket.size), chunk),
         }[bucket.kind]()
 
         def run(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
