@@ -33,6 +33,9 @@ from kernels.scan_tables import ScanTables
 
 log = logging.getLogger(__name__)
 
+PROGRESS = 16
+"""Captures between two lines of the log, on a GPU, where each takes part of a second."""
+
 Images = Mapping[str, list[tuple[int, Tensor]]]
 Checkpoints = Mapping[int, list[tuple[int, int]]]
 
@@ -392,6 +395,7 @@ class DecoderGraphs:
         self.config, self.options, self.arena, self.model = config, options, arena, model
         self.plan = capture_plan(options)
         check_slots(config, options, arena.layout, arena.pool.num_blocks)
+        self.expected_bytes, self.pool_bytes = graph_bytes(config, options), 0
         self._longest = _table_width(config, options) * options.page_size
         self.buffers: dict[str, BatchBuffers] = {}
         self.hidden: dict[str, Tensor] = {}
@@ -410,19 +414,26 @@ class DecoderGraphs:
         self.check_integrity()
 
     def _capture(self) -> None:
-        started, buckets = time.perf_counter(), self.plan.buckets
+        started, before, buckets = time.perf_counter(), self._reserved(), self.plan.buckets
         for number, bucket in enumerate(buckets, 1):
             graph = StaticGraph(
                 f"decoder-{bucket}", self._step(bucket), self._inputs(bucket), self._outputs(bucket), pool=self._pool
             )
             graph.capture()
             self._graphs[bucket] = graph
-            log.debug("captured %s, %d of %d", bucket, number, len(buckets))
+            level = logging.INFO if number % PROGRESS == 0 and self._pool.handle is not None else logging.DEBUG
+            log.log(level, "captured %s, %d of %d decoder graphs", bucket, number, len(buckets))
+        self.pool_bytes = self._reserved() - before
         log.info(
-            "decoder graphs: %d decode and %d mixed sizes, up to %d requests and %d tokens, %.1f MB of buffers, %.1f s",
+            "decoder graphs: %d decode and %d mixed sizes, up to %d requests and %d tokens, %.1f MB of buffers and "
+            "%.1f MB of a pool (%.1f MB were set aside), %.1f s",
             len(self.plan.decode), len(self.plan.mixed), self.plan.decode[-1], self.plan.mixed[-1],
-            self.buffer_bytes / 1e6, time.perf_counter() - started,
+            self.buffer_bytes / 1e6, self.pool_bytes / 1e6, self.expected_bytes / 1e6, time.perf_counter() - started,
         )  # fmt: skip
+
+    def _reserved(self) -> int:
+        """Bytes that torch holds of the GPU; 0 on a CPU, where a graph allocates nothing of its own."""
+        return 0 if self._pool.handle is None else int(torch.cuda.memory_reserved(self._pool.device))
 
     @property
     def buffer_bytes(self) -> int:
@@ -507,7 +518,7 @@ class DecoderGraphs:
             **{f"eager_{reason}": count for reason, count in self.eager.items()},
             "graphs_now": len(self._graphs),
             "padded_tokens": self.padded_tokens,
-            "graph_bytes": self.buffer_bytes,
+            "graph_bytes": self.buffer_bytes + self.pool_bytes,
         }
 
     def check_integrity(self) -> None:

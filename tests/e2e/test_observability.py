@@ -78,6 +78,20 @@ def test_metrics_follow_the_traffic(observed: RunningServer, stubs: Stubs) -> No
     assert after["saccade_handoff_used_bytes"] > 0 and after["saccade_decoder_arena_bytes"] > 0
 
 
+def test_samples_of_one_call_count_their_prompt_once(observed: RunningServer, stubs: Stubs) -> None:
+    before = scrape(observed)
+    request = ask("three ways to say so", max_tokens=6)
+    request.sampling.n = 3
+    answer = stubs.inference.Generate(request)
+    observed.drained()
+    after = scrape(observed)
+    prompt = answer.samples[0].usage.prompt_tokens
+    assert after['saccade_tokens_total{kind="prompt"}'] - before['saccade_tokens_total{kind="prompt"}'] == prompt
+    steps = "saccade_decoder_batched_tokens_total"
+    assert after[steps] - before[steps] == prompt - answer.samples[0].usage.cached_tokens + 3 * 5
+    assert after["saccade_decoder_forks_total"] - before["saccade_decoder_forks_total"] == 2
+
+
 def test_the_dashboard_asks_for_metrics_that_are_there(observed: RunningServer, stubs: Stubs) -> None:
     stubs.inference.Generate(ask(images=[{"data": picture(901)}]))
     told = {name.partition("{")[0] for name in scrape(observed)}
