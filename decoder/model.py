@@ -91,7 +91,11 @@ class HybridModel:
         """Rows of (seat, slot, target, count): in all Mamba layers the state in the slot, after the first `count`
         inputs of the seat's ring, goes to the target.
         """
-        seats, slots, targets, counts = torch.tensor(rows, dtype=torch.int64, device=self.options.device).t()
+        table = torch.tensor(rows, dtype=torch.int64, device=self.options.device)
+        if self.native is not None:
+            self.native.advance(table)
+            return
+        seats, slots, targets, counts = table.t()
         span = max(row[3] for row in rows)
         for mixer in self.mixers:
             if isinstance(mixer, MambaMixer):

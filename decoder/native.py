@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from decoder.mixers import AttentionMixer, MambaMixer, Mixer, MlpMixer
 from kernels.linear import Linear, Packed
@@ -52,6 +53,52 @@ def _plan(layers: Sequence[_Layer], called: tuple[type, ...]) -> Plan:
         plan.append((range(begin, end), layer))
         begin = end = layer.ops.stop
     return [*plan, (range(begin, end), None)]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A step's rows as `Step` points to them; they have to outlive it."""
+
+    starts: Tensor
+    slots: Tensor
+    initial: Tensor
+    saves: Tensor
+    rewound: tuple[Tensor, Tensor, Tensor] | None
+    """Where rows to be verified begin: from which slot, or on top of which ring's first steps."""
+
+
+def _rows(batch: Batch) -> _Rows:
+    updates, queries, verify, scan = batch.updates, batch.queries, batch.verify, batch.scan
+    starts, slots, saves = torch.arange(updates + 1), batch.slots_U, torch.empty(0, 3, dtype=torch.int64)
+    rewound = None
+    if verify is not None:
+        lengths = verify.lengths_V
+        begins = F.pad(lengths.cumsum(0), (1, 0)) + updates
+        starts = torch.cat((starts, begins[1:]))
+        if verify.span:
+            own = origin = verify.slots_VT[:, 0]
+            seats, counts = verify.seats_V, verify.accepted_V
+        else:  # a row works in the slot of its last token, and leaves a state in that of each before it
+            own, origin = (verify.slots_VT.gather(1, at[:, None] - 1)[:, 0] for at in (lengths, verify.accepted_V))
+            seats = counts = torch.full_like(lengths, -1)
+            row, token = (torch.arange(verify.slots_VT.shape[1]) < lengths[:, None] - 1).nonzero(as_tuple=True)
+            saves = torch.stack((row + updates, begins[row] + token + 1, verify.slots_VT[row, token]), 1)
+        slots = torch.cat((slots, own))
+        none = torch.full((updates,), -1, dtype=torch.int64)
+        behind = scan.slots_R.shape[0] if scan is not None else 0
+        columns = ((batch.slots_U, origin), (none, seats), (none, counts))
+        rewound = [F.pad(torch.cat(column), (0, behind), value=-1) for column in columns]
+        if scan is not None:
+            rewound[0][slots.shape[0] :] = scan.slots_R
+    before = slots.shape[0]
+    initial = torch.ones(before, dtype=torch.int64)
+    if scan is not None:
+        starts = torch.cat((starts, scan.starts_R[1:] + queries))
+        slots = torch.cat((slots, scan.slots_R))
+        initial = torch.cat((initial, scan.initial_R.to(torch.int64)))
+        kept = [(row + before, end + queries, slot) for row, end, slot in scan.window_saves]
+        saves = torch.cat((saves, torch.tensor(kept, dtype=torch.int64).view(-1, 3)))
+    return _Rows(starts, slots, initial, saves, None if rewound is None else (rewound[0], rewound[1], rewound[2]))
 
 
 class NativeStep:
@@ -105,38 +152,41 @@ class NativeStep:
         )  # fmt: skip
 
     def takes(self, tokens: int, batch: Batch) -> bool:
-        """Whether a step is of update rows and scanned rows, and few enough tokens."""
-        if batch.verify is not None or not 0 < tokens <= self.max_tokens:
+        """Whether a step has few enough tokens, row behind row: those of a graph are not."""
+        if not 0 < tokens <= self.max_tokens or (batch.verify is not None and batch.slot_runs is None):
             return False
         scan = batch.scan
-        return tokens == batch.updates if scan is None else isinstance(scan.window_saves, tuple)
+        return tokens == batch.queries if scan is None else isinstance(scan.window_saves, tuple)
 
     def layers(self, x_TD: Tensor, batch: Batch) -> Tensor:
         """`[T, d]` float32, before the final norm. Updates states, windows and pages in place.
 
         Attention of scanned rows is called, not compiled: torch's is made for many queries at once.
         """
-        tokens, updates, tables, scan = x_TD.shape[0], batch.updates, batch.tables_QW, batch.scan
+        tokens, tables, scan = x_TD.shape[0], batch.tables_QW, batch.scan
         x = self._x[:tokens].copy_(x_TD)
-        starts, slots = torch.arange(updates + 1), batch.slots_U
-        initial, saves = torch.ones(updates, dtype=torch.int64), torch.empty(0, 3, dtype=torch.int64)
-        if scan is not None:
-            starts = torch.cat((starts, scan.starts_R[1:] + updates))
-            slots = torch.cat((slots, scan.slots_R))
-            initial = torch.cat((initial, scan.initial_R.to(torch.int64)))
-            kept = [(row + updates, end + updates, slot) for row, end, slot in scan.window_saves]
-            saves = torch.tensor(kept, dtype=torch.int64).view(-1, 3)
+        rows = _rows(batch)
         step = Step(
-            tokens, slots.shape[0], starts.data_ptr(), slots.data_ptr(), initial.data_ptr(), saves.shape[0],
-            saves.data_ptr(), batch.lengths_Q.data_ptr(), tables.data_ptr(), batch.places_T.data_ptr(),
-            tables.stride(0) if tables.dim() == 2 else 0, None,
+            tokens, rows.slots.shape[0], rows.starts.data_ptr(), rows.slots.data_ptr(), rows.initial.data_ptr(),
+            rows.saves.shape[0], rows.saves.data_ptr(), batch.lengths_Q.data_ptr(), tables.data_ptr(),
+            batch.places_T.data_ptr(), tables.stride(0) if tables.dim() == 2 else 0, None,
         )  # fmt: skip
+        if rows.rewound is not None:
+            step.origins, step.seats, step.counts = (column.data_ptr() for column in rows.rewound)
         for ops, layer in self._decode if scan is None else self._mixed:
             if ops:
                 self._run(ops, step)
             if layer is not None:
                 x += layer.mixer(rms_norm(x, layer.norm, self._eps, self._dtype), batch)
         return x.clone()
+
+    def advance(self, rows_R4: Tensor) -> None:
+        """Rows of (seat, slot, target, count): in all Mamba layers the state in the slot, after the first `count`
+        inputs of the seat's ring, goes to the target.
+        """
+        self._model.threads = torch.get_num_threads()
+        rows = ctypes.c_void_p(rows_R4.data_ptr())
+        self._library.saccade_advance(ctypes.byref(self._model), ctypes.c_int64(rows_R4.shape[0]), rows)
 
     def logits(self, hidden_LD: Tensor) -> Tensor:
         """`[L, vocab]` float32 of at most `max_tokens` rows before the final norm."""
@@ -198,7 +248,8 @@ class NativeStep:
             Code.MAMBA, Kind.F32, 0, Weight(), Target.WIDE, self._pointer(mixer.norm_weight),
             mixer.windows.data_ptr(), mixer.windows.stride(0), mixer.states.data_ptr(), mixer.states.stride(0),
             self._pointer(mixer.conv_WC), self._pointer(mixer.conv_bias_C), self._pointer(mixer.A_H),
-            self._pointer(mixer.D_H), self._pointer(mixer.dt_bias_H),
+            self._pointer(mixer.D_H), self._pointer(mixer.dt_bias_H), None, 0,
+            mixer.ring.data_ptr() if mixer.ring.numel() else None, mixer.ring.stride(0),
         )  # fmt: skip
 
 

@@ -132,12 +132,14 @@ class DecoderRunner:
         return self._postprocess(step, choices)
 
     def _ask_for_drafts(self) -> None:
-        """Sets how many drafts each request is to get, and makes room for them in its ring."""
+        """Sets how many drafts each request is to get, and makes room for them in its ring. One without drafts goes on
+        without a ring.
+        """
         if self.speculation is None:
             return
         running = self.scheduler.running
         self.speculation.ask(running)
-        full = [s for s in running if s.replayed and s.replayed + 1 + s.draft_limit > RING]
+        full = [s for s in running if s.replayed and not 0 < s.draft_limit < RING - s.replayed]
         self._advance([(s, s.slot, s.slot, s.replayed) for s in full])
         for sequence in full:
             sequence.replayed = 0

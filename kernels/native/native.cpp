@@ -55,6 +55,8 @@ struct Op {
     const float *conv, *conv_bias, *a, *d, *dt_bias;  // conv: [taps, conv]
     void* kv;                                         // ATTENTION: [pages, 2, page, kv_heads, width]
     int64_t kv_stride;
+    float* ring;  // MAMBA, or null: [seats, steps, conv + heads], projected inputs since the state in a slot
+    int64_t ring_stride;
 };
 
 struct Model {
@@ -81,6 +83,9 @@ struct Step {
     const int64_t *lengths, *tables, *places;  // ATTENTION, of each token
     int64_t table_stride;
     float* logits;  // [tokens, vocab]
+    // Of rows whose tokens may be taken back. Null, or [rows]: the slot that a row begins from, if not its own; its seat and
+    // how many steps of the seat's ring come before it, in which case its slot stays as it is (-1: not so).
+    const int64_t *from, *seats, *counts;
 };
 }
 
@@ -399,7 +404,7 @@ constexpr int64_t BLOCK = 32;  // tokens of a row that a head works through whil
 
 inline int64_t mamba_scratch(const Model& m) {  // floats
     const int64_t width = m.heads / m.groups * m.head;
-    return BLOCK * (width + 2 * m.state + 2 * m.heads / m.groups) + width * m.state + m.taps * m.conv_dim;
+    return BLOCK * (2 * width + 2 * m.state + 2 * m.heads / m.groups) + width * m.state + m.taps * m.conv_dim;
 }
 
 // Rows of a pool's part that belongs to a group of heads: the channels of x, B and C in a window, the states of the heads.
@@ -479,15 +484,16 @@ void advance_any(const Recurrence& r, int64_t n) {
     }
 }
 
-// Tokens [begin, end) of one row and one group of heads. `window` and `states` advance.
+// A block of tokens of one row and one group of heads, from their projected inputs. `window` and `states` advance.
 template <typename T>
 void mamba_block(
-    const Model& m, const Op& op, T* window, float* states, int64_t begin, int64_t end, int64_t group, float* scratch
+    const Model& m, const Op& op, T* window, float* states, const float* inputs, int64_t ldi, int64_t tokens, float* out,
+    int64_t ldo, int64_t group, float* scratch
 ) {
-    const int64_t heads = m.heads / m.groups, width = heads * m.head, n = m.state, tokens = end - begin;
+    const int64_t heads = m.heads / m.groups, width = heads * m.head, n = m.state;
     float *x = scratch, *b = x + BLOCK * width, *c = b + BLOCK * n, *steps = c + BLOCK * n, *decays = steps + BLOCK * heads;
     for (int64_t t = 0; t < tokens; t++) {
-        const float* in = m.wide + (begin + t) * m.ld + m.inner;
+        const float* in = inputs + t * ldi;
         const float* raw = in + m.conv_dim + group * heads;
         convolve(m, op, window, in, group * width, width, x + t * width);
         convolve(m, op, window, in, m.inner + group * n, n, b + t * n);
@@ -498,11 +504,14 @@ void mamba_block(
             decays[t * heads + h] = std::exp(steps[t * heads + h] * op.a[index]);
         }
     }
-    float* out = m.mid + begin * m.ld + group * width;
-    const Recurrence r{tokens, width, m.head, heads, m.ld, x, steps, decays, b, c, op.d + group * heads, states, out};
+    const Recurrence r{tokens, width, m.head, heads, ldo, x, steps, decays, b, c, op.d + group * heads, states, out};
     if (n == 128 && m.head % 2 == 0) advance<8>(r);
     else if (n == 64 && m.head % 2 == 0) advance<4>(r);
     else advance_any(r, n);
+}
+
+void gate_and_norm(const Model& m, const Op& op, int64_t begin, int64_t end, int64_t group) {
+    const int64_t width = m.heads / m.groups * m.head;
     const float* weight = op.norm + group * width;
     for (int64_t t = begin; t < end; t++) {
         const float* gate = m.wide + t * m.ld + group * width;
@@ -519,9 +528,47 @@ void mamba_block(
     }
 }
 
+// The first `count` steps of a seat's ring, on `window` and `states`; nobody wants their outputs.
+template <typename T>
+void replay(const Model& m, const Op& op, T* window, float* states, int64_t seat, int64_t count, int64_t group, float* scratch) {
+    const int64_t heads = m.heads / m.groups, width = heads * m.head;
+    float* unread = scratch + BLOCK * (width + 2 * m.state + 2 * heads);
+    mamba_block(
+        m, op, window, states, op.ring + seat * op.ring_stride, m.conv_dim + m.heads, count, unread, width, group, scratch
+    );
+}
+
+// A row on top of a state that stays as it is, and of a ring's steps; its inputs go behind these.
+template <typename T>
+void mamba_on_ring(const Model& m, const Op& op, const Step& step, int64_t row, int64_t group, float* scratch) {
+    const int64_t heads = m.heads / m.groups, width = heads * m.head, wide = m.conv_dim + m.heads;
+    const int64_t begin = step.starts[row], end = step.starts[row + 1], seat = step.seats[row], count = step.counts[row];
+    const float* slot_states = op.states + step.slots[row] * op.state_stride + group * width * m.state;
+    float* states = scratch + mamba_scratch(m) - width * m.state - m.taps * m.conv_dim;
+    T* window = reinterpret_cast<T*>(states + width * m.state);
+    std::memcpy(states, slot_states, width * m.state * sizeof(float));
+    std::memcpy(window, static_cast<T*>(op.windows) + step.slots[row] * op.window_stride, (m.taps - 1) * m.conv_dim * sizeof(T));
+    replay(m, op, window, states, seat, count, group, scratch);
+    const int64_t begins[4] = {group * width, m.inner + group * m.state, m.inner + (m.groups + group) * m.state, m.conv_dim + group * heads};
+    const int64_t sizes[4] = {width, m.state, m.state, heads};
+    for (int64_t t = begin; t < end; t++)
+        for (int64_t part = 0; part < 4; part++) {
+            float* kept = op.ring + seat * op.ring_stride + (count + t - begin) * wide + begins[part];
+            std::memcpy(kept, m.wide + t * m.ld + m.inner + begins[part], sizes[part] * sizeof(float));
+        }
+    float* out = m.mid + begin * m.ld + group * width;
+    mamba_block(m, op, window, states, m.wide + begin * m.ld + m.inner, m.ld, end - begin, out, m.ld, group, scratch);
+    gate_and_norm(m, op, begin, end, group);
+}
+
 template <typename T>
 void mamba(const Model& m, const Op& op, const Step& step, int64_t row, int64_t group, float* scratch) {
+    if (step.seats && step.seats[row] >= 0) {
+        mamba_on_ring<T>(m, op, step, row, group, scratch);
+        return;
+    }
     const int64_t slot = step.slots[row], width = m.heads / m.groups * m.head, last = step.starts[row + 1];
+    if (step.from && step.from[row] != slot) save_state<T>(m, op, step.from[row], slot, group);
     T* window = slot < 0 ? nullptr : static_cast<T*>(op.windows) + slot * op.window_stride;
     float* states = slot < 0 ? nullptr : op.states + slot * op.state_stride + group * width * m.state;
     if (slot < 0) {  // padding: zeros that nobody keeps
@@ -537,7 +584,9 @@ void mamba(const Model& m, const Op& op, const Step& step, int64_t row, int64_t 
             const int64_t* save = step.saves + 3 * i;
             if (save[0] == row && begin < save[1] && save[1] < end) end = save[1];
         }
-        mamba_block(m, op, window, states, begin, end, group, scratch);
+        float* out = m.mid + begin * m.ld + group * width;
+        mamba_block(m, op, window, states, m.wide + begin * m.ld + m.inner, m.ld, end - begin, out, m.ld, group, scratch);
+        gate_and_norm(m, op, begin, end, group);
         for (int64_t i = 0; i < step.save_count; i++) {
             const int64_t* save = step.saves + 3 * i;
             if (save[0] == row && save[1] == end) save_state<T>(m, op, slot, save[2], group);
@@ -748,7 +797,7 @@ int64_t units_of(const Model& m, const Op& op, const Step& step) {
     switch (op.code) {
         case LINEAR: return Units(op.weight, step.tokens, m.threads).count;
         case MAMBA: return step.rows * m.groups;
-        case ATTENTION: return step.tokens * m.kv_heads;
+        case ATTENTION: return step.rows * m.kv_heads;
         default: return step.tokens;
     }
 }
@@ -769,17 +818,52 @@ class StepJob : public Job {
                 else mamba<float>(m_, op, step_, unit / m_.groups, unit % m_.groups, scratch.data());
                 break;
             case ATTENTION:
-                if (m_.stored_bf16) attention<uint16_t>(m_, op, step_, unit / m_.kv_heads, unit % m_.kv_heads, scratch);
-                else attention<float>(m_, op, step_, unit / m_.kv_heads, unit % m_.kv_heads, scratch);
+                attend(op, unit / m_.kv_heads, unit % m_.kv_heads, scratch);
                 break;
             default: make_row(m_, op, unit, scratch.data());
         }
     }
 
   private:
+    // Token after token of a row: each looks at the keys that those before it have written.
+    void attend(const Op& op, int64_t row, int64_t head, std::vector<float>& scratch) const {
+        for (int64_t token = step_.starts[row]; token < step_.starts[row + 1]; token++) {
+            if (m_.stored_bf16) attention<uint16_t>(m_, op, step_, token, head, scratch);
+            else attention<float>(m_, op, step_, token, head, scratch);
+        }
+    }
+
     const Model& m_;
     const Step& step_;
     const int64_t first_, last_;
+};
+
+// In each Mamba layer: the state in a slot, after the first steps of a ring, goes to a target. jobs: [rows, 4] of seat, slot,
+// target, steps.
+class AdvanceJob : public Job {
+  public:
+    AdvanceJob(const Model& m, int64_t rows, const int64_t* jobs) : m_(m), rows_(rows), jobs_(jobs) {}
+    int64_t phases() const override { return m_.count; }
+    int64_t units(int64_t phase) const override { return m_.ops[phase].code == MAMBA ? rows_ * m_.groups : 0; }
+    void run(int64_t phase, int64_t unit, std::vector<float>& scratch) const override {
+        if (scratch.size() < size_t(mamba_scratch(m_))) scratch.resize(mamba_scratch(m_));
+        if (m_.stored_bf16) advance_row<uint16_t>(m_.ops[phase], unit, scratch.data());
+        else advance_row<float>(m_.ops[phase], unit, scratch.data());
+    }
+
+  private:
+    template <typename T>
+    void advance_row(const Op& op, int64_t unit, float* scratch) const {
+        const int64_t *job = jobs_ + unit / m_.groups * 4, group = unit % m_.groups, target = job[2];
+        if (job[1] != target) save_state<T>(m_, op, job[1], target, group);
+        T* window = static_cast<T*>(op.windows) + target * op.window_stride;
+        float* states = op.states + target * op.state_stride + group * m_.heads / m_.groups * m_.head * m_.state;
+        replay(m_, op, window, states, job[0], job[3], group, scratch);
+    }
+
+    const Model& m_;
+    const int64_t rows_;
+    const int64_t* jobs_;
 };
 
 // x as the weight wants it, where it is not, then the product.
@@ -824,6 +908,10 @@ extern "C" {
 // Runs the model's operations [first, last) on `m.x`.
 void saccade_step(const Model* model, const Step* step, int64_t first, int64_t last) {
     pool().run(StepJob(*model, *step, first, last), model->threads);
+}
+
+void saccade_advance(const Model* model, int64_t rows, const int64_t* jobs) {
+    pool().run(AdvanceJob(*model, rows, jobs), model->threads);
 }
 
 // out[rows, n] = x[rows, k] W^T + b, `x` and `out` both float32 or both bfloat16.

@@ -46,7 +46,7 @@ class Op(Structure):
         ("code", c_int64), ("kind", c_int64), ("width", c_int64), ("weight", Weight), ("target", c_int64),
         ("norm", c_void_p), ("windows", c_void_p), ("window_stride", c_int64), ("states", c_void_p),
         ("state_stride", c_int64), ("conv", c_void_p), ("conv_bias", c_void_p), ("a", c_void_p), ("d", c_void_p),
-        ("dt_bias", c_void_p), ("kv", c_void_p), ("kv_stride", c_int64),
+        ("dt_bias", c_void_p), ("kv", c_void_p), ("kv_stride", c_int64), ("ring", c_void_p), ("ring_stride", c_int64),
     ]  # fmt: skip
 
 
@@ -65,5 +65,6 @@ class Step(Structure):
     _fields_ = [
         ("tokens", c_int64), ("rows", c_int64), ("starts", c_void_p), ("slots", c_void_p), ("initial", c_void_p),
         ("save_count", c_int64), ("saves", c_void_p), ("lengths", c_void_p), ("tables", c_void_p), ("places", c_void_p),
-        ("table_stride", c_int64), ("logits", c_void_p),
+        ("table_stride", c_int64), ("logits", c_void_p), ("origins", c_void_p), ("seats", c_void_p),
+        ("counts", c_void_p),
     ]  # fmt: skip

@@ -29,6 +29,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "max_chunk": (1, 7, 64, None),
     "preempted": (False, True),
     "graphs": ("off", "on"),
+    "native": ("auto", "off"),
 }
 """What of `answers` may be combined with what."""
 
