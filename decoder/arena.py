@@ -61,7 +61,7 @@ class ArenaLayout:
         page = 2 * options.page_size * config.kv_heads * config.head_dim * element * paged_layers(config, options)
         ring = 0
         if options.num_drafts and options.spec_state == "replay":
-            ring = RING * config.ring_width * element * config.mamba_layers
+            ring = RING * config.ring_width * 4 * config.mamba_layers
         return cls(
             _aligned(window),
             _aligned(state),
@@ -173,8 +173,8 @@ class Arena:
         self.kv = self._page_views(config, options)
         """Of each attention layer: `[pages, 2, page_size, kv heads, head dim]`; those of a drafter come last."""
         shape = (options.max_seqs, RING, config.ring_width) if self.layout.ring_bytes else (0, 0, 0)
-        self.rings = [torch.empty(shape, dtype=options.dtype, device=options.device) for _ in self.windows]
-        """Of each Mamba layer, by seat: the projected inputs (conv channels, dt) since the state in the slot."""
+        self.rings = [torch.empty(shape, dtype=torch.float32, device=options.device) for _ in self.windows]
+        """Of each Mamba layer, by seat: projected inputs (conv channels, dt) since the state in the slot, unrounded."""
         self.carry = self._carry_view(config, options)
         """`[slots, hidden]`: the hidden row after the last token, where a drafter needs it."""
 

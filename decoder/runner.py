@@ -133,13 +133,14 @@ class DecoderRunner:
 
     def _ask_for_drafts(self) -> None:
         """Sets how many drafts each request is to get, and makes room for them in its ring. One without drafts goes on
-        without a ring.
+        without a ring; and where the recurrence itself is cheap, in compiled code, no ring outlives a step.
         """
         if self.speculation is None:
             return
         running = self.scheduler.running
         self.speculation.ask(running)
-        full = [s for s in running if s.replayed and not 0 < s.draft_limit < RING - s.replayed]
+        room = 0 if self.model.native is not None else RING
+        full = [s for s in running if s.replayed and not 0 < s.draft_limit < room - s.replayed]
         self._advance([(s, s.slot, s.slot, s.replayed) for s in full])
         for sequence in full:
             sequence.replayed = 0
