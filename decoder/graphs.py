@@ -578,7 +578,15 @@ class Forward:
         behind = torch.arange(more.shape[0], device=more.device) if second.samples is None else second.samples
         before = torch.arange(hidden.shape[0], device=more.device) if first.samples is None else first.samples
         samples = torch.cat((before, behind + hidden.shape[0]))
-        return replace(first, samples=samples), torch.cat((hidden, more))
+        moved = tuple((at + hidden.shape[0], embeddings) for at, embeddings in second.splices)
+        whole = replace(
+            first,
+            ids_T=torch.cat((first.ids_T, second.ids_T)),
+            splices=first.splices + moved,
+            places_T=torch.cat((first.places_T, second.places_T)),
+            samples=samples,
+        )
+        return whole, torch.cat((hidden, more))
 
     def _part(self, rows: SequenceOf[Row], images: Images, checkpoints: Checkpoints) -> tuple[Batch, Tensor]:
         """Rows that one graph, or no graph, computes."""

@@ -144,7 +144,7 @@ def test_an_end_inside_a_step_is_an_end(spec_state: str, cut: int) -> None:
 def test_a_swap_saves_one_state_and_the_inputs_on_top_of_it() -> None:
     whole = PROMPT + drawn(PROMPT, greedy_params(40))
     for spec_state in ("replay", "slots"):
-        runner = oracle(whole, right=2, draft_tokens=3, spec_state=spec_state, host_bytes=10**9)
+        runner = oracle(whole, right=2, draft_tokens=3, spec_state=spec_state, host_bytes=10**9, native="off")
         runner.add(request("a", PROMPT, greedy_params(40)))
         for _ in range(4):
             runner.step()
