@@ -61,36 +61,41 @@ def upload_steps(data: bytes) -> Steps[Media]:
     return media_from(answer.media)
 
 
-def pictures(request: Any) -> Iterator[types_pb2.Image]:
-    """Those of any request that takes a prompt."""
+def files(request: Any) -> Iterator[types_pb2.Image | types_pb2.Video]:
+    """The pictures and clips of any request that takes a prompt; of a clip that is a list of frames, these."""
     match request.WhichOneof("input"):
         case "chat":
-            for message in request.chat.messages:
-                yield from (part.image for part in message.parts if part.HasField("image"))
+            parts = [part for message in request.chat.messages for part in message.parts]
+            yield from (part.image for part in parts if part.HasField("image"))
+            videos = [part.video for part in parts if part.HasField("video")]
         case "image":
             yield request.image
+            return
         case None:
             return
         case name:
             yield from getattr(request, name).images
+            videos = list(getattr(request, name).videos)
+    for video in videos:
+        yield from video.frames.images if video.HasField("frames") else (video,)
 
 
 def upload_large_steps(request: Any, above: int | None) -> Steps[None]:
-    """Replaces pictures of more than `above` bytes by their ids. A server that does not take uploads, or has no room
-    for them now, gets the pictures as they are."""
+    """Replaces pictures and clips of more than `above` bytes by their ids. A server that does not take uploads, or has
+    no room for them now, gets them as they are."""
     if above is None:
         return
-    for image in pictures(request):
-        if len(image.data) > above:
+    for file in files(request):
+        if len(file.data) > above:
             try:
-                media = yield from upload_steps(image.data)
+                media = yield from upload_steps(file.data)
             except Unimplemented:
                 return
             except RateLimited as error:
                 if error.reason != "MEDIA_SPOOL_FULL":
                     raise
                 return
-            image.media_id = media.media_id
+            file.media_id = media.media_id
 
 
 class SyncMedia:
@@ -100,8 +105,8 @@ class SyncMedia:
         self._client = client
 
     def upload(self, image: ImageInput, *, timeout: float | None = None) -> Media:
-        """Sends a picture, unless it is there already. Its `media_id` may stand for it in requests and batches:
-        `images=[media]`."""
+        """Sends a picture or a video file, unless it is there already. Its `media_id` may stand for it in requests and
+        batches: `images=[media]`, `videos=[media]`."""
         return self._client._steps(upload_steps(image_message(image).data), timeout)
 
     def get(self, media_id: str, *, timeout: float | None = None) -> Media:
@@ -120,7 +125,7 @@ class AsyncMedia:
         self._client = client
 
     async def upload(self, image: ImageInput, *, timeout: float | None = None) -> Media:
-        """Sends a picture, unless it is there already."""
+        """Sends a picture or a video file, unless it is there already."""
         message = await self._client._beside(image_message, image)
         return await self._client._steps(upload_steps(message.data), timeout)
 

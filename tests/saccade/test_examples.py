@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from fake_server import Script
+from PIL import Image
 
 from service.cli import ServerProcess
 
@@ -47,13 +48,13 @@ def test_example(name: str, address: str, script: Script, tmp_path: Path) -> Non
 
 def test_the_readmes_client(address: str, script: Script, tmp_path: Path) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", (EXAMPLES.parent / "README.md").read_text("utf-8"), re.DOTALL)
-    for name in ("picture.png", "a.png", "b.png"):
+    for name in ("picture.png", "a.png", "b.png", "clip.gif"):
         (tmp_path / name).write_bytes(b"png")
     program = block.replace("127.0.0.1:50051", address)
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("IMAGE_UNREADABLE \n")
-    assert len(script.requests) == 5
+    assert len(script.requests) == 6
 
 
 DEMO = EXAMPLES.parent / "demo" / "pictures"
@@ -82,6 +83,18 @@ def test_example_with_the_embedded_model(name: str, demo: str) -> None:
     assert done.stdout.startswith(expected)
 
 
+def test_the_example_with_a_video(demo: str, tmp_path: Path) -> None:
+    """A file, and the frames that it draws itself: the embedded model has seen no film, but it takes them."""
+    frames = [Image.new("RGB", (32, 24), (0, 0, 40 * i)) for i in range(5)]
+    frames[0].save(tmp_path / "clip.gif", save_all=True, append_images=frames[1:], duration=200)
+    environment = {**os.environ, "SACCADE_SERVER": demo, "PYTHONPATH": str(EXAMPLES.parent)}
+    for clip, count in (([str(tmp_path / "clip.gif")], 5), ([], 6)):
+        command = [sys.executable, str(EXAMPLES / "video.py"), *clip, "What does the picture show?"]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        assert re.fullmatch(rf"\({count} frames, \d+ tokens\)", done.stdout.splitlines()[-1])
+
+
 def test_the_command_hands_a_batch_over(demo: str, tmp_path: Path) -> None:
     body = {"messages": [{"role": "user", "content": "What is it?"}], "max_tokens": 3}
     rows = [json.dumps({"custom_id": str(i), "body": body}) for i in range(5)]
@@ -104,4 +117,4 @@ def test_the_command_hands_a_batch_over(demo: str, tmp_path: Path) -> None:
 
 
 def test_each_example_has_a_case() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {*CASES, *REAL}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {*CASES, *REAL, "video.py"}

@@ -1,0 +1,28 @@
+"""Asks about a video: python examples/video.py [CLIP] QUESTION
+
+CLIP is a GIF, APNG or WebP animation, or an MP4 or WebM film. Without one, a square is drawn that wanders to the right:
+a list of pictures is a clip, too.
+"""
+
+import os
+import sys
+
+from PIL import Image, ImageDraw
+
+import saccade
+
+*clips, question = sys.argv[1:]
+
+
+def frame(left: int) -> Image.Image:
+    picture = Image.new("RGB", (96, 64), "white")
+    ImageDraw.Draw(picture).rectangle((left, 20, left + 24, 44), fill="red")
+    return picture
+
+
+videos = clips or [saccade.Video([frame(left) for left in range(0, 72, 12)], fps=2)]
+
+with saccade.Client(os.environ.get("SACCADE_SERVER", "127.0.0.1:50051")) as client:
+    answer = client.generate(question, videos=videos, temperature=0, max_tokens=60)
+    print(answer.text)
+    print(f"({answer.usage.video_frames} frames, {answer.usage.video_tokens} tokens)")
