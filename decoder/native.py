@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -115,6 +116,8 @@ class NativeStep:
             raise NativeUnavailable(f"the dtype is {options.dtype}")
         self._library = library()
         self._eps, self._dtype = config.layer_norm_epsilon, options.dtype
+        self.on_operation: Callable[[Op, float], None] | None = None
+        """For measurements: operations then run one at a time, and this hears of each and its seconds."""
         self._kept: list[object] = []
         """What the operations point to."""
         ops: list[Op] = []
@@ -198,7 +201,13 @@ class NativeStep:
 
     def _run(self, ops: range, step: Step) -> None:
         self._model.threads = torch.get_num_threads()
-        self._library.saccade_step(ctypes.byref(self._model), ctypes.byref(step), ops.start, ops.stop)
+        if self.on_operation is None:
+            self._library.saccade_step(ctypes.byref(self._model), ctypes.byref(step), ops.start, ops.stop)
+            return
+        for index in ops:
+            started = time.perf_counter()
+            self._library.saccade_step(ctypes.byref(self._model), ctypes.byref(step), index, index + 1)
+            self.on_operation(self._ops[index], time.perf_counter() - started)
 
     # -- operations ----------------------------------------------------------------------------------------------------
 

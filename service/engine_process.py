@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import os
 import signal
@@ -75,6 +76,9 @@ def _serve(connection: Connection, options: EngineOptions) -> int:
         finally:
             engine.stop()
 
+    # What loading has made stays: looking through it again and again would stop the step for tens of milliseconds.
+    gc.collect()
+    gc.freeze()
     send(("ready", engine.info))
     threading.Thread(target=receive, name="saccade-engine-receiver", daemon=True).start()
     engine.run(lambda events: send(("events", wire.pack_events(events))), linger=False)
