@@ -9,6 +9,7 @@ PYTHON ?= python3
 # Passed on to the program behind a target: make serve ARGS="--port 0", make test ARGS="tests/saccade -k stream"
 ARGS ?=
 MODEL ?= demo
+PEER ?= transformers
 
 PY := $(VENV)/bin/python
 # A GPU machine may have neither a network nor a virtual environment: these two targets take the system's Python there,
@@ -75,9 +76,10 @@ demo-model: setup  ## train the embedded model (resumes where it stopped)
 	$(call needs,demo/train.py)
 	@$(PY) -m demo.train $(ARGS)
 
-bench: setup  ## compare with transformers on this machine, both sides in turn
+bench: setup  ## compare with transformers, or PEER=vllm, on this machine, both sides in turn
 	$(call needs,benchmarks/compare.py)
-	@$(PY) -m benchmarks.compare --peer transformers $(ARGS)
+	@if [ $(PEER) = vllm ]; then benchmarks/setup_vllm.sh; fi
+	@$(PY) -m benchmarks.compare --peer $(PEER) $(ARGS)
 
 aot: setup  ## compile the Triton kernels for GPUs that this machine need not have
 	$(call needs,kernels/aot.py)

@@ -159,6 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", help="HOST:PORT of a running server; by default one is started")
     parser.add_argument("--model", type=Path, default=MODEL, help="what the started server serves")
+    parser.add_argument("--weights", choices=["int8", "int4"], help="quantised weights in the started server")
     parser.add_argument("--questions", type=int, default=500, help="questions of each kind")
     parser.add_argument("--controls", type=int, default=200, help="of these, how many are also blanked and swapped")
     parser.add_argument("--concurrency", type=int, default=16, help="questions in flight")
@@ -167,7 +168,8 @@ def main() -> None:
     arguments = parser.parse_args()
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
-        address = arguments.server or stack.enter_context(ServerProcess([str(arguments.model)])).address
+        options = [str(arguments.model), *(["--weights", arguments.weights] if arguments.weights else [])]
+        address = arguments.server or stack.enter_context(ServerProcess(options)).address
         scores = evaluate(address, arguments.questions, arguments.controls, arguments.concurrency)
     print(table(scores))
     missed = shortcomings(scores, arguments.min_overall, arguments.min_kind)
