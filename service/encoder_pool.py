@@ -134,9 +134,9 @@ class EncoderPool:
         return own
 
     def check_integrity(self) -> None:
-        writing = self._handoff.stats()["writing"]
         with self._lock:
-            assert writing or not self._given or self._handoff.stats()["quarantined"], "given, and not being written"
+            for ticket, (link, work) in self._given.items():
+                assert ticket == work.ticket and link in self.links
 
     def close(self) -> None:
         self._closing.set()
@@ -218,7 +218,7 @@ class EncoderPool:
     def _give(self) -> float | None:
         """Hands out what has space. Returns the seconds until there may be something to do of which nobody tells."""
         while links := self._with_room():
-            if not (works := self._handoff.take(1, lease=self._lease)):
+            if not (works := self._handoff.take(self._step_tokens, lease=self._lease)):
                 break
             for work in works:
                 link = min(links, key=lambda link: link.load)

@@ -44,10 +44,10 @@ class EncoderThread:
         self._built: Future[tuple[LocalEncoder, Handoff, Partner]] = Future()
         self._wake, self._closing = threading.Event(), threading.Event()
         self._on_death = on_death
+        self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._main, args=(options,), name="saccade-encoder", daemon=True)
         self._thread.start()
         self.encoder, self.handoff, self.partner = self._built.result()
-        self.failure: BaseException | None = None
 
     def wake(self) -> None:
         """The handoff has changed."""

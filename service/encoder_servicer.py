@@ -205,6 +205,8 @@ class _Session:
             while self._outgoing:
                 yield self._outgoing.pop(0)
             for ticket, (lease, size) in list(self._leases.items()):
+                if ticket not in self._leases:  # cancelled while rows of another were sent
+                    continue
                 if lease.error is not None:
                     del self._leases[ticket]
                     lease.release()

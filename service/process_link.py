@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 30.0
 ALIGNMENT = 64
+MAX_UNDER_WAY = 64
+"""Pictures in the process: their messages fit the socket's buffer, so that a process that has stopped blocks nobody."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,8 @@ class ProcessLink:
 
     def _place(self, work: Work) -> bool:
         """Copies the pixels to a segment and tells the encoder. False where segments have to come back first."""
+        if len(self._segments) >= MAX_UNDER_WAY:
+            return False
         pixels, offset = work.image.patches, _rows_offset(work)
         taken = self._pool.take(offset + work.rows.numel() * work.rows.itemsize)
         for number in self._pool.closed:

@@ -44,9 +44,21 @@ def of_process(stats: dict[str, Any], name: str) -> float:
     return float(stats["encoder"]["encoders"]["process"][name])
 
 
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """What this process may have in one file, memory files among them."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 def test_same_answers_and_a_kill_over_a_picture(model: Path, client: saccade.Client) -> None:
     shared = sorted(os.listdir("/dev/shm"))
-    with RunningServer(str(model), **OPTIONS) as running, saccade.Client(running.address, max_retries=0) as apart:
+    running = RunningServer(str(model), **OPTIONS, image_workers=1)
+    with running, saccade.Client(running.address, max_retries=0) as apart:
         assert [ask(apart, n) for n in (700, 701, 700)] == [ask(client, n) for n in (700, 701, 700)]
         with ThreadPoolExecutor(1) as pool:
             os.kill(encoder_of(running), signal.SIGSTOP)
@@ -57,7 +69,19 @@ def test_same_answers_and_a_kill_over_a_picture(model: Path, client: saccade.Cli
         stats = running.drained()
         assert of_process(stats, "starts") == 2
         assert stats["encoder"]["lost"] == 1 and stats["handoff"]["failures"] == 0
+        no_shared_memory_for_a_request(apart)
     assert sorted(os.listdir("/dev/shm")) == shared
+
+
+def no_shared_memory_for_a_request(client: saccade.Client) -> None:
+    """From the front to the engine; this process is the front."""
+    with client.stream("go on", max_tokens=300, ignore_eos=True, seed=1) as other:
+        next(other)
+        with largest_file(1 << 16), pytest.raises(saccade.errors.Unavailable) as refused:
+            client.generate("all of them", images=[picture(i, (64, 64)) for i in range(16)], max_tokens=1)
+        assert refused.value.reason == "SHARED_MEMORY_FULL" and refused.value.retryable
+        assert other.final().usage.completion_tokens == 300
+    assert client.generate("and now", images=[picture(0, (64, 64))], max_tokens=1).usage.completion_tokens == 1
 
 
 def test_late_and_awake_again_and_late_for_good(model: Path, client: saccade.Client) -> None:
@@ -88,17 +112,6 @@ def options(model: Path) -> EngineOptions:
     return EngineOptions(
         model=str(model), dtype="float32", threads=1, encoder_process=True, encoder_segment_bytes=1 << 18
     )
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """What this process may have in one file, memory files among them."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_shared_memory_that_is_full_is_one_pictures_error(options: EngineOptions) -> None:
@@ -142,18 +155,6 @@ def test_shared_memory_that_is_full_is_one_pictures_error(options: EngineOptions
         entry.release()
     pool.close()
     handoff.check_integrity(idle=True)
-
-
-def test_no_shared_memory_for_a_request_is_that_requests_error(server: RunningServer, client: saccade.Client) -> None:
-    """From the front to the engine; this test's process is the front."""
-    with saccade.Client(server.address, max_retries=0) as once:
-        with client.stream("go on", max_tokens=300, ignore_eos=True, seed=1) as other:
-            next(other)
-            with largest_file(1 << 16), pytest.raises(saccade.errors.Unavailable) as refused:
-                once.generate("all of them", images=[picture(i, (64, 64)) for i in range(16)], max_tokens=1)
-            assert refused.value.reason == "SHARED_MEMORY_FULL" and refused.value.retryable
-            assert other.final().usage.completion_tokens == 300
-        assert once.generate("and now", images=[picture(0, (64, 64))], max_tokens=1).usage.completion_tokens == 1
 
 
 def test_what_the_encoder_refuses_is_said_in_its_words(options: EngineOptions) -> None:
