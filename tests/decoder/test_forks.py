@@ -14,7 +14,8 @@ from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
 
 PATTERNS = ["M-*EM*", "MM", "**"]
-WEIGHTS = {pattern: dict(random_weights(tiny_config(pattern))) for pattern in PATTERNS}
+CONFIGS = {pattern: tiny_config(pattern, num_nextn_predict_layers=1) for pattern in PATTERNS}
+WEIGHTS = {pattern: dict(random_weights(config)) for pattern, config in CONFIGS.items()}
 SAMPLING = SamplingParams(max_tokens=12, temperature=1.0, seed=5, logprobs=1)
 ROWS = torch.randn(7, 32, generator=torch.Generator().manual_seed(1))
 
@@ -44,14 +45,16 @@ def drive(runner: DecoderRunner, group: list[DecoderRequest], **rest: Any) -> di
         pytest.param({"graphs": "on"}, id="graphs"),
         pytest.param({"speculative": "ngram", "draft_policy": "fixed"}, id="replay"),
         pytest.param({"speculative": "ngram", "draft_policy": "fixed", "spec_state": "slots"}, id="slots"),
+        pytest.param({"speculative": "mtp", "draft_policy": "fixed", "graphs": "on"}, id="mtp-graphs"),
+        pytest.param({"speculative": "mtp", "draft_policy": "fixed", "spec_state": "slots"}, id="mtp-slots"),
     ],
 )
 def test_forked_equals_alone(pattern: str, length: int, options: dict[str, Any]) -> None:
-    plain = make_runner(tiny_config(pattern), WEIGHTS[pattern], state_cache="none")
+    plain = make_runner(CONFIGS[pattern], WEIGHTS[pattern], state_cache="none")
     alone = {}
     for sample in samples(5, length):
         alone |= run(plain, sample)
-    runner = make_runner(tiny_config(pattern), WEIGHTS[pattern], **options)
+    runner = make_runner(CONFIGS[pattern], WEIGHTS[pattern], **options)
     found = drive(runner, samples(5, length))
     assert {name: tokens(events) for name, events in found.items()} == {n: tokens(e) for n, e in alone.items()}
     for name, events in found.items():
@@ -65,7 +68,7 @@ def test_forked_equals_alone(pattern: str, length: int, options: dict[str, Any])
 
 
 def test_pages_are_shared_and_the_last_one_is_not() -> None:
-    runner = make_runner(tiny_config("**"), WEIGHTS["**"], page_size=4)
+    runner = make_runner(CONFIGS["**"], WEIGHTS["**"], page_size=4)
     runner.add(*samples(3, 30, pictures=False))
     runner.step()
     first, second, third = (sequence.pages for sequence in runner.scheduler.running)
@@ -77,9 +80,9 @@ def test_pages_are_shared_and_the_last_one_is_not() -> None:
 @pytest.mark.parametrize("seats", [1, 2])
 def test_those_without_a_seat_read_the_prompt_themselves(seats: int) -> None:
     pattern = "M-*EM*"
-    plain = make_runner(tiny_config(pattern), WEIGHTS[pattern])
+    plain = make_runner(CONFIGS[pattern], WEIGHTS[pattern])
     alone = {name: tokens(e) for s in samples(4) for name, e in run(plain, s).items()}
-    runner = make_runner(tiny_config(pattern), WEIGHTS[pattern], max_seqs=seats)
+    runner = make_runner(CONFIGS[pattern], WEIGHTS[pattern], max_seqs=seats)
     found = drive(runner, samples(4))
     assert {name: tokens(events) for name, events in found.items()} == alone
     assert runner.stats()["fork_misses"] == 4 - seats and runner.stats()["forks"] == seats - 1
@@ -89,9 +92,9 @@ def test_those_without_a_seat_read_the_prompt_themselves(seats: int) -> None:
 @pytest.mark.parametrize("pictures", [False, True])
 def test_forked_and_preempted(host_bytes: int, pictures: bool) -> None:
     pattern = "M-*EM*"
-    plain = make_runner(tiny_config(pattern), WEIGHTS[pattern])
+    plain = make_runner(CONFIGS[pattern], WEIGHTS[pattern])
     alone = {name: tokens(e) for s in samples(4, pictures=pictures) for name, e in run(plain, s).items()}
-    runner = make_runner(tiny_config(pattern), WEIGHTS[pattern], host_bytes=host_bytes, max_chunk=10)
+    runner = make_runner(CONFIGS[pattern], WEIGHTS[pattern], host_bytes=host_bytes, max_chunk=10)
     found = drive(runner, samples(4, pictures=pictures), preempt_every=6)
     assert {name: tokens(events) for name, events in found.items()} == alone
     assert runner.stats()["preemptions"] > 1
@@ -101,9 +104,9 @@ def test_forked_and_preempted(host_bytes: int, pictures: bool) -> None:
 @pytest.mark.parametrize("who", ["s0", "s1"])
 def test_one_that_leaves_takes_nobody_along(when: str, who: str) -> None:
     pattern = "M-*EM*"
-    plain = make_runner(tiny_config(pattern), WEIGHTS[pattern])
+    plain = make_runner(CONFIGS[pattern], WEIGHTS[pattern])
     alone = {name: tokens(e) for s in samples(3) for name, e in run(plain, s).items()}
-    runner = make_runner(tiny_config(pattern), WEIGHTS[pattern], max_chunk=10)
+    runner = make_runner(CONFIGS[pattern], WEIGHTS[pattern], max_chunk=10)
     group = samples(3)
     runner.add(*group)
     events: dict[str, list[Any]] = {name: [] for name in alone}
@@ -122,7 +125,7 @@ def test_one_that_leaves_takes_nobody_along(when: str, who: str) -> None:
 
 def test_a_picture_that_fails_for_the_leader_ends_its_own_sample() -> None:
     pattern = "M-*EM*"
-    runner = make_runner(tiny_config(pattern), WEIGHTS[pattern])
+    runner = make_runner(CONFIGS[pattern], WEIGHTS[pattern])
     group = samples(3)
     broken = replace(group[0].spans[0], source=FakeSource(ROWS, ready=False))
     broken.source.error = OSError("gone")  # type: ignore[attr-defined]
@@ -133,7 +136,7 @@ def test_a_picture_that_fails_for_the_leader_ends_its_own_sample() -> None:
 
 
 def test_a_group_that_cannot_be_served_leaves_nothing() -> None:
-    runner = make_runner(tiny_config("MM"), WEIGHTS["MM"], max_len=20)
+    runner = make_runner(CONFIGS["MM"], WEIGHTS["MM"], max_len=20)
     with pytest.raises(ValueError, match="max_len 20"):
         runner.add(*samples(3, 29, pictures=False))
     assert not runner.has_work
