@@ -27,6 +27,7 @@ from saccade.images import ImageInput
 from saccade.jobs import AsyncBatches
 from saccade.mapping import check_concurrency, map_async, outcome, prepare_mapping
 from saccade.media import AsyncMedia, upload_large_steps
+from saccade.methods import embed_image_steps, embed_steps, get_model_steps, models_steps, tokenize_steps
 from saccade.requests import (
     GenerateOptions,
     Prompt,
@@ -37,7 +38,7 @@ from saccade.requests import (
     embed_request,
     tokenize_request,
 )
-from saccade.results import embedding_from, generation_from, model_from, tensor_from, tokens_from
+from saccade.results import generation_from
 from saccade.resuming import StreamState, stream_settings
 from saccade.steps import Steps, drive_async
 from saccade.transport import (
@@ -52,7 +53,7 @@ from saccade.transport import (
     stub_class,
 )
 from saccade.types import Delta, Embedding, Generation, Model, Outcome, Tensor, Tokens
-from saccade.v1 import inference_pb2, model_pb2
+from saccade.v1 import inference_pb2
 from saccade.videos import VideoInput
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class AsyncStream(AsyncIterator[Delta]):
         if self._state is None and not self._closed:
             # Reading files and encoding arrays takes time that the event loop does not have.
             request = await asyncio.to_thread(self._build)
-            await self._client._upload_large(request, self._timeout)
+            self._timeout = await self._client._upload_large(request, self._timeout)
             self._state = StreamState(request, self._calls, Deadline(self._timeout), self._resume)
             self._call = self._client._open(request, self._state.deadline)
         return self
@@ -348,14 +349,12 @@ class AsyncClient:
             embed_request, prompt, images=images, videos=videos, raw=raw, chat_template_kwargs=chat_template_kwargs,
             model=model, priority=priority,
         )  # fmt: skip
-        await self._upload_large(request, timeout)
-        return embedding_from(await self._unary("inference", "Embed", request, timeout))
+        return await self._steps(embed_steps(request, self._settings.calls.upload_above), timeout)
 
     async def embed_image(self, image: ImageInput, *, model: str = "", timeout: float | None = None) -> Tensor:
         """A picture's tokens behind the projector; see `saccade.Client.embed_image`."""
         request = await asyncio.to_thread(embed_image_request, image, model=model)
-        await self._upload_large(request, timeout)
-        return tensor_from((await self._unary("inference", "Embed", request, timeout)).image_embedding)
+        return await self._steps(embed_image_steps(request, self._settings.calls.upload_above), timeout)
 
     async def tokenize(
         self,
@@ -378,25 +377,15 @@ class AsyncClient:
             chat_template_kwargs=chat_template_kwargs,
             model=model,
         )
-        await self._upload_large(request, timeout)
-        return tokens_from(await self._unary("inference", "Tokenize", request, timeout))
+        return await self._steps(tokenize_steps(request, self._settings.calls.upload_above), timeout)
 
     async def models(self, *, timeout: float | None = None) -> list[Model]:
         """The models that are served."""
-        found: list[Model] = []
-        token = ""
-        while True:
-            request = model_pb2.ListModelsRequest(page_token=token)
-            page = await self._unary("model", "ListModels", request, timeout)
-            found += map(model_from, page.models)
-            token = page.next_page_token
-            if not token:
-                return found
+        return await self._steps(models_steps(), timeout)
 
     async def get_model(self, name: str = "", *, timeout: float | None = None) -> Model:
         """A model with its limits; without a name, the only one."""
-        response = await self._unary("model", "GetModel", model_pb2.GetModelRequest(name=name), timeout)
-        return model_from(response.model)
+        return await self._steps(get_model_steps(name), timeout)
 
     def map(
         self,
@@ -447,10 +436,19 @@ class AsyncClient:
         return AsyncBatches(self)
 
     async def _steps(self, steps: Steps[T], timeout: float | None) -> T:
-        return await drive_async(steps, lambda call: self._unary(call.service, call.method, call.message, timeout))
+        deadline = Deadline(self._settings.calls.timeout if timeout is None else timeout)
+        return await self._drive(steps, deadline)
 
-    async def _upload_large(self, request: Any, timeout: float | None) -> None:
-        await self._steps(upload_large_steps(request, self._settings.calls.upload_above), timeout)
+    async def _drive(self, steps: Steps[T], deadline: Deadline) -> T:
+        return await drive_async(
+            steps, lambda call: self._unary(call.service, call.method, call.message, deadline.left())
+        )
+
+    async def _upload_large(self, request: Any, timeout: float | None) -> float | None:
+        """Returns the seconds that are left."""
+        deadline = Deadline(self._settings.calls.timeout if timeout is None else timeout)
+        await self._drive(upload_large_steps(request, self._settings.calls.upload_above), deadline)
+        return deadline.left()
 
     @staticmethod
     async def _beside(function: Callable[..., T], *arguments: Any) -> T:
@@ -460,7 +458,7 @@ class AsyncClient:
     async def _generate(
         self, request: inference_pb2.GenerateRequest, timeout: float | None
     ) -> inference_pb2.GenerateResponse:
-        await self._upload_large(request, timeout)
+        timeout = await self._upload_large(request, timeout)
         response: inference_pb2.GenerateResponse = await self._unary("inference", "Generate", request, timeout)
         return response
 

@@ -17,6 +17,7 @@ from saccade.images import ImageInput
 from saccade.jobs import SyncBatches
 from saccade.mapping import check_concurrency, map_sync, outcome, prepare_mapping
 from saccade.media import SyncMedia, upload_large_steps
+from saccade.methods import embed_image_steps, embed_steps, get_model_steps, models_steps, tokenize_steps
 from saccade.requests import (
     GenerateOptions,
     Prompt,
@@ -27,7 +28,7 @@ from saccade.requests import (
     embed_request,
     tokenize_request,
 )
-from saccade.results import embedding_from, generation_from, model_from, tensor_from, tokens_from
+from saccade.results import generation_from
 from saccade.resuming import StreamState, stream_settings
 from saccade.steps import Steps, drive
 from saccade.transport import (
@@ -41,7 +42,7 @@ from saccade.transport import (
     stub_class,
 )
 from saccade.types import Embedding, Generation, Model, Outcome, Tensor, Tokens
-from saccade.v1 import inference_pb2, model_pb2
+from saccade.v1 import inference_pb2
 from saccade.videos import VideoInput
 from saccade.watchdog import Watchdog
 
@@ -141,7 +142,7 @@ class SyncClient(ABC):
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop,
             logprobs=logprobs, **sampling,
         )  # fmt: skip
-        self._upload_large(request, timeout)
+        timeout = self._upload_large(request, timeout)
         calls = stream_settings(self._call_settings, first_token_timeout, idle_timeout)
         deadline = Deadline(calls.timeout if timeout is None else timeout)
         return Stream(StreamState(request, calls, deadline, resume), self._open)
@@ -188,14 +189,12 @@ class SyncClient(ABC):
             model=model,
             priority=priority,
         )
-        self._upload_large(request, timeout)
-        return embedding_from(self._unary("inference", "Embed", request, timeout))
+        return self._steps(embed_steps(request, self._call_settings.upload_above), timeout)
 
     def embed_image(self, image: ImageInput, *, model: str = "", timeout: float | None = None) -> Tensor:
         """A picture's tokens behind the projector, as the decoder reads them: `[image tokens, hidden size]`."""
         request = embed_image_request(image, model=model)
-        self._upload_large(request, timeout)
-        return tensor_from(self._unary("inference", "Embed", request, timeout).image_embedding)
+        return self._steps(embed_image_steps(request, self._call_settings.upload_above), timeout)
 
     def tokenize(
         self,
@@ -212,20 +211,11 @@ class SyncClient(ABC):
         request = tokenize_request(
             prompt, images=images, videos=videos, raw=raw, chat_template_kwargs=chat_template_kwargs, model=model
         )
-        self._upload_large(request, timeout)
-        return tokens_from(self._unary("inference", "Tokenize", request, timeout))
+        return self._steps(tokenize_steps(request, self._call_settings.upload_above), timeout)
 
     def models(self, *, timeout: float | None = None) -> list[Model]:
         """The models that are served."""
-        found: list[Model] = []
-        token = ""
-        while True:
-            request = model_pb2.ListModelsRequest(page_token=token)
-            page = self._unary("model", "ListModels", request, timeout)
-            found += map(model_from, page.models)
-            token = page.next_page_token
-            if not token:
-                return found
+        return self._steps(models_steps(), timeout)
 
     def get_model(self, name: str = "", *, timeout: float | None = None) -> Model:
         """A model with its limits; without a name, the only one.
@@ -233,7 +223,7 @@ class SyncClient(ABC):
         Raises:
             NotFound: there is none of that name.
         """
-        return model_from(self._unary("model", "GetModel", model_pb2.GetModelRequest(name=name), timeout).model)
+        return self._steps(get_model_steps(name), timeout)
 
     def map(
         self, requests: Iterable[Mapping[str, Any]], *, concurrency: int = 32, ordered: bool = False
@@ -302,13 +292,19 @@ class SyncClient(ABC):
         return SyncBatches(self)
 
     def _steps(self, steps: Steps[T], timeout: float | None) -> T:
-        return drive(steps, lambda call: self._unary(call.service, call.method, call.message, timeout))
+        return self._drive(steps, Deadline(self._call_settings.timeout if timeout is None else timeout))
 
-    def _upload_large(self, request: Any, timeout: float | None) -> None:
-        self._steps(upload_large_steps(request, self._call_settings.upload_above), timeout)
+    def _drive(self, steps: Steps[T], deadline: Deadline) -> T:
+        return drive(steps, lambda call: self._unary(call.service, call.method, call.message, deadline.left()))
+
+    def _upload_large(self, request: Any, timeout: float | None) -> float | None:
+        """Returns the seconds that are left."""
+        deadline = Deadline(self._call_settings.timeout if timeout is None else timeout)
+        self._drive(upload_large_steps(request, self._call_settings.upload_above), deadline)
+        return deadline.left()
 
     def _attempts(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Attempts:
-        self._upload_large(request, timeout)
+        timeout = self._upload_large(request, timeout)
         return Attempts(
             lambda remaining: self._begin("inference", "Generate", request, remaining),
             self._call_settings,

@@ -19,7 +19,6 @@ class Call:
     service: str
     method: str
     message: Any
-    timeout: float | None = None
 
 
 Steps = Generator[Call, Any, T]

@@ -172,6 +172,11 @@ class Deadline:
         """Seconds left, never negative; None if there is no limit."""
         return None if self._end is None else max(0.0, self._end - self._clock())
 
+    def left(self) -> float | None:
+        """The same as the timeout of a further call: one that has run out is left a millisecond to say so."""
+        remaining = self.remaining()
+        return None if remaining is None else max(0.001, remaining)
+
 
 def retry_delay(
     error: SaccadeError,
