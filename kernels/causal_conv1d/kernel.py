@@ -22,7 +22,7 @@ MAX_TAPS = 4
 
 
 @triton.jit
-def _weights(p_weight, p_bias, o_c, m_c, CHANNELS, TAPS, HAS_BIAS):
+def load_weights(p_weight, p_bias, o_c, m_c, CHANNELS, TAPS, HAS_BIAS):
     """The weights of four taps, oldest first, with zeros where the convolution has fewer, and the bias."""
     k_a = tl.load(p_weight + (TAPS - 4) * CHANNELS + o_c, mask=m_c & (TAPS >= 4), other=0.0)
     k_b = tl.load(p_weight + (TAPS - 3) * CHANNELS + o_c, mask=m_c & (TAPS >= 3), other=0.0)
@@ -33,7 +33,7 @@ def _weights(p_weight, p_bias, o_c, m_c, CHANNELS, TAPS, HAS_BIAS):
 
 
 @triton.jit
-def _convolve(b_a, b_b, b_c, b_x, k_a, k_b, k_c, k_x, bias):
+def convolve(b_a, b_b, b_c, b_x, k_a, k_b, k_c, k_x, bias):
     b_acc = bias + b_a.to(tl.float32) * k_a + b_b.to(tl.float32) * k_b
     b_acc += b_c.to(tl.float32) * k_c + b_x.to(tl.float32) * k_x
     return b_acc * tl.sigmoid(b_acc)
@@ -59,7 +59,7 @@ def _inputs_before(p_x, p_window, stop, begin, known, x_stride, o_c, m_c, CHANNE
 
 
 @triton.jit
-def _keep_window(p_window, b_a, b_b, b_c, o_c, m_c, CHANNELS, TAPS):
+def keep_window(p_window, b_a, b_b, b_c, o_c, m_c, CHANNELS, TAPS):
     """Writes the last W - 1 of three inputs as a window."""
     p_last = p_window + (TAPS - 2) * CHANNELS + o_c
     tl.store(p_last - 2 * CHANNELS, b_a.to(p_window.dtype.element_ty), mask=m_c & (TAPS >= 4))
@@ -99,7 +99,7 @@ def _packed_kernel(
     o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     m_c = o_c < CHANNELS
     p_window = p_pool + slot * slot_stride
-    k_a, k_b, k_c, k_x, bias = _weights(p_weight, p_bias, o_c, m_c, CHANNELS, TAPS, HAS_BIAS)
+    k_a, k_b, k_c, k_x, bias = load_weights(p_weight, p_bias, o_c, m_c, CHANNELS, TAPS, HAS_BIAS)
     b_a, b_b, b_c = _inputs_before(p_x, p_window, first, begin, known, x_stride, o_c, m_c, CHANNELS, TAPS - 1)
 
     # Four tokens are loaded before the first is stored: a load that follows a store has to wait behind it.
@@ -110,10 +110,10 @@ def _packed_kernel(
         b_1 = tl.load(p_token + x_stride, mask=m_1, other=0.0)
         b_2 = tl.load(p_token + 2 * x_stride, mask=m_2, other=0.0)
         b_3 = tl.load(p_token + 3 * x_stride, mask=m_3, other=0.0)
-        y_0 = _convolve(b_a, b_b, b_c, b_0, k_a, k_b, k_c, k_x, bias)
-        y_1 = _convolve(b_b, b_c, b_0, b_1, k_a, k_b, k_c, k_x, bias)
-        y_2 = _convolve(b_c, b_0, b_1, b_2, k_a, k_b, k_c, k_x, bias)
-        y_3 = _convolve(b_0, b_1, b_2, b_3, k_a, k_b, k_c, k_x, bias)
+        y_0 = convolve(b_a, b_b, b_c, b_0, k_a, k_b, k_c, k_x, bias)
+        y_1 = convolve(b_b, b_c, b_0, b_1, k_a, k_b, k_c, k_x, bias)
+        y_2 = convolve(b_c, b_0, b_1, b_2, k_a, k_b, k_c, k_x, bias)
+        y_3 = convolve(b_0, b_1, b_2, b_3, k_a, k_b, k_c, k_x, bias)
         p_y = p_out + token * CHANNELS + o_c
         tl.store(p_y, y_0.to(p_out.dtype.element_ty), mask=m_c)
         tl.store(p_y + CHANNELS, y_1.to(p_out.dtype.element_ty), mask=m_1)
@@ -127,10 +127,10 @@ def _packed_kernel(
             stop = tl.load(p_saves + 2 * save).to(tl.int64)
             target = tl.load(p_saves + 2 * save + 1).to(tl.int64)
             b_a, b_b, b_c = _inputs_before(p_x, p_window, stop, begin, known, x_stride, o_c, m_c, CHANNELS, TAPS - 1)
-            _keep_window(p_pool + target * slot_stride, b_a, b_b, b_c, o_c, m_c & (target >= 0), CHANNELS, TAPS)
+            keep_window(p_pool + target * slot_stride, b_a, b_b, b_c, o_c, m_c & (target >= 0), CHANNELS, TAPS)
         b_a, b_b, b_c = _inputs_before(p_x, p_window, end, begin, known, x_stride, o_c, m_c, CHANNELS, TAPS - 1)
         tl.debug_barrier()
-        _keep_window(p_window, b_a, b_b, b_c, o_c, m_c & (slot >= 0), CHANNELS, TAPS)
+        keep_window(p_window, b_a, b_b, b_c, o_c, m_c & (slot >= 0), CHANNELS, TAPS)
 
 
 @triton.jit
@@ -168,18 +168,18 @@ def _update_kernel(
     b_a = tl.load(p_last - 2 * CHANNELS, mask=m_old & (TAPS >= 4), other=0.0)
     b_b = tl.load(p_last - CHANNELS, mask=m_old & (TAPS >= 3), other=0.0)
     b_c = tl.load(p_last, mask=m_old, other=0.0)
-    k_a, k_b, k_c, k_x, bias = _weights(p_weight, p_bias, o_c, m_c, CHANNELS, TAPS, HAS_BIAS)
+    k_a, k_b, k_c, k_x, bias = load_weights(p_weight, p_bias, o_c, m_c, CHANNELS, TAPS, HAS_BIAS)
     # A column is read by one thread and may be written by another.
     tl.debug_barrier()
     for token in tl.static_range(TOKENS):
         b_x = tl.load(p_x + i_row * x_stride + token * token_stride + o_c, mask=m_c, other=0.0)
         b_x = b_x.to(p_pool.dtype.element_ty)
-        b_y = _convolve(b_a, b_b, b_c, b_x, k_a, k_b, k_c, k_x, bias)
+        b_y = convolve(b_a, b_b, b_c, b_x, k_a, k_b, k_c, k_x, bias)
         tl.store(p_out + (i_row * TOKENS + token) * CHANNELS + o_c, b_y.to(p_out.dtype.element_ty), mask=m_c)
         b_a, b_b, b_c = b_b, b_c, b_x
         slot = tl.load(p_slots + token).to(tl.int64)
         m_new = m_c & (slot >= 0) & (token < length)
-        _keep_window(p_pool + slot * slot_stride, b_a, b_b, b_c, o_c, m_new, CHANNELS, TAPS)
+        keep_window(p_pool + slot * slot_stride, b_a, b_b, b_c, o_c, m_new, CHANNELS, TAPS)
 
 
 def causal_conv1d(

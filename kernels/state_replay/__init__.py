@@ -4,7 +4,7 @@ from kernels.dispatch import dispatched
 from kernels.state_replay import reference
 from kernels.state_replay.reference import MambaTerms
 
-replay_tokens = dispatched(reference.replay_tokens, kernel=False)
-replay_advance = dispatched(reference.replay_advance, kernel=False)
+replay_tokens = dispatched(reference.replay_tokens)
+replay_advance = dispatched(reference.replay_advance)
 
 __all__ = ["MambaTerms", "replay_advance", "replay_tokens"]

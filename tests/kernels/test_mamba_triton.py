@@ -17,6 +17,7 @@ from kernels.gated_norm import gated_norm
 from kernels.gated_norm import reference as norm_reference
 from kernels.scan_tables import ScanTables
 from kernels.selective_state_update import discretise, selective_state_update, selective_state_update_tokens
+from kernels.state_replay import MambaTerms, replay_advance, replay_tokens
 
 DTYPES = [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, id="bf16")]
 NAN = float("nan")
@@ -307,3 +308,61 @@ def test_a_scan_split_at_a_chunk_is_bitwise_the_same(split: int) -> None:
         j.x, j.b, j.c, j.A, j.D = i.x[begin:end], i.b[begin:end], i.c[begin:end], i.A, i.D
         halves.append(scanned(j, dt[begin:end], parts, [0], [end - begin], [begin], 4, [], "triton"))
     assert torch.equal(torch.cat(halves), expected) and torch.equal(parts, whole)
+
+
+class Replay:
+    """A layer with 2 groups of 2 heads x 6, state 8, and rings of 8 steps; rows: two, and one of padding."""
+
+    def __init__(self) -> None:
+        self.i = Inputs(8, 4, 6, 2, 8).to(DEVICE)
+        channels = 4 * 6 + 2 * 2 * 8
+        weight, bias = torch.randn(4, channels, device=DEVICE), torch.randn(channels, device=DEVICE)
+        self.terms = MambaTerms(weight, bias, self.i.A, self.i.D, self.i.bias, 2, 8)
+        self.states, self.windows = self.i.pool(5), torch.randn(5, 3, channels, device=DEVICE)
+        self.rings = torch.full((4, 8, channels + 4), NAN, device=DEVICE)
+        self.counts = [3, 0, 0]
+        self.rings[2, :3] = torch.randn(3, channels + 4, device=DEVICE)
+        self.states[[0, 2, 4]], self.windows[[0, 2, 4]] = NAN, NAN
+        self.seats, self.slots = places([2, 0, -1]), places([3, 1, -1])
+
+    def exact(self, ring: Tensor, slot: int) -> tuple[Tensor, Tensor]:
+        """(outputs, state behind them) of a ring's steps on top of a slot, float64."""
+        conv_in, dt = ring.split([ring.shape[1] - 4, 4], dim=1)
+        mixed = by_definition(conv_in, self.windows[slot], self.terms.conv_WC, self.terms.conv_bias_C)
+        i = Inputs(ring.shape[0], 4, 6, 2, 8)
+        i.A, i.D, i.bias, i.dt = self.i.A, self.i.D, self.i.bias, dt
+        x, b, c = mixed.split([24, 16, 16], dim=1)
+        i.x, i.b, i.c = x.unflatten(1, (4, 6)), b.unflatten(1, (2, 8)), c.unflatten(1, (2, 8))
+        return recurrence(i, slice(0, ring.shape[0]), self.states[slot])
+
+
+def test_replayed_tokens() -> None:
+    made = Replay()
+    inputs = torch.randn(3, 2, made.rings.shape[2], device=DEVICE)
+    lengths, plain_rings = places([2, 1, 0]), made.rings.clone()
+    tail = (made.seats, made.slots, places(made.counts), lengths, inputs, made.terms, 5)
+    before = made.states.clone()
+    with forced("triton"), poisoned():
+        out = replay_tokens(made.states, made.windows, made.rings, *tail)
+    with forced("reference"):
+        plain = replay_tokens(made.states, made.windows, plain_rings, *tail)
+    assert torch.equal(made.rings.nan_to_num(7.0), plain_rings.nan_to_num(7.0)) and out.isfinite().all()
+    assert torch.equal(made.states.nan_to_num(7.0), before.nan_to_num(7.0))
+    for row, (seat, slot, count, length) in enumerate([(2, 3, 3, 2), (0, 1, 0, 1)]):
+        y = made.exact(made.rings[seat, : count + length], slot)[0][count:]
+        assert_as_good(out[row, :length], y, plain[row, :length])
+
+
+def test_replay_advances_a_state() -> None:
+    """Into another slot, and for a row without steps into its own."""
+    made = Replay()
+    y, state = made.exact(made.rings[2, :3], 3)
+    plain = made.states.clone(), made.windows.clone()
+    tail = (made.rings, made.seats, made.slots, places([4, 1, -1]), places(made.counts), made.terms, 3)
+    with forced("triton"), poisoned():
+        replay_advance(made.states, made.windows, *tail)
+    with forced("reference"):
+        replay_advance(*plain, *tail)
+    assert torch.equal(made.windows.nan_to_num(7.0), plain[1].nan_to_num(7.0))
+    assert_as_good(made.states[4], state, plain[0][4], "state")
+    assert torch.equal(made.states[[1, 3]], plain[0][[1, 3]]) and made.states[[0, 2]].isnan().all()
