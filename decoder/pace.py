@@ -37,12 +37,14 @@ class Pace:
         rate = max(count / seconds for count, seconds in self._steps)
         return tokens / rate + steps * min(seconds for _, seconds in self._steps)
 
+    def meets(self, timeout: float, tokens: int, min_tokens: int) -> bool:
+        """Can `tokens` prompt tokens, and as many output tokens as a request cannot do without, take no longer?"""
+        return self.seconds(tokens, max(1, min_tokens) - 1) <= timeout
+
     def check(self, timeout: float, tokens: int, min_tokens: int) -> None:
-        """`DeadlineError` with both numbers when `tokens` prompt tokens, the request's own and those that go before it,
-        and as many output tokens as it cannot do without, take longer than `timeout` seconds.
-        """
-        needed = self.seconds(tokens, max(1, min_tokens) - 1)
-        if needed > timeout:
+        """`DeadlineError` with both numbers where `meets` says no."""
+        if not self.meets(timeout, tokens, min_tokens):
+            needed = self.seconds(tokens, max(1, min_tokens) - 1)
             raise DeadlineError(
                 f"the deadline is {timeout:.3f} s away and the first tokens are at least {needed:.3f} s away: "
                 f"{tokens} prompt tokens come before them"

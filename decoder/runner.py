@@ -77,15 +77,22 @@ class DecoderRunner:
                 raise ValueError(f"token id {token} is not between 0 and {vocab - 1}")
         sequence = self.scheduler.add(request)
         if request.timeout is not None:
-            try:
-                self.pace.check(request.timeout, self.scheduler.tokens_ahead(sequence), request.sampling.min_tokens)
-            except DeadlineError:
-                self.scheduler.finish(sequence)
-                raise
+            self._check_deadline(sequence, request.timeout)
         self._sequences[request.request_id] = sequence
         for sample in others:
             assert sample.prompt_ids == request.prompt_ids and not sample.output_ids and not request.output_ids
             self._sequences[sample.request_id] = self.scheduler.add(sample, sequence)
+
+    def _check_deadline(self, sequence: Sequence, timeout: float) -> None:
+        """`DeadlineError`, and the sequence is gone again, when it cannot have its first tokens in time."""
+        least = sequence.request.sampling.min_tokens
+        if self.pace.meets(timeout, self.scheduler.tokens_ahead(sequence, cached=False), least):
+            return
+        try:
+            self.pace.check(timeout, self.scheduler.tokens_ahead(sequence), least)
+        except DeadlineError:
+            self.scheduler.finish(sequence)
+            raise
 
     def abort(self, request_id: str) -> bool:
         """Ends a request without an event and frees all it holds. False when there is none of that name.

@@ -699,12 +699,16 @@ class Scheduler:
 
     # -- looking in ----------------------------------------------------------------------------------------------------
 
-    def tokens_ahead(self, sequence: Sequence) -> int:
-        """Prompt tokens to compute before the first token of a waiting sequence: its own and those of all before it."""
+    def tokens_ahead(self, sequence: Sequence, *, cached: bool = True) -> int:
+        """Prompt tokens to compute before the first token of a waiting sequence: its own and those of all before it.
+
+        `cached`: less what the cache has of them, which takes looking up; without, it is at least as many.
+        """
         others = [other for other in self.sequences if other is not sequence and other.leader is None]
         before = [other for other in others if other.order < sequence.order]
         return sum(
-            max(0, other.prompt_len - max(other.computed, self._lookup(other).tokens)) for other in (*before, sequence)
+            max(0, other.prompt_len - max(other.computed, self._lookup(other).tokens if cached else 0))
+            for other in (*before, sequence)
         )
 
     @property
