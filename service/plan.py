@@ -13,10 +13,12 @@ from decoder.checkpoints import resolve_state_block, state_bytes, state_slots
 from decoder.graphs import capture_plan, check_slots, graph_bytes
 from decoder.mtp import check_mtp
 from encoder.plan import describe
+from encoder.video import video_grid, video_tokens
 from service.build import check_handoff, decoder_options, encoder_options, resolve_dtype, resolve_vision
 from service.checkpoint import Checkpoint, open_checkpoint
 from service.config import EngineOptions
 
+CLIP_FRAMES = 32
 AUTO_CHECKPOINTS = (
     "end of the system prompt",
     "junction",
@@ -161,12 +163,19 @@ def encoder_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
     check_handoff(options, vision, checkpoint.config.decoder.hidden_size, dtype)
     budgets = encoder_options(options, checkpoint).budgets(vision)
     rows: list[tuple[str, ...]] = [("budget", "rows/image", "capacity", "ViT rows", "sequences", "buffers")]
-    described = describe(vision, budgets, dtype)
+    video = vision.video_temporal_patch_size is not None
+    described = describe(vision, budgets, dtype, video=video)
     for row in described:
         numbers = (row.budget, row.rows_per_image, row.capacity, row.tower_rows, row.sequences)
         rows.append((*map(str, numbers), size(row.buffer_bytes)))
+    clip = ""
+    if video:
+        tokens = video_tokens(
+            CLIP_FRAMES, video_grid(9, 16, vision), vision, pruning_rate=vision.video_pruning_rate
+        )  # fmt: skip
+        clip = f", {tokens} for {CLIP_FRAMES} frames of 16:9 at a pruning rate of {vision.video_pruning_rate:g}"
     return Table(
-        f"encoder, graphs {options.graphs}: {vision.min_image_tokens} to {vision.max_image_tokens} tokens a picture, "
-        f"up to {budgets.max_images} pictures a batch, one arena of {size(described[-1].buffer_bytes)} for all budgets",
+        f"encoder, graphs {options.graphs}: {vision.min_image_tokens} to {vision.max_image_tokens} tokens a picture"
+        f"{clip}, up to {budgets.max_images} pictures a batch, one arena of {size(described[-1].buffer_bytes)} for all budgets",
         rows,
     )

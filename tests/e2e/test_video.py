@@ -288,6 +288,20 @@ def test_a_checkpoint_without_the_projection_takes_no_clips(tmp_path: Path) -> N
             client.generate(QUESTION, videos=[animation(moving_frames(2, 16, 16, 1), "GIF")])
 
 
+def test_an_encoder_elsewhere_gives_the_same(video_client: saccade.Client, video_server: RunningServer) -> None:
+    """The counts of a pruned clip's rows come back with them."""
+    videos = [saccade.Video([frame.numpy() for frame in moving_frames(6, 16, 24, 4)], fps=FPS)]
+    videos.append(saccade.Video(animation(moving_frames(5, 40, 24, 5), "GIF")))
+    options: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    with RunningServer(
+        video_server.options.model, video_pruning_rate=0.5, max_seqs=8, max_len=900, encoder_process=True
+    ) as apart:  # fmt: skip
+        with saccade.Client(apart.address) as client:
+            for video in videos:
+                answer = client.generate(QUESTION, videos=[video], **options)
+                assert answer == video_client.generate(QUESTION, videos=[video], **options)
+
+
 def test_batch_rows_name_clips(video_client: saccade.Client, tmp_path: Path) -> None:
     clip = animation(moving_frames(8, 24, 24, 1), "GIF")
     (tmp_path / "clip.gif").write_bytes(clip)
