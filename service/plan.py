@@ -176,6 +176,7 @@ def encoder_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
         clip = f", {tokens} for {CLIP_FRAMES} frames of 16:9 at a pruning rate of {vision.video_pruning_rate:g}"
     return Table(
         f"encoder, graphs {options.graphs}: {vision.min_image_tokens} to {vision.max_image_tokens} tokens a picture"
-        f"{clip}, up to {budgets.max_images} pictures a batch, one arena of {size(described[-1].buffer_bytes)} for all budgets",
+        f"{clip}, up to {budgets.max_images} pictures a batch, one arena of {size(described[-1].buffer_bytes)} for all "
+        "budgets",
         rows,
     )
