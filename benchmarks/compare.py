@@ -150,6 +150,9 @@ class Peer:
         environment = dict(os.environ)
         if peer == "vllm":
             environment.pop("PYTHONPATH", None)
+            environment["PYTHONSAFEPATH"] = (
+                "1"  # or this folder's modules would stand in for the library's of their name
+            )
             # What vLLM's own documentation asks for; it warns that it is slower without.
             environment["LD_PRELOAD"] = str(Path(peer_command(peer)[0]).parent.parent / "lib" / "libiomp5.so")
         with log.open("w") as stderr:

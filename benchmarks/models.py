@@ -72,14 +72,30 @@ def released_names(model: Path, folder: Path) -> Path:
     }  # fmt: skip
     vision |= {"dtype": "bfloat16", "args": arguments}
     config |= {
-        "architectures": ["NemotronH_Nano_Omni_Reasoning_V3"], "model_type": "NemotronH_Nano_Omni_Reasoning_V3",
-        "llm_config": text, "vision_config": vision, "vit_hidden_size": config["vision_hidden_size"],
+        "architectures": ["NemotronH_Nano_Omni_Reasoning_V3"], "text_config": text, "vision_config": vision,
+        "sound_config": None, "image_tag_type": "internvl", "vit_hidden_size": config["vision_hidden_size"],
         "img_context_token_id": IMAGE_TOKEN, "img_context_token": "<image>", "img_start_token": "<img>",
         "img_end_token": "</img>", "patch_size": 16, "force_image_size": 512, "norm_mean": vision["norm_mean"],
         "norm_std": vision["norm_std"], "use_thumbnail": False, "template": "none", "ps_version": "v2",
     }  # fmt: skip
     (path / "config.json").write_text(json.dumps(config, indent=1))
+    _write_tokenizer(path)
     return path
+
+
+def _write_tokenizer(path: Path) -> None:
+    """A word for each id, and the words that the peer's picture processor looks for at its end."""
+    from tokenizers import AddedToken, Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
+    special = ["<unk>", "<so_embedding>", "<video>", "</img>", "<img>", "<image>"]
+    words = [f"w{i}" for i in range(VOCAB - len(special))] + special
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in special])
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
 
 
 def thin_omni_model(folder: Path) -> Path:

@@ -12,6 +12,8 @@ from torch.nn import functional as F
 GROUP = 128
 """Inputs that share a scale in int4."""
 BITS = {"int8": 8, "int4": 4}
+SCALES = (1.0, 0.95, 0.9, 0.85, 0.8)
+"""Fractions of the largest scale that are tried for int4."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,30 @@ def quantise(weight: Tensor, kind: str) -> Quantised:
         values = (weight / _divisor(scale)[..., None]).round_().clamp_(-127, 127).to(torch.int8)
         return Quantised(kind, values, scale, inner)
     groups = F.pad(weight, (0, -inner % GROUP)).unflatten(-1, (-1, GROUP))
-    # The value of largest magnitude becomes -8, whatever its sign: all 16 steps are in use.
-    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
-    scale = largest / -8
-    steps = (groups / _divisor(scale)[..., None]).round_().clamp_(-8, 7).to(torch.int8)
+    steps, scale = _finest(groups)
     flat = F.pad(steps.flatten(-2)[..., :inner], (0, inner % 2)).add_(8).to(torch.uint8)
     return Quantised(kind, flat[..., 0::2] | flat[..., 1::2] << 4, scale, inner)
+
+
+def _finest(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Values -8..7 and scale of each group: of some scales, the one with the least squared error.
+
+    The first puts the value of largest magnitude at -8, whatever its sign, so that all 16 steps are in use. Smaller
+    ones cut the ends off, which pays where few values are large.
+    """
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
+    best_steps = torch.zeros_like(groups, dtype=torch.int8)
+    best_scale = torch.zeros_like(largest)
+    best_error = torch.full_like(largest, float("inf"))
+    for factor in SCALES:
+        scale = largest * (factor / -8)
+        steps = (groups / _divisor(scale)[..., None]).round_().clamp_(-8, 7)
+        error = (steps * scale[..., None]).sub_(groups).square_().sum(-1)
+        better = error < best_error
+        best_error = torch.where(better, error, best_error)
+        best_scale = torch.where(better, scale, best_scale)
+        best_steps = torch.where(better[..., None], steps.to(torch.int8), best_steps)
+    return best_steps, best_scale
 
 
 def _divisor(scale: Tensor) -> Tensor:
