@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 5.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
+FRESH = 1.0
+"""Seconds for which an encoder's word on its load is believed: it says nothing while we send it nothing."""
 MAX_MESSAGE = 8 << 20
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE),
@@ -259,8 +262,7 @@ class _Session:
         self._changed = threading.Condition()
         self._sending_ended = False
         self._window = 0
-        self.elsewhere = 0
-        """Image tokens in the encoder, of all its decoders, when it was last heard of."""
+        self._reported = (0, 0.0)
         self._works: dict[int, Work] = {}
         self._written: dict[int, int] = {}
         self._unsent: deque[tuple[Work, float | None]] = deque()
@@ -271,6 +273,12 @@ class _Session:
         """Image tokens."""
         with self._changed:
             return sum(work.image.tokens for work in self._works.values())
+
+    @property
+    def elsewhere(self) -> int:
+        """Image tokens in the encoder, of all its decoders, if it has said so lately."""
+        tokens, moment = self._reported
+        return tokens if time.monotonic() - moment < FRESH else 0
 
     def opened(self, window: int) -> None:
         with self._changed:
@@ -327,7 +335,7 @@ class _Session:
     def credit(self, size: int, elsewhere: int) -> None:
         with self._changed:
             self._window += size
-            self.elsewhere = elsewhere
+            self._reported = elsewhere, time.monotonic()
             self._changed.notify_all()
 
     def drain(self) -> list[Work]:
