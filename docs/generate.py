@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,17 +45,10 @@ def replace_between(text: str, name: str, body: str) -> str:
 
 def _descriptors() -> list[Any]:
     """FileDescriptorProtos of saccade.v1, comments included."""
-    from google.protobuf import descriptor_pb2
-    from grpc_tools import protoc
+    sys.path.insert(0, str(PROTOS))
+    from check import compile_protos
 
-    sources = sorted(str(path.relative_to(PROTOS)) for path in (PROTOS / "saccade" / "v1").glob("*.proto"))
-    well_known = Path(protoc.__file__).parent / "_proto"
-    with tempfile.TemporaryDirectory() as folder:
-        target = f"{folder}/set"
-        arguments = [f"-I{PROTOS}", f"-I{well_known}", "--include_source_info", f"--descriptor_set_out={target}"]
-        if protoc.main(["protoc", *arguments, *sources]) != 0:
-            raise SystemExit("protoc failed")
-        return list(descriptor_pb2.FileDescriptorSet.FromString(Path(target).read_bytes()).file)
+    return list(compile_protos().file)
 
 
 def _comments(file: Any) -> dict[tuple[int, ...], str]:

@@ -9,7 +9,8 @@ from typing import Any
 
 from saccade.v1 import batch_pb2, batch_pb2_grpc
 from service import errors
-from service.batch_store import MAX_CHUNK, BatchRecord, BatchStore
+from service.arriving import MAX_CHUNK, header_of, receive
+from service.batch_store import BatchRecord, BatchStore
 from service.batches import Batches
 from service.calls import current_call
 from service.servicer import in_thread
@@ -35,20 +36,14 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
     async def CreateBatch(
         self, requests: AsyncIterator[batch_pb2.CreateBatchRequest], context: Any
     ) -> batch_pb2.CreateBatchResponse:
-        first = await anext(requests, None)
-        if first is None or first.WhichOneof("part") != "header":
-            raise errors.InvalidArgument("a batch begins with its header", field="header")
-        header = first.header
+        header = await header_of(requests, "a batch")
         max_errors = header.max_errors if header.HasField("max_errors") else None
         if max_errors is not None and max_errors < 0:
             raise errors.InvalidArgument(
                 f"max_errors is {max_errors}; it cannot be negative", field="header.max_errors"
             )
         async with in_thread(self._store.upload(_tenant(), header.size_bytes)) as upload:
-            async for request in requests:
-                if request.WhichOneof("part") != "chunk":
-                    raise errors.InvalidArgument("after the header come chunks", field="part")
-                await asyncio.to_thread(upload.write, request.chunk)
+            await receive(requests, upload.write)
             record = await asyncio.to_thread(
                 lambda: upload.commit(header.request_id, ordered=header.ordered, max_errors=max_errors)
             )

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 import logging
 import os
@@ -26,11 +25,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from service import errors
+from service.arriving import ArrivingFile
 from service.disk import disk_trouble
 
 log = logging.getLogger(__name__)
 
-MAX_CHUNK = 2**20
 MAX_BATCHES = 1000
 """Of one tenant: each costs a little memory for as long as it is there."""
 ENDED = frozenset({"completed", "failed", "cancelled"})
@@ -138,8 +137,7 @@ class BatchStore:
         try:
             with _disk():
                 folder.mkdir(mode=0o700)
-                upload = BatchUpload(self, folder, tenant, size)
-            with upload:
+            with contextlib.closing(BatchUpload(self, folder, tenant, size)) as upload:
                 yield upload
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -262,43 +260,18 @@ class BatchUpload:
     """One input on its way in."""
 
     def __init__(self, store: BatchStore, folder: Path, tenant: str, size: int) -> None:
-        self._store, self._folder, self._tenant, self._size = store, folder, tenant, size
-        self._file = (folder / "input.jsonl").open("xb")
-        self._hash = hashlib.sha256()
-        self._written = 0
-
-    def __enter__(self) -> BatchUpload:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError):  # what a full disk has kept back is deleted with the rest
-            self._file.close()
-
-    def write(self, chunk: bytes) -> None:
-        """Raises InvalidArgument beyond the announced size, ResourceExhausted on a full disk."""
-        if len(chunk) > MAX_CHUNK:
-            raise errors.InvalidArgument(f"a chunk has {len(chunk)} bytes; at most {MAX_CHUNK}", field="chunk")
-        self._written += len(chunk)
-        if self._written > self._size:
-            raise errors.InvalidArgument(f"the file is longer than the {self._size} bytes announced", field="chunk")
-        self._hash.update(chunk)
-        with _disk():
-            self._file.write(chunk)
+        self._store, self._folder, self._tenant = store, folder, tenant
+        self._file = ArrivingFile(folder / "input.jsonl", size, _disk)
+        self.write, self.close = self._file.write, self._file.close
 
     def commit(self, request_id: str, *, ordered: bool = False, max_errors: int | None = None) -> BatchRecord:
         """The whole file is there. Raises InvalidArgument for one that is short, AlreadyExists for another file under
         the same request id."""
-        if self._written != self._size:
-            raise errors.InvalidArgument(
-                f"the file has {self._written} of the {self._size} bytes announced", field="chunk"
-            )
-        with _disk():
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        self._hash.update(f"\0{ordered}\0{max_errors}".encode())
+        self._file.end(sync=True)
+        self._file.hash.update(f"\0{ordered}\0{max_errors}".encode())
         record = BatchRecord(
             f"batch_{time.time_ns():016x}{secrets.token_hex(8)}", self._tenant, request_id or secrets.token_hex(16),
-            self._hash.hexdigest(), self._size, ordered, max_errors, created=self._store._clock(),
+            self._file.hash.hexdigest(), self._file.size, ordered, max_errors, created=self._store._clock(),
         )  # fmt: skip
         return self._store._keep(self._folder, record)
 

@@ -8,7 +8,6 @@ takes, and ("cancel", number, salt, request id), ("drain",). A front that has lo
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import os
@@ -23,7 +22,7 @@ from service.config import ServerOptions
 from service.engine import EngineInfo
 from service.engine_client import EngineLink
 from service.media import Spool
-from service.server import Server, load_assets, stop_signals
+from service.server import Server, load_assets, stop_signals, stop_when_told
 from service.shared_spool import SharedSpool
 
 log = logging.getLogger(__name__)
@@ -100,9 +99,8 @@ class Front(Server):
 
 async def serve(connection: Connection, options: ServerOptions, info: EngineInfo, member: int) -> int:
     """Until SIGTERM, or until the hub is gone."""
-    loop, stopping = asyncio.get_running_loop(), stop_signals()
-    lost = asyncio.Event()
-    link = HubLink(connection, info, on_death=lambda: _set(loop, lost, stopping))
+    stopping = stop_signals()
+    link = HubLink(connection, info, on_death=_orphaned)
     try:
         server = Front(options, link, member)
         await server.start()
@@ -110,22 +108,14 @@ async def serve(connection: Connection, options: ServerOptions, info: EngineInfo
         link.tell(("failed", str(error)))
         return 2
     link.tell(("serving", server.port))
-    await stopping.wait()
-    stopping.clear()
-    stop, again = asyncio.create_task(server.stop(0 if lost.is_set() else None)), asyncio.create_task(stopping.wait())
-    await asyncio.wait({stop, again}, return_when=asyncio.FIRST_COMPLETED)
-    again.cancel()
-    if not stop.done():
-        stop.cancel()
-        await asyncio.wait({stop})
-        await server.stop(grace=0)
+    await stop_when_told(server, stopping, options.grace)
     return 0
 
 
-def _set(loop: asyncio.AbstractEventLoop, *events: asyncio.Event) -> None:
-    for event in events:
-        with contextlib.suppress(RuntimeError):  # the loop has ended before
-            loop.call_soon_threadsafe(event.set)
+def _orphaned() -> None:
+    """Without the hub there is no engine, and nothing to wait for."""
+    log.error("the hub is gone")
+    os._exit(1)
 
 
 def main(descriptor: int) -> int:

@@ -22,13 +22,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
 
 from encoder.images import ImageError, ImageHeader, ImageLimits, read_header
 from service import errors
+from service.arriving import ArrivingFile
 from service.disk import disk_trouble
 
-MAX_CHUNK = 2**20
 _ID = re.compile(r"[0-9a-f]{64}")
 
 
@@ -129,12 +128,11 @@ class Spool:
             self._reserved[tenant] += size
         path = self._incoming / secrets.token_hex(16)
         try:
-            with _disk():
-                file = path.open("xb")
+            upload = Upload(self, path, tenant, size)
             try:
-                yield Upload(self, path, file, tenant, size)
+                yield upload
             finally:
-                file.close()
+                upload.close()
                 path.unlink(missing_ok=True)
         finally:
             with self._lock:
@@ -210,40 +208,24 @@ class Spool:
 class Upload:
     """One file on its way in."""
 
-    def __init__(self, spool: Spool, path: Path, file: BinaryIO, tenant: str, size: int) -> None:
-        self._spool, self._path, self._file, self._tenant, self._size = spool, path, file, tenant, size
-        self._hash = hashlib.sha256()
-        self._written = 0
-
-    def write(self, chunk: bytes) -> None:
-        """Raises InvalidArgument beyond the announced size, ResourceExhausted on a full disk."""
-        if len(chunk) > MAX_CHUNK:
-            raise errors.InvalidArgument(f"a chunk has {len(chunk)} bytes; at most {MAX_CHUNK}", field="chunk")
-        self._written += len(chunk)
-        if self._written > self._size:
-            raise errors.InvalidArgument(f"the file is longer than the {self._size} bytes announced", field="chunk")
-        self._hash.update(chunk)
-        with _disk():
-            self._file.write(chunk)
+    def __init__(self, spool: Spool, path: Path, tenant: str, size: int) -> None:
+        self._spool, self._path, self._tenant = spool, path, tenant
+        self._file = ArrivingFile(path, size, _disk)
+        self.write, self.close = self._file.write, self._file.close
 
     def commit(self, expected_id: str = "") -> Media:
         """The whole file is there. Raises InvalidArgument for one that is short, damaged or no picture."""
-        if self._written != self._size:
-            raise errors.InvalidArgument(
-                f"the file has {self._written} of the {self._size} bytes announced", field="chunk"
-            )
-        media_id = self._hash.hexdigest()
+        self._file.end()
+        media_id = self._file.hash.hexdigest()
         if expected_id and expected_id != media_id:
             raise errors.InvalidArgument(
                 f"the bytes that arrived have the id {media_id}", field="header.media_id", reason="MEDIA_DAMAGED"
             )
-        with _disk():
-            self._file.flush()
         try:
             header = self._spool.describe(self._path.read_bytes())
         except ImageError as error:
             raise errors.InvalidArgument(str(error), reason="IMAGE_DECODE_FAILED", field="chunk") from error
-        media = Media(media_id, self._size, header.width, header.height, header.format, 0.0)
+        media = Media(media_id, self._file.size, header.width, header.height, header.format, 0.0)
         return self._spool._keep(self._tenant, self._path, media)
 
 

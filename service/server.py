@@ -424,12 +424,17 @@ def stop_signals() -> asyncio.Event:
 
 
 async def until_stopped(server: Stoppable, stopping: asyncio.Event, options: ServerOptions) -> None:
-    """Says that the server is ready, and stops it when it is told to: with grace, at the second time at once."""
+    """Says that the server is ready, and stops it when it is told to."""
     print(f"saccade ready on {options.host}:{server.port}", flush=True)
+    await stop_when_told(server, stopping, options.grace)
+
+
+async def stop_when_told(server: Stoppable, stopping: asyncio.Event, grace: float) -> None:
+    """With `grace` seconds for running calls, and when it is told so again at once."""
     await stopping.wait()
-    log.info("stopping: running calls get %.0f s", options.grace)
+    log.info("stopping: running calls get %.0f s", grace)
     stopping.clear()
-    stop, again = asyncio.create_task(server.stop()), asyncio.create_task(stopping.wait())
+    stop, again = asyncio.create_task(server.stop(grace)), asyncio.create_task(stopping.wait())
     await asyncio.wait({stop, again}, return_when=asyncio.FIRST_COMPLETED)
     again.cancel()
     if not stop.done():

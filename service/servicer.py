@@ -17,6 +17,7 @@ from saccade.v1 import (
     model_pb2_grpc,
 )
 from service import convert, errors
+from service.arriving import header_of, receive
 from service.calls import Calls, current_call
 from service.coalesce import coalesce
 from service.media import Media, Spool, tenant_folder
@@ -98,15 +99,9 @@ class MediaServicer(media_pb2_grpc.MediaServiceServicer):
     async def UploadMedia(
         self, requests: AsyncIterator[media_pb2.UploadMediaRequest], context: Context
     ) -> media_pb2.UploadMediaResponse:
-        first = await anext(requests, None)
-        if first is None or first.WhichOneof("part") != "header":
-            raise errors.InvalidArgument("an upload begins with its header", field="header")
-        header = first.header
+        header = await header_of(requests, "an upload")
         async with in_thread(self._spool.upload(_tenant(), header.size_bytes)) as upload:
-            async for request in requests:
-                if request.WhichOneof("part") != "chunk":
-                    raise errors.InvalidArgument("after the header come chunks", field="part")
-                await asyncio.to_thread(upload.write, request.chunk)
+            await receive(requests, upload.write)
             media = await asyncio.to_thread(upload.commit, header.media_id)
         return media_pb2.UploadMediaResponse(media=_media_to_proto(media))
 

@@ -12,7 +12,8 @@ from pictures import picture
 
 from encoder.images import ImageLimits
 from service import errors
-from service.media import MAX_CHUNK, Media, Spool
+from service.arriving import MAX_CHUNK
+from service.media import Media, Spool
 
 
 class Clock:
@@ -105,8 +106,8 @@ def test_a_full_disk_is_an_error_of_its_own(tmp_path: Path) -> None:
     """/dev/full is a disk without room."""
     spool, data = make(tmp_path), picture(1)
     with pytest.raises(errors.ResourceExhausted) as error, spool.upload("t", len(data)) as upload:
-        upload._file.close()
-        upload._file = open("/dev/full", "wb", buffering=0)
+        upload.close()
+        upload._file._file = open("/dev/full", "wb", buffering=0)
         upload.write(data)
     assert error.value.reason == "MEDIA_SPOOL_FULL" and "/" not in error.value.message
     spool.check_integrity()
