@@ -32,8 +32,10 @@ class ByteGate:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def acquire(self, size: int) -> Grant:
-        """Waits for room. More than the whole capacity is granted while nobody else holds any."""
+        """Waits for room, unless `size` is 0. More than the whole capacity is granted while nobody else holds any."""
         size = min(size, self.capacity)
+        if not size:
+            return Grant(self, 0)
         if self._waiting or not self._fits(size):
             future = asyncio.get_running_loop().create_future()
             entry = (size, future)

@@ -20,7 +20,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,8 @@ MAX_REPLY = 64 * 1024
 KEPT_BYTES = 16 << 20
 """Of pixels: what a worker's memory file holds on to between two pictures."""
 _CHANNELS = 3
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+_PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "TMPDIR")
+"""Variables that a worker may see: others may be secrets."""
 _REASONS = {
     "time": "decoding it took longer than the {seconds:g} s that are allowed",
     "died": "its decoder died of it",
@@ -76,11 +77,11 @@ class _Worker:
         self.stop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         descriptor = os.memfd_create("saccade-picture", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(descriptor, self._size)
-        # Without the seals, the other end could shrink it under this end's mapping, which would be the end of both.
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        self._memory = mmap.mmap(descriptor, self._size)
-        with theirs:
+        with theirs, open(descriptor, "rb"):  # which closes it
+            os.ftruncate(descriptor, self._size)
+            # Without the seals, the other end could shrink it under this end's mapping, which would be the end of both.
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            self._memory = mmap.mmap(descriptor, self._size)
             root = str(Path(__file__).resolve().parent.parent)
             path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
             self._process = subprocess.Popen(
@@ -88,9 +89,8 @@ class _Worker:
                 pass_fds=[theirs.fileno(), descriptor],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": path},
+                env={**_environment(), "PYTHONPATH": path},
             )
-        os.close(descriptor)
         self._connection, self._greeted = ours, False
 
     def stop(self) -> None:
@@ -103,7 +103,8 @@ class _Worker:
             self._process.wait()
             self._process = None
         if self._memory is not None:
-            self._memory.close()
+            with suppress(BufferError):  # a thread is copying out of it, and is its last holder then
+                self._memory.close()
             self._memory = None
 
     def pixels(self, height: int, width: int) -> Pixels:
@@ -282,6 +283,11 @@ class _WorkerClip(Clip):
         fps = reply["fps"]
         self._fps = float(fps) if isinstance(fps, int | float) else None
         self._timed = True
+
+
+def _environment() -> dict[str, str]:
+    passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    return {**passed_on, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def _check(reply: dict[str, Any]) -> None:

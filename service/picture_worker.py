@@ -1,7 +1,7 @@
 """The process that decodes pictures and clips: `python -m service.picture_worker FD FD`, run by `picture_pool.py`.
 
 Whatever hostile bytes make of a decoder, it ends here: memory and processor time are limited, the process holds no
-secret and no model, and its end costs one request. It reads one command at a time from a socket, its first argument.
+key and no model, and its end costs one request. It reads one command at a time from a socket, its first argument.
 Its words back are JSON, which the other end need not trust, and pixels lie at the beginning of a memory file, its
 second, until the next command.
 

@@ -167,6 +167,11 @@ def media_resolver(
 
     async def resolve(spec: GenerateSpec, salt: bytes) -> GenerateSpec:
         tenant = tenant_folder(salt)
-        return replace(spec, media=tuple([await one(source, tenant) for source in spec.media]))
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(source, tenant)) for source in spec.media]
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return replace(spec, media=tuple(task.result() for task in tasks))
 
     return resolve

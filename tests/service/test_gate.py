@@ -33,6 +33,21 @@ def test_in_order_and_never_above_the_bound() -> None:
     asyncio.run(run())
 
 
+def test_whoever_needs_none_does_not_wait() -> None:
+    async def run() -> None:
+        gate = ByteGate(10)
+        held = await gate.acquire(10)
+        waiting = asyncio.create_task(gate.acquire(1))
+        await asyncio.sleep(0)
+        (await gate.acquire(0)).release()
+        assert not waiting.done() and gate.used == 10
+        held.release()
+        (await waiting).release()
+        assert gate.used == 0
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_whoever_stops_waiting_leaves_nothing(seed: int) -> None:
     async def run() -> None:
