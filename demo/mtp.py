@@ -248,6 +248,7 @@ def export(head: Head, model: Path) -> None:
             weights[PREFIX + name] = tensor.to(torch.float32 if exact else torch.bfloat16).contiguous()
     temporary = model / "model.safetensors.tmp"
     save_file(weights, temporary, metadata={"format": "pt"})
+    temporary.chmod(0o644)
     temporary.replace(model / "model.safetensors")
 
 

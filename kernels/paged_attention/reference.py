@@ -118,17 +118,17 @@ def _repeat(x_1KSP: Tensor, times: int) -> Tensor:
 def decode_attention_after(
     q_RQP: Tensor, pool_B2SKP: Tensor, tables_RW: Tensor, lengths_R: Tensor, first: int, scale: float, longest: int
 ) -> Tensor:
-    """`decode_attention` over the keys from place `first` on: what lies before them is not looked at."""
+    """`decode_attention` over the keys from place `first` on; what lies before them is not looked at."""
     rows, heads, width = q_RQP.shape
     size, kv_heads = pool_B2SKP.shape[2:4]
-    pages = tables_RW[:, : -(-longest // size)].clamp(min=0)
-    k, v = (pool_B2SKP[pages, i].flatten(1, 2).transpose(1, 2) for i in (0, 1))
-    places = torch.arange(k.shape[2], device=q_RQP.device)
-    open_RS = (places >= first) & (places < lengths_R[:, None])
-    k, v = (torch.where(open_RS[:, None, :, None], x, x.new_zeros(())) for x in (k, v))
+    count = -(-longest // size)
+    tables = tables_RW[:, :count]
+    pages = torch.where(tables < 0, tables[:, :1].clamp(min=0), tables).reshape(-1)
+    shape = (rows, count * size, kv_heads, width)
+    k, v = (pool_B2SKP[:, i].index_select(0, pages).view(shape).transpose(1, 2) for i in (0, 1))
+    places = torch.arange(count * size, device=q_RQP.device)
+    closed_RS = (places < first) | (places >= lengths_R[:, None])
+    bias = torch.zeros(closed_RS.shape, dtype=k.dtype, device=k.device).masked_fill_(closed_RS, float("-inf"))
     q = q_RQP.view(rows, kv_heads, heads // kv_heads, width)
-    bias = torch.zeros(open_RS.shape, dtype=q.dtype, device=q.device).masked_fill_(~open_RS, float("-inf"))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[:, None, None], scale=scale).reshape(
-        rows, heads, width
-    )
-    return torch.where((lengths_R > first)[:, None, None], out, torch.zeros((), dtype=out.dtype, device=out.device))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[:, None, None], scale=scale).reshape(q_RQP.shape)
+    return torch.where((lengths_R > first)[:, None, None], out, out.new_zeros(()))

@@ -1,0 +1,221 @@
+"""What drafting gains and what it costs: tokens a second against plain decoding, acceptance, memory of states.
+
+    python -m benchmarks.speculation [--model demo] [--rounds 5] [--requests 16] [--write]
+
+Each comparison runs both sides in turn, round after round, on the same requests through `saccade.LocalClient`; the
+ratio is the median over the rounds. Prompts are cached on both sides after the first round, which is not counted.
+`captions` are held-out pictures of the embedded model; `again` asks for the same caption a second time in one
+conversation; `noise` is drawn at a temperature at which nothing repeats, so that all that drafting does there is to
+cost. Answers of both sides are compared, too: they must be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import io
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import saccade
+from benchmarks import machine
+from decoder.arena import ArenaLayout
+from decoder.config import DecoderConfig, DecoderOptions
+from demo import data
+from service.checkpoint import open_checkpoint
+from service.plan import AUTO_CHECKPOINTS
+
+RESULTS = Path(__file__).resolve().parent / "results"
+NANO_12B = DecoderConfig(
+    pattern="M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M-",
+    vocab_size=131072, hidden_size=5120, num_attention_heads=40, num_key_value_heads=8, head_dim=128,
+    intermediate_size=20480, ssm_state_size=128, mamba_num_heads=128, mamba_head_dim=80, n_groups=8,
+)  # fmt: skip
+NOISE_TOKENS = 96
+SLOWEST = 0.97
+"""Of plain speed, where drafting can gain nothing."""
+
+Ask = Callable[[saccade.LocalClient], saccade.Generation]
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One comparison."""
+
+    text: str
+    drafts: str
+    batch: int
+    ratio: float
+    plain_tokens_s: float
+    tokens_s: float
+    first_draft: float
+    """Share of first drafts that were accepted; nan where none was made."""
+    tokens_a_step: float
+    same_answers: bool
+
+
+def captions(count: int, again: bool) -> list[Ask]:
+    """Held-out pictures to describe; `again`: after they have been described once."""
+    asks: list[Ask] = []
+    for seed in range(count):
+        example = data.question_example(seed, "caption")
+        turn, out = example.turns[-1], io.BytesIO()
+        example.pictures[0].image.save(out, "PNG")
+        picture = out.getvalue()
+        first = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": turn.question}]}
+        messages: list[dict[str, Any]] = [first]
+        if again:
+            messages += [{"role": "assistant", "content": turn.answer}, {"role": "user", "content": turn.question}]
+
+        def ask(client: saccade.LocalClient, messages: Any = messages, picture: bytes = picture) -> saccade.Generation:
+            return client.generate(messages, images=[picture], temperature=0, max_tokens=64)
+
+        asks.append(ask)
+    return asks
+
+
+def noise(count: int) -> list[Ask]:
+    """Token ids at random, before and after."""
+    draw = random.Random(1)
+    asks: list[Ask] = []
+    for seed in range(count):
+        prompt = [draw.randrange(10, 1000) for _ in range(48)]
+
+        def ask(client: saccade.LocalClient, prompt: list[int] = prompt, seed: int = seed) -> saccade.Generation:
+            return client.generate(
+                prompt, temperature=8.0, seed=seed, max_tokens=NOISE_TOKENS, ignore_eos=True, raw=True
+            )
+
+        asks.append(ask)
+    return asks
+
+
+def timed(client: saccade.LocalClient, asks: Sequence[Ask], batch: int) -> tuple[float, list[list[int]]]:
+    """Tokens a second of all requests, `batch` at a time; and their answers."""
+    started = time.perf_counter()
+    if batch == 1:
+        found = [ask(client) for ask in asks]
+    else:
+        with ThreadPoolExecutor(batch) as pool:
+            found = list(pool.map(lambda ask: ask(client), asks))
+    seconds = time.perf_counter() - started
+    answers = [list(one.token_ids) for one in found]
+    return sum(map(len, answers)) / seconds, answers
+
+
+def compare(
+    text: str, asks: Sequence[Ask], plain: saccade.LocalClient, other: saccade.LocalClient, drafts: str, batch: int,
+    rounds: int,
+) -> Line:  # fmt: skip
+    """Both sides in turn; a first round of each is thrown away."""
+    same = timed(plain, asks, batch)[1] == timed(other, asks, batch)[1]
+    before = other._service.stats()["decoder"]
+    speeds = []
+    for number in range(rounds):
+        sides = (plain, other) if number % 2 == 0 else (other, plain)
+        found = {id(side): timed(side, asks, batch)[0] for side in sides}
+        speeds.append((found[id(plain)], found[id(other)]))
+    after = other._service.stats()["decoder"]
+
+    def grown(name: str) -> int:
+        return int(after.get(name, 0) - before.get(name, 0))
+
+    drafted = grown("drafted_1")
+    return Line(
+        text, drafts, batch, statistics.median(b / a for a, b in speeds), statistics.median(a for a, _ in speeds),
+        statistics.median(b for _, b in speeds), grown("accepted_1") / drafted if drafted else float("nan"),
+        grown("output_tokens") / max(1, grown("steps")), same,
+    )  # fmt: skip
+
+
+def memory(config: DecoderConfig, draft_tokens: int = 3) -> dict[str, int]:
+    """Bytes of states of one running request: `replay` with the checkpoints that `auto` leaves, and `slots`."""
+    base = DecoderOptions(dtype=torch.bfloat16, speculative="ngram", draft_tokens=draft_tokens)
+    replay = ArenaLayout.of(config, base)
+    slots = ArenaLayout.of(config, dataclasses.replace(base, spec_state="slots"))
+    return {
+        "slot": replay.slot_bytes,
+        "ring": replay.ring_bytes,
+        "checkpoints": len(AUTO_CHECKPOINTS) * replay.slot_bytes,
+        "held_replay": replay.slot_bytes + replay.ring_bytes,
+        "held_slots": slots.slots_per_seq * slots.slot_bytes,
+    }
+
+
+def show(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the tables, then one line of JSON. Returns 1 where an aim is missed or answers differ."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--draft-tokens", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results")
+    arguments = parser.parse_args(argv)
+    options: dict[str, Any] = {
+        "model": arguments.model, "threads": arguments.threads, "max_seqs": 8, "max_len": 1024, "dtype": "bfloat16",
+    }  # fmt: skip
+    texts = {
+        "captions": captions(arguments.requests, again=False),
+        "again": captions(arguments.requests, again=True),
+        "noise": noise(arguments.requests),
+    }
+    lines: list[Line] = []
+    with saccade.LocalClient(**options) as plain:
+        for drafts in ("mtp", "ngram"):
+            drafting = {"speculative": drafts, "draft_tokens": arguments.draft_tokens}
+            with saccade.LocalClient(**options, **drafting) as other:
+                for text, asks in texts.items():
+                    for batch in (1, 8):
+                        lines.append(compare(text, asks, plain, other, drafts, batch, arguments.rounds))
+                        print(dataclasses.astuple(lines[-1]), file=sys.stderr)
+    at = {(line.text, line.drafts, line.batch): line for line in lines}
+    met = {
+        "mtp_first_draft_0.6": at["captions", "mtp", 1].first_draft >= 0.6,
+        "mtp_1.15_at_batch_1": at["captions", "mtp", 1].ratio >= 1.15,
+        "noise_loses_at_most_3%": all(line.ratio >= SLOWEST for line in lines if line.text == "noise"),
+    }
+    held = {name: memory(config) for name, config in (("demo", _config(arguments.model)), ("nano-v2-12b", NANO_12B))}
+    names = [field.name for field in dataclasses.fields(Line)]
+    cells = [[f"{v:.3g}" if isinstance(v, float) else str(v) for v in dataclasses.astuple(line)] for line in lines]
+    print(show([names, *cells]))
+    columns = list(next(iter(held.values())))
+    print("\nbytes of states of one running request, K = 3")
+    print(show([["model", *columns], *([name, *(str(of[c]) for c in columns)] for name, of in held.items())]))
+    result = {
+        "machine": machine.describe(),
+        "load": machine.load(),
+        "options": options | vars(arguments),
+        "met": met,
+        "lines": [dataclasses.asdict(line) for line in lines],
+        "state_bytes": held,
+    }
+    if arguments.write:
+        RESULTS.mkdir(exist_ok=True)
+        path = RESULTS / f"{datetime.date.today():%Y-%m-%d}-speculation.json"
+        path.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+    return 0 if all(met.values()) and all(line.same_answers for line in lines) else 1
+
+
+def _config(model: str) -> DecoderConfig:
+    return open_checkpoint(model).config.decoder
+
+
+if __name__ == "__main__":
+    sys.exit(main())

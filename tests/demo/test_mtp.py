@@ -1,0 +1,69 @@
+"""The embedded model's own head, through the whole service: the same answers with and without it, and it is good."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from transformers import NemotronH_Omni_Reasoning_V3
+
+import saccade
+from demo import data
+from demo.mtp import trunk_digest
+from service.checkpoint import resolve_model
+
+
+def asked(client: saccade.LocalClient, seeds: range, **sampling: Any) -> list[tuple[str, list[int], str]]:
+    """(text, tokens, why it ended) of captions of held-out pictures."""
+    found = []
+    for seed in seeds:
+        example, out = data.question_example(seed, "caption"), io.BytesIO()
+        example.pictures[0].image.save(out, "PNG")
+        answer = client.generate(example.turns[-1].question, images=[out.getvalue()], max_tokens=48, **sampling)
+        found.append((answer.text, list(answer.token_ids), str(answer.finish_reason)))
+    return found
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "stop-string": {"temperature": 0, "stop": [" and", "circle"]},
+    "sampled": {"temperature": 1.0, "seed": 5, "top_p": 0.95},
+    "penalised": {"temperature": 0, "repetition_penalty": 1.1, "stop": ["a b"]},
+}
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, list[tuple[str, list[int], str]]]:
+    with saccade.LocalClient("demo", dtype="float32", threads=1, max_seqs=2, max_len=512) as client:
+        return {name: asked(client, range(6), **way) for name, way in WAYS.items()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speculative": "mtp", "spec_state": "replay"},
+        {"speculative": "mtp", "spec_state": "slots", "draft_tokens": 5},
+        {"speculative": "ngram", "state_cache": "all", "state_block": 16},
+    ],
+    ids=["mtp-replay", "mtp-slots", "ngram-all"],
+)
+def test_answers_are_the_same_and_drafts_are_mostly_right(
+    plain: dict[str, list[tuple[str, list[int], str]]], options: dict[str, Any]
+) -> None:
+    fixed = {"dtype": "float32", "threads": 1, "max_seqs": 2, "max_len": 512, "draft_policy": "fixed"}
+    with saccade.LocalClient("demo", **fixed, **options) as client:
+        for name, way in WAYS.items():
+            assert asked(client, range(6), **way) == plain[name]
+        stats = client._service.stats(integrity=True)["decoder"]
+    if options["speculative"] == "mtp":
+        assert stats["accepted_1"] > 0.6 * stats["drafted_1"] > 20
+
+
+def test_transformers_passes_the_head_over() -> None:
+    """And it is one of the trunk that it lies beside."""
+    path = resolve_model("demo")
+    _, info = NemotronH_Omni_Reasoning_V3.from_pretrained(path, output_loading_info=True)
+    assert not info["missing_keys"] - {"vision_final_layernorm.weight", "vision_final_layernorm.bias"}
+    assert not [key for key in info["unexpected_keys"] if not key.startswith("mtp.")]
+    assert len(trunk_digest(path)) == 16
