@@ -58,7 +58,7 @@ def _update(q, k, v, m_open, acc, top, total, scale):  # type: ignore[no-untyped
     return acc, new_top, total * decay + tl.sum(weights, 1)
 
 
-@triton.jit(do_not_specialize=["rows", "tokens"])
+@triton.jit(do_not_specialize=["rows", "tokens", "skip"])
 def _attend(  # type: ignore[no-untyped-def]
     p_q,  # [T, Q, P]
     p_k,  # [T, K, P]: new keys
@@ -73,6 +73,7 @@ def _attend(  # type: ignore[no-untyped-def]
     p_lse,  # [L, T, Q] float32
     rows,
     tokens,
+    skip,
     scale,
     q_token,
     q_head,
@@ -168,7 +169,7 @@ def _attend(  # type: ignore[no-untyped-def]
     p_side = p_pool + i_head.to(tl.int64) * pool_head
     for i in range(low, tl.minimum(high, blocks_old)):
         o_key = i * BLOCK_N + o_n
-        m_n = o_key < old
+        m_n = (o_key < old) & (o_key >= skip)
         page = tl.load(p_table + o_key // SIZE, mask=m_n, other=0).to(tl.int64)
         at = page * pool_page + (o_key % SIZE) * pool_place
         k = tl.load(p_side + at[None, :] + o_p[:, None], mask=m_n[None, :] & m_p[:, None], other=0.0)
@@ -306,6 +307,14 @@ def decode_attention(
     )
 
 
+def decode_attention_after(
+    q_RQP: Tensor, pool_B2SKP: Tensor, tables_RW: Tensor, lengths_R: Tensor, first: int, scale: float, longest: int
+) -> Tensor:
+    """As the reference. No host sync."""
+    given = (q_RQP, q_RQP, q_RQP, pool_B2SKP, tables_RW, lengths_R, None, None, scale, longest)
+    return _launch(*given, decode=True, fresh=False, skip=first)
+
+
 def extend_attention(
     q_TQP: Tensor,
     k_TKP: Tensor,
@@ -353,6 +362,7 @@ def _launch(
     *,
     decode: bool,
     fresh: bool = True,
+    skip: int = 0,
 ) -> Tensor:
     tokens, heads, width = q_TQP.shape
     out_TQP = torch.empty(tokens, heads, width, dtype=q_TQP.dtype, device=q_TQP.device)
@@ -387,6 +397,7 @@ def _launch(
         p_lse=lse,
         rows=rows,
         tokens=tokens,
+        skip=skip,
         scale=scale * 1.4426950408889634,
         q_token=q_TQP.stride(0),
         q_head=q_TQP.stride(1),

@@ -90,6 +90,24 @@ def test_decode(heads: int, kv_heads: int, width: int, dtype: torch.dtype, fused
 
 
 @pytest.mark.usefixtures("short_splits")
+@pytest.mark.parametrize("first", [1, 40])
+def test_decode_after_a_place(first: int) -> None:
+    """Keys before the place are NaN; a row that ends before it gives zeros."""
+    pages = Pages([1, 45, 90], 2, 24, torch.float32)
+    q = torch.randn(3, 4, 24)
+    for row, length in enumerate(pages.lengths):
+        if length > first:
+            at = pages.places(row, first, length)
+            paged_reference.write_kv(pages.pool, pages.k[row][first:], pages.v[row][first:], at)
+    lengths = torch.tensor(pages.lengths)
+    out = paged.decode_attention_after(q, pages.pool, pages.tables, lengths, first, 0.3, 90)
+    assert (out[0] == 0).all()
+    for row in (1, 2):
+        given = q[row : row + 1], pages.k[row][first:], pages.v[row][first:], 0.3
+        assert_as_good(out[row], causal(*given, torch.float64)[0], causal(*given, torch.float32)[0])
+
+
+@pytest.mark.usefixtures("short_splits")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("old", "new"),

@@ -41,7 +41,7 @@ def wishes(temperature: float, filters: list[tuple[int, float, float]]) -> Wishe
         top_k_R=top_k,
         top_p_R=top_p.double(),
         min_p_R=min_p.double(),
-        seeds_R=torch.randint(-(2**63), 2**63 - 1, (ROWS,)),
+        seeds_R=torch.randint(-(2**63), 2**63 - 1, (ROWS,), device="cpu").to(DEVICE),
         samples_R=torch.arange(ROWS) % 3,
         positions_R=torch.randint(0, 2**31, (ROWS,)),
     )

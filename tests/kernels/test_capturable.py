@@ -1,0 +1,65 @@
+"""What CUDA graphs are captured of looks at no value: it runs on tensors that have none.
+
+On torch's "meta" device every read by the host raises, and so does an operation that also takes a CPU tensor; kernels
+are recorded in place of launched. What passes here needs no host sync and no copy from the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tiny_decoder import make_runner, tiny_config
+from tiny_encoder import tiny_tower
+
+from decoder.graphs import DecoderGraphs
+from encoder.budget import EncoderBudgets, graph_shape
+from encoder.config import VisionConfig
+from encoder.graphs import _step
+from encoder.model import VisionTower
+from encoder.plan import buffer_sizes
+from kernels.dispatch import forced
+from kernels.launch import Launch, recording
+
+META = torch.device("meta")
+
+
+@pytest.fixture
+def launches() -> Iterator[list[Launch]]:
+    with forced("triton"), recording("sm_90") as launches:
+        yield launches
+
+
+@pytest.mark.parametrize("kind", ["decode", "mixed"])
+def test_decoder_steps(kind: str, launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DecoderGraphs, "check_integrity", lambda self: None)  # here all addresses are 0
+    config = tiny_config("M-*EM")
+    runner = make_runner(config, device="meta", max_batched_tokens=32, graphs="on", state_cache="none")
+    graphs = runner.forward.graphs
+    assert graphs is not None
+    buckets = [bucket for bucket in graphs.plan.buckets if bucket.kind == kind]
+    for bucket in buckets:
+        graphs._graphs[bucket].replay(graphs._inputs(bucket))
+    names = {launch.kernel.__name__ for launch in launches}
+    wanted = {"_attend", "_choose", "_rms_norm_kernel", "_gated_norm_kernel"}
+    assert len(buckets) > 2 and wanted <= names, names
+
+
+@pytest.mark.parametrize("final_layernorm", [True, False])
+def test_encoder_steps(final_layernorm: bool, launches: list[Launch]) -> None:
+    given = tiny_tower(final_layernorm=final_layernorm)
+    config: VisionConfig = given.config
+    tower = VisionTower(config, given.weights.items(), dtype=torch.bfloat16, device=META)
+    budgets = EncoderBudgets((12, 20), 2)
+    shape = graph_shape(20, budgets, prefix=config.num_prefix_tokens, patches_per_token=config.patches_per_token)
+    sizes = buffer_sizes(shape, config, video=False)
+    buffers = {name: torch.empty(size, dtype=kind or tower.dtype, device=META) for name, (size, kind) in sizes.items()}
+    _step(tower, shape, False)(buffers, buffers)
+    names = [launch.kernel.__name__ for launch in launches]
+    assert names == ["_embed", *["_varlen"] * config.num_layers, "_shuffle_norm"]
+
+
+def test_a_read_by_the_host_is_seen() -> None:
+    with pytest.raises(RuntimeError):
+        torch.empty(3, device=META).tolist()
