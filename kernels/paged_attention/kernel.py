@@ -101,6 +101,7 @@ def _attend(  # type: ignore[no-untyped-def]
     DECODE: tl.constexpr,
     FRESH: tl.constexpr,
     WRITE: tl.constexpr,
+    SKIPS: tl.constexpr,
 ):
     PER_BLOCK: tl.constexpr = BLOCK_M // GROUP
     i_head = tl.program_id(1)
@@ -169,7 +170,9 @@ def _attend(  # type: ignore[no-untyped-def]
     p_side = p_pool + i_head.to(tl.int64) * pool_head
     for i in range(low, tl.minimum(high, blocks_old)):
         o_key = i * BLOCK_N + o_n
-        m_n = (o_key < old) & (o_key >= skip)
+        m_n = o_key < old
+        if SKIPS:
+            m_n = m_n & (o_key >= skip)
         page = tl.load(p_table + o_key // SIZE, mask=m_n, other=0).to(tl.int64)
         at = page * pool_page + (o_key % SIZE) * pool_place
         k = tl.load(p_side + at[None, :] + o_p[:, None], mask=m_n[None, :] & m_p[:, None], other=0.0)
@@ -425,6 +428,7 @@ def _launch(
         DECODE=decode,
         FRESH=fresh,
         WRITE=places_T is not None,
+        SKIPS=skip > 0,
         num_warps=chosen.warps,
         num_stages=chosen.stages,
     )

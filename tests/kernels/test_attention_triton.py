@@ -111,7 +111,7 @@ def test_decode_after_a_place(first: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("old", "new"),
-    [([0, 7, 66, 0, 12], [37, 1, 4, 0, 3]), ([3, 40, 9], [4, 4, 4])],
+    [([0, 7, 36, 0, 12], [18, 1, 4, 0, 3]), ([3, 40, 9], [4, 4, 4])],
     ids=["mixed", "speculative"],
 )
 def test_extend_with_fused_write(old: list[int], new: list[int], dtype: torch.dtype) -> None:
