@@ -67,7 +67,8 @@ def keep_window(p_window, b_a, b_b, b_c, o_c, m_c, CHANNELS, TAPS):
     tl.store(p_last, b_c.to(p_window.dtype.element_ty), mask=m_c)
 
 
-@triton.jit
+# Tables lie anywhere in their buffer; compiling for each alignment would stall the steps that meet a new one.
+@triton.jit(do_not_specialize_on_alignment=["p_rows", "p_saves", "p_tiles"])
 def _packed_kernel(
     p_x,  # [T, C]
     p_weight,  # [W, C] float32

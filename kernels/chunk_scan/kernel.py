@@ -69,7 +69,8 @@ def _decays(p_dt, dt_stride, a, o_l, m_l, BLOCK_L):
     return b_sum, b_dt, total
 
 
-@triton.jit
+# Tables lie anywhere in their buffer; compiling for each alignment would stall the steps that meet a new one.
+@triton.jit(do_not_specialize_on_alignment=["p_rows", "p_chunks"])
 def _states_kernel(
     p_pool,  # [S, H, P, N]
     p_slots,  # [R]
@@ -144,7 +145,7 @@ def _states_kernel(
         tl.store(p_pool + slot * slot_stride + o_state, b_h.to(p_pool.dtype.element_ty), mask=m_state)
 
 
-@triton.jit(do_not_specialize=["tokens", "rows"])
+@triton.jit(do_not_specialize=["tokens", "rows"], do_not_specialize_on_alignment=["p_rows", "p_chunks"])
 def _outputs_kernel(
     p_rows,  # [R + 1] int32, chunks of a row
     p_chunks,  # [C, 4] int32
