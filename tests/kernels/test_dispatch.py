@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import logging
+import subprocess
 import sys
 
 import pytest
 import torch
 
 from kernels import dispatch
+from kernels.aot import operations
 from kernels.dispatch import dispatched, forced
 from kernels.rms_norm import reference, rms_norm
 
@@ -32,8 +36,6 @@ def test_the_device_decides() -> None:
 
 
 def test_the_kernel_is_not_imported_before_it_is_needed() -> None:
-    import subprocess
-
     code = "import sys, torch, kernels.rms_norm as k; k.rms_norm(torch.ones(1, 4), torch.ones(4), 1e-5); "
     code += "sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
@@ -48,3 +50,16 @@ def test_a_missing_kernel_is_an_error() -> None:
         dispatched(no_such_op)(torch.ones(1))
     with forced("triton"):
         assert dispatched(no_such_op, kernel=False)(torch.ones(1)).item() == 1
+
+
+@pytest.mark.parametrize("operation", operations())
+def test_kernels_have_the_signatures_of_their_references(operation: str) -> None:
+    package, twin = (importlib.import_module(f"kernels.{operation}{part}") for part in ("", ".kernel"))
+    shared = [value for value in vars(package).values() if hasattr(value, "__wrapped__")]
+    found = [function for function in shared if hasattr(twin, function.__name__)]
+    assert found
+    for function in found:
+        expected = inspect.signature(function.__wrapped__).parameters
+        given = inspect.signature(getattr(twin, function.__name__)).parameters
+        assert list(given) == list(expected)
+        assert [p.default for p in given.values()] == [p.default for p in expected.values()]
