@@ -105,8 +105,8 @@ class Server:
         self.metrics_port = 0
 
     async def start(self) -> None:
-        """Listens and warms up; health is SERVING on return. Raises ConfigError where the address cannot be had, and
-        StatusError where the model cannot answer."""
+        """Listens and warms up; health is SERVING on return. Raises ConfigError where the address cannot be had or the
+        model cannot answer."""
         self.frontend.start()
         if self.frontend.assets.vision is not None:
             self.pictures.start()
@@ -121,7 +121,10 @@ class Server:
         await server.start()
         self._server = server
         if self.options.warmup:
-            await warm_up(self.frontend)
+            try:
+                await warm_up(self.frontend)
+            except errors.StatusError as error:
+                raise ConfigError(f"model: it could not answer the warm-up: {error.message}") from error
         self._warming = False
         self._set_health(not self._draining)
         if self.has_batches:

@@ -14,7 +14,7 @@ from served import make_served
 
 import saccade
 import saccade.errors
-from service.config import ServerOptions
+from service.config import ConfigError, ServerOptions
 from service.engine_client import EngineProcess
 from service.server import Server, load_assets
 
@@ -87,4 +87,16 @@ def test_health_follows_the_warm_up(model: Path, tmp_path: Path, vision: bool) -
         assert client.generate("x", max_tokens=2).usage.completion_tokens == 2
         assert ready(b"") != b""
         assert engine.query("stats").result(60)["decoder"]["output_tokens"] == 2 + 2
+    running.stop()
+
+
+def test_a_model_that_cannot_answer_is_not_served(model: Path) -> None:
+    options = ServerOptions(model=str(model), dtype="float32", threads=1, max_len=600, port=0, grace=0)
+    engine = SlowToStart(options)
+    running = Running(options, engine)
+    assert engine.asked.wait(60)
+    engine._process.kill()
+    engine.let.set()
+    with pytest.raises(ConfigError, match="could not answer"):
+        running.started.result(60)
     running.stop()
