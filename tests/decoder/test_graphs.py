@@ -9,9 +9,10 @@ import pytest
 import torch
 from tiny_decoder import image, make_runner, random_weights, request, run, tiny_config, tokens
 
+from decoder.buffers import BatchBuffers, Field
 from decoder.capture import Bucket
 from decoder.config import DecoderOptions
-from decoder.graphs import BatchBuffers, DecoderGraphs, Field, graph_bytes
+from decoder.graphs import DecoderGraphs, graph_bytes
 from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
