@@ -31,6 +31,9 @@ from decoder.scheduler import Row
 from kernels.paged_attention import decode_attention_after, write_kv
 from kernels.rms_norm import rms_norm
 
+PENDING_STEPS, PENDING_TOKENS = 16, 64
+"""Steps whose entries are written together, where nothing is drafted; longer ones are written at once."""
+
 
 class MtpHead:
     """The weights of one step, and its entries in the pages."""
@@ -129,6 +132,8 @@ class MtpDrafter:
         assert arena.carry is not None
         self.carry, self.page = arena.carry, options.page_size
         self._hidden: Tensor | None = None
+        self._pending: list[tuple[Tensor, Tensor, Tensor]] = []
+        """Embedded tokens, hidden states before them and places: entries of the last steps that are not written yet."""
 
     def draft(self, rows: SequenceOf[Row]) -> None:
         """Fills in the drafts that the rows are to have: each token is drawn as plain sampling would draw it, were the
@@ -137,6 +142,7 @@ class MtpDrafter:
         rows = [row for row in rows if row.drafts]
         if not rows:
             return
+        self.flush()
         for row in rows:
             row.sequence.drafts = []
         hidden = self.carry[self._ids([row.sequence.slot for row in rows])]
@@ -161,7 +167,9 @@ class MtpDrafter:
                 sequence.drafts.append(token)
 
     def observe(self, rows: SequenceOf[Row], batch: Batch, hidden_TD: Tensor) -> None:
-        """The trunk has computed a batch, `hidden_TD` before its final norm: writes the entries of all its tokens."""
+        """The trunk has computed a batch, `hidden_TD` before its final norm: the entries of all its tokens are due.
+        Those of a few steps are written together, before anything is drafted and before their pages change hands.
+        """
         normed = self.model.final_norm(hidden_TD)
         firsts, slots, first = [], [], 0
         for row in rows:
@@ -174,8 +182,17 @@ class MtpDrafter:
         fresh = [index for index, row in zip(firsts, rows, strict=True) if row.start == 0]
         places[self._ids(fresh)] = -1
         before[self._ids(fresh)] = 0
-        self.head.enter(self.model.embed(batch), before, places)
+        self._pending.append((self.model.embed(batch), before, places))
         self._hidden = normed
+        if len(self._pending) >= PENDING_STEPS or places.shape[0] > PENDING_TOKENS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes the entries that are due."""
+        if self._pending:
+            columns = zip(*self._pending, strict=True)
+            self._pending = []
+            self.head.enter(*(torch.cat(column) for column in columns))
 
     def settle(self, kept: Iterable[tuple[int, int]]) -> None:
         """(slot, token of the batch): whose hidden state the slot carries on from."""

@@ -169,6 +169,8 @@ class DecoderRunner:
 
     def _move(self, step: Step) -> None:
         """Memory changes hands: out to the host, cleared, copied from the cache, back in."""
+        if self.drafter is not None and (step.saves or step.put_out or step.page_copies):
+            self.drafter.flush()
         for sequence, slot, pages, seat in step.saves:
             self._saved[sequence.request_id] = self.arena.save(slot, pages, seat, sequence.replayed)
         self.arena.clear_pages(step.new_pages)
@@ -231,6 +233,8 @@ class DecoderRunner:
             first += row.count
         if self.drafter is not None:
             self.drafter.settle(carried)
+            if step.forks:
+                self.drafter.flush()
         for fork in step.forks:
             self._split(fork)
             tokens.append(self._append(fork.follower, next(drawn)))
@@ -323,6 +327,8 @@ class DecoderRunner:
         return TokenEvent(sequence.request_id, None, finish_reason="error", error=error)
 
     def _end(self, sequence: Sequence) -> None:
+        if self.drafter is not None:
+            self.drafter.flush()
         if sequence.status is not Status.DONE:
             self.scheduler.finish(sequence)
         for span in sequence.request.spans[sequence.next_span :]:
