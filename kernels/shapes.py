@@ -30,7 +30,6 @@ class ModelShape:
     experts_per_token: int
     vit_hidden: int
     vit_heads: int
-    vit_layers: int
     patch: int
     conv: int = 4
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
@@ -45,14 +44,12 @@ class ModelShape:
         return self.mamba_inner + 2 * self.groups * self.state
 
 
-NANO_3_OMNI = ModelShape(
-    "nano-3-omni", 2688, 64, 64, 8, 128, 128, 32, 2, 128, 131072, 1856, 128, 6, 1280, 16, 32, patch=16
-)
+NANO_3_OMNI = ModelShape("nano-3-omni", 2688, 64, 64, 8, 128, 128, 32, 2, 128, 131072, 1856, 128, 6, 1280, 16, patch=16)
 NANO_V2_12B_VL = ModelShape(
-    "nano-v2-12b-vl", 5120, 128, 80, 8, 128, 128, 40, 8, 128, 131072, 20480, 0, 0, 1280, 16, 32, patch=16
+    "nano-v2-12b-vl", 5120, 128, 80, 8, 128, 128, 40, 8, 128, 131072, 20480, 0, 0, 1280, 16, patch=16
 )
 DEMO = ModelShape(
-    "demo", 192, 6, 64, 2, 32, 64, 4, 2, 64, 1024, 512, 8, 2, 160, 5, 4, patch=8, dtypes=(torch.bfloat16, torch.float32)
+    "demo", 192, 6, 64, 2, 32, 64, 4, 2, 64, 1024, 512, 8, 2, 160, 5, patch=8, dtypes=(torch.bfloat16, torch.float32)
 )
 MODELS = (NANO_3_OMNI, NANO_V2_12B_VL, DEMO)
 
