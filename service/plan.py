@@ -147,6 +147,8 @@ def capture_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
     rows: list[tuple[str, ...]] = [("list", "sizes", "")]
     rows.append(("mixed, in tokens", str(len(mixed)), _sizes(mixed)))
     rows.append(("decode, in requests", str(len(decode)), _sizes(decode)))
+    if captured.drafts:
+        rows.append((f"with {captured.drafts} drafts, in requests", str(len(decode)), _sizes(decode)))
     return Table(f"decoder graphs, {'captured' if decoder.graphs_on else 'not captured here'}", rows)
 
 

@@ -38,7 +38,7 @@ def test_the_plan_agrees_with_the_arena(tmp_path: Path) -> None:
 
 def test_graphs_are_in_the_plan_and_refused_as_the_server_would(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 3, vision=False, text={"pattern": "M*"})
-    options = EngineOptions(model=str(tmp_path), max_seqs=8, max_len=256, graphs="on")
+    options = EngineOptions(model=str(tmp_path), max_seqs=8, max_len=256, graphs="on", speculative="ngram")
     memory, _, _, capture = plan(options)
     engine = build_engine(options)
     stats = engine._decoder.stats()
