@@ -22,7 +22,7 @@ from encoder.plan import buffer_sizes
 from kernels.dispatch import forced
 from kernels.launch import Launch, recording
 
-SPECULATIVE = {"state_cache": "none", "speculative": "ngram", "draft_tokens": 2, "spec_state": "slots"}
+SPECULATIVE = {"state_cache": "none", "speculative": "ngram", "draft_tokens": 2}
 META = torch.device("meta")
 
 
@@ -32,11 +32,14 @@ def launches() -> Iterator[list[Launch]]:
         yield launches
 
 
+@pytest.mark.parametrize("spec_state", ["slots", "replay"])
 @pytest.mark.parametrize("kind", ["decode", "mixed", "verify"])
-def test_decoder_steps(kind: str, launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoder_steps(kind: str, spec_state: str, launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DecoderGraphs, "check_integrity", lambda self: None)  # here all addresses are 0
     config = tiny_config("M-*EM")
-    runner = make_runner(config, device="meta", max_batched_tokens=32, graphs="on", **SPECULATIVE)
+    runner = make_runner(
+        config, device="meta", max_batched_tokens=32, graphs="on", spec_state=spec_state, **SPECULATIVE
+    )
     graphs = runner.forward.graphs
     assert graphs is not None
     buckets = [bucket for bucket in graphs.plan.buckets if bucket.kind == kind]
