@@ -54,6 +54,21 @@ def omni_model(folder: Path) -> Path:
     return _write(folder / "omni-116m-radio-s", vision=True)
 
 
+RELEASED_CONFIG = """from transformers import NemotronHConfig, PretrainedConfig
+
+
+class Config(PretrainedConfig):
+    model_type = "NemotronH_Nano_Omni_Reasoning_V3"
+    is_composition = True
+
+    def __init__(self, llm_config=None, vision_config=None, **fields):
+        self.text_config = NemotronHConfig(**(llm_config or {}))
+        self.vision_config = PretrainedConfig(**(vision_config or {}))
+        super().__init__(**fields)
+"""
+"""transformers' own configuration of this model renames the released fields; the peer reads them by their old names."""
+
+
 def released_names(model: Path, folder: Path) -> Path:
     """The same Omni checkpoint with the configuration that NVIDIA's released files have, which is what vLLM reads."""
     path = folder / f"{model.name}-released"
@@ -67,18 +82,21 @@ def released_names(model: Path, folder: Path) -> Path:
     text |= {"dtype": "bfloat16", "hybrid_override_pattern": "".join(letters[k] for k in text["layers_block_type"])}
     teachers = [{"name": name, "use_summary": index < 2} for index, name in enumerate("abc")]
     arguments = {
-        "model": "vit_small_patch16_224", "register_multiple": 10, "teachers": teachers, "cpe_max_size": 2048,
+        "model": "vit_small_patch16_224", "register_multiple": 10, "teachers": teachers,
+        "cls_token_per_teacher": True, "cpe_max_size": 2048,
         **{key: IMAGE_RULE[key] for key in ("min_num_patches", "max_num_patches")},
     }  # fmt: skip
     vision |= {"dtype": "bfloat16", "args": arguments}
     config |= {
-        "architectures": ["NemotronH_Nano_Omni_Reasoning_V3"], "text_config": text, "vision_config": vision,
+        "architectures": ["NemotronH_Nano_Omni_Reasoning_V3"], "model_type": "NemotronH_Nano_Omni_Reasoning_V3",
+        "auto_map": {"AutoConfig": "configuration.Config"}, "llm_config": text, "vision_config": vision,
         "sound_config": None, "image_tag_type": "internvl", "vit_hidden_size": config["vision_hidden_size"],
         "img_context_token_id": IMAGE_TOKEN, "img_context_token": "<image>", "img_start_token": "<img>",
         "img_end_token": "</img>", "patch_size": 16, "force_image_size": 512, "norm_mean": vision["norm_mean"],
         "norm_std": vision["norm_std"], "use_thumbnail": False, "template": "none", "ps_version": "v2",
     }  # fmt: skip
     (path / "config.json").write_text(json.dumps(config, indent=1))
+    (path / "configuration.py").write_text(RELEASED_CONFIG)
     _write_tokenizer(path)
     return path
 

@@ -31,7 +31,9 @@ class Peer:
     def __init__(self, path: str, omni: bool) -> None:
         from vllm import LLM
 
-        pictures: dict[str, Any] = {"limit_mm_per_prompt": {"image": 1}, "trust_remote_code": False} if omni else {}
+        pictures: dict[str, Any] = (
+            {"limit_mm_per_prompt": {"image": 1, "video": 0}, "trust_remote_code": True} if omni else {}
+        )
         self.model = LLM(
             path, dtype="bfloat16", max_model_len=4096, max_num_seqs=32, skip_tokenizer_init=not omni,
             enable_prefix_caching=False, **pictures,
