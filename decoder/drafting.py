@@ -44,6 +44,8 @@ class NgramIndex:
                 if order <= end:
                     self._after[tuple(tokens[end - order : end])] = end
         self._indexed = max(self._indexed, len(tokens))
+        if tuple(tokens[-ORDERS[-1] :]) not in self._after:
+            return []  # nor is any longer run known
         for order in ORDERS:
             place = self._after.get(tuple(tokens[-order:])) if order <= len(tokens) else None
             if place is not None:
@@ -82,6 +84,7 @@ class DraftPolicy:
         self._plain: dict[int, deque[float]] = {}
         self._measured: dict[int, int] = {}
         self._costs: dict[int, deque[float]] = {}
+        self._cost: dict[int, float] = {}
         self._steps = 0
 
     def rate(self, record: Record) -> float:
@@ -91,8 +94,7 @@ class DraftPolicy:
 
     def cost(self, rows: int) -> float:
         """Plain tokens that one draft costs in a step of so many rows."""
-        known = self._costs.get(rows.bit_length())
-        return median(known) if known else FIRST_COST
+        return self._cost.get(rows.bit_length(), FIRST_COST)
 
     def measures(self, rows: int) -> bool:
         """Is the next step of so many rows to be one without drafts, to measure others against?"""
@@ -133,3 +135,4 @@ class DraftPolicy:
         elif rows in self._plain:
             costs = self._costs.setdefault(rows.bit_length(), deque(maxlen=31))
             costs.append((seconds / median(self._plain[rows]) - 1.0) * rows / drafted)
+            self._cost[rows.bit_length()] = median(costs)

@@ -171,6 +171,10 @@ class MtpDrafter:
         Those of a few steps are written together, before anything is drafted and before their pages change hands.
         """
         normed = self.model.final_norm(hidden_TD)
+        if batch.updates == len(rows):
+            self._due(self.model.embed(batch), self.carry[batch.slots_U], batch.places_T)
+            self._hidden = normed
+            return
         firsts, slots, first = [], [], 0
         for row in rows:
             firsts.append(first)
@@ -182,9 +186,12 @@ class MtpDrafter:
         fresh = [index for index, row in zip(firsts, rows, strict=True) if row.start == 0]
         places[self._ids(fresh)] = -1
         before[self._ids(fresh)] = 0
-        self._pending.append((self.model.embed(batch), before, places))
+        self._due(self.model.embed(batch), before, places)
         self._hidden = normed
-        if len(self._pending) >= PENDING_STEPS or places.shape[0] > PENDING_TOKENS:
+
+    def _due(self, embedded_TD: Tensor, before_TD: Tensor, places_T: Tensor) -> None:
+        self._pending.append((embedded_TD, before_TD, places_T))
+        if len(self._pending) >= PENDING_STEPS or places_T.shape[0] > PENDING_TOKENS:
             self.flush()
 
     def flush(self) -> None:
