@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from decoder.mixers import AttentionMixer, MambaMixer, Mixer, MlpMixer
-from kernels.linear import Linear, Packed
+from kernels.linear import Linear, Packed, Quantised
 from kernels.native import NativeUnavailable, library
 from kernels.native.structs import Code, Kind, Model, Op, Step, Target, Weight
 from kernels.rms_norm import rms_norm
@@ -272,4 +272,6 @@ def native_step(model: HybridModel) -> NativeStep | None:
         if model.options.native == "on":
             raise ValueError(f"native: 'on' cannot be had: {reason}; 'auto' would work") from None
         log.info("the decoder steps operation by operation: %s", reason)
+        if isinstance(model.head.weight, Quantised):
+            log.warning("quantised weights are expanded for each product: slower than plain ones, and only smaller")
         return None

@@ -37,9 +37,23 @@ class NativeUnavailable(RuntimeError):
     """Why this machine cannot build or run the compiled code."""
 
 
-@functools.cache
 def library() -> ctypes.CDLL:
-    """The compiled code. Raises NativeUnavailable, each time with the first reason found."""
+    """The compiled code. Raises NativeUnavailable; what failed once is not tried again."""
+    found = _library()
+    if isinstance(found, NativeUnavailable):
+        raise found
+    return found
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | NativeUnavailable:
+    try:
+        return _load()
+    except NativeUnavailable as reason:
+        return reason
+
+
+def _load() -> ctypes.CDLL:
     missing = FEATURES - processor_features()
     if missing:
         raise NativeUnavailable(f"this processor lacks {', '.join(sorted(missing))}")
@@ -83,9 +97,10 @@ def _built() -> Path:
     folder = cache_folder()
     if (folder / name).exists():
         return folder / name
+    target = folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        target = folder
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError:
         target = Path(tempfile.mkdtemp(prefix="saccade-native-"))
         log.warning("%s cannot be written: the compiled code is built again at each start", folder)
