@@ -123,7 +123,7 @@ class Batch:
 
 
 class PageTables:
-    """Page numbers of every seat `[max_seqs, width]` int32, on the device; a row is brought up to date before it is
+    """Page numbers of every seat `[max_seqs, width]` int64, on the device; a row is brought up to date before it is
     used.
     """
 

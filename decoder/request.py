@@ -122,9 +122,9 @@ class TokenEvent:
     stop_token: int | None = None
     """The end or stop token that ended the request: `token_id`, which is then not part of the text."""
     pooled: Pooled | None = None
+    """With the first token of a request that asked for it."""
     prompt_scores: tuple[PromptScore, ...] = ()
     """With the first token, where they were asked for."""
-    """With the first token of a request that asked for it."""
 
 
 class Status(Enum):

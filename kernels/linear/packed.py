@@ -13,7 +13,8 @@ from kernels.linear.quantised import GROUP, Quantised
 from kernels.native import Kind, NativeUnavailable, Weight, library
 
 PANEL = 64
-PLAIN = {("cpu", torch.bfloat16), ("cpu", torch.float32)}
+MULTIPLIED = (torch.bfloat16, torch.float32)
+"""Dtypes of plain weights and of rows."""
 
 
 class Packed:
@@ -21,8 +22,9 @@ class Packed:
 
     def __init__(self, weight: Tensor | Quantised, bias: Tensor | None) -> None:
         """Raises NativeUnavailable where there is no compiled code for the weight and this machine."""
-        if isinstance(weight, Tensor) and (weight.device.type, weight.dtype) not in PLAIN:
-            raise NativeUnavailable(f"no compiled product for {weight.dtype} on {weight.device}")
+        stored = weight if isinstance(weight, Tensor) else weight.values
+        if stored.device.type != "cpu" or (isinstance(weight, Tensor) and weight.dtype not in MULTIPLIED):
+            raise NativeUnavailable(f"no compiled product for {stored.dtype} on {stored.device}")
         self._library = library()
         self.n, self.k = weight.shape
         self._scale: Tensor | None = None
@@ -48,7 +50,9 @@ class Packed:
         return self._data.nbytes + (0 if self._scale is None else self._scale.nbytes)
 
     def __call__(self, x: Tensor, *, relu_squared: bool = False) -> Tensor:
-        """`[..., k]` float32 or bfloat16 -> `[..., n]` in x's dtype."""
+        """`[..., k]` -> `[..., n]` in x's dtype; by way of float32 where that is neither float32 nor bfloat16."""
+        if x.dtype not in MULTIPLIED:
+            return self(x.float(), relu_squared=relu_squared).to(x.dtype)
         rows = x.reshape(-1, self.k)
         if rows.stride(1) != 1:
             rows = rows.contiguous()

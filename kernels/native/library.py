@@ -82,7 +82,7 @@ def processor_features() -> set[str]:
 
 
 def cache_folder() -> Path:
-    """Where built libraries are kept: $XDG_CACHE_HOME/saccade/native, or under ~/.cache."""
+    """Where builds are kept: $XDG_CACHE_HOME/saccade/native, or under ~/.cache; `RuntimeError` without a home."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "saccade" / "native"
 
 
@@ -94,26 +94,29 @@ def _built() -> Path:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     parts = [SOURCE.read_text(), version, *FLAGS, *sorted(processor_features())]
     name = f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}.so"
-    folder = cache_folder()
-    if (folder / name).exists():
-        return folder / name
-    target = folder
     try:
+        folder = cache_folder()
+        if (folder / name).exists():
+            return folder / name
         folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError:
-        target = Path(tempfile.mkdtemp(prefix="saccade-native-"))
-        log.warning("%s cannot be written: the compiled code is built again at each start", folder)
+        unfinished = _new_file(folder)
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
+        folder = Path(tempfile.mkdtemp(prefix="saccade-native-"))
+        log.warning("the compiled code cannot be kept, so that it is built again at each start: %s", error)
+        unfinished = _new_file(folder)
     started = time.monotonic()
     log.info("compiling the CPU's decode step with %s", compiler)
-    with tempfile.NamedTemporaryFile(dir=target, suffix=".so", delete=False) as file:
-        unfinished = Path(file.name)
     result = subprocess.run(
         [compiler, *FLAGS, str(SOURCE), "-o", str(unfinished)], capture_output=True, text=True, check=False
     )
     if result.returncode:
         unfinished.unlink()
         raise NativeUnavailable(f"{compiler} failed: {result.stderr.strip()[:500]}")
-    unfinished.rename(target / name)  # in one move: another process may be doing the same
-    log.info("compiled in %.1f s: %s", time.monotonic() - started, target / name)
-    return target / name
+    unfinished.rename(folder / name)  # in one move: another process may be doing the same
+    log.info("compiled in %.1f s: %s", time.monotonic() - started, folder / name)
+    return folder / name
+
+
+def _new_file(folder: Path) -> Path:
+    with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as file:
+        return Path(file.name)

@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <cstring>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <type_traits>
 #include <vector>
@@ -146,10 +147,13 @@ void make_operand(const float* values, int64_t k, int64_t kind, void* operand, i
         return;
     }
     int16_t* out = static_cast<int16_t*>(operand) + row * ld;
-    float largest = 0;
-#pragma omp simd reduction(max : largest)
-    for (int64_t i = 0; i < k; i++) largest = std::max(largest, std::fabs(values[i]));
-    scales[row] = largest / LIMIT;
+    float largest = 0, poison = 0;  // NaN and infinity have no integers: they pass through the scale
+#pragma omp simd reduction(max : largest) reduction(+ : poison)
+    for (int64_t i = 0; i < k; i++) {
+        largest = std::max(largest, std::fabs(values[i]));
+        poison += values[i] * 0.0f;
+    }
+    scales[row] = largest / LIMIT + poison;
     const float inverse = largest > 0 ? LIMIT / largest : 0.0f;
 #pragma omp simd
     for (int64_t i = 0; i < k; i++) out[i] = int16_t(int32_t(std::nearbyint(values[i] * inverse)));
@@ -715,7 +719,10 @@ class Pool {
                 for (int64_t unit = 0; unit < job.units(i); unit++) job.run(i, unit, scratch());
             return;
         }
-        while (helpers_ < threads - 1) std::thread(&Pool::help, this, helpers_++).detach();
+        try {
+            for (; helpers_ < threads - 1; helpers_++) std::thread(&Pool::help, this, helpers_).detach();
+        } catch (const std::system_error&) {
+        }  // no more threads to be had: those that there are do the work
         const int64_t phases = job.phases();
         if (phases > int64_t(counters_.size())) {
             for (auto& old : counters_) old.taken.store(0);

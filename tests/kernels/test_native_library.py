@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,23 @@ from torch.nn import functional as F
 from kernels.linear import Linear, quantise
 from kernels.native import NativeUnavailable, library
 from kernels.native.library import FEATURES, _library
+
+THREADLESS = """
+import resource, torch
+from kernels.linear import Packed, quantise
+from kernels.native import NativeUnavailable
+weight, x = torch.randn(640, 256), torch.randn(6, 256)
+try:
+    packed = Packed(quantise(weight, "int8"), None)
+except NativeUnavailable:
+    print(True)
+else:
+    alone = packed(x)
+    torch.set_num_threads(4)
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 4_000_000, resource.RLIM_INFINITY))  # a thread's stack takes 8 MB
+    print(torch.equal(packed(x), alone))
+"""
 
 MODULE = sys.modules[_library.__module__]  # the package's function has the module's name
 
@@ -46,3 +66,31 @@ def test_another_processor_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODULE, "processor_features", lambda: FEATURES - {"avx512_bf16"})
     with pytest.raises(NativeUnavailable, match="this processor lacks avx512_bf16"):
         library()
+
+
+@pytest.mark.parametrize("home", ["a file", "unknown"])
+def test_without_a_place_to_keep_it_it_is_built_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, home: str
+) -> None:
+    if home == "unknown":
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.delenv("HOME", raising=False)
+        monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])  # a user without an entry, as in some containers
+    else:
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\nfor last; do :; done\n[ "$1" = --version ] || echo built > "$last"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(NativeUnavailable, match="saccade-native-.*invalid ELF|saccade-native-.*file too short"):
+        library()
+    assert [path.read_text() for path in tmp_path.glob("saccade-native-*/*.so")] == ["built\n"]
+
+
+def test_without_more_threads_the_caller_does_the_work() -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": ""}
+    command = [sys.executable, "-c", THREADLESS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["True"], done.stderr

@@ -108,3 +108,32 @@ def test_zeros_stay_zeros() -> None:
     for kind in ("int8", "int4"):
         assert not bool(Linear(quantise(torch.zeros(3, 8), kind))(torch.ones(1, 8)).any())
         assert not bool(Linear(quantise(torch.ones(3, 8), kind))(torch.zeros(1, 8)).any())
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_a_number_is_not_lost(kind: str, value: float) -> None:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(3, 200, generator=generator)
+    x[1, 7] = value
+    linear = Linear(quantise(torch.randn(70, 200, generator=generator), kind))
+    y = linear(x)
+    assert not bool(torch.isfinite(y[1]).any())
+    assert torch.equal(y[[0, 2]], linear(x[[0, 2]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_rows_of_other_dtypes_are_multiplied_too(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(6)
+    linear = Linear(quantise(torch.randn(70, 200, generator=generator), "int8"))
+    x = torch.randn(3, 200, generator=generator).to(dtype)
+    assert linear(x).dtype == dtype
+    torch.testing.assert_close(linear(x).float(), linear(x.float()), rtol=2e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_weights_elsewhere_have_no_compiled_product(kind: str) -> None:
+    elsewhere = quantise(torch.ones(4, 8), kind).to("meta")
+    with pytest.raises(NativeUnavailable, match="meta"):
+        Packed(elsewhere, None)
+    assert Linear(elsewhere).packed is None
