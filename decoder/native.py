@@ -2,7 +2,8 @@
 
 The same maths as `decoder.model` with `decoder.mixers`, on the same weights, states and pages. Layers that have no
 compiled form (mixtures of experts, other activations, attention of prompts) are called in between, on the same residual
-stream; rows to be verified, states that are not float32, and machines without a compiler or AVX-512 go the other way.
+stream; a graph's rows of drafts or prompts, states that are not float32, and machines without a compiler or AVX-512 go
+the other way.
 """
 
 from __future__ import annotations
@@ -155,7 +156,9 @@ class NativeStep:
         )  # fmt: skip
 
     def takes(self, tokens: int, batch: Batch) -> bool:
-        """Whether a step has few enough tokens, row behind row: those of a graph are not."""
+        """Whether a step has few enough tokens, row behind row. Rows of drafts or prompts in a graph are not: what the
+        host knows of them changes from replay to replay.
+        """
         if not 0 < tokens <= self.max_tokens or (batch.verify is not None and batch.slot_runs is None):
             return False
         scan = batch.scan

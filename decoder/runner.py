@@ -356,7 +356,7 @@ class DecoderRunner:
             "fork_misses": scheduler.fork_misses,
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
-            "used_slots": sum(sequence.slot >= 0 for sequence in running),
+            "used_slots": sum(slot >= 0 for sequence in running for slot in sequence.slots),
             "used_pages": len({page for sequence in running for page in sequence.pages}),
             "loose_pages": pool.loose_pages,
             "free_blocks": pool.free_blocks,

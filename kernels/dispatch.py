@@ -2,7 +2,8 @@
 
 Callers import an operation from its folder (`from kernels.rms_norm import rms_norm`); what they get is a `dispatched`
 function that looks at the device of its first tensor. CUDA and ROCm devices take the kernel, CPUs the reference. Each
-choice is logged once with its reason. A kernel that should run and cannot be imported is an error, never a fallback.
+choice but the last is logged once with its reason. A kernel that should run and cannot be imported is an error, never
+a fallback.
 """
 
 from __future__ import annotations

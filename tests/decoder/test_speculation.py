@@ -168,7 +168,7 @@ def test_slots_are_reserved_before_the_step_and_given_back() -> None:
     runner = oracle(PROMPT + drawn(PROMPT, greedy_params(9)), draft_tokens=4, spec_state="slots", max_seqs=2)
     runner.add(request("a", PROMPT, greedy_params(9)))
     runner.step()
-    assert len(runner.scheduler.running[0].slots) == 5 == runner.options.slots_per_seq
+    assert len(runner.scheduler.running[0].slots) == 5 == runner.options.slots_per_seq == runner.stats()["used_slots"]
     run(runner)
     runner.flush_cache()
     assert runner.arena.pool.used_slots == 0
