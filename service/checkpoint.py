@@ -265,7 +265,10 @@ class Checkpoint:
                 return read(stored)
             assert self.config.weights is not None
             parts = read(f"{stored}.values"), read(f"{stored}.scale")
-            return Quantised(self.config.weights, *parts, self._shapes[stored][-1])
+            try:
+                return Quantised(self.config.weights, *parts, self._shapes[stored][-1])
+            except ValueError as error:
+                raise CheckpointError(f"{self.path}: {stored}: {error}") from error
 
         try:
             for name in wanted:

@@ -22,13 +22,26 @@ class Quantised:
 
     int8: `values` int8 `[..., n, k]`, `scale` float32 `[..., n]`: w = value * scale of its row.
     int4: `values` uint8 `[..., n, ceil(k / 2)]`, two values + 8 a byte, the even one in the low half; `scale` float32
-    `[..., n, ceil(k / 128)]`: w = value * scale of its row and group.
+    `[..., n, ceil(k / 128)]`: w = value * scale of its row and group. `ValueError` for anything else.
     """
 
     kind: str
     values: Tensor
     scale: Tensor
     in_features: int
+
+    def __post_init__(self) -> None:
+        if self.kind not in BITS:
+            raise ValueError(f"weights {self.kind!r} is not one of {', '.join(BITS)}")
+        rows, inner = self.values.shape[:-1], self.in_features
+        expected = {
+            "int8": ((torch.int8, (*rows, inner)), (torch.float32, tuple(rows))),
+            "int4": ((torch.uint8, (*rows, -(-inner // 2))), (torch.float32, (*rows, -(-inner // GROUP)))),
+        }[self.kind]
+        for name, tensor, (dtype, shape) in zip(("values", "scale"), (self.values, self.scale), expected, strict=True):
+            if tensor.dtype != dtype or tensor.shape != shape:
+                found = f"{tensor.dtype} {tuple(tensor.shape)}"
+                raise ValueError(f"the {name} of an {self.kind} weight are {found}, not {dtype} {shape}")
 
     @property
     def shape(self) -> torch.Size:

@@ -137,3 +137,19 @@ def test_weights_elsewhere_have_no_compiled_product(kind: str) -> None:
     with pytest.raises(NativeUnavailable, match="meta"):
         Packed(elsewhere, None)
     assert Linear(elsewhere).packed is None
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_parts_that_do_not_belong_together_are_refused(kind: str) -> None:
+    whole = quantise(torch.randn(70, 200), kind)
+    for values, scale in (
+        (whole.values, whole.scale.bfloat16()),
+        (whole.values, whole.scale[:-1]),
+        (whole.values[:-1], whole.scale),
+        (whole.values[:, :-1], whole.scale),
+        (whole.values.short(), whole.scale),
+    ):
+        with pytest.raises(ValueError, match=f"of an {kind} weight are torch.*, not torch"):
+            Quantised(kind, values, scale, 200)
+    with pytest.raises(ValueError, match="'int3' is not one of int8, int4"):
+        Quantised("int3", whole.values, whole.scale, 200)
