@@ -68,12 +68,12 @@ def test_long_sums_do_not_overflow() -> None:
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_compiled_and_expanded_products_agree(kind: str) -> None:
     packed, x = quantise(torch.randn(70, 256), kind), torch.randn(9, 256)
-    try:
-        compiled = Packed(packed, None)(x)
-    except NativeUnavailable:
-        compiled = F.linear(x, packed.dequantise())
-    torch.testing.assert_close(compiled, F.linear(x, packed.dequantise()), rtol=1e-3, atol=2e-3)
-    assert torch.equal(Linear(packed)(x.bfloat16()), Linear(packed)(x.bfloat16().float()).bfloat16())
+    linear, short = Linear(packed), x.bfloat16()
+    torch.testing.assert_close(linear(x), F.linear(x, packed.dequantise()), rtol=1e-3, atol=2e-3)
+    if linear.packed is not None:
+        assert torch.equal(linear(short), linear(short.float()).bfloat16())
+    else:  # expanded in bfloat16: each weight is rounded
+        torch.testing.assert_close(linear(short).float(), linear(short.float()), rtol=0.02, atol=0.3)
 
 
 def test_rows_do_not_depend_on_their_company() -> None:
