@@ -35,6 +35,8 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 HTTPS = 443
 CONCURRENCY = 16
 _MOVED = {301, 302, 303, 307, 308}
+_UNICAST6 = ipaddress.IPv6Network("2000::/3")
+"""All that is given out to the public. Python calls much else global: site-local addresses, private NAT64."""
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
@@ -122,7 +124,7 @@ class Fetcher:
     def _allowed(self, address: Address) -> bool:
         if any(address in network for network in self._networks):
             return True
-        return all(inner.is_global and not inner.is_multicast for inner in _unwrapped(address))
+        return all(_public(inner) for inner in _unwrapped(address))
 
     async def _get(self, source: MediaSource, url: httpx.URL, address: Address) -> tuple[bytes, str | None]:
         """The body, or where it has moved to."""
@@ -201,19 +203,25 @@ def _matches(entry: tuple[str, int], host: str, port: int) -> bool:
     return host.endswith(name[1:]) if name.startswith("*.") else host == name
 
 
+def _public(address: Address) -> bool:
+    if isinstance(address, ipaddress.IPv6Address) and address not in _UNICAST6:
+        return False
+    return address.is_global and not address.is_multicast
+
+
 def _unwrapped(address: Address) -> list[Address]:
     """The address, and any that it carries inside for a translator on the way."""
     if isinstance(address, ipaddress.IPv4Address):
         return [address]
     if address.ipv4_mapped is not None:
         return [address.ipv4_mapped]
+    if address in _NAT64:
+        return [ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)]
     inner: list[Address] = [address]
     if address.sixtofour is not None:
         inner.append(address.sixtofour)
     if address.teredo is not None:
         inner += address.teredo
-    if address in _NAT64:
-        inner.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
     return inner
 
 

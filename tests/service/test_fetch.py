@@ -176,6 +176,7 @@ def test_a_certificate_for_another_name_is_no_good(authority: Authority) -> None
         "127.0.0.1", "10.0.0.1", "172.16.5.5", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1",
         "255.255.255.255", "::1", "::", "fe80::1", "fc00::1", "ff02::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1",
         "64:ff9b::7f00:1", "2002:7f00:1::", "2001:0:7f00:1::80ff:fffe", "192.0.2.1", "198.18.0.1",
+        "::127.0.0.1", "fec0::1", "64:ff9b:1::7f00:1",
     ],
 )  # fmt: skip
 def test_private_addresses_are_not_reached(authority: Authority, address: str) -> None:
@@ -206,6 +207,7 @@ def test_redirects_are_checked_like_urls(authority: Authority) -> None:
         site.says("/file", status=302, Location="file:///etc/passwd")
         site.says("/user", status=302, Location=f"https://a:b@localhost:{site.port}/a.png")
         site.says("/port", status=302, Location="https://localhost:1/a.png")
+        site.says("/words", status=302, Location="//[::1")
         site.says("/loop", status=302, Location="/loop")
         one = fetcher(hosts=[f"localhost:{site.port}", "inside.example"], resolve=resolve)
         assert await one(source(f"{here}/moved")) == FILE and await one(source(f"{here}/twice")) == FILE
@@ -215,6 +217,7 @@ def test_redirects_are_checked_like_urls(authority: Authority) -> None:
         await denied(one, f"{here}/file", "only https is fetched, not file")
         await denied(one, f"{here}/user", "user or password")
         await denied(one, f"{here}/port", "localhost:1 is not one")
+        await refused(one, f"{here}/words", errors.Unavailable, "answer as a web server", "MEDIA_FETCH_FAILED")
         await refused(one, f"{here}/loop", errors.Unavailable, "more than 3 times", "MEDIA_FETCH_FAILED")
 
     with_site(authority, body)
