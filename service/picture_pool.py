@@ -29,6 +29,7 @@ import numpy as np
 
 from encoder.frames import Clip, VideoError
 from encoder.images import ImageError, ImageHeader, Pixels
+from service import errors
 from service.picture_worker import LENGTH
 from service.pictures import MediaLimits
 
@@ -56,6 +57,10 @@ class _Lost(Exception):
         self.why = why
 
 
+class _NotStarted(Exception):
+    """There is no process, for which no file is to blame; the text says what is missing."""
+
+
 class _Worker:
     """One process, started when it is first needed and again after its end. Used by one thread at a time."""
 
@@ -71,13 +76,21 @@ class _Worker:
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
-        """Begins to start the process, unless there is one; does not wait until it is ready."""
+        """Begins to start the process, unless there is one; does not wait until it is ready. Raises _NotStarted."""
         if self._process is not None and self._process.poll() is None:
             return
         self.stop()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        descriptor = os.memfd_create("saccade-picture", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        with theirs, open(descriptor, "rb"):  # which closes it
+        try:
+            self._launch()
+        except OSError as error:
+            self.stop()
+            raise _NotStarted(error.strerror or str(error)) from error
+
+    def _launch(self) -> None:
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._greeted = False
+        with theirs, open(os.memfd_create("saccade-picture", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "rb") as file:
+            descriptor = file.fileno()
             os.ftruncate(descriptor, self._size)
             # Without the seals, the other end could shrink it under this end's mapping, which would be the end of both.
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
@@ -91,7 +104,6 @@ class _Worker:
                 stdout=subprocess.DEVNULL,
                 env={**_environment(), "PYTHONPATH": path},
             )
-        self._connection, self._greeted = ours, False
 
     def stop(self) -> None:
         """Ends the process at once. Idempotent."""
@@ -118,11 +130,14 @@ class _Worker:
         return found
 
     def ask(self, command: dict[str, Any], data: bytes, seconds: float) -> dict[str, Any]:
-        """The reply. Raises _Lost."""
+        """The reply. Raises _Lost, or _NotStarted before the file was sent."""
         self.start()
         if not self._greeted:
-            self._send({"op": "limits", **self._limits}, b"", START_SECONDS)
-            self._receive(START_SECONDS)
+            try:
+                self._send({"op": "limits", **self._limits}, b"", START_SECONDS)
+                self._receive(START_SECONDS)
+            except _Lost as lost:
+                raise _NotStarted(f"it was lost while starting ({lost.why})") from lost
             self._greeted = True
         self._send({**command, "seconds": seconds, "size": len(data)}, data, seconds)
         return self._receive(seconds)
@@ -194,7 +209,7 @@ class PicturePool:
 
     def start(self) -> None:
         """Starts one process, so that the first picture need not wait for it; others when they are needed."""
-        self.workers[0].start()
+        self._restart(self.workers[0])
 
     def stats(self) -> dict[str, float]:
         """Workers that have been replaced, by reason."""
@@ -226,20 +241,35 @@ class PicturePool:
 
     @contextmanager
     def _borrowed(self, seconds: float, kind: type[ImageError]) -> Iterator[_Worker]:
-        """A worker for one file. Losing it is the file's fault, and raises `kind`."""
+        """A worker for one file. Losing it is the file's fault and raises `kind`; not having one raises Unavailable."""
         worker = self._idle.get()
         try:
+            if self._closed:
+                raise _NotStarted("the server is stopping")
             yield worker
+        except _NotStarted as error:
+            worker.stop()
+            log.error("no picture worker: %s", error)
+            raise errors.Unavailable(
+                f"no process to decode pictures could be started: {error}", reason="NO_PICTURE_WORKER", retry_after=1.0
+            ) from error
         except _Lost as lost:
             with self._lock:
                 self._lost[lost.why] += 1
             log.warning("a picture worker is replaced: %s", lost.why)
             worker.stop()
-            if not self._closed:
-                worker.start()
+            self._restart(worker)
             raise kind(_REASONS[lost.why].format(seconds=seconds)) from lost
         finally:
             self._idle.put(worker)
+
+    def _restart(self, worker: _Worker) -> None:
+        """Ahead of the next file, which tries again, and is told, where that fails."""
+        if not self._closed:
+            try:
+                worker.start()
+            except _NotStarted as error:
+                log.error("no picture worker: %s", error)
 
     def _pixels(self, worker: _Worker, reply: dict[str, Any]) -> Pixels:
         """What a worker has decoded. Its words are believed only as far as they stay within the limits."""

@@ -20,6 +20,7 @@ from PIL import Image
 
 from encoder.frames import VideoError, VideoLimits
 from encoder.images import ImageError, ImageLimits
+from service import errors
 from service.picture_pool import PicturePool
 from service.picture_worker import LENGTH
 from service.pictures import LocalDecoder, MediaLimits
@@ -130,6 +131,23 @@ def lying(pool: PicturePool, words: bytes) -> Iterator[None]:
         worker._connection, worker._greeted = ours, True
         theirs.sendall(LENGTH.pack(len(words)) + words)
         yield
+
+
+@pytest.mark.parametrize("program", ["/bin/false", "/nowhere/python"], ids=["dies-at-once", "cannot-be-started"])
+def test_a_picture_is_not_blamed_for_a_worker_that_does_not_start(program: str) -> None:
+    pool = PicturePool(LIMITS, 1, image_seconds=60, video_seconds=60)
+    with pytest.MonkeyPatch.context() as machine:
+        machine.setattr(sys, "executable", program)
+        pool.start()
+        for _ in range(2):
+            with pytest.raises(errors.Unavailable, match="no process to decode") as refused:
+                pool.image(picture(1))
+            assert refused.value.reason == "NO_PICTURE_WORKER" and refused.value.retry_after
+    assert pool.image(picture(1)).shape[2] == 3, "and it is tried again"
+    pool.close()
+    with pytest.raises(errors.Unavailable, match="stopping"):
+        pool.image(picture(1))
+    assert pool.workers[0].pid is None
 
 
 def test_a_large_picture_s_memory_is_given_back() -> None:
