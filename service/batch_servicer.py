@@ -13,7 +13,7 @@ from service.arriving import MAX_CHUNK, header_of, receive
 from service.batch_store import BatchRecord, BatchStore
 from service.batches import Batches
 from service.calls import current_call
-from service.servicer import in_thread
+from service.servicer import in_thread, to_end
 
 MAX_PAGE = 100
 _STATES = {
@@ -44,10 +44,13 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
             )
         async with in_thread(self._store.upload(_tenant(), header.size_bytes)) as upload:
             await receive(requests, upload.write)
-            record = await asyncio.to_thread(
-                lambda: upload.commit(header.request_id, ordered=header.ordered, max_errors=max_errors)
+            committing = asyncio.to_thread(
+                upload.commit, header.request_id, ordered=header.ordered, max_errors=max_errors
             )
-        self._batches.created(record)
+            try:
+                record = await to_end(asyncio.ensure_future(committing))
+            finally:  # it is there even where its maker no longer waits to hear so
+                self._batches.created()
         return batch_pb2.CreateBatchResponse(batch=self._proto(record))
 
     async def GetBatch(self, request: batch_pb2.GetBatchRequest, context: Any) -> batch_pb2.GetBatchResponse:

@@ -72,19 +72,21 @@ class Batches:
 
     # -- what callers do -----------------------------------------------------------------------------------------------
 
-    def created(self, record: BatchRecord) -> None:
-        """A new one is in the store."""
+    def created(self) -> None:
+        """There may be a new one in the store."""
         self._pump()
 
     async def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
         """Ends it; one that is over stays as it is. Raises NotFound."""
         record = self.store.get(tenant, batch_id)
-        if (task := self._tasks.get(batch_id)) is not None:
+        if not record.over and batch_id not in self._cancelled:
             self._cancelled.add(batch_id)
-            task.cancel()
+            if (task := self._tasks.get(batch_id)) is not None:
+                task.cancel()
+            else:
+                self._begin(record)
+        while (task := self._tasks.get(batch_id)) is not None:
             await asyncio.wait({task})
-        elif not record.over:
-            await self._end(record, "cancelled")
         return self.store.get(tenant, batch_id)
 
     async def delete(self, tenant: str, batch_id: str) -> None:
@@ -101,13 +103,14 @@ class Batches:
         """The batch now and after changes, until it is over. Raises NotFound."""
         last = None
         while True:
-            change = self._changes.setdefault(batch_id, asyncio.Event())
             record = self.store.get(tenant, batch_id)
+            if record.over:
+                yield record
+                return
+            change = self._changes.setdefault(batch_id, asyncio.Event())
             if record != last:
                 yield record
                 last = record
-            if record.over:
-                return
             await change.wait()
             await asyncio.sleep(WATCH_SECONDS)
 
@@ -125,10 +128,27 @@ class Batches:
                 return
             if record.tenant not in busy and record.batch_id not in self._tasks:
                 busy.add(record.tenant)
-                self._tasks[record.batch_id] = asyncio.create_task(self._run(record))
+                self._begin(record)
+
+    def _begin(self, record: BatchRecord) -> None:
+        task = self._tasks[record.batch_id] = asyncio.create_task(self._run(record))
+        task.add_done_callback(lambda _: self._left(record.batch_id))
+
+    def _left(self, batch_id: str) -> None:
+        """Its task is over, or never came to its first step. One that was to be cancelled, and was not in a moment to
+        be, is begun again and then finds itself cancelled."""
+        del self._tasks[batch_id]
+        record = next((record for record in self.store.unfinished() if record.batch_id == batch_id), None)
+        if record is not None and batch_id in self._cancelled and not self._stopped:
+            self._begin(record)
+        else:
+            self._cancelled.discard(batch_id)
+            self._pump()
 
     async def _run(self, record: BatchRecord) -> None:
         try:
+            if record.batch_id in self._cancelled:
+                raise asyncio.CancelledError
             await self._answer(record)
         except asyncio.CancelledError:
             if record.batch_id in self._cancelled:
@@ -144,10 +164,6 @@ class Batches:
         except Exception:
             log.exception("batch %s failed", record.batch_id)
             await self._fail(record, "INTERNAL", "the server failed on this batch; its log has the details")
-        finally:
-            self._cancelled.discard(record.batch_id)
-            del self._tasks[record.batch_id]
-            self._pump()
 
     async def _answer(self, record: BatchRecord) -> None:
         loop = asyncio.get_running_loop()

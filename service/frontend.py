@@ -253,7 +253,7 @@ class Frontend:
         self._mail[name] = call.mail
         finished = False
         try:
-            await self._in_pool(self.engine.submit, request)
+            await self._submit(request)
             call.begin([name])
             event = (await call.mail.take())[0]
             if event.finish_reason == "aborted":
@@ -436,7 +436,7 @@ class Frontend:
         self._mail.update(dict.fromkeys(names, call.mail))
         try:
             if prompt.images:  # copies pixels into shared memory
-                await self._in_pool(self.engine.submit, request)
+                await self._submit(request)
             else:
                 self.engine.submit(request)
             yield yield_started
@@ -466,6 +466,20 @@ class Frontend:
                 self._mail.pop(name, None)
                 if not states[index_of[name]].done:
                     self.engine.abort(name)
+
+    async def _submit(self, request: EngineRequest) -> None:
+        """In a thread. Where the call ends meanwhile an abort follows: one that went ahead of it would end nothing."""
+        submitting = asyncio.get_running_loop().run_in_executor(self._pool, self.engine.submit, request)
+
+        def abort(_: object) -> None:
+            for name in request.names:
+                self.engine.abort(name)
+
+        try:
+            await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            submitting.add_done_callback(abort)
+            raise
 
     def _eos(self, params: SamplingParams) -> frozenset[int]:
         return frozenset() if params.ignore_eos else self.assets.config.eos_token_ids

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from saccade.v1 import (
     inference_pb2,
@@ -23,6 +23,7 @@ from service.coalesce import coalesce
 from service.media import Media, Spool, tenant_folder
 from service.types import Event, GenerateSpec, MediaSource, VideoSource
 
+T = TypeVar("T")
 Context: TypeAlias = Any
 """`grpc.aio.ServicerContext`, which ships no type information."""
 
@@ -102,7 +103,7 @@ class MediaServicer(media_pb2_grpc.MediaServiceServicer):
         header = await header_of(requests, "an upload")
         async with in_thread(self._spool.upload(_tenant(), header.size_bytes)) as upload:
             await receive(requests, upload.write)
-            media = await asyncio.to_thread(upload.commit, header.media_id)
+            media = await to_end(asyncio.ensure_future(asyncio.to_thread(upload.commit, header.media_id)))
         return media_pb2.UploadMediaResponse(media=_media_to_proto(media))
 
     async def GetMedia(self, request: media_pb2.GetMediaRequest, context: Context) -> media_pb2.GetMediaResponse:
@@ -121,13 +122,25 @@ def _tenant() -> str:
 
 @contextlib.asynccontextmanager
 async def in_thread(manager: Any) -> AsyncIterator[Any]:
-    """A blocking context manager whose ends run in a thread."""
-    value = await asyncio.to_thread(manager.__enter__)
+    """A blocking context manager whose ends run in a thread. What was entered is left, also where the call ends in the
+    middle of entering."""
+    entering = asyncio.ensure_future(asyncio.to_thread(manager.__enter__))
     try:
-        yield value
+        yield await to_end(entering)
     finally:
-        # what was not committed is deleted either way, so the body's exception is not its business
-        await asyncio.shield(asyncio.to_thread(manager.__exit__, None, None, None))
+        if entering.done() and not entering.cancelled() and entering.exception() is None:
+            # what was not committed is deleted either way, so the body's exception is not its business
+            await asyncio.shield(asyncio.to_thread(manager.__exit__, None, None, None))
+
+
+async def to_end(work: asyncio.Future[T]) -> T:
+    """Its result. A cancellation of the caller takes effect when it is over: what the caller then undoes must be
+    there."""
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait({work})
+        raise
 
 
 def _media_to_proto(media: Media) -> media_pb2.Media:

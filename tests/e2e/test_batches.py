@@ -16,6 +16,7 @@ from rpc import connect, reason
 from running import RunningServer
 
 import saccade
+import service.errors
 from saccade import errors
 from saccade.v1 import batch_pb2
 from service.config import ConfigError
@@ -163,6 +164,32 @@ def test_cancelled_too_many_errors_and_no_room(model: Path, tmp_path: Path) -> N
         assert server.server.batches.store.used_bytes == 0  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match="at most 3"):
         RunningServer(str(model), engine=server.engine, max_queue=4, batch_concurrency=4)
+
+
+def test_batches_that_are_cancelled_before_their_turn_never_run(server: RunningServer) -> None:
+    batches = server.server.batches
+    assert batches is not None
+    store, data = batches.store, lines([row(0)])
+
+    def make() -> str:
+        with store.upload("", len(data)) as upload:
+            upload.write(data)
+            return upload.commit("").batch_id
+
+    async def body() -> None:
+        made = [make() for _ in range(3)]
+        cancelling = [asyncio.ensure_future(batches.cancel("", batch_id)) for batch_id in made * 2]
+        batches.created()  # the first has a task, and is cancelled before its first step; the others wait
+        for record in await asyncio.gather(*cancelling):
+            assert (record.state, record.started) == ("cancelled", 0.0)
+        for batch_id in made:
+            assert [record.state async for record in batches.watch("", batch_id)] == ["cancelled"]
+            await batches.delete("", batch_id)
+            with pytest.raises(service.errors.NotFound):
+                await anext(batches.watch("", batch_id))
+        assert not batches._tasks and not batches._cancelled and not batches._changes
+
+    server.run(body())
 
 
 def test_live_calls_go_first_and_a_stop_leaves_the_rest_to_the_next_start(model: Path, tmp_path: Path) -> None:
