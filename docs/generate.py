@@ -123,20 +123,13 @@ def api() -> str:
 def options() -> str:
     """The table of all options of `saccade serve`."""
     sys.path.insert(0, str(CHECKOUT))
-    from service.config import ServerOptions, option_type
+    from service.config import ServerOptions, flag_of, value_words
 
     lines = ["| option | value | default | |", "| --- | --- | --- | --- |"]
     for spec in dataclasses.fields(ServerOptions):
-        kind = option_type(ServerOptions, spec.name)
-        if spec.metadata["choices"]:
-            value = ", ".join(spec.metadata["choices"])
-        elif spec.metadata["size"]:
-            value = "bytes, such as 64Mi" if "bytes" in spec.name else "count, such as 64M"
-        else:
-            value = {bool: "flag", int: "number", float: "number", str: "text"}.get(kind, "list of numbers")
-        default = {None: "", (): "", False: "off"}.get(spec.default, spec.default)
-        name = "`MODEL`" if spec.name == "model" else f"`--{spec.name.replace('_', '-')}`"
-        lines.append(f"| {name} | {value} | {default} | {spec.metadata['help']} |")
+        default = "off" if isinstance(spec.default, bool) else "" if spec.default in (None, ()) else spec.default
+        name = "MODEL" if spec.name == "model" else flag_of(spec)
+        lines.append(f"| `{name}` | {value_words(ServerOptions, spec)} | {default} | {spec.metadata['help']} |")
     return "\n".join(lines)
 
 

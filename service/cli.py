@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from service.config import ConfigError, EngineOptions, ServerOptions, from_command_line
+from service.config import ConfigError, ServerOptions, from_command_line
 from service.helper_process import SPINNING
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,9 +46,11 @@ def serve(argv: Sequence[str]) -> int:
 
 
 def plan(argv: Sequence[str]) -> int:
-    """`saccade plan [MODEL] [options]`: what these options would do, before anything runs."""
-    parser = argparse.ArgumentParser("saccade plan", description="Say what a configuration will do before it runs.")
-    options = from_command_line(EngineOptions, parser, argv)
+    """`saccade plan [MODEL] [options]`: what `serve` would do with these options, before anything runs."""
+    parser = argparse.ArgumentParser(
+        "saccade plan", description="Say what `saccade serve` would do with the same options, before it runs."
+    )
+    options = from_command_line(ServerOptions, parser, argv)
     from service.plan import plan as tables
 
     print("\n\n".join(str(table) for table in tables(options)))

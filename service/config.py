@@ -236,7 +236,7 @@ class ServerOptions(EngineOptions):
     batch_row_timeout: float = _option(86400.0, "seconds that one row may take, waiting included", minimum=0.001)
     default_timeout: float = _option(600.0, "seconds a call without a deadline may take", minimum=0.001)
     stall_timeout: float = _option(60.0, "seconds that a message of a stream may wait for its reader", minimum=0.001)
-    warmup: bool = _option(True, "answer a request of its own before health says SERVING")
+    warmup: bool = _option(True, "a request of the server's own, answered before health says SERVING")
     grace: float = _option(30.0, "seconds that running calls get after SIGTERM", minimum=0)
     metrics_port: int | None = _option(None, "port of the Prometheus endpoint; 0 picks one; unset: none", minimum=0)
     metrics_host: str = _option("127.0.0.1", "address of the Prometheus endpoint")
@@ -306,6 +306,26 @@ def _describe(kind: Any, size: bool) -> str:
     return {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "text")
 
 
+def flag_of(spec: dataclasses.Field[Any]) -> str:
+    """How an option is written on a command line: `--max-seqs`, and `--no-warmup` for what is on unless told."""
+    return ("--no-" if spec.default is True else "--") + spec.name.replace("_", "-")
+
+
+def value_words(options: type, spec: dataclasses.Field[Any]) -> str:
+    """What an option takes, for people: its choices, `flag`, `bytes, such as 64Mi`."""
+    kind = option_type(options, spec.name)
+    if spec.metadata["choices"]:
+        return ", ".join(spec.metadata["choices"])
+    if spec.metadata["size"]:
+        return "bytes, such as 64Mi" if "bytes" in spec.name else "count, such as 64M"
+    if typing.get_origin(kind) is tuple:
+        return "list" if typing.get_args(kind)[0] is str else "list of numbers"
+    return {bool: "flag", int: "number", float: "number"}.get(kind, "text")
+
+
+_METAVARS = {"text": "TEXT", "list": "A,B", "list of numbers": "N,N", "number": "N"}
+
+
 def add_arguments(parser: argparse.ArgumentParser, options: type) -> None:
     """One argument per field. Values stay strings here; `resolve` parses them."""
     parser.add_argument("--config", metavar="FILE.toml", help="read options from this file")
@@ -315,14 +335,14 @@ def add_arguments(parser: argparse.ArgumentParser, options: type) -> None:
                 "model", nargs="?", default=None, help=f"{spec.metadata['help']} (default: {spec.default})"
             )
             continue
-        flag = "--" + spec.name.replace("_", "-")
-        default = "" if spec.default in (None, ()) else f" (default: {spec.default})"
-        help_text = (spec.metadata["help"] + default).replace("%", "%%")
+        flag, help_text = flag_of(spec), spec.metadata["help"].replace("%", "%%")
         if option_type(options, spec.name) is bool:
-            parser.add_argument(flag, action="store_const", const=True, default=None, dest=spec.name, help=help_text)
+            const = not spec.default
+            parser.add_argument(flag, action="store_const", const=const, default=None, dest=spec.name, help=help_text)
         else:
-            metavar = "|".join(spec.metadata["choices"]) or "N"
-            parser.add_argument(flag, default=None, dest=spec.name, metavar=metavar, help=help_text)
+            default = "" if spec.default in (None, ()) else f" (default: {spec.default})"
+            metavar = "|".join(spec.metadata["choices"]) or _METAVARS.get(value_words(options, spec), "SIZE")
+            parser.add_argument(flag, default=None, dest=spec.name, metavar=metavar, help=help_text + default)
 
 
 def resolve(options: type[T], arguments: Mapping[str, Any], environment: Mapping[str, str]) -> T:

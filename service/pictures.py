@@ -66,8 +66,8 @@ class MediaLimits:
 
 
 class Decoder(Protocol):
-    """Files to pixels. Raises ImageError, or its child VideoError, whatever the bytes are, and Unavailable where nothing
-    can be decoded at the moment."""
+    """Files to pixels. Raises ImageError, or its child VideoError, whatever the bytes are, and Unavailable where
+    nothing can be decoded at the moment."""
 
     def image(self, data: bytes) -> Pixels:
         """`[H, W, 3]` uint8."""

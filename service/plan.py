@@ -6,6 +6,7 @@ of the weight files, never the weights.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from decoder.arena import ArenaLayout, resolve_blocks
@@ -14,9 +15,11 @@ from decoder.graphs import capture_plan, check_slots, graph_bytes
 from decoder.mtp import check_mtp
 from encoder.plan import describe
 from encoder.video import video_grid, video_tokens
+from kernels.linear import quantised_bytes
 from service.build import check_handoff, decoder_options, encoder_options, resolve_dtype, resolve_vision
 from service.checkpoint import Checkpoint, open_checkpoint
 from service.config import EngineOptions
+from service.quantise import quantised_name
 
 CLIP_FRAMES = 32
 AUTO_CHECKPOINTS = (
@@ -79,8 +82,11 @@ def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
     check_slots(checkpoint.config.decoder, decoder, layout, blocks)
     item = resolve_dtype(options, checkpoint).itemsize
     rows: list[tuple[str, ...]] = [("part", "bytes", "what")]
-    weights = checkpoint.parameters() * item
-    rows.append(("weights", size(weights), f"{checkpoint.parameters() / 1e6:.1f} M parameters of {item} bytes"))
+    weights = weight_bytes(options, checkpoint)
+    kind = options.weights or checkpoint.config.weights
+    quantised = f", linear layers of the decoder in {kind}" if kind else ""
+    what = f"{checkpoint.parameters() / 1e6:.1f} M parameters of {item} bytes{quantised}"
+    rows.append(("weights", size(weights), what))
     arena = blocks * layout.block_bytes
     rows.append(("state arena", size(arena), f"{blocks} superblocks of {size(layout.block_bytes)}"))
     rows.append(("  a state slot", size(layout.slot_bytes), f"one sequence, {layout.mamba_layers} Mamba layers"))
@@ -99,6 +105,16 @@ def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
         total += options.handoff_bytes
     rows.append(("together", size(total), "without activations"))
     return Table(f"{checkpoint.config.name}, revision {checkpoint.revision}, on {decoder.device}", rows)
+
+
+def weight_bytes(options: EngineOptions, checkpoint: Checkpoint) -> int:
+    """Of all weights, as they are served."""
+    item = resolve_dtype(options, checkpoint).itemsize
+    total = checkpoint.parameters() * item
+    if (kind := options.weights or checkpoint.config.weights) is not None:
+        shapes = [shape for name, shape in checkpoint.decoder_shapes().items() if quantised_name(name)]
+        total += sum(quantised_bytes(shape, kind) - math.prod(shape) * item for shape in shapes)
+    return total
 
 
 def arena_layout(options: EngineOptions, checkpoint: Checkpoint) -> ArenaLayout:

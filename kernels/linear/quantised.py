@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -66,6 +67,13 @@ class Quantised:
         if self.kind == "int4":
             scale = self.scale.repeat_interleave(GROUP, -1)[..., : self.in_features]
         return (self.integers() * scale).to(dtype)
+
+
+def quantised_bytes(shape: Sequence[int], kind: str) -> int:
+    """Of the values and scales that `quantise` makes of a weight of this shape."""
+    *rows, inner = shape
+    row = inner + 4 if kind == "int8" else -(-inner // 2) + 4 * -(-inner // GROUP)
+    return math.prod(rows) * row
 
 
 def quantise(weight: Tensor, kind: str) -> Quantised:

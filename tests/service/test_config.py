@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from service.cli import main
 from service.config import ConfigError, EngineOptions, ServerOptions, add_arguments, from_keywords, parse_size, resolve
 
 
@@ -29,6 +30,23 @@ def test_flags_lists_and_sizes_on_the_command_line() -> None:
     options = parse("some/model", "--insecure", "--token-budgets", "64,128", "--memory-bytes", "1.5Gi", "--grace", "0")
     assert options.model == "some/model" and options.insecure and options.token_budgets == (64, 128)
     assert options.memory_bytes == 3 * 2**29 and options.grace == 0
+
+
+def test_what_is_on_unless_told_has_a_flag_that_turns_it_off() -> None:
+    assert parse().warmup and not parse("--no-warmup").warmup
+    assert not parse("--no-warmup", env={"SACCADE_WARMUP": "1"}).warmup
+
+
+def test_help_says_what_each_option_takes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    told = {}
+    for command in ("serve", "plan"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        told[command] = capsys.readouterr().out.partition("options:")[2]
+    assert told["serve"] == told["plan"]
+    for words in ("--host TEXT", "--max-image-bytes SIZE", "--encoders A,B", "--token-budgets N,N", "--port N "):
+        assert words in told["serve"]
 
 
 @pytest.mark.parametrize(
