@@ -73,11 +73,12 @@ class Guard:
         tenant.limits.admit("requests", 1)
         return tenant
 
-    def named(self, name: str) -> Tenant | None:
-        """The tenant of this name; None where it has no key (any more)."""
+    def named(self, name: str, scope: str) -> Tenant | None:
+        """The tenant of this name; None where it has no key with this scope (any more)."""
         if self._keys is None:
             return self._anyone if not name else None
-        return next((tenant for tenant in self._keys.current().values() if tenant.name == name), None)
+        tenants = self._keys.current().values()
+        return next((tenant for tenant in tenants if tenant.name == name and scope in tenant.scopes), None)
 
     def _tenant(self, metadata: Mapping[str, str | bytes]) -> Tenant:
         assert self._keys is not None

@@ -136,14 +136,23 @@ def to_status(error: BaseException) -> StatusError:
     return Internal("the server failed on this request; its log has the details under the request id")
 
 
+def has_details() -> bool:
+    """Whether clients can be told reasons, fields and times to wait: googleapis-common-protos is installed."""
+    try:
+        from google.rpc import error_details_pb2, status_pb2  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
 def details(error: StatusError, request_id: str) -> bytes | None:
     """The `grpc-status-details-bin` trailer: google.rpc.Status with ErrorInfo, RequestInfo and, where they apply,
     BadRequest and RetryInfo. None where googleapis-common-protos is not installed."""
-    try:
-        from google.protobuf.any_pb2 import Any
-        from google.rpc import error_details_pb2, status_pb2
-    except ImportError:
+    if not has_details():
         return None
+    from google.protobuf.any_pb2 import Any
+    from google.rpc import error_details_pb2, status_pb2
+
     entries: list[object] = [
         error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata),
         error_details_pb2.RequestInfo(request_id=request_id),

@@ -248,8 +248,12 @@ def reserved_port(options: ServerOptions) -> Iterator[int]:
     family, kind, _, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
     with contextlib.ExitStack() as held:
         if options.port:
-            name = f"saccade-{os.getuid()}-{options.host.replace(':', '_')}-{options.port}.lock"
-            lock = held.enter_context(open(Path(tempfile.gettempdir()) / name, "w"))
+            path = Path(tempfile.gettempdir()) / f"saccade-{os.getuid()}-{address[0]}-{options.port}.lock"
+            try:  # in a folder of everybody's: nobody's link is followed
+                lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            except OSError as error:
+                raise ConfigError(f"port: the lock {path} cannot be had: {error.strerror}") from None
+            held.callback(os.close, lock)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:

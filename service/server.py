@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from encoder.frames import VideoLimits
+from encoder.frames import VideoLimits, video_formats
 from encoder.images import ImageLimits
 from saccade.results import model_from
 from saccade.v1 import (
@@ -42,7 +42,8 @@ from service.build import resolve_vision
 from service.calls import AccessLog, Calls
 from service.checkpoint import open_checkpoint
 from service.config import ConfigError, ServerOptions
-from service.engine import EngineHandle
+from service.engine import EngineHandle, EngineInfo
+from service.engine_client import EngineDied
 from service.fetch import make_fetcher
 from service.frontend import Frontend, FrontLimits
 from service.interceptor import FrontDoor
@@ -85,6 +86,7 @@ class Server:
         self.metrics.watch_engine(
             lambda: engine.query("stats"), self._gauges, lambda: {"preprocess": self.frontend.stats()}
         )
+        _say_what_is_off(engine.info)
         access = AccessLog(as_json=options.log_json)
         self._ends = contextlib.ExitStack()
         self.calls = Calls(
@@ -217,13 +219,17 @@ class Server:
         if self.batches is None:
             options = self.options
             self.batches = Batches(
-                self._batch_store, self.calls, model_from(self._model),
+                self._batch_store,
+                self.calls,
+                model_from(self._model),
                 BatchLimits(
-                    options.batch_concurrency or min(16, max(1, options.max_queue // 2)), options.batch_jobs,
+                    options.batch_concurrency or min(16, max(1, options.max_queue // 2)),
+                    options.batch_jobs,
                     options.batch_row_timeout,
                 ),
-                tenant=self._guard.named, folder=lambda tenant: Uploaded(self.spool, tenant),
-            )  # fmt: skip
+                tenant=lambda name: self._guard.named(name, "batch"),
+                folder=lambda tenant: Uploaded(self.spool, tenant),
+            )
         return self.batches
 
     def _gauges(self) -> dict[str, float]:
@@ -253,8 +259,11 @@ class Server:
             async with asyncio.timeout(self.options.grace if grace is None else grace):
                 await self.frontend.idle.wait()
         if self.options.sizes_file is not None and self.frontend.engine.alive:
-            sizes = await asyncio.wrap_future(self.frontend.engine.query("histogram"))
-            await asyncio.to_thread(record_sizes, Path(self.options.sizes_file), sizes)
+            try:
+                sizes = await asyncio.wrap_future(self.frontend.engine.query("histogram"))
+                await asyncio.to_thread(record_sizes, Path(self.options.sizes_file), sizes)
+            except EngineDied as error:  # the rest has to stop all the same
+                log.error("sizes_file: %s is not written: %s", self.options.sizes_file, error)
         if self._server is not None:
             await self._server.stop(grace=1.0 if self.frontend.idle.is_set() else 0)
             self._server = None
@@ -266,6 +275,14 @@ class Server:
     def engine_changed(self, alive: bool) -> None:
         """Health follows the engine; running calls are told by their own events. May be called from any thread."""
         self._set_health(alive and self._refusal() is None)
+
+
+def _say_what_is_off(info: EngineInfo) -> None:
+    """Of the packages that a server can do without; health, reflection and metrics speak for themselves."""
+    if not errors.has_details():
+        log.warning("googleapis-common-protos is not installed: errors have no reason, field or time to wait")
+    if info.takes_video and "MP4" not in video_formats():
+        log.info("av is not installed: videos are GIF, APNG or WebP, not MP4 or WebM")
 
 
 def _version() -> str:

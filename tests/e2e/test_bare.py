@@ -21,6 +21,8 @@ ABSENT = (
     "google.api",
     "prometheus_client",
     "opentelemetry",
+    "av",
+    "httpx",
     "msgspec",
     "zmq",
     "tritonclient",
@@ -31,11 +33,17 @@ ABSENT = (
     "rich",
 )
 BLOCK = f"""
-import importlib.abc, sys
+import importlib.abc, importlib.util, sys
+
+def absent(name):
+    return any(name == one or name.startswith(one + ".") for one in {ABSENT!r})
+
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if absent(name) else find(name, package)
 
 class Absent(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if any(name == absent or name.startswith(absent + ".") for absent in {ABSENT!r}):
+        if absent(name):
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
         return None
 
@@ -67,7 +75,9 @@ def test_the_core_serves_without_what_it_does_not_need(bare: dict[str, str], tmp
         server.terminate()
         assert server.wait(60) == 0
     said = log.read_text()
-    for missing in ("grpcio-health-checking", "grpcio-reflection", "prometheus-client"):
+    for missing in (
+        "grpcio-health-checking", "grpcio-reflection", "prometheus-client", "googleapis-common-protos", "av",
+    ):  # fmt: skip
         assert f"{missing} is not installed" in said
 
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ from saccade import errors
 from saccade.v1 import admin_pb2, inference_pb2
 from service.cli import ServerProcess
 from service.config import ConfigError, ServerOptions
-from service.fronts import check, share
+from service.fronts import check, reserved_port, share
 
 ROOT = Path(__file__).resolve().parents[2]
 FRONTS = 2
@@ -137,6 +138,15 @@ def test_a_second_instance_is_told(fronts: ServerProcess, arguments: list[str]) 
     command = [sys.executable, "-m", "service", "serve", *arguments, "--port", port]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "has its fronts on" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_lock_that_is_somebody_s_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "theirs").write_text("precious")
+    (tmp_path / f"saccade-{os.getuid()}-127.0.0.1-50077.lock").symlink_to(tmp_path / "theirs")
+    with pytest.raises(ConfigError, match="lock .* cannot be had"), reserved_port(ServerOptions(port=50077)):
+        pass
+    assert (tmp_path / "theirs").read_text() == "precious"
 
 
 def test_what_several_fronts_cannot_keep(model: Path, tmp_path: Path) -> None:

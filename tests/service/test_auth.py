@@ -69,6 +69,17 @@ def test_scopes(guard: Guard) -> None:
     assert Guard(None, admin=True).admit(DRAIN, {}).salt == b""
 
 
+def test_a_tenant_by_its_name_has_a_key_with_the_scope(tmp_path: Path) -> None:
+    keys = [("a", "1", "inference"), ("a", "2", "batch"), ("b", "3", "inference")]
+    text = "".join(entry(name, key, scopes=[scope]) for name, key, scope in keys)
+    (tmp_path / "keys.toml").write_text(text)
+    guard = Guard(watch_keys(str(tmp_path / "keys.toml")))
+    found = guard.named("a", "batch")
+    assert found is not None and found.scopes == {"batch"}
+    assert guard.named("b", "batch") is None and guard.named("c", "batch") is None
+    assert Guard(None).named("", "batch") is not None and Guard(None).named("a", "batch") is None
+
+
 def test_the_rate_is_the_keys_own(guard: Guard) -> None:
     for _ in range(2):
         guard.admit(GENERATE, {"x-api-key": "sk-3"})
