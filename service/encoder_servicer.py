@@ -45,13 +45,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
     async def Attach(
         self, requests: AsyncIterator[encoder_pb2.AttachRequest], context: Any
     ) -> AsyncIterator[encoder_pb2.AttachResponse]:
-        if self._draining:
-            raise errors.Unavailable("the encoder is stopping", reason="DRAINING", retry_after=1.0)
-        if len(self.sessions) >= self._max_sessions:
-            raise errors.Unavailable(
-                f"{len(self.sessions)} decoders are attached, the most that max_inflight_bytes allows",
-                reason="QUEUE_FULL", metadata={"limit": str(self._max_sessions)}, retry_after=5.0,
-            )  # fmt: skip
+        self._check_room()
         hello = await anext(aiter(requests), None)
         if hello is None or hello.WhichOneof("message") != "hello":
             raise errors.InvalidArgument("the first message must be hello", field="hello")
@@ -66,6 +60,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             self._partner.check(partner_from_proto(hello.hello), f"the decoder at {context.peer()}")
         except PartnerRefused as error:
             raise errors.FailedPrecondition(str(error), reason="PARTNER_REFUSED") from None
+        self._check_room()  # others may have come since, and the end
         session = _Session(self._handoff, self._window_bytes)
         self.sessions.add(session)
         self.idle.clear()
@@ -81,6 +76,16 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             if not self.sessions:
                 self.idle.set()
             log.info("the decoder at %s is gone", context.peer())
+
+    def _check_room(self) -> None:
+        """Raises Unavailable where no further decoder is taken."""
+        if self._draining:
+            raise errors.Unavailable("the encoder is stopping", reason="DRAINING", retry_after=1.0)
+        if len(self.sessions) >= self._max_sessions:
+            raise errors.Unavailable(
+                f"{len(self.sessions)} decoders are attached, the most that max_inflight_bytes allows",
+                reason="QUEUE_FULL", metadata={"limit": str(self._max_sessions)}, retry_after=5.0,
+            )  # fmt: skip
 
     def poll(self) -> None:
         """The handoff has changed: rows may be ready."""
