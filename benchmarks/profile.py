@@ -53,6 +53,7 @@ def name_of(op: Op, config: DecoderConfig) -> str:
     if op.code != Code.LINEAR:
         return {
             Code.MAMBA: "Mamba: convolution, state, gated norm", Code.ATTENTION: "attention over pages",
+            Code.EXPERTS: "experts",
         }.get(Code(op.code), "norms, activations, conversions")  # fmt: skip
     n, k = op.weight.n, op.weight.k
     if n == config.vocab_size:

@@ -1,17 +1,15 @@
 """A step on a CPU in a few calls of compiled code: the layers; the final norm and the vocabulary projection.
 
 The same maths as `decoder.model` with `decoder.mixers`, on the same weights, states and pages. Layers that have no
-compiled form (mixtures of experts, other activations, attention of prompts) are called in between, on the same residual
-stream; a graph's rows of drafts or prompts, states that are not float32, and machines without a compiler or AVX-512 go
-the other way.
+compiled form (other activations, attention of prompts) are called in between, on the same residual stream; a graph's
+rows of drafts or prompts, states that are not float32, and machines without a compiler or AVX-512 go the other way.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from decoder.mixers import AttentionMixer, MambaMixer, Mixer, MlpMixer
-from kernels.linear import Linear, Packed, Quantised
-from kernels.native import NativeUnavailable, library
-from kernels.native.structs import Code, Kind, Model, Op, Step, Target, Weight
+from decoder.mixers import AttentionMixer, ExpertsMixer, Mixer
+from decoder.operations import MAX_ROUTED, Operations
+from kernels.linear import Quantised
+from kernels.native import NativeUnavailable
+from kernels.native.structs import Op, Step, Target
 from kernels.rms_norm import rms_norm
 
 if TYPE_CHECKING:
@@ -103,57 +102,27 @@ def _rows(batch: Batch) -> _Rows:
     return _Rows(starts, slots, initial, saves, None if rewound is None else (rewound[0], rewound[1], rewound[2]))
 
 
-class NativeStep:
-    """The operations of one model, and the buffers that they share. One thread at a time."""
+class NativeStep(Operations):
+    """The operations of one model."""
 
     def __init__(self, model: HybridModel) -> None:
         """Raises NativeUnavailable with the reason."""
-        config, options = model.config, model.options
-        if options.device != "cpu":
-            raise NativeUnavailable(f"the decoder is on {options.device}")
-        if options.state_dtype != torch.float32:
-            raise NativeUnavailable(f"states are {options.state_dtype}")
-        if options.dtype not in (torch.bfloat16, torch.float32):
-            raise NativeUnavailable(f"the dtype is {options.dtype}")
-        self._library = library()
-        self._eps, self._dtype = config.layer_norm_epsilon, options.dtype
-        self.on_operation: Callable[[Op, float], None] | None = None
-        """For measurements: operations then run one at a time, and this hears of each and its seconds."""
-        self._kept: list[object] = []
-        """What the operations point to."""
+        super().__init__(model.config, model.options)
         ops: list[Op] = []
         layers: list[_Layer] = []
         for norm, mixer in zip(model.norms, model.mixers, strict=True):
             begin = len(ops)
-            ops += self._layer(norm, mixer)
+            ops += self.layer(norm, mixer)
             layers.append(_Layer(range(begin, len(ops)), norm, mixer))
-        self._decode = _plan(layers, called=())
-        self._mixed = _plan(layers, called=(AttentionMixer,))
-        body = len(ops)
-        head = self._packed(model.head)
-        ops += [self._norm(model.norm_f, head), self._linear(head, Target.LOGITS)]
+        self._plans = {
+            (scans, many): _plan(layers, called=(AttentionMixer,) * scans + (ExpertsMixer,) * many)
+            for scans in (False, True)
+            for many in (False, True)
+        }
+        head, body = self.packed(model.head), len(ops)
+        ops += [self.norm(model.norm_f, head), self.linear(head, Target.LOGITS)]
         self._head = range(body, len(ops))
-        self._ops = (Op * len(ops))(*ops)
-        self.max_tokens = max(options.max_seqs, options.max_batched_tokens)
-        tokens = self.max_tokens
-        widest = max([config.hidden_size, *(max(op.weight.n, op.weight.k, op.width) for op in ops[:body])])
-        padded = -(-widest // 128) * 128
-        # Memory that no step has used yet costs nothing.
-        self._x, self._scales = torch.empty(tokens, config.hidden_size), torch.empty(tokens)
-        self._wide, self._mid = torch.empty(tokens, widest), torch.empty(tokens, widest)
-        self._operand = torch.empty(tokens, padded)
-        low, high = config.time_step_limit
-        attention = config.attention_layers > 0
-        self._model = Model(
-            count=len(ops), ops=ctypes.addressof(self._ops), threads=1, hidden=config.hidden_size,
-            vocab=config.vocab_size, heads=config.mamba_num_heads, head=config.mamba_head_dim, groups=config.n_groups,
-            state=config.ssm_state_size, taps=config.conv_kernel, conv_dim=config.conv_dim, inner=config.mamba_inner,
-            q_heads=config.num_attention_heads, kv_heads=config.kv_heads, width=config.head_dim,
-            page=options.page_size, stored_bf16=int(options.dtype == torch.bfloat16), eps=config.layer_norm_epsilon,
-            dt_low=low, dt_high=high, scale=config.head_dim**-0.5 if attention else 0.0, x=self._x.data_ptr(),
-            wide=self._wide.data_ptr(), mid=self._mid.data_ptr(), ld=widest, operand=self._operand.data_ptr(),
-            operand_ld=padded, operand_scale=self._scales.data_ptr(),
-        )  # fmt: skip
+        self.complete(ops, max(model.options.max_seqs, model.options.max_batched_tokens))
 
     def takes(self, tokens: int, batch: Batch) -> bool:
         """Whether a step has few enough tokens, row behind row. Rows of drafts or prompts in a graph are not: what the
@@ -167,10 +136,11 @@ class NativeStep:
     def layers(self, x_TD: Tensor, batch: Batch) -> Tensor:
         """`[T, d]` float32, before the final norm. Updates states, windows and pages in place.
 
-        Attention of scanned rows is called, not compiled: torch's is made for many queries at once.
+        Attention of scanned rows is called, not compiled: torch's is made for many queries at once. So are experts of
+        more tokens than `MAX_ROUTED`.
         """
         tokens, tables, scan = x_TD.shape[0], batch.tables_QW, batch.scan
-        x = self._x[:tokens].copy_(x_TD)
+        x = self.x[:tokens].copy_(x_TD)
         rows = _rows(batch)
         step = Step(
             tokens, rows.slots.shape[0], rows.starts.data_ptr(), rows.slots.data_ptr(), rows.initial.data_ptr(),
@@ -179,90 +149,29 @@ class NativeStep:
         )  # fmt: skip
         if rows.rewound is not None:
             step.origins, step.seats, step.counts = (column.data_ptr() for column in rows.rewound)
-        for ops, layer in self._decode if scan is None else self._mixed:
+        eps, dtype = self.config.layer_norm_epsilon, self.options.dtype
+        for ops, layer in self._plans[scan is not None, tokens > MAX_ROUTED]:
             if ops:
-                self._run(ops, step)
+                self.run(ops, step)
             if layer is not None:
-                x += layer.mixer(rms_norm(x, layer.norm, self._eps, self._dtype), batch)
+                x += layer.mixer(rms_norm(x, layer.norm, eps, dtype), batch)
         return x.clone()
 
     def advance(self, rows_R4: Tensor) -> None:
         """Rows of (seat, slot, target, count): in all Mamba layers the state in the slot, after the first `count`
         inputs of the seat's ring, goes to the target.
         """
-        self._model.threads = torch.get_num_threads()
+        self.model.threads = torch.get_num_threads()
         rows = ctypes.c_void_p(rows_R4.data_ptr())
-        self._library.saccade_advance(ctypes.byref(self._model), ctypes.c_int64(rows_R4.shape[0]), rows)
+        self.library.saccade_advance(ctypes.byref(self.model), ctypes.c_int64(rows_R4.shape[0]), rows)
 
     def logits(self, hidden_LD: Tensor) -> Tensor:
         """`[L, vocab]` float32 of at most `max_tokens` rows before the final norm."""
         rows = hidden_LD.shape[0]
-        self._x[:rows].copy_(hidden_LD)
-        out = torch.empty(rows, self._model.vocab)
-        self._run(self._head, Step(tokens=rows, logits=out.data_ptr()))
+        self.x[:rows].copy_(hidden_LD)
+        out = torch.empty(rows, self.model.vocab)
+        self.run(self._head, Step(tokens=rows, logits=out.data_ptr()))
         return out
-
-    def _run(self, ops: range, step: Step) -> None:
-        self._model.threads = torch.get_num_threads()
-        if self.on_operation is None:
-            self._library.saccade_step(ctypes.byref(self._model), ctypes.byref(step), ops.start, ops.stop)
-            return
-        for index in ops:
-            started = time.perf_counter()
-            self._library.saccade_step(ctypes.byref(self._model), ctypes.byref(step), index, index + 1)
-            self.on_operation(self._ops[index], time.perf_counter() - started)
-
-    # -- operations ----------------------------------------------------------------------------------------------------
-
-    def _layer(self, norm: Tensor, mixer: Mixer) -> list[Op]:
-        """Empty for a layer that has no compiled form."""
-        match mixer:
-            case MambaMixer():
-                first, last = self._packed(mixer.in_proj), self._packed(mixer.out_proj)
-                middle = [self._mamba(mixer), Op(Code.CONVERT, last.kind, last.k)]
-            case AttentionMixer():
-                first, last = self._packed(mixer.qkv), self._packed(mixer.o_proj)
-                kv = mixer.kv
-                middle = [Op(Code.ATTENTION, kv=kv.data_ptr(), kv_stride=kv.stride(0))]
-                middle.append(Op(Code.CONVERT, last.kind, last.k))
-            case MlpMixer() if mixer.squared:
-                first, last = self._packed(mixer.up), self._packed(mixer.down)
-                middle = [Op(Code.RELU_SQUARED, last.kind, last.k)]
-            case _:
-                return []
-        return [
-            self._norm(norm, first), self._linear(first, Target.WIDE), *middle, self._linear(last, Target.RESIDUAL)
-        ]  # fmt: skip
-
-    def _packed(self, linear: Linear) -> Packed:
-        packed = linear.packed
-        if packed is None:
-            assert isinstance(linear.weight, Tensor)
-            packed = Packed(linear.weight, linear.bias)
-        self._kept.append(packed)
-        return packed
-
-    def _pointer(self, tensor: Tensor | None) -> int | None:
-        if tensor is None:
-            return None
-        assert tensor.dtype == torch.float32 and tensor.is_contiguous()
-        self._kept.append(tensor)
-        return tensor.data_ptr()
-
-    def _norm(self, weight: Tensor, before: Packed) -> Op:
-        return Op(Code.NORM, before.kind, before.k, norm=self._pointer(weight))
-
-    def _linear(self, packed: Packed, target: Target) -> Op:
-        return Op(Code.LINEAR, Kind.F32, 0, weight=packed.descriptor, target=target)
-
-    def _mamba(self, mixer: MambaMixer) -> Op:
-        return Op(
-            Code.MAMBA, Kind.F32, 0, Weight(), Target.WIDE, self._pointer(mixer.norm_weight),
-            mixer.windows.data_ptr(), mixer.windows.stride(0), mixer.states.data_ptr(), mixer.states.stride(0),
-            self._pointer(mixer.conv_WC), self._pointer(mixer.conv_bias_C), self._pointer(mixer.A_H),
-            self._pointer(mixer.D_H), self._pointer(mixer.dt_bias_H), None, 0,
-            mixer.ring.data_ptr() if mixer.ring.numel() else None, mixer.ring.stride(0),
-        )  # fmt: skip
 
 
 def native_step(model: HybridModel) -> NativeStep | None:

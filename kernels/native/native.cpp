@@ -15,6 +15,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -25,7 +26,11 @@ namespace {
 
 enum Kind : int64_t { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3 };
 enum Store : int64_t { STORE = 0, ADD = 1, STORE_BF16 = 2 };
-enum Code : int64_t { NORM = 0, LINEAR = 1, MAMBA = 2, ATTENTION = 3, CONVERT = 4, RELU_SQUARED = 5 };
+enum Code : int64_t {
+    NORM = 0, LINEAR = 1, MAMBA = 2, ATTENTION = 3, CONVERT = 4, RELU_SQUARED = 5,
+    ROUTE = 6, GROUP_PICKS = 7, GATHER = 8, EXPERTS = 9, PICKED_RELU_SQUARED = 10, COMBINE = 11,
+};
+enum Target : int64_t { WIDE = 0, RESIDUAL = 1, LOGITS = 2, MID = 3, OPERAND = 4 };
 
 constexpr int64_t PANEL = 64;       // columns of a packed weight that lie together
 constexpr int64_t GROUP = 128;      // inputs that share a scale in int4
@@ -45,10 +50,19 @@ struct Weight {  // [n, k]; kpad: k as it is stored; scale: int8 [panels * 64], 
     const float* bias;
 };
 
+struct Experts {  // a mixture of them
+    int64_t count, chosen, groups, kept, normalise;
+    float scaling;
+    const float* correction;   // [count]
+    const Weight *up, *down;   // [count]
+};
+
 struct Op {
-    int64_t code, kind, width;  // kind: of the operand that NORM, CONVERT and RELU_SQUARED make; width: of their rows
-    Weight weight;              // LINEAR
-    int64_t target;             // LINEAR: 0 wide, 1 added to x, 2 logits
+    int64_t code, kind, width;  // kind: of the operand that an operation makes; width: of its rows
+    Weight weight;              // LINEAR; EXPERTS: the first expert's
+    // LINEAR: WIDE, RESIDUAL (added to x) or LOGITS; COMBINE: RESIDUAL or MID; GATHER: from WIDE or float OPERAND;
+    // EXPERTS: WIDE for the first product, RESIDUAL for the second
+    int64_t target;
     const float* norm;          // NORM, MAMBA: weight
     void* windows;              // MAMBA: [slots, taps - 1, conv] ...
     int64_t window_stride;      // ... elements between slots
@@ -59,6 +73,7 @@ struct Op {
     int64_t kv_stride;
     float* ring;  // MAMBA, or null: [seats, steps, conv + heads], projected inputs since the state in a slot
     int64_t ring_stride;
+    const Experts* experts;  // from ROUTE to COMBINE
 };
 
 struct Model {
@@ -74,6 +89,12 @@ struct Model {
     void* operand;  // [rows, operand_ld] of 4 bytes at most
     int64_t operand_ld;
     float* operand_scale;
+    // A pick is one token's choice of one expert: a token's are in the order of experts. Rows of picks lie expert by expert.
+    int64_t *picks, *places;  // [rows, chosen]: which expert, and which row it got
+    float* shares;            // [rows, chosen]
+    int64_t* runs;            // how many experts were picked; then of each, ascending: expert, first row, row behind the last
+    void* picked;             // like operand, operand_scale and wide, with a row for each pick
+    float *picked_scale, *picked_wide;
 };
 
 struct Step {
@@ -353,20 +374,20 @@ void tiles(const Product& job, int64_t begin, int64_t end, int64_t panel, int64_
 // Units of a product: (panel, block of rows), or quarters of panels where there would be too few for the threads.
 struct Units {
     int64_t quarters, blocks, count;
-    Units(const Weight& w, int64_t rows, int64_t threads) {
+    Units(const Weight& w, int64_t rows, int64_t threads, int64_t products = 1) {
         const int64_t panels = panels_of(w);
         blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
         const bool divisible = w.kind == BF16 || w.kind == INT8;
-        quarters = divisible && panels * blocks < 6 * threads ? 4 : 1;
+        quarters = divisible && products * panels * blocks < 6 * threads ? 4 : 1;
         count = panels * blocks * quarters;
     }
 };
 
-void run_unit(const Product& job, const Units& units, int64_t unit, int64_t rows) {
+void run_unit(const Product& job, const Units& units, int64_t unit, int64_t rows, int64_t before = 0) {
     const int64_t block = unit % units.blocks, part = unit / units.blocks;
     const int64_t panel = part / units.quarters, first = part % units.quarters;
     if (panel * PANEL + first * 16 >= job.weight->n) return;
-    const int64_t begin = rows * block / units.blocks, end = rows * (block + 1) / units.blocks;
+    const int64_t begin = before + rows * block / units.blocks, end = before + rows * (block + 1) / units.blocks;
     tiles(job, begin, end, panel, units.quarters == 1 ? 0 : first, units.quarters == 1 ? 4 : 1);
 }
 
@@ -697,6 +718,103 @@ void attention(const Model& m, const Op& op, const Step& step, int64_t row, int6
     }
 }
 
+// -- a mixture of experts ----------------------------------------------------------------------------------------------------
+
+constexpr float INFINITE = std::numeric_limits<float>::infinity();
+
+// The largest value's index, the lowest among equals; it is never found again.
+int64_t take_largest(float* values, int64_t count) {
+    const int64_t best = std::max_element(values, values + count) - values;
+    values[best] = -INFINITE;
+    return best;
+}
+
+// Of a token: its experts and their shares, from the router's products in `wide`. The correction counts for the choice alone.
+void route(const Model& m, const Op& op, int64_t token, float* scratch) {
+    const Experts& of = *op.experts;
+    const int64_t size = of.count / of.groups;
+    const float* logits = m.wide + token * m.ld;
+    float *scores = scratch, *choice = scores + of.count, *best = choice + of.count;
+#pragma omp simd
+    for (int64_t e = 0; e < of.count; e++) {
+        scores[e] = 1.0f / (1.0f + fast_exp(-logits[e]));
+        scores[e] = logits[e] == logits[e] ? scores[e] : logits[e];  // NaN is no clamped exponent
+        const float corrected = scores[e] + of.correction[e];
+        choice[e] = corrected == corrected ? corrected : INFINITE;
+    }
+    if (of.kept < of.groups) {
+        for (int64_t g = 0; g < of.groups; g++) {  // a group counts as much as its two best
+            float first = -INFINITE, second = -INFINITE;
+            for (int64_t e = g * size; e < (g + 1) * size; e++) {
+                second = std::max(second, std::min(first, choice[e]));
+                first = std::max(first, choice[e]);
+            }
+            best[g] = size > 1 ? first + second : first;
+        }
+        for (int64_t i = 0; i < of.kept; i++) take_largest(best, of.groups);
+        for (int64_t g = 0; g < of.groups; g++)
+            if (best[g] != -INFINITE) std::fill(choice + g * size, choice + (g + 1) * size, -INFINITE);
+    }
+    int64_t* picks = m.picks + token * of.chosen;
+    float *shares = m.shares + token * of.chosen, sum = 1e-20f;
+    for (int64_t i = 0; i < of.chosen; i++) picks[i] = take_largest(choice, of.count);
+    std::sort(picks, picks + of.chosen);
+    for (int64_t i = 0; i < of.chosen; i++) sum += shares[i] = scores[picks[i]];
+    for (int64_t i = 0; i < of.chosen; i++) shares[i] = (of.normalise ? shares[i] / sum : shares[i]) * of.scaling;
+}
+
+// Rows for all picks, expert by expert.
+void group_picks(const Model& m, const Op& op, int64_t tokens) {
+    const int64_t picks = tokens * op.experts->chosen;
+    std::vector<int64_t> rows(op.experts->count);
+    for (int64_t i = 0; i < picks; i++) rows[m.picks[i]]++;
+    int64_t found = 0, begin = 0;
+    for (int64_t e = 0; e < op.experts->count; e++) {
+        if (!rows[e]) continue;
+        int64_t* run = m.runs + 1 + 3 * found++;
+        run[0] = e, run[1] = begin, run[2] = begin += rows[e];
+        rows[e] = run[1];
+    }
+    m.runs[0] = found;
+    for (int64_t i = 0; i < picks; i++) m.places[i] = rows[m.picks[i]]++;
+}
+
+void gather(const Model& m, const Op& op, int64_t pick) {
+    const int64_t token = pick / op.experts->chosen;
+    const float* from = op.target == WIDE ? m.wide + token * m.ld : static_cast<const float*>(m.operand) + token * m.operand_ld;
+    make_operand(from, op.width, op.kind, m.picked, m.operand_ld, m.picked_scale, m.places[pick]);
+}
+
+// How many experts a step may pick at most: units of the others would only be counted.
+int64_t most_experts(const Op& op, const Step& step) { return std::min(op.experts->count, step.tokens * op.experts->chosen); }
+
+void run_expert(const Model& m, const Op& op, const Step& step, int64_t unit) {
+    const Units units(op.weight, 1, m.threads, most_experts(op, step));
+    const int64_t at = unit / units.count, *run = m.runs + 1 + 3 * at;
+    if (at >= m.runs[0]) return;
+    const Weight* weight = (op.target == WIDE ? op.experts->up : op.experts->down) + run[0];
+    const Product job{weight, m.picked, m.operand_ld, m.picked_scale, m.picked_wide, m.ld, STORE, 0};
+    run_unit(job, units, unit % units.count, run[2] - run[1], run[1]);
+}
+
+// What a token's experts say, expert after expert.
+void combine(const Model& m, const Op& op, int64_t token, float* sum) {
+    const int64_t chosen = op.experts->chosen;
+    std::fill(sum, sum + op.width, 0.0f);
+    for (int64_t i = token * chosen; i < (token + 1) * chosen; i++) {
+        const float *y = m.picked_wide + m.places[i] * m.ld, share = m.shares[i];
+#pragma omp simd
+        for (int64_t c = 0; c < op.width; c++) sum[c] += share * y[c];
+    }
+    if (op.target == MID) {
+        std::memcpy(m.mid + token * m.ld, sum, op.width * sizeof(float));
+        return;
+    }
+    float* x = m.x + token * m.hidden;
+#pragma omp simd
+    for (int64_t c = 0; c < op.width; c++) x[c] += sum[c];
+}
+
 // -- threads -----------------------------------------------------------------------------------------------------------------
 
 // A job is a row of phases, a phase some units of work; a phase begins when all units of the one before it are done.
@@ -818,6 +936,11 @@ Pool& pool() {
 
 // -- a step ------------------------------------------------------------------------------------------------------------------
 
+void square(const float* from, int64_t width, float* out) {  // relu(x)^2
+#pragma omp simd
+    for (int64_t i = 0; i < width; i++) out[i] = from[i] <= 0 ? 0.0f : from[i] * from[i];
+}
+
 void make_row(const Model& m, const Op& op, int64_t row, float* scratch) {
     const float* from = (op.code == NORM ? m.x : op.code == CONVERT ? m.mid : m.wide) + row * (op.code == NORM ? m.hidden : m.ld);
     const int64_t width = op.width;
@@ -830,8 +953,7 @@ void make_row(const Model& m, const Op& op, int64_t row, float* scratch) {
         for (int64_t i = 0; i < width; i++) scratch[i] = from[i] * inverse * op.norm[i];
         from = scratch;
     } else if (op.code == RELU_SQUARED) {
-#pragma omp simd
-        for (int64_t i = 0; i < width; i++) scratch[i] = from[i] <= 0 ? 0.0f : from[i] * from[i];
+        square(from, width, scratch);
         from = scratch;
     }
     make_operand(from, width, op.kind, m.operand, m.operand_ld, m.operand_scale, row);
@@ -839,8 +961,8 @@ void make_row(const Model& m, const Op& op, int64_t row, float* scratch) {
 
 Product product_of(const Model& m, const Op& op, const Step& step) {
     Product job{&op.weight, m.operand, m.operand_ld, m.operand_scale, m.wide, m.ld, STORE, 0};
-    if (op.target == 1) job.out = m.x, job.ldo = m.hidden, job.store = ADD;
-    if (op.target == 2) job.out = step.logits, job.ldo = m.vocab;
+    if (op.target == RESIDUAL) job.out = m.x, job.ldo = m.hidden, job.store = ADD;
+    if (op.target == LOGITS) job.out = step.logits, job.ldo = m.vocab;
     return job;
 }
 
@@ -849,6 +971,10 @@ int64_t units_of(const Model& m, const Op& op, const Step& step) {
         case LINEAR: return Units(op.weight, step.tokens, m.threads).count;
         case MAMBA: return step.rows * m.groups;
         case ATTENTION: return step.rows * m.kv_heads;
+        case GROUP_PICKS: return 1;
+        case GATHER:
+        case PICKED_RELU_SQUARED: return step.tokens * op.experts->chosen;
+        case EXPERTS: return most_experts(op, step) * Units(op.weight, 1, m.threads, most_experts(op, step)).count;
         default: return step.tokens;
     }
 }
@@ -860,7 +986,8 @@ class StepJob : public Job {
     int64_t units(int64_t phase) const override { return units_of(m_, m_.ops[first_ + phase], step_); }
     void run(int64_t phase, int64_t unit, std::vector<float>& scratch) const override {
         const Op& op = m_.ops[first_ + phase];
-        const size_t needed = std::max(m_.ld, op.code == MAMBA ? mamba_scratch(m_) : 0);
+        const int64_t own = op.code == MAMBA ? mamba_scratch(m_) : op.code == ROUTE ? 3 * op.experts->count : 0;
+        const size_t needed = std::max(m_.ld, own);
         if (scratch.size() < needed) scratch.resize(needed);
         switch (op.code) {
             case LINEAR: run_unit(product_of(m_, op, step_), Units(op.weight, step_.tokens, m_.threads), unit, step_.tokens); break;
@@ -871,6 +998,15 @@ class StepJob : public Job {
             case ATTENTION:
                 attend(op, unit / m_.kv_heads, unit % m_.kv_heads, scratch);
                 break;
+            case ROUTE: route(m_, op, unit, scratch.data()); break;
+            case GROUP_PICKS: group_picks(m_, op, step_.tokens); break;
+            case GATHER: gather(m_, op, unit); break;
+            case EXPERTS: run_expert(m_, op, step_, unit); break;
+            case PICKED_RELU_SQUARED:
+                square(m_.picked_wide + unit * m_.ld, op.width, scratch.data());
+                make_operand(scratch.data(), op.width, op.kind, m_.picked, m_.operand_ld, m_.picked_scale, unit);
+                break;
+            case COMBINE: combine(m_, op, unit, scratch.data()); break;
             default: make_row(m_, op, unit, scratch.data());
         }
     }

@@ -24,14 +24,22 @@ class Code(IntEnum):
     ATTENTION = 3
     CONVERT = 4
     RELU_SQUARED = 5
+    ROUTE = 6
+    GROUP_PICKS = 7
+    GATHER = 8
+    EXPERTS = 9
+    PICKED_RELU_SQUARED = 10
+    COMBINE = 11
 
 
 class Target(IntEnum):
-    """Where the product of a `LINEAR` goes."""
+    """Where the product of a `LINEAR` goes; other operations use them as native.cpp says."""
 
     WIDE = 0
     RESIDUAL = 1
     LOGITS = 2
+    MID = 3
+    OPERAND = 4
 
 
 class Weight(Structure):
@@ -41,12 +49,20 @@ class Weight(Structure):
     ]  # fmt: skip
 
 
+class Experts(Structure):
+    _fields_ = [
+        ("count", c_int64), ("chosen", c_int64), ("groups", c_int64), ("kept", c_int64), ("normalise", c_int64),
+        ("scaling", c_float), ("correction", c_void_p), ("up", c_void_p), ("down", c_void_p),
+    ]  # fmt: skip
+
+
 class Op(Structure):
     _fields_ = [
         ("code", c_int64), ("kind", c_int64), ("width", c_int64), ("weight", Weight), ("target", c_int64),
         ("norm", c_void_p), ("windows", c_void_p), ("window_stride", c_int64), ("states", c_void_p),
         ("state_stride", c_int64), ("conv", c_void_p), ("conv_bias", c_void_p), ("a", c_void_p), ("d", c_void_p),
         ("dt_bias", c_void_p), ("kv", c_void_p), ("kv_stride", c_int64), ("ring", c_void_p), ("ring_stride", c_int64),
+        ("experts", c_void_p),
     ]  # fmt: skip
 
 
@@ -58,6 +74,8 @@ class Model(Structure):
         ("page", c_int64), ("stored_bf16", c_int64), ("eps", c_float), ("dt_low", c_float), ("dt_high", c_float),
         ("scale", c_float), ("x", c_void_p), ("wide", c_void_p), ("mid", c_void_p), ("ld", c_int64),
         ("operand", c_void_p), ("operand_ld", c_int64), ("operand_scale", c_void_p),
+        ("picks", c_void_p), ("places", c_void_p), ("shares", c_void_p), ("runs", c_void_p), ("picked", c_void_p),
+        ("picked_scale", c_void_p), ("picked_wide", c_void_p),
     ]  # fmt: skip
 
 

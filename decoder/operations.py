@@ -1,0 +1,175 @@
+"""Operations of compiled code for layers of a decoder, on the weights, states and pages of its mixers."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from decoder.config import DecoderConfig, DecoderOptions
+from decoder.mixers import AttentionMixer, ExpertsMixer, MambaMixer, MlpMixer
+from kernels.linear import Linear, Packed
+from kernels.native import NativeUnavailable, library
+from kernels.native.structs import Code, Experts, Kind, Model, Op, Step, Target, Weight
+
+MAX_ROUTED = 512
+"""Tokens whose experts run in compiled code: it keeps a row for each token and expert."""
+
+
+class Operations:
+    """A list of operations, and the buffers that they share. One thread at a time."""
+
+    def __init__(self, config: DecoderConfig, options: DecoderOptions) -> None:
+        """Raises NativeUnavailable with the reason."""
+        if options.device != "cpu":
+            raise NativeUnavailable(f"the decoder is on {options.device}")
+        if options.state_dtype != torch.float32:
+            raise NativeUnavailable(f"states are {options.state_dtype}")
+        if options.dtype not in (torch.bfloat16, torch.float32):
+            raise NativeUnavailable(f"the dtype is {options.dtype}")
+        self.library = library()
+        self.config, self.options = config, options
+        self.on_operation: Callable[[Op, float], None] | None = None
+        """For measurements: operations then run one at a time, and this hears of each and its seconds."""
+        self._kept: list[object] = []
+        """What the operations point to."""
+
+    def complete(self, ops: list[Op], max_tokens: int) -> None:
+        """These operations, for steps of at most so many tokens, experts for `MAX_ROUTED`."""
+        config, options = self.config, self.options
+        self._ops = (Op * len(ops))(*ops)
+        self.max_tokens = max_tokens
+        body = [op for op in ops if op.target != Target.LOGITS]
+        widest = max([config.hidden_size, *(max(op.weight.n, op.weight.k, op.width) for op in body)])
+        padded = -(-widest // 128) * 128
+        picks = min(max_tokens, MAX_ROUTED) * config.num_experts_per_tok * any(op.experts for op in ops)
+        # Memory that no step has used yet costs nothing.
+        self.x, self._scales = torch.empty(max_tokens, config.hidden_size), torch.empty(max_tokens)
+        self.wide, self._mid = torch.empty(max_tokens, widest), torch.empty(max_tokens, widest)
+        self.operand = torch.empty(max_tokens, padded)
+        self._picked = torch.empty(picks, padded), torch.empty(picks), torch.empty(picks, widest)
+        self._picks = torch.empty(2, picks, dtype=torch.int64), torch.empty(picks)
+        self._runs = torch.empty(1 + 3 * min(picks, config.n_routed_experts), dtype=torch.int64)
+        low, high = config.time_step_limit
+        attention = any(op.code == Code.ATTENTION for op in ops)
+        self.model = Model(
+            count=len(ops), ops=ctypes.addressof(self._ops), threads=1, hidden=config.hidden_size,
+            vocab=config.vocab_size, heads=config.mamba_num_heads, head=config.mamba_head_dim, groups=config.n_groups,
+            state=config.ssm_state_size, taps=config.conv_kernel, conv_dim=config.conv_dim, inner=config.mamba_inner,
+            q_heads=config.num_attention_heads, kv_heads=config.kv_heads, width=config.head_dim,
+            page=options.page_size, stored_bf16=int(options.dtype == torch.bfloat16), eps=config.layer_norm_epsilon,
+            dt_low=low, dt_high=high, scale=config.head_dim**-0.5 if attention else 0.0, x=self.x.data_ptr(),
+            wide=self.wide.data_ptr(), mid=self._mid.data_ptr(), ld=widest, operand=self.operand.data_ptr(),
+            operand_ld=padded, operand_scale=self._scales.data_ptr(), picks=self._picks[0][0].data_ptr(),
+            places=self._picks[0][1].data_ptr(), shares=self._picks[1].data_ptr(), runs=self._runs.data_ptr(),
+            picked=self._picked[0].data_ptr(), picked_scale=self._picked[1].data_ptr(),
+            picked_wide=self._picked[2].data_ptr(),
+        )  # fmt: skip
+
+    def run(self, ops: range, step: Step) -> None:
+        self.model.threads = torch.get_num_threads()
+        if self.on_operation is None:
+            self.library.saccade_step(ctypes.byref(self.model), ctypes.byref(step), ops.start, ops.stop)
+            return
+        for index in ops:
+            started = time.perf_counter()
+            self.library.saccade_step(ctypes.byref(self.model), ctypes.byref(step), index, index + 1)
+            self.on_operation(self._ops[index], time.perf_counter() - started)
+
+    def layer(self, norm: Tensor, mixer: object) -> list[Op]:
+        """Empty for a mixer that has no compiled form."""
+        match mixer:
+            case ExpertsMixer() if mixer.shared.squared:
+                return self._experts(norm, mixer)
+            case MambaMixer():
+                first, last = self.packed(mixer.in_proj), self.packed(mixer.out_proj)
+                middle = [self._mamba(mixer), Op(Code.CONVERT, last.kind, last.k)]
+            case AttentionMixer():
+                first, last = self.packed(mixer.qkv), self.packed(mixer.o_proj)
+                kv = mixer.kv
+                middle = [Op(Code.ATTENTION, kv=kv.data_ptr(), kv_stride=kv.stride(0))]
+                middle.append(Op(Code.CONVERT, last.kind, last.k))
+            case MlpMixer() if mixer.squared:
+                first, last = self.packed(mixer.up), self.packed(mixer.down)
+                middle = [Op(Code.RELU_SQUARED, last.kind, last.k)]
+            case _:
+                return []
+        return self._between(norm, first, middle, last)
+
+    def _between(self, norm: Tensor, first: Packed, middle: list[Op], last: Packed) -> list[Op]:
+        ends = self.norm(norm, first), self.linear(first, Target.WIDE), self.linear(last, Target.RESIDUAL)
+        return [*ends[:2], *middle, ends[2]]
+
+    def _experts(self, norm: Tensor, mixer: ExpertsMixer) -> list[Op]:
+        config, experts = mixer.config, [expert for expert in mixer.experts if isinstance(expert, MlpMixer)]
+        if len(experts) < config.n_routed_experts:  # stacked, for a kernel
+            return []
+        gate, ups, downs = (
+            Packed(mixer.gate_ED, None),
+            *zip(*((self.packed(expert.up), self.packed(expert.down)) for expert in experts), strict=True),
+        )
+        tables = [(Weight * len(side))(*(packed.descriptor for packed in side)) for side in (ups, downs)]
+        mixture = Experts(
+            config.n_routed_experts, config.num_experts_per_tok, config.n_group, config.topk_group,
+            int(config.norm_topk_prob), config.routed_scaling_factor, self._pointer(mixer.correction_E),
+            *(ctypes.addressof(table) for table in tables),
+        )  # fmt: skip
+        self._kept += [gate, *tables, mixture]
+
+        def op(code: Code, packed: Packed, target: Target = Target.WIDE, weight: Weight | None = None) -> Op:
+            of = ctypes.addressof(mixture)
+            return Op(code, packed.kind, packed.k, weight or Weight(), target, experts=of)
+
+        up, down, enter, leave = ups[0], downs[0], mixer.enter, mixer.leave
+        ops = [self.norm(norm, gate), self.linear(gate, Target.WIDE), op(Code.ROUTE, gate), op(Code.GROUP_PICKS, gate)]
+        if enter is None:
+            ops.append(op(Code.GATHER, up, Target.OPERAND))
+        else:
+            packed = self.packed(enter)
+            ops += [self.norm(norm, packed), self.linear(packed, Target.WIDE), op(Code.GATHER, up)]
+        ops += [
+            op(Code.EXPERTS, up, Target.WIDE, up.descriptor), op(Code.PICKED_RELU_SQUARED, down),
+            op(Code.EXPERTS, down, Target.RESIDUAL, down.descriptor),
+        ]  # fmt: skip
+        first, last = self.packed(mixer.shared.up), self.packed(mixer.shared.down)
+        ops += self._between(norm, first, [Op(Code.RELU_SQUARED, last.kind, last.k)], last)
+        combine = op(Code.COMBINE, down, Target.RESIDUAL if leave is None else Target.MID)
+        combine.width = down.n
+        ops.append(combine)
+        if leave is not None:
+            packed = self.packed(leave)
+            ops += [Op(Code.CONVERT, packed.kind, packed.k), self.linear(packed, Target.RESIDUAL)]
+        return ops
+
+    def packed(self, linear: Linear) -> Packed:
+        packed = linear.packed
+        if packed is None:
+            assert isinstance(linear.weight, Tensor)
+            packed = Packed(linear.weight, linear.bias)
+        self._kept.append(packed)
+        return packed
+
+    def _pointer(self, tensor: Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        assert tensor.dtype == torch.float32 and tensor.is_contiguous()
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+    def norm(self, weight: Tensor, before: Packed) -> Op:
+        return Op(Code.NORM, before.kind, before.k, norm=self._pointer(weight))
+
+    def linear(self, packed: Packed, target: Target) -> Op:
+        return Op(Code.LINEAR, Kind.F32, 0, weight=packed.descriptor, target=target)
+
+    def _mamba(self, mixer: MambaMixer) -> Op:
+        return Op(
+            Code.MAMBA, Kind.F32, 0, Weight(), Target.WIDE, self._pointer(mixer.norm_weight),
+            mixer.windows.data_ptr(), mixer.windows.stride(0), mixer.states.data_ptr(), mixer.states.stride(0),
+            self._pointer(mixer.conv_WC), self._pointer(mixer.conv_bias_C), self._pointer(mixer.A_H),
+            self._pointer(mixer.D_H), self._pointer(mixer.dt_bias_H), None, 0,
+            mixer.ring.data_ptr() if mixer.ring.numel() else None, mixer.ring.stride(0),
+        )  # fmt: skip
