@@ -213,6 +213,8 @@ class Server:
             yield Path(folder)
         except OSError as error:
             raise ConfigError(f"{option}: {folder}: {error.strerror}") from None
+        except errors.StatusError as error:  # what is there cannot be looked at now
+            raise ConfigError(f"{option}: {folder}: {error.message}") from error
 
     def _batches(self) -> Batches:
         """Made on the event loop."""

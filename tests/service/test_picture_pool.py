@@ -15,15 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 from clips import animation, moving_frames
+from fake_engine import FakeEngine
 from pictures import picture
 from PIL import Image
 
 from encoder.frames import VideoError, VideoLimits
 from encoder.images import ImageError, ImageLimits
 from service import errors
+from service.config import ConfigError, ServerOptions
 from service.picture_pool import PicturePool
 from service.picture_worker import LENGTH
 from service.pictures import LocalDecoder, MediaLimits
+from service.server import Server, load_assets
 
 LIMITS = MediaLimits(ImageLimits(max_pixels=3_000_000), VideoLimits(max_pixels=3_000_000, max_frames=20))
 
@@ -148,6 +151,17 @@ def test_a_picture_is_not_blamed_for_a_worker_that_does_not_start(program: str) 
     with pytest.raises(errors.Unavailable, match="stopping"):
         pool.image(picture(1))
     assert pool.workers[0].pid is None
+
+
+def test_uploads_outlive_a_start_that_cannot_look_at_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = tmp_path / "anyone" / ("0" * 64)
+    kept.parent.mkdir()
+    kept.write_bytes(picture(1))
+    options = ServerOptions(media_dir=str(tmp_path))
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ConfigError, match="media_dir: .*no process to decode"):
+        Server(options, FakeEngine(vocabulary=64), load_assets(options))
+    assert kept.exists()
 
 
 def test_a_large_picture_s_memory_is_given_back() -> None:
