@@ -56,6 +56,8 @@ class Peer:
         from PIL import Image
 
         images = [Image.open(file).convert("RGB") for file in files]
+        for image in images:  # one other pixel makes it another picture to the embedding cache
+            image.putpixel((0, 0), tuple(os.urandom(3)))
         return {"prompt_token_ids": prompt, "multi_modal_data": {"image": images}}
 
 

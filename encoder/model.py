@@ -119,7 +119,7 @@ class VisionTower:
 
     def _linear(self, name: str, scale: Tensor | None = None) -> Linear:
         bias = self._take(name + ".bias", scale) if name + ".bias" in self._given else None
-        return Linear(self._take(name + ".weight", scale), bias)
+        return Linear(self._take(name + ".weight", scale), bias, compiled=False)
 
     def _norm(self, name: str) -> _Norm:
         # clone: the norm must not keep the checkpoint's memory map alive
@@ -154,7 +154,7 @@ class VisionTower:
         up, down = ("up_proj", "down_proj") if swiglu else ("fc1", "fc2")
         return _Layer(
             norm1=self._norm(prefix + "norm1"),
-            qkv=Linear(torch.cat([self._take(part + ".weight") for part in parts]), bias),
+            qkv=Linear(torch.cat([self._take(part + ".weight") for part in parts]), bias, compiled=False),
             out=self._linear(prefix + "attention.o_proj", scale1),
             norm2=self._norm(prefix + "norm2"),
             gate=self._linear(prefix + "mlp.gate_proj") if swiglu else None,

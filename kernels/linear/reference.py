@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -19,8 +21,13 @@ class Linear:
     compiled product stays quantised and is expanded for each call: right, and slow.
     """
 
-    def __init__(self, weight: Tensor | Quantised, bias: Tensor | None = None, *, owned: bool = False) -> None:
-        """`owned`: the weight may be kept instead of copied. `ValueError` when the bias does not fit the weight."""
+    def __init__(
+        self, weight: Tensor | Quantised, bias: Tensor | None = None, *, owned: bool = False, compiled: bool = True
+    ) -> None:
+        """`owned`: the weight may be kept instead of copied. `compiled`: whether the compiled product may run it. Its
+        threads and those of torch's operations take each other's cores where the two alternate, as between a tower's
+        layers. `ValueError` when the bias does not fit the weight.
+        """
         self.out_features, self.in_features = weight.shape
         if bias is not None and bias.shape != (self.out_features,):
             raise ValueError(f"a bias of shape {tuple(bias.shape)} does not fit {self.out_features} outputs")
@@ -28,11 +35,11 @@ class Linear:
         self.packed: Packed | None = None
         self.blocked: Tensor | None = None
         self.weight: Tensor | Quantised | None = None
-        plain = isinstance(weight, Tensor) and weight.dtype != torch.bfloat16
-        try:
-            self.packed = None if plain else Packed(weight, self.bias)
-        except NativeUnavailable:
-            self.blocked = _block(weight.detach()) if isinstance(weight, Tensor) else None
+        if compiled and (isinstance(weight, Quantised) or weight.dtype == torch.bfloat16):
+            with contextlib.suppress(NativeUnavailable):
+                self.packed = Packed(weight, self.bias)
+        if self.packed is None and isinstance(weight, Tensor):
+            self.blocked = _block(weight.detach())
         if self.packed is None and self.blocked is None:
             self.weight = weight.detach().clone() if isinstance(weight, Tensor) and not owned else weight
 
