@@ -134,10 +134,13 @@ def answers(
             | options
         )
     )
-    if preempted and not chosen.graphs_on:
-        layout = ArenaLayout.of(config, chosen)
-        memory = (layout.blocks_for(1, MAX_LEN) + layout.slots_per_seq) * layout.block_bytes
-        chosen = DecoderOptions(**(vars(chosen) | {"memory_bytes": memory, "host_bytes": 10**9}))
+    if preempted:
+        # Room for all that is put out: who has to read its prompt again gets nowhere when put out every few steps.
+        squeezed: dict[str, Any] = {"host_bytes": 10**9}
+        if not chosen.graphs_on:
+            layout = ArenaLayout.of(config, chosen)
+            squeezed["memory_bytes"] = (layout.blocks_for(1, MAX_LEN) + layout.slots_per_seq) * layout.block_bytes
+        chosen = DecoderOptions(**(vars(chosen) | squeezed))
     runner = DecoderRunner(config, chosen, random_weights(config, seed))
     runner.arena.buffer.fill_(255)
     for ring in runner.arena.rings:
