@@ -13,6 +13,7 @@ state of the last token, which the next entry needs, lies in the state slot (`Ar
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any
@@ -23,13 +24,18 @@ from torch.nn import functional as F
 
 from decoder.arena import Arena
 from decoder.batch import Batch, BatchBuilder
+from decoder.compiled_head import CompiledHead
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.mixers import AttentionMixer, ExpertsMixer, stored_linear
 from decoder.model import HybridModel
 from decoder.sampler import Sampler
 from decoder.scheduler import Row
+from kernels.linear import Linear
+from kernels.native import NativeUnavailable
 from kernels.paged_attention import decode_attention_after, write_kv
 from kernels.rms_norm import rms_norm
+
+log = logging.getLogger(__name__)
 
 PENDING_STEPS, PENDING_TOKENS = 16, 64
 """Steps whose entries are written together, where nothing is drafted; longer ones are written at once."""
@@ -39,10 +45,11 @@ class MtpHead:
     """The weights of one step, and its entries in the pages."""
 
     def __init__(
-        self, config: DecoderConfig, options: DecoderOptions, weights: Mapping[str, Tensor], kv_B2SKP: Tensor
-    ) -> None:
-        """`weights` by the names of `DecoderConfig.mtp_weights`. `ValueError` lists those that are missing or do not
-        fit, and says so where the model has no such heads.
+        self, config: DecoderConfig, options: DecoderOptions, weights: Mapping[str, Tensor], kv_B2SKP: Tensor,
+        vocabulary: Linear,
+    ) -> None:  # fmt: skip
+        """`weights` by the names of `DecoderConfig.mtp_weights`; `vocabulary` is the trunk's projection. `ValueError`
+        lists those that are missing or do not fit, and says so where the model has no such heads.
         """
         check_mtp(config, weights)
         self.eps, self.dtype = config.layer_norm_epsilon, options.dtype
@@ -61,11 +68,18 @@ class MtpHead:
         self.final = norm(f"mtp.layers.{last}.final_layernorm.weight")
         self.attention = AttentionMixer(config, options, layer(0), kv_B2SKP)
         self.experts = [ExpertsMixer(config, options, layer(index)) for index in range(1, last + 1)]
+        self.vocabulary = vocabulary
+        self.compiled = _compiled(config, options, self)
 
-    def enter(self, embedded_TD: Tensor, hidden_TD: Tensor, places_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes the entries of tokens, given the hidden states before them: place -1 for none. Returns the residual
-        rows `[T, d]` and the queries `[T, Q, P]`.
-        """
+    def enter(self, embedded_TD: Tensor, hidden_TD: Tensor, places_T: Tensor) -> None:
+        """Writes the entries of tokens, given the hidden states before them: place -1 for none."""
+        if self.compiled is not None and 0 < places_T.shape[0] <= self.compiled.max_tokens:
+            self.compiled.enter(embedded_TD, hidden_TD, places_T)
+        else:
+            self._enter(embedded_TD, hidden_TD, places_T)
+
+    def _enter(self, embedded_TD: Tensor, hidden_TD: Tensor, places_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the residual rows `[T, d]` and the queries `[T, Q, P]`."""
         of, eps = self.attention, self.eps
         token, before = (
             rms_norm(embedded_TD, self.enorm, eps, self.dtype),
@@ -85,17 +99,31 @@ class MtpHead:
         tables_RW: Tensor,
         lengths_R: Tensor,
         longest: int,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """`[R, d]`, final norm included: what stands for the hidden states of one token of each row, whose entry it
-        writes. `lengths`: places up to the token's own.
+        writes; and the next tokens' logits `[R, vocab]`. `lengths`: places up to the token's own.
         """
+        if self.compiled is not None and embedded_RD.shape[0] <= self.compiled.max_tokens:
+            return self.compiled.predict(embedded_RD, hidden_RD, places_R, tables_RW, lengths_R)
         of = self.attention
-        x, q = self.enter(embedded_RD, hidden_RD, places_R)
+        x, q = self._enter(embedded_RD, hidden_RD, places_R)
         out = decode_attention_after(q, of.kv, tables_RW, lengths_R, 1, of.scale, longest)
         x = x + of.o_proj(out.reshape(x.shape[0], -1))
         for norm, mixer in zip(self.norms[1:], self.experts, strict=True):
             x = x + mixer(rms_norm(x, norm, self.eps, self.dtype))
-        return rms_norm(x, self.final, self.eps, self.dtype)
+        hidden = rms_norm(x, self.final, self.eps, self.dtype)
+        return hidden, self.vocabulary(hidden)
+
+
+def _compiled(config: DecoderConfig, options: DecoderOptions, head: MtpHead) -> CompiledHead | None:
+    """A head's compiled form, where there is one; whether there has to be is the trunk's to say."""
+    if options.native == "off":
+        return None
+    try:
+        return CompiledHead(config, options, head, head.vocabulary)
+    except NativeUnavailable as reason:
+        log.info("drafts are made operation by operation: %s", reason)
+        return None
 
 
 def check_mtp(config: DecoderConfig, weights: Mapping[str, Any]) -> None:
@@ -128,7 +156,7 @@ class MtpDrafter:
         sampler: Sampler,
     ) -> None:  # fmt: skip
         self.model, self.builder, self.sampler = model, builder, sampler
-        self.head = MtpHead(config, options, model.mtp_weights, arena.kv[config.attention_layers])
+        self.head = MtpHead(config, options, model.mtp_weights, arena.kv[config.attention_layers], model.head)
         assert arena.carry is not None
         self.carry, self.page = arena.carry, options.page_size
         self._hidden: Tensor | None = None
@@ -147,21 +175,21 @@ class MtpDrafter:
             row.sequence.drafts = []
         hidden = self.carry[self._ids([row.sequence.slot for row in rows])]
         tokens = [row.sequence.tokens[-1] for row in rows]
+        tables = self.builder.page_tables([row.sequence for row in rows])
         for ahead in range(max(row.drafts for row in rows)):
             kept = [index for index, row in enumerate(rows) if row.drafts > ahead]
             if len(kept) < len(rows):
                 rows, tokens = [rows[i] for i in kept], [tokens[i] for i in kept]
-                hidden = hidden.index_select(0, self._ids(kept))
+                hidden, tables = (of.index_select(0, self._ids(kept)) for of in (hidden, tables))
             at = [row.start + ahead for row in rows]
             pages = [row.sequence.pages[place // self.page] for row, place in zip(rows, at, strict=True)]
             places = [page * self.page + place % self.page for page, place in zip(pages, at, strict=True)]
-            hidden = self.head.predict(
-                F.embedding(self._ids(tokens), self.model.embeddings), hidden, self._ids(places),
-                self.builder.page_tables([row.sequence for row in rows]), self._ids([place + 1 for place in at]),
-                max(at) + 1,
-            )  # fmt: skip
+            table = torch.tensor([tokens, places, [place + 1 for place in at]], device=self.carry.device)
+            ids, writes, lengths = table.unbind()
+            embedded = F.embedding(ids, self.model.embeddings)
+            hidden, logits = self.head.predict(embedded, hidden, writes, tables, lengths, max(at) + 1)
             sequences = [row.sequence for row in rows]
-            choices = self.sampler.sample(self.model.head(hidden), sequences, [s.drafts for s in sequences])
+            choices = self.sampler.sample(logits, sequences, [s.drafts for s in sequences])
             tokens = [choice.token for choice in choices]
             for sequence, token in zip(sequences, tokens, strict=True):
                 sequence.drafts.append(token)
@@ -180,12 +208,12 @@ class MtpDrafter:
             firsts.append(first)
             slots.append(row.sequence.slot)
             first += row.count
-        before, at = normed.roll(1, 0), self._ids(firsts)
-        before[at] = self.carry[self._ids(slots)]
-        places = batch.places_T.clone()
-        fresh = [index for index, row in zip(firsts, rows, strict=True) if row.start == 0]
-        places[self._ids(fresh)] = -1
-        before[self._ids(fresh)] = 0
+        before, places = normed.roll(1, 0), batch.places_T
+        before[self._ids(firsts)] = self.carry[self._ids(slots)]
+        fresh = self._ids([index for index, row in zip(firsts, rows, strict=True) if row.start == 0])
+        if fresh.shape[0]:
+            places = places.index_fill(0, fresh, -1)
+            before.index_fill_(0, fresh, 0)
         self._due(self.model.embed(batch), before, places)
         self._hidden = normed
 

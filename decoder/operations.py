@@ -114,7 +114,7 @@ class Operations:
         tables = [(Weight * len(side))(*(packed.descriptor for packed in side)) for side in (ups, downs)]
         mixture = Experts(
             config.n_routed_experts, config.num_experts_per_tok, config.n_group, config.topk_group,
-            int(config.norm_topk_prob), config.routed_scaling_factor, self._pointer(mixer.correction_E),
+            int(config.norm_topk_prob), config.routed_scaling_factor, self.pointer(mixer.correction_E),
             *(ctypes.addressof(table) for table in tables),
         )  # fmt: skip
         self._kept += [gate, *tables, mixture]
@@ -152,7 +152,7 @@ class Operations:
         self._kept.append(packed)
         return packed
 
-    def _pointer(self, tensor: Tensor | None) -> int | None:
+    def pointer(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
             return None
         assert tensor.dtype == torch.float32 and tensor.is_contiguous()
@@ -160,16 +160,16 @@ class Operations:
         return tensor.data_ptr()
 
     def norm(self, weight: Tensor, before: Packed) -> Op:
-        return Op(Code.NORM, before.kind, before.k, norm=self._pointer(weight))
+        return Op(Code.NORM, before.kind, before.k, norm=self.pointer(weight))
 
     def linear(self, packed: Packed, target: Target) -> Op:
         return Op(Code.LINEAR, Kind.F32, 0, weight=packed.descriptor, target=target)
 
     def _mamba(self, mixer: MambaMixer) -> Op:
         return Op(
-            Code.MAMBA, Kind.F32, 0, Weight(), Target.WIDE, self._pointer(mixer.norm_weight),
+            Code.MAMBA, Kind.F32, 0, Weight(), Target.WIDE, self.pointer(mixer.norm_weight),
             mixer.windows.data_ptr(), mixer.windows.stride(0), mixer.states.data_ptr(), mixer.states.stride(0),
-            self._pointer(mixer.conv_WC), self._pointer(mixer.conv_bias_C), self._pointer(mixer.A_H),
-            self._pointer(mixer.D_H), self._pointer(mixer.dt_bias_H), None, 0,
+            self.pointer(mixer.conv_WC), self.pointer(mixer.conv_bias_C), self.pointer(mixer.A_H),
+            self.pointer(mixer.D_H), self.pointer(mixer.dt_bias_H), None, 0,
             mixer.ring.data_ptr() if mixer.ring.numel() else None, mixer.ring.stride(0),
         )  # fmt: skip

@@ -29,8 +29,9 @@ enum Store : int64_t { STORE = 0, ADD = 1, STORE_BF16 = 2 };
 enum Code : int64_t {
     NORM = 0, LINEAR = 1, MAMBA = 2, ATTENTION = 3, CONVERT = 4, RELU_SQUARED = 5,
     ROUTE = 6, GROUP_PICKS = 7, GATHER = 8, EXPERTS = 9, PICKED_RELU_SQUARED = 10, COMBINE = 11,
+    NORM_PAIR = 12,
 };
-enum Target : int64_t { WIDE = 0, RESIDUAL = 1, LOGITS = 2, MID = 3, OPERAND = 4 };
+enum Target : int64_t { WIDE = 0, RESIDUAL = 1, LOGITS = 2, MID = 3, OPERAND = 4, STREAM = 5 };
 
 constexpr int64_t PANEL = 64;       // columns of a packed weight that lie together
 constexpr int64_t GROUP = 128;      // inputs that share a scale in int4
@@ -60,10 +61,10 @@ struct Experts {  // a mixture of them
 struct Op {
     int64_t code, kind, width;  // kind: of the operand that an operation makes; width: of its rows
     Weight weight;              // LINEAR; EXPERTS: the first expert's
-    // LINEAR: WIDE, RESIDUAL (added to x) or LOGITS; COMBINE: RESIDUAL or MID; GATHER: from WIDE or float OPERAND;
+    // LINEAR: WIDE, RESIDUAL (added to x), STREAM (x itself) or LOGITS; COMBINE: RESIDUAL or MID; GATHER: from WIDE or float OPERAND;
     // EXPERTS: WIDE for the first product, RESIDUAL for the second
     int64_t target;
-    const float* norm;          // NORM, MAMBA: weight
+    const float* norm;          // NORM, MAMBA, NORM_PAIR: weight
     void* windows;              // MAMBA: [slots, taps - 1, conv] ...
     int64_t window_stride;      // ... elements between slots
     float* states;              // [slots, heads, head, state]
@@ -74,6 +75,7 @@ struct Op {
     float* ring;  // MAMBA, or null: [seats, steps, conv + heads], projected inputs since the state in a slot
     int64_t ring_stride;
     const Experts* experts;  // from ROUTE to COMBINE
+    int64_t first_key;       // ATTENTION: the first place that is looked at
 };
 
 struct Model {
@@ -533,6 +535,7 @@ void mamba_block(
     const Recurrence r{tokens, width, m.head, heads, ldo, x, steps, decays, b, c, op.d + group * heads, states, out};
     if (n == 128 && m.head % 2 == 0) advance<8>(r);
     else if (n == 64 && m.head % 2 == 0) advance<4>(r);
+    else if (n == 32 && m.head % 2 == 0) advance<2>(r);
     else advance_any(r, n);
 }
 
@@ -672,6 +675,7 @@ void by_four(int64_t heads, F&& visit) {
 template <typename T>
 void attention(const Model& m, const Op& op, const Step& step, int64_t row, int64_t head, std::vector<float>& scores) {
     const int64_t w = m.width, share = m.q_heads / m.kv_heads, length = step.lengths[row], place = step.places[row];
+    const int64_t first = op.first_key;
     const float* q = m.wide + row * m.ld + head * share * w;
     float* out = m.mid + row * m.ld + head * share * w;
     T* pool = static_cast<T*>(op.kv);
@@ -687,35 +691,37 @@ void attention(const Model& m, const Op& op, const Step& step, int64_t row, int6
         for (int64_t i = 0; i < w; i++) store(to, i, v[i]);
     }
     std::fill(out, out + share * w, 0.0f);
-    if (length <= 0) return;
+    if (length <= first) return;
     scores.resize(share * length);
     const int64_t* table = step.tables + row * step.table_stride;
-    for (int64_t s = 0; s < length; s += m.page) {
-        const T* keys = pool + table[s / m.page] * op.kv_stride + head * w;
+    const auto each_page = [&](auto&& visit) {  // (place, its key, places from there on to the end of the page)
+        for (int64_t s = first, next; s < length; s = next) {
+            next = std::min(length, (s / m.page + 1) * m.page);
+            visit(s, pool + table[s / m.page] * op.kv_stride + s % m.page * token + head * w, next - s);
+        }
+    };
+    each_page([&](int64_t s, const T* keys, int64_t here) {
         by_four(share, [&](auto count, int64_t j) {
-            const int64_t here = std::min(m.page, length - s);
             dots<count()>(q + j * w, keys, token, here, w, m.scale, scores.data() + j * length + s, length);
         });
-    }
+    });
     for (int64_t j = 0; j < share; j++) {
         float* p = scores.data() + j * length;
-        float largest = p[0], sum = 0;
+        float largest = p[first], sum = 0;
 #pragma omp simd reduction(max : largest)
-        for (int64_t s = 0; s < length; s++) largest = std::max(largest, p[s]);
+        for (int64_t s = first; s < length; s++) largest = std::max(largest, p[s]);
 #pragma omp simd reduction(+ : sum)
-        for (int64_t s = 0; s < length; s++) {
+        for (int64_t s = first; s < length; s++) {
             p[s] = fast_exp(p[s] - largest);
             sum += p[s];
         }
-        for (int64_t s = 0; s < length; s++) p[s] /= sum;
+        for (int64_t s = first; s < length; s++) p[s] /= sum;
     }
-    for (int64_t s = 0; s < length; s += m.page) {
-        const T* values = pool + table[s / m.page] * op.kv_stride + side + head * w;
+    each_page([&](int64_t s, const T* keys, int64_t here) {
         by_four(share, [&](auto count, int64_t j) {
-            const int64_t here = std::min(m.page, length - s);
-            mix<count()>(scores.data() + j * length + s, length, values, token, here, w, out + j * w);
+            mix<count()>(scores.data() + j * length + s, length, keys + side, token, here, w, out + j * w);
         });
-    }
+    });
 }
 
 // -- a mixture of experts ----------------------------------------------------------------------------------------------------
@@ -941,16 +947,21 @@ void square(const float* from, int64_t width, float* out) {  // relu(x)^2
     for (int64_t i = 0; i < width; i++) out[i] = from[i] <= 0 ? 0.0f : from[i] * from[i];
 }
 
+void rms_norm(const float* from, const float* weight, int64_t width, float eps, float* out) {
+    float squares = 0;
+#pragma omp simd reduction(+ : squares)
+    for (int64_t i = 0; i < width; i++) squares += from[i] * from[i];
+    const float inverse = 1.0f / std::sqrt(squares / width + eps);
+#pragma omp simd
+    for (int64_t i = 0; i < width; i++) out[i] = from[i] * inverse * weight[i];
+}
+
 void make_row(const Model& m, const Op& op, int64_t row, float* scratch) {
     const float* from = (op.code == NORM ? m.x : op.code == CONVERT ? m.mid : m.wide) + row * (op.code == NORM ? m.hidden : m.ld);
     const int64_t width = op.width;
-    if (op.code == NORM) {
-        float squares = 0;
-#pragma omp simd reduction(+ : squares)
-        for (int64_t i = 0; i < width; i++) squares += from[i] * from[i];
-        const float inverse = 1.0f / std::sqrt(squares / width + m.eps);
-#pragma omp simd
-        for (int64_t i = 0; i < width; i++) scratch[i] = from[i] * inverse * op.norm[i];
+    if (op.code == NORM || op.code == NORM_PAIR) {  // a pair: two rows side by side, each with its own norm
+        const int64_t part = op.code == NORM ? width : width / 2;
+        for (int64_t i = 0; i < width; i += part) rms_norm(from + i, op.norm + i, part, m.eps, scratch + i);
         from = scratch;
     } else if (op.code == RELU_SQUARED) {
         square(from, width, scratch);
@@ -962,6 +973,7 @@ void make_row(const Model& m, const Op& op, int64_t row, float* scratch) {
 Product product_of(const Model& m, const Op& op, const Step& step) {
     Product job{&op.weight, m.operand, m.operand_ld, m.operand_scale, m.wide, m.ld, STORE, 0};
     if (op.target == RESIDUAL) job.out = m.x, job.ldo = m.hidden, job.store = ADD;
+    if (op.target == STREAM) job.out = m.x, job.ldo = m.hidden;
     if (op.target == LOGITS) job.out = step.logits, job.ldo = m.vocab;
     return job;
 }

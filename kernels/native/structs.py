@@ -30,6 +30,7 @@ class Code(IntEnum):
     EXPERTS = 9
     PICKED_RELU_SQUARED = 10
     COMBINE = 11
+    NORM_PAIR = 12
 
 
 class Target(IntEnum):
@@ -40,6 +41,7 @@ class Target(IntEnum):
     LOGITS = 2
     MID = 3
     OPERAND = 4
+    STREAM = 5
 
 
 class Weight(Structure):
@@ -62,7 +64,7 @@ class Op(Structure):
         ("norm", c_void_p), ("windows", c_void_p), ("window_stride", c_int64), ("states", c_void_p),
         ("state_stride", c_int64), ("conv", c_void_p), ("conv_bias", c_void_p), ("a", c_void_p), ("d", c_void_p),
         ("dt_bias", c_void_p), ("kv", c_void_p), ("kv_stride", c_int64), ("ring", c_void_p), ("ring_stride", c_int64),
-        ("experts", c_void_p),
+        ("experts", c_void_p), ("first_key", c_int64),
     ]  # fmt: skip
 
 

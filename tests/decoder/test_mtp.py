@@ -132,6 +132,7 @@ def embedded(naive: Naive, item: DecoderRequest, known: list[int]) -> Tensor:
         pytest.param("*-*", {"state_cache": "auto"}, id="no-mamba"),
         pytest.param("M*-M", {"seldom": True}, id="now-and-then"),
         pytest.param("M*-M", {"seldom": True, "put_out": True, "max_chunk": 3}, id="now-and-then-preempted"),
+        pytest.param("M*-M", {"native": "off", "put_out": True, "max_chunk": 5}, id="operations"),
         pytest.param("M*E", {"native": "off", "graphs": "on", "max_capture": 16}, id="graphs"),
     ],
 )
@@ -173,6 +174,33 @@ def test_a_head_that_says_what_the_model_says_is_always_right() -> None:
     stats = runner.stats()
     assert [stats[f"accepted_{place}"] for place in (1, 2, 3)] == [stats[f"drafted_{place}"] for place in (1, 2, 3)]
     assert stats["accepted_1"] == 8
+
+
+@pytest.mark.parametrize("weights", [None, "int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_compiled_pass_is_a_called_one_in_any_batch(dtype: torch.dtype, weights: str | None) -> None:
+    runner = make("M*", dtype=dtype, weights=weights, native="on")[0]
+    assert runner.drafter is not None
+    head, size, rows = runner.drafter.head, runner.config.hidden_size, 5
+    given = torch.randn(4, 2, rows, size, generator=torch.Generator().manual_seed(2)).to(dtype)
+    tables = torch.tensor([[2 * row, 2 * row + 1] for row in range(rows)])
+
+    def passes(chosen: list[int]) -> Tensor:
+        """Entries at places 1, 2 and 3 and a pass at 4, in the next page: hidden states and logits."""
+        runner.arena.buffer.fill_(255)
+        runner.arena.clear_pages(tables.flatten().tolist())
+        pages = tables[chosen]
+        for place in (1, 2, 3):
+            head.enter(*given[place - 1, :, chosen], pages[:, 0] * 4 + place)
+        lengths = torch.full((len(chosen),), 5)
+        return torch.cat(head.predict(*given[3, :, chosen], pages[:, 1] * 4, pages, lengths, 5), 1)
+
+    together = passes([0, 1, 2, 3, 4])
+    assert torch.equal(passes([3]), together[[3]])
+    assert torch.equal(passes([4, 1]), together[[4, 1]])
+    head.compiled = None
+    allowed = 1e-4 if dtype == torch.float32 else 0.06
+    torch.testing.assert_close(passes([0, 1, 2, 3, 4]).float(), together, rtol=allowed, atol=allowed)
 
 
 def test_what_is_missing_is_named() -> None:

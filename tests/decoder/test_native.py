@@ -47,7 +47,18 @@ def test_float32_equals_the_operations(pattern: str, groups: int) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
 
 
-@pytest.mark.parametrize("state", [64, 128, 20])
+def test_experts_of_many_tokens_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config(pattern="ME*E")
+    options = DecoderOptions(max_seqs=8, max_len=64, page_size=4)
+    slow, _ = _logits(config, replace(options, native="off"))
+    for module in ("native", "operations"):
+        monkeypatch.setattr(f"decoder.{module}.MAX_ROUTED", 4)
+    fast, _ = _logits(config, replace(options, native="on"))
+    for ours, theirs in zip(fast, slow, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
+
+
+@pytest.mark.parametrize("state", [32, 64, 128, 20])
 def test_state_sizes(state: int) -> None:
     config = tiny_config(pattern="MM", ssm_state_size=state)
     (fast, _), (slow, _) = (
