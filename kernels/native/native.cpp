@@ -38,6 +38,7 @@ constexpr int64_t GROUP = 128;      // inputs that share a scale in int4
 constexpr int64_t FLUSH = 256;      // pairs of products after which int8 sums leave int32: 2 * 256 * 127 * 32767 < 2^31
 constexpr int64_t ROWS = 6;         // rows of a register tile: 6 x 4 accumulators of 16
 constexpr int64_t ROW_BLOCK = 192;  // rows that a unit of work covers
+constexpr int64_t DIVISIBLE = 1024; // inputs from which on a panel may be divided among threads
 constexpr float LIMIT = 32767.0f;
 
 }  // namespace
@@ -379,7 +380,8 @@ struct Units {
     Units(const Weight& w, int64_t rows, int64_t threads, int64_t products = 1) {
         const int64_t panels = panels_of(w);
         blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
-        const bool divisible = w.kind == BF16 || w.kind == INT8;
+        // A quarter of one row waits for its own sums as long as a panel does: that pays where memory is what takes time.
+        const bool divisible = (w.kind == BF16 || w.kind == INT8) && threads > 1 && w.kpad >= DIVISIBLE;
         quarters = divisible && products * panels * blocks < 6 * threads ? 4 : 1;
         count = panels * blocks * quarters;
     }

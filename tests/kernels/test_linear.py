@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from kernels.linear import Linear
+from kernels.linear import Linear, quantise
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -45,3 +45,17 @@ def test_weight_is_copied_unless_it_is_given_away() -> None:
 def test_bias_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"\(3,\) does not fit 4"):
         Linear(torch.ones(4, 2), torch.ones(3))
+
+
+@pytest.mark.parametrize("kind", [None, "int8", "int4"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_threads_share_a_product_and_change_nothing(kind: str | None, rows: int) -> None:
+    """Few outputs of many inputs: panels are divided."""
+    weight, x = torch.randn(100, 1100).bfloat16(), torch.randn(rows, 1100).bfloat16()
+    linear = Linear(weight if kind is None else quantise(weight, kind))
+    before, alone = torch.get_num_threads(), linear(x)
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(linear(x), alone)
+    finally:
+        torch.set_num_threads(before)
