@@ -110,6 +110,8 @@ class HybridModel:
 
     def final_norm(self, hidden_TD: Tensor) -> Tensor:
         """`[T, d]` in the compute dtype: what the vocabulary projection reads."""
+        if self.native is not None and 0 < hidden_TD.shape[0] <= self.native.max_tokens:
+            return self.native.final_norm(hidden_TD)
         return rms_norm(hidden_TD, self.norm_f, self.config.layer_norm_epsilon, self.options.dtype)
 
 

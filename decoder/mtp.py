@@ -225,9 +225,9 @@ class MtpDrafter:
     def flush(self) -> None:
         """Writes the entries that are due."""
         if self._pending:
-            columns = zip(*self._pending, strict=True)
-            self._pending = []
-            self.head.enter(*(torch.cat(column) for column in columns))
+            pending, self._pending = self._pending, []
+            due = pending[0] if len(pending) == 1 else tuple(torch.cat(column) for column in zip(*pending, strict=True))
+            self.head.enter(*due)
 
     def settle(self, kept: Iterable[tuple[int, int]]) -> None:
         """(slot, token of the batch): whose hidden state the slot carries on from."""

@@ -21,7 +21,7 @@ from decoder.mixers import AttentionMixer, ExpertsMixer, Mixer
 from decoder.operations import MAX_ROUTED, Operations
 from kernels.linear import Quantised
 from kernels.native import NativeUnavailable
-from kernels.native.structs import Op, Step, Target
+from kernels.native.structs import Code, Kind, Op, Step, Target
 from kernels.rms_norm import rms_norm
 
 if TYPE_CHECKING:
@@ -122,6 +122,8 @@ class NativeStep(Operations):
         head, body = self.packed(model.head), len(ops)
         ops += [self.norm(model.norm_f, head), self.linear(head, Target.LOGITS)]
         self._head = range(body, len(ops))
+        ops.append(Op(Code.NORM, Kind.F32, self.config.hidden_size, norm=self.pointer(model.norm_f)))
+        self._final = range(len(ops) - 1, len(ops))
         self.complete(ops, max(model.options.max_seqs, model.options.max_batched_tokens))
 
     def takes(self, tokens: int, batch: Batch) -> bool:
@@ -172,6 +174,13 @@ class NativeStep(Operations):
         out = torch.empty(rows, self.model.vocab)
         self.run(self._head, Step(tokens=rows, logits=out.data_ptr()))
         return out
+
+    def final_norm(self, hidden_TD: Tensor) -> Tensor:
+        """`[T, d]` in the compute dtype, of at most `max_tokens` rows before the final norm."""
+        rows = hidden_TD.shape[0]
+        self.x[:rows].copy_(hidden_TD)
+        self.run(self._final, Step(tokens=rows))
+        return self.operand[:rows, : self.config.hidden_size].to(self.options.dtype, copy=True)
 
 
 def native_step(model: HybridModel) -> NativeStep | None:
