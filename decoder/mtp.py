@@ -37,8 +37,8 @@ from kernels.rms_norm import rms_norm
 
 log = logging.getLogger(__name__)
 
-PENDING_STEPS, PENDING_TOKENS = 16, 64
-"""Steps whose entries are written together, where nothing is drafted; longer ones are written at once."""
+PENDING_STEPS, PENDING_TOKENS = 64, 512
+"""Steps without drafts, and tokens in them, that are worked on together: one by one their entries cost too much."""
 
 
 class MtpHead:
@@ -160,8 +160,9 @@ class MtpDrafter:
         assert arena.carry is not None
         self.carry, self.page = arena.carry, options.page_size
         self._hidden: Tensor | None = None
-        self._pending: list[tuple[Tensor, Tensor, Tensor]] = []
-        """Embedded tokens, hidden states before them and places: entries of the last steps that are not written yet."""
+        """Of the last step, after the trunk's final norm; None while that step is deferred."""
+        self._deferred: list[tuple[list[int], Batch, Tensor]] = []
+        """Steps of rows of one token: each row's slot, and the trunk's hidden rows before its final norm."""
 
     def draft(self, rows: SequenceOf[Row]) -> None:
         """Fills in the drafts that the rows are to have: each token is drawn as plain sampling would draw it, were the
@@ -196,46 +197,62 @@ class MtpDrafter:
 
     def observe(self, rows: SequenceOf[Row], batch: Batch, hidden_TD: Tensor) -> None:
         """The trunk has computed a batch, `hidden_TD` before its final norm: the entries of all its tokens are due.
-        Those of a few steps are written together, before anything is drafted and before their pages change hands.
+        Steps of single tokens are deferred: `flush` comes before anything is drafted, or pages or slots change hands.
         """
-        normed = self.model.final_norm(hidden_TD)
-        if batch.updates == len(rows):
-            self._due(self.model.embed(batch), self.carry[batch.slots_U], batch.places_T)
-            self._hidden = normed
+        slots = [row.sequence.slot for row in rows]
+        if batch.updates == len(rows) and not batch.splices:
+            self._deferred.append((slots, batch, hidden_TD.clone()))  # a graph writes its next step over this one
+            self._hidden = None
+            if len(self._deferred) >= PENDING_STEPS or len(self._deferred) * len(rows) >= PENDING_TOKENS:
+                self.flush()
             return
-        firsts, slots, first = [], [], 0
+        self.flush()
+        normed = self.model.final_norm(hidden_TD)
+        firsts, first = [], 0
         for row in rows:
             firsts.append(first)
-            slots.append(row.sequence.slot)
             first += row.count
         before, places = normed.roll(1, 0), batch.places_T
-        before[self._ids(firsts)] = self.carry[self._ids(slots)]
+        before[self._ids(firsts)] = self.carry[self._ids(slots)].to(before.dtype)
         fresh = self._ids([index for index, row in zip(firsts, rows, strict=True) if row.start == 0])
         if fresh.shape[0]:
             places = places.index_fill(0, fresh, -1)
             before.index_fill_(0, fresh, 0)
-        self._due(self.model.embed(batch), before, places)
+        self.head.enter(self.model.embed(batch), before, places)
         self._hidden = normed
 
-    def _due(self, embedded_TD: Tensor, before_TD: Tensor, places_T: Tensor) -> None:
-        self._pending.append((embedded_TD, before_TD, places_T))
-        if len(self._pending) >= PENDING_STEPS or places_T.shape[0] > PENDING_TOKENS:
-            self.flush()
-
     def flush(self) -> None:
-        """Writes the entries that are due."""
-        if self._pending:
-            pending, self._pending = self._pending, []
-            due = pending[0] if len(pending) == 1 else tuple(torch.cat(column) for column in zip(*pending, strict=True))
-            self.head.enter(*due)
+        """Works on the deferred steps: writes their entries, and the slots' hidden rows."""
+        if not self._deferred:
+            return
+        steps, self._deferred = self._deferred, []
+        # A token's entry needs the hidden row before it: of the slot, or of the step that last used the slot.
+        held = sorted({slot for slots, _, _ in steps for slot in slots})
+        newest = {slot: index for index, slot in enumerate(held)}
+        sources: list[int] = []
+        for slots, _, _ in steps:
+            first = len(held) + len(sources)
+            sources += [newest[slot] for slot in slots]
+            newest |= {slot: first + index for index, slot in enumerate(slots)}
+        normed = self.model.final_norm(torch.cat([hidden for _, _, hidden in steps]))
+        places, ids = (torch.cat(of) for of in zip(*((b.places_T, b.ids_T) for _, b, _ in steps), strict=True))
+        at = self._ids(held)
+        known = torch.cat((self.carry[at].to(normed.dtype), normed))
+        self.head.enter(F.embedding(ids, self.model.embeddings), known[self._ids(sources)], places)
+        self.carry[at] = known[self._ids([newest[slot] for slot in held])].to(self.carry.dtype)
+        self._hidden = normed[-len(steps[-1][0]) :]
 
     def settle(self, kept: Iterable[tuple[int, int]]) -> None:
         """(slot, token of the batch): whose hidden state the slot carries on from."""
         pairs = [pair for pair in kept if pair[0] >= 0]
+        if self._deferred and self._hidden is None:
+            if pairs == [(slot, token) for token, slot in enumerate(self._deferred[-1][0])]:
+                return
+            self.flush()
         if pairs:
             assert self._hidden is not None
             slots, tokens = self._ids([slot for slot, _ in pairs]), self._ids([token for _, token in pairs])
-            self.carry[slots] = self._hidden.index_select(0, tokens)
+            self.carry[slots] = self._hidden.index_select(0, tokens).to(self.carry.dtype)
 
     def _ids(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.carry.device)

@@ -169,7 +169,8 @@ class DecoderRunner:
 
     def _move(self, step: Step) -> None:
         """Memory changes hands: out to the host, cleared, copied from the cache, back in."""
-        if self.drafter is not None and (step.saves or step.put_out or step.page_copies):
+        moves = step.saves or step.put_out or step.page_copies or step.slot_copies or step.loads
+        if self.drafter is not None and moves:
             self.drafter.flush()
         for sequence, slot, pages, seat in step.saves:
             self._saved[sequence.request_id] = self.arena.save(slot, pages, seat, sequence.replayed)
@@ -317,6 +318,8 @@ class DecoderRunner:
 
     def _keep(self, sequence: Sequence) -> None:
         """Leaves the state at the end of an answer to whoever continues it."""
+        if self.drafter is not None:
+            self.drafter.flush()
         copy = self.scheduler.keep(sequence)
         if copy is not None:
             self._advance([(sequence, *copy, sequence.replayed)])
