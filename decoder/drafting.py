@@ -19,7 +19,7 @@ PRIOR_WEIGHT = 3.0
 """Drafts that the acceptance of all requests counts for in the estimate of one."""
 FIRST_RATE, FIRST_COST = 0.6, 0.15
 """Taken for granted until something has been measured."""
-FIRST_PAUSE, LAST_PAUSE = 16, 512
+FIRST_PAUSE, LAST_PAUSE = 64, 512
 """Tokens between two probes of a request for which drafting loses; each failure doubles them."""
 BASELINE_STEPS = 3
 """Steps without drafts that are measured for each number of rows before any with drafts are."""
