@@ -85,7 +85,7 @@ class DecoderRunner:
 
     def _check_deadline(self, sequence: Sequence, timeout: float) -> None:
         """`DeadlineError`, and the sequence is gone again, when it cannot have its first tokens in time."""
-        least = sequence.request.sampling.min_tokens
+        least = min(sequence.request.sampling.min_tokens, sequence.limit) - sequence.output_len
         if self.pace.meets(timeout, self.scheduler.tokens_ahead(sequence, cached=False), least):
             return
         try:

@@ -390,3 +390,17 @@ def test_a_deadline_that_cannot_be_met_is_refused_with_both_numbers() -> None:
         runner.add(request("late", range(1, 41), greedy_params(1), timeout=10.5))
     assert set(runner._sequences) == {"in time"}
     run(runner)
+
+
+def test_a_deadline_counts_no_token_that_will_not_be_drawn() -> None:
+    """`min_tokens` far above what `max_len` leaves room for, and output that is there already."""
+    runner = make_runner(CONFIG, WEIGHTS, max_batched_tokens=4)
+    seconds = iter(range(10**6))
+    runner.clock = lambda: next(seconds)
+    run(runner, request("first", range(8), greedy_params(1)))
+    params = SamplingParams(min_tokens=10**9, temperature=0.0)
+    room = runner.options.max_len - 4
+    with pytest.raises(DeadlineError, match=f"at least {room}.000 s away"):
+        runner.add(request("late", range(4), params, timeout=room - 0.5))
+    runner.add(request("in time", range(4), params, timeout=room + 0.5))
+    assert len(run(runner)["in time"]) == room
