@@ -19,7 +19,7 @@ import pytest
 from faults import check_same, long_requests, open_stream
 from pictures import picture
 from rpc import connect
-from running import RunningServer
+from running import RunningServer, children
 
 import saccade
 from saccade import errors
@@ -45,12 +45,6 @@ def fronts(arguments: list[str]) -> Iterator[ServerProcess]:
         port = free.getsockname()[1]
     with ServerProcess(arguments, port=port) as server:
         yield server
-
-
-def children(pid: int, module: str) -> list[int]:
-    """Processes of `python -m module` that the server has started."""
-    found = [int(c) for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split()]
-    return sorted(c for c in found if module.encode() in Path(f"/proc/{c}/cmdline").read_bytes())
 
 
 def clients(address: str, count: int, **options: Any) -> list[saccade.Client]:

@@ -124,6 +124,6 @@ class RunningEncoder:
 
 
 def children(pid: int, module: str) -> list[int]:
-    """Ids of the processes that `pid` started as `python -m module`."""
+    """Ids, in order, of the processes that `pid` started as `python -m module`."""
     started = [int(c) for task in Path(f"/proc/{pid}/task").iterdir() for c in (task / "children").read_text().split()]
-    return [child for child in started if module.encode() in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")]
+    return sorted(c for c in started if module.encode() in Path(f"/proc/{c}/cmdline").read_bytes().split(b"\0"))
