@@ -92,7 +92,8 @@ def _built() -> Path:
     if compiler is None:
         raise NativeUnavailable("there is no C++ compiler (g++, or what CXX names)")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    parts = [SOURCE.read_text(), version, *FLAGS, *sorted(processor_features())]
+    headers = sorted(SOURCE.parent.glob("*.h"))
+    parts = [*(file.read_text() for file in (SOURCE, *headers)), version, *FLAGS, *sorted(processor_features())]
     name = f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}.so"
     try:
         folder = cache_folder()

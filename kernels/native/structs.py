@@ -1,4 +1,4 @@
-"""The structs of native.cpp, field by field."""
+"""The structs of structs.h, field by field."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Code(IntEnum):
 
 
 class Target(IntEnum):
-    """Where the product of a `LINEAR` goes; other operations use them as native.cpp says."""
+    """Where the product of a `LINEAR` goes; other operations use them as structs.h says."""
 
     WIDE = 0
     RESIDUAL = 1

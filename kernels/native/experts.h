@@ -1,0 +1,112 @@
+// A mixture of experts.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "numbers.h"
+#include "products.h"
+#include "structs.h"
+
+namespace {
+
+constexpr float INFINITE = std::numeric_limits<float>::infinity();
+
+// The largest value's index, the lowest among equals; it is never found again.
+int64_t take_largest(float* values, int64_t count) {
+    const int64_t best = std::max_element(values, values + count) - values;
+    values[best] = -INFINITE;
+    return best;
+}
+
+// Of a token: its experts and their shares, from the router's products in `wide`. The correction counts for the choice alone.
+void route(const Model& m, const Op& op, int64_t token, float* scratch) {
+    const Experts& of = *op.experts;
+    const int64_t size = of.count / of.groups;
+    const float* logits = m.wide + token * m.ld;
+    float *scores = scratch, *choice = scores + of.count, *best = choice + of.count;
+#pragma omp simd
+    for (int64_t e = 0; e < of.count; e++) {
+        scores[e] = 1.0f / (1.0f + fast_exp(-logits[e]));
+        scores[e] = logits[e] == logits[e] ? scores[e] : logits[e];  // NaN is no clamped exponent
+        const float corrected = scores[e] + of.correction[e];
+        choice[e] = corrected == corrected ? corrected : INFINITE;
+    }
+    if (of.kept < of.groups) {
+        for (int64_t g = 0; g < of.groups; g++) {  // a group counts as much as its two best
+            float first = -INFINITE, second = -INFINITE;
+            for (int64_t e = g * size; e < (g + 1) * size; e++) {
+                second = std::max(second, std::min(first, choice[e]));
+                first = std::max(first, choice[e]);
+            }
+            best[g] = size > 1 ? first + second : first;
+        }
+        for (int64_t i = 0; i < of.kept; i++) take_largest(best, of.groups);
+        for (int64_t g = 0; g < of.groups; g++)
+            if (best[g] != -INFINITE) std::fill(choice + g * size, choice + (g + 1) * size, -INFINITE);
+    }
+    int64_t* picks = m.picks + token * of.chosen;
+    float *shares = m.shares + token * of.chosen, sum = 1e-20f;
+    for (int64_t i = 0; i < of.chosen; i++) picks[i] = take_largest(choice, of.count);
+    std::sort(picks, picks + of.chosen);
+    for (int64_t i = 0; i < of.chosen; i++) sum += shares[i] = scores[picks[i]];
+    for (int64_t i = 0; i < of.chosen; i++) shares[i] = (of.normalise ? shares[i] / sum : shares[i]) * of.scaling;
+}
+
+// Rows for all picks, expert by expert.
+void group_picks(const Model& m, const Op& op, int64_t tokens) {
+    const int64_t picks = tokens * op.experts->chosen;
+    std::vector<int64_t> rows(op.experts->count);
+    for (int64_t i = 0; i < picks; i++) rows[m.picks[i]]++;
+    int64_t found = 0, begin = 0;
+    for (int64_t e = 0; e < op.experts->count; e++) {
+        if (!rows[e]) continue;
+        int64_t* run = m.runs + 1 + 3 * found++;
+        run[0] = e, run[1] = begin, run[2] = begin += rows[e];
+        rows[e] = run[1];
+    }
+    m.runs[0] = found;
+    for (int64_t i = 0; i < picks; i++) m.places[i] = rows[m.picks[i]]++;
+}
+
+void gather(const Model& m, const Op& op, int64_t pick) {
+    const int64_t token = pick / op.experts->chosen;
+    const float* from = op.target == WIDE ? m.wide + token * m.ld : static_cast<const float*>(m.operand) + token * m.operand_ld;
+    make_operand(from, op.width, op.kind, m.picked, m.operand_ld, m.picked_scale, m.places[pick]);
+}
+
+// How many experts a step may pick at most: units of the others would only be counted.
+int64_t most_experts(const Op& op, const Step& step) { return std::min(op.experts->count, step.tokens * op.experts->chosen); }
+
+void run_expert(const Model& m, const Op& op, const Step& step, int64_t unit) {
+    const Units units(op.weight, 1, m.threads, most_experts(op, step));
+    const int64_t at = unit / units.count, *run = m.runs + 1 + 3 * at;
+    if (at >= m.runs[0]) return;
+    const Weight* weight = (op.target == WIDE ? op.experts->up : op.experts->down) + run[0];
+    const Product job{weight, m.picked, m.operand_ld, m.picked_scale, m.picked_wide, m.ld, STORE, 0};
+    run_unit(job, units, unit % units.count, run[2] - run[1], run[1]);
+}
+
+// What a token's experts say, expert after expert.
+void combine(const Model& m, const Op& op, int64_t token, float* sum) {
+    const int64_t chosen = op.experts->chosen;
+    std::fill(sum, sum + op.width, 0.0f);
+    for (int64_t i = token * chosen; i < (token + 1) * chosen; i++) {
+        const float *y = m.picked_wide + m.places[i] * m.ld, share = m.shares[i];
+#pragma omp simd
+        for (int64_t c = 0; c < op.width; c++) sum[c] += share * y[c];
+    }
+    if (op.target == MID) {
+        std::memcpy(m.mid + token * m.ld, sum, op.width * sizeof(float));
+        return;
+    }
+    float* x = m.x + token * m.hidden;
+#pragma omp simd
+    for (int64_t c = 0; c < op.width; c++) x[c] += sum[c];
+}
+
+}  // namespace

@@ -1,0 +1,60 @@
+// Conversions, and functions of single numbers.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+inline float bf16_to_float(uint16_t v) {
+    uint32_t bits = uint32_t(v) << 16;
+    float f;
+    std::memcpy(&f, &bits, 4);
+    return f;
+}
+
+inline uint16_t float_to_bf16(float f) {  // round to nearest even; NaN stays NaN
+    uint32_t bits;
+    std::memcpy(&bits, &f, 4);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return uint16_t(f != f ? 0x7fc0 : rounded);
+}
+
+// exp within 2 ulp on [-87, 88], clamped outside: 2^n times a polynomial of the rest (Cephes' coefficients).
+inline float fast_exp(float x) {
+    x = std::min(std::max(x, -87.0f), 88.0f);
+    float n = std::nearbyint(x * 1.44269504f);
+    float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    int32_t bits = (int32_t(n) + 127) << 23;
+    float power;
+    std::memcpy(&power, &bits, 4);
+    return p * power;
+}
+
+inline float silu(float x) { return x / (1.0f + fast_exp(-x)); }
+
+inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+
+// Of memory that holds float32 or bfloat16.
+template <typename T>
+inline float load(const T* p, int64_t i);
+template <>
+inline float load<float>(const float* p, int64_t i) { return p[i]; }
+template <>
+inline float load<uint16_t>(const uint16_t* p, int64_t i) { return bf16_to_float(p[i]); }
+inline void store(float* p, int64_t i, float v) { p[i] = v; }
+inline void store(uint16_t* p, int64_t i, float v) { p[i] = float_to_bf16(v); }
+
+}  // namespace

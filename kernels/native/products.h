@@ -1,0 +1,267 @@
+// Matrix products over packed weights.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "numbers.h"
+#include "structs.h"
+
+namespace {
+
+constexpr int64_t PANEL = 64;       // columns of a packed weight that lie together
+constexpr int64_t GROUP = 128;      // inputs that share a scale in int4
+constexpr int64_t FLUSH = 256;      // pairs of products after which int8 sums leave int32: 2 * 256 * 127 * 32767 < 2^31
+constexpr int64_t ROWS = 6;         // rows of a register tile: 6 x 4 accumulators of 16
+constexpr int64_t ROW_BLOCK = 192;  // rows that a unit of work covers
+constexpr int64_t DIVISIBLE = 1024; // inputs from which on a panel may be divided among threads
+constexpr float LIMIT = 32767.0f;
+
+inline int64_t panels_of(const Weight& w) { return (w.n + PANEL - 1) / PANEL; }
+
+// -- operands: float rows in the form that a kind of weight is multiplied with -------------------------------------------
+
+// `values` [k] -> row `row` of the operand; the padding is zero.
+void make_operand(const float* values, int64_t k, int64_t kind, void* operand, int64_t ld, float* scales, int64_t row) {
+    if (kind == F32) {
+        std::memcpy(static_cast<float*>(operand) + row * ld, values, k * sizeof(float));
+        return;
+    }
+    if (kind == BF16) {
+        uint16_t* out = static_cast<uint16_t*>(operand) + row * ld;
+#pragma omp simd
+        for (int64_t i = 0; i < k; i++) out[i] = float_to_bf16(values[i]);
+        std::fill(out + k, out + (k + 1) / 2 * 2, 0);
+        return;
+    }
+    int16_t* out = static_cast<int16_t*>(operand) + row * ld;
+    float largest = 0, poison = 0;  // NaN and infinity have no integers: they pass through the scale
+#pragma omp simd reduction(max : largest) reduction(+ : poison)
+    for (int64_t i = 0; i < k; i++) {
+        largest = std::max(largest, std::fabs(values[i]));
+        poison += values[i] * 0.0f;
+    }
+    scales[row] = largest / LIMIT + poison;
+    const float inverse = largest > 0 ? LIMIT / largest : 0.0f;
+#pragma omp simd
+    for (int64_t i = 0; i < k; i++) out[i] = int16_t(int32_t(std::nearbyint(values[i] * inverse)));
+    const int64_t pad = kind == INT4 ? (k + GROUP - 1) / GROUP * GROUP : (k + 1) / 2 * 2;
+    std::fill(out + k, out + pad, 0);
+}
+
+// -- products --------------------------------------------------------------------------------------------------------------
+
+inline __m512i broadcast_pair(const uint16_t* p) {
+    int32_t v;
+    std::memcpy(&v, p, 4);
+    return _mm512_set1_epi32(v);
+}
+
+// R rows times 16 * V columns, from column 16 * first of a panel.
+template <int R, int V>
+void tile_bf16(const uint16_t* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, float* out) {
+    const uint16_t* b = static_cast<const uint16_t*>(w.data) + panel * w.kpad * PANEL + first * 32;
+    __m512 sum[R][V];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) sum[r][v] = _mm512_setzero_ps();
+    for (int64_t p = 0; p < w.kpad / 2; p++, b += 2 * PANEL) {
+        __m512bh column[V];
+        for (int v = 0; v < V; v++) column[v] = (__m512bh)_mm512_loadu_si512(b + v * 32);
+        for (int r = 0; r < R; r++) {
+            const __m512bh x = (__m512bh)broadcast_pair(a + r * lda + 2 * p);
+            for (int v = 0; v < V; v++) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], x, column[v]);
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) _mm512_storeu_ps(out + r * PANEL + v * 16, sum[r][v]);
+}
+
+template <int R, int V>
+void tile_int8(
+    const uint16_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, int64_t first, float* out
+) {
+    const int8_t* b = static_cast<const int8_t*>(w.data) + panel * w.kpad * PANEL + first * 32;
+    const int64_t pairs = w.kpad / 2;
+    __m512 total[R][V];
+    for (int64_t begin = 0; begin < pairs; begin += FLUSH) {
+        __m512i sum[R][V];
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < V; v++) sum[r][v] = _mm512_setzero_si512();
+        const int64_t end = std::min(pairs, begin + FLUSH);
+        for (int64_t p = begin; p < end; p++, b += 2 * PANEL) {
+            __m512i column[V];
+            for (int v = 0; v < V; v++)
+                column[v] = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(b + v * 32)));
+            for (int r = 0; r < R; r++) {
+                const __m512i x = broadcast_pair(a + r * lda + 2 * p);
+                for (int v = 0; v < V; v++) sum[r][v] = _mm512_dpwssd_epi32(sum[r][v], x, column[v]);
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < V; v++) {
+                const __m512 part = _mm512_cvtepi32_ps(sum[r][v]);
+                total[r][v] = begin ? _mm512_add_ps(total[r][v], part) : part;
+            }
+    }
+    for (int v = 0; v < V; v++) {
+        const __m512 scale = _mm512_loadu_ps(w.scale + panel * PANEL + (first + v) * 16);
+        for (int r = 0; r < R; r++) {
+            const __m512 y = _mm512_mul_ps(_mm512_mul_ps(total[r][v], scale), _mm512_set1_ps(scales[r]));
+            _mm512_storeu_ps(out + r * PANEL + v * 16, y);
+        }
+    }
+}
+
+// All 64 columns: a byte holds the same place of columns 0..31 (low half) and 32..63 (high half).
+template <int R>
+void tile_int4(const uint16_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, float* out) {
+    const int64_t groups = w.kpad / GROUP;
+    const uint8_t* b = static_cast<const uint8_t*>(w.data) + panel * w.kpad * PANEL / 2;
+    const __m512i low = _mm512_set1_epi8(15);
+    const __m512i values = _mm512_broadcast_i32x4(_mm_setr_epi8(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7));
+    __m512 total[R][4];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < 4; v++) total[r][v] = _mm512_setzero_ps();
+    for (int64_t g = 0; g < groups; g++) {
+        __m512i sum[R][4];
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < 4; v++) sum[r][v] = _mm512_setzero_si512();
+        for (int64_t p = g * GROUP / 2; p < (g + 1) * GROUP / 2; p++, b += PANEL) {
+            const __m512i both = _mm512_loadu_si512(b);
+            const __m512i left = _mm512_shuffle_epi8(values, _mm512_and_si512(both, low));
+            const __m512i right = _mm512_shuffle_epi8(values, _mm512_and_si512(_mm512_srli_epi16(both, 4), low));
+            const __m512i column[4] = {
+                _mm512_cvtepi8_epi16(_mm512_castsi512_si256(left)),
+                _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(left, 1)),
+                _mm512_cvtepi8_epi16(_mm512_castsi512_si256(right)),
+                _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(right, 1)),
+            };
+            for (int r = 0; r < R; r++) {
+                const __m512i x = broadcast_pair(a + r * lda + 2 * p);
+                for (int v = 0; v < 4; v++) sum[r][v] = _mm512_dpwssd_epi32(sum[r][v], x, column[v]);
+            }
+        }
+        for (int v = 0; v < 4; v++) {
+            const __m512 scale = _mm512_loadu_ps(w.scale + (panel * groups + g) * PANEL + v * 16);
+            for (int r = 0; r < R; r++)
+                total[r][v] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r][v]), scale, total[r][v]);
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < 4; v++)
+            _mm512_storeu_ps(out + r * PANEL + v * 16, _mm512_mul_ps(total[r][v], _mm512_set1_ps(scales[r])));
+}
+
+// float32 weights stay in rows: columns of a panel are dot products, four at a time.
+template <int R>
+void tile_f32(const float* a, int64_t lda, const Weight& w, int64_t panel, float* out) {
+    const float* data = static_cast<const float*>(w.data);
+    const int64_t last = std::min(w.n, (panel + 1) * PANEL) - 1;
+    for (int64_t c = 0; c < PANEL && panel * PANEL + c <= last; c += 4) {
+        const float* b[4];
+        for (int v = 0; v < 4; v++) b[v] = data + std::min(panel * PANEL + c + v, last) * w.k;
+        __m512 sum[R][4];
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < 4; v++) sum[r][v] = _mm512_setzero_ps();
+        for (int64_t i = 0; i < w.k; i += 16) {
+            const __mmask16 m = w.k - i >= 16 ? __mmask16(0xffff) : __mmask16((1 << (w.k - i)) - 1);
+            __m512 column[4];
+            for (int v = 0; v < 4; v++) column[v] = _mm512_maskz_loadu_ps(m, b[v] + i);
+            for (int r = 0; r < R; r++) {
+                const __m512 x = _mm512_maskz_loadu_ps(m, a + r * lda + i);
+                for (int v = 0; v < 4; v++) sum[r][v] = _mm512_fmadd_ps(x, column[v], sum[r][v]);
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < 4; v++) out[r * PANEL + c + v] = _mm512_reduce_add_ps(sum[r][v]);
+    }
+}
+
+struct Product {
+    const Weight* weight;
+    const void* a;
+    int64_t lda;
+    const float* scales;
+    void* out;
+    int64_t ldo, store, relu_squared;
+};
+
+template <int R>
+void tile(const Product& job, int64_t row, int64_t panel, int64_t first, int64_t count) {
+    alignas(64) float out[ROWS * PANEL];
+    const Weight& w = *job.weight;
+    if (w.kind == F32) {
+        tile_f32<R>(static_cast<const float*>(job.a) + row * job.lda, job.lda, w, panel, out);
+    } else {
+        const uint16_t* a = static_cast<const uint16_t*>(job.a) + row * job.lda;
+        const float* scales = job.scales + row;
+        if (w.kind == INT4) tile_int4<R>(a, job.lda, scales, w, panel, out);
+        else if (w.kind == INT8 && count == 4) tile_int8<R, 4>(a, job.lda, scales, w, panel, first, out);
+        else if (w.kind == INT8) tile_int8<R, 1>(a, job.lda, scales, w, panel, first, out);
+        else if (count == 4) tile_bf16<R, 4>(a, job.lda, w, panel, first, out);
+        else tile_bf16<R, 1>(a, job.lda, w, panel, first, out);
+    }
+    const int64_t begin = panel * PANEL + first * 16, width = std::min(w.n - begin, count * 16);
+    for (int r = 0; r < R; r++) {
+        float* y = out + r * PANEL;
+        if (w.bias)
+            for (int64_t i = 0; i < width; i++) y[i] += w.bias[begin + i];
+        if (job.relu_squared)
+            for (int64_t i = 0; i < width; i++) y[i] = y[i] > 0 ? y[i] * y[i] : (y[i] == y[i] ? 0.0f : y[i]);
+        const int64_t place = (row + r) * job.ldo + begin;
+        if (job.store == STORE_BF16) {
+            uint16_t* to = static_cast<uint16_t*>(job.out) + place;
+            for (int64_t i = 0; i < width; i++) to[i] = float_to_bf16(y[i]);
+        } else {
+            float* to = static_cast<float*>(job.out) + place;
+            if (job.store == ADD)
+                for (int64_t i = 0; i < width; i++) to[i] += y[i];
+            else
+                std::memcpy(to, y, width * sizeof(float));
+        }
+    }
+}
+
+// Rows [begin, end) in tiles of nearly equal height.
+void tiles(const Product& job, int64_t begin, int64_t end, int64_t panel, int64_t first, int64_t count) {
+    const int64_t pieces = (end - begin + ROWS - 1) / ROWS;
+    for (int64_t i = 0; i < pieces; i++) {
+        const int64_t from = begin + (end - begin) * i / pieces, to = begin + (end - begin) * (i + 1) / pieces;
+        switch (to - from) {
+            case 1: tile<1>(job, from, panel, first, count); break;
+            case 2: tile<2>(job, from, panel, first, count); break;
+            case 3: tile<3>(job, from, panel, first, count); break;
+            case 4: tile<4>(job, from, panel, first, count); break;
+            case 5: tile<5>(job, from, panel, first, count); break;
+            default: tile<6>(job, from, panel, first, count);
+        }
+    }
+}
+
+// Units of a product: (panel, block of rows), or quarters of panels where there would be too few for the threads.
+struct Units {
+    int64_t quarters, blocks, count;
+    Units(const Weight& w, int64_t rows, int64_t threads, int64_t products = 1) {
+        const int64_t panels = panels_of(w);
+        blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+        // A quarter of one row waits for its own sums as long as a panel does: that pays where memory is what takes time.
+        const bool divisible = (w.kind == BF16 || w.kind == INT8) && threads > 1 && w.kpad >= DIVISIBLE;
+        quarters = divisible && products * panels * blocks < 6 * threads ? 4 : 1;
+        count = panels * blocks * quarters;
+    }
+};
+
+void run_unit(const Product& job, const Units& units, int64_t unit, int64_t rows, int64_t before = 0) {
+    const int64_t block = unit % units.blocks, part = unit / units.blocks;
+    const int64_t panel = part / units.quarters, first = part % units.quarters;
+    if (panel * PANEL + first * 16 >= job.weight->n) return;
+    const int64_t begin = before + rows * block / units.blocks, end = before + rows * (block + 1) / units.blocks;
+    tiles(job, begin, end, panel, units.quarters == 1 ? 0 : first, units.quarters == 1 ? 4 : 1);
+}
+
+}  // namespace

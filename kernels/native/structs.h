@@ -1,0 +1,90 @@
+// What Python hands over; structs.py mirrors it, the layouts are in README.md.
+
+#pragma once
+
+#include <cstdint>
+
+namespace {
+
+enum Kind : int64_t { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3 };
+enum Store : int64_t { STORE = 0, ADD = 1, STORE_BF16 = 2 };
+enum Code : int64_t {
+    NORM = 0, LINEAR = 1, MAMBA = 2, ATTENTION = 3, CONVERT = 4, RELU_SQUARED = 5,
+    ROUTE = 6, GROUP_PICKS = 7, GATHER = 8, EXPERTS = 9, PICKED_RELU_SQUARED = 10, COMBINE = 11,
+    NORM_PAIR = 12,
+};
+enum Target : int64_t { WIDE = 0, RESIDUAL = 1, LOGITS = 2, MID = 3, OPERAND = 4, STREAM = 5 };
+
+}  // namespace
+
+extern "C" {
+
+struct Weight {  // [n, k]; kpad: k as it is stored; scale: int8 [panels * 64], int4 [panels, groups, 64]; bias: [n] or null
+    int64_t kind, n, k, kpad;
+    const void* data;
+    const float* scale;
+    const float* bias;
+};
+
+struct Experts {  // a mixture of them
+    int64_t count, chosen, groups, kept, normalise;
+    float scaling;
+    const float* correction;   // [count]
+    const Weight *up, *down;   // [count]
+};
+
+struct Op {
+    int64_t code, kind, width;  // kind: of the operand that an operation makes; width: of its rows
+    Weight weight;              // LINEAR; EXPERTS: the first expert's
+    // LINEAR: WIDE, RESIDUAL (added to x), STREAM (x itself) or LOGITS; COMBINE: RESIDUAL or MID; GATHER: from WIDE or float OPERAND;
+    // EXPERTS: WIDE for the first product, RESIDUAL for the second
+    int64_t target;
+    const float* norm;          // NORM, MAMBA, NORM_PAIR: weight
+    void* windows;              // MAMBA: [slots, taps - 1, conv] ...
+    int64_t window_stride;      // ... elements between slots
+    float* states;              // [slots, heads, head, state]
+    int64_t state_stride;
+    const float *conv, *conv_bias, *a, *d, *dt_bias;  // conv: [taps, conv]
+    void* kv;                                         // ATTENTION: [pages, 2, page, kv_heads, width]
+    int64_t kv_stride;
+    float* ring;  // MAMBA, or null: [seats, steps, conv + heads], projected inputs since the state in a slot
+    int64_t ring_stride;
+    const Experts* experts;  // from ROUTE to COMBINE
+    int64_t first_key;       // ATTENTION: the first place that is looked at
+};
+
+struct Model {
+    int64_t count;
+    const Op* ops;
+    int64_t threads, hidden, vocab;
+    int64_t heads, head, groups, state, taps, conv_dim, inner;
+    int64_t q_heads, kv_heads, width, page;
+    int64_t stored_bf16;  // windows and pages; else float32
+    float eps, dt_low, dt_high, scale;
+    float *x, *wide, *mid;  // [rows, hidden], [rows, ld], [rows, ld]
+    int64_t ld;
+    void* operand;  // [rows, operand_ld] of 4 bytes at most
+    int64_t operand_ld;
+    float* operand_scale;
+    // A pick is one token's choice of one expert: a token's are in the order of experts. Rows of picks lie expert by expert.
+    int64_t *picks, *places;  // [rows, chosen]: which expert, and which row it got
+    float* shares;            // [rows, chosen]
+    int64_t* runs;            // how many experts were picked; then of each, ascending: expert, first row, row behind the last
+    void* picked;             // like operand, operand_scale and wide, with a row for each pick
+    float *picked_scale, *picked_wide;
+};
+
+struct Step {
+    int64_t tokens;
+    int64_t rows;  // MAMBA: row r is tokens [starts[r], starts[r + 1]) ...
+    const int64_t *starts, *slots, *initial;  // ... and begins with zeros unless initial[r]
+    int64_t save_count;
+    const int64_t* saves;  // [saves, 3]: (row, token, slot): what there is of the row before that token goes to that slot too
+    const int64_t *lengths, *tables, *places;  // ATTENTION, of each token
+    int64_t table_stride;
+    float* logits;  // [tokens, vocab]
+    // Of rows whose tokens may be taken back. Null, or [rows]: the slot that a row begins from, if not its own; its seat and
+    // how many steps of the seat's ring come before it, in which case its slot stays as it is (-1: not so).
+    const int64_t *from, *seats, *counts;
+};
+}

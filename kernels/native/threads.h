@@ -1,0 +1,137 @@
+// Threads that work through phases of units together.
+
+#pragma once
+
+#include <immintrin.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+namespace {
+
+// A job is a row of phases, a phase some units of work; a phase begins when all units of the one before it are done.
+class Job {
+  public:
+    virtual int64_t phases() const = 0;
+    virtual int64_t units(int64_t phase) const = 0;
+    virtual void run(int64_t phase, int64_t unit, std::vector<float>& scratch) const = 0;
+};
+
+// The caller and its helpers. Nobody waits for a thread, only for units that were taken: a helper that sleeps, or that has
+// lost its core, costs no more than its absence. So each counter carries the number of its job, and a helper that comes late
+// takes nothing of a job that is over.
+class Pool {
+  public:
+    void run(const Job& job, int64_t threads) {
+        std::unique_lock<std::mutex> lock(busy_, std::try_to_lock);
+        if (!lock.owns_lock() || threads == 1) {  // another thread of this process is using the helpers
+            for (int64_t i = 0; i < job.phases(); i++)
+                for (int64_t unit = 0; unit < job.units(i); unit++) job.run(i, unit, scratch());
+            return;
+        }
+        try {
+            for (; helpers_ < threads - 1; helpers_++) std::thread(&Pool::help, this, helpers_).detach();
+        } catch (const std::system_error&) {
+        }  // no more threads to be had: those that there are do the work
+        const int64_t phases = job.phases();
+        if (phases > int64_t(counters_.size())) {
+            for (auto& old : counters_) old.taken.store(0);
+            retired_.push_back(std::move(counters_));  // a late helper may still look at it
+            counters_ = std::vector<Counter>(phases);
+        }
+        const uint64_t number = (number_ + 1) & NUMBER_MASK;
+        for (int64_t i = 0; i < phases; i++) {
+            const uint64_t start = number << 40 | uint64_t(job.units(i)) << 20;
+            counters_[i].done.store(start, std::memory_order_relaxed);
+            counters_[i].taken.store(start, std::memory_order_relaxed);
+        }
+        job_.store(&job, std::memory_order_relaxed);
+        shared_.store(counters_.data(), std::memory_order_relaxed);
+        phases_.store(phases, std::memory_order_relaxed);
+        wanted_.store(threads - 1, std::memory_order_relaxed);
+        number_ = number;
+        signal_.store(uint32_t(number), std::memory_order_seq_cst);
+        if (sleepers_.load(std::memory_order_seq_cst)) futex(FUTEX_WAKE_PRIVATE, int(threads - 1));
+        work(counters_.data(), phases, number);
+    }
+
+  private:
+    struct Counter {  // number of the job << 40 | units of the phase << 20 | units taken, or done
+        std::atomic<uint64_t> taken{0};
+        alignas(64) std::atomic<uint64_t> done{0};
+        Counter() = default;
+        Counter(const Counter&) {}
+    };
+    static constexpr uint64_t NUMBER_MASK = 0xffffff, COUNT_MASK = 0xfffff;
+    static constexpr int SPINS = 1024, IDLE_SPINS = 1024;  // of some 40 cycles
+
+    static std::vector<float>& scratch() {
+        static thread_local std::vector<float> buffer;
+        return buffer;
+    }
+
+    void futex(int operation, int value) {
+        syscall(SYS_futex, reinterpret_cast<uint32_t*>(&signal_), operation, value, nullptr, nullptr, 0);
+    }
+
+    void work(Counter* counters, int64_t phases, uint64_t number) {
+        for (int64_t i = 0; i < phases; i++) {
+            Counter& counter = counters[i];
+            uint64_t seen = counter.taken.load(std::memory_order_acquire);
+            for (;;) {
+                if (seen >> 40 != number) return;
+                if ((seen & COUNT_MASK) >= (seen >> 20 & COUNT_MASK)) break;
+                if (!counter.taken.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel)) continue;
+                job_.load(std::memory_order_relaxed)->run(i, int64_t(seen & COUNT_MASK), scratch());
+                counter.done.fetch_add(1, std::memory_order_acq_rel);
+                seen = counter.taken.load(std::memory_order_acquire);
+            }
+            for (int spins = 0;; spins++) {
+                const uint64_t done = counter.done.load(std::memory_order_acquire);
+                if (done >> 40 != number) return;
+                if ((done & COUNT_MASK) == (done >> 20 & COUNT_MASK)) break;
+                if (spins < SPINS) _mm_pause();
+                else sched_yield();
+            }
+        }
+    }
+
+    void help(int64_t index) {
+        uint32_t seen = 0;
+        for (;;) {
+            for (int spins = 0; spins < IDLE_SPINS && signal_.load(std::memory_order_acquire) == seen; spins++) _mm_pause();
+            sleepers_.fetch_add(1, std::memory_order_seq_cst);
+            while (signal_.load(std::memory_order_seq_cst) == seen) futex(FUTEX_WAIT_PRIVATE, int(seen));
+            sleepers_.fetch_sub(1, std::memory_order_seq_cst);
+            seen = signal_.load(std::memory_order_acquire);
+            if (index < wanted_.load(std::memory_order_relaxed))
+                work(shared_.load(std::memory_order_relaxed), phases_.load(std::memory_order_relaxed), seen);
+        }
+    }
+
+    std::mutex busy_;
+    std::vector<Counter> counters_;
+    std::vector<std::vector<Counter>> retired_;
+    int64_t helpers_ = 0;
+    uint64_t number_ = 0;
+    std::atomic<const Job*> job_{nullptr};
+    std::atomic<Counter*> shared_{nullptr};
+    std::atomic<int64_t> phases_{0}, wanted_{0};
+    std::atomic<uint32_t> signal_{0};
+    std::atomic<int> sleepers_{0};
+};
+
+Pool& pool() {
+    static Pool* const forever = new Pool;  // helpers outlive static destructors
+    return *forever;
+}
+
+}  // namespace
