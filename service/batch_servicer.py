@@ -36,6 +36,7 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
     async def CreateBatch(
         self, requests: AsyncIterator[batch_pb2.CreateBatchRequest], context: Any
     ) -> batch_pb2.CreateBatchResponse:
+        self._batches.check_open()
         header = await header_of(requests, "a batch")
         max_errors = header.max_errors if header.HasField("max_errors") else None
         if max_errors is not None and max_errors < 0:
@@ -44,6 +45,7 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
             )
         async with in_thread(self._store.upload(_tenant(), header.size_bytes)) as upload:
             await receive(requests, upload.write)
+            self._batches.check_open()
             committing = asyncio.to_thread(
                 upload.commit, header.request_id, ordered=header.ordered, max_errors=max_errors
             )

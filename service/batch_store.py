@@ -84,7 +84,8 @@ class BatchStore:
         `ttl` in seconds after the end."""
         self._directory, self._capacity, self._ttl, self._clock = directory, capacity, ttl, clock
         self._tenant_capacity = capacity if tenant_capacity is None else tenant_capacity
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # of the books; the event loop takes it, so nobody waits for a disk in it
+        self._writing = threading.Lock()
         self._records: dict[str, BatchRecord] = {}
         self._reserved: dict[str, int] = {}
         self._incoming = directory / "incoming"
@@ -114,9 +115,10 @@ class BatchStore:
     def sweep(self) -> None:
         """Deletes what ended long enough ago."""
         with self._lock:
-            for record in list(self._records.values()):
-                if record.over and self.expires(record) <= self._clock():
-                    self._delete(record)
+            now = self._clock()
+            gone = [self._hide(r) for r in list(self._records.values()) if r.over and self.expires(r) <= now]
+        for folder in gone:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def expires(self, record: BatchRecord) -> float:
         return record.ended + self._ttl if record.over else 0.0
@@ -156,19 +158,21 @@ class BatchStore:
 
     def _keep(self, folder: Path, record: BatchRecord) -> BatchRecord:
         """The upload's folder becomes the batch, unless the request that made it made one before."""
-        with self._lock, _disk():
-            for other in self._records.values():
-                if (other.tenant, other.request_id) == (record.tenant, record.request_id):
-                    if other.digest != record.digest:
-                        raise errors.AlreadyExists(
-                            f"request {record.request_id!r} has made a batch of another file", field="header.request_id"
-                        )
-                    return other
+        with _disk():
             _write_whole(folder / "batch.json", record)
-            os.rename(folder, self.folder(record.batch_id))
+            with self._lock:
+                for other in self._records.values():
+                    if (other.tenant, other.request_id) == (record.tenant, record.request_id):
+                        if other.digest != record.digest:
+                            raise errors.AlreadyExists(
+                                f"request {record.request_id!r} has made a batch of another file",
+                                field="header.request_id",
+                            )
+                        return other
+                os.rename(folder, self.folder(record.batch_id))
+                self._records[record.batch_id] = record
             _sync_folder(self._directory)
-            self._records[record.batch_id] = record
-            return record
+        return record
 
     # -- looking in ----------------------------------------------------------------------------------------------------
 
@@ -213,12 +217,23 @@ class BatchStore:
         with self._lock:
             if record.batch_id in self._records:
                 self._records[record.batch_id] = record
-                if on_disk:
-                    try:
-                        _write_whole(self.folder(record.batch_id) / "batch.json", record)
-                    except OSError as error:
-                        log.error("batch %s: its state cannot be written: %s", record.batch_id, error.strerror)
+        if on_disk:
+            self._write(record.batch_id)
         return record
+
+    def _write(self, batch_id: str) -> None:
+        """What is known now, so that of two writers the later one writes the newest."""
+        with self._writing:
+            with self._lock:
+                record = self._records.get(batch_id)
+            if record is None:
+                return
+            try:
+                _write_whole(self.folder(batch_id) / "batch.json", record)
+            except OSError as error:
+                with self._lock:
+                    if batch_id in self._records:  # else it has been deleted meanwhile
+                        log.error("batch %s: its state cannot be written: %s", batch_id, error.strerror)
 
     def check_output(self, record: BatchRecord) -> int:
         """Bytes of its output now. Raises ResourceExhausted where all batches together are above the bound."""
@@ -234,16 +249,18 @@ class BatchStore:
 
     def delete(self, record: BatchRecord) -> None:
         with self._lock:
-            if record.batch_id in self._records:
-                self._delete(record)
+            if record.batch_id not in self._records:
+                return
+            gone = self._hide(record)
+        shutil.rmtree(gone, ignore_errors=True)
 
-    def _delete(self, record: BatchRecord) -> None:
-        # Out of sight at once; a crash in the middle leaves a folder that the next start clears.
+    def _hide(self, record: BatchRecord) -> Path:
+        """Out of sight at once. Returns the folder that remains to be removed; a crash leaves it to the next start."""
         gone = self._incoming / secrets.token_hex(16)
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.folder(record.batch_id), gone)
         del self._records[record.batch_id]
-        shutil.rmtree(gone, ignore_errors=True)
+        return gone
 
     def check_integrity(self) -> None:
         """The books agree with the disk."""

@@ -104,6 +104,7 @@ def build_engine(options: EngineOptions) -> Engine:
     number that would work; nothing is started yet."""
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
     checkpoint = open_checkpoint(options.model)
+    check_role(options, checkpoint)
     dtype = resolve_dtype(options, checkpoint)
     vision = resolve_vision(options, checkpoint)
     hidden = checkpoint.config.decoder.hidden_size
@@ -122,10 +123,6 @@ def build_engine(options: EngineOptions) -> Engine:
             encoding = encoder_process(options, vision, handoff)
         else:
             encoding = local_encoder(options, checkpoint, vision, handoff, shared=True)
-    elif options.role == "decoder":
-        raise ConfigError(
-            f"role: {checkpoint.config.name} takes no pictures, so there is nothing that encoders could do"
-        )
     info = EngineInfo(
         model=checkpoint.config.name,
         revision=checkpoint.revision,
@@ -206,14 +203,21 @@ def encoder_of_process(options: EngineOptions, source: WorkSource) -> LocalEncod
     return LocalEncoder(runner, source, step_tokens=step_tokens(options, vision))
 
 
+def check_role(options: EngineOptions, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError for a role that is about pictures, of a model that takes none."""
+    if options.role != "all" and checkpoint.config.vision is None:
+        nothing = {"encoder": "to encode", "decoder": "that encoders could do"}[options.role]
+        raise ConfigError(f"role: {checkpoint.config.name} takes no pictures, so there is nothing {nothing}")
+
+
 def build_encoder(options: EngineOptions) -> tuple[LocalEncoder, Handoff, Partner]:
     """The encoder's half of a model, for `--role encoder`. Raises ConfigError or CheckpointError."""
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
     checkpoint = open_checkpoint(options.model)
+    check_role(options, checkpoint)
     dtype = resolve_dtype(options, checkpoint)
     vision = resolve_vision(options, checkpoint)
-    if vision is None:
-        raise ConfigError(f"role: {checkpoint.config.name} takes no pictures, so there is nothing to encode")
+    assert vision is not None
     hidden = checkpoint.config.decoder.hidden_size
     check_handoff(options, vision, hidden, dtype)
     # What is encoded leaves by the network: the rows are kept where that begins.

@@ -186,9 +186,14 @@ class Checkpoint:
             if name in self._plan
         }
 
-    def parameters(self) -> int:
-        """Parameters of the served parts."""
-        stored = {name for source in self._plan.values() for name in source.names}
+    def parameters(self, role: str = "all") -> int:
+        """Parameters of the parts that a server of this role serves."""
+        ours = {
+            "all": lambda native: True,
+            "decoder": self.config.decoder.expected_weights().__contains__,
+            "encoder": lambda native: native not in self.config.decoder.expected_weights(),
+        }[role]
+        stored = {name for native, source in self._plan.items() if ours(native) for name in source.names}
         return sum(math.prod(self._shapes[name]) for name in stored)
 
     def _resolve_sources(self) -> dict[str, _Source]:

@@ -235,7 +235,9 @@ class ServerOptions(EngineOptions):
     batch_jobs: int = _option(4, "batches that run at the same time, one of each tenant", minimum=1)
     batch_row_timeout: float = _option(86400.0, "seconds that one row may take, waiting included", minimum=0.001)
     default_timeout: float = _option(600.0, "seconds a call without a deadline may take", minimum=0.001)
-    stall_timeout: float = _option(60.0, "seconds that a message of a stream may wait for its reader", minimum=0.001)
+    stall_timeout: float = _option(
+        60.0, "seconds that a message of a stream may wait for its reader, and an upload for its next", minimum=0.001
+    )
     warmup: bool = _option(True, "a request of the server's own, answered before health says SERVING")
     grace: float = _option(30.0, "seconds that running calls get after SIGTERM", minimum=0)
     metrics_port: int | None = _option(None, "port of the Prometheus endpoint; 0 picks one; unset: none", minimum=0)

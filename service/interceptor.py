@@ -42,7 +42,7 @@ class FrontDoor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def __init__(
         self, guard: Guard, budget: ByteBudget, metrics: Metrics, access: AccessLog, *, stall_timeout: float
     ) -> None:
-        """`stall_timeout`: seconds that one message of a stream may wait for its reader."""
+        """`stall_timeout`: seconds that one message of a stream may wait for its reader, and an upload for its next."""
         self._guard, self._budget, self._metrics, self._access = guard, budget, metrics, access
         self._stall_timeout = stall_timeout
 
@@ -157,11 +157,23 @@ class _Call:
         return request
 
     async def _each(self, source: AsyncIterator[bytes], add: Callable[[int], None]) -> AsyncIterator[Any]:
-        async for data in source:
+        while (data := await self._next(source)) is not None:
             request = self._parsed(data, add)
             # A stream's messages are consumed one by one: what they hold is counted by whoever keeps it.
             add(-len(data))
             yield request
+
+    async def _next(self, source: AsyncIterator[bytes]) -> bytes | None:
+        """None at the end. An upload holds space that it has reserved: it may not pause for as long as it likes, as
+        streams that answer may.
+        """
+        try:
+            async with asyncio.timeout(None if self.handler.response_streaming else self.stall_timeout):
+                return await anext(source, None)
+        except TimeoutError:
+            raise errors.DeadlineExceeded(
+                f"no message of the upload came for {self.stall_timeout:g} s", reason="SLOW_WRITER"
+            ) from None
 
 
 class _Stall:

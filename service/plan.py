@@ -16,7 +16,14 @@ from decoder.mtp import check_mtp
 from encoder.plan import describe
 from encoder.video import video_grid, video_tokens
 from kernels.linear import quantised_bytes
-from service.build import check_handoff, decoder_options, encoder_options, resolve_dtype, resolve_vision
+from service.build import (
+    check_handoff,
+    check_role,
+    decoder_options,
+    encoder_options,
+    resolve_dtype,
+    resolve_vision,
+)
 from service.checkpoint import Checkpoint, open_checkpoint
 from service.config import EngineOptions
 from service.quantise import quantised_name
@@ -61,6 +68,9 @@ def size(count: int) -> str:
 def plan(options: EngineOptions) -> list[Table]:
     """The tables of the plan. Raises what the server would raise for the same options."""
     checkpoint = open_checkpoint(options.model)
+    check_role(options, checkpoint)
+    if options.role == "encoder":
+        return [memory_table(options, checkpoint), encoder_table(options, checkpoint)]
     if options.speculative == "mtp":
         check_mtp(checkpoint.config.decoder, checkpoint.decoder_shapes())
     tables = [
@@ -69,29 +79,42 @@ def plan(options: EngineOptions) -> list[Table]:
         states_table(options, checkpoint),
         capture_table(options, checkpoint),
     ]
-    if checkpoint.config.vision is not None:
+    if checkpoint.config.vision is not None and options.role == "all":
         tables.append(encoder_table(options, checkpoint))
     return tables
 
 
 def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
-    """Bytes by part."""
+    """Bytes by part, of a server of the role that `options` name."""
+    device, item = decoder_options(options, checkpoint).device, resolve_dtype(options, checkpoint).itemsize
+    rows: list[tuple[str, ...]] = [("part", "bytes", "what")]
+    total = weight_bytes(options, checkpoint)
+    kind = options.weights or checkpoint.config.weights
+    quantised = f", linear layers of the decoder in {kind}" if kind and options.role != "encoder" else ""
+    what = f"{checkpoint.parameters(options.role) / 1e6:.1f} M parameters of {item} bytes{quantised}"
+    rows.append(("weights", size(total), what))
+    if options.role != "encoder":
+        total += _decoder_memory(options, checkpoint, rows)
+    if checkpoint.config.vision is not None:
+        row = checkpoint.config.decoder.hidden_size * item
+        rows.append(("handoff", size(options.handoff_bytes), f"{options.handoff_bytes // row} image tokens"))
+        total += options.handoff_bytes
+    rows.append(("together", size(total), "without activations"))
+    of = "" if options.role == "all" else f", role {options.role}"
+    return Table(f"{checkpoint.config.name}, revision {checkpoint.revision}, on {device}{of}", rows)
+
+
+def _decoder_memory(options: EngineOptions, checkpoint: Checkpoint, rows: list[tuple[str, ...]]) -> int:
+    """Adds the rows of what the decoder holds besides weights; returns its bytes."""
     decoder, layout = decoder_options(options, checkpoint), arena_layout(options, checkpoint)
     graphs = graph_bytes(checkpoint.config.decoder, decoder)
     blocks = resolve_blocks(layout, decoder, graphs)
     check_slots(checkpoint.config.decoder, decoder, layout, blocks)
-    item = resolve_dtype(options, checkpoint).itemsize
-    rows: list[tuple[str, ...]] = [("part", "bytes", "what")]
-    weights = weight_bytes(options, checkpoint)
-    kind = options.weights or checkpoint.config.weights
-    quantised = f", linear layers of the decoder in {kind}" if kind else ""
-    what = f"{checkpoint.parameters() / 1e6:.1f} M parameters of {item} bytes{quantised}"
-    rows.append(("weights", size(weights), what))
     arena = blocks * layout.block_bytes
     rows.append(("state arena", size(arena), f"{blocks} superblocks of {size(layout.block_bytes)}"))
     rows.append(("  a state slot", size(layout.slot_bytes), f"one sequence, {layout.mamba_layers} Mamba layers"))
     rows.append(("  a KV page", size(layout.page_bytes), f"{layout.page_size} tokens, all attention layers"))
-    total = weights + arena
+    total = arena
     if layout.ring_bytes:
         rings = layout.ring_bytes * decoder.max_seqs
         rows.append(("rings", size(rings), f"{size(layout.ring_bytes)} for each of {decoder.max_seqs} requests"))
@@ -99,18 +122,15 @@ def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
     if graphs:
         rows.append(("decoder graphs", size(graphs), "buffers, and activations of the largest size"))
         total += graphs
-    if checkpoint.config.vision is not None:
-        row = checkpoint.config.decoder.hidden_size * item
-        rows.append(("handoff", size(options.handoff_bytes), f"{options.handoff_bytes // row} image tokens"))
-        total += options.handoff_bytes
-    rows.append(("together", size(total), "without activations"))
-    return Table(f"{checkpoint.config.name}, revision {checkpoint.revision}, on {decoder.device}", rows)
+    return total
 
 
 def weight_bytes(options: EngineOptions, checkpoint: Checkpoint) -> int:
-    """Of all weights, as they are served."""
+    """Of all weights that the role serves, as they are served."""
     item = resolve_dtype(options, checkpoint).itemsize
-    total = checkpoint.parameters() * item
+    total = checkpoint.parameters(options.role) * item
+    if options.role == "encoder":
+        return total
     if (kind := options.weights or checkpoint.config.weights) is not None:
         shapes = [shape for name, shape in checkpoint.decoder_shapes().items() if quantised_name(name)]
         total += sum(quantised_bytes(shape, kind) - math.prod(shape) * item for shape in shapes)

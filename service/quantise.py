@@ -14,6 +14,7 @@ import argparse
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,15 +35,27 @@ def quantised_name(native: str) -> bool:
 
 
 def quantise_checkpoint(source: Checkpoint, out: Path, kind: str) -> dict[str, int]:
-    """Writes OUT, which must not exist or be empty. Returns bytes before and after. Raises ConfigError."""
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
+    """Writes OUT, absent or empty before, whole or not at all. Returns bytes before and after. Raises ConfigError."""
     if source.config.weights is not None:
         raise ConfigError(f"{source.path} holds {source.config.weights} weights already; quantise the original")
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} is not empty")
-    out.mkdir(parents=True, exist_ok=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
+    try:
+        sizes = _write(source, unfinished, kind)
+        unfinished.chmod(0o755)
+        unfinished.rename(out)  # onto nothing, or an empty folder
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return sizes
+
+
+def _write(source: Checkpoint, out: Path, kind: str) -> dict[str, int]:
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
     for file in source.path.iterdir():
         if file.is_file() and file.suffix != ".safetensors" and not file.name.endswith(".index.json"):
             shutil.copy2(file, out / file.name)

@@ -6,6 +6,11 @@ import asyncio
 import base64
 import hashlib
 import json
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +23,8 @@ from running import RunningServer
 import saccade
 import service.errors
 from saccade import errors
-from saccade.v1 import batch_pb2
+from saccade.v1 import batch_pb2, media_pb2
+from service.batch_store import BatchRecord, BatchStore
 from service.config import ConfigError
 
 LIMITS: dict[str, Any] = {"max_seqs": 8, "max_len": 400}
@@ -246,3 +252,69 @@ async def _over(server: RunningServer, tenant: str, batch_id: str) -> tuple[str,
     async for record in server.server.batches.watch(tenant, batch_id):
         last = record
     return last.state, last.reason
+
+
+def test_an_upload_that_pauses_gives_its_room_back(model: Path) -> None:
+    """Neither a batch nor a picture that stops in the middle may keep what was reserved for it."""
+    go_on = threading.Event()
+
+    def parts(make: Any, header: Any) -> Iterator[Any]:
+        yield make(header=header)
+        yield make(chunk=b"{")
+        go_on.wait(60)
+
+    with RunningServer(str(model), stall_timeout=0.2, **LIMITS) as server, connect(server.address) as stubs:
+        for call, make, header in (
+            (stubs.batch.CreateBatch, batch_pb2.CreateBatchRequest, {"size_bytes": 100}),
+            (stubs.media.UploadMedia, media_pb2.UploadMediaRequest, {"size_bytes": 100}),
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                call(parts(make, header))
+            assert reason(caught.value) == ("DEADLINE_EXCEEDED", "SLOW_WRITER")
+        go_on.set()
+        store = server.server.batches.store  # type: ignore[union-attr]
+        assert store.used_bytes == 0 and server.server.spool.used_bytes == 0
+        store.check_integrity()
+
+
+def test_no_batch_is_taken_while_the_server_drains(model: Path) -> None:
+    with RunningServer(str(model), **LIMITS) as server, saccade.Client(server.address, max_retries=0) as client:
+        server.loop.call_soon_threadsafe(server.server.drain)
+        with pytest.raises(errors.Overloaded, match="shutting down") as caught:
+            while True:  # until the call above has been made
+                client.batches.create(lines([row(0, tokens=1)]))
+        assert caught.value.reason == "DRAINING"
+
+
+def test_books_can_be_read_while_a_disk_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop reads them: nothing that waits for a disk may hold them."""
+    store = BatchStore(tmp_path, 10**6, 100.0)
+
+    def make(name: str) -> BatchRecord:
+        with store.upload("a", 2) as upload:
+            upload.write(b"{}")
+            return upload.commit(name)
+
+    first = make("first")
+    waiting, go_on = threading.Event(), threading.Event()
+    sync = os.fsync
+
+    def slow(descriptor: int) -> None:
+        waiting.set()
+        assert go_on.wait(60)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    with ThreadPoolExecutor(2) as pool:
+        written = pool.submit(store.save, replace(first, state="running"))
+        assert waiting.wait(60)
+        waiting.clear()
+        made = pool.submit(make, "second")
+        assert waiting.wait(60)
+        assert store.get("a", first.batch_id).state == "running" and store.used_bytes == 4
+        go_on.set()
+        written.result(60)
+        assert made.result(60).request_id == "second"
+    again = BatchStore(tmp_path, 10**6, 100.0)
+    assert {r.request_id: r.state for r in again.unfinished()} == {"first": "running", "second": "validating"}
+    again.check_integrity()

@@ -10,7 +10,7 @@ from tiny_checkpoint import make_checkpoint
 from decoder.arena import Arena
 from service.build import build_engine, decoder_options
 from service.checkpoint import open_checkpoint
-from service.config import EngineOptions
+from service.config import ConfigError, EngineOptions
 from service.plan import plan, size, weight_bytes
 from service.quantise import quantise_checkpoint
 
@@ -83,3 +83,25 @@ def test_what_cannot_work_is_an_error_with_the_number_that_would(tmp_path: Path)
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**30, "3.0 GiB")])
 def test_sizes_for_people(count: int, text: str) -> None:
     assert size(count) == text
+
+
+def test_a_role_plans_for_what_it_serves(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 3, text={"pattern": "M*-M"})
+    checkpoint = open_checkpoint(str(tmp_path))
+    both = EngineOptions(model=str(tmp_path))
+    encoder = EngineOptions(model=str(tmp_path), role="encoder")
+    decoder = EngineOptions(model=str(tmp_path), role="decoder", encoders=("localhost:1",))
+    titles = {options.role: [table.title for table in plan(options)] for options in (both, encoder, decoder)}
+    assert titles["all"][1:-1] == titles["decoder"][1:] and titles["encoder"][1:] == titles["all"][-1:]
+    assert titles["decoder"][0].endswith("role decoder")
+    parts = [weight_bytes(options, checkpoint) for options in (encoder, decoder)]
+    assert min(parts) > 0 and sum(parts) == weight_bytes(both, checkpoint)
+    assert [row[0] for row in plan(encoder)[0].rows] == ["part", "weights", "handoff", "together"]
+
+
+@pytest.mark.parametrize("role", ["encoder", "decoder"])
+def test_a_role_without_pictures_is_refused(tmp_path: Path, role: str) -> None:
+    make_checkpoint(tmp_path, 3, vision=False, text={"pattern": "M*-M"})
+    encoders = ("localhost:1",) if role == "decoder" else ()
+    with pytest.raises(ConfigError, match="role: .* takes no pictures"):
+        plan(EngineOptions(model=str(tmp_path), role=role, encoders=encoders))

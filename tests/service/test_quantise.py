@@ -65,3 +65,14 @@ def test_wrong_formats_are_named(tmp_path: Path) -> None:
     file.write_text(json.dumps(config | {"saccade_weights": {"format": 1, "kind": "int2"}}))
     with pytest.raises(CheckpointError, match="kind 'int2' is not one of int8, int4"):
         Checkpoint(tmp_path / "small")
+
+
+def test_a_refusal_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
+    original = make_checkpoint(tmp_path / "model", 3, vision=False, text={"pattern": "M*-M", "hidden_size": 33}).path
+    (tmp_path / "small").mkdir()
+    with pytest.raises(ConfigError, match="33 inputs; int4 comes in pairs, int8 would work"):
+        quantise_checkpoint(Checkpoint(original), tmp_path / "small", "int4")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "small"]
+    assert not list((tmp_path / "small").iterdir())
+    quantise_checkpoint(Checkpoint(original), tmp_path / "small", "int8")
+    assert Checkpoint(tmp_path / "small").config.weights == "int8"
