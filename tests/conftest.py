@@ -34,7 +34,7 @@ try:
     UNCOMPILED = ""
 except NativeUnavailable as reason:
     UNCOMPILED = str(reason)
-collect_ignore = ["decoder/test_native.py"] if UNCOMPILED else []
+collect_ignore = ["decoder/test_native.py", "kernels/test_activations.py"] if UNCOMPILED else []
 
 
 def pytest_report_header() -> list[str]:

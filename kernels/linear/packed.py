@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.linear.quantised import GROUP, Quantised
-from kernels.native import Kind, NativeUnavailable, Weight, library
+from kernels.native import Activation, Kind, NativeUnavailable, Weight, library
 
 PANEL = 64
 MULTIPLIED = (torch.bfloat16, torch.float32)
@@ -49,10 +49,12 @@ class Packed:
     def nbytes(self) -> int:
         return self._data.nbytes + (0 if self._scale is None else self._scale.nbytes)
 
-    def __call__(self, x: Tensor, *, relu_squared: bool = False) -> Tensor:
-        """`[..., k]` -> `[..., n]` in x's dtype; by way of float32 where that is neither float32 nor bfloat16."""
+    def __call__(self, x: Tensor, activation: Activation = Activation.NONE) -> Tensor:
+        """`[..., k]` -> `[..., n]` in x's dtype, through `activation`. Dtypes other than float32 and bfloat16 go by
+        way of float32.
+        """
         if x.dtype not in MULTIPLIED:
-            return self(x.float(), relu_squared=relu_squared).to(x.dtype)
+            return self(x.float(), activation).to(x.dtype)
         rows = x.reshape(-1, self.k)
         if rows.stride(1) != 1:
             rows = rows.contiguous()
@@ -65,7 +67,7 @@ class Packed:
             scales = torch.empty(rows.shape[0])
             self._library.saccade_linear(
                 ctypes.byref(self.descriptor), rows.data_ptr(), rows.stride(0), int(x.dtype == torch.bfloat16),
-                out.data_ptr(), self.n, rows.shape[0], int(relu_squared), torch.get_num_threads(),
+                out.data_ptr(), self.n, rows.shape[0], activation, torch.get_num_threads(),
                 operand.data_ptr(), self.kpad, scales.data_ptr(),
             )  # fmt: skip
         return out.view(*x.shape[:-1], self.n)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from kernels.linear.packed import Packed
 from kernels.linear.quantised import Quantised
-from kernels.native import NativeUnavailable
+from kernels.native import Activation, NativeUnavailable
 
 
 class Linear:
@@ -54,7 +54,7 @@ class Linear:
     def relu_squared(self, x: Tensor) -> Tensor:
         """`relu(x W^T + b) ** 2`."""
         if self.packed is not None:
-            return self.packed(x, relu_squared=True)
+            return self.packed(x, Activation.RELU_SQUARED)
         if self.blocked is not None:
             y = torch.ops.mkldnn._linear_pointwise(x, self.blocked, self.bias, "relu", [], "")
         else:

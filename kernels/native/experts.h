@@ -87,7 +87,7 @@ void run_expert(const Model& m, const Op& op, const Step& step, int64_t unit) {
     const int64_t at = unit / units.count, *run = m.runs + 1 + 3 * at;
     if (at >= m.runs[0]) return;
     const Weight* weight = (op.target == WIDE ? op.experts->up : op.experts->down) + run[0];
-    const Product job{weight, m.picked, m.operand_ld, m.picked_scale, m.picked_wide, m.ld, STORE, 0};
+    const Product job{weight, m.picked, m.operand_ld, m.picked_scale, m.picked_wide, m.ld, STORE};
     run_unit(job, units, unit % units.count, run[2] - run[1], run[1]);
 }
 

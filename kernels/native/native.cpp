@@ -49,7 +49,7 @@ void make_row(const Model& m, const Op& op, int64_t row, float* scratch) {
 }
 
 Product product_of(const Model& m, const Op& op, const Step& step) {
-    Product job{&op.weight, m.operand, m.operand_ld, m.operand_scale, m.wide, m.ld, STORE, 0};
+    Product job{&op.weight, m.operand, m.operand_ld, m.operand_scale, m.wide, m.ld, STORE};
     if (op.target == RESIDUAL) job.out = m.x, job.ldo = m.hidden, job.store = ADD;
     if (op.target == STREAM) job.out = m.x, job.ldo = m.hidden;
     if (op.target == LOGITS) job.out = step.logits, job.ldo = m.vocab;
@@ -194,10 +194,10 @@ void saccade_advance(const Model* model, int64_t rows, const int64_t* jobs) {
 // out[rows, n] = x[rows, k] W^T + b, `x` and `out` both float32 or both bfloat16.
 void saccade_linear(
     const Weight* weight, const void* x, int64_t ldx, int64_t is_bf16, void* out, int64_t ldo, int64_t rows,
-    int64_t relu_squared, int64_t threads, void* operand, int64_t operand_ld, float* scales
+    int64_t activation, int64_t threads, void* operand, int64_t operand_ld, float* scales
 ) {
     const Weight& w = *weight;
-    Product product{weight, operand, operand_ld, scales, out, ldo, is_bf16 ? STORE_BF16 : STORE, relu_squared};
+    Product product{weight, operand, operand_ld, scales, out, ldo, is_bf16 ? STORE_BF16 : STORE, Activation(activation)};
     if (is_bf16 ? w.kind == BF16 && w.k % 2 == 0 : w.kind == F32) product.a = x, product.lda = ldx;
     pool().run(LinearJob(product, x, ldx, is_bf16, operand, scales, rows, threads), threads);
 }

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "activations.h"
 #include "numbers.h"
 #include "structs.h"
 
@@ -188,7 +189,8 @@ struct Product {
     int64_t lda;
     const float* scales;
     void* out;
-    int64_t ldo, store, relu_squared;
+    int64_t ldo, store;
+    Activation activation = Activation::NONE;
 };
 
 template <int R>
@@ -211,8 +213,8 @@ void tile(const Product& job, int64_t row, int64_t panel, int64_t first, int64_t
         float* y = out + r * PANEL;
         if (w.bias)
             for (int64_t i = 0; i < width; i++) y[i] += w.bias[begin + i];
-        if (job.relu_squared)
-            for (int64_t i = 0; i < width; i++) y[i] = y[i] > 0 ? y[i] * y[i] : (y[i] == y[i] ? 0.0f : y[i]);
+        if (job.activation != Activation::NONE)
+            for (int64_t i = 0; i < width; i += 16) _mm512_store_ps(y + i, activate(_mm512_load_ps(y + i), job.activation));
         const int64_t place = (row + r) * job.ldo + begin;
         if (job.store == STORE_BF16) {
             uint16_t* to = static_cast<uint16_t*>(job.out) + place;

@@ -1,4 +1,4 @@
-"""The structs of structs.h, field by field."""
+"""The structs of structs.h, field by field, and enums of the compiled code."""
 
 from __future__ import annotations
 
@@ -13,6 +13,18 @@ class Kind(IntEnum):
     BF16 = 1
     INT8 = 2
     INT4 = 3
+
+
+class Activation(IntEnum):
+    """What the outputs of a product pass; activations.h."""
+
+    NONE = 0
+    RELU_SQUARED = 1
+    RELU = 2
+    GELU = 3
+    GELU_TANH = 4
+    GELU_QUICK = 5
+    SILU = 6
 
 
 class Code(IntEnum):
