@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
 from collections.abc import Iterator
 
 # Before torch, tokenizers and transformers are imported: each reads its variable once.
@@ -40,6 +41,12 @@ collect_ignore = ["decoder/test_native.py", "kernels/test_activations.py"] if UN
 def pytest_report_header() -> list[str]:
     """What this machine cannot run is left out in words."""
     return [f"no compiled decode step here, {', '.join(collect_ignore)} left out: {UNCOMPILED}"] if UNCOMPILED else []
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Servers that tests kill cannot remove theirs; here pytest does."""
+    os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.mktemp("tmp"))
 
 
 @pytest.fixture(autouse=True)

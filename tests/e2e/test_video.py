@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from clips import FPS, animation, film, moving_frames, released_pixels, released_words
 from pictures import picture
 from PIL import Image
-from running import RunningServer
+from running import RunningEncoder, RunningServer
 from served import IMAGE_TOKEN, make_served
 from tiny_checkpoint import TinyCheckpoint
 from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import compute_retention_mask
@@ -288,18 +289,25 @@ def test_a_checkpoint_without_the_projection_takes_no_clips(tmp_path: Path) -> N
             client.generate(QUESTION, videos=[animation(moving_frames(2, 16, 16, 1), "GIF")])
 
 
-def test_an_encoder_elsewhere_gives_the_same(video_client: saccade.Client, video_server: RunningServer) -> None:
+@pytest.mark.parametrize("where", ["another process", "another server"])
+def test_an_encoder_elsewhere_gives_the_same(
+    video_client: saccade.Client, video_server: RunningServer, where: str
+) -> None:
     """The counts of a pruned clip's rows come back with them."""
     videos = [saccade.Video([frame.numpy() for frame in moving_frames(6, 16, 24, 4)], fps=FPS)]
     videos.append(saccade.Video(animation(moving_frames(5, 40, 24, 5), "GIF")))
     options: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
-    with RunningServer(
-        video_server.options.model, video_pruning_rate=0.5, max_seqs=8, max_len=900, encoder_process=True
-    ) as apart:  # fmt: skip
-        with saccade.Client(apart.address) as client:
-            for video in videos:
-                answer = client.generate(QUESTION, videos=[video], **options)
-                assert answer == video_client.generate(QUESTION, videos=[video], **options)
+    model, pruned = video_server.options.model, {"video_pruning_rate": 0.5}
+    with contextlib.ExitStack() as running:
+        elsewhere: dict[str, Any] = {"encoder_process": True}
+        if where == "another server":
+            encoder = running.enter_context(RunningEncoder(model, **pruned))
+            elsewhere = {"role": "decoder", "encoders": (encoder.address,)}
+        apart = running.enter_context(RunningServer(model, max_seqs=8, max_len=900, **pruned, **elsewhere))
+        client = running.enter_context(saccade.Client(apart.address))
+        for video in videos:
+            answer = client.generate(QUESTION, videos=[video], **options)
+            assert answer == video_client.generate(QUESTION, videos=[video], **options)
 
 
 def test_batch_rows_name_clips(video_client: saccade.Client, tmp_path: Path) -> None:
