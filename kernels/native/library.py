@@ -6,6 +6,7 @@ source, the compiler and the processor's features; later starts load it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -58,8 +59,8 @@ def _load() -> ctypes.CDLL:
     if missing:
         raise NativeUnavailable(f"this processor lacks {', '.join(sorted(missing))}")
     try:
-        path = _built()
-        loaded = ctypes.CDLL(str(path))
+        with contextlib.ExitStack() as ends:
+            loaded = ctypes.CDLL(str(_built(ends)))
     except OSError as error:
         raise NativeUnavailable(str(error)) from None
     loaded.saccade_step.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
@@ -86,8 +87,10 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "saccade" / "native"
 
 
-def _built() -> Path:
-    """The library's file, compiled now if need be."""
+def _built(ends: contextlib.ExitStack) -> Path:
+    """The library's file, compiled now if need be. Where it cannot be kept it is there until `ends`; once loaded, code
+    needs no file.
+    """
     compiler = shutil.which(os.environ.get("CXX") or "g++")
     if compiler is None:
         raise NativeUnavailable("there is no C++ compiler (g++, or what CXX names)")
@@ -102,7 +105,7 @@ def _built() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         unfinished = _new_file(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
-        folder = Path(tempfile.mkdtemp(prefix="saccade-native-"))
+        folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="saccade-native-")))
         log.warning("the compiled code cannot be kept, so that it is built again at each start: %s", error)
         unfinished = _new_file(folder)
     started = time.monotonic()
