@@ -2,10 +2,11 @@
 
     python -m benchmarks.compare --peer transformers|vllm [--rounds 3] [--only decode,prefill,omni] [--weights int8]
 
-Ours runs behind its gRPC server, the peer in a process of its own; in each round both sides run each workload in
-turn, and what is printed is medians and their ratios. The ceilings are measured in the same run: a decode step at
-batch b reads the weights once and each request's state twice, so tokens/s cannot pass b / (bytes / bandwidth); a
-prefill cannot pass 2 FLOP a parameter and token over the rate of a large product. Run it on an idle machine.
+Ours runs behind its gRPC server, the peer in a process of its own. In each round both sides run each workload in
+turn, short ones several times in a row, and what is printed is medians and their ratios. The ceilings are measured in
+the same run: a decode step at batch b reads the weights once and each request's state twice, so tokens/s cannot pass
+b / (bytes / bandwidth); a prefill cannot pass 2 FLOP a parameter and token over the rate of a large product. Run it on
+an idle machine.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ from service.cli import ServerProcess
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PROMPT = 128
+TURN = 1.0
+"""Seconds that a side's turn lasts at least: one run of a few hundredths would measure the noise."""
+SETTLE = 0.5
+"""Seconds before each turn: OpenMP's threads of the other side spin for a while after their work."""
 
 
 @dataclass(frozen=True)
@@ -218,6 +223,12 @@ class Sides:
     logs: Path
 
 
+def turn(side: Ours | Peer, load: Workload, times: int) -> list[tuple[float, float]]:
+    """(seconds, seconds to the last first token) of each of some runs in a row, once the other side's threads sleep."""
+    time.sleep(SETTLE)
+    return [side.run(load) for _ in range(times)]
+
+
 def measure(
     sides: Sides, side_by_side: list[tuple[Path, bool, list[Workload]]], rounds: int, ceilings: dict[str, float]
 ) -> list[dict[str, Any]]:
@@ -232,14 +243,15 @@ def measure(
             ours.close()
             raise
         try:
+            repeats = {}
             for load in loads:  # once to warm both up
-                ours.run(load)
-                peer.run(load)
+                seconds = min(ours.run(load)[0], peer.run(load)[0])
+                repeats[load.name] = max(1, round(TURN / seconds))
             times: dict[str, list[tuple[float, float, float]]] = {load.name: [] for load in loads}
             for _ in range(rounds):
                 for load in loads:
-                    mine, first = ours.run(load)
-                    times[load.name].append((mine, first, peer.run(load)[0]))
+                    mine, theirs = (turn(side, load, repeats[load.name]) for side in (ours, peer))
+                    times[load.name] += [(*m, t[0]) for m, t in zip(mine, theirs, strict=True)]
             memory = ours.peak_bytes(), peer.peak_bytes
         finally:
             ours.close()
