@@ -9,16 +9,11 @@
 #include <type_traits>
 #include <vector>
 
+#include "flash.h"
 #include "numbers.h"
 #include "structs.h"
 
 namespace {
-
-inline __mmask16 lanes(int64_t left) { return left >= 16 ? __mmask16(0xffff) : __mmask16((1 << left) - 1); }
-inline __m512 load16(const float* p, __mmask16 m) { return _mm512_maskz_loadu_ps(m, p); }
-inline __m512 load16(const uint16_t* p, __mmask16 m) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(m, p)), 16));
-}
 
 // scores[j * ld + s] = q[j] . key s, for J query heads and the `count` keys of a page, `stride` apart.
 template <int J, typename T>

@@ -17,6 +17,7 @@
 #include "products.h"
 #include "structs.h"
 #include "threads.h"
+#include "varlen.h"
 
 namespace {
 
@@ -178,6 +179,17 @@ class LinearJob : public Job {
     const Units units_;
 };
 
+class VarlenJob : public Job {
+  public:
+    explicit VarlenJob(const VarlenAttention& a) : a_(a) {}
+    int64_t phases() const override { return 1; }
+    int64_t units(int64_t) const override { return varlen_units(a_); }
+    void run(int64_t, int64_t unit, std::vector<float>& scratch) const override { varlen_unit(a_, unit, scratch); }
+
+  private:
+    const VarlenAttention& a_;
+};
+
 }  // namespace
 
 extern "C" {
@@ -190,6 +202,8 @@ void saccade_step(const Model* model, const Step* step, int64_t first, int64_t l
 void saccade_advance(const Model* model, int64_t rows, const int64_t* jobs) {
     pool().run(AdvanceJob(*model, rows, jobs), model->threads);
 }
+
+void saccade_varlen_attention(const VarlenAttention* attention, int64_t threads) { pool().run(VarlenJob(*attention), threads); }
 
 // out[rows, n] = x[rows, k] W^T + b, `x` and `out` both float32 or both bfloat16.
 void saccade_linear(

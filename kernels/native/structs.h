@@ -87,4 +87,15 @@ struct Step {
     // how many steps of the seat's ring come before it, in which case its slot stays as it is (-1: not so).
     const int64_t *from, *seats, *counts;
 };
+
+struct VarlenAttention {    // attention within each of several packed sequences
+    const void *q, *k, *v;  // (row r, head h, feature i) at r * stride + h * head_stride + i, in elements
+    void* out;              // (r, h, i) at r * out_stride + h * width + i
+    int64_t stride, head_stride, out_stride;
+    int64_t stored_bf16, out_bf16;  // what q, k and v are, and what out is: bfloat16, or float32
+    int64_t kind;                   // BF16: of products, summed in float32; or F32
+    int64_t heads, width, sequences;
+    const int32_t* bounds;          // [sequences + 1]
+    float scale;                    // above 0
+};
 }

@@ -1,0 +1,69 @@
+// Attention within each of several packed sequences, without a mask.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "flash.h"
+#include "structs.h"
+
+namespace {
+
+constexpr int64_t QUERY_BLOCK = 10 * LANES;  // queries of a unit: it packs the sequence's keys for itself
+
+inline int64_t query_blocks(const VarlenAttention& a, int64_t sequence) {
+    return (a.bounds[sequence + 1] - a.bounds[sequence] + QUERY_BLOCK - 1) / QUERY_BLOCK;
+}
+
+// (sequence, head, block of queries)
+int64_t varlen_units(const VarlenAttention& a) {
+    int64_t count = 0;
+    for (int64_t sequence = 0; sequence < a.sequences; sequence++) count += query_blocks(a, sequence);
+    return count * a.heads;
+}
+
+template <typename T>
+struct PackedSequence {  // one head of it; `first`: the unit's first query
+    const VarlenAttention& a;
+    const int64_t begin, rows, head, first;
+
+    const T* row(const void* of, int64_t i) const { return static_cast<const T*>(of) + (begin + i) * a.stride + head * a.head_stride; }
+    int64_t last(int64_t) const { return rows - 1; }
+    template <typename Cells>
+    __m512i query(Cells, int64_t i, int64_t cell) const { return Cells::row(row(a.q, first + i), a.width, cell); }
+    template <typename Cells>
+    __m512i key(Cells, int64_t i, int64_t cell) const { return Cells::row(row(a.k, i), a.width, cell); }
+    template <typename Cells>
+    __m512i values(Cells, int64_t i, bool more, int64_t feature) const {
+        return Cells::beside(row(a.v, i), more ? row(a.v, i + 1) : nullptr, a.width, feature);
+    }
+    void write(int64_t i, const float* numbers) const {
+        const int64_t place = (begin + first + i) * a.out_stride + head * a.width;
+        if (a.out_bf16) {
+            uint16_t* out = static_cast<uint16_t*>(a.out) + place;
+#pragma omp simd
+            for (int64_t j = 0; j < a.width; j++) out[j] = float_to_bf16(numbers[j]);
+        } else {
+            std::copy(numbers, numbers + a.width, static_cast<float*>(a.out) + place);
+        }
+    }
+};
+
+// Blocks of a sequence are multiples of LANES and nearly equal.
+void varlen_unit(const VarlenAttention& a, int64_t unit, std::vector<float>& scratch) {
+    int64_t sequence = 0, part = unit / a.heads;
+    for (; part >= query_blocks(a, sequence); sequence++) part -= query_blocks(a, sequence);
+    const int64_t begin = a.bounds[sequence], rows = a.bounds[sequence + 1] - begin, blocks = query_blocks(a, sequence);
+    const int64_t whole = (rows + LANES - 1) / LANES;
+    const int64_t first = whole * part / blocks * LANES, behind = std::min(whole * (part + 1) / blocks * LANES, rows);
+    const auto run = [&](auto cells, const auto& source) {
+        attend<decltype(cells)>(Head::of<decltype(cells)>(a.width, a.scale), source, behind - first, 0, scratch);
+    };
+    const auto of = [&](const auto& source) { a.kind == BF16 ? run(Bf16Cells(), source) : run(F32Cells(), source); };
+    if (a.stored_bf16) of(PackedSequence<uint16_t>{a, begin, rows, unit % a.heads, first});
+    else of(PackedSequence<float>{a, begin, rows, unit % a.heads, first});
+}
+
+}  // namespace

@@ -1,0 +1,32 @@
+"""The same attention in compiled code (kernels/native/varlen.h), for a CPU with AVX-512."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from kernels.native import library
+from kernels.native.structs import Kind, VarlenAttention
+
+KINDS = {torch.bfloat16: Kind.BF16, torch.float32: Kind.F32}
+
+
+def takes(q_RHD: Tensor, k_RHD: Tensor, v_RHD: Tensor) -> bool:
+    """Whether these are laid out as the compiled code reads them: one stride for all, features side by side."""
+    strides = {x.stride() for x in (q_RHD, k_RHD, v_RHD)}
+    return q_RHD.dtype in KINDS and len(strides) == 1 and q_RHD.stride(2) == 1
+
+
+def varlen_attention(q_RHD: Tensor, k_RHD: Tensor, v_RHD: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
+    """As the reference, for checked offsets and what `takes` accepts. Raises NativeUnavailable with the reason."""
+    rows, heads, width = q_RHD.shape
+    out_RHD = q_RHD.new_empty(rows, heads, width)
+    bounds, bf16 = cu_seqlens.to(torch.int32).contiguous(), int(q_RHD.dtype == torch.bfloat16)
+    attention = VarlenAttention(
+        q_RHD.data_ptr(), k_RHD.data_ptr(), v_RHD.data_ptr(), out_RHD.data_ptr(), q_RHD.stride(0), q_RHD.stride(1),
+        heads * width, bf16, bf16, KINDS[q_RHD.dtype], heads, width, bounds.shape[0] - 1, bounds.data_ptr(), scale,
+    )  # fmt: skip
+    library().saccade_varlen_attention(ctypes.byref(attention), torch.get_num_threads())
+    return out_RHD
