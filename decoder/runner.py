@@ -48,7 +48,8 @@ class DecoderRunner:
         self.speculation = Speculation(options) if options.num_drafts else None
         self.builder = BatchBuilder(config, options)
         self.forward = Forward(config, options, self.arena, self.model, self.builder)
-        self.sampler = Sampler(config.vocab_size, options.max_seqs, options.device)
+        compiled = options.native != "off"
+        self.sampler = Sampler(config.vocab_size, options.max_seqs, options.device, compiled=compiled)
         self.drafter: MtpDrafter | None = None
         if options.speculative == "mtp":
             self.drafter = MtpDrafter(config, options, self.arena, self.model, self.builder, self.sampler)

@@ -6,6 +6,7 @@ that it is in.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,20 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decoder.compiled_sampler import CompiledSampler
 from decoder.request import Sequence
+from decoder.sampling import Choice
 from kernels.dispatch import implementation
+from kernels.native import NativeUnavailable
 from kernels.sample import Wishes, draw, draw_filtered, greedy, logprobs, penalise, sample, uniform
 
+__all__ = ["Choice", "Sampler"]
+
+log = logging.getLogger(__name__)
+
 UNIFORMS_AHEAD = 64
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One drawn token; `logprob` and `top` are of the raw distribution, where asked for."""
-
-    token: int
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass
@@ -46,8 +45,13 @@ class _Seat:
 class Sampler:
     """Draws for rows of logits. Penalty buffers are per seat and allocated when a request first asks for a penalty."""
 
-    def __init__(self, vocab_size: int, max_seqs: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, vocab_size: int, max_seqs: int, device: torch.device | str = "cpu", *, compiled: bool = True
+    ) -> None:
+        """`compiled`: in compiled code, on a CPU that has it."""
         self.vocab_size, self.max_seqs, self.device = vocab_size, max_seqs, device
+        compiled = compiled and torch.device(device).type == "cpu" and implementation("cpu")[0] == "reference"
+        self._compiled = _compiled(vocab_size, max_seqs) if compiled else None
         self._seats = [_Seat() for _ in range(max_seqs)]
         self._in_context: Tensor | None = None
         self._counts: Tensor | None = None
@@ -59,11 +63,13 @@ class Sampler:
 
         `ahead`: tokens between a row's sequence and the position that is drawn, as if they were in the sequence.
         """
+        ahead = ahead or [()] * len(sequences)
+        if self._compiled is not None:
+            return self._compiled.sample(logits_LV, sequences, ahead)
         if all(sequence.request.sampling.plain for sequence in sequences):
             return [Choice(token) for token in greedy(logits_LV).tolist()]
         for sequence in sequences:
             self._seat(sequence)
-        ahead = ahead or [()] * len(sequences)
         raw = logits_LV.float()
         adjusted = self._adjust(raw, sequences, ahead)
         tokens = self._draw(adjusted, sequences, ahead)
@@ -240,3 +246,12 @@ class Sampler:
             for row, count, logprob, top, best in found
         }
         return [Choice(token, *extra.get(row, (None, ()))) for row, token in enumerate(tokens)]
+
+
+def _compiled(vocab_size: int, max_seqs: int) -> CompiledSampler | None:
+    """None, with a line in the log, where there is no compiled code."""
+    try:
+        return CompiledSampler(vocab_size, max_seqs)
+    except NativeUnavailable as reason:
+        log.info("tokens are drawn operation by operation: %s", reason)
+        return None

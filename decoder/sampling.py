@@ -9,10 +9,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_LOGPROBS = 1024
 SEED_LIMIT = 1 << 64
+
+
+class Choice(NamedTuple):
+    """One drawn token; `logprob` and `top` are of the raw distribution, where asked for."""
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,9 @@ try:
     UNCOMPILED = ""
 except NativeUnavailable as reason:
     UNCOMPILED = str(reason)
-collect_ignore = ["decoder/test_native.py", "kernels/test_activations.py"] if UNCOMPILED else []
+collect_ignore = (
+    ["decoder/test_native.py", "kernels/test_activations.py", "kernels/test_sample_compiled.py"] if UNCOMPILED else []
+)
 
 
 def pytest_report_header() -> list[str]:

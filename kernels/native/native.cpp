@@ -15,6 +15,7 @@
 #include "mamba.h"
 #include "numbers.h"
 #include "products.h"
+#include "sample.h"
 #include "structs.h"
 #include "threads.h"
 #include "varlen.h"
@@ -204,6 +205,14 @@ void saccade_advance(const Model* model, int64_t rows, const int64_t* jobs) {
 }
 
 void saccade_varlen_attention(const VarlenAttention* attention, int64_t threads) { pool().run(VarlenJob(*attention), threads); }
+
+// Tokens [rows] of logits [rows, vocab]; of rows that ask for them, log-probabilities [rows] and the likeliest [rows, width].
+void saccade_sample(
+    const float* logits, int64_t rows, int64_t vocab, const Draw* draws, int64_t* tokens, float* logprobs, int64_t* top_ids,
+    float* top, int64_t width, int64_t threads
+) {
+    pool().run(SampleJob(logits, rows, vocab, draws, tokens, logprobs, top_ids, top, width), std::min(rows, threads));
+}
 
 // out[rows, n] = x[rows, k] W^T + b, `x` and `out` both float32 or both bfloat16.
 void saccade_linear(

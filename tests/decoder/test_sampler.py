@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,6 +19,12 @@ from decoder.sampling import SamplingParams
 from kernels.sample import uniform
 
 VOCAB = 300
+
+
+@pytest.fixture(params=[True, False], ids=["compiled", "operations"])
+def make(request: pytest.FixtureRequest) -> Callable[..., Sampler]:
+    """Samplers that run compiled code where there is any, and such as do not."""
+    return functools.partial(Sampler, compiled=request.param)
 
 
 def sequence(seat: int, params: SamplingParams, prompt: list[int], output: list[int], **rest: Any) -> Sequence:
@@ -81,25 +89,27 @@ PARAMS = st.builds(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(PARAMS, min_size=1, max_size=5), st.sampled_from([0.3, 3.0]), st.integers(0, 1000))
-def test_a_batch_draws_what_each_row_draws(params: list[SamplingParams], scale: float, seed: int) -> None:
+def test_a_batch_draws_what_each_row_draws(
+    make: Callable[..., Sampler], params: list[SamplingParams], scale: float, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(params), VOCAB, generator=generator) * scale
     rows = [
         sequence(seat, item, [1, 2, 3, seat], [5, 5, seat][: seed % 4], eos_token_ids=frozenset({2}), sample_index=seat)
         for seat, item in enumerate(params)
     ]
-    choices = Sampler(VOCAB, 8).sample(logits, rows)
+    choices = make(VOCAB, 8).sample(logits, rows)
     for row, choice in zip(rows, choices, strict=True):
-        assert Sampler(VOCAB, 8).sample(logits[row.seat : row.seat + 1], [row]) == [choice]
+        assert make(VOCAB, 8).sample(logits[row.seat : row.seat + 1], [row]) == [choice]
         assert choice.token == naive(logits[row.seat], row)
 
 
-def test_penalties_follow_the_tokens() -> None:
+def test_penalties_follow_the_tokens(make: Callable[..., Sampler]) -> None:
     """The buffers of a seat keep up with its sequence, and start anew with a new one."""
     params = SamplingParams(temperature=0.0, frequency_penalty=1.0, repetition_penalty=1.1)
-    sampler, logits = Sampler(VOCAB, 2), torch.linspace(3.0, -3.0, VOCAB)[None]
+    sampler, logits = make(VOCAB, 2), torch.linspace(3.0, -3.0, VOCAB)[None]
     for admission in range(2):
         row = sequence(0, params, [9, 9], [])
         row.admission = admission
@@ -109,10 +119,10 @@ def test_penalties_follow_the_tokens() -> None:
             row.tokens.append(token)
 
 
-def test_reported_logprobs_are_of_the_raw_distribution() -> None:
+def test_reported_logprobs_are_of_the_raw_distribution(make: Callable[..., Sampler]) -> None:
     logits = torch.randn(1, VOCAB)
     params = SamplingParams(temperature=0.2, top_k=3, logit_bias={250: 50.0}, logprobs=4)
-    choice = Sampler(VOCAB, 1).sample(logits, [sequence(0, params, [1], [])])[0]
+    choice = make(VOCAB, 1).sample(logits, [sequence(0, params, [1], [])])[0]
     raw = torch.log_softmax(logits[0].double(), -1)
     assert choice.token == 250
     assert choice.logprob == pytest.approx(raw[250].item(), abs=1e-5)
@@ -121,18 +131,18 @@ def test_reported_logprobs_are_of_the_raw_distribution() -> None:
     assert [value for _, value in choice.top] == pytest.approx(values.tolist(), abs=1e-5)
 
 
-def test_greedy_takes_the_lowest_of_equals() -> None:
+def test_greedy_takes_the_lowest_of_equals(make: Callable[..., Sampler]) -> None:
     logits = torch.zeros(2, VOCAB)
     logits[1, [40, 200]] = 1.0
     rows = [sequence(seat, SamplingParams(temperature=0.0), [1], []) for seat in (0, 1)]
-    assert Sampler(VOCAB, 2).sample(logits, rows) == [Choice(0), Choice(40)]
+    assert make(VOCAB, 2).sample(logits, rows) == [Choice(0), Choice(40)]
 
 
-def test_frequencies_follow_probabilities() -> None:
+def test_frequencies_follow_probabilities(make: Callable[..., Sampler]) -> None:
     """4,000 draws of one distribution: within 5 standard deviations of what softmax gives."""
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
     count, found = 4000, [0] * 4
-    sampler = Sampler(4, 1)
+    sampler = make(4, 1)
     row = sequence(0, SamplingParams(seed=11), [1], [])
     for position in range(count):
         row.tokens = [1] * (position + 1)

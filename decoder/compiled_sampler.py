@@ -1,0 +1,86 @@
+"""Sampling on a CPU in one call of compiled code for all rows of a step (`kernels/sample/compiled.py`)."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from decoder.request import Sequence
+from decoder.sampling import Choice, SamplingParams
+from kernels.sample.compiled import Drawing, DrawRow, Wish
+
+
+@dataclass
+class _Seat:
+    """What belongs to the sequence in one seat."""
+
+    admission: int
+    wish: Wish
+    address: int
+    """Of `wish`."""
+    kept: tuple[object, ...]
+    """What `wish` points to."""
+    tokens: array[int] = field(default_factory=lambda: array("q"))
+    """The sequence's, where it is penalised for them."""
+
+
+class CompiledSampler:
+    """As `decoder.sampler.Sampler`, of float32 logits on the host."""
+
+    def __init__(self, vocab_size: int, max_seqs: int) -> None:
+        """Raises NativeUnavailable with the reason."""
+        self._drawing = Drawing(vocab_size)
+        self._seats: list[_Seat | None] = [None] * max_seqs
+
+    def sample(
+        self, logits_LV: Tensor, sequences: SequenceOf[Sequence], ahead: SequenceOf[SequenceOf[int]]
+    ) -> list[Choice]:
+        """One token for each row."""
+        if all(sequence.request.sampling.plain for sequence in sequences):
+            return [Choice(token) for token in self._drawing(logits_LV)[0]]
+        borrowed: list[array[int]] = []
+        rows = [self._row(*row, borrowed) for row in zip(sequences, ahead, strict=True)]
+        wanted = [sequence.request.sampling.logprobs for sequence in sequences]
+        most = max((count for count in wanted if count is not None), default=None)
+        tokens, (logprobs, ids, values) = self._drawing(logits_LV, rows, most)
+        if most is None:
+            return [Choice(token) for token in tokens]
+        return [
+            Choice(token)
+            if count is None
+            else Choice(token, logprob, tuple(zip(top[:count], best[:count], strict=True)))
+            for token, count, logprob, top, best in zip(tokens, wanted, logprobs, ids, values, strict=True)
+        ]
+
+    def _row(self, sequence: Sequence, ahead: SequenceOf[int], borrowed: list[array[int]]) -> DrawRow:
+        """`borrowed` keeps what the row points to."""
+        params, seat = sequence.request.sampling, self._seats[sequence.seat]
+        if seat is None or seat.admission != sequence.admission:
+            seat = self._seats[sequence.seat] = _seat(sequence, self._drawing.vocab_size)
+        position = len(sequence.tokens) + len(ahead)
+        masked = params.min_tokens > 0 and position - sequence.prompt_len < params.min_tokens
+        if not params.penalised:
+            return seat.address, position, masked, 0, 0, 0
+        seat.tokens.extend(sequence.tokens[len(seat.tokens) :])
+        tokens = seat.tokens + array("q", ahead) if ahead else seat.tokens
+        borrowed.append(tokens)
+        return seat.address, position, masked, sequence.prompt_len, position, tokens.buffer_info()[0]
+
+
+def _seat(sequence: Sequence, vocab_size: int) -> _Seat:
+    request = sequence.request
+    params: SamplingParams = request.sampling
+    known = {token: bias for token, bias in params.logit_bias.items() if token < vocab_size}
+    ends = sorted(token for token in request.eos_token_ids | params.stop_token_ids if token < vocab_size)
+    kept = array("q", known), array("q", ends), array("f", known.values())
+    ids, stops, biases = (values.buffer_info()[0] for values in kept)
+    wish = Wish(
+        params.temperature, params.top_p, params.min_p, params.repetition_penalty, params.presence_penalty,
+        params.frequency_penalty, params.top_k, request.sample_index, params.seed,
+        -1 if params.logprobs is None else params.logprobs, len(known), len(ends), ids, stops, biases,
+    )  # fmt: skip
+    return _Seat(sequence.admission, wish, ctypes.addressof(wish), kept)

@@ -1,0 +1,330 @@
+// From rows of logits to tokens, log-probabilities and the likeliest tokens; the maths is in kernels/sample/README.md.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "numbers.h"
+#include "threads.h"
+
+extern "C" {
+
+struct Wish {  // what a sequence asks for; kernels/sample/compiled.py mirrors this and Draw
+    double temperature, top_p, min_p, repetition, presence, frequency;  // temperature 0: the largest; 1, 0, 1, 0, 0: off
+    int64_t top_k, sample;                                             // top_k 0: off
+    uint64_t seed;
+    int64_t logprobs;  // likeliest tokens that are reported; -1: no log-probabilities at all
+    int64_t bias_count, end_count;
+    const int64_t *bias_ids, *ends;
+    const float* bias;
+};
+
+struct Draw {  // a row of logits
+    const Wish* wish;       // null: the largest, and nothing else
+    int64_t position;       // that is drawn
+    int64_t masked;         // none of `ends` may be drawn
+    int64_t prompt, known;  // for penalties: `known` tokens, of which the first `prompt` are not output
+    const int64_t* tokens;
+};
+}
+
+namespace {
+
+constexpr int64_t DRAW_BLOCK = 256, FIRST_CANDIDATES = 64;
+constexpr float LOWEST = -std::numeric_limits<float>::infinity();
+
+inline __mmask16 first_lanes(int64_t left) { return left >= 16 ? __mmask16(0xffff) : __mmask16((1 << left) - 1); }
+
+// Sixteen values, NaN and what lies behind the end as the lowest.
+inline __m512 comparable(const float* x, int64_t left) {
+    const __m512 lowest = _mm512_set1_ps(LOWEST);
+    return _mm512_max_ps(_mm512_mask_loadu_ps(lowest, first_lanes(left), x), lowest);
+}
+
+float maximum(const float* x, int64_t n) {
+    __m512 largest[4];
+    for (auto& part : largest) part = _mm512_set1_ps(LOWEST);
+    int64_t i = 0;
+    for (; i + 64 <= n; i += 64)
+        for (int v = 0; v < 4; v++) largest[v] = _mm512_max_ps(_mm512_loadu_ps(x + i + 16 * v), largest[v]);
+    for (; i < n; i += 16) largest[0] = _mm512_max_ps(comparable(x + i, n - i), largest[0]);
+    return _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(largest[0], largest[1]), _mm512_max_ps(largest[2], largest[3])));
+}
+
+// The first of the largest.
+int64_t first_largest(const float* x, int64_t n) {
+    float best = LOWEST;
+    int64_t begin = 0;
+    for (int64_t at = 0; at < n; at += DRAW_BLOCK) {
+        const float here = maximum(x + at, std::min(DRAW_BLOCK, n - at));
+        if (here > best) best = here, begin = at;
+    }
+    for (int64_t i = begin; i < std::min(n, begin + DRAW_BLOCK); i++)
+        if (x[i] == best) return i;
+    return 0;
+}
+
+inline float weight_of(float below) { return below < -87.0f ? 0.0f : fast_exp(below); }
+
+double weight_of_all(const float* x, int64_t n, float top) {
+    double sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; i++) sum += double(weight_of(x[i] - top));
+    return sum;
+}
+
+// Philox4x32-10 as in kernels/sample/philox.py.
+double uniform_of(uint64_t seed, int64_t position, int64_t sample) {
+    uint32_t c[4] = {uint32_t(position), uint32_t(sample), 0, 0}, k[2] = {uint32_t(seed), uint32_t(seed >> 32)};
+    for (int round = 0; round < 10; round++) {
+        const uint64_t first = uint64_t(0xD2511F53) * c[0], second = uint64_t(0xCD9E8D57) * c[2];
+        c[0] = uint32_t(second >> 32) ^ c[1] ^ k[0], c[1] = uint32_t(second);
+        c[2] = uint32_t(first >> 32) ^ c[3] ^ k[1], c[3] = uint32_t(first);
+        k[0] += 0x9E3779B9, k[1] += 0xBB67AE85;
+    }
+    return (double(uint64_t(c[0]) << 20 | c[1] >> 12) + 0.5) * 0x1p-52;
+}
+
+struct Candidate {
+    float value;
+    int32_t id;
+    bool operator<(const Candidate& other) const { return value != other.value ? value > other.value : id < other.id; }
+};
+
+class Sampling {  // of one thread; what it keeps is memory
+  public:
+    // The token of a row. With `wish.logprobs` k >= 0 also its log-probability, and the k likeliest ids and theirs.
+    int64_t draw(const float* logits, int64_t n, const Draw& job, float* logprob, int64_t* top_ids, float* top) {
+        if (!job.wish) return first_largest(logits, n);
+        const int64_t token = choose(logits, n, job);
+        if (job.wish->logprobs >= 0) report(logits, n, token, job.wish->logprobs, logprob, top_ids, top);
+        return token;
+    }
+
+  private:
+    int64_t choose(const float* logits, int64_t n, const Draw& job) {
+        const Wish& wish = *job.wish;
+        const bool adjusted = wish.bias_count || job.masked || job.known;
+        if (wish.temperature == 0 && !adjusted) return first_largest(logits, n);
+        row_.resize(n);
+        float* x = row_.data();
+        std::copy(logits, logits + n, x);
+        if (adjusted) adjust(x, n, job);
+        if (wish.temperature == 0) return first_largest(x, n);
+        const float divisor = float(wish.temperature);
+#pragma omp simd
+        for (int64_t i = 0; i < n; i++) x[i] = x[i] == x[i] ? x[i] / divisor : LOWEST;
+        const double uniform = uniform_of(wish.seed, job.position, wish.sample);
+        const bool filtered = wish.top_k > 0 || wish.top_p < 1 || wish.min_p > 0;
+        return filtered ? among_likeliest(x, n, wish, uniform) : among_all(x, n, uniform);
+    }
+
+    // Products are rounded before they are subtracted, as they are in the reference: through double, whose 53 bits hold them.
+    void adjust(float* x, int64_t n, const Draw& job) {
+        const Wish& wish = *job.wish;
+        for (int64_t i = 0; i < wish.bias_count; i++) x[wish.bias_ids[i]] += wish.bias[i];
+        if (seen_.size() < size_t(n)) seen_.resize(n);
+        const auto each = [&](int64_t begin, auto&& visit) {
+            for (int64_t i = begin; i < job.known; i++)
+                if (job.tokens[i] < n) visit(x[job.tokens[i]], seen_[job.tokens[i]]);
+        };
+        const float factor = float(wish.repetition), often = float(wish.frequency), present = float(wish.presence);
+        each(job.prompt, [](float&, int32_t& count) { count++; });
+        each(0, [&](float& value, int32_t& count) {
+            if (count < 0) return;
+            value = value > 0 ? value / factor : float(double(value) * factor);
+            value -= float(double(count) * often);
+            value -= count > 0 ? present : 0.0f;
+            count = -1;
+        });
+        each(0, [](float&, int32_t& count) { count = 0; });
+        if (job.masked)
+            for (int64_t i = 0; i < wish.end_count; i++) x[wish.ends[i]] = LOWEST;
+    }
+
+    // In the order of ids: the first whose cumulative weight passes the share.
+    int64_t among_all(const float* x, int64_t n, double share) {
+        const float top = maximum(x, n);
+        sums_.clear();
+        double total = 0;
+        for (int64_t at = 0; at < n; at += DRAW_BLOCK)
+            sums_.push_back(total += weight_of_all(x + at, std::min(DRAW_BLOCK, n - at), top));
+        const double target = share * total;
+        int64_t block = std::upper_bound(sums_.begin(), sums_.end(), target) - sums_.begin();
+        block = std::min(block, int64_t(sums_.size()) - 1);
+        const int64_t begin = block * DRAW_BLOCK, end = std::min(n, begin + DRAW_BLOCK);
+        double passed = block ? sums_[block - 1] : 0;
+        int64_t place = begin;
+        for (; place < end - 1; place++)
+            if ((passed += weight_of(x[place] - top)) > target) break;
+        while (place > begin && !(weight_of(x[place] - top) > 0)) place--;  // where rounding has put it on an impossible one
+        return place;
+    }
+
+    // In the order of falling values: a prefix that all filters keep.
+    int64_t among_likeliest(const float* x, int64_t n, const Wish& wish, double share) {
+        const int64_t most = wish.top_k > 0 ? std::min(wish.top_k, n) : n, width = std::min(most, FIRST_CANDIDATES);
+        take_likeliest(x, n, width);
+        sums_.clear();
+        double sum = 0;
+        int64_t above = 0;  // that min_p keeps
+        for (const Candidate& candidate : found_) {
+            const double weight = std::exp(double(candidate.value - found_[0].value));
+            above += weight >= wish.min_p;
+            sums_.push_back(sum += weight);
+        }
+        int64_t kept = width;
+        bool known = most == width;
+        if (wish.top_p < 1) {
+            if (!known && most < n) return among_many(x, n, wish, share, most);  // what it is a share of lies further down
+            const double mass = most < n ? sum : weight_of_all(x, n, found_[0].value);
+            const auto reached = std::lower_bound(sums_.begin(), sums_.end(), wish.top_p * mass);
+            known |= reached != sums_.end();
+            kept = std::min(kept, int64_t(reached - sums_.begin()) + 1);
+        }
+        if (wish.min_p > 0) {
+            known |= above < width;
+            kept = std::min(kept, above);
+        }
+        if (!known) return among_many(x, n, wish, share, most);
+        kept = std::max(int64_t(1), kept);
+        const auto end = sums_.begin() + kept;
+        const int64_t place = std::upper_bound(sums_.begin(), end, share * end[-1]) - sums_.begin();
+        return found_[std::min(place, kept - 1)].id;
+    }
+
+    struct Place {  // in the order: how many there are up to it, their weight, and its id
+        int64_t count;
+        double mass;
+        int64_t id;
+    };
+
+    // The same where filters keep many: counted and weighed by steps of value, and ordered in one step only.
+    int64_t among_many(const float* x, int64_t n, const Wish& wish, double share, int64_t most) {
+        const float top = maximum(x, n);
+        std::fill(steps_.begin(), steps_.end(), Step{0, 0});
+        step_of_.resize(n), weights_.resize(n);
+#pragma omp simd
+        for (int64_t i = 0; i < n; i++) {
+            step_of_[i] = uint16_t(std::min((top - x[i]) * STEPS_OF_ONE, float(LAST_STEP)));
+            weights_[i] = weight_of(x[i] - top);
+        }
+        int64_t above = 0;
+        double mass = 0;
+        for (int64_t i = 0; i < n; i++) {
+            Step& step = steps_[step_of_[i]];
+            step.count++, step.mass += weights_[i], mass += weights_[i];
+            above += weights_[i] >= wish.min_p;
+        }
+        int64_t kept = most;
+        if (most < n) mass = first_place(x, n, [&](int64_t count, double) { return count >= most; }).mass;
+        if (wish.top_p < 1) {
+            const double goal = wish.top_p * mass;
+            kept = std::min(kept, first_place(x, n, [&](int64_t, double mass) { return mass >= goal; }).count);
+        }
+        if (wish.min_p > 0) kept = std::max(int64_t(1), std::min(kept, above));
+        const double target = share * first_place(x, n, [&](int64_t count, double) { return count >= kept; }).mass;
+        const auto passed = [&](int64_t count, double mass) { return mass > target || count >= kept; };
+        return first_place(x, n, passed).id;
+    }
+
+    template <typename F>
+    Place first_place(const float* x, int64_t n, F&& reached) {
+        Place place{0, 0, 0};
+        int64_t at = 0;
+        for (; at < LAST_STEP && !reached(place.count + steps_[at].count, place.mass + steps_[at].mass); at++)
+            place.count += steps_[at].count, place.mass += steps_[at].mass;
+        found_.clear();
+        for (int64_t i = 0; i < n; i++)
+            if (step_of_[i] == at) found_.push_back({x[i], int32_t(i)});
+        std::sort(found_.begin(), found_.end());
+        for (const Candidate& candidate : found_) {
+            place = {place.count + 1, place.mass + weights_[candidate.id], candidate.id};
+            if (reached(place.count, place.mass)) break;
+        }
+        return place;
+    }
+
+    // The `width` largest, in order. As many maxima of sixteen bound them from below.
+    void take_likeliest(const float* x, int64_t n, int64_t width) {
+        float least = LOWEST;
+        if (width * 32 < n) {
+            maxima_.clear();
+            for (int64_t i = 0; i < n; i += 16) maxima_.push_back(_mm512_reduce_max_ps(comparable(x + i, n - i)));
+            std::nth_element(maxima_.begin(), maxima_.begin() + width - 1, maxima_.end(), std::greater<float>());
+            least = maxima_[width - 1];
+        }
+        found_.clear();
+        for (int64_t i = 0; i < n; i += 16) {
+            alignas(64) float values[16];
+            const __m512 here = comparable(x + i, n - i);
+            unsigned mask = _mm512_cmp_ps_mask(here, _mm512_set1_ps(least), _CMP_GE_OQ) & first_lanes(n - i);
+            if (!mask) continue;
+            _mm512_store_ps(values, here);
+            for (; mask; mask &= mask - 1) {
+                const int lane = __builtin_ctz(mask);
+                found_.push_back({values[lane], int32_t(i + lane)});
+            }
+        }
+        if (int64_t(found_.size()) > 2 * width) {
+            std::nth_element(found_.begin(), found_.begin() + width - 1, found_.end());
+            found_.resize(width);
+        }
+        std::sort(found_.begin(), found_.end());
+        found_.resize(width);
+    }
+
+    void report(const float* logits, int64_t n, int64_t token, int64_t count, float* logprob, int64_t* ids, float* top) {
+        const float largest = maximum(logits, n);
+        const double norm = double(largest) + std::log(weight_of_all(logits, n, largest));
+        *logprob = float(double(logits[token]) - norm);
+        if (!(count = std::min(count, n))) return;
+        take_likeliest(logits, n, count);
+        for (int64_t i = 0; i < count; i++) ids[i] = found_[i].id, top[i] = float(double(found_[i].value) - norm);
+    }
+
+    static constexpr int64_t STEPS_OF_ONE = 16, LAST_STEP = 88 * STEPS_OF_ONE;  // weights below exp(-87) are 0
+    struct Step {
+        int64_t count;
+        double mass;
+    };
+    std::vector<Step> steps_ = std::vector<Step>(LAST_STEP + 1);
+    std::vector<uint16_t> step_of_;
+    std::vector<float> row_, maxima_, weights_;
+    std::vector<int32_t> seen_;  // zeros between two rows
+    std::vector<double> sums_;
+    std::vector<Candidate> found_;
+};
+
+// A row to a unit. `draws` null: the largest of each. `width`: of the rows of `top_ids` and `top`.
+class SampleJob : public Job {
+  public:
+    SampleJob(const float* logits, int64_t rows, int64_t vocab, const Draw* draws, int64_t* tokens, float* logprobs, int64_t* top_ids, float* top, int64_t width)
+        : logits_(logits), rows_(rows), vocab_(vocab), draws_(draws), tokens_(tokens), logprobs_(logprobs), top_ids_(top_ids),
+          top_(top), width_(width) {}
+    int64_t phases() const override { return 1; }
+    int64_t units(int64_t) const override { return rows_; }
+    void run(int64_t, int64_t row, std::vector<float>&) const override {
+        static thread_local Sampling sampling;
+        const Draw draw = draws_ ? draws_[row] : Draw{};
+        tokens_[row] = sampling.draw(logits_ + row * vocab_, vocab_, draw, logprobs_ + row, top_ids_ + row * width_, top_ + row * width_);
+    }
+
+  private:
+    const float* logits_;
+    const int64_t rows_, vocab_;
+    const Draw* draws_;
+    int64_t* tokens_;
+    float* logprobs_;
+    int64_t* top_ids_;
+    float* top_;
+    const int64_t width_;
+};
+
+}  // namespace

@@ -1,0 +1,70 @@
+"""The same draws in compiled code on a CPU: rows of logits to tokens in one call, on all threads.
+
+The maths is the reference's. Exponentials differ from torch's by a few units in the last place, so that a token can
+differ where the random number comes within 1e-7 of the border of two tokens. Whatever a row gets depends on that row
+alone.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from ctypes import Structure, c_double, c_int64, c_uint64, c_void_p
+
+import torch
+from torch import Tensor
+
+from kernels.native import library
+
+_DRAW = struct.Struct("6q")
+"""One `Draw` of kernels/native/sample.h."""
+DrawRow = tuple[int, int, int, int, int, int]
+"""Address of the row's `Wish` (0: the largest); position that is drawn; whether `ends` are masked; of the tokens that
+penalties count: those of the prompt, all, their address.
+"""
+
+
+class Wish(Structure):
+    """`Wish` of kernels/native/sample.h: what a sequence asks for."""
+
+    _fields_ = [
+        ("temperature", c_double), ("top_p", c_double), ("min_p", c_double), ("repetition", c_double),
+        ("presence", c_double), ("frequency", c_double), ("top_k", c_int64), ("sample", c_int64), ("seed", c_uint64),
+        ("logprobs", c_int64), ("bias_count", c_int64), ("end_count", c_int64), ("bias_ids", c_void_p),
+        ("ends", c_void_p), ("bias", c_void_p),
+    ]  # fmt: skip
+
+
+class Drawing:
+    """Compiled draws from rows of so many logits. One thread at a time."""
+
+    def __init__(self, vocab_size: int) -> None:
+        """Raises NativeUnavailable with the reason."""
+        self.vocab_size = vocab_size
+        self._draw = library().saccade_sample
+        self._draw.restype = None
+        self._draw.argtypes = [
+            c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64
+        ]  # fmt: skip
+
+    def __call__(
+        self, logits_RV: Tensor, rows: Sequence[DrawRow] | None = None, likeliest: int | None = None
+    ) -> tuple[list[int], tuple[list[float], list[list[int]], list[list[float]]]]:
+        """Tokens; and, where `likeliest` says of how many tokens, log-probabilities of the drawn ones, ids of the
+        likeliest and theirs, which are there in rows that ask for them. `rows` None: the largest logit of each row.
+        """
+        logits = logits_RV.float().contiguous()
+        count, vocab = logits.shape
+        assert vocab == self.vocab_size
+        width = min(likeliest or 0, vocab)
+        tokens = (c_int64 * count)()
+        packed = b"".join(_DRAW.pack(*row) for row in rows) if rows is not None else None
+        logprobs, values = torch.empty(count), torch.empty(count, width)
+        ids = torch.empty(count, width, dtype=torch.int64)
+        self._draw(
+            logits.data_ptr(), count, vocab, packed, tokens, logprobs.data_ptr(), ids.data_ptr(), values.data_ptr(),
+            width, torch.get_num_threads(),
+        )  # fmt: skip
+        if likeliest is None:
+            return list(tokens), ([], [], [])
+        return list(tokens), (logprobs.tolist(), ids.tolist(), values.tolist())

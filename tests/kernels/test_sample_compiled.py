@@ -1,0 +1,116 @@
+"""Compiled draws: the tokens that the reference draws, row by row, and the log-probabilities that it reports."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+
+import pytest
+import torch
+
+from kernels.sample import Wishes, logprobs, reference
+from kernels.sample.compiled import Drawing, DrawRow, Wish
+
+FILTERS = [
+    (0, 1.0, 0.0),
+    (1, 1.0, 0.0),
+    (64, 1.0, 0.0),
+    (5000, 0.9, 0.0),
+    (300, 0.5, 0.05),
+    (300, 1.0, 0.2),
+    (0, 0.7, 0.0),
+    (0, 0.999, 0.0),
+    (0, 1.0, 0.05),
+    (0, 1.0, 1e-6),
+    (40, 0.9, 0.01),
+    (0, 0.95, 0.3),
+    (99999, 1.0, 0.0),
+]
+"""top_k, top_p and min_p: none, each alone and together, ones that keep a few and ones that keep thousands."""
+
+
+def both(
+    logits: torch.Tensor, filters: list[tuple[int, float, float]], temperature: float
+) -> tuple[list[int], list[int]]:
+    """What compiled code and the reference draw."""
+    rows = logits.shape[0]
+    seeds, positions = torch.randint(-(2**63), 2**63 - 1, (rows,)), torch.randint(0, 2**31, (rows,))
+    top_k, top_p, min_p = (torch.tensor(column) for column in zip(*filters, strict=True))
+    samples, temperatures = torch.arange(rows) % 3, torch.full((rows,), temperature)
+    asked = Wishes(temperatures, top_k, top_p.double(), min_p.double(), seeds, samples, positions)
+    wishes = [
+        Wish(temperature, p, least, 1.0, 0.0, 0.0, k, sample, seed % 2**64, -1)
+        for (k, p, least), sample, seed in zip(filters, samples.tolist(), seeds.tolist(), strict=True)
+    ]
+    tokens, _ = Drawing(logits.shape[1])(logits, rows_of(wishes, positions.tolist()))
+    return tokens, reference.sample(logits, asked).tolist()
+
+
+def rows_of(wishes: list[Wish], positions: list[int]) -> list[DrawRow]:
+    return [(ctypes.addressof(wish), position, 0, 0, 0, 0) for wish, position in zip(wishes, positions, strict=True)]
+
+
+@pytest.mark.parametrize("vocab", [1, 17, 300, 4097, 32000])
+@pytest.mark.parametrize("scale", [0.5, 6.0])
+def test_draws_are_those_of_the_reference(vocab: int, scale: float) -> None:
+    filters = FILTERS * 4
+    found, expected = both(torch.randn(len(filters), vocab) * scale, filters, 0.8)
+    assert found == expected
+
+
+@pytest.mark.parametrize("vocab", [300, 4097])
+def test_equal_logits_are_ordered_by_id(vocab: int) -> None:
+    filters = FILTERS * 8
+    found, expected = both(torch.randint(0, 3, (len(filters), vocab)).float(), filters, 1.0)
+    assert found == expected
+
+
+def test_impossible_tokens_are_never_drawn() -> None:
+    logits = torch.full((len(FILTERS) * 20, 700), float("-inf"))
+    logits[:, [10, 300, 699]] = torch.randn(len(logits), 3)
+    found, expected = both(logits, FILTERS * 20, 1.0)
+    assert found == expected and set(found) == {10, 300, 699}
+
+
+@pytest.mark.parametrize("vocab", [3, 255, 256, 512, 700, 2000])
+def test_the_first_of_the_largest(vocab: int) -> None:
+    logits = torch.randint(0, 9, (30, vocab)).float()
+    tokens, _ = Drawing(vocab)(logits)
+    assert tokens == [row.index(max(row)) for row in logits.tolist()]
+    assert Drawing(vocab)(torch.full((1, vocab), float("-inf")))[0] == [0]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_rows_are_what_they_are_alone(threads: int) -> None:
+    logits, filters = torch.randn(len(FILTERS), 4097) * 3, FILTERS
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        torch.manual_seed(5)
+        together, _ = both(logits, filters, 0.8)
+    finally:
+        torch.set_num_threads(before)
+    torch.manual_seed(5)
+    assert both(logits, filters, 0.8)[0] == together
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_rows_that_are_no_distribution_give_some_token(value: float) -> None:
+    """A broken model must not bring the server down."""
+    for place, filters in itertools.product((slice(None), slice(3, 4)), FILTERS):
+        logits = torch.randn(1, 700)
+        logits[:, place] = value
+        wish = Wish(1.0, filters[1], filters[2], 1.0, 0.0, 0.0, filters[0], 0, 7, 5)
+        (token,), _ = Drawing(700)(logits, rows_of([wish], [3]), 5)
+        assert 0 <= token < 700
+
+
+@pytest.mark.parametrize("count", [0, 1, 20, 1024, 5000])
+def test_reported_log_probabilities_are_the_reference_s(count: int) -> None:
+    logits = torch.randn(3, 4097) * 5
+    wishes = [Wish(0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, 0, 0, count) for _ in range(3)]
+    tokens, (chosen, ids, values) = Drawing(4097)(logits, rows_of(wishes, [3, 4, 5]), count)
+    expected = logprobs(logits, torch.tensor(tokens), count)
+    torch.testing.assert_close(torch.tensor(chosen), expected[0])
+    assert ids == expected[1].tolist()
+    torch.testing.assert_close(torch.tensor(values).view(3, -1), expected[2])
