@@ -37,19 +37,19 @@ struct Draw {  // a row of logits
 namespace {
 
 constexpr int64_t DRAW_BLOCK = 256, FIRST_CANDIDATES = 64;
-constexpr float LOWEST = -std::numeric_limits<float>::infinity();
+constexpr float IMPOSSIBLE = -std::numeric_limits<float>::infinity();
 
 inline __mmask16 first_lanes(int64_t left) { return left >= 16 ? __mmask16(0xffff) : __mmask16((1 << left) - 1); }
 
 // Sixteen values, NaN and what lies behind the end as the lowest.
 inline __m512 comparable(const float* x, int64_t left) {
-    const __m512 lowest = _mm512_set1_ps(LOWEST);
+    const __m512 lowest = _mm512_set1_ps(IMPOSSIBLE);
     return _mm512_max_ps(_mm512_mask_loadu_ps(lowest, first_lanes(left), x), lowest);
 }
 
 float maximum(const float* x, int64_t n) {
     __m512 largest[4];
-    for (auto& part : largest) part = _mm512_set1_ps(LOWEST);
+    for (auto& part : largest) part = _mm512_set1_ps(IMPOSSIBLE);
     int64_t i = 0;
     for (; i + 64 <= n; i += 64)
         for (int v = 0; v < 4; v++) largest[v] = _mm512_max_ps(_mm512_loadu_ps(x + i + 16 * v), largest[v]);
@@ -59,7 +59,7 @@ float maximum(const float* x, int64_t n) {
 
 // The first of the largest.
 int64_t first_largest(const float* x, int64_t n) {
-    float best = LOWEST;
+    float best = IMPOSSIBLE;
     int64_t begin = 0;
     for (int64_t at = 0; at < n; at += DRAW_BLOCK) {
         const float here = maximum(x + at, std::min(DRAW_BLOCK, n - at));
@@ -119,7 +119,7 @@ class Sampling {  // of one thread; what it keeps is memory
         if (wish.temperature == 0) return first_largest(x, n);
         const float divisor = float(wish.temperature);
 #pragma omp simd
-        for (int64_t i = 0; i < n; i++) x[i] = x[i] == x[i] ? x[i] / divisor : LOWEST;
+        for (int64_t i = 0; i < n; i++) x[i] = x[i] == x[i] ? x[i] / divisor : IMPOSSIBLE;
         const double uniform = uniform_of(wish.seed, job.position, wish.sample);
         const bool filtered = wish.top_k > 0 || wish.top_p < 1 || wish.min_p > 0;
         return filtered ? among_likeliest(x, n, wish, uniform) : among_all(x, n, uniform);
@@ -145,7 +145,7 @@ class Sampling {  // of one thread; what it keeps is memory
         });
         each(0, [](float&, int32_t& count) { count = 0; });
         if (job.masked)
-            for (int64_t i = 0; i < wish.end_count; i++) x[wish.ends[i]] = LOWEST;
+            for (int64_t i = 0; i < wish.end_count; i++) x[wish.ends[i]] = IMPOSSIBLE;
     }
 
     // In the order of ids: the first whose cumulative weight passes the share.
@@ -253,7 +253,7 @@ class Sampling {  // of one thread; what it keeps is memory
 
     // The `width` largest, in order. As many maxima of sixteen bound them from below.
     void take_likeliest(const float* x, int64_t n, int64_t width) {
-        float least = LOWEST;
+        float least = IMPOSSIBLE;
         if (width * 32 < n) {
             maxima_.clear();
             for (int64_t i = 0; i < n; i += 16) maxima_.push_back(_mm512_reduce_max_ps(comparable(x + i, n - i)));
