@@ -99,9 +99,13 @@ class Lane:
 
     def pieces(self, images: Sequence[ImagePatches]) -> Pieces[Tensor]:
         """The same, to be left after each layer."""
+        return self.tower.pieces(self.batch(images), video=self.video)
+
+    def batch(self, images: Sequence[ImagePatches]) -> PackedBatch:
+        """`images` as a launch of exactly their size."""
         config, device = self.tower.config, self.tower.device
         placed = layout([image.grid for image in images], prefix=config.num_prefix_tokens, merge=config.merge_size)
-        batch = PackedBatch(
+        return PackedBatch(
             patches_TP=torch.cat([image.patches.to(device, self.tower.dtype) for image in images]),
             positions_TD=torch.cat([self._positions.get(image.grid) for image in images]),
             source_R=placed.source_R.to(device),
@@ -109,7 +113,6 @@ class Lane:
             token_rows_NM=placed.token_rows_NM.to(device),
             max_seqlen=placed.max_seqlen,
         )
-        return (yield from self.tower.pieces(batch, video=self.video))
 
     def close(self) -> None:
         """Tear the graphs down; idempotent."""

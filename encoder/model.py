@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from encoder.config import VisionConfig
+from encoder.native import NativeTower, runs_compiled
 from encoder.pieces import Pieces, finish
 from kernels.linear import Linear
 from kernels.patch_embed import patch_embed
@@ -63,7 +64,9 @@ class PackedBatch:
 
 
 @dataclass(frozen=True)
-class _Norm:
+class Norm:
+    """A layer norm."""
+
     weight: Tensor
     bias: Tensor
     eps: float
@@ -74,12 +77,12 @@ class _Norm:
 
 @dataclass(frozen=True)
 class _Layer:
-    norm1: _Norm
+    norm1: Norm
     qkv: Linear
     out: Linear
-    norm2: _Norm
-    gate: Linear | None
+    norm2: Norm
     up: Linear
+    """With SwiGLU the gates come first, then what they let through."""
     down: Linear
 
 
@@ -87,8 +90,12 @@ class VisionTower:
     """Weights fused and cast once; `forward` is a pure function of the batch. Raises `ValueError` for missing names."""
 
     def __init__(
-        self, config: VisionConfig, weights: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+        self, config: VisionConfig, weights: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype, device: torch.device,
+        native: str = "off", max_rows: int = 0,
+    ) -> None:  # fmt: skip
+        """`native`: whether it runs in compiled code, as `encoder.native` says, with memory for launches of `max_rows`
+        tower rows."""
+        self._compiled = runs_compiled(config, dtype, device, native)
         self.config = config
         self.dtype = dtype
         self.device = device
@@ -109,6 +116,7 @@ class VisionTower:
         self.linear_1 = self._linear("multi_modal_projector.linear_1")
         self.linear_2 = self._linear("multi_modal_projector.linear_2")
         del self._given
+        self.native = NativeTower(self, max_rows) if self._compiled else None
 
     def _take(self, name: str, scale: Tensor | None = None) -> Tensor:
         tensor = self._given[name]
@@ -119,11 +127,16 @@ class VisionTower:
 
     def _linear(self, name: str, scale: Tensor | None = None) -> Linear:
         bias = self._take(name + ".bias", scale) if name + ".bias" in self._given else None
-        return Linear(self._take(name + ".weight", scale), bias, compiled=False)
+        return Linear(self._take(name + ".weight", scale), bias, compiled=self._compiled)
 
-    def _norm(self, name: str) -> _Norm:
+    def _stacked(self, names: list[str], *, biased: bool = True) -> Linear:
+        weight = torch.cat([self._take(name + ".weight") for name in names])
+        bias = torch.cat([self._take(name + ".bias") for name in names]) if biased else None
+        return Linear(weight, bias, compiled=self._compiled)
+
+    def _norm(self, name: str) -> Norm:
         # clone: the norm must not keep the checkpoint's memory map alive
-        return _Norm(
+        return Norm(
             self._take(name + ".weight").clone(), self._take(name + ".bias").clone(), self.config.layer_norm_eps
         )
 
@@ -131,13 +144,13 @@ class VisionTower:
         name = "vision_model.embeddings.video_patch_projection"
         return self._linear(name) if name + ".weight" in self._given else None
 
-    def _final_norm(self) -> _Norm | None:
+    def _final_norm(self) -> Norm | None:
         if not self.config.final_layernorm:
             return None
         if "vision_final_layernorm.weight" in self._given:
             return self._norm("vision_final_layernorm")
         ones = torch.ones(self.config.hidden_size, dtype=self.dtype, device=self.device)
-        return _Norm(ones, torch.zeros_like(ones), self.config.layer_norm_eps)
+        return Norm(ones, torch.zeros_like(ones), self.config.layer_norm_eps)
 
     def _layer_scale(self, name: str) -> Tensor | None:
         stored = self._given.get(name)
@@ -149,17 +162,16 @@ class VisionTower:
     def _layer(self, prefix: str) -> _Layer:
         scale1, scale2 = (self._layer_scale(f"{prefix}layer_scale{index}.lambda1") for index in (1, 2))
         parts = [f"{prefix}attention.{part}_proj" for part in "qkv"]
-        bias = torch.cat([self._take(part + ".bias") for part in parts]) if self.config.qkv_bias else None
-        swiglu = self.config.use_swiglu_ffn
-        up, down = ("up_proj", "down_proj") if swiglu else ("fc1", "fc2")
+        up, down = prefix + "mlp.fc1", prefix + "mlp.fc2"
+        if swiglu := self.config.use_swiglu_ffn:
+            gate, up, down = (f"{prefix}mlp.{part}_proj" for part in ("gate", "up", "down"))
         return _Layer(
             norm1=self._norm(prefix + "norm1"),
-            qkv=Linear(torch.cat([self._take(part + ".weight") for part in parts]), bias, compiled=False),
+            qkv=self._stacked(parts, biased=self.config.qkv_bias),
             out=self._linear(prefix + "attention.o_proj", scale1),
             norm2=self._norm(prefix + "norm2"),
-            gate=self._linear(prefix + "mlp.gate_proj") if swiglu else None,
-            up=self._linear(f"{prefix}mlp.{up}"),
-            down=self._linear(f"{prefix}mlp.{down}", scale2),
+            up=self._stacked([gate, up]) if swiglu else self._linear(up),
+            down=self._linear(down, scale2),
         )
 
     def forward(self, batch: PackedBatch, *, video: bool = False) -> Tensor:
@@ -173,6 +185,8 @@ class VisionTower:
         """The same, to be left after each layer."""
         projection = self.video_projection if video else self.patch_projection
         assert projection is not None, "this tower has no video projection"
+        if self.native is not None:
+            return (yield from self.native.pieces(batch, video=video))
         x_RD = patch_embed(batch.patches_TP, projection, batch.positions_TD, self.table_KD, batch.source_R)
         for layer in self.layers:
             x_RD = self._block(layer, x_RD, batch)
@@ -187,10 +201,8 @@ class VisionTower:
         q_RHD, k_RHD, v_RHD = layer.qkv(layer.norm1(x_RD)).view(rows, 3, heads, width).unbind(1)
         mixed_RHD = varlen_attention(q_RHD, k_RHD, v_RHD, batch.cu_seqlens, batch.max_seqlen, scale=width**-0.5)
         x_RD = layer.out(mixed_RHD.view(rows, heads * width)).add_(x_RD)
-        inner = self._activation(layer.up(layer.norm2(x_RD))) if layer.gate is None else self._gated(layer, x_RD)
-        return layer.down(inner).add_(x_RD)
-
-    def _gated(self, layer: _Layer, x_RD: Tensor) -> Tensor:
-        assert layer.gate is not None
-        normed = layer.norm2(x_RD)
-        return self._activation(layer.gate(normed)).mul_(layer.up(normed))
+        inner = layer.up(layer.norm2(x_RD))
+        if self.config.use_swiglu_ffn:
+            gates, inner = inner.chunk(2, -1)
+            return layer.down(self._activation(gates).mul_(inner)).add_(x_RD)
+        return layer.down(self._activation(inner)).add_(x_RD)

@@ -48,6 +48,16 @@ def activation_bytes(shape: GraphShape, config: VisionConfig, dtype: torch.dtype
     return shape.rows * max(attention, mlp) * dtype.itemsize
 
 
+def scratch_sizes(rows: int, config: VisionConfig, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes of what the compiled tower keeps between two operations of a launch of so many tower rows: what was normed,
+    and what the wide products make of it. At most as many patches as rows have float32 embeddings."""
+    tokens = rows // config.patches_per_token
+    inner = config.intermediate_size * (2 if config.use_swiglu_ffn else 1)
+    wide = rows * max(3 * config.hidden_size, inner), tokens * config.projector_hidden_size
+    embedded = rows * config.hidden_size * torch.float32.itemsize
+    return rows * config.hidden_size * dtype.itemsize, max(embedded, max(wide) * dtype.itemsize)
+
+
 @dataclass(frozen=True)
 class PlanRow:
     """One budget's graph."""

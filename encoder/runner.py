@@ -14,12 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from encoder.budget import EncoderBudgets, graph_shape, resolve_budgets
+from encoder.budget import EncoderBudgets, GraphShape, graph_shape, resolve_budgets
 from encoder.config import VisionConfig
 from encoder.graphs import EncoderArena
 from encoder.job import EncodeJob, EncoderItem, Launch
 from encoder.lane import Lane
 from encoder.model import VisionTower
+from encoder.native import NATIVE_MODES
 from encoder.packing import Packed, pack
 from encoder.pieces import Pieces
 from encoder.positions import PositionCache
@@ -51,12 +52,16 @@ class EncoderOptions:
     """Image tokens of one launch, the upper end of the budgets; None covers the largest picture the rule aims at."""
     videos: bool = False
     """Whether clips get graphs too, in the same arena, whose patches they widen. Without it they run eagerly."""
+    native: str = "auto"
+    """auto: compiled code where a CPU has it; on: only so; off: torch operations."""
     position_cache_bytes: int = 256 << 20
     """Bound of the interpolated position embeddings that are kept."""
 
     def __post_init__(self) -> None:
         if self.graphs not in GRAPH_MODES:
             raise ValueError(f"graphs must be one of {GRAPH_MODES}, got {self.graphs!r}")
+        if self.native not in NATIVE_MODES:
+            raise ValueError(f"native must be one of {NATIVE_MODES}, got {self.native!r}")
         if self.max_tokens_per_step is not None and self.max_tokens_per_step < 1:
             raise ValueError(f"max_tokens_per_step must be at least 1, got {self.max_tokens_per_step}")
 
@@ -80,12 +85,24 @@ class EncoderRunner:
         self.budgets = options.budgets(config)
         device = torch.device(options.device)
         with torch.inference_mode():
-            self.tower = VisionTower(config, weights, dtype=options.dtype, device=device)
+            self.tower = VisionTower(
+                config, weights, dtype=options.dtype, device=device, native=options.native, max_rows=self._max_rows()
+            )
             self.positions = PositionCache(self.tower.position_table, config.table_side, options.position_cache_bytes)
             self._counts: Counter[str] = Counter()
             self._seconds = 0.0
             self._sizes = TokenHistogram(max(config.max_image_tokens, self.budgets.largest))
             self.pictures, self.clips = self._make_lanes()
+
+    def _shape(self, budget: int) -> GraphShape:
+        config = self.config
+        return graph_shape(
+            budget, self.budgets, prefix=config.num_prefix_tokens, patches_per_token=config.patches_per_token
+        )
+
+    def _max_rows(self) -> int:
+        """Tower rows of the largest launch, but for a picture above every budget."""
+        return self._shape(self.budgets.largest).rows
 
     def _make_lanes(self) -> tuple[Lane, Lane]:
         tower, options = self.tower, self.options
@@ -219,19 +236,14 @@ class EncoderRunner:
 
     def plan(self) -> dict[str, object]:
         """Budgets, buffer sizes and verdicts, as plain numbers and strings."""
-        config = self.config
-        shapes = [
-            graph_shape(
-                budget, self.budgets, prefix=config.num_prefix_tokens, patches_per_token=config.patches_per_token
-            )
-            for budget in self.budgets.token_budgets
-        ]
+        shapes = [self._shape(budget) for budget in self.budgets.token_budgets]
         return {
             "token_budgets": list(self.budgets.token_budgets),
             "max_images": self.budgets.max_images,
             "capacity": [shape.capacity for shape in shapes],
             "rows": [shape.rows for shape in shapes],
             "arena_bytes": self._arena_bytes,
+            "scratch_bytes": 0 if self.tower.native is None else self.tower.native.bytes,
             "graphs": self.options.graphs,
             "used_budgets": self.pictures.used_budgets,
             "unused_budgets": self.pictures.unused_budgets,

@@ -86,6 +86,7 @@ def encoder_options(options: EngineOptions, checkpoint: Checkpoint) -> EncoderOp
         max_images=options.max_images,
         max_tokens_per_step=options.encoder_step_tokens,
         videos=True,
+        native=options.native,
     )
 
 

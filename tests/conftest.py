@@ -35,9 +35,13 @@ try:
     UNCOMPILED = ""
 except NativeUnavailable as reason:
     UNCOMPILED = str(reason)
-collect_ignore = (
-    ["decoder/test_native.py", "kernels/test_activations.py", "kernels/test_sample_compiled.py"] if UNCOMPILED else []
-)
+COMPILED = [
+    "decoder/test_native.py",
+    "encoder/test_native.py",
+    "kernels/test_activations.py",
+    "kernels/test_sample_compiled.py",
+]
+collect_ignore = COMPILED if UNCOMPILED else []
 
 
 def pytest_report_header() -> list[str]:

@@ -67,6 +67,8 @@ def _load() -> ctypes.CDLL:
     loaded.saccade_step.restype = None
     loaded.saccade_varlen_attention.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     loaded.saccade_varlen_attention.restype = None
+    loaded.saccade_tower.argtypes = loaded.saccade_step.argtypes
+    loaded.saccade_tower.restype = None
     loaded.saccade_linear.argtypes = [
         ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64,
         ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p,

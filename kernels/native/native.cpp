@@ -18,6 +18,7 @@
 #include "sample.h"
 #include "structs.h"
 #include "threads.h"
+#include "tower.h"
 #include "varlen.h"
 
 namespace {
@@ -25,15 +26,6 @@ namespace {
 void square(const float* from, int64_t width, float* out) {  // relu(x)^2
 #pragma omp simd
     for (int64_t i = 0; i < width; i++) out[i] = from[i] <= 0 ? 0.0f : from[i] * from[i];
-}
-
-void rms_norm(const float* from, const float* weight, int64_t width, float eps, float* out) {
-    float squares = 0;
-#pragma omp simd reduction(+ : squares)
-    for (int64_t i = 0; i < width; i++) squares += from[i] * from[i];
-    const float inverse = 1.0f / std::sqrt(squares / width + eps);
-#pragma omp simd
-    for (int64_t i = 0; i < width; i++) out[i] = from[i] * inverse * weight[i];
 }
 
 void make_row(const Model& m, const Op& op, int64_t row, float* scratch) {
@@ -198,6 +190,11 @@ extern "C" {
 // Runs the model's operations [first, last) on `m.x`.
 void saccade_step(const Model* model, const Step* step, int64_t first, int64_t last) {
     pool().run(StepJob(*model, *step, first, last), model->threads);
+}
+
+// Runs the tower's operations [first, last) on `step.x`.
+void saccade_tower(const Tower* tower, const TowerStep* step, int64_t first, int64_t last) {
+    pool().run(TowerJob(*tower, *step, first, last), tower->threads);
 }
 
 void saccade_advance(const Model* model, int64_t rows, const int64_t* jobs) {

@@ -57,4 +57,13 @@ inline float load<uint16_t>(const uint16_t* p, int64_t i) { return bf16_to_float
 inline void store(float* p, int64_t i, float v) { p[i] = v; }
 inline void store(uint16_t* p, int64_t i, float v) { p[i] = float_to_bf16(v); }
 
+void rms_norm(const float* from, const float* weight, int64_t width, float eps, float* out) {
+    float squares = 0;
+#pragma omp simd reduction(+ : squares)
+    for (int64_t i = 0; i < width; i++) squares += from[i] * from[i];
+    const float inverse = 1.0f / std::sqrt(squares / width + eps);
+#pragma omp simd
+    for (int64_t i = 0; i < width; i++) out[i] = from[i] * inverse * weight[i];
+}
+
 }  // namespace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,12 +48,15 @@ CONFIGURATIONS: list[Any] = [
 ]
 
 
+@pytest.mark.parametrize("native", ["auto", "off"])
 @pytest.mark.parametrize("changes", CONFIGURATIONS)
-def test_features_equal_the_oracle(changes: dict[str, Any]) -> None:
+def test_features_equal_the_oracle(changes: dict[str, Any], native: str) -> None:
     tiny = tiny_tower(3, **changes)
     grids = [(4, 6), (2, 2), (12, 10), (2, 14), (4, 6)]
     images = [random_image(tiny.config, *grid, seed=i) for i, grid in enumerate(grids)]
-    for got, expected in zip(encode(runner_of(tiny), images), tiny.features(images), strict=True):
+    for got, expected in zip(
+        encode(runner_of(tiny, replace(OFF, native=native)), images), tiny.features(images), strict=True
+    ):
         assert relative_error(got, expected) <= 1e-5
 
 
@@ -96,12 +100,13 @@ def test_the_runner_keeps_no_view_of_the_given_weights() -> None:
     assert torch.equal(before, after)
 
 
-def test_bfloat16_error_is_within_twice_the_oracle_s() -> None:
+@pytest.mark.parametrize("native", ["auto", "off"])
+def test_bfloat16_error_is_within_twice_the_oracle_s(native: str) -> None:
     """Both against the oracle in float64 on the same (bfloat16) weights, in relative RMS."""
     rounded = tiny_tower(5, dtype=torch.bfloat16, hidden_size=96, num_hidden_layers=4)
     images = [random_image(rounded.config, rows, columns) for rows, columns in ((16, 16), (8, 10), (2, 4), (16, 16))]
     images = [ImagePatches(image.grid, image.patches.bfloat16()) for image in images]
-    ours = encode(runner_of(rounded, EncoderOptions(dtype=torch.bfloat16, graphs="off")), images)
+    ours = encode(runner_of(rounded, EncoderOptions(dtype=torch.bfloat16, graphs="off", native=native)), images)
     theirs = rounded.features(images)
     exact = tiny_tower(5, hidden_size=96, num_hidden_layers=4)
     with torch.no_grad():

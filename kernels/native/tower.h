@@ -1,0 +1,194 @@
+// A vision tower: layers of attention without a mask and of an MLP, on rows of several pictures that lie one after the other.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "numbers.h"
+#include "products.h"
+#include "structs.h"
+#include "threads.h"
+#include "varlen.h"
+
+namespace {
+
+enum TowerCode : int64_t { TOWER_LINEAR = 0, TOWER_EMBED = 1, TOWER_NORM = 2, TOWER_GATE = 3, TOWER_TOKEN = 4, TOWER_ATTENTION = 5 };
+enum Of : int64_t { OF_ROWS = 0, OF_PATCHES = 1, OF_TOKENS = 2 };
+enum Place : int64_t { IN_PIXELS = 0, IN_NORMED = 1, IN_WIDE = 2, IN_STREAM = 3, IN_OUT = 4 };
+
+}  // namespace
+
+extern "C" {  // tower.py mirrors these
+
+struct TowerOp {
+    int64_t code, of;  // what it does, and to which rows
+    Weight weight;     // LINEAR
+    int64_t from, ld_from, to, ld_to, store;  // LINEAR: places, with elements between rows; GATE: ld_from of what lies in `wide`
+    int64_t activation;                       // LINEAR, GATE
+    const float *norm, *bias;                 // NORM; TOKEN, or null: of a layer norm
+    float eps;
+};
+
+struct Tower {
+    int64_t count;
+    const TowerOp* ops;
+    int64_t threads, kind;  // kind: BF16 or F32, of operands, positions and results
+    int64_t hidden, heads, merged, scratch;  // merged: rows under a token; scratch: floats that an operation on a row may need
+    int64_t table_rows;
+    const float *table, *token_norm;  // [table_rows, hidden], [merged * hidden]
+    float token_eps, scale;  // scale: of attention's scores
+};
+
+struct TowerStep {  // tower rows, patches of the pictures, tokens for the decoder
+    int64_t rows, patches, tokens;
+    float* x;                            // [rows, hidden]: the residual stream
+    const void *pixels, *positions;      // [patches, k of the projection], [patches, hidden]
+    const int64_t *source, *token_rows;  // [rows]: a table row, or table_rows + a patch; [tokens, merged]
+    int64_t sequences;
+    const int32_t* bounds;               // [sequences + 1]: rows of one picture attend to one another
+    void *normed, *wide, *out;           // what products read and write in between; [tokens, n of the last product]
+};
+}
+
+namespace {
+
+constexpr int64_t ROWS_AT_ONCE = 8;  // rows of a unit of work that is not a product
+
+// The mean is taken off before squares are summed.
+void layer_norm(const float* from, const float* weight, const float* bias, int64_t width, float eps, float* out) {
+    float sum = 0, squares = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < width; i++) sum += from[i];
+    const float mean = sum / width;
+#pragma omp simd reduction(+ : squares)
+    for (int64_t i = 0; i < width; i++) squares += (from[i] - mean) * (from[i] - mean);
+    const float inverse = 1.0f / std::sqrt(squares / width + eps);
+#pragma omp simd
+    for (int64_t i = 0; i < width; i++) out[i] = (from[i] - mean) * inverse * weight[i] + bias[i];
+}
+
+class TowerJob : public Job {
+  public:
+    TowerJob(const Tower& tower, const TowerStep& step, int64_t first, int64_t last)
+        : tower_(tower), step_(step), first_(first), last_(last) {}
+    int64_t phases() const override { return last_ - first_; }
+    int64_t units(int64_t phase) const override {
+        const TowerOp& op = tower_.ops[first_ + phase];
+        const int64_t rows = rows_of(op);
+        if (op.code == TOWER_LINEAR) return Units(op.weight, rows, tower_.threads).count;
+        if (op.code == TOWER_ATTENTION) return varlen_units(attention());
+        return (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+    }
+    void run(int64_t phase, int64_t unit, std::vector<float>& scratch) const override {
+        const TowerOp& op = tower_.ops[first_ + phase];
+        const int64_t rows = rows_of(op);
+        if (op.code == TOWER_LINEAR) {
+            const Product job{&op.weight, place(op.from), op.ld_from, nullptr, place(op.to), op.ld_to, op.store, Activation(op.activation)};
+            run_unit(job, Units(op.weight, rows, tower_.threads), unit, rows);
+            return;
+        }
+        if (op.code == TOWER_ATTENTION) {
+            varlen_unit(attention(), unit, scratch);
+            return;
+        }
+        if (scratch.size() < size_t(tower_.scratch)) scratch.resize(tower_.scratch);
+        for (int64_t row = unit * ROWS_AT_ONCE; row < std::min(rows, (unit + 1) * ROWS_AT_ONCE); row++) {
+            switch (op.code) {
+                case TOWER_EMBED: embed(row); break;
+                case TOWER_NORM: norm(op, row, scratch.data()); break;
+                case TOWER_GATE: gate(op, row, scratch.data()); break;
+                case TOWER_TOKEN: token(op, row, scratch.data()); break;
+            }
+        }
+    }
+
+  private:
+    int64_t rows_of(const TowerOp& op) const {
+        return op.of == OF_PATCHES ? step_.patches : op.of == OF_TOKENS ? step_.tokens : step_.rows;
+    }
+
+    void* place(int64_t which) const {
+        switch (which) {
+            case IN_PIXELS: return const_cast<void*>(step_.pixels);
+            case IN_NORMED: return step_.normed;
+            case IN_WIDE: return step_.wide;
+            case IN_STREAM: return step_.x;
+            default: return step_.out;
+        }
+    }
+
+    VarlenAttention attention() const {  // from q, k and v side by side in `wide` to `normed`
+        const int64_t hidden = tower_.hidden, bf16 = tower_.kind == BF16, head = hidden / tower_.heads;
+        char* q = static_cast<char*>(step_.wide);
+        const int64_t bytes = hidden * (bf16 ? 2 : 4);
+        return {q, q + bytes, q + 2 * bytes, step_.normed, 3 * hidden, head, hidden, bf16, bf16, tower_.kind, tower_.heads, head,
+                step_.sequences, step_.bounds, tower_.scale};
+    }
+
+    // Row of the stream: an entry of the table, or an embedded patch and its position.
+    void embed(int64_t row) const {
+        const int64_t width = tower_.hidden, patch = step_.source[row] - tower_.table_rows;
+        float* x = step_.x + row * width;
+        if (patch < 0) {
+            std::copy_n(tower_.table + step_.source[row] * width, width, x);
+            return;
+        }
+        const float* embedded = static_cast<const float*>(step_.wide) + patch * width;
+        if (tower_.kind == BF16) add_position(embedded, static_cast<const uint16_t*>(step_.positions) + patch * width, x);
+        else add_position(embedded, static_cast<const float*>(step_.positions) + patch * width, x);
+    }
+
+    template <typename T>
+    void add_position(const float* embedded, const T* position, float* x) const {
+#pragma omp simd
+        for (int64_t i = 0; i < tower_.hidden; i++) x[i] = embedded[i] + load(position, i);
+    }
+
+    void norm(const TowerOp& op, int64_t row, float* scratch) const {
+        const int64_t width = tower_.hidden;
+        layer_norm(step_.x + row * width, op.norm, op.bias, width, op.eps, scratch);
+        make_operand(scratch, width, tower_.kind, step_.normed, width, nullptr, row);
+    }
+
+    // A row of gates and what they let through, side by side: the product takes the place of the gates.
+    void gate(const TowerOp& op, int64_t row, float* scratch) const {
+        const int64_t width = op.ld_from / 2;
+        if (tower_.kind == BF16) read(static_cast<const uint16_t*>(step_.wide) + row * op.ld_from, op.ld_from, scratch);
+        else read(static_cast<const float*>(step_.wide) + row * op.ld_from, op.ld_from, scratch);
+        for (int64_t i = 0; i < width; i += 16) {
+            const __mmask16 m = width - i >= 16 ? __mmask16(0xffff) : __mmask16((1 << (width - i)) - 1);
+            const __m512 open = activate(_mm512_maskz_loadu_ps(m, scratch + i), Activation(op.activation));
+            _mm512_mask_storeu_ps(scratch + i, m, _mm512_mul_ps(open, _mm512_maskz_loadu_ps(m, scratch + width + i)));
+        }
+        make_operand(scratch, width, tower_.kind, step_.wide, op.ld_from, nullptr, row);
+    }
+
+    template <typename T>
+    static void read(const T* from, int64_t count, float* out) {
+#pragma omp simd
+        for (int64_t i = 0; i < count; i++) out[i] = load(from, i);
+    }
+
+    // The rows under an image token side by side, each through the final norm where there is one, then the RMS norm of them all.
+    void token(const TowerOp& op, int64_t token, float* scratch) const {
+        const int64_t width = tower_.hidden, merged = tower_.merged, all = width * merged;
+        for (int64_t i = 0; i < merged; i++) {
+            const float* x = step_.x + step_.token_rows[token * merged + i] * width;
+            if (op.norm) layer_norm(x, op.norm, op.bias, width, op.eps, scratch + i * width);
+            else std::copy_n(x, width, scratch + i * width);
+        }
+        rms_norm(scratch, tower_.token_norm, all, tower_.token_eps, scratch);
+        make_operand(scratch, all, tower_.kind, step_.normed, all, nullptr, token);
+    }
+
+    const Tower& tower_;
+    const TowerStep& step_;
+    const int64_t first_, last_;
+};
+
+}  // namespace

@@ -1,0 +1,159 @@
+"""The tower in compiled code against the same tower operation by operation."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tiny_encoder import TinyTower, random_image, relative_error, tiny_tower
+
+from encoder.config import ACTIVATIONS, VisionConfig
+from encoder.model import VisionTower
+from encoder.native import ACTIVATIONS as COMPILED_ACTIVATIONS
+from encoder.plan import scratch_sizes
+from encoder.preprocess import ImagePatches
+from encoder.runner import EncoderOptions, EncoderRunner
+
+torch.set_num_threads(1)
+GRIDS = [(4, 6), (2, 2), (12, 10), (2, 14), (4, 6), (16, 16), (8, 8), (2, 2), (10, 2)]
+
+
+def make(tiny: TinyTower, dtype: torch.dtype = torch.bfloat16, **options: Any) -> EncoderRunner:
+    given: dict[str, Any] = {"graphs": "off", "native": "on", **options}
+    return EncoderRunner(tiny.config, EncoderOptions(dtype=dtype, **given), tiny.weights.items())
+
+
+def encode(runner: EncoderRunner, images: list[ImagePatches]) -> list[torch.Tensor]:
+    out = [torch.full((i.tokens, runner.config.text_hidden_size), math.nan, dtype=runner.options.dtype) for i in images]
+    runner.encode(images, out)
+    return out
+
+
+def pictures(config: VisionConfig, dtype: torch.dtype, grids: list[tuple[int, int]] = GRIDS) -> list[ImagePatches]:
+    made = [random_image(config, *grid, seed=seed) for seed, grid in enumerate(grids)]
+    return [ImagePatches(image.grid, image.patches.to(dtype), image.merge_size) for image in made]
+
+
+def rms(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
+    return float((torch.cat(found).double() - torch.cat(exact).double()).square().mean().sqrt())
+
+
+def random_changes(seed: int) -> dict[str, Any]:
+    rng = random.Random(seed)
+    heads = rng.choice([1, 2, 3, 5])
+    return {
+        "hidden_size": heads * rng.choice([8, 14, 16, 32, 64, 80]),
+        "num_attention_heads": heads,
+        "num_hidden_layers": rng.randint(1, 3),
+        "mlp_ratio": rng.choice([2.0, 4.0]),
+        "hidden_act": rng.choice(sorted(ACTIVATIONS)),
+        "use_swiglu_ffn": rng.random() < 0.3,
+        "qkv_bias": rng.random() < 0.7,
+        "final_layernorm": rng.random() < 0.5,
+        "num_cls_tokens": rng.randint(0, 3),
+        "num_registers": rng.randint(0, 7),
+        "text_hidden_size": rng.randint(10, 80),
+        "projector_hidden_size": 2 * rng.randint(10, 80),
+        "video_temporal_patch_size": rng.choice([2, 3]),
+    }
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_towers_equal_the_operations(seed: int) -> None:
+    tiny = tiny_tower(seed, **random_changes(seed))
+    images = pictures(tiny.config, torch.float32)
+    fast, slow = (encode(make(tiny, torch.float32, native=mode), images) for mode in ("on", "off"))
+    assert relative_error(torch.cat(fast), torch.cat(slow)) <= 1e-5
+    images = pictures(tiny.config, torch.bfloat16)
+    fast, plain = (encode(make(tiny, native=mode), images) for mode in ("on", "off"))
+    assert rms(fast, slow) <= 1.2 * rms(plain, slow)
+
+
+def test_every_activation_has_a_compiled_form() -> None:
+    assert COMPILED_ACTIVATIONS.keys() == ACTIVATIONS
+
+
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_every_activation(activation: str) -> None:
+    tiny = tiny_tower(2, hidden_act=activation)
+    images = pictures(tiny.config, torch.float32, GRIDS[:3])
+    fast, slow = (encode(make(tiny, torch.float32, native=mode), images) for mode in ("on", "off"))
+    assert relative_error(torch.cat(fast), torch.cat(slow)) <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_a_picture_gets_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
+    tiny = tiny_tower(7, final_layernorm=True, hidden_size=192)
+    images = pictures(tiny.config, dtype)
+    runner = make(tiny, dtype)
+    alone = [encode(runner, [image])[0] for image in images]
+    padded = make(tiny, dtype, graphs="on")
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            for packed in (encode(runner, images), encode(runner, images[::-1])[::-1], encode(padded, images)):
+                for rows, expected in zip(packed, alone, strict=True):
+                    assert torch.equal(rows, expected)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_launches_between_two_layers_change_nothing() -> None:
+    """Not even one that is larger than any for which memory was set aside."""
+    tiny = tiny_tower(3)
+    runner = make(tiny, max_tokens_per_step=64)
+    images = pictures(tiny.config, torch.bfloat16, [(8, 8)])
+    expected, small = encode(runner, images), encode(runner, pictures(tiny.config, torch.bfloat16, [(2, 4)]))
+    before = runner.plan()["scratch_bytes"]
+    out = [torch.empty_like(expected[0])]
+    job = runner.begin(images, out)
+    assert job.step(0.0)
+    (again,) = encode(runner, pictures(tiny.config, torch.bfloat16, [(2, 4)]))
+    assert torch.equal(again, small[0])
+    encode(runner, pictures(tiny.config, torch.bfloat16, [(20, 20)]))
+    while job.step(0.0):
+        pass
+    assert torch.equal(out[0], expected[0])
+    assert runner.plan()["scratch_bytes"] > before  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_scratch_is_what_the_plan_says(dtype: torch.dtype) -> None:
+    tiny = tiny_tower(0)
+    runner = make(tiny, dtype)
+    plan = runner.plan()
+    assert plan["scratch_bytes"] == sum(scratch_sizes(plan["rows"][-1], tiny.config, dtype))  # type: ignore[index]
+    assert make(tiny, dtype, native="off").plan()["scratch_bytes"] == 0
+
+
+def test_what_has_no_compiled_tower_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    tiny = tiny_tower(0, projector_hidden_size=57)
+    reason = "projector_hidden_size 57 is odd"
+    with pytest.raises(ValueError, match=f"native: 'on' cannot be had: {reason}.*'auto' would work"):
+        make(tiny)
+    with caplog.at_level(logging.INFO, "encoder"):
+        runner = make(tiny, native="auto")
+    assert runner.tower.native is None and f"the encoder runs operation by operation: {reason}" in caplog.text
+    assert make(tiny, torch.float32).tower.native is not None
+    with pytest.raises(ValueError, match="native must be one of .*'maybe'"):
+        EncoderOptions(native="maybe")
+
+
+def test_no_tower_is_compiled_for_a_gpu() -> None:
+    with pytest.raises(ValueError, match="the encoder is on meta"):
+        VisionTower(replace(VisionConfig()), [], dtype=torch.bfloat16, device=torch.device("meta"), native="on")
+
+
+def test_offsets_that_leave_rows_out_are_refused() -> None:
+    tiny = tiny_tower(1)
+    runner = make(tiny)
+    batch = runner.pictures.batch(pictures(tiny.config, torch.bfloat16, [(2, 4), (4, 4)]))
+    for wrong in ([0, 13], [1, 34], [0, 40, 34]):
+        offsets = torch.tensor(wrong, dtype=torch.int32)
+        with pytest.raises(ValueError, match="sequence"), torch.inference_mode():
+            runner.tower.forward(replace(batch, cu_seqlens=offsets))
