@@ -20,8 +20,8 @@ inline __m512 exp16(__m512 x) {
     __m512 p = _mm512_set1_ps(1.9875691500e-4f);
     for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
         p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
-    p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-    return _mm512_scalef_ps(p, n);
+    p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, r);
+    return _mm512_scalef_ps(_mm512_add_ps(p, _mm512_set1_ps(1.0f)), n);
 }
 
 // erf within 6e-7. erf(x) / x is a polynomial of x^2 on [0, 3.9], fitted by least squares that were weighted anew until the

@@ -24,12 +24,7 @@ constexpr int64_t VALUE_ROOM = KEY_PACK + 16;  // places for their values: not a
 constexpr float LOWEST = -1e30f;     // of a reference: below any score that counts, and finite
 constexpr float HEADROOM = 32.0f;    // a score may be 2^this above its reference: float32 has the room, and rescaling is rare
 
-inline __mmask16 lanes(int64_t left) { return left >= 16 ? __mmask16(0xffff) : left <= 0 ? __mmask16(0) : __mmask16((1 << left) - 1); }
 inline __mmask32 halves(int64_t left) { return left >= 32 ? ~__mmask32(0) : left <= 0 ? __mmask32(0) : (__mmask32(1) << left) - 1; }
-inline __m512 load16(const float* p, __mmask16 m) { return _mm512_maskz_loadu_ps(m, p); }
-inline __m512 load16(const uint16_t* p, __mmask16 m) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(m, p)), 16));
-}
 
 // -- two kinds of arithmetic. A cell is 32 bits: what one instruction multiplies in a lane ----------------------------------------
 

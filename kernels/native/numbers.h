@@ -57,6 +57,16 @@ inline float load<uint16_t>(const uint16_t* p, int64_t i) { return bf16_to_float
 inline void store(float* p, int64_t i, float v) { p[i] = v; }
 inline void store(uint16_t* p, int64_t i, float v) { p[i] = float_to_bf16(v); }
 
+// Sixteen at a time; fewer at the end of a row, where the other lanes are zero. Below 2^-126 a bfloat16 is stored as zero, which
+// is what products take it for.
+inline __mmask16 lanes(int64_t left) { return left >= 16 ? __mmask16(0xffff) : left <= 0 ? __mmask16(0) : __mmask16((1 << left) - 1); }
+inline __m512 load16(const float* p, __mmask16 m) { return _mm512_maskz_loadu_ps(m, p); }
+inline __m512 load16(const uint16_t* p, __mmask16 m) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(m, p)), 16));
+}
+inline void store16(float* p, __mmask16 m, __m512 v) { _mm512_mask_storeu_ps(p, m, v); }
+inline void store16(uint16_t* p, __mmask16 m, __m512 v) { _mm256_mask_storeu_epi16(p, m, (__m256i)_mm512_cvtneps_pbh(v)); }
+
 void rms_norm(const float* from, const float* weight, int64_t width, float eps, float* out) {
     float squares = 0;
 #pragma omp simd reduction(+ : squares)

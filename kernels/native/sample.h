@@ -39,12 +39,11 @@ namespace {
 constexpr int64_t DRAW_BLOCK = 256, FIRST_CANDIDATES = 64;
 constexpr float IMPOSSIBLE = -std::numeric_limits<float>::infinity();
 
-inline __mmask16 first_lanes(int64_t left) { return left >= 16 ? __mmask16(0xffff) : __mmask16((1 << left) - 1); }
 
 // Sixteen values, NaN and what lies behind the end as the lowest.
 inline __m512 comparable(const float* x, int64_t left) {
     const __m512 lowest = _mm512_set1_ps(IMPOSSIBLE);
-    return _mm512_max_ps(_mm512_mask_loadu_ps(lowest, first_lanes(left), x), lowest);
+    return _mm512_max_ps(_mm512_mask_loadu_ps(lowest, lanes(left), x), lowest);
 }
 
 float maximum(const float* x, int64_t n) {
@@ -264,7 +263,7 @@ class Sampling {  // of one thread; what it keeps is memory
         for (int64_t i = 0; i < n; i += 16) {
             alignas(64) float values[16];
             const __m512 here = comparable(x + i, n - i);
-            unsigned mask = _mm512_cmp_ps_mask(here, _mm512_set1_ps(least), _CMP_GE_OQ) & first_lanes(n - i);
+            unsigned mask = _mm512_cmp_ps_mask(here, _mm512_set1_ps(least), _CMP_GE_OQ) & lanes(n - i);
             if (!mask) continue;
             _mm512_store_ps(values, here);
             for (; mask; mask &= mask - 1) {
