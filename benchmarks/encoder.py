@@ -3,7 +3,8 @@
     python -m benchmarks.encoder [--only mixes,peer,packing,preprocess] [--rounds 3] [--images 32] [--write]
 
 `mixes`       images/s, padded over real tokens and the share of the measured GEMM rate, for three mixes of sizes, each
-              run eagerly, by graphs on doublings, and by graphs on a ladder of as many budgets tuned to the mix
+              run eagerly (compiled, where the machine can), operation by operation, by graphs on doublings, and by
+              graphs on a ladder of as many budgets tuned to the mix
 `peer`        16 pictures of mixed sizes in one call: ours against transformers' tower, same weights, dtype and threads,
               in one process, both sides in turn; it stops if the two disagree
 `packing`     microseconds per picture of choosing the batches
@@ -108,12 +109,15 @@ def destinations(images: Sequence[ImagePatches], config: VisionConfig) -> list[t
 
 
 def make_runner(
-    path: Path, *, graphs: str, token_budgets: tuple[int, ...] | None = None, max_images: int | None = None
-) -> EncoderRunner:
+    path: Path, *, graphs: str, token_budgets: tuple[int, ...] | None = None, max_images: int | None = None,
+    native: str = "auto",
+) -> EncoderRunner:  # fmt: skip
     checkpoint = open_checkpoint(str(path))
     config = checkpoint.config.vision
     assert config is not None
-    options = EncoderOptions(dtype=DTYPE, graphs=graphs, token_budgets=token_budgets, max_images=max_images)
+    options = EncoderOptions(
+        dtype=DTYPE, graphs=graphs, token_budgets=token_budgets, max_images=max_images, native=native
+    )
     return EncoderRunner(config, options, checkpoint.vision_weights())
 
 
@@ -144,6 +148,7 @@ def measure_mixes(path: Path, count: int, rounds: int, gemm: float) -> list[dict
         )
         ways = {
             "eager": eager,
+            "operations": make_runner(path, graphs="off", native="off"),
             "doublings": make_runner(path, graphs="on"),
             "tuned": make_runner(path, graphs="on", token_budgets=tuple(tuned), max_images=doublings.max_images),
         }
@@ -163,7 +168,7 @@ def measure_mixes(path: Path, count: int, rounds: int, gemm: float) -> list[dict
                 "images_s": count / took,
                 "padding": (stats["real_tokens"] + stats["padded_tokens"]) / stats["real_tokens"],
                 "gemm_fraction": flops(images, config) / took / gemm,
-                "token_budgets": list(runner.budgets.token_budgets) if way != "eager" else [],
+                "token_budgets": list(runner.budgets.token_budgets) if way in ("doublings", "tuned") else [],
                 "seconds": times[way],
             }
             rows.append(row)

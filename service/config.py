@@ -53,7 +53,7 @@ class EngineOptions:
         choices=("int8", "int4"),
     )
     native: str = _option(
-        "auto", "compiled decode steps on a CPU; on refuses to start without them", choices=("auto", "on", "off")
+        "auto", "compiled decoder and vision tower on a CPU; on refuses to start without", choices=("auto", "on", "off")
     )
     device: str | None = _option(None, "'cpu' or 'cuda'; unset: cuda where there is one")
     threads: int | None = _option(None, "threads of the engine's maths; unset: one per core", minimum=1)

@@ -25,8 +25,8 @@ class Linear:
         self, weight: Tensor | Quantised, bias: Tensor | None = None, *, owned: bool = False, compiled: bool = True
     ) -> None:
         """`owned`: the weight may be kept instead of copied. `compiled`: whether the compiled product may run it. Its
-        threads and those of torch's operations take each other's cores where the two alternate, as between a tower's
-        layers. `ValueError` when the bias does not fit the weight.
+        threads and those of torch's operations take each other's cores where the two alternate, as in a tower that is
+        not compiled as a whole. `ValueError` when the bias does not fit the weight.
         """
         self.out_features, self.in_features = weight.shape
         if bias is not None and bias.shape != (self.out_features,):

@@ -113,7 +113,7 @@ def _built(ends: contextlib.ExitStack) -> Path:
         log.warning("the compiled code cannot be kept, so that it is built again at each start: %s", error)
         unfinished = _new_file(folder)
     started = time.monotonic()
-    log.info("compiling the CPU's decode step with %s", compiler)
+    log.info("compiling the CPU's kernels with %s", compiler)
     result = subprocess.run(
         [compiler, *FLAGS, str(SOURCE), "-o", str(unfinished)], capture_output=True, text=True, check=False
     )
