@@ -8,19 +8,40 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
-ORDERS = (4, 3, 2)
-"""Lengths of the runs of tokens that are looked up, longest first: a single token says too little."""
+LONGEST, SHORTEST = 4, 2
+"""Lengths of the runs of tokens that are looked up: a single token says too little."""
+LOOKED_AT = 64
+"""Places at most where the last two tokens came before that are looked at for the longest run."""
 
-FORGET = 0.95
-"""What a verified step leaves of what was known of a request's acceptance."""
+FORGET, FORGET_ALL = 0.95, 0.98
+"""What a verified step leaves of what was known of its request's acceptance, and of everybody's."""
 PRIOR_WEIGHT = 3.0
 """Drafts that the acceptance of all requests counts for in the estimate of one."""
-FIRST_RATE, FIRST_COST = 0.6, 0.15
-"""Taken for granted until something has been measured."""
+FIRST_RATE = 0.6
+"""Taken for granted until something has been measured; so is this of a step with drafts: plain steps that it takes
+longer, and those that each draft adds.
+"""
+FIRST_FIXED, FIRST_EACH = 0.1, 0.1
+WORTH = 1.03
+"""Tokens a second against plain decoding that drafts must promise: what is measured is not exact."""
+
 FIRST_PAUSE, LAST_PAUSE = 64, 512
-"""Tokens between two probes of a request for which drafting loses; each failure doubles them."""
+"""Tokens between two probes of a request whose own drafts lose while others' gain; each failure doubles them."""
+PROBE_DISTANCE = 32
+"""Steps between the probes of two such requests: everyone waits for a probe."""
+QUIET = {"unwanted": 16, "unfound": 16, "refused": 64, "unready": 256}
+"""Steps without drafts, by their reason, after which drafting rests: by what is known of all requests they would lose;
+nothing was found to propose; those here are refused, others' were not; whoever drafts has seen too little of them.
+"""
+FIRST_REST, LAST_REST = 1024, 8192
+"""Steps of a rest after drafts that lost; each failed trial doubles them."""
+DRY_REST = 8
+"""Steps of a rest after those in which there was nothing to propose."""
+TRIALS = 4
+"""Rows with one draft each that a trial looks at, and then, if half of them were accepted, with as many as may be."""
+
 BASELINE_STEPS = 3
 """Steps without drafts that are measured for each number of rows before any with drafts are."""
 BASELINE_AGE = 256
@@ -31,30 +52,39 @@ class NgramIndex:
     """What followed the last tokens of one sequence the last time they came, in prompt and output."""
 
     def __init__(self) -> None:
-        self._after: dict[tuple[int, ...], int] = {}
-        self._indexed = 1
+        self._last: dict[tuple[int, int], int] = {}
+        """Two tokens -> the place behind them where they came last."""
+        self._before: list[int] = [0, 0]
+        """By place: that of the time before; 0 where there was none."""
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         """At most `count` tokens, none where the last ones are new. `tokens` begins with what it was before.
 
-        A run that reaches into the present repeats itself: what it proposes is what it would go on with.
+        The longest run counts, of those the last one. One that reaches into the present repeats itself: what it
+        proposes is what it would go on with.
         """
-        for end in range(self._indexed, len(tokens)):
-            for order in ORDERS:
-                if order <= end:
-                    self._after[tuple(tokens[end - order : end])] = end
-        self._indexed = max(self._indexed, len(tokens))
-        if tuple(tokens[-ORDERS[-1] :]) not in self._after:
-            return []  # nor is any longer run known
-        for order in ORDERS:
-            place = self._after.get(tuple(tokens[-order:])) if order <= len(tokens) else None
-            if place is not None:
-                known = len(tokens)
-                found: list[int] = []
-                for at in range(place, place + count):
-                    found.append(tokens[at] if at < known else found[at - known])
-                return found
-        return []
+        last, before = self._last, self._before
+        for end in range(len(before), len(tokens)):
+            pair = (tokens[end - 2], tokens[end - 1])
+            before.append(last.get(pair, 0))
+            last[pair] = end
+        if len(tokens) < SHORTEST or (place := last.get((tokens[-2], tokens[-1]), 0)) == 0:
+            return []
+        best, longest = place, 0
+        for _ in range(LOOKED_AT):
+            run = SHORTEST
+            while run < LONGEST and run < place and tokens[place - run - 1] == tokens[-run - 1]:
+                run += 1
+            if run > longest:
+                best, longest = place, run
+            place = before[place]
+            if longest == LONGEST or place == 0:
+                break
+        known = len(tokens)
+        found: list[int] = []
+        for at in range(best, best + count):
+            found.append(tokens[at] if at < known else found[at - known])
+        return found
 
 
 @dataclass
@@ -68,71 +98,165 @@ class Record:
     resume_at: int = 0
     """Length at which a request without drafts is probed again."""
 
+    def add(self, seen: int, accepted: int, keep: float) -> None:
+        self.hits, self.trials = self.hits * keep + accepted, self.trials * keep + seen
+
+
+class StepTimes:
+    """How much longer steps with drafts take than steps of as many rows without, by what was measured."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._plain: dict[int, deque[float]] = {}
+        self._measured: dict[int, int] = {}
+        self._longer: dict[int, dict[float, deque[float]]] = {}
+        """By the number of rows, in powers of two, and the drafts of a row: plain steps on top of one."""
+        self._extra: dict[int, list[float]] = {}
+
+    def wants_plain(self, rows: int, step: int) -> bool:
+        """Is a step of so many rows without drafts to be measured?"""
+        plain = self._plain.get(rows)
+        return plain is None or len(plain) < BASELINE_STEPS or step - self._measured[rows] > BASELINE_AGE
+
+    def add(self, rows: int, drafted: int, seconds: float, step: int) -> None:
+        """A step of `rows` requests that all drew, with `drafted` drafts among them, took so long."""
+        if drafted == 0:
+            if rows not in self._plain or step - self._measured[rows] > BASELINE_AGE:
+                self._plain[rows] = deque(maxlen=9)
+            self._plain[rows].append(seconds)
+            self._measured[rows] = step
+        elif rows in self._plain:
+            each = max(1, round(2 * drafted / rows)) / 2
+            found = self._longer.setdefault(rows.bit_length(), {}).setdefault(each, deque(maxlen=15))
+            found.append(max(0.0, seconds / median(self._plain[rows]) - 1.0))
+            self._extra.pop(rows.bit_length(), None)
+
+    def extra(self, rows: int) -> list[float]:
+        """Plain steps that a step of so many rows with 1, 2, ... drafts for each takes longer: a fixed part and one for
+        each draft, the line through what was measured. A single point is taken for half the one, half the other.
+        """
+        size = rows.bit_length()
+        if size not in self._extra:
+            points = [(each, median(found)) for each, found in self._longer.get(size, {}).items()]
+            fixed, slope = FIRST_FIXED, FIRST_EACH
+            if len(points) == 1:
+                ((each, longer),) = points
+                fixed, slope = longer / 2, longer / 2 / each
+            elif points:
+                x, y = fmean(each for each, _ in points), fmean(longer for _, longer in points)
+                spread = sum((each - x) ** 2 for each, _ in points)
+                slope = max(0.0, sum((each - x) * (longer - y) for each, longer in points) / spread)
+                fixed = y - slope * x
+            self._extra[size] = [max(0.0, fixed + slope * drafts) for drafts in range(1, self.limit + 1)]
+        return self._extra[size]
+
 
 class DraftPolicy:
     """How many drafts a request gets in the next step.
 
-    The rule. A step with drafts takes longer than one without, and everyone in it waits: measured, one draft costs
-    `cost` tokens that plain steps would have drawn meanwhile. The j-th draft of a step gains a token if it and all
-    before it are accepted, with probability rate ** j. So it is made while rate ** j > cost, and none is where rate <=
-    cost: that request is probed with one draft after a pause that doubles at each failure.
+    A step with k drafts for each row gives 1 + rate + ... + rate ** k tokens a row and takes 1 + extra(k) plain steps:
+    the k of the highest quotient is chosen, 0 where none is worth it. Where nobody has wanted any for some steps,
+    drafting rests, and what serves it need not be kept up; a rest ends with a trial: a few rows get one draft, and if
+    that goes well as many as may be, so that rate and times are known anew. A failed trial doubles the next rest.
     """
 
     def __init__(self, limit: int, *, adaptive: bool = True) -> None:
         self.limit, self.adaptive = limit, adaptive
+        self.times = StepTimes(limit)
         self.all = Record()
-        self._plain: dict[int, deque[float]] = {}
-        self._measured: dict[int, int] = {}
-        self._costs: dict[int, deque[float]] = {}
-        self._cost: dict[int, float] = {}
+        self.resting = False
         self._steps = 0
+        self._resume_at = 0
+        self._rest = FIRST_REST
+        self._tried = [0, 0]
+        """Rows of the trial that were verified, with one draft and with more."""
+        self._quiet = 0
+        self._probe_at = 0
+
+    # -- rests and trials ----------------------------------------------------------------------------------------------
+
+    def awake(self) -> bool:
+        """To be asked once before each step: whether anyone may get drafts in it."""
+        self._steps += 1
+        if self.resting and self._steps >= self._resume_at:
+            self.resting = False
+        return not self.resting
+
+    @property
+    def on_trial(self) -> bool:
+        """Is it still to be found out whether drafting gains?"""
+        if not self.adaptive:
+            return False
+        one, more = self._tried
+        return one < TRIALS or (more < TRIALS and self.limit > 1 and self.all.hits >= self.all.trials / 2)
+
+    def drafts(self) -> None:
+        """There are drafts in this step."""
+        self._quiet = 0
+
+    def idle(self, reason: str) -> None:
+        """There are none, for one of the reasons in `QUIET`."""
+        self._quiet += 1
+        if self._quiet < QUIET[reason] or not self.adaptive:
+            return
+        self.resting = True
+        if reason == "unfound":  # one more look, then the next rest
+            self._resume_at, self._quiet = self._steps + DRY_REST, QUIET[reason] - 1
+            return
+        self._resume_at, self._quiet = self._steps + self._rest, 0
+        self._rest = min(LAST_REST, self._rest * 2)
+        self._tried, self.all = [0, 0], Record()
+
+    # -- one step ------------------------------------------------------------------------------------------------------
 
     def rate(self, record: Record) -> float:
         """Probability that a draft is accepted, if those before it are."""
         whole = (self.all.hits + FIRST_RATE) / (self.all.trials + 1.0)
         return (record.hits + PRIOR_WEIGHT * whole) / (record.trials + PRIOR_WEIGHT)
 
-    def cost(self, rows: int) -> float:
-        """Plain tokens that one draft costs in a step of so many rows."""
-        return self._cost.get(rows.bit_length(), FIRST_COST)
-
     def measures(self, rows: int) -> bool:
         """Is the next step of so many rows to be one without drafts, to measure others against?"""
-        plain = self._plain.get(rows)
-        return self.adaptive and (
-            plain is None or len(plain) < BASELINE_STEPS or self._steps - self._measured[rows] > BASELINE_AGE
-        )
+        return self.adaptive and self.times.wants_plain(rows, self._steps)
+
+    def best(self, record: Record, rows: int) -> int:
+        """The number of drafts with most tokens a second, were all rows like this one."""
+        rate, chosen, speed = self.rate(record), 0, WORTH
+        chance = tokens = 1.0
+        for drafts, extra in enumerate(self.times.extra(rows), 1):
+            chance *= rate
+            tokens += chance
+            if tokens > speed * (1.0 + extra):
+                chosen, speed = drafts, tokens / (1.0 + extra)
+        return chosen
 
     def wanted(self, record: Record, length: int, rows: int) -> int:
         """Drafts for a request of `length` tokens in a step of `rows` requests."""
         if not self.adaptive:
             return self.limit
-        rate, cost = self.rate(record), self.cost(rows)
-        drafts, chance = 0, rate
-        while drafts < self.limit and chance > cost:
-            drafts, chance = drafts + 1, chance * rate
+        if self.on_trial:
+            return 1 if self._tried[0] < TRIALS else self.limit
+        drafts = self.best(record, rows)
         if drafts:
+            record.resume_at, self._rest = 0, FIRST_REST
             return drafts
         if record.resume_at == 0:
             record.resume_at = length + record.pause
-        return 1 if length >= record.resume_at else 0
+        if length < record.resume_at or self._steps < self._probe_at or self._quiet:
+            return 0
+        self._probe_at = self._steps + PROBE_DISTANCE
+        return 1
 
     def learn(self, record: Record, length: int, drafted: int, accepted: int) -> None:
         """`accepted` of `drafted` drafts were what was drawn; the request has `length` tokens now."""
         seen = min(drafted, accepted + 1)
-        for of, keep in ((record, FORGET), (self.all, 1.0 - (1.0 - FORGET) / 10)):
-            of.hits, of.trials = of.hits * keep + accepted, of.trials * keep + seen
-        if record.resume_at:
+        record.add(seen, accepted, FORGET)
+        self.all.add(seen, accepted, FORGET_ALL)
+        if self.on_trial:
+            self._tried[drafted > 1] += 1
+        elif record.resume_at:
             record.pause = FIRST_PAUSE if accepted else min(LAST_PAUSE, record.pause * 2)
             record.resume_at = length + record.pause if not accepted else 0
 
     def timed(self, rows: int, drafted: int, seconds: float) -> None:
         """A step of `rows` requests that all drew, with `drafted` drafts among them, took so long."""
-        self._steps += 1
-        if drafted == 0:
-            self._plain.setdefault(rows, deque(maxlen=9)).append(seconds)
-            self._measured[rows] = self._steps
-        elif rows in self._plain:
-            costs = self._costs.setdefault(rows.bit_length(), deque(maxlen=31))
-            costs.append((seconds / median(self._plain[rows]) - 1.0) * rows / drafted)
-            self._cost[rows.bit_length()] = median(costs)
+        self.times.add(rows, drafted, seconds, self._steps)

@@ -28,8 +28,9 @@ from decoder.compiled_head import CompiledHead
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.mixers import AttentionMixer, ExpertsMixer, stored_linear
 from decoder.model import HybridModel
+from decoder.request import Sequence
 from decoder.sampler import Sampler
-from decoder.scheduler import Row
+from decoder.scheduler import Fork, Row, Step
 from kernels.linear import Linear
 from kernels.native import NativeUnavailable
 from kernels.paged_attention import decode_attention_after, write_kv
@@ -37,8 +38,8 @@ from kernels.rms_norm import rms_norm
 
 log = logging.getLogger(__name__)
 
-PENDING_STEPS, PENDING_TOKENS = 64, 512
-"""Steps without drafts, and tokens in them, that are worked on together: one by one their entries cost too much."""
+PENDING = 512
+"""Rows of the trunk that are kept at most, for entries to be made together."""
 
 
 class MtpHead:
@@ -149,20 +150,90 @@ def check_mtp(config: DecoderConfig, weights: Mapping[str, Any]) -> None:
 
 
 class MtpDrafter:
-    """Keeps the head's entries up to date with the trunk, and drafts."""
+    """Keeps the head's entries up to date with the trunk, and drafts.
+
+    Entries are due when the trunk has computed a token, and are made when somebody drafts, when memory changes hands,
+    or when there are many: one by one they would cost too much. Until then the trunk's rows are kept here. While
+    drafting rests no entries are made at all. A page that was handed out before the end of the last rest may lack
+    some: a sequence's drafts look at the pages behind its last such page, beyond the first place, which is the one
+    that may have been made from an old hidden row.
+    """
 
     def __init__(
         self, config: DecoderConfig, options: DecoderOptions, arena: Arena, model: HybridModel, builder: BatchBuilder,
         sampler: Sampler,
     ) -> None:  # fmt: skip
         self.model, self.builder, self.sampler = model, builder, sampler
-        self.head = MtpHead(config, options, model.mtp_weights, arena.kv[config.attention_layers], model.head)
+        kv_B2SKP = arena.kv[config.attention_layers]
+        self.head = MtpHead(config, options, model.mtp_weights, kv_B2SKP, model.head)
         assert arena.carry is not None
         self.carry, self.page = arena.carry, options.page_size
+        """Of each slot: the trunk's row of its last token, before the final norm."""
+        self.awake = True
+        self._old = bytearray()
+        """By page: 1 where entries may be missing. Empty before the first rest."""
+        self._pages = kv_B2SKP.shape[0]
+        self._first_pages: list[tuple[int, int]] = [(-1, 0)] * options.max_seqs
+        """By seat: whose admission this is of, and its first page that drafts look at."""
+        rows = max(PENDING, 2 * options.max_seqs * (1 + options.num_drafts))
+        self._kept = self.carry.new_empty(rows, self.carry.shape[1])
+        """Rows of the trunk, of steps whose rows draw."""
+        self._used = 0
+        self._last: dict[int, int] = {}
+        """Slot -> which of these is to be its carry."""
+        self._due: list[tuple[int, int, int]] = []
+        """Entries to be made: token, its place, and which row is the one before it."""
+        self._observed: tuple[SequenceOf[Row], list[int], int] | None = None
+        """The last step, if it left its rows here: its rows, the row before each, and the first it left."""
         self._hidden: Tensor | None = None
-        """Of the last step, after the trunk's final norm; None while that step is deferred."""
-        self._deferred: list[tuple[list[int], Batch, Tensor]] = []
-        """Steps of rows of one token: each row's slot, and the trunk's hidden rows before its final norm."""
+        """The last step's, if not."""
+
+    # -- rests ---------------------------------------------------------------------------------------------------------
+
+    def attend(self, awake: bool) -> None:
+        """From now on entries are made, or not."""
+        if awake == self.awake:
+            return
+        self.awake = awake
+        if awake:
+            self._old = bytearray(b"\1") * self._pages
+            self._first_pages = [(-1, 0)] * len(self._first_pages)
+        else:
+            self._kept_from(0)
+
+    def ready(self, sequence: Sequence) -> bool:
+        """Is there a page that its drafts can look at?"""
+        return not self._old or self._first_page(sequence) * self.page < len(sequence.tokens) - 1
+
+    def _first_page(self, sequence: Sequence) -> int:
+        if not self._old:
+            return 0
+        admission, first = self._first_pages[sequence.seat]
+        if admission != sequence.admission:
+            first = 1 + max((index for index, page in enumerate(sequence.pages) if self._old[page]), default=-1)
+            self._first_pages[sequence.seat] = sequence.admission, first
+        return first
+
+    def moved(self, step: Step) -> None:
+        """Memory has changed hands: whose entries are whole."""
+        if not self._old:
+            return
+        for page in step.new_pages:
+            self._old[page] = 0
+        for source, target in step.page_copies:
+            self._old[target] = self._old[source]
+        for sequence in step.loads:  # what they were is not known any more
+            for page in sequence.pages:
+                self._old[page] = 1
+
+    def forked(self, forks: SequenceOf[Fork]) -> None:
+        """Pages are about to be copied."""
+        self.flush()
+        for fork in forks:
+            if fork.pages is not None and self._old:
+                self._old[fork.pages[1]] = self._old[fork.pages[0]]
+
+    # -- drafts --------------------------------------------------------------------------------------------------------
 
     def draft(self, rows: SequenceOf[Row]) -> None:
         """Fills in the drafts that the rows are to have: each token is drawn as plain sampling would draw it, were the
@@ -171,88 +242,128 @@ class MtpDrafter:
         rows = [row for row in rows if row.drafts]
         if not rows:
             return
-        self.flush()
+        self._room(len(rows))
+        hidden = self._make_due([self._row(row.sequence.slot) for row in rows])
+        tokens = [row.sequence.tokens[-1] for row in rows]
+        tables = self._tables([row.sequence for row in rows])
         for row in rows:
             row.sequence.drafts = []
-        hidden = self.carry[self._ids([row.sequence.slot for row in rows])]
-        tokens = [row.sequence.tokens[-1] for row in rows]
-        tables = self.builder.page_tables([row.sequence for row in rows])
         for ahead in range(max(row.drafts for row in rows)):
             kept = [index for index, row in enumerate(rows) if row.drafts > ahead]
             if len(kept) < len(rows):
                 rows, tokens = [rows[i] for i in kept], [tokens[i] for i in kept]
-                hidden, tables = (of.index_select(0, self._ids(kept)) for of in (hidden, tables))
-            at = [row.start + ahead for row in rows]
-            pages = [row.sequence.pages[place // self.page] for row, place in zip(rows, at, strict=True)]
-            places = [page * self.page + place % self.page for page, place in zip(pages, at, strict=True)]
-            table = torch.tensor([tokens, places, [place + 1 for place in at]], device=self.carry.device)
-            ids, writes, lengths = table.unbind()
-            embedded = F.embedding(ids, self.model.embeddings)
-            hidden, logits = self.head.predict(embedded, hidden, writes, tables, lengths, max(at) + 1)
+                hidden, tables = (of.index_select(0, self._ints(kept)) for of in (hidden, tables))
             sequences = [row.sequence for row in rows]
-            choices = self.sampler.sample(logits, sequences, [s.drafts for s in sequences])
+            places = [self._where(row.sequence, row.start + ahead) for row in rows]
+            lengths = [row.start + ahead + 1 - self._first_page(row.sequence) * self.page for row in rows]
+            ids, writes, keys = self._ints([tokens, places, lengths]).unbind()
+            embedded = F.embedding(ids, self.model.embeddings)
+            hidden, logits = self.head.predict(embedded, hidden, writes, tables, keys, max(lengths))
+            choices = self.sampler.sample(logits, sequences, [sequence.drafts for sequence in sequences])
             tokens = [choice.token for choice in choices]
             for sequence, token in zip(sequences, tokens, strict=True):
                 sequence.drafts.append(token)
 
+    def _tables(self, sequences: SequenceOf[Sequence]) -> Tensor:
+        """`[R, W]` pages from the first that each looks at."""
+        firsts = [self._first_page(sequence) for sequence in sequences]
+        if not any(firsts):
+            return self.builder.page_tables(sequences)
+        pages = [sequence.pages[first:] for sequence, first in zip(sequences, firsts, strict=True)]
+        width = max(map(len, pages))
+        return self._ints([[*of, *[-1] * (width - len(of))] for of in pages])
+
+    def _where(self, sequence: Sequence, place: int) -> int:
+        return sequence.pages[place // self.page] * self.page + place % self.page
+
+    # -- entries -------------------------------------------------------------------------------------------------------
+
     def observe(self, rows: SequenceOf[Row], batch: Batch, hidden_TD: Tensor) -> None:
-        """The trunk has computed a batch, `hidden_TD` before its final norm: the entries of all its tokens are due.
-        Steps of single tokens are deferred: `flush` comes before anything is drafted, or pages or slots change hands.
-        """
-        slots = [row.sequence.slot for row in rows]
-        if batch.updates == len(rows) and not batch.splices:
-            self._deferred.append((slots, batch, hidden_TD.clone()))  # a graph writes its next step over this one
-            self._hidden = None
-            if len(self._deferred) >= PENDING_STEPS or len(self._deferred) * len(rows) >= PENDING_TOKENS:
-                self.flush()
+        """The trunk has computed a batch, `hidden_TD` before its final norm: the entries of all its tokens are due."""
+        if not self.awake:
+            return
+        count = hidden_TD.shape[0]
+        if all(row.alone for row in rows) and not batch.splices and count + len(rows) <= self._kept.shape[0]:
+            self._room(count + len(rows))
+            before = [self._row(row.sequence.slot) for row in rows]
+            self._observed, self._hidden = (rows, before, self._used), None
+            self._kept[self._used : self._used + count] = hidden_TD  # a graph writes its next step over this one
+            self._used += count
             return
         self.flush()
-        normed = self.model.final_norm(hidden_TD)
+        self._observed, self._hidden = None, hidden_TD
         firsts, first = [], 0
         for row in rows:
             firsts.append(first)
             first += row.count
-        before, places = normed.roll(1, 0), batch.places_T
-        before[self._ids(firsts)] = self.carry[self._ids(slots)].to(before.dtype)
-        fresh = self._ids([index for index, row in zip(firsts, rows, strict=True) if row.start == 0])
+        before_TD, places = hidden_TD.to(self.carry.dtype).roll(1, 0), batch.places_T
+        before_TD[self._ints(firsts)] = self.carry[self._ints([row.sequence.slot for row in rows])]
+        normed = self.model.final_norm(before_TD)
+        fresh = self._ints([index for index, row in zip(firsts, rows, strict=True) if row.start == 0])
         if fresh.shape[0]:
             places = places.index_fill(0, fresh, -1)
-            before.index_fill_(0, fresh, 0)
-        self.head.enter(self.model.embed(batch), before, places)
-        self._hidden = normed
-
-    def flush(self) -> None:
-        """Works on the deferred steps: writes their entries, and the slots' hidden rows."""
-        if not self._deferred:
-            return
-        steps, self._deferred = self._deferred, []
-        # A token's entry needs the hidden row before it: of the slot, or of the step that last used the slot.
-        held = sorted({slot for slots, _, _ in steps for slot in slots})
-        newest = {slot: index for index, slot in enumerate(held)}
-        sources: list[int] = []
-        for slots, _, _ in steps:
-            first = len(held) + len(sources)
-            sources += [newest[slot] for slot in slots]
-            newest |= {slot: first + index for index, slot in enumerate(slots)}
-        normed = self.model.final_norm(torch.cat([hidden for _, _, hidden in steps]))
-        places, ids = (torch.cat(of) for of in zip(*((b.places_T, b.ids_T) for _, b, _ in steps), strict=True))
-        at = self._ids(held)
-        known = torch.cat((self.carry[at].to(normed.dtype), normed))
-        self.head.enter(F.embedding(ids, self.model.embeddings), known[self._ids(sources)], places)
-        self.carry[at] = known[self._ids([newest[slot] for slot in held])].to(self.carry.dtype)
-        self._hidden = normed[-len(steps[-1][0]) :]
+            normed.index_fill_(0, fresh, 0)
+        self.head.enter(self.model.embed(batch), normed, places)
 
     def settle(self, kept: Iterable[tuple[int, int]]) -> None:
-        """(slot, token of the batch): whose hidden state the slot carries on from."""
+        """(slot, token of the batch): whose hidden state the slot carries on from. Drafts have been verified."""
+        if not self.awake:
+            return
         pairs = [pair for pair in kept if pair[0] >= 0]
-        if self._deferred and self._hidden is None:
-            if pairs == [(slot, token) for token, slot in enumerate(self._deferred[-1][0])]:
-                return
-            self.flush()
-        if pairs:
-            assert self._hidden is not None
-            slots, tokens = self._ids([slot for slot, _ in pairs]), self._ids([token for _, token in pairs])
+        if self._hidden is not None:
+            slots, tokens = self._ints([slot for slot, _ in pairs]), self._ints([token for _, token in pairs])
             self.carry[slots] = self._hidden.index_select(0, tokens).to(self.carry.dtype)
+            self._hidden = None
+        elif self._observed is not None:
+            rows, before, first = self._observed
+            self._last |= {slot: first + token for slot, token in pairs}
+            for row, source in zip(rows, before, strict=True):
+                sequence, place = row.sequence, row.start
+                end = len(sequence.tokens) - 1 if row.drafts else row.end
+                # The entry of a row's first token is there already if something was drafted from it.
+                sources = [source, *range(first, first + row.count)]
+                for at in range(place + (row.drafts > 0), end):
+                    self._due.append((sequence.tokens[at], self._where(sequence, at), sources[at - place]))
+                first += row.count
+            self._observed = None
+            if len(pairs) > len(rows):  # checkpoints: their slots may change hands without a word
+                self.flush()
 
-    def _ids(self, values: list[int]) -> Tensor:
+    def flush(self) -> None:
+        """Makes the entries that are due, and writes the slots' hidden rows."""
+        if self._due:
+            self._make_due([])
+        if self._last:
+            self.carry[self._ints(list(self._last))] = self._kept[self._ints(list(self._last.values()))]
+        self._kept_from(0)
+
+    def _kept_from(self, used: int) -> None:
+        self._used = used
+        self._due.clear()
+        self._last.clear()
+
+    def _room(self, count: int) -> None:
+        if self._used + count > self._kept.shape[0]:
+            self.flush()
+
+    def _row(self, slot: int) -> int:
+        """Which of the kept rows is that after a slot's last token."""
+        row = self._last.get(slot)
+        if row is None:
+            row = self._last[slot] = self._used
+            self._kept[row] = self.carry[slot]
+            self._used += 1
+        return row
+
+    def _make_due(self, sources: list[int]) -> Tensor:
+        """Makes the entries that are due. `[R, d]`: of these kept rows, after the final norm."""
+        due, self._due = self._due, []
+        rows = self._kept.index_select(0, self._ints([source for _, _, source in due] + sources))
+        hidden = self.model.final_norm(rows)
+        if due:
+            ids, places = self._ints([token for token, _, _ in due]), self._ints([place for _, place, _ in due])
+            self.head.enter(F.embedding(ids, self.model.embeddings), hidden[: len(due)], places)
+        return hidden[len(due) :]
+
+    def _ints(self, values: list[Any]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.carry.device)

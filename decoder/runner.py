@@ -53,6 +53,8 @@ class DecoderRunner:
         self.drafter: MtpDrafter | None = None
         if options.speculative == "mtp":
             self.drafter = MtpDrafter(config, options, self.arena, self.model, self.builder, self.sampler)
+            assert self.speculation is not None
+            self.speculation.head = self.drafter
         self.model.mtp_weights.clear()
         self.pools = Pools(self.model.final_norm)
         self.prompt_scores = PromptScores(self.model.logits)
@@ -136,7 +138,7 @@ class DecoderRunner:
         seconds = self.clock() - started
         self.pace.observe(step.tokens, seconds)
         if self.speculation is not None:
-            self.speculation.timed(step, seconds)
+            self.speculation.timed(step, started)
         return self._postprocess(step, choices)
 
     def _ask_for_drafts(self) -> None:
@@ -183,6 +185,8 @@ class DecoderRunner:
         for sequence in step.loads:
             saved = self._saved.pop(sequence.request_id)
             self.arena.load(sequence.slot, sequence.pages, saved, sequence.seat)
+        if self.drafter is not None:
+            self.drafter.moved(step)
 
     def _images(self, step: Step) -> dict[str, list[tuple[int, Tensor]]]:
         """Image rows of the step. A request whose source cannot give them fails, and its row leaves the step."""
@@ -236,7 +240,7 @@ class DecoderRunner:
         if self.drafter is not None:
             self.drafter.settle(carried)
             if step.forks:
-                self.drafter.flush()
+                self.drafter.forked(step.forks)
         for fork in step.forks:
             self._split(fork)
             tokens.append(self._append(fork.follower, next(drawn)))

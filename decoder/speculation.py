@@ -19,6 +19,16 @@ class Proposer(Protocol):
         """At most `count` tokens that may follow."""
 
 
+class Head(Protocol):
+    """Drafts from what it keeps of sequences."""
+
+    def attend(self, awake: bool) -> None:
+        """Whether anything is to be kept from now on."""
+
+    def ready(self, sequence: Sequence) -> bool:
+        """Whether enough is known of a sequence."""
+
+
 class Speculation:
     """Asks for drafts before a step is scheduled, and counts afterwards."""
 
@@ -30,39 +40,81 @@ class Speculation:
         """By place in the step: how many drafts were verified, and how many were what was drawn."""
         self.new_index: Callable[[Sequence], Proposer] = lambda sequence: NgramIndex()
         """What drafts for one sequence under `ngram`."""
+        self.head: Head | None = None
+        """What drafts under `mtp`."""
         self._records: dict[int, Record] = {}
         self._indices: dict[int, Proposer] = {}
+        self._timing: tuple[int, int, float] | None = None
+        """Rows, drafts and begin of the last step, if its time is of use."""
 
     def ask(self, running: Iterable[Sequence]) -> None:
-        """Sets `draft_limit`, and under `ngram` the drafts themselves, of all that decode."""
+        """Sets `draft_limit`, and under `ngram` the drafts themselves, of all that decode. While drafting rests nobody
+        has any, and nothing is done.
+        """
+        policy, head = self.policy, self.head
+        awake = policy.awake()
+        if head is not None:
+            head.attend(awake)
+        if not awake:
+            return
         decoding = [sequence for sequence in running if sequence.decoding]
         rows = len(decoding)
-        measuring = self.policy.measures(rows)
+        if policy.measures(rows):
+            for sequence in decoding:
+                sequence.draft_limit = 0
+            return
+        wanted = unready = drafts = 0
         for sequence in decoding:
-            record = self._records.setdefault(sequence.arrival, Record())
-            limit = 0 if measuring else self.policy.wanted(record, len(sequence.tokens), rows)
-            if limit and self.source == "ngram":
-                if sequence.arrival not in self._indices:
-                    self._indices[sequence.arrival] = self.new_index(sequence)
-                sequence.drafts = self._indices[sequence.arrival].propose(sequence.tokens, limit)
-                limit = len(sequence.drafts)
+            limit = policy.wanted(self._record(sequence), len(sequence.tokens), rows)
+            if limit:
+                wanted += 1
+                if self.source == "ngram":
+                    sequence.drafts = self._index(sequence).propose(sequence.tokens, limit)
+                    limit = len(sequence.drafts)
+                elif head is not None and not head.ready(sequence):
+                    unready, limit = unready + 1, 0
             sequence.draft_limit = limit
+            drafts += limit
+        if drafts:
+            policy.drafts()
+        elif rows:
+            unwanted = "refused" if policy.best(Record(), rows) else "unwanted"
+            policy.idle("unready" if unready else "unfound" if wanted else unwanted)
+
+    def _record(self, sequence: Sequence) -> Record:
+        record = self._records.get(sequence.arrival)
+        if record is None:
+            record = self._records[sequence.arrival] = Record()
+        return record
+
+    def _index(self, sequence: Sequence) -> Proposer:
+        index = self._indices.get(sequence.arrival)
+        if index is None:
+            index = self._indices[sequence.arrival] = self.new_index(sequence)
+        return index
 
     def verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """The first `accepted` of a row's drafts were what was drawn."""
         for place in range(min(drafted, accepted + 1)):
             self.drafted[place] += 1
             self.accepted[place] += place < accepted
-        self.policy.learn(self._records[sequence.arrival], len(sequence.tokens), drafted, accepted)
+        self.policy.learn(self._record(sequence), len(sequence.tokens), drafted, accepted)
 
-    def timed(self, step: Step, seconds: float) -> None:
-        """`step` took so long. Only steps of nothing but requests that draw say what a draft costs."""
-        if step.rows and all(row.samples and row.kind == 0 for row in step.rows):
-            self.policy.timed(len(step.rows), sum(row.drafts for row in step.rows), seconds)
+    def timed(self, step: Step, started: float) -> None:
+        """`step`, which has run, began at this time. A step lasts until the next one begins: what is done with its
+        tokens counts. Only those of nothing but requests that draw, and all go on, say what a draft costs.
+        """
+        if self._timing is not None:
+            rows, drafted, before = self._timing
+            self.policy.timed(rows, drafted, started - before)
+            self._timing = None
+        if not self.policy.resting and step.rows and all(row.samples and row.kind == 0 for row in step.rows):
+            self._timing = len(step.rows), sum(row.drafts for row in step.rows), started
 
     def forget(self, sequence: Sequence) -> None:
         self._records.pop(sequence.arrival, None)
         self._indices.pop(sequence.arrival, None)
+        self._timing = None
 
     def stats(self) -> dict[str, int]:
         """`drafted_1`, `accepted_1`, ...: by place. A draft behind a refused one is not counted: it was not tried."""

@@ -6,7 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_decoder import greedy_params, image, oracle, random_weights, request, run, tiny_config, tokens, weights_of
+from tiny_decoder import (
+    greedy_params,
+    image,
+    make_runner,
+    oracle,
+    random_weights,
+    request,
+    run,
+    tiny_config,
+    tokens,
+    weights_of,
+)
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import NemotronHForCausalLM
@@ -39,10 +50,10 @@ class Naive:
         return F.rms_norm(x, x.shape[-1:], self.weights[name], self.config.layer_norm_epsilon)
 
     @torch.no_grad()
-    def drafts(self, embedded_ND: Tensor, count: int) -> list[int]:
-        """The likeliest tokens after a prefix, given its embedded tokens."""
+    def drafts(self, embedded_ND: Tensor, count: int, first: int = 1) -> list[int]:
+        """The likeliest tokens after a prefix, given its embedded tokens, from the entries of places `first` on."""
         hidden = self.trunk.model(inputs_embeds=embedded_ND[None], use_cache=False).last_hidden_state[0]
-        entries = [self.enter(embedded_ND[at], hidden[at - 1]) for at in range(1, embedded_ND.shape[0])]
+        entries = [self.enter(embedded_ND[at], hidden[at - 1]) for at in range(first, embedded_ND.shape[0])]
         found: list[int] = []
         for _ in range(count):
             m = self.look(entries)
@@ -159,6 +170,57 @@ def test_drafts_are_those_of_a_head_written_out(pattern: str, options: dict[str,
         assert (runner.stats()["recomputes"] > 0) == ("host_bytes" in options)
     elif options.get("state_cache") != "none":
         assert runner.stats()["cache_hits"] > 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="replay"),
+        pytest.param({"spec_state": "slots", "put_out": True, "max_chunk": 5}, id="slots-preempted"),
+        pytest.param({"graphs": "on", "max_capture": 16, "native": "off", "state_cache": "all"}, id="graphs-all"),
+    ],
+)
+def test_after_a_rest_drafts_look_at_what_came_since(options: dict[str, Any]) -> None:
+    """And answers, whose drafts come from wherever, are the plain ones."""
+    put_out = options.pop("put_out", False)
+    runner, naive = make("M*-M", **({"host_bytes": 10**9} | options))
+    assert runner.speculation is not None and runner.drafter is not None
+    policy, drafter, step = runner.speculation.policy, runner.drafter, 0
+
+    def awake() -> bool:
+        nonlocal step
+        step += 1
+        policy.resting = 9 <= step % 23 < 14
+        return not policy.resting
+
+    policy.awake = awake  # type: ignore[method-assign]
+    policy.wanted = lambda record, length, rows: 2 * (step % 23 != 8)  # type: ignore[method-assign]
+    seen: list[tuple[DecoderRequest, list[int], list[int], int]] = []
+    draft = drafter.draft
+
+    def recorded(rows: Any) -> None:
+        draft(rows)
+        of = [row.sequence for row in rows if row.drafts]
+        seen.extend((s.request, list(s.tokens), list(s.drafts), drafter._first_page(s) * drafter.page + 1) for s in of)
+
+    drafter.draft = recorded  # type: ignore[method-assign]
+    plain = make_runner(naive.config, weights_of(naive.trunk, naive.config))
+    for _ in range(3):
+        expected = run(plain, *requests())
+        for item in requests():
+            runner.add(item)
+        for number in range(14 if put_out else 0):
+            runner.step()
+            if number % 3 == 2:
+                runner.preempt(runner.scheduler.running[0].request_id)
+        found = run(runner)
+        assert put_out or {name: tokens(of) for name, of in found.items()} == {
+            n: tokens(e) for n, e in expected.items()
+        }
+    windows = {first for *_, first in seen}
+    assert 1 in windows and len(windows) > 3
+    for item, known, drafts, first in seen[:: max(1, len(seen) // 40)]:
+        assert drafts == naive.drafts(embedded(naive, item, known), len(drafts), first)
 
 
 def test_a_head_that_says_what_the_model_says_is_always_right() -> None:
