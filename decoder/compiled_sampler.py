@@ -41,14 +41,14 @@ class CompiledSampler:
     ) -> list[Choice]:
         """One token for each row."""
         if all(sequence.request.sampling.plain for sequence in sequences):
-            return [Choice(token) for token in self._drawing(logits_LV)[0]]
+            return list(map(Choice, self._drawing(logits_LV)[0]))
         borrowed: list[array[int]] = []
         rows = [self._row(*row, borrowed) for row in zip(sequences, ahead, strict=True)]
         wanted = [sequence.request.sampling.logprobs for sequence in sequences]
         most = max((count for count in wanted if count is not None), default=None)
         tokens, (logprobs, ids, values) = self._drawing(logits_LV, rows, most)
         if most is None:
-            return [Choice(token) for token in tokens]
+            return list(map(Choice, tokens))
         return [
             Choice(token)
             if count is None

@@ -296,6 +296,7 @@ class Forward:
         if self.graphs is None or alone == len(rows) or not any(row.verified for row in rows[:alone]):
             return self._part(rows, images, checkpoints)
         first, hidden = self._part(rows[:alone], images, checkpoints)
+        hidden = hidden.clone()  # the second part may be computed in the same memory
         second, more = self._part(rows[alone:], images, checkpoints)
         behind = torch.arange(more.shape[0], device=more.device) if second.samples is None else second.samples
         before = torch.arange(hidden.shape[0], device=more.device) if first.samples is None else first.samples

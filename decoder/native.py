@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -68,8 +68,11 @@ class _Rows:
     """Where rows to be verified begin: from which slot, or on top of which ring's first steps."""
 
 
-def _rows(batch: Batch) -> _Rows:
+def _rows(batch: Batch, single: _Rows) -> _Rows:
+    """`single`: what there is to say of any rows of one token on top of a state, but for their slots."""
     updates, queries, verify, scan = batch.updates, batch.queries, batch.verify, batch.scan
+    if verify is None and scan is None:
+        return replace(single, slots=batch.slots_U)
     starts, slots, saves = torch.arange(updates + 1), batch.slots_U, torch.empty(0, 3, dtype=torch.int64)
     rewound = None
     if verify is not None:
@@ -125,6 +128,10 @@ class NativeStep(Operations):
         ops.append(Op(Code.NORM, Kind.F32, self.config.hidden_size, norm=self.pointer(model.norm_f)))
         self._final = range(len(ops) - 1, len(ops))
         self.complete(ops, max(model.options.max_seqs, model.options.max_batched_tokens))
+        starts, none = torch.arange(self.max_tokens + 1), torch.empty(0, 3, dtype=torch.int64)
+        self._single = _Rows(starts, none, torch.ones_like(starts), none, None)
+        self._scored = self.x[:0], torch.empty(0)
+        """The rows whose logits were computed last, and these."""
 
     def takes(self, tokens: int, batch: Batch) -> bool:
         """Whether a step has few enough tokens, row behind row. Rows of drafts or prompts in a graph are not: what the
@@ -136,14 +143,15 @@ class NativeStep(Operations):
         return tokens == batch.queries if scan is None else isinstance(scan.window_saves, tuple)
 
     def layers(self, x_TD: Tensor, batch: Batch) -> Tensor:
-        """`[T, d]` float32, before the final norm. Updates states, windows and pages in place.
+        """`[T, d]` float32, before the final norm, in memory of the next call's too. Updates states, windows and pages
+        in place. Where all tokens' logits are wanted they are computed on the way, and `logits` has them.
 
         Attention of scanned rows is called, not compiled: torch's is made for many queries at once. So are experts of
         more tokens than `MAX_ROUTED`.
         """
         tokens, tables, scan = x_TD.shape[0], batch.tables_QW, batch.scan
         x = self.x[:tokens].copy_(x_TD)
-        rows = _rows(batch)
+        rows = _rows(batch, self._single)
         step = Step(
             tokens, rows.slots.shape[0], rows.starts.data_ptr(), rows.slots.data_ptr(), rows.initial.data_ptr(),
             rows.saves.shape[0], rows.saves.data_ptr(), batch.lengths_Q.data_ptr(), tables.data_ptr(),
@@ -152,12 +160,17 @@ class NativeStep(Operations):
         if rows.rewound is not None:
             step.origins, step.seats, step.counts = (column.data_ptr() for column in rows.rewound)
         eps, dtype = self.config.layer_norm_epsilon, self.options.dtype
+        whole = batch.samples is None and batch.slot_runs is not None  # in a graph nobody has asked for logits yet
+        if whole:
+            step.logits = self._logits_of(x).data_ptr()
         for ops, layer in self._plans[scan is not None, tokens > MAX_ROUTED]:
+            if layer is None and whole:
+                ops = range(ops.start, self._head.stop)
             if ops:
                 self.run(ops, step)
             if layer is not None:
                 x += layer.mixer(rms_norm(x, layer.norm, eps, dtype), batch)
-        return x.clone()
+        return x
 
     def advance(self, rows_R4: Tensor) -> None:
         """Rows of (seat, slot, target, count): in all Mamba layers the state in the slot, after the first `count`
@@ -169,18 +182,30 @@ class NativeStep(Operations):
 
     def logits(self, hidden_LD: Tensor) -> Tensor:
         """`[L, vocab]` float32 of at most `max_tokens` rows before the final norm."""
-        rows = hidden_LD.shape[0]
-        self.x[:rows].copy_(hidden_LD)
-        out = torch.empty(rows, self.model.vocab)
-        self.run(self._head, Step(tokens=rows, logits=out.data_ptr()))
+        if hidden_LD is self._scored[0]:
+            return self._scored[1]
+        out = self._logits_of(hidden_LD)
+        self._run_on(hidden_LD, self._head, Step(tokens=hidden_LD.shape[0], logits=out.data_ptr()))
         return out
+
+    def _logits_of(self, hidden_LD: Tensor) -> Tensor:
+        """Room for the logits of these rows, which are on the way."""
+        rows = hidden_LD.shape[0]
+        self._scored = hidden_LD, torch.empty(rows, self.model.vocab)
+        return self._scored[1]
 
     def final_norm(self, hidden_TD: Tensor) -> Tensor:
         """`[T, d]` in the compute dtype, of at most `max_tokens` rows before the final norm."""
         rows = hidden_TD.shape[0]
-        self.x[:rows].copy_(hidden_TD)
-        self.run(self._final, Step(tokens=rows))
+        self._run_on(hidden_TD, self._final, Step(tokens=rows))
         return self.operand[:rows, : self.config.hidden_size].to(self.options.dtype, copy=True)
+
+    def _run_on(self, x_ND: Tensor, ops: range, step: Step) -> None:
+        """Operations that read rows of a residual stream where they lie."""
+        x = x_ND.to(torch.float32).contiguous()
+        self.model.x = x.data_ptr()
+        self.run(ops, step)
+        self.model.x = self.x.data_ptr()
 
 
 def native_step(model: HybridModel) -> NativeStep | None:

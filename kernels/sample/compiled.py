@@ -41,6 +41,7 @@ class Drawing:
     def __init__(self, vocab_size: int) -> None:
         """Raises NativeUnavailable with the reason."""
         self.vocab_size = vocab_size
+        self._tokens = (c_int64 * 0)()
         self._draw = library().saccade_sample
         self._draw.restype = None
         self._draw.argtypes = [
@@ -56,15 +57,16 @@ class Drawing:
         logits = logits_RV.float().contiguous()
         count, vocab = logits.shape
         assert vocab == self.vocab_size
-        width = min(likeliest or 0, vocab)
-        tokens = (c_int64 * count)()
+        if count > len(self._tokens):
+            self._tokens = (c_int64 * count)()
         packed = b"".join(_DRAW.pack(*row) for row in rows) if rows is not None else None
+        threads = torch.get_num_threads()
+        if likeliest is None:
+            self._draw(logits.data_ptr(), count, vocab, packed, self._tokens, None, None, None, 0, threads)
+            return self._tokens[:count], ([], [], [])
+        width = min(likeliest, vocab)
         logprobs, values = torch.empty(count), torch.empty(count, width)
         ids = torch.empty(count, width, dtype=torch.int64)
-        self._draw(
-            logits.data_ptr(), count, vocab, packed, tokens, logprobs.data_ptr(), ids.data_ptr(), values.data_ptr(),
-            width, torch.get_num_threads(),
-        )  # fmt: skip
-        if likeliest is None:
-            return list(tokens), ([], [], [])
-        return list(tokens), (logprobs.tolist(), ids.tolist(), values.tolist())
+        found = (logprobs.data_ptr(), ids.data_ptr(), values.data_ptr())
+        self._draw(logits.data_ptr(), count, vocab, packed, self._tokens, *found, width, threads)
+        return self._tokens[:count], (logprobs.tolist(), ids.tolist(), values.tolist())
