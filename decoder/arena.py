@@ -17,6 +17,7 @@ from torch import Tensor
 
 from decoder.blocks import SuperblockPool
 from decoder.config import RING, DecoderConfig, DecoderOptions
+from kernels.transfer import upload
 
 ALIGNMENT = 64
 
@@ -217,7 +218,7 @@ class Arena:
     def clear_pages(self, pages: Sequence[int]) -> None:
         """Zeroes pages that are handed out: old state bits read as numbers may be NaN, and NaN x 0 is not 0."""
         if pages and self.layout.page_bytes:
-            index = torch.tensor(pages, dtype=torch.int64, device=self.buffer.device)
+            index = upload(pages, torch.int64, self.buffer.device)
             self._pages().index_fill_(0, index, 0)
 
     def _pages(self) -> Tensor:
@@ -229,7 +230,7 @@ class Arena:
         ring = tuple(of[seat, :inputs].cpu().clone() for of in self.rings) if inputs else ()
         if not pages or not self.layout.page_bytes:
             return Saved(state, None, ring)
-        index = torch.tensor(pages, dtype=torch.int64, device=self.buffer.device)
+        index = upload(pages, torch.int64, self.buffer.device)
         return Saved(state, self._pages().index_select(0, index).cpu(), ring)
 
     def load(self, slot: int, pages: Sequence[int], saved: Saved, seat: int = -1) -> None:
@@ -240,7 +241,7 @@ class Arena:
         if state is not None:
             self._slot(slot).copy_(state)
         if content is not None:
-            index = torch.tensor(pages[: content.shape[0]], dtype=torch.int64, device=self.buffer.device)
+            index = upload(pages[: content.shape[0]], torch.int64, self.buffer.device)
             self._pages().index_copy_(0, index, content.to(self.buffer.device))
 
     def _slot(self, slot: int) -> Tensor:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from kernels.chunk_scan import Chunk, plan_chunks
 from kernels.dispatch import Implementation, implementation
 from kernels.scan_tables import ScanTables
 from kernels.slots import SlotRun
+from kernels.transfer import upload
 
 CHUNK_LIMIT: dict[Implementation, int] = {"reference": 64, "triton": 128}
 """Longest chunk of the scan: the work inside a chunk grows with its length, and on a CPU shorter ones stay in the
@@ -122,6 +124,15 @@ class Batch:
     """Tokens whose logits are wanted; `None` when all are, in order."""
 
 
+class Unread(NamedTuple):
+    """What the step before has drawn, on the device: its tokens `[M]`, and which of them are the last of their request
+    (`None`: none can be).
+    """
+
+    tokens_M: Tensor
+    ended_M: Tensor | None
+
+
 class PageTables:
     """Page numbers of every seat `[max_seqs, width]` int64, on the device; a row is brought up to date before it is
     used.
@@ -141,7 +152,7 @@ class PageTables:
             count = 0
         pages = sequence.pages[count:]
         if pages:
-            self.table[sequence.seat, count : count + len(pages)] = torch.tensor(pages, dtype=torch.int64)
+            self.table[sequence.seat, count : count + len(pages)] = upload(pages, torch.int64, self.table.device)
         if pages or owner != stamp:
             self._written[sequence.seat] = (stamp, len(sequence.pages))
 
@@ -162,8 +173,14 @@ class SeatStates:
         """Writes a seat's row if its sequence has come since."""
         if self._written[sequence.seat] != sequence.admission:
             self._written[sequence.seat] = sequence.admission
-            self.slots[sequence.seat] = torch.tensor(sequence.slots, dtype=torch.int64)
+            self.slots[sequence.seat] = upload(sequence.slots, torch.int64, self.slots.device)
             self.accept(sequence)
+
+    def stay(self, rows: SequenceOf[Row], accepted_V: Tensor) -> None:
+        """So many drafts of these rows stay, as only the device knows yet."""
+        before = [row.sequence.replayed if self.replayed else 0 for row in rows]
+        seats, before_V = upload([[row.sequence.seat for row in rows], before], torch.int64, self.accepted.device)
+        self.accepted.index_copy_(0, seats, before_V + accepted_V + 1)
 
     def accept(self, sequence: Sequence) -> None:
         """The seat's count is what its sequence has now."""
@@ -192,11 +209,13 @@ class BatchBuilder:
         checkpoints: Mapping[int, list[tuple[int, int]]] | None = None,
         *,
         scan_all: bool = False,
+        unread: Unread | None = None,
     ) -> Batch:
         """Rows in the scheduler's order. `images[request_id]`: what `image_rows` gave for the row.
 
         `checkpoints[arrival]`: (position, slot) of states to keep; those at a row's very end are not this one's work.
-        `scan_all`: rows of one token are scanned like the others, as in a graph of mixed rows.
+        `scan_all`: rows of one token are scanned like the others, as in a graph of mixed rows. `unread`: where ids that
+        the host does not know come from.
         """
         alone = 0 if scan_all else sum(1 for row in rows if row.alone)
         updates = sum(1 for row in rows[:alone] if not row.verified)
@@ -214,7 +233,7 @@ class BatchBuilder:
         lengths = [row.start + 1 + i for row in rows[:alone] for i in range(row.count)]
         owners = [index for index, row in enumerate(rows[:alone]) for _ in range(row.count)]
         verified = updates < alone
-        return Batch(
+        batch = Batch(
             ids_T=self._tensor(ids),
             splices=tuple(splices),
             updates=updates,
@@ -229,9 +248,38 @@ class BatchBuilder:
             scan=self._scan(rows[alone:], tables[alone:], checkpoints or {}) if alone < len(rows) else None,
             samples=None if len(samples) == len(ids) else self._tensor(samples),
         )
+        return batch if unread is None else self._filled(batch, rows, unread)
+
+    def _filled(self, batch: Batch, rows: SequenceOf[Row], unread: Unread) -> Batch:
+        """The batch with the ids that only the device knows, each of a row of one token. A row whose token is the last
+        of its request becomes padding: no slot, no place, no keys.
+        """
+        places: list[tuple[int, int, int]] = []
+        first = 0
+        for index, row in enumerate(rows):
+            if row.end > row.sequence.known:
+                assert row.count == 1
+                places.append((index, first, row.sequence.place))
+            first += row.count
+        if not places:
+            return batch
+        rows_N, tokens_N, places_N = upload(list(zip(*places, strict=True)), torch.int64, self.options.device)
+        batch.ids_T.index_copy_(0, tokens_N, unread.tokens_M.index_select(0, places_N))
+        if unread.ended_M is None:
+            return batch
+        ended = unread.ended_M.index_select(0, places_N)
+        gone_T = torch.zeros_like(batch.ids_T, dtype=torch.bool).index_copy_(0, tokens_N, ended)
+        if batch.places_T.numel():
+            batch.places_T.masked_fill_(gone_T, -1)
+        batch.lengths_Q.masked_fill_(gone_T[: batch.queries], 0)
+        batch.slots_U.masked_fill_(gone_T[: batch.updates], -1)
+        if batch.scan is not None and batch.queries == 0:
+            gone_R = torch.zeros(len(rows), dtype=torch.bool, device=gone_T.device).index_copy_(0, rows_N, ended)
+            batch.scan.slots_R.masked_fill_(gone_R, -1)
+        return replace(batch, slot_runs=None)
 
     def _tensor(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.options.device) if values else self._empty
+        return upload(values, torch.int64, self.options.device) if values else self._empty
 
     def _pages(self, rows: SequenceOf[Row]) -> tuple[Tensor, Tensor]:
         """Page tables of the rows, and the place of each token."""
@@ -274,7 +322,7 @@ class BatchBuilder:
             slots_VT=self.states.slots.index_select(0, seats),
             accepted_V=self.states.accepted.index_select(0, seats),
             lengths_V=self._tensor([row.count for row in rows]),
-            places_VT=torch.tensor(places, dtype=torch.int64, device=self.options.device),
+            places_VT=upload(places, torch.int64, self.options.device),
             packed=self._tensor([index * width + i for index, row in enumerate(rows) for i in range(row.count)]),
             span=max(row.sequence.replayed + row.count for row in rows) if replayed else 0,
             slot_runs=tuple(SlotRun.of([row.sequence.slot for row in rows])),
@@ -297,7 +345,7 @@ class BatchBuilder:
             chunks = plan_chunks(lengths, computed, self.chunk_size, stops if inside else None)
         return ScanRows(
             slots_R=self._tensor([row.sequence.slot for row in rows]),
-            initial_R=torch.tensor([start > 0 for start in computed], device=self.options.device),
+            initial_R=upload([start > 0 for start in computed], torch.bool, self.options.device),
             starts_R=self._tensor(starts),
             computed_R=self._tensor(computed),
             tables_RW=tables_RW,

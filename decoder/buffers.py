@@ -18,6 +18,7 @@ from decoder.config import DecoderConfig, DecoderOptions
 from kernels.chunk_scan import chunk_table
 from kernels.dispatch import implementation
 from kernels.scan_tables import ScanTables
+from kernels.transfer import upload
 
 
 @dataclass(frozen=True)
@@ -267,7 +268,7 @@ def mixed_values(x_TD: Tensor, batch: Batch, room: Mapping[str, int] | None) -> 
 
 def _rows(values: Tensor | SequenceOf[tuple[int, ...]], width: int, like: Tensor) -> Tensor:
     assert not isinstance(values, Tensor)
-    return torch.tensor(values, dtype=torch.int64, device=like.device).view(-1, width)
+    return upload(values, torch.int64, like.device).view(-1, width)
 
 
 def mixed_batch(view: Mapping[str, Tensor], room: Mapping[str, int], chunk: int) -> Batch:

@@ -15,6 +15,7 @@ from decoder.metadata import STATE_MODES
 
 LAYER_KINDS = "M*-E"
 GRAPH_MODES = ("auto", "on", "off")
+OVERLAP_MODES = ("auto", "on", "off")
 WEIGHT_KINDS = ("int8", "int4")
 NATIVE_MODES = ("auto", "on", "off")
 SPECULATIVE = ("none", "ngram", "mtp")
@@ -340,6 +341,10 @@ class DecoderOptions:
     """`on`: every step that a captured size holds is a replay; `off`: none is; `auto`: `on` where there is a GPU. On a
     CPU a replay is the same function on padded buffers, which tests want and nobody else.
     """
+    overlap: str = "auto"
+    """`on`: a step is prepared and launched before the results of the one before it are read, wherever nothing of them
+    has to be known on the host; `off`: never; `auto`: `on` where there is a GPU. On a CPU nothing runs meanwhile.
+    """
     max_capture: int = 512
     """Largest captured size, in tokens and in requests; `max_batched_tokens` and `max_seqs` bound it too."""
     speculative: str = "none"
@@ -387,6 +392,7 @@ class DecoderOptions:
         _require(self.graphs in GRAPH_MODES, f"graphs {self.graphs!r} is not one of {', '.join(GRAPH_MODES)}")
         _require(self.max_capture >= 1, f"max_capture must be at least 1, not {self.max_capture}")
         for name, known in (
+            ("overlap", OVERLAP_MODES),
             ("speculative", SPECULATIVE),
             ("spec_state", SPEC_STATES),
             ("draft_policy", DRAFT_POLICIES),
@@ -405,6 +411,11 @@ class DecoderOptions:
     def graphs_on(self) -> bool:
         """What `graphs` comes to on this device."""
         return self.graphs == "on" or (self.graphs == "auto" and torch.device(self.device).type != "cpu")
+
+    @property
+    def overlap_on(self) -> bool:
+        """What `overlap` comes to on this device."""
+        return self.overlap == "on" or (self.overlap == "auto" and torch.device(self.device).type != "cpu")
 
     @property
     def num_drafts(self) -> int:

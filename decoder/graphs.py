@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from decoder.arena import Arena, ArenaLayout
-from decoder.batch import Batch, BatchBuilder
+from decoder.batch import Batch, BatchBuilder, Unread
 from decoder.buffers import (
     BatchBuffers,
     decode_batch,
@@ -290,14 +290,16 @@ class Forward:
             self._reason = "capture_failed"
             log.warning("decoder graphs cannot be captured here; every step runs eagerly", exc_info=error)
 
-    def __call__(self, rows: SequenceOf[Row], images: Images, checkpoints: Checkpoints) -> tuple[Batch, Tensor]:
+    def __call__(
+        self, rows: SequenceOf[Row], images: Images, checkpoints: Checkpoints, unread: Unread | None = None
+    ) -> tuple[Batch, Tensor]:
         """The step's batch and its rows `[T, d]` before the final norm, which the next call may overwrite."""
         alone = sum(1 for row in rows if row.alone)
         if self.graphs is None or alone == len(rows) or not any(row.verified for row in rows[:alone]):
-            return self._part(rows, images, checkpoints)
-        first, hidden = self._part(rows[:alone], images, checkpoints)
+            return self._part(rows, images, checkpoints, unread)
+        first, hidden = self._part(rows[:alone], images, checkpoints, unread)
         hidden = hidden.clone()  # the second part may be computed in the same memory
-        second, more = self._part(rows[alone:], images, checkpoints)
+        second, more = self._part(rows[alone:], images, checkpoints, unread)
         behind = torch.arange(more.shape[0], device=more.device) if second.samples is None else second.samples
         before = torch.arange(hidden.shape[0], device=more.device) if first.samples is None else first.samples
         samples = torch.cat((before, behind + hidden.shape[0]))
@@ -311,11 +313,13 @@ class Forward:
         )
         return whole, torch.cat((hidden, more))
 
-    def _part(self, rows: SequenceOf[Row], images: Images, checkpoints: Checkpoints) -> tuple[Batch, Tensor]:
+    def _part(
+        self, rows: SequenceOf[Row], images: Images, checkpoints: Checkpoints, unread: Unread | None
+    ) -> tuple[Batch, Tensor]:
         """Rows that one graph, or no graph, computes."""
         bucket = None if self.graphs is None else self.graphs.choose(rows, checkpoints)
         scan_all = bucket is not None and bucket.kind == "mixed"
-        batch = self.builder.build(rows, images, checkpoints, scan_all=scan_all)
+        batch = self.builder.build(rows, images, checkpoints, scan_all=scan_all, unread=unread)
         x_TD = self.model.embed(batch)
         if bucket is None or self.graphs is None:
             self._eager += self.graphs is None

@@ -19,6 +19,7 @@ from decoder.mixers import AttentionMixer, ExpertsMixer, MambaMixer, Mixer, MlpM
 from decoder.native import native_step
 from kernels.linear import Quantised
 from kernels.rms_norm import add_rms_norm, rms_norm
+from kernels.transfer import upload
 
 
 class HybridModel:
@@ -91,7 +92,7 @@ class HybridModel:
         """Rows of (seat, slot, target, count): in all Mamba layers the state in the slot, after the first `count`
         inputs of the seat's ring, goes to the target.
         """
-        table = torch.tensor(rows, dtype=torch.int64, device=self.options.device)
+        table = upload(rows, torch.int64, self.options.device)
         if self.native is not None:
             self.native.advance(table)
             return

@@ -35,6 +35,7 @@ from kernels.linear import Linear
 from kernels.native import NativeUnavailable
 from kernels.paged_attention import decode_attention_after, write_kv
 from kernels.rms_norm import rms_norm
+from kernels.transfer import upload
 
 log = logging.getLogger(__name__)
 
@@ -366,4 +367,4 @@ class MtpDrafter:
         return hidden[len(due) :]
 
     def _ints(self, values: list[Any]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.carry.device)
+        return upload(values, torch.int64, self.carry.device)

@@ -104,7 +104,8 @@ class PrefixCache:
     # -- keys ----------------------------------------------------------------------------------------------------------
 
     def key_at(self, sequence: Sequence, tokens: int) -> bytes:
-        """Key of the first `tokens` tokens."""
+        """Key of the first `tokens` tokens, which are known."""
+        assert tokens <= sequence.known, f"{tokens} tokens are to be looked up, and {sequence.known} are known"
         size, chain = self.placement.page, sequence.chain
         if not chain:
             chain.append(blake2b(sequence.request.salt, digest_size=KEY_BYTES).digest())

@@ -3,8 +3,10 @@
 Who owns what, and until when:
 
     image rows    the source, until `release()`: called once, after the step that consumed the last row has executed, or
-                  when the request ends before that
-    slots, pages  the sequence, from admission to finish, abort or preemption
+                  when the request ends before that; never while a step that reads them is in flight
+    slots, pages  the sequence, from admission to finish, abort or preemption. A step that is still in flight then may
+                  write to them once more: whoever has them next uses them in a later step, which the device runs behind
+                  it
     checkpoints   the prefix cache; between its slot being taken and the end of the step that writes it, the step
     seat          the sequence, from admission to finish, abort or preemption (row of the sampler's buffers)
 
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     from decoder.prefix_cache import Checkpoint, Hit
 
 FinishReason = Literal["stop", "length", "error"]
+
+UNREAD = -1
+"""Stands in a sequence's tokens for one that has been drawn on the device and not been read."""
 
 
 class EmbeddingSource(Protocol):
@@ -146,7 +151,11 @@ class Sequence:
     limit: int
     """Output tokens at most, `max_tokens` and `max_len` both applied."""
     tokens: list[int] = field(default_factory=list)
-    """Prompt and output."""
+    """Prompt and output; the last `unread` of them are `UNREAD`."""
+    unread: int = 0
+    """Tokens that the step in flight draws."""
+    place: int = -1
+    """Which of that step's tokens is its own."""
     computed: int = 0
     """Tokens whose state and keys are in the arena."""
     status: Status = Status.WAITING
@@ -213,6 +222,16 @@ class Sequence:
     @property
     def output_len(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def known(self) -> int:
+        """Tokens whose ids the host knows."""
+        return len(self.tokens) - self.unread
+
+    @property
+    def full(self) -> bool:
+        """True when it ends with its last token whatever that is."""
+        return len(self.tokens) - len(self.request.prompt_ids) >= self.limit
 
     @property
     def remaining(self) -> int:

@@ -1,7 +1,13 @@
-"""The decoder runner: requests in, token events out. One thread owns it; nothing here waits or locks."""
+"""The decoder runner: requests in, token events out. One thread owns it and nothing here locks.
+
+A step is launched (scheduled, its memory moved, run, its tokens drawn) and later collected (tokens read, ends found,
+events made). With `overlap` the next step is launched in between, while the device still runs this one: see
+`decoder.flight`. Where the next step needs to know what was drawn, this one is collected first, and counted so.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
@@ -10,9 +16,10 @@ import torch
 from torch import Tensor
 
 from decoder.arena import Arena, Saved
-from decoder.batch import BatchBuilder, image_rows
+from decoder.batch import BatchBuilder, Unread, image_rows
 from decoder.checkpoints import Placement, resolve_state_block
 from decoder.config import RING, DecoderConfig, DecoderOptions
+from decoder.flight import Flight, SeatEnds, accepted_drafts, expect
 from decoder.graphs import Forward, graph_bytes
 from decoder.model import HybridModel
 from decoder.mtp import MtpDrafter
@@ -22,10 +29,17 @@ from decoder.prefix_cache import COUNTERS, PrefixCache
 from decoder.prompt_scores import PromptScores
 from decoder.request import DecoderRequest, FinishReason, Sequence, Status, TokenEvent
 from decoder.sampler import Choice, Sampler
-from decoder.scheduler import Fork, Row, Scheduler, Step
+from decoder.scheduler import Row, Scheduler, Step
 from decoder.speculation import Speculation
 from kernels.linear import Quantised
+from kernels.transfer import upload
 
+log = logging.getLogger(__name__)
+
+WAITS = ("drafts", "pooled", "prompt_logprobs", "checkpoint", "swap")
+"""What makes a step wait for the one before it although steps overlap: requests that draft, whose hidden states or
+prompt's scores are read, one that passes a checkpoint (whose key hashes the ids), memory that goes to or from the host.
+"""
 CACHE_STATS = [f"cache_{name}" for name in (*COUNTERS, "checkpoints", "pages", "bytes")]
 
 
@@ -59,9 +73,19 @@ class DecoderRunner:
         self.pools = Pools(self.model.final_norm)
         self.prompt_scores = PromptScores(self.model.logits)
         self.pace, self.clock = Pace(), time.perf_counter
+        self.ends = SeatEnds(options)
+        self._flight: Flight | None = None
+        self._collected = 0.0
+        self._at_once = not options.overlap_on and torch.device(options.device).type == "cpu"
+        """Tokens are read where they are drawn: nothing runs meanwhile."""
+        self._read: dict[str, Sequence] = {}
+        """Requests of whose prompts a step reads something back."""
         self._sequences: dict[str, Sequence] = {}
         self._saved: dict[str, Saved] = {}
-        self._counters = {"steps": 0, "output_tokens": 0, "batched_tokens": 0, "failed": 0}
+        self._counters = {"steps": 0, "output_tokens": 0, "batched_tokens": 0, "failed": 0, "overlapped_steps": 0}
+        self._waits = dict.fromkeys(WAITS, 0)
+        if options.overlap == "on" and self.speculation is not None:
+            log.warning("overlap 'on' has no effect with speculative %r: every step waits", options.speculative)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -85,6 +109,9 @@ class DecoderRunner:
         for sample in others:
             assert sample.prompt_ids == request.prompt_ids and not sample.output_ids and not request.output_ids
             self._sequences[sample.request_id] = self.scheduler.add(sample, sequence)
+        for sample in (request, *others):
+            if sample.pooled or sample.sampling.prompt_logprobs is not None:
+                self._read[sample.request_id] = self._sequences[sample.request_id]
 
     def _check_deadline(self, sequence: Sequence, timeout: float) -> None:
         """`DeadlineError`, and the sequence is gone again, when it cannot have its first tokens in time."""
@@ -100,12 +127,15 @@ class DecoderRunner:
     def abort(self, request_id: str) -> bool:
         """Ends a request without an event and frees all it holds. False when there is none of that name.
 
-        Steps run in the caller's own thread, so that no step is ever using it.
+        Steps run in the caller's own thread, so that no step is being prepared. One in flight may still write to its
+        memory, before any later one does. Waits for that one only if it may be reading the request's images.
         """
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return False
         self._end(sequence)
+        if not self._sequences:
+            self._collect()
         return True
 
     def preempt(self, request_id: str) -> bool:
@@ -122,24 +152,71 @@ class DecoderRunner:
     @property
     def runnable(self) -> bool:
         """False when there is nothing to do until some image's rows are ready."""
-        return self.scheduler.runnable
+        return self._flight is not None or self.scheduler.runnable
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def step(self) -> list[TokenEvent]:
-        """Schedule, run, postprocess. Empty when nothing could advance, or when no row reached its last token."""
+        """Launches a step and collects one: the same, or the one before. Empty when nothing could advance, or when no
+        row reached its last token.
+        """
+        events = self._collect() if self._waits_for_ids() else []
+        flight = self._launch()
+        events += self._collect()
+        events += [self._failure(*failed) for failed in flight.step.failed if self._here(failed[0])]
+        self._flight = flight
+        if not (self.options.overlap_on and flight.step.rows and self._sequences):
+            events += self._collect()
+        return events
+
+    def _here(self, sequence: Sequence) -> bool:
+        return self._sequences.get(sequence.request_id) is sequence
+
+    def _waits_for_ids(self) -> bool:
+        """Must the step in flight be collected before the next one is scheduled? Then it is counted under why."""
+        if self._flight is None:
+            return False
+        reason = self._why_wait()
+        if reason is not None:
+            self._waits[reason] += 1
+        return reason is not None
+
+    def _why_wait(self) -> str | None:
+        if self.speculation is not None:
+            return "drafts"
+        for sequence in self._read.values():
+            if sequence.request.pooled:
+                return "pooled"
+            if sequence.computed < sequence.prompt_len:
+                return "prompt_logprobs"
+        running = self.scheduler.running
+        return "checkpoint" if any(s.unread and s.computed + 1 >= s.next_mark for s in running) else None
+
+    def _launch(self) -> Flight:
+        """Schedule, move, run. What the step leaves in memory is taken over here, unless drafts are to be judged."""
         started = self.clock()
         self._ask_for_drafts()
         step = self.scheduler.schedule()
         self._move(step)
         images = self._images(step)
-        choices = self._run(step, images) if step.rows else []
-        seconds = self.clock() - started
-        self.pace.observe(step.tokens, seconds)
-        if self.speculation is not None:
-            self.speculation.timed(step, started)
-        return self._postprocess(step, choices)
+        flight = Flight(step, started)
+        if step.rows:
+            self._counters["steps"] += 1
+            self._counters["batched_tokens"] += step.tokens
+            self._counters["overlapped_steps"] += self._flight is not None
+            self._run(flight, images)
+        if self.speculation is None:
+            self._commit(step)
+        if self.options.overlap_on and self.speculation is None:
+            expect(self._owners(step))
+        return flight
+
+    @staticmethod
+    def _owners(step: Step) -> list[Sequence]:
+        """For whom a step draws: one entry for each token."""
+        drawing = [row.sequence for row in step.rows if row.samples for _ in range(row.drafts + 1)]
+        return drawing + [fork.follower for fork in step.forks]
 
     def _ask_for_drafts(self) -> None:
         """Sets how many drafts each request is to get, and makes room for them in its ring. One without drafts goes on
@@ -172,6 +249,8 @@ class DecoderRunner:
 
     def _move(self, step: Step) -> None:
         """Memory changes hands: out to the host, cleared, copied from the cache, back in."""
+        if self._flight is not None and (step.saves or step.loads):
+            self._waits["swap"] += 1
         moves = step.saves or step.put_out or step.page_copies or step.slot_copies or step.loads
         if self.drafter is not None and moves:
             self.drafter.flush()
@@ -202,83 +281,159 @@ class DecoderRunner:
                 step.failed.append((sequence, error))
         return found
 
-    def _run(self, step: Step, images: dict[str, list[tuple[int, Tensor]]]) -> list[Choice]:
+    def _run(self, flight: Flight, images: dict[str, list[tuple[int, Tensor]]]) -> None:
+        step, before, unread = flight.step, self._flight, None
+        if before is not None and before.tokens_L is not None:
+            unread = Unread(before.tokens_L, before.ended_L)
         if self.drafter is not None:
             self.drafter.draft(step.rows)
-        batch, hidden = self.forward(step.rows, images, step.checkpoints)
+        batch, hidden = self.forward(step.rows, images, step.checkpoints, unread)
         if self.drafter is not None:
             self.drafter.observe(step.rows, batch, hidden)
         self.pools.add(step.rows, hidden)
         self.prompt_scores.add(step.rows, hidden)
-        drawing = [(row, place) for row in step.rows if row.samples for place in range(row.drafts + 1)]
-        if not drawing:
-            return []
-        ahead = [row.sequence.drafts[:place] for row, place in drawing]
-        logits = self.model.logits(hidden, batch.samples)
-        owners = [row.sequence for row, _ in drawing]
-        led = [(place, row) for place, (row, _) in enumerate(drawing) if row.sequence.followers]
-        if led:
-            shared = [(place, fork.follower) for place, row in led for fork in self.scheduler.fork(row, step)]
-            places = torch.tensor([*range(len(owners)), *(place for place, _ in shared)], device=logits.device)
-            logits = logits.index_select(0, places)
-            owners += [follower for _, follower in shared]
-            ahead += [[] for _ in shared]
-        return self.sampler.sample(logits, owners, ahead)
+        if any(row.samples for row in step.rows):
+            self._draw(flight, self.model.logits(hidden, batch.samples), unread)
+        elif not self._at_once:
+            flight.send(self.options.device, None, None, None)
 
-    def _postprocess(self, step: Step, choices: list[Choice]) -> list[TokenEvent]:
-        self._counters["steps"] += bool(step.rows)
-        self._counters["batched_tokens"] += step.tokens
-        drawn, first = iter(choices), 0
+    def _draw(self, flight: Flight, logits_LV: Tensor, unread: Unread | None) -> None:
+        """A token for each row of logits, and for each sample that goes on from one of them by itself."""
+        step = flight.step
+        drawing = [(row, place) for row in step.rows if row.samples for place in range(row.drafts + 1)]
+        ahead = [row.sequence.drafts[:place] for row, place in drawing]
+        shared = [
+            (place, fork.follower)
+            for place, (row, _) in enumerate(drawing)
+            if row.sequence.followers
+            for fork in self.scheduler.fork(row, step)
+        ]
+        if shared:
+            places = [*range(len(drawing)), *(place for place, _ in shared)]
+            logits_LV = logits_LV.index_select(0, upload(places, torch.int64, logits_LV.device))
+            ahead += [[] for _ in shared]
+        owners = [row.sequence for row, _ in drawing] + [follower for _, follower in shared]
+        if self._at_once:
+            flight.choices = self.sampler.sample(logits_LV, owners, ahead)
+            return
+        drawn = self.sampler.draw(logits_LV, owners, ahead, None if unread is None else unread.tokens_M)
+        ended, accepted = None, None
+        if self.options.overlap_on and self.speculation is None:
+            ended = self.ends.reached(drawn.tokens_L, owners)
+        verified = [row for row in step.rows if row.verified]
+        if verified:
+            accepted = accepted_drafts(drawn.tokens_L, step.rows)
+            self.builder.states.stay(verified, accepted)
+        flight.send(self.options.device, drawn, ended, accepted)
+
+    # -- what a step has drawn -----------------------------------------------------------------------------------------
+
+    def _collect(self) -> list[TokenEvent]:
+        """Reads what the step in flight has drawn, and ends who is to end. Nobody left: nothing is waited for."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return []
+        step, tokens = flight.step, list[TokenEvent]()
+        if any(self._here(sequence) for sequence, _ in step.ends):
+            choices, accepted = flight.read()
+            self._timed(flight)
+            tokens = self._take_all(step, choices, accepted)
+        if self.speculation is not None:
+            self._commit(step)
+        for sequence, end in step.ends:
+            _release_spans(sequence, min(end, sequence.computed))
+        for event in tokens:
+            if event.finish_reason is not None:
+                sequence = self._sequences[event.request_id]
+                self._keep(sequence)
+                self._end(sequence)
+        return tokens
+
+    def _timed(self, flight: Flight) -> None:
+        """A step that was launched while another ran took the time since that was read."""
+        now = self.clock()
+        seconds, self._collected = now - max(flight.started, self._collected), now
+        self.pace.observe(flight.step.tokens, seconds)
+        if self.speculation is not None:
+            self.speculation.timed(flight.step, flight.started)
+
+    def _take_all(self, step: Step, choices: list[Choice], accepted: list[int]) -> list[TokenEvent]:
+        """Hands out what was drawn; what nobody waits for any more is dropped."""
+        drawn, judged = iter(choices), iter(accepted)
         tokens: list[TokenEvent] = []
+        for row in step.rows:
+            if not row.samples:
+                continue
+            mine = [next(drawn) for _ in range(row.drafts + 1)]
+            hits = next(judged) if accepted and row.verified else _hits(row, mine)
+            if self._here(row.sequence):
+                tokens += self._take(row, mine[: hits + 1])
+        for fork in step.forks:
+            choice = next(drawn)
+            if self._here(fork.follower):
+                tokens.append(self._append(fork.follower, fork.follower.prompt_len, choice))
+        return tokens
+
+    def _take(self, row: Row, choices: list[Choice]) -> list[TokenEvent]:
+        """Adds to the row's sequence what was drawn in the places of its accepted drafts, and behind them; none behind
+        the end.
+        """
+        sequence, first = row.sequence, row.end - row.drafts
+        events: list[TokenEvent] = []
+        for place, choice in enumerate(choices):
+            events.append(self._append(sequence, first + place, choice))
+            if events[-1].finish_reason is not None:
+                break
+        if row.drafts and self.speculation is not None:
+            self.speculation.verified(sequence, row.drafts, min(len(choices) - 1, len(events)))
+        return events
+
+    def _append(self, sequence: Sequence, at: int, choice: Choice) -> TokenEvent:
+        """Gives a sequence its token in place `at`, and says whether it ends it: then there is nothing behind."""
+        if at < len(sequence.tokens):
+            sequence.tokens[at] = choice.token
+            sequence.unread -= 1
+        else:
+            sequence.tokens.append(choice.token)
+        self._counters["output_tokens"] += 1
+        pooled = self.pools.take(sequence.request_id)
+        reason, stop = _finish_reason(sequence, at + 1 - sequence.prompt_len, choice.token)
+        if reason is not None and sequence.unread:
+            del sequence.tokens[at + 1 :]
+            sequence.unread, sequence.computed = 0, min(sequence.computed, at)
+        return TokenEvent(
+            sequence.request_id,
+            choice.token,
+            choice.logprob,
+            choice.top,
+            reason,
+            cached_tokens=sequence.cached_tokens,
+            stop_token=stop,
+            pooled=pooled,
+            prompt_scores=self.prompt_scores.take(sequence.request_id),
+        )
+
+    # -- memory after a step -------------------------------------------------------------------------------------------
+
+    def _commit(self, step: Step) -> None:
+        """What the step leaves is taken over: current states, those to keep, samples that go on by themselves."""
+        first = 0
         carried: list[tuple[int, int]] = []
         for row in step.rows:
-            if row.samples:
-                tokens += self._take(row, [next(drawn) for _ in range(row.drafts + 1)])
-            kept = self._settle(row, step.checkpoints.get(row.sequence.arrival, ()))
-            carried += [(slot, first + position - row.start - 1) for position, slot in kept]
+            if row.sequence.status is not Status.DONE:
+                kept = self._settle(row, step.checkpoints.get(row.sequence.arrival, ()))
+                carried += [(slot, first + position - row.start - 1) for position, slot in kept]
             first += row.count
         if self.drafter is not None:
             self.drafter.settle(carried)
             if step.forks:
                 self.drafter.forked(step.forks)
         for fork in step.forks:
-            self._split(fork)
-            tokens.append(self._append(fork.follower, next(drawn)))
+            if fork.pages is not None:
+                self.arena.copy_page(*fork.pages)
+            if fork.slots[0] >= 0:
+                self.arena.copy_slot(*fork.slots)
         self.scheduler.commit(step)
-        events = [self._failure(sequence, error) for sequence, error in step.failed]
-        for row in step.rows:
-            if row.sequence.next_span < len(row.sequence.request.spans):
-                _release_spans(row.sequence)
-        for event in tokens:
-            if event.finish_reason is not None:
-                sequence = self._sequences[event.request_id]
-                self._keep(sequence)
-                self._end(sequence)
-        return events + tokens
-
-    def _split(self, fork: Fork) -> None:
-        """Gives a follower what is its own of its leader's prompt."""
-        if fork.pages is not None:
-            self.arena.copy_page(*fork.pages)
-        if fork.slots[0] >= 0:
-            self.arena.copy_slot(*fork.slots)
-        _release_spans(fork.follower)
-
-    def _take(self, row: Row, choices: list[Choice]) -> list[TokenEvent]:
-        """Adds what was drawn to the row's sequence: a token for each draft that is the token drawn in its place, and
-        the one behind them; none behind the end.
-        """
-        sequence, accepted = row.sequence, 0
-        events: list[TokenEvent] = []
-        for place, choice in enumerate(choices):
-            events.append(self._append(sequence, choice))
-            hit = place < row.drafts and choice.token == sequence.drafts[place]
-            accepted += hit
-            if not hit or events[-1].finish_reason is not None:
-                break
-        if row.drafts and self.speculation is not None:
-            self.speculation.verified(sequence, row.drafts, accepted)
-        return events
 
     def _settle(self, row: Row, checkpoints: SequenceOf[tuple[int, int]]) -> list[tuple[int, int]]:
         """States after a row: which one is current, and those at `checkpoints` (position, slot) that are to be kept.
@@ -300,26 +455,9 @@ class DecoderRunner:
                 sequence.accepted = end - row.start
             else:
                 sequence.replayed = before + end - row.start
-            self.builder.states.accept(sequence)
+            if self._at_once:
+                self.builder.states.accept(sequence)
         return [(end, sequence.slot), *(kept for kept in checkpoints if kept[0] <= end)]
-
-    def _append(self, sequence: Sequence, choice: Choice) -> TokenEvent:
-        """Adds a drawn token to its sequence, and says whether it ends it."""
-        sequence.tokens.append(choice.token)
-        self._counters["output_tokens"] += 1
-        pooled = self.pools.take(sequence.request_id)
-        reason, stop = _finish_reason(sequence)
-        return TokenEvent(
-            sequence.request_id,
-            choice.token,
-            choice.logprob,
-            choice.top,
-            reason,
-            cached_tokens=sequence.cached_tokens,
-            stop_token=stop,
-            pooled=pooled,
-            prompt_scores=self.prompt_scores.take(sequence.request_id),
-        )
 
     def _keep(self, sequence: Sequence) -> None:
         """Leaves the state at the end of an answer to whoever continues it."""
@@ -339,12 +477,15 @@ class DecoderRunner:
             self.drafter.flush()
         if sequence.status is not Status.DONE:
             self.scheduler.finish(sequence)
+        if sequence.next_span < len(sequence.request.spans) and self._flight is not None:
+            self._flight.wait()
         for span in sequence.request.spans[sequence.next_span :]:
             span.source.release()
         sequence.next_span = len(sequence.request.spans)
         self._saved.pop(sequence.request_id, None)
         self.pools.drop(sequence.request_id)
         self.prompt_scores.take(sequence.request_id)
+        self._read.pop(sequence.request_id, None)
         if self.speculation is not None:
             self.speculation.forget(sequence)
         del self._sequences[sequence.request_id]
@@ -358,6 +499,7 @@ class DecoderRunner:
         running = scheduler.running
         return {
             **self._counters,
+            **{f"overlap_waits_{reason}": count for reason, count in self._waits.items()},
             "preemptions": scheduler.preemptions,
             "recomputes": scheduler.recomputes,
             "forks": scheduler.forks,
@@ -393,6 +535,7 @@ class DecoderRunner:
         """Ends all requests without events, and empties the cache. Idempotent."""
         for sequence in list(self._sequences.values()):
             self._end(sequence)
+        self._collect()
         self.flush_cache()
         self.forward.close()
 
@@ -403,21 +546,26 @@ def _placement(config: DecoderConfig, options: DecoderOptions, has_states: bool)
     return Placement(options.state_cache, block, chunk, options.page_size, has_states)
 
 
-def _release_spans(sequence: Sequence) -> None:
-    """Gives back the rows of images that have been consumed to the end."""
+def _hits(row: Row, choices: SequenceOf[Choice]) -> int:
+    """How many of a row's drafts are the tokens that were drawn in their places: those before the first that is not."""
+    drafts = row.sequence.drafts
+    return next((place for place in range(row.drafts) if choices[place].token != drafts[place]), row.drafts)
+
+
+def _release_spans(sequence: Sequence, end: int) -> None:
+    """Gives back the rows of images that lie in the first `end` tokens."""
     spans = sequence.request.spans
-    while sequence.next_span < len(spans) and spans[sequence.next_span].end <= sequence.computed:
+    while sequence.next_span < len(spans) and spans[sequence.next_span].end <= end:
         spans[sequence.next_span].source.release()
         sequence.next_span += 1
 
 
-def _finish_reason(sequence: Sequence) -> tuple[FinishReason | None, int | None]:
-    """Why the sequence ends with its last token, and that token if it is an end or stop token."""
-    request, token = sequence.request, sequence.tokens[-1]
-    params = request.sampling
+def _finish_reason(sequence: Sequence, output: int, token: int) -> tuple[FinishReason | None, int | None]:
+    """Why the sequence ends with its output token number `output`, and that token if it is an end or stop token."""
+    request, params = sequence.request, sequence.request.sampling
     ends = token in params.stop_token_ids or (token in request.eos_token_ids and not params.ignore_eos)
-    if ends and sequence.output_len > params.min_tokens:
+    if ends and output > params.min_tokens:
         return "stop", token
-    if sequence.output_len >= sequence.limit:
+    if output >= sequence.limit:
         return "length", None
     return None, None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,12 +20,39 @@ from decoder.sampling import Choice
 from kernels.dispatch import implementation
 from kernels.native import NativeUnavailable
 from kernels.sample import Wishes, draw, draw_filtered, greedy, logprobs, penalise, sample, uniform
+from kernels.transfer import upload
 
 __all__ = ["Choice", "Sampler"]
 
 log = logging.getLogger(__name__)
 
 UNIFORMS_AHEAD = 64
+
+
+class Drawn(NamedTuple):
+    """The tokens of rows `[L]`, on the device, and what was asked about their probabilities."""
+
+    tokens_L: Tensor
+    scores: tuple[Tensor, ...] = ()
+    """Of rows that asked: log-probability of the token `[A]`; ids `[A, k]` and log-probabilities of the likeliest."""
+    asked: tuple[tuple[int, int], ...] = ()
+    """(row, how many of the likeliest) of each of these."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What `choices` wants on the host."""
+        return (self.tokens_L, *self.scores)
+
+    def choices(self, tokens_L: Tensor, *scores: Tensor) -> list[Choice]:
+        """The same for the host, given its copies of `tensors`. Waits for the device where they are not copies."""
+        tokens = tokens_L.tolist()
+        if not self.asked:
+            return [Choice(token) for token in tokens]
+        extra = {
+            row: (logprob, tuple(zip(top[:count], best[:count], strict=True)))
+            for (row, count), logprob, top, best in zip(self.asked, *(of.tolist() for of in scores), strict=True)
+        }
+        return [Choice(token, *extra.get(row, (None, ()))) for row, token in enumerate(tokens)]
 
 
 @dataclass
@@ -63,17 +90,33 @@ class Sampler:
 
         `ahead`: tokens between a row's sequence and the position that is drawn, as if they were in the sequence.
         """
-        ahead = ahead or [()] * len(sequences)
         if self._compiled is not None:
-            return self._compiled.sample(logits_LV, sequences, ahead)
+            return self._compiled.sample(logits_LV, sequences, ahead or [()] * len(sequences))
+        drawn = self.draw(logits_LV, sequences, ahead)
+        return drawn.choices(*drawn.tensors)
+
+    def draw(
+        self,
+        logits_LV: Tensor,
+        sequences: SequenceOf[Sequence],
+        ahead: SequenceOf[SequenceOf[int]] | None = None,
+        unread_M: Tensor | None = None,
+    ) -> Drawn:
+        """The same, left on the device: nothing is read.
+
+        `unread_M`: the tokens of the step before, for sequences whose last token is one of them and `UNREAD`.
+        """
         if all(sequence.request.sampling.plain for sequence in sequences):
-            return [Choice(token) for token in greedy(logits_LV).tolist()]
+            return Drawn(greedy(logits_LV))
         for sequence in sequences:
             self._seat(sequence)
+            if sequence.request.sampling.penalised:
+                self._count(sequence, unread_M)
+        ahead = ahead or [()] * len(sequences)
         raw = logits_LV.float()
         adjusted = self._adjust(raw, sequences, ahead)
         tokens = self._draw(adjusted, sequences, ahead)
-        return self._report(raw, tokens, sequences)
+        return self._scored(raw, tokens, sequences)
 
     def _seat(self, sequence: Sequence) -> _Seat:
         """The state of a sequence's seat, made anew when the seat has changed hands."""
@@ -83,14 +126,14 @@ class Sampler:
             known = [(token, bias) for token, bias in params.logit_bias.items() if token < self.vocab_size]
             if known:
                 ids, values = zip(*known, strict=True)
-                seat.bias = self._ids(ids), torch.tensor(values, dtype=torch.float32, device=self.device)
+                seat.bias = self._ids(ids), self._floats(list(values))
             if params.min_tokens > 0:
                 ends = sequence.request.eos_token_ids | params.stop_token_ids
                 seat.ends = self._ids(sorted(token for token in ends if token < self.vocab_size))
         return self._seats[sequence.seat]
 
     def _ids(self, tokens: SequenceOf[Any]) -> Tensor:
-        return torch.tensor(list(tokens), dtype=torch.int64, device=self.device)
+        return upload(list(tokens), torch.int64, self.device)
 
     # -- adjustments ---------------------------------------------------------------------------------------------------
 
@@ -126,8 +169,6 @@ class Sampler:
         ahead: SequenceOf[SequenceOf[int]],
     ) -> None:
         chosen = [sequences[row] for row in rows]
-        for sequence in chosen:
-            self._count(sequence)
         assert self._in_context is not None and self._counts is not None
         index, seats = self._ids(rows), self._ids([s.seat for s in chosen])
         part = logits_LV.index_select(0, index)
@@ -148,24 +189,31 @@ class Sampler:
         )
         logits_LV.index_copy_(0, index, part)
 
-    def _count(self, sequence: Sequence) -> None:
+    def _count(self, sequence: Sequence, unread_M: Tensor | None) -> None:
         """Brings the seat's buffers up to the sequence's tokens."""
         if self._in_context is None or self._counts is None:
             shape = (self.max_seqs, self.vocab_size)
             self._in_context = torch.zeros(shape, dtype=torch.bool, device=self.device)
             self._counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
         seat, row = self._seats[sequence.seat], sequence.seat
+        if seat.counted == len(sequence.tokens):
+            return
         if seat.counted == 0:
             self._in_context[row] = False
             self._counts[row] = 0
-        fresh = self._ids([token for token in sequence.tokens[seat.counted :] if token < self.vocab_size])
+        tokens, known = sequence.tokens, sequence.known
+        fresh = self._ids([token for token in tokens[seat.counted : known] if token < self.vocab_size])
+        output = self._ids(tokens[max(seat.counted, sequence.prompt_len) : known])
+        if sequence.unread:
+            assert unread_M is not None and sequence.unread == 1
+            last = unread_M[sequence.place : sequence.place + 1]
+            fresh, output = torch.cat((fresh, last)), torch.cat((output, last))
         self._in_context[row].index_fill_(0, fresh, True)
-        output = self._ids(sequence.tokens[max(seat.counted, sequence.prompt_len) :])
         self._counts[row].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
         seat.counted = len(sequence.tokens)
 
     def _floats(self, values: list[Any], dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.device)
+        return upload(values, dtype, self.device)
 
     # -- drawing -------------------------------------------------------------------------------------------------------
 
@@ -232,20 +280,14 @@ class Sampler:
 
     # -- reporting -----------------------------------------------------------------------------------------------------
 
-    def _report(self, raw_LV: Tensor, tokens_L: Tensor, sequences: SequenceOf[Sequence]) -> list[Choice]:
-        tokens = tokens_L.tolist()
-        asked = [row for row, s in enumerate(sequences) if s.request.sampling.logprobs is not None]
+    def _scored(self, raw_LV: Tensor, tokens_L: Tensor, sequences: SequenceOf[Sequence]) -> Drawn:
+        wanted = [sequence.request.sampling.logprobs for sequence in sequences]
+        asked = tuple((row, count) for row, count in enumerate(wanted) if count is not None)
         if not asked:
-            return [Choice(token) for token in tokens]
-        index = self._ids(asked)
-        wanted = [sequences[row].request.sampling.logprobs or 0 for row in asked]
-        chosen, ids, values = logprobs(raw_LV.index_select(0, index), tokens_L.index_select(0, index), max(wanted))
-        found = zip(asked, wanted, chosen.tolist(), ids.tolist(), values.tolist(), strict=True)
-        extra = {
-            row: (logprob, tuple(zip(top[:count], best[:count], strict=True)))
-            for row, count, logprob, top, best in found
-        }
-        return [Choice(token, *extra.get(row, (None, ()))) for row, token in enumerate(tokens)]
+            return Drawn(tokens_L)
+        index = self._ids([row for row, _ in asked])
+        most = max(count for _, count in asked)
+        return Drawn(tokens_L, logprobs(raw_LV.index_select(0, index), tokens_L.index_select(0, index), most), asked)
 
 
 def _compiled(vocab_size: int, max_seqs: int) -> CompiledSampler | None:

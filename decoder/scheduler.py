@@ -124,6 +124,14 @@ class Step:
         return sum(row.count for row in self.rows)
 
     @property
+    def ends(self) -> Iterator[tuple[Sequence, int]]:
+        """How far each sequence of the step is computed with it."""
+        for row in self.rows:
+            yield row.sequence, row.end
+        for fork in self.forks:
+            yield fork.follower, fork.follower.prompt_len
+
+    @property
     def empty(self) -> bool:
         return not self.rows
 
@@ -263,6 +271,8 @@ class Scheduler:
         """The rows of `step` have been computed, and what they have drawn is in their sequences' tokens."""
         for row in step.rows:
             sequence = row.sequence
+            if sequence.status is Status.DONE:  # gone since the step was launched
+                continue
             sequence.computed = row.end if not row.drafts else min(row.end, len(sequence.tokens) - 1)
             sequence.last_step = self.step_number
             if step.checkpoints:
@@ -294,7 +304,7 @@ class Scheduler:
         for sequence in self._running_order():
             if budget == 0:
                 break
-            if sequence.status is not Status.RUNNING:
+            if sequence.status is not Status.RUNNING or sequence.full:
                 continue
             row = self._drafted(sequence, min(spare, budget - 1), step) or self._row(sequence, budget)
             if row is not None and self._grow(sequence, row.end, step, chosen):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.chunk_scan.plan import plan_chunks
+from kernels.transfer import upload
 
 TILE = 32
 """Tokens of a tile of the convolution. The first tile of a row holds the row or at least W - 1 tokens of it."""
@@ -107,7 +108,7 @@ class ScanTables:
         values += [0, *accumulate(kept_by), *[len(saves)] * spare]
         values += _flat([(stop, slot) for _, stop, slot in sorted(saves)], sizes["saves"], (-1, -1))
         values += _flat(cut, sizes["tiles"], (-1, -1))
-        buffer = torch.tensor(values, dtype=torch.int32).to(device)
+        buffer = upload(values, torch.int32, device)
         return cls(buffer, chunk_size, sizes["rows"], sizes["entries"], sizes["saves"])
 
     @staticmethod

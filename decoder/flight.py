@@ -1,0 +1,129 @@
+"""A step between its launch and the reading of what it has drawn.
+
+On a device that runs by itself the next step is launched before this one is read. Of a request that draws in both, the
+host then knows everything but the id of its last token: how many tokens it has, where its state and keys go. The id is
+taken from this step's tokens on the device. So is whether it was an end token: then the request's row in the next step
+is padding, like the spare rows of a graph, and its state stays what it was at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from decoder.config import DecoderOptions
+from decoder.request import UNREAD, Sequence
+from decoder.sampler import Choice, Drawn
+from decoder.scheduler import Row, Step
+from kernels.sample import accept_drafts
+from kernels.transfer import Download, upload
+
+
+class SeatEnds:
+    """End and stop tokens of every seat `[max_seqs, width]`, -1 beyond what each has, on the device. A row belongs to
+    one admission and is written anew for the next.
+    """
+
+    def __init__(self, options: DecoderOptions) -> None:
+        self.ends = torch.full((options.max_seqs, 0), -1, dtype=torch.int64, device=options.device)
+        self._written = [-1] * options.max_seqs
+
+    def reached(self, tokens_L: Tensor, owners: SequenceOf[Sequence]) -> Tensor | None:
+        """`[L]` bool: does the token end its owner, whose last one it is to be? `None` where none of them can."""
+        for owner in owners:
+            self._update(owner)
+        width = self.ends.shape[1]
+        if width == 0:
+            return None
+        open_ = [owner.output_len >= owner.request.sampling.min_tokens for owner in owners]
+        seats, able = upload([[owner.seat for owner in owners], open_], torch.int64, self.ends.device)
+        return (self.ends.index_select(0, seats) == tokens_L[:, None]).any(-1).logical_and_(able)
+
+    def _update(self, owner: Sequence) -> None:
+        if self._written[owner.seat] == owner.admission:
+            return
+        self._written[owner.seat] = owner.admission
+        params = owner.request.sampling
+        ends = list(params.stop_token_ids | (frozenset() if params.ignore_eos else owner.request.eos_token_ids))
+        if len(ends) > self.ends.shape[1]:
+            wider = self.ends.new_full((self.ends.shape[0], len(ends)), -1)
+            wider[:, : self.ends.shape[1]] = self.ends
+            self.ends = wider
+        ends += [-1] * (self.ends.shape[1] - len(ends))
+        self.ends[owner.seat] = upload(ends, torch.int64, self.ends.device)
+
+
+@dataclass
+class Flight:
+    """A launched step. What it has drawn is on the host already, or on its way there."""
+
+    step: Step
+    started: float
+    choices: list[Choice] = field(default_factory=list)
+    """Of a step that was read as soon as it was launched."""
+    tokens_L: Tensor | None = None
+    """The tokens on the device, in the order of `choices`."""
+    ended_L: Tensor | None = None
+    """Which of them are the last of their sequence; `None`: none can be."""
+    _drawn: Drawn | None = None
+    _accepted: bool = False
+    _download: Download | None = None
+
+    def send(self, device: str, drawn: Drawn | None, ended_L: Tensor | None, accepted_V: Tensor | None) -> None:
+        """Lets what was drawn, and how many of each verified row's drafts were accepted, go to the host."""
+        self._drawn, self.ended_L, self._accepted = drawn, ended_L, accepted_V is not None
+        self.tokens_L = None if drawn is None else drawn.tokens_L
+        given = (() if drawn is None else drawn.tensors, () if accepted_V is None else (accepted_V,))
+        self._download = Download(device, [tensor for of in given for tensor in of])
+
+    def wait(self) -> None:
+        """Until the device has executed the step."""
+        if self._download is not None:
+            self._download.wait()
+
+    def read(self) -> tuple[list[Choice], list[int]]:
+        """What was drawn, and how many drafts of each verified row were accepted. Waits for the device."""
+        tensors = () if self._download is None else self._download.wait()
+        if self._drawn is None:
+            return self.choices, []
+        accepted = tensors[-1].tolist() if self._accepted else []
+        return self._drawn.choices(*tensors[: len(self._drawn.tensors)]), accepted
+
+
+def expect(owners: Iterable[Sequence]) -> None:
+    """Each sequence, in the order of a step's tokens, has one more, which nobody has read."""
+    for place, owner in enumerate(owners):
+        owner.tokens.append(UNREAD)
+        owner.unread += 1
+        owner.place = place
+
+
+def accepted_drafts(tokens_L: Tensor, rows: Iterable[Row]) -> Tensor:
+    """`[V]` int64: how many drafts of each verified row are accepted, given the tokens that all sampling rows of the
+    step have drawn, each row's one after the other. Nothing is read.
+    """
+    verified: list[tuple[int, Row]] = []
+    first = 0
+    for row in rows:
+        if row.samples:
+            if row.verified:
+                verified.append((first, row))
+            first += row.drafts + 1
+    width = max(row.drafts for _, row in verified)
+    if width == 0:
+        return tokens_L.new_zeros(len(verified))
+    table = [
+        [
+            *(first + min(place, row.drafts) for place in range(width + 1)),
+            *(row.sequence.drafts[place] if place < row.drafts else UNREAD for place in range(width)),
+            row.drafts,
+        ]
+        for first, row in verified
+    ]
+    places_VT, drafts_VK, counts_V1 = upload(table, torch.int64, tokens_L.device).split([width + 1, width, 1], 1)
+    tokens_VT = tokens_L.index_select(0, places_VT.reshape(-1)).view(places_VT.shape)
+    return accept_drafts(tokens_VT, drafts_VK, counts_V1[:, 0].contiguous())
