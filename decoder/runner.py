@@ -76,7 +76,8 @@ class DecoderRunner:
         self.ends = SeatEnds(options)
         self._flight: Flight | None = None
         self._collected = 0.0
-        self._at_once = not options.overlap_on and torch.device(options.device).type == "cpu"
+        self._overlaps = options.overlap_on
+        self._at_once = not self._overlaps and torch.device(options.device).type == "cpu"
         """Tokens are read where they are drawn: nothing runs meanwhile."""
         self._read: dict[str, Sequence] = {}
         """Requests of whose prompts a step reads something back."""
@@ -161,12 +162,15 @@ class DecoderRunner:
         """Launches a step and collects one: the same, or the one before. Empty when nothing could advance, or when no
         row reached its last token.
         """
-        events = self._collect() if self._waits_for_ids() else []
+        events: list[TokenEvent] = []
+        if self._flight is not None and self._waits_for_ids():
+            events += self._collect()
         flight = self._launch()
-        events += self._collect()
+        if self._flight is not None:
+            events += self._collect()
         events += [self._failure(*failed) for failed in flight.step.failed if self._here(failed[0])]
         self._flight = flight
-        if not (self.options.overlap_on and flight.step.rows and self._sequences):
+        if not (self._overlaps and flight.step.rows and self._sequences):
             events += self._collect()
         return events
 
@@ -175,8 +179,6 @@ class DecoderRunner:
 
     def _waits_for_ids(self) -> bool:
         """Must the step in flight be collected before the next one is scheduled? Then it is counted under why."""
-        if self._flight is None:
-            return False
         reason = self._why_wait()
         if reason is not None:
             self._waits[reason] += 1
@@ -208,15 +210,10 @@ class DecoderRunner:
             self._run(flight, images)
         if self.speculation is None:
             self._commit(step)
-        if self.options.overlap_on and self.speculation is None:
-            expect(self._owners(step))
+            if self._overlaps:
+                drawing = [row.sequence for row in step.rows if row.samples]
+                expect(drawing + [fork.follower for fork in step.forks])
         return flight
-
-    @staticmethod
-    def _owners(step: Step) -> list[Sequence]:
-        """For whom a step draws: one entry for each token."""
-        drawing = [row.sequence for row in step.rows if row.samples for _ in range(row.drafts + 1)]
-        return drawing + [fork.follower for fork in step.forks]
 
     def _ask_for_drafts(self) -> None:
         """Sets how many drafts each request is to get, and makes room for them in its ring. One without drafts goes on
@@ -318,7 +315,7 @@ class DecoderRunner:
             return
         drawn = self.sampler.draw(logits_LV, owners, ahead, None if unread is None else unread.tokens_M)
         ended, accepted = None, None
-        if self.options.overlap_on and self.speculation is None:
+        if self._overlaps and self.speculation is None:
             ended = self.ends.reached(drawn.tokens_L, owners)
         verified = [row for row in step.rows if row.verified]
         if verified:
@@ -334,14 +331,17 @@ class DecoderRunner:
         if flight is None:
             return []
         step, tokens = flight.step, list[TokenEvent]()
-        if any(self._here(sequence) for sequence, _ in step.ends):
+        if self._at_once or any(self._here(sequence) for sequence in step.sequences):
             choices, accepted = flight.read()
             self._timed(flight)
             tokens = self._take_all(step, choices, accepted)
         if self.speculation is not None:
             self._commit(step)
-        for sequence, end in step.ends:
-            _release_spans(sequence, min(end, sequence.computed))
+        for row in step.rows:
+            if row.sequence.next_span < len(row.sequence.request.spans):
+                _release_spans(row.sequence, min(row.end, row.sequence.computed))
+        for fork in step.forks:
+            _release_spans(fork.follower, min(fork.follower.prompt_len, fork.follower.computed))
         for event in tokens:
             if event.finish_reason is not None:
                 sequence = self._sequences[event.request_id]
@@ -364,10 +364,15 @@ class DecoderRunner:
         for row in step.rows:
             if not row.samples:
                 continue
-            mine = [next(drawn) for _ in range(row.drafts + 1)]
-            hits = next(judged) if accepted and row.verified else _hits(row, mine)
-            if self._here(row.sequence):
-                tokens += self._take(row, mine[: hits + 1])
+            choice, hits, here = next(drawn), None, self._here(row.sequence)
+            if accepted and row.verified:
+                hits = next(judged)
+            if row.drafts:
+                mine = [choice, *(next(drawn) for _ in range(row.drafts))]
+                hits = _hits(row, mine) if hits is None else hits
+                tokens += self._take(row, mine[: hits + 1]) if here else []
+            elif here:
+                tokens.append(self._append(row.sequence, row.end, choice))
         for fork in step.forks:
             choice = next(drawn)
             if self._here(fork.follower):
@@ -375,7 +380,7 @@ class DecoderRunner:
         return tokens
 
     def _take(self, row: Row, choices: list[Choice]) -> list[TokenEvent]:
-        """Adds to the row's sequence what was drawn in the places of its accepted drafts, and behind them; none behind
+        """Adds to a row's sequence what was drawn in the places of its accepted drafts, and behind them; none behind
         the end.
         """
         sequence, first = row.sequence, row.end - row.drafts
@@ -384,7 +389,7 @@ class DecoderRunner:
             events.append(self._append(sequence, first + place, choice))
             if events[-1].finish_reason is not None:
                 break
-        if row.drafts and self.speculation is not None:
+        if self.speculation is not None:
             self.speculation.verified(sequence, row.drafts, min(len(choices) - 1, len(events)))
         return events
 
@@ -499,7 +504,7 @@ class DecoderRunner:
         running = scheduler.running
         return {
             **self._counters,
-            **{f"overlap_waits_{reason}": count for reason, count in self._waits.items()},
+            **{f"waited_{reason}": count for reason, count in self._waits.items()},
             "preemptions": scheduler.preemptions,
             "recomputes": scheduler.recomputes,
             "forks": scheduler.forks,

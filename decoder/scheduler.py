@@ -124,12 +124,10 @@ class Step:
         return sum(row.count for row in self.rows)
 
     @property
-    def ends(self) -> Iterator[tuple[Sequence, int]]:
-        """How far each sequence of the step is computed with it."""
-        for row in self.rows:
-            yield row.sequence, row.end
-        for fork in self.forks:
-            yield fork.follower, fork.follower.prompt_len
+    def sequences(self) -> Iterator[Sequence]:
+        """Those that the step computes, or starts."""
+        yield from (row.sequence for row in self.rows)
+        yield from (fork.follower for fork in self.forks)
 
     @property
     def empty(self) -> bool:
@@ -304,7 +302,7 @@ class Scheduler:
         for sequence in self._running_order():
             if budget == 0:
                 break
-            if sequence.status is not Status.RUNNING or sequence.full:
+            if sequence.status is not Status.RUNNING or (sequence.unread and sequence.full):
                 continue
             row = self._drafted(sequence, min(spare, budget - 1), step) or self._row(sequence, budget)
             if row is not None and self._grow(sequence, row.end, step, chosen):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """`torch.tensor(values)` on a device. The copy is queued on the current stream."""
-    if torch.device(device).type == "cpu":
+    if device == "cpu" or torch.device(device).type == "cpu":
         return torch.tensor(values, dtype=dtype)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 

@@ -72,6 +72,7 @@ def decoder_options(options: EngineOptions, checkpoint: Checkpoint) -> DecoderOp
         spec_state=options.spec_state,
         draft_policy=options.draft_policy,
         graphs=options.graphs,
+        overlap=options.overlap,
         weights=options.weights,
         native=options.native,
     )

@@ -106,6 +106,12 @@ class EngineOptions:
         "graphs of encoder and decoder: on, off, or where they pay (a decoder's on a GPU, an encoder's where they win)",
         choices=("auto", "on", "off"),
     )
+    overlap: str = _option(
+        "auto",
+        "a decoder step is prepared while the device runs the one before it: on, off, or where there is a GPU; answers "
+        "are the same",
+        choices=("auto", "on", "off"),
+    )
     token_budgets: tuple[int, ...] = _option(
         (), "encoder budgets in image tokens, such as 64,256,1024; unset: a ladder", minimum=1
     )

@@ -131,8 +131,8 @@ class _EngineCollector:
 _GAUGES = re.compile(
     r"live|running|waiting|leases|cached|reserved|writing|ready|quarantined|unused_graphs|cache_checkpoints|\w+_(bytes|blocks|slots|pages|now)"
 )
-_GRAPH_COUNTER = re.compile(r"(replays|eager)_(\w+)|(drafted|accepted)_(\d+)")
-_LABELS = {"replays": "budget", "eager": "reason", "drafted": "position", "accepted": "position"}
+_GRAPH_COUNTER = re.compile(r"(replays|eager|waited)_(\w+)|(drafted|accepted)_(\d+)")
+_LABELS = {"replays": "budget", "eager": "reason", "waited": "reason", "drafted": "position", "accepted": "position"}
 
 
 def engine_metrics(stats: dict[str, Any]) -> Iterator[Metric]:

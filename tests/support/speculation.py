@@ -30,6 +30,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "preempted": (False, True),
     "graphs": ("off", "on"),
     "native": ("auto", "off"),
+    "overlap": ("off", "on"),
 }
 """What of `answers` may be combined with what."""
 
