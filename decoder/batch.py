@@ -7,10 +7,10 @@ To attention, tokens of the first two kinds are single queries. What a layer nee
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -69,7 +69,7 @@ class ScanRows:
 
 
 @dataclass(frozen=True)
-class VerifyRows:
+class VerifyTensors:
     """The V rows after the updates: up to T tokens each, of which the first ones will stay. Padding: seat, slots -1,
     accepted 1 (0 where inputs are replayed), length 0.
     """
@@ -97,6 +97,27 @@ class VerifyRows:
     def pack(self, x_VTX: Tensor) -> Tensor:
         """`[V, T, X]` -> packed tokens `[N, X]`."""
         return x_VTX.reshape(-1, x_VTX.shape[-1]).index_select(0, self.packed)
+
+
+class Held(NamedTuple):
+    """What the host knows of a row to be verified."""
+
+    seat: int
+    slots: list[int]
+    accepted: int
+    """As in `VerifyTensors`."""
+    tokens: int
+
+
+class VerifyRows:
+    """Rows to be verified: as the host knows them, `None` in a graph, and as tensors, which are made when asked for."""
+
+    def __init__(self, held: tuple[Held, ...] | None, replayed: bool, make: Callable[[], VerifyTensors]) -> None:
+        self.held, self.replayed, self._make = held, replayed, make
+
+    @cached_property
+    def tensors(self) -> VerifyTensors:
+        return self._make()
 
 
 @dataclass(frozen=True)
@@ -167,6 +188,8 @@ class SeatStates:
         shape = (options.max_seqs, options.slots_per_seq)
         self.slots = torch.full(shape, -1, dtype=torch.int64, device=options.device)
         self.accepted = torch.ones(options.max_seqs, dtype=torch.int64, device=options.device)
+        self._accepted = self.accepted.numpy() if options.device == "cpu" else self.accepted
+        """The same memory; a number is written there in a tenth of the time."""
         self._written = [-1] * options.max_seqs
 
     def update(self, sequence: Sequence) -> None:
@@ -184,7 +207,7 @@ class SeatStates:
 
     def accept(self, sequence: Sequence) -> None:
         """The seat's count is what its sequence has now."""
-        self.accepted[sequence.seat] = sequence.replayed if self.replayed else sequence.accepted
+        self._accepted[sequence.seat] = sequence.replayed if self.replayed else sequence.accepted
 
 
 class BatchBuilder:
@@ -229,23 +252,22 @@ class BatchBuilder:
             if row.samples:
                 samples += range(len(ids) - 1 - row.drafts, len(ids))
         slots = [row.sequence.slot for row in rows[:updates]]
-        tables, places = self._pages(rows)
         lengths = [row.start + 1 + i for row in rows[:alone] for i in range(row.count)]
-        owners = [index for index, row in enumerate(rows[:alone]) for _ in range(row.count)]
-        verified = updates < alone
+        queries = len(lengths)
+        tables, places = self._pages(rows, alone)
         batch = Batch(
             ids_T=self._tensor(ids),
             splices=tuple(splices),
             updates=updates,
             slots_U=self._tensor(slots),
             slot_runs=tuple(SlotRun.of(slots)),
-            queries=len(lengths),
+            queries=queries,
             lengths_Q=self._tensor(lengths),
             longest=max(lengths, default=0),
-            tables_QW=tables.index_select(0, self._tensor(owners)) if verified and self.tables else tables[:alone],
+            tables_QW=tables[:queries],
             places_T=places,
-            verify=self._verify(rows[updates:alone]) if verified else None,
-            scan=self._scan(rows[alone:], tables[alone:], checkpoints or {}) if alone < len(rows) else None,
+            verify=self._verify(rows[updates:alone]) if updates < alone else None,
+            scan=self._scan(rows[alone:], tables[queries:], checkpoints or {}) if alone < len(rows) else None,
             samples=None if len(samples) == len(ids) else self._tensor(samples),
         )
         return batch if unread is None else self._filled(batch, rows, unread)
@@ -281,8 +303,8 @@ class BatchBuilder:
     def _tensor(self, values: list[int]) -> Tensor:
         return upload(values, torch.int64, self.options.device) if values else self._empty
 
-    def _pages(self, rows: SequenceOf[Row]) -> tuple[Tensor, Tensor]:
-        """Page tables of the rows, and the place of each token."""
+    def _pages(self, rows: SequenceOf[Row], alone: int) -> tuple[Tensor, Tensor]:
+        """Page tables of each token of the first `alone` rows and of the rows behind them; the place of each token."""
         if self.tables is None:
             return self._empty, self._empty
         size = self.options.page_size
@@ -294,8 +316,9 @@ class BatchBuilder:
                 places.append(pages[row.start // size] * size + row.start % size)
             else:
                 places += [pages[p // size] * size + p % size for p in range(row.start, row.end)]
-        seats = self._tensor([row.sequence.seat for row in rows])
-        return self.tables.table.index_select(0, seats), self._tensor(places)
+        seats = [row.sequence.seat for row in rows[:alone] for _ in range(row.count)]
+        seats += [row.sequence.seat for row in rows[alone:]]
+        return self.tables.table.index_select(0, self._tensor(seats)), self._tensor(places)
 
     def page_tables(self, sequences: SequenceOf[Sequence]) -> Tensor:
         """`[R, W]` page numbers of sequences in order, -1 beyond what each has."""
@@ -305,19 +328,27 @@ class BatchBuilder:
         return self.tables.table.index_select(0, self._tensor([sequence.seat for sequence in sequences]))
 
     def _verify(self, rows: SequenceOf[Row]) -> VerifyRows:
+        replayed, held = self.states.replayed, []
+        for row in rows:
+            sequence, slots = row.sequence, row.sequence.slots
+            reserved = f"{row.count} tokens to verify, but {len(slots)} state slots are reserved"
+            assert replayed or len(slots) >= row.count, reserved
+            accepted = sequence.replayed if replayed else sequence.accepted
+            held.append(Held(sequence.seat, slots, accepted, row.count))
+        return VerifyRows(tuple(held), replayed, partial(self._verify_tensors, rows))
+
+    def _verify_tensors(self, rows: SequenceOf[Row]) -> VerifyTensors:
         replayed, width = self.states.replayed, max(row.count for row in rows)
         starts = [0]
         for row in rows:
             self.states.update(row.sequence)
             starts.append(starts[-1] + row.count)
-            held = len(row.sequence.slots)
-            assert replayed or held >= row.count, f"{row.count} tokens to verify, but {held} state slots are reserved"
         seats = self._tensor([row.sequence.seat for row in rows])
         places = [
             [start + (i if i < row.count else 0) for i in range(width)]
             for start, row in zip(starts, rows, strict=False)
         ]
-        return VerifyRows(
+        return VerifyTensors(
             seats_V=seats,
             slots_VT=self.states.slots.index_select(0, seats),
             accepted_V=self.states.accepted.index_select(0, seats),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from decoder.batch import Batch, BatchBuilder, ScanRows, VerifyRows
+from decoder.batch import Batch, BatchBuilder, ScanRows, VerifyRows, VerifyTensors
 from decoder.config import DecoderConfig, DecoderOptions
 from kernels.chunk_scan import chunk_table
 from kernels.dispatch import implementation
@@ -196,8 +196,8 @@ def decode_batch(view: Mapping[str, Tensor], longest: int) -> Batch:
 
 def places_of(batch: Batch, size: int, width: int) -> Tensor:
     """Where in a verify bucket each token of the batch is."""
-    rows = batch.verify
-    assert rows is not None
+    assert batch.verify is not None
+    rows = batch.verify.tensors
     given = rows.places_VT.shape[1]
     row, place = torch.div(rows.packed, given, rounding_mode="floor"), rows.packed % given
     return torch.cat((torch.arange(batch.updates, device=row.device), size + row * width + place))
@@ -207,8 +207,8 @@ def verify_values(
     x_TD: Tensor, batch: Batch, fields: Mapping[str, Field], size: int, places: Tensor
 ) -> dict[str, Tensor]:
     """The batch's tokens at `places`, fill elsewhere."""
-    rows = batch.verify
-    assert rows is not None
+    assert batch.verify is not None
+    rows = batch.verify.tensors
 
     def spread(name: str, value: Tensor) -> Tensor:
         fill = fields[name].fill
@@ -234,7 +234,7 @@ def verify_batch(view: Mapping[str, Tensor], longest: int, span: int, width: int
     """The places of its tokens never change."""
     size, empty = view["slots"].shape[0], view["slots"][:0]
     packed = torch.arange(size * width, device=empty.device)
-    rows = VerifyRows(
+    rows = VerifyTensors(
         seats_V=view["seats"],
         slots_VT=view["row_slots"],
         accepted_V=view["accepted"],
@@ -244,7 +244,7 @@ def verify_batch(view: Mapping[str, Tensor], longest: int, span: int, width: int
         span=span,
         slot_runs=None,
     )
-    return replace(decode_batch(view, longest), verify=rows)
+    return replace(decode_batch(view, longest), verify=VerifyRows(None, span > 0, lambda: rows))
 
 
 def mixed_values(x_TD: Tensor, batch: Batch, room: Mapping[str, int] | None) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from decoder.batch import Batch, VerifyRows
+from decoder.batch import Batch, VerifyTensors
 from decoder.config import DecoderConfig, DecoderOptions
 from kernels.causal_conv1d import causal_conv1d, causal_conv1d_tokens, causal_conv1d_update
 from kernels.chunk_scan import chunk_scan
@@ -100,7 +100,7 @@ class MambaMixer:
         if updates:
             parts.append(self._update(conv_in[:updates], dt[:updates], batch))
         if batch.verify is not None:
-            parts.append(self._verify(projected[updates:queries, self.sizes[0] :], batch.verify))
+            parts.append(self._verify(projected[updates:queries, self.sizes[0] :], batch.verify.tensors))
         if batch.scan is not None:
             parts.append(self._scan(conv_in[queries:], dt[queries:], batch))
         y = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -135,7 +135,7 @@ class MambaMixer:
         )
         return y.reshape(x.shape[0], -1)
 
-    def _verify(self, inputs_NX: Tensor, rows: VerifyRows) -> Tensor:
+    def _verify(self, inputs_NX: Tensor, rows: VerifyTensors) -> Tensor:
         """Tokens that may be taken back: states are written for each of them, or inputs kept instead of states."""
         if not self.ring.numel():
             return rows.pack(self._verify_in_slots(rows.spread(inputs_NX), rows))
@@ -146,7 +146,7 @@ class MambaMixer:
         )  # fmt: skip
         return rows.pack(y.flatten(2))
 
-    def _verify_in_slots(self, inputs_VTX: Tensor, rows: VerifyRows) -> Tensor:
+    def _verify_in_slots(self, inputs_VTX: Tensor, rows: VerifyTensors) -> Tensor:
         count, tokens = inputs_VTX.shape[:2]
         conv_in, dt = inputs_VTX.split(self.sizes[1:], dim=-1)
         given = (rows.slots_VT, rows.accepted_V, rows.lengths_V)

@@ -70,39 +70,52 @@ class _Rows:
 
 def _rows(batch: Batch, single: _Rows) -> _Rows:
     """`single`: what there is to say of any rows of one token on top of a state, but for their slots."""
-    updates, queries, verify, scan = batch.updates, batch.queries, batch.verify, batch.scan
-    if verify is None and scan is None:
+    scan = batch.scan
+    if batch.verify is None and scan is None:
         return replace(single, slots=batch.slots_U)
-    starts, slots, saves = torch.arange(updates + 1), batch.slots_U, torch.empty(0, 3, dtype=torch.int64)
+    rows = _verified(batch, single) if batch.verify is not None else replace(single, slots=batch.slots_U)
+    if scan is None:
+        return rows
+    before, behind, queries = rows.slots.shape[0], scan.slots_R.shape[0], batch.queries
+    kept = [(row + before, end + queries, slot) for row, end, slot in scan.window_saves]
     rewound = None
-    if verify is not None:
-        lengths = verify.lengths_V
-        begins = F.pad(lengths.cumsum(0), (1, 0)) + updates
-        starts = torch.cat((starts, begins[1:]))
-        if verify.span:
-            own = origin = verify.slots_VT[:, 0]
-            seats, counts = verify.seats_V, verify.accepted_V
-        else:  # a row works in the slot of its last token, and leaves a state in that of each before it
-            own, origin = (verify.slots_VT.gather(1, at[:, None] - 1)[:, 0] for at in (lengths, verify.accepted_V))
-            seats = counts = torch.full_like(lengths, -1)
-            row, token = (torch.arange(verify.slots_VT.shape[1]) < lengths[:, None] - 1).nonzero(as_tuple=True)
-            saves = torch.stack((row + updates, begins[row] + token + 1, verify.slots_VT[row, token]), 1)
-        slots = torch.cat((slots, own))
-        none = torch.full((updates,), -1, dtype=torch.int64)
-        behind = scan.slots_R.shape[0] if scan is not None else 0
-        columns = ((batch.slots_U, origin), (none, seats), (none, counts))
-        rewound = [F.pad(torch.cat(column), (0, behind), value=-1) for column in columns]
-        if scan is not None:
-            rewound[0][slots.shape[0] :] = scan.slots_R
-    before = slots.shape[0]
-    initial = torch.ones(before, dtype=torch.int64)
-    if scan is not None:
-        starts = torch.cat((starts, scan.starts_R[1:] + queries))
-        slots = torch.cat((slots, scan.slots_R))
-        initial = torch.cat((initial, scan.initial_R.to(torch.int64)))
-        kept = [(row + before, end + queries, slot) for row, end, slot in scan.window_saves]
-        saves = torch.cat((saves, torch.tensor(kept, dtype=torch.int64).view(-1, 3)))
-    return _Rows(starts, slots, initial, saves, None if rewound is None else (rewound[0], rewound[1], rewound[2]))
+    if rows.rewound is not None:
+        origins, *rings = rows.rewound
+        seats, counts = (F.pad(column, (0, behind), value=-1) for column in rings)
+        rewound = torch.cat((origins, scan.slots_R)), seats, counts
+    return _Rows(
+        torch.cat((rows.starts[: before + 1], scan.starts_R[1:] + queries)),
+        torch.cat((rows.slots, scan.slots_R)),
+        torch.cat((single.initial[:before], scan.initial_R.to(torch.int64))),
+        torch.cat((rows.saves, torch.tensor(kept, dtype=torch.int64).view(-1, 3))),
+        rewound,
+    )
+
+
+def _verified(batch: Batch, single: _Rows) -> _Rows:
+    """Rows of one token, then rows that are verified, from what the host knows of them."""
+    updates, verify = batch.updates, batch.verify
+    assert verify is not None and verify.held is not None
+    slots = batch.slots_U.tolist()
+    starts, origins = list(range(updates + 1)), list(slots)
+    seats, counts = [-1] * updates, [-1] * updates
+    saves: list[int] = []
+    for seat, of, accepted, count in verify.held:
+        begin = starts[-1]
+        if (
+            not verify.replayed
+        ):  # a row works in the slot of its last token, and leaves a state in that of each before it
+            for token in range(count - 1):
+                saves += (len(slots), begin + token + 1, of[token])
+        starts.append(begin + count)
+        slots.append(of[0 if verify.replayed else count - 1])
+        origins.append(of[0 if verify.replayed else accepted - 1])
+        seats.append(seat if verify.replayed else -1)
+        counts.append(accepted if verify.replayed else -1)
+    parts = (starts, slots, origins, seats, counts, saves)
+    table = torch.tensor([value for part in parts for value in part], dtype=torch.int64)
+    begins, own, *rewound, kept = table.split([len(part) for part in parts])
+    return _Rows(begins, own, single.initial, kept.view(-1, 3), (rewound[0], rewound[1], rewound[2]))
 
 
 class NativeStep(Operations):
