@@ -74,7 +74,7 @@ class StepJob : public Job {
         const size_t needed = std::max(m_.ld, own);
         if (scratch.size() < needed) scratch.resize(needed);
         switch (op.code) {
-            case LINEAR: run_unit(product_of(m_, op, step_), Units(op.weight, step_.tokens, m_.threads), unit, step_.tokens); break;
+            case LINEAR: run_linear(phase, unit); break;
             case MAMBA:
                 if (m_.stored_bf16) mamba<uint16_t>(m_, op, step_, unit / m_.groups, unit % m_.groups, scratch.data());
                 else mamba<float>(m_, op, step_, unit / m_.groups, unit % m_.groups, scratch.data());
@@ -96,6 +96,14 @@ class StepJob : public Job {
     }
 
   private:
+    void run_linear(int64_t phase, int64_t unit) const {
+        const Op& op = m_.ops[first_ + phase];
+        Product job = product_of(m_, op, step_);
+        for (int64_t i = first_ + phase + 1; i < last_ && !job.next; i++)
+            if (m_.ops[i].code == LINEAR) job.next = &m_.ops[i].weight;
+        run_unit(job, Units(op.weight, step_.tokens, m_.threads), unit, step_.tokens);
+    }
+
     // Token after token of a row: each looks at the keys that those before it have written.
     void attend(const Op& op, int64_t row, int64_t head, std::vector<float>& scratch) const {
         for (int64_t token = step_.starts[row]; token < step_.starts[row + 1]; token++) {

@@ -25,6 +25,11 @@ inline uint16_t float_to_bf16(float f) {  // round to nearest even; NaN stays Na
     return uint16_t(f != f ? 0x7fc0 : rounded);
 }
 
+inline __mmask16 first_lanes(int64_t left) { return left >= 16 ? __mmask16(0xffff) : __mmask16((1 << left) - 1); }
+
+// Sixteen at once: as float_to_bf16, but that what is too small for a normal number is zero, as it is when multiplied.
+inline void store_bf16(uint16_t* to, __mmask16 m, __m512 v) { _mm256_mask_storeu_epi16(to, m, (__m256i)_mm512_cvtneps_pbh(v)); }
+
 // exp within 2 ulp on [-87, 88], clamped outside: 2^n times a polynomial of the rest (Cephes' coefficients).
 inline float fast_exp(float x) {
     x = std::min(std::max(x, -87.0f), 88.0f);

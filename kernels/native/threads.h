@@ -8,6 +8,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <mutex>
@@ -17,13 +18,17 @@
 
 namespace {
 
-// A job is a row of phases, a phase some units of work; a phase begins when all units of the one before it are done.
+// A job is a row of phases, a phase some units of work; a phase begins when all units of the one before it are done. Each
+// thread has a lane of neighbouring units, so that it reads weights on and on, and helps in the others' lanes when its own is empty.
 class Job {
   public:
     virtual int64_t phases() const = 0;
     virtual int64_t units(int64_t phase) const = 0;
     virtual void run(int64_t phase, int64_t unit, std::vector<float>& scratch) const = 0;
 };
+
+// Lane j of `threads`: units [lane_begin(j), lane_begin(j + 1)).
+inline int64_t lane_begin(int64_t units, int64_t threads, int64_t lane) { return units * lane / threads; }
 
 // The caller and its helpers. Nobody waits for a thread, only for units that were taken: a helper that sleeps, or that has
 // lost its core, costs no more than its absence. So each counter carries the number of its job, and a helper that comes late
@@ -41,34 +46,36 @@ class Pool {
             for (; helpers_ < threads - 1; helpers_++) std::thread(&Pool::help, this, helpers_).detach();
         } catch (const std::system_error&) {
         }  // no more threads to be had: those that there are do the work
-        const int64_t phases = job.phases();
-        if (phases > int64_t(counters_.size())) {
-            for (auto& old : counters_) old.taken.store(0);
+        const int64_t phases = job.phases(), each = threads + 1;  // counters of a phase: a lane for each thread, and what is done
+        if (phases * each > int64_t(counters_.size())) {
+            for (auto& old : counters_) old.value.store(0);
             retired_.push_back(std::move(counters_));  // a late helper may still look at it
-            counters_ = std::vector<Counter>(phases);
+            counters_ = std::vector<Counter>(phases * each);
         }
         const uint64_t number = (number_ + 1) & NUMBER_MASK;
         for (int64_t i = 0; i < phases; i++) {
-            const uint64_t start = number << 40 | uint64_t(job.units(i)) << 20;
-            counters_[i].done.store(start, std::memory_order_relaxed);
-            counters_[i].taken.store(start, std::memory_order_relaxed);
+            const int64_t units = job.units(i);
+            for (int64_t lane = 0; lane < threads; lane++)
+                counters_[i * each + lane].start(number, lane_begin(units, threads, lane + 1) - lane_begin(units, threads, lane));
+            counters_[i * each + threads].start(number, units);
         }
         job_.store(&job, std::memory_order_relaxed);
-        shared_.store(counters_.data(), std::memory_order_relaxed);
-        phases_.store(phases, std::memory_order_relaxed);
+        // A helper reads these in the other order: a layout never comes with counters that are too few for it.
+        shared_.store(counters_.data(), std::memory_order_release);
+        layout_.store(uint64_t(phases) << 32 | uint64_t(threads), std::memory_order_release);
         wanted_.store(threads - 1, std::memory_order_relaxed);
         number_ = number;
         signal_.store(uint32_t(number), std::memory_order_seq_cst);
         if (sleepers_.load(std::memory_order_seq_cst)) futex(FUTEX_WAKE_PRIVATE, int(threads - 1));
-        work(counters_.data(), phases, number);
+        work(counters_.data(), phases, threads, 0, number);
     }
 
   private:
-    struct Counter {  // number of the job << 40 | units of the phase << 20 | units taken, or done
-        std::atomic<uint64_t> taken{0};
-        alignas(64) std::atomic<uint64_t> done{0};
+    struct alignas(64) Counter {  // number of the job << 40 | units << 20 | units taken, or done
+        std::atomic<uint64_t> value{0};
         Counter() = default;
         Counter(const Counter&) {}
+        void start(uint64_t number, int64_t units) { value.store(number << 40 | uint64_t(units) << 20, std::memory_order_relaxed); }
     };
     static constexpr uint64_t NUMBER_MASK = 0xffffff, COUNT_MASK = 0xfffff;
     static constexpr int SPINS = 1024, IDLE_SPINS = 1024;  // of some 40 cycles
@@ -82,25 +89,36 @@ class Pool {
         syscall(SYS_futex, reinterpret_cast<uint32_t*>(&signal_), operation, value, nullptr, nullptr, 0);
     }
 
-    void work(Counter* counters, int64_t phases, uint64_t number) {
-        for (int64_t i = 0; i < phases; i++) {
-            Counter& counter = counters[i];
-            uint64_t seen = counter.taken.load(std::memory_order_acquire);
-            for (;;) {
-                if (seen >> 40 != number) return;
-                if ((seen & COUNT_MASK) >= (seen >> 20 & COUNT_MASK)) break;
-                if (!counter.taken.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel)) continue;
-                job_.load(std::memory_order_relaxed)->run(i, int64_t(seen & COUNT_MASK), scratch());
-                counter.done.fetch_add(1, std::memory_order_acq_rel);
-                seen = counter.taken.load(std::memory_order_acquire);
-            }
+    // Its own lane first, then those of the threads behind it.
+    void work(Counter* counters, int64_t phases, int64_t threads, int64_t thread, uint64_t number) {
+        for (int64_t i = 0; i < phases; i++, counters += threads + 1) {
+            std::atomic<uint64_t>& all = counters[threads].value;
+            for (int64_t j = 0; j < threads; j++)
+                if (!work_lane(counters, i, threads, (thread + j) % threads, number)) return;
             for (int spins = 0;; spins++) {
-                const uint64_t done = counter.done.load(std::memory_order_acquire);
+                const uint64_t done = all.load(std::memory_order_acquire);
                 if (done >> 40 != number) return;
                 if ((done & COUNT_MASK) == (done >> 20 & COUNT_MASK)) break;
                 if (spins < SPINS) _mm_pause();
                 else sched_yield();
             }
+        }
+    }
+
+    // Whether the job goes on.
+    bool work_lane(Counter* counters, int64_t phase, int64_t threads, int64_t lane, uint64_t number) {
+        std::atomic<uint64_t>&taken = counters[lane].value, &all = counters[threads].value;
+        uint64_t seen = taken.load(std::memory_order_acquire);
+        for (;;) {
+            if (seen >> 40 != number) return false;
+            if ((seen & COUNT_MASK) >= (seen >> 20 & COUNT_MASK)) return true;
+            if (!taken.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel)) continue;
+            // The unit holds the job: its units cannot all be done before this one is.
+            const int64_t units = all.load(std::memory_order_relaxed) >> 20 & COUNT_MASK;
+            const int64_t unit = lane_begin(units, threads, lane) + int64_t(seen & COUNT_MASK);
+            job_.load(std::memory_order_relaxed)->run(phase, unit, scratch());
+            all.fetch_add(1, std::memory_order_acq_rel);
+            seen = taken.load(std::memory_order_acquire);
         }
     }
 
@@ -112,8 +130,10 @@ class Pool {
             while (signal_.load(std::memory_order_seq_cst) == seen) futex(FUTEX_WAIT_PRIVATE, int(seen));
             sleepers_.fetch_sub(1, std::memory_order_seq_cst);
             seen = signal_.load(std::memory_order_acquire);
-            if (index < wanted_.load(std::memory_order_relaxed))
-                work(shared_.load(std::memory_order_relaxed), phases_.load(std::memory_order_relaxed), seen);
+            if (index >= wanted_.load(std::memory_order_relaxed)) continue;
+            const uint64_t layout = layout_.load(std::memory_order_acquire);
+            const int64_t threads = layout & 0xffffffff;
+            work(shared_.load(std::memory_order_acquire), layout >> 32, threads, std::min(index + 1, threads - 1), seen);
         }
     }
 
@@ -124,7 +144,8 @@ class Pool {
     uint64_t number_ = 0;
     std::atomic<const Job*> job_{nullptr};
     std::atomic<Counter*> shared_{nullptr};
-    std::atomic<int64_t> phases_{0}, wanted_{0};
+    std::atomic<uint64_t> layout_{0};  // phases << 32 | threads
+    std::atomic<int64_t> wanted_{0};
     std::atomic<uint32_t> signal_{0};
     std::atomic<int> sleepers_{0};
 };
