@@ -149,9 +149,12 @@ def local_encoder(
     """The encoder in this process: on a GPU it has a thread, on a CPU whoever built it gives it turns; short ones where
     the thread is `shared` with a decoder."""
     on_gpu = torch.device(resolve_device(options)).type != "cpu"
+    if on_gpu and options.encoder_turn is not None:
+        log.warning("encoder_turn %g has no effect: on a GPU the encoder has a thread of its own", options.encoder_turn)
+    turn = TURN_SECONDS if options.encoder_turn is None else options.encoder_turn
     return LocalEncoder(
         _encoder_runner(options, checkpoint, vision), handoff, step_tokens=step_tokens(options, vision),
-        own_thread=on_gpu, turn_seconds=TURN_SECONDS if shared and not on_gpu else None,
+        own_thread=on_gpu, turn_seconds=turn if shared and not on_gpu else None,
     )  # fmt: skip
 
 

@@ -121,6 +121,12 @@ class EngineOptions:
     encoder_step_tokens: int | None = _option(
         None, "image tokens the encoder takes on at a time; unset: the largest legal picture", minimum=1
     )
+    encoder_turn: float | None = _option(
+        None,
+        "seconds that pictures are encoded for between two decoder steps, where both share the cores of a CPU: shorter "
+        "for steadier streams, longer for sooner pictures; unset: 0.1",
+        minimum=0,
+    )
     role: str = _option(
         "all",
         "all = pictures are encoded and answers generated here, encoder = pictures are encoded for others, decoder = "
@@ -155,6 +161,9 @@ class EngineOptions:
             raise ConfigError(f"encoders: {','.join(self.encoders)} would not be used by --role {self.role}")
         if self.encoder_process and self.role != "all":
             raise ConfigError(f"encoder_process: it would have nothing to do in --role {self.role}")
+        if self.encoder_turn is not None and (self.encoder_process or self.role != "all"):
+            where = "with --encoder-process" if self.encoder_process else f"by --role {self.role}"
+            raise ConfigError(f"encoder_turn: {self.encoder_turn:g} would not be used {where}: nobody takes turns")
         for address in self.encoders:
             if not re.fullmatch(r".+:\d+", address):
                 raise ConfigError(f"encoders: {address!r} is not HOST:PORT")

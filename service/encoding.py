@@ -20,9 +20,11 @@ from service.handoff import EncodingFailed, Work
 
 log = logging.getLogger(__name__)
 
-TURN_SECONDS = 0.02
-"""Between two decoder steps, where both share the cores: about what a step of a full batch takes. A picture then makes
-another request's inter-token time longer by this and one layer, however large the picture is."""
+TURN_SECONDS = 0.1
+"""Between two decoder steps, where both share the cores. A running stream is never without a token for longer than
+this, a layer and a step, however large the pictures are and however many: nine tokens a second, faster than one reads.
+A decoder step of few rows, which reads all weights for them, then takes a twentieth of the time that pictures wait for.
+"""
 
 
 class Encoding(Protocol):
@@ -68,8 +70,8 @@ class LocalEncoder:
         self, runner: EncoderRunner, handoff: WorkSource, *, step_tokens: int | None = None, own_thread: bool = False,
         turn_seconds: float | None = None,
     ) -> None:  # fmt: skip
-        """`step_tokens`: image tokens that the encoder takes on at a time. `turn_seconds`: how long a turn may last,
-        and a layer of the tower longer; None: a launch."""
+        """`step_tokens`: image tokens that the encoder takes on at a time. `turn_seconds`: how long a turn lasts while
+        there is work, and a layer of the tower longer; None: a launch."""
         self.runner = runner
         self.seconds = 0.0
         self._handoff = handoff
@@ -119,21 +121,32 @@ class LocalEncoder:
             on_fatal(error)
 
     def _launch(self) -> bool:
-        """A turn at the batch under way, or at the next one that the handoff has space reserved for. False where
-        there is nothing to encode."""
+        """A turn at the batch under way and at those that the handoff has space reserved for. False where there is
+        nothing to encode."""
         started = time.perf_counter()
+        left = self._turn_seconds
+        if not self._advance(left):
+            return False
+        while self._turn_seconds is not None:
+            left = self._turn_seconds - (time.perf_counter() - started)
+            if left <= 0 or not self._advance(left):
+                break
+        self.seconds += time.perf_counter() - started
+        return True
+
+    def _advance(self, seconds: float | None) -> bool:
+        """Works on one batch, for so long or to its end. False where there is none."""
         if self._batch is None and not self._begin():
             return False
         if self._batch is not None:
             work, job = self._batch
             try:
-                if not job.step(self._turn_seconds):
+                if not job.step(seconds):
                     self._batch = None
                     self._handoff.publish(work, job.rows)
             except Exception as error:
                 self._batch = None
                 self._encode_alone(work, error)
-        self.seconds += time.perf_counter() - started
         return True
 
     def _begin(self) -> bool:

@@ -53,6 +53,12 @@ def test_help_says_what_each_option_takes(capsys: pytest.CaptureFixture[str], mo
     ("argv", "env", "message"),
     [
         (["--max-seqs", "0"], {}, "max_seqs: 0 is below the minimum of 1"),
+        (
+            ["--encoder-turn", "0.2", "--encoder-process"],
+            {},
+            "encoder_turn: 0.2 would not be used with --encoder-process",
+        ),
+        (["--encoder-turn", "0.2", "--role", "encoder"], {}, "encoder_turn: 0.2 would not be used by --role encoder"),
         (["--max-seqs", "many"], {}, "max_seqs: 'many' is not a whole number"),
         (["--dtype", "int3"], {}, "dtype: 'int3' is not one of float32, bfloat16"),
         (["--token-budgets", "64,0"], {}, "token_budgets: 0 is below"),

@@ -73,6 +73,18 @@ def test_a_turn_is_no_longer_than_a_layer_where_it_must_be_short(handoff: Handof
     lease.release()
 
 
+def test_a_turn_goes_on_with_the_next_pictures_while_it_lasts(handoff: Handoff) -> None:
+    encoder = LocalEncoder(runner(), handoff, step_tokens=4, turn_seconds=3600.0)
+    images = [random_image(TINY.config, 4, 4, seed=seed) for seed in range(3)]
+    leases = [handoff.lease(bytes([i]), image, "r") for i, image in enumerate(images)]
+    assert encoder.turn() and all(lease.ready for lease in leases)
+    assert not encoder.turn()
+    assert encoder.runner.stats()["images"] == 3
+    for lease, image in zip(leases, images, strict=True):
+        assert relative_error(lease.rows(), alone(image)) <= 1e-5
+        lease.release()
+
+
 def test_a_thread_of_its_own_works_until_it_is_closed(handoff: Handoff) -> None:
     encoder = LocalEncoder(runner(), handoff, own_thread=True)
     handoff.on_change = encoder.wake
