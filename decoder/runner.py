@@ -192,8 +192,7 @@ class DecoderRunner:
                 return "pooled"
             if sequence.computed < sequence.prompt_len:
                 return "prompt_logprobs"
-        running = self.scheduler.running
-        return "checkpoint" if any(s.unread and s.computed + 1 >= s.next_mark for s in running) else None
+        return "checkpoint" if self.scheduler.needs_ids else None
 
     def _launch(self) -> Flight:
         """Schedule, move, run. What the step leaves in memory is taken over here, unless drafts are to be judged."""

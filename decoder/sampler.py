@@ -1,4 +1,4 @@
-"""From a step's logits to tokens: groups rows by what they ask for, and keeps what penalties need.
+"""From a step's logits to tokens: says what each row asks for, and keeps what penalties need.
 
 A row's answer depends on its own logits, its own tokens and (seed, sample index, position) only: never on the batch
 that it is in.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,14 +19,12 @@ from decoder.request import Sequence
 from decoder.sampling import Choice
 from kernels.dispatch import implementation
 from kernels.native import NativeUnavailable
-from kernels.sample import Wishes, draw, draw_filtered, greedy, logprobs, penalise, sample, uniform
+from kernels.sample import Wishes, greedy, logprobs, penalise, sample
 from kernels.transfer import upload
 
 __all__ = ["Choice", "Sampler"]
 
 log = logging.getLogger(__name__)
-
-UNIFORMS_AHEAD = 64
 
 
 class Drawn(NamedTuple):
@@ -62,9 +60,6 @@ class _Seat:
     admission: int = -1
     counted: int = 0
     """Tokens that the penalty buffers hold."""
-    first: int = 0
-    uniforms: list[float] = field(default_factory=list)
-    """Random numbers of positions `first` onwards."""
     bias: tuple[Tensor, Tensor] | None = None
     ends: Tensor | None = None
 
@@ -115,7 +110,7 @@ class Sampler:
         ahead = ahead or [()] * len(sequences)
         raw = logits_LV.float()
         adjusted = self._adjust(raw, sequences, ahead)
-        tokens = self._draw(adjusted, sequences, ahead)
+        tokens = sample(adjusted, self._wishes(sequences, ahead))
         return self._scored(raw, tokens, sequences)
 
     def _seat(self, sequence: Sequence) -> _Seat:
@@ -217,25 +212,6 @@ class Sampler:
 
     # -- drawing -------------------------------------------------------------------------------------------------------
 
-    def _draw(self, logits_LV: Tensor, sequences: SequenceOf[Sequence], ahead: SequenceOf[SequenceOf[int]]) -> Tensor:
-        if implementation(logits_LV.device.type)[0] == "triton":
-            return sample(logits_LV, self._wishes(sequences, ahead))
-        groups: dict[str, list[int]] = {"greedy": [], "plain": [], "filtered": []}
-        for row, sequence in enumerate(sequences):
-            params = sequence.request.sampling
-            filtered = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-            groups["greedy" if params.greedy else "filtered" if filtered else "plain"].append(row)
-        tokens = torch.empty(len(sequences), dtype=torch.int64, device=self.device)
-        for kind, rows in groups.items():
-            if not rows:
-                continue
-            whole = len(rows) == len(sequences)
-            index = self._ids(rows)
-            part = logits_LV if whole else logits_LV.index_select(0, index)
-            places = [len(sequences[row].tokens) + len(ahead[row]) for row in rows]
-            tokens[index] = self._draw_group(kind, part, [sequences[row] for row in rows], places)
-        return tokens
-
     def _wishes(self, sequences: SequenceOf[Sequence], ahead: SequenceOf[SequenceOf[int]]) -> Wishes:
         """What all rows ask for, on the device in two copies."""
         params = [sequence.request.sampling for sequence in sequences]
@@ -253,30 +229,6 @@ class Sampler:
         )
         top_k, seeds, samples, positions = whole.t().contiguous()
         return Wishes(reals[0].float(), top_k, reals[1], reals[2], seeds, samples, positions)
-
-    def _draw_group(
-        self, kind: str, logits_RV: Tensor, sequences: SequenceOf[Sequence], positions: SequenceOf[int]
-    ) -> Tensor:
-        if kind == "greedy":
-            return greedy(logits_RV)
-        params = [sequence.request.sampling for sequence in sequences]
-        scaled = logits_RV / self._floats([p.temperature for p in params])[:, None]
-        uniforms = self._floats([self._uniform(*at) for at in zip(sequences, positions, strict=True)], torch.float64)
-        if kind == "plain":
-            return draw(scaled, uniforms)
-        top_k = self._ids([p.top_k for p in params])
-        top_p = self._floats([p.top_p for p in params], torch.float64)
-        min_p = self._floats([p.min_p for p in params], torch.float64)
-        return draw_filtered(scaled, uniforms, top_k, top_p, min_p)
-
-    def _uniform(self, sequence: Sequence, position: int) -> float:
-        """The random number of a position; made for many positions at a time."""
-        seat = self._seats[sequence.seat]
-        if not seat.first <= position < seat.first + len(seat.uniforms):
-            request = sequence.request
-            seat.first = position
-            seat.uniforms = uniform(request.sampling.seed, request.sample_index, position, UNIFORMS_AHEAD).tolist()
-        return seat.uniforms[position - seat.first]
 
     # -- reporting -----------------------------------------------------------------------------------------------------
 

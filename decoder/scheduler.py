@@ -285,6 +285,11 @@ class Scheduler:
             self.pool.release_slot(slot)
         self.pool.release_pages(step.held_pages)
 
+    @property
+    def needs_ids(self) -> bool:
+        """Could the next step keep a state behind a token that has been drawn and not read? Its key hashes the id."""
+        return any(s.unread and s.computed + 1 >= s.next_mark for s in self.running)
+
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Step:
