@@ -76,8 +76,8 @@ class DecoderRunner:
         self.ends = SeatEnds(options)
         self._flight: Flight | None = None
         self._collected = 0.0
-        self._overlaps = options.overlap_on
-        self._at_once = not self._overlaps and torch.device(options.device).type == "cpu"
+        self._overlaps = options.overlap_on and self.speculation is None
+        self._at_once = not options.overlap_on and torch.device(options.device).type == "cpu"
         """Tokens are read where they are drawn: nothing runs meanwhile."""
         self._read: dict[str, Sequence] = {}
         """Requests of whose prompts a step reads something back."""
@@ -163,7 +163,8 @@ class DecoderRunner:
         row reached its last token.
         """
         events: list[TokenEvent] = []
-        if self._flight is not None and self._waits_for_ids():
+        if self.options.overlap_on and (reason := self._why_wait()) is not None:
+            self._waits[reason] += 1
             events += self._collect()
         flight = self._launch()
         if self._flight is not None:
@@ -177,20 +178,17 @@ class DecoderRunner:
     def _here(self, sequence: Sequence) -> bool:
         return self._sequences.get(sequence.request_id) is sequence
 
-    def _waits_for_ids(self) -> bool:
-        """Must the step in flight be collected before the next one is scheduled? Then it is counted under why."""
-        reason = self._why_wait()
-        if reason is not None:
-            self._waits[reason] += 1
-        return reason is not None
-
     def _why_wait(self) -> str | None:
+        """Must the step before have been collected when the next one is scheduled? `None` where there is none."""
         if self.speculation is not None:
             return "drafts"
+        if self._flight is None:
+            return None
         for sequence in self._read.values():
-            if sequence.request.pooled:
+            whole = sequence.computed >= sequence.prompt_len
+            if whole and sequence.request.pooled:
                 return "pooled"
-            if sequence.computed < sequence.prompt_len:
+            if not whole and sequence.request.sampling.prompt_logprobs is not None:
                 return "prompt_logprobs"
         return "checkpoint" if self.scheduler.needs_ids else None
 
@@ -314,7 +312,7 @@ class DecoderRunner:
             return
         drawn = self.sampler.draw(logits_LV, owners, ahead, None if unread is None else unread.tokens_M)
         ended, accepted = None, None
-        if self._overlaps and self.speculation is None:
+        if self._overlaps:
             ended = self.ends.reached(drawn.tokens_L, owners)
         verified = [row for row in step.rows if row.verified]
         if verified:
@@ -424,9 +422,8 @@ class DecoderRunner:
         first = 0
         carried: list[tuple[int, int]] = []
         for row in step.rows:
-            if row.sequence.status is not Status.DONE:
-                kept = self._settle(row, step.checkpoints.get(row.sequence.arrival, ()))
-                carried += [(slot, first + position - row.start - 1) for position, slot in kept]
+            kept = self._settle(row, step.checkpoints.get(row.sequence.arrival, ()))
+            carried += [(slot, first + position - row.start - 1) for position, slot in kept]
             first += row.count
         if self.drafter is not None:
             self.drafter.settle(carried)

@@ -269,8 +269,6 @@ class Scheduler:
         """The rows of `step` have been computed, and what they have drawn is in their sequences' tokens."""
         for row in step.rows:
             sequence = row.sequence
-            if sequence.status is Status.DONE:  # gone since the step was launched
-                continue
             sequence.computed = row.end if not row.drafts else min(row.end, len(sequence.tokens) - 1)
             sequence.last_step = self.step_number
             if step.checkpoints:
