@@ -1,10 +1,11 @@
 """The encoder by itself: how fast, how much of it is padding, how near the machine's limit, and against transformers.
 
-    python -m benchmarks.encoder [--only mixes,peer,packing,preprocess] [--rounds 3] [--images 32] [--write]
+    python -m benchmarks.encoder [--only mixes,operations,peer,packing,preprocess] [--rounds 3] [--images 32] [--write]
 
 `mixes`       images/s, padded over real tokens and the share of the measured GEMM rate, for three mixes of sizes, each
               run eagerly (compiled, where the machine can), operation by operation, by graphs on doublings, and by
               graphs on a ladder of as many budgets tuned to the mix
+`operations`  where the time of the compiled tower goes: share, and products as a share of the GEMM rate
 `peer`        16 pictures of mixed sizes in one call: ours against transformers' tower, same weights, dtype and threads,
               in one process, both sides in turn; it stops if the two disagree
 `packing`     microseconds per picture of choosing the batches
@@ -44,12 +45,13 @@ from encoder.preprocess import ImagePatches, patchify
 from encoder.runner import EncoderOptions, EncoderRunner
 from encoder.tune import packed_ladder
 from kernels.host_memory import keep_freed_memory
+from kernels.native.tower import Code, TowerOp, TowerStep
 from service.checkpoint import open_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 DTYPE = torch.bfloat16
-PARTS = ("mixes", "peer", "packing", "preprocess")
+PARTS = ("mixes", "operations", "peer", "packing", "preprocess")
 AGREEMENT = 0.02
 """Relative RMS between ours and the peer's bfloat16 rows, above which no time is worth anything."""
 
@@ -182,6 +184,35 @@ def measure_mixes(path: Path, count: int, rounds: int, gemm: float) -> list[dict
     return rows
 
 
+def measure_operations(path: Path, rounds: int, gemm: float) -> list[dict[str, Any]]:
+    """Operations run one at a time for this, so that a share is of their sum."""
+    runner = make_runner(path, graphs="off", native="on")
+    config, images = runner.config, pictures("uniform", 8, runner.config)
+    out = destinations(images, config)
+    times: Counter[str] = Counter()
+    work: Counter[str] = Counter()
+
+    def hear(op: TowerOp, step: TowerStep, took: float) -> None:
+        weight = op.weight
+        name = f"{weight.k} to {weight.n}" if op.code == Code.LINEAR else Code(op.code).name.lower()
+        times[name] += took
+        work[name] += 2 * weight.n * weight.k * (step.rows, step.patches, step.tokens)[op.of]
+
+    runner.encode(images, out)
+    assert runner.tower.native is not None
+    runner.tower.native.on_operation = hear
+    for _ in range(rounds):
+        runner.encode(images, out)
+    work["attention"] = round(rounds * flops(images, config)) - sum(work.values())
+    rows = []
+    for name, took in times.most_common():
+        row = {"operation": name, "share": took / times.total(), "seconds": took / rounds}
+        row["gemm_fraction"] = work[name] / took / gemm
+        rows.append(row)
+        print(f"{name:13} {row['share']:4.0%} of the time   {row['gemm_fraction']:4.0%} of the GEMM rate", flush=True)
+    return rows
+
+
 def measure_peer(path: Path, rounds: int) -> dict[str, Any]:
     import transformers
     from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import NemotronH_Omni_Reasoning_V3
@@ -308,10 +339,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "bf16_gflop_s": gemm / 1e9,
     }
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    if "mixes" in parts or "peer" in parts:
+    if {"mixes", "operations", "peer"} & set(parts):
         path = models.omni_model(arguments.folder)
     if "mixes" in parts:
         result["mixes"] = measure_mixes(path, arguments.images, arguments.rounds, gemm)
+    if "operations" in parts:
+        result["operations"] = measure_operations(path, arguments.rounds, gemm)
     if "peer" in parts:
         result["peer"] = measure_peer(path, arguments.rounds)
     if "packing" in parts:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -83,7 +85,10 @@ class NativeTower:
         """`max_rows`: tower rows of a launch that memory is set aside for; a larger one is given more, for good."""
         self._tower, self._config, self._dtype = tower, tower.config, tower.dtype
         self._library = library()
+        self.on_operation: Callable[[TowerOp, TowerStep, float], None] | None = None
+        """For measurements: operations then run one at a time, and this hears of each, its launch and its seconds."""
         self._kept: list[object] = []
+        """What the operations point to."""
         self._kind = Kind.BF16 if tower.dtype == torch.bfloat16 else Kind.F32
         self._store = Store.BFLOAT16 if tower.dtype == torch.bfloat16 else Store.FLOAT32
         ops: list[TowerOp] = []
@@ -153,6 +158,7 @@ class NativeTower:
         out = torch.empty(tokens, self._config.text_hidden_size, dtype=self._dtype)
         bounds = _checked(batch.cu_seqlens, rows)
         patches, positions = batch.patches_TP.contiguous(), batch.positions_TD.contiguous()
+        assert patches.dtype == positions.dtype == self._dtype, (patches.dtype, positions.dtype, self._dtype)
         step = TowerStep(
             rows, patches.shape[0], tokens, x_RD.data_ptr(), patches.data_ptr(), positions.data_ptr(),
             batch.source_R.data_ptr(), batch.token_rows_NM.data_ptr(), bounds.shape[0] - 1, bounds.data_ptr(),
@@ -168,7 +174,14 @@ class NativeTower:
     def _run(self, ops: range, step: TowerStep) -> None:
         step.normed, step.wide = self._normed.data_ptr(), self._wide.data_ptr()
         self._native.threads = torch.get_num_threads()
-        self._library.saccade_tower(ctypes.byref(self._native), ctypes.byref(step), ops.start, ops.stop)
+        run, tower, launch = self._library.saccade_tower, ctypes.byref(self._native), ctypes.byref(step)
+        if self.on_operation is None:
+            run(tower, launch, ops.start, ops.stop)
+            return
+        for index in ops:
+            started = time.perf_counter()
+            run(tower, launch, index, index + 1)
+            self.on_operation(self._ops[index], step, time.perf_counter() - started)
 
     # -- operations -----------------------------------------------------------------------------------------------
 
