@@ -14,7 +14,8 @@ PEER ?= transformers
 PY := $(VENV)/bin/python
 # A GPU machine may have neither a network nor a virtual environment: these two targets take the system's Python there,
 # and the peers that `make peers` has fetched beforehand.
-GPU_PY := PYTHONPATH=$(CURDIR):$(CURDIR)/.peers/site$(if $(PYTHONPATH),:$(PYTHONPATH)) $(if $(wildcard $(PY)),$(PY),$(PYTHON))
+PEERS := $(CURDIR)/build/peers
+GPU_PY := PYTHONPATH=$(CURDIR):$(PEERS)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(if $(wildcard $(PY)),$(PY),$(PYTHON))
 OUT ?= build/gpu
 PART ?= ceilings kernels runners service
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
@@ -91,10 +92,12 @@ soak: setup  ## the long fault and load runs
 
 gpu-check:  ## the checks that need an NVIDIA GPU: make gpu-check OUT=dir
 	$(call needs,benchmarks/gpu_check.py)
+	@$(PYTHON) -m benchmarks.fetch_peers --unpack $(PEERS)
 	@$(GPU_PY) -m benchmarks.gpu_check --out $(OUT) $(ARGS)
 
 gpu-bench:  ## the measurements that need an NVIDIA GPU: make gpu-bench PART="ceilings kernels" OUT=dir
 	$(call needs,benchmarks/gpu.py)
+	@$(PYTHON) -m benchmarks.fetch_peers --unpack $(PEERS)
 	@$(GPU_PY) -m benchmarks.gpu $(PART) --out $(OUT) $(ARGS)
 
 peers:  ## fetch what gpu-check and gpu-bench compare with, into .peers

@@ -1,8 +1,11 @@
 """Fetches what benchmarks/peers.txt names into .peers, with pip and from PyPI's own list of files.
 
     python -m benchmarks.fetch_peers [--to .peers] [--python 3.12] [NAME ...]
+    python -m benchmarks.fetch_peers --unpack DIR
 
-Wheels are unpacked into `.peers/site`; of a source package only the named folder is kept, under `.peers/src`.
+Wheels stay packed in `.peers/wheels`, so that what has to travel to a machine without a network stays small; `--unpack`,
+which needs none, puts them into a folder for PYTHONPATH there. Of a source package only the named folder is kept, under
+`.peers/src`.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import argparse
 import io
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -52,15 +56,31 @@ def read(text: str) -> list[Peer]:
 
 
 def fetch_wheel(peer: Peer, to: Path, python: str) -> None:
-    """Downloads and unpacks one wheel, without what it depends on."""
-    with tempfile.TemporaryDirectory() as folder:
+    """Downloads one wheel, without what it depends on, in place of other versions of it."""
+    wheels = to / "wheels"
+    wheels.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=wheels) as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "-d", folder]
         command += ["--python-version", python, "--implementation", "cp"]
         command += [word for platform in PLATFORMS for word in ("--platform", platform)]
         subprocess.run([*command, f"{peer.name}=={peer.version}"], check=True)
+        for old in wheels.glob(f"{re.sub('[-_.]+', '_', peer.name)}-*.whl"):
+            old.unlink()
         for wheel in Path(folder).glob("*.whl"):
+            wheel.rename(wheels / wheel.name)
+
+
+def unpack(peers: Path, to: Path) -> list[str]:
+    """Unpacks the fetched wheels into `to` and returns their names; does nothing where these very wheels lie there."""
+    wheels = sorted((peers / "wheels").glob("*.whl"))
+    stamp, names = to / ".unpacked", "\n".join(wheel.name for wheel in wheels)
+    if wheels and not (stamp.exists() and stamp.read_text() == names):
+        shutil.rmtree(to, ignore_errors=True)
+        for wheel in wheels:
             with zipfile.ZipFile(wheel) as archive:
-                archive.extractall(to / "site")
+                archive.extractall(to)
+        stamp.write_text(names)
+    return [wheel.name for wheel in wheels]
 
 
 def fetch_source(peer: Peer, to: Path) -> None:
@@ -87,7 +107,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="of the list; none named: all")
     parser.add_argument("--to", type=Path, default=ROOT / ".peers")
     parser.add_argument("--python", default="3.12", help="version of Python that the wheels are for")
+    parser.add_argument("--unpack", type=Path, metavar="DIR", help="unpack the fetched wheels there, and fetch nothing")
     arguments = parser.parse_args(argv)
+    if arguments.unpack is not None:
+        unpack(arguments.to, arguments.unpack)
+        return 0
     peers = read(LIST.read_text())
     if unknown := sorted(set(arguments.names) - {peer.name for peer in peers}):
         parser.error(f"{', '.join(unknown)}: not in {LIST.name}")

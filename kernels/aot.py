@@ -5,8 +5,9 @@
 Each folder with a `kernel.py` has a `cases.py` with `cases(shape)`: named calls of its operations on meta tensors at
 the sizes of a model (`kernels.shapes`). What they launch is compiled for each target. Registers and spills are read
 with `cuobjdump`, which the Triton package carries, or from the code object's own notes for gfx targets. The table of
-each folder is `aot.json`; a spill, shared memory over the limit, a row that is missing or worse than the committed one
-ends the program with status 1. No GPU is needed; TRITON_INTERPRET must be unset.
+each folder is `aot.json`; a spill, shared memory over the limit, a product whose registers are overwritten while it
+runs (`unguarded_products`), a row that is missing or worse than the committed one ends the program with status 1. No
+GPU is needed; TRITON_INTERPRET must be unset.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class Usage:
     shared: int
     """Bytes of a block."""
     warps: int
+    unguarded: int = 0
+    """What `unguarded_products` found."""
 
 
 def operations() -> list[str]:
@@ -69,7 +72,28 @@ def compile_launch(launched: Launch, target_name: str) -> Usage:
     compiled = triton.compile(source, target=target, options=parsed.__dict__)
     shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
     registers, spills = _amd_registers(compiled.asm["amdgcn"]) if amd else _registers(compiled.asm["cubin"])
-    return Usage(registers, spills, shared, warps)
+    return Usage(registers, spills, shared, warps, unguarded_products(compiled.asm["ttgir"]))
+
+
+def unguarded_products(ttgir: str) -> int:
+    """Asynchronous products (wgmma, sm_90) in a loop that read their left side from registers, where no point of the
+    loop waits for all products to end: the next round writes registers that the hardware may still be reading, and
+    whole rows come out as noise. Triton 3.6 makes such a loop of a pipelined one whose left side is computed from what
+    it loads; one stage, or a left side that goes into the product as it was loaded, avoids it.
+    """
+    lines = ttgir.splitlines()
+    depths = [len(line) - len(line.lstrip()) for line in lines]
+    found = 0
+    for index, line in enumerate(lines):
+        if not re.search(r"ttng\.warp_group_dot .*isAsync = true.*? : tensor<", line):
+            continue
+        above = (i for i in range(index, -1, -1) if depths[i] < depths[index] and re.search(r"scf\.(for|while)", lines[i]))
+        begin = next(above, None)
+        if begin is None:
+            continue
+        end = next(i for i in range(index, len(lines)) if depths[i] == depths[begin])
+        found += not any("warp_group_dot_wait" in inside and "pendings = 0" in inside for inside in lines[begin:end])
+    return found
 
 
 def _registers(cubin: bytes) -> tuple[int, int]:
@@ -119,6 +143,8 @@ def problems_of(key: str, usage: Usage, committed: dict[str, Any] | None) -> lis
     limit = SHARED_LIMIT[key.split()[0]]
     if usage.spills:
         found.append(f"{key}: spills ({usage.spills})")
+    if usage.unguarded:
+        found.append(f"{key}: {usage.unguarded} products may still read registers that the next round writes")
     if usage.shared > limit:
         found.append(f"{key}: {usage.shared} bytes of shared memory, limit {limit}")
     if committed is None:

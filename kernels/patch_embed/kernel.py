@@ -5,7 +5,7 @@ T patches of P numbers, D features, K prefix rows, R tower rows. A program makes
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -34,6 +34,9 @@ TILES = {
     "gfx942": Tile(64, 64, 32, 4, 2),
 }
 TILE_FLOAT32 = Tile(32, 32, 32, 4, 2)
+# Bytes become floats in registers. On sm_90 a pipelined loop would leave the product that reads those registers running
+# while the next round writes them (`kernels.aot` looks for that), so there it has one stage.
+TILES_BYTES = TILES | {"sm_90": replace(TILES["sm_90"], stages=1)}
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -108,7 +111,8 @@ def patch_embed(
     assert isinstance(weight, Tensor) and weight.is_contiguous(), "on a GPU a weight that is not quantised stays plain"
     assert patches_TP.stride(1) == positions_TD.stride(1) == 1
     out = torch.empty(rows, width, dtype=table_KD.dtype, device=source_R.device)
-    tile = TILE_FLOAT32 if table_KD.dtype == torch.float32 else by_architecture(TILES, source_R.device)
+    tiles = TILES if pixels is None else TILES_BYTES
+    tile = TILE_FLOAT32 if table_KD.dtype == torch.float32 else by_architecture(tiles, source_R.device)
     scale, shift = pixels or (positions_TD, positions_TD)
     launch(
         _embed,

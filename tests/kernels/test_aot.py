@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kernels.aot import SHARED_LIMIT, Usage, operations, problems_of
+from kernels.aot import SHARED_LIMIT, Usage, operations, problems_of, unguarded_products
 from kernels.launch import ARCHITECTURES, launch, recording
 from kernels.shapes import MODELS
 
@@ -46,6 +46,7 @@ def test_tables_hold_every_target_and_model_without_spills(operation: str) -> No
         ({"registers": 65}, {}, ["registers 65, 64"]),
         ({"shared": 2048}, {}, ["shared 2048, 1024"]),
         ({"shared": SHARED_LIMIT["gfx942"] + 1}, {"shared": 10**6}, ["limit"]),
+        ({"unguarded": 1}, {}, ["1 products"]),
         ({}, None, ["not in the table"]),
     ],
 )
@@ -53,6 +54,20 @@ def test_what_does_not_pass(usage: dict[str, int], committed: dict[str, Any] | N
     row = {"registers": 64, "spills": 0, "shared": 1024, "warps": 4}
     found = problems_of("gfx942 demo case kernel", Usage(**row | usage), None if committed is None else row | committed)
     assert len(found) == len(words) and all(word in problem for word, problem in zip(words, found))
+
+
+PRODUCT = "%p = ttng.warp_group_dot %a, %b, %c {isAsync = true} : "
+IN_REGISTERS, IN_MEMORY = "tensor<64x64xbf16> * !ttg.memdesc<64x64xbf16>", "!ttg.memdesc<64x64> * !ttg.memdesc<64x64>"
+
+
+@pytest.mark.parametrize(
+    ("product", "pending", "found"), [(IN_REGISTERS, 3, 1), (IN_REGISTERS, 0, 0), (IN_MEMORY, 3, 0)]
+)
+def test_products_whose_registers_are_written_while_they_run(product: str, pending: int, found: int) -> None:
+    wait = f"%w = ttng.warp_group_dot_wait %p {{pendings = {pending} : i32}}"
+    outside = "%o = ttng.warp_group_dot_wait %w {pendings = 0 : i32}"
+    loop = ["  %r = scf.for %i = %0 to %n {", f"    {PRODUCT}{product}", f"    {wait}", "    scf.yield %w", "  }"]
+    assert unguarded_products("\n".join([f"  {PRODUCT}{product}", *loop, f"  {outside}"])) == found
 
 
 def test_recording_launches_nothing() -> None:
