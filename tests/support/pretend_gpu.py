@@ -1,0 +1,279 @@
+"""A GPU that is not there: tensors that say they are on one, and graphs that are captured and replayed.
+
+Inside `pretended()` a tensor made on "cuda" is a `GpuTensor`: it has that device, and its values lie in host memory.
+What a real GPU would refuse is refused: an operation over tensors of both devices, a kernel that is given a tensor of
+the host; and in a capture everything that waits for the device, copies between it and pageable memory, or depends on a
+value. A captured graph is the list of operations and launches that were made: a replay makes them again on the very same
+memory, whatever the caller's Python has become meanwhile, which is how addresses and numbers are baked into a real one.
+Memory that a capture allocated is filled with NaN before each replay, since a pool's memory belongs to other graphs in
+between. Kernels run in Triton's interpreter. One thread only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+from triton.runtime import interpreter
+
+GPU = torch.device("cuda:0")
+CUDA, META = 1, 14
+"""Numbers of the two kinds of device in torch's table of guards."""
+aten = torch.ops.aten
+CROSSES = {aten.copy_.default, aten._to_copy.default}
+"""Operations that may have a tensor of either side."""
+WAITS = {
+    aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default,
+    aten.item.default, aten._unique2.default, aten.is_nonzero.default,
+}  # fmt: skip
+
+
+class GpuTensor(Tensor):
+    """`inner` holds the values."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> GpuTensor:
+        made = Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
+            device=GPU,
+        )  # type: ignore[attr-defined]  # fmt: skip
+        made.inner = inner
+        return made  # type: ignore[no-any-return]
+
+    def __repr__(self, **_: Any) -> str:
+        return f"GpuTensor({self.inner})"
+
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
+    def tolist(self) -> Any:
+        _wait()
+        return self.inner.tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return perform(func, args, kwargs or {})
+
+
+class Capture:
+    """What a graph holds: calls on the memory that they were made on, in order."""
+
+    running: ClassVar[Capture | None] = None
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], object]] = []
+        self.allocated: list[Tensor] = []
+
+    def replay(self) -> None:
+        for tensor in self.allocated:
+            scramble(tensor)
+        for call in self.calls:
+            call()
+
+    def reset(self) -> None:
+        self.calls.clear()
+        self.allocated.clear()
+
+
+def scramble(tensor: Tensor) -> None:
+    if tensor.is_floating_point():
+        tensor.fill_(float("nan"))
+    elif tensor.dtype != torch.bool:
+        tensor.fill_(torch.iinfo(tensor.dtype).min // 2)
+
+
+def is_gpu(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cuda"
+
+
+def perform(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """An operation on the values, with the refusals of a GPU."""
+    tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
+    ours = [value for value in tensors if isinstance(value, GpuTensor)]
+    goal = kwargs.get("device")
+    on_gpu = is_gpu(goal) or (goal is None and bool(ours))
+    if not ours and not on_gpu:
+        return func(*args, **kwargs)
+    strangers = [value for value in tensors if not isinstance(value, GpuTensor) and value.dim() > 0]
+    if strangers and ours and func not in CROSSES:
+        raise RuntimeError(f"{func}: tensors of the GPU and of the host, {[tuple(t.shape) for t in strangers]}")
+    capture = Capture.running
+    if capture is not None:
+        crosses = len(ours) < len(tensors) or not on_gpu
+        if func in WAITS or (crosses and func in CROSSES):
+            raise RuntimeError(f"{func} in a capture: it waits for the device or reads memory of the host")
+    inner_args, inner_kwargs = tree_map(lambda value: value.inner if isinstance(value, GpuTensor) else value, (args, kwargs))
+    if goal is not None:
+        inner_kwargs["device"] = torch.device("cpu")
+    result = func(*inner_args, **inner_kwargs)
+    if func is aten._to_copy.default and result is inner_args[0]:
+        result = result.clone()
+    owners = {id(value.inner): value for value in ours}
+    if capture is not None:
+        record(capture, func, inner_args, inner_kwargs, result, {id(value.inner) for value in ours})
+
+    def outside(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        owner = owners.get(id(value))
+        return owner if owner is not None else GpuTensor(value) if on_gpu else value
+
+    return tree_map(outside, result)
+
+
+def record(capture: Capture, func: Any, args: Any, kwargs: Any, result: Any, given: set[int]) -> None:
+    """A replay computes into the memory of the first time; views are what they were."""
+    made = [value for value in tree_flatten(result)[0] if isinstance(value, Tensor)]
+    spans = {t.untyped_storage().data_ptr() for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)}
+    fresh = [value for value in made if value.untyped_storage().data_ptr() not in spans]
+    if not made or (not fresh and all(id(value) not in given for value in made)):
+        return  # a view
+    capture.allocated += fresh
+
+    def again() -> None:
+        found = [value for value in tree_flatten(func(*args, **kwargs))[0] if isinstance(value, Tensor)]
+        for old, new in zip(made, found, strict=True):
+            if old is not new:
+                old.copy_(new)
+
+    if "empty" not in str(func):
+        capture.calls.append(again)
+
+
+class _Mode(TorchDispatchMode):
+    """Sees operations without tensors as well: those that make some."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which would import a compiler that nobody asked for
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return perform(func, args, kwargs or {})
+
+
+def _launch(run: Callable[..., Any]) -> Callable[..., Any]:
+    def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
+        strangers = [name for name, value in tensors.items() if not isinstance(value, GpuTensor)]
+        if strangers:
+            raise ValueError(f"{self.fn.__name__}: {', '.join(strangers)} cannot be accessed from Triton (cpu tensor?)")
+        inner = {name: value.inner if isinstance(value, GpuTensor) else value for name, value in kwargs.items()}
+        if Capture.running is not None:
+            Capture.running.calls.append(lambda: run(self, *args, **inner))
+        return run(self, *args, **inner)
+
+    return launch
+
+
+@contextmanager
+def _graph(graph: Capture, **_: Any) -> Iterator[None]:
+    assert Capture.running is None, "captures do not nest"
+    Capture.running = graph
+    try:
+        yield
+    finally:
+        Capture.running = None
+
+
+def _to(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`Tensor.to` between and on both sides."""
+
+    def to(self: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
+        if args and isinstance(args[0], Tensor):
+            args = (args[0].device, args[0].dtype, *args[1:])
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
+        here, goal = isinstance(self, GpuTensor), isinstance(self, GpuTensor) if device is None else is_gpu(device)
+        if not here and not goal:
+            return original(self, *args, copy=copy, **kwargs)
+        dtype = dtype or self.dtype
+        if here and goal:
+            same = dtype == self.dtype and not copy
+            return self if same else perform(aten._to_copy.default, (self,), {"dtype": dtype})  # type: ignore[no-any-return]
+        _wait()
+        values = original(self.inner if isinstance(self, GpuTensor) else self, dtype, copy=True)
+        return GpuTensor(values) if goal else values
+
+    return to
+
+
+def _wait(*_: Any) -> None:
+    if Capture.running is not None:
+        raise RuntimeError("a synchronisation in a capture")
+
+
+class _Stream:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+    synchronize = _wait
+
+
+@contextmanager
+def _streamed(stream: Any) -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _guarded() -> Iterator[None]:
+    """Torch asks a device's guard which device is current, and a build for CPUs has none for CUDA: that of "meta", which
+    does nothing, stands in for it.
+    """
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    guards = (ctypes.c_void_p * 64).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    before, guards[CUDA] = guards[CUDA], guards[META]
+    try:
+        yield
+    finally:
+        guards[CUDA] = before
+
+
+@contextmanager
+def pretended() -> Iterator[None]:
+    """Inside, `device="cuda"` works. Needs Triton's interpreter."""
+    tensor, generator = torch.tensor, torch.Generator
+
+    def make(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+        made = tensor(data, *args, **kwargs)
+        if is_gpu(device):
+            if Capture.running is not None:
+                raise RuntimeError("torch.tensor in a capture: it copies from the host")
+            return GpuTensor(made)
+        return made
+
+    properties = SimpleNamespace(major=9, minor=0, total_memory=1 << 33, gcnArchName="")
+    fakes = {
+        "_lazy_init": lambda: None, "is_available": lambda: True, "synchronize": _wait, "Stream": _Stream,
+        "current_stream": lambda *_: _Stream(), "stream": _streamed, "CUDAGraph": Capture, "graph": _graph,
+        "graph_pool_handle": lambda: (0, 1), "memory_reserved": lambda *_: 0, "empty_cache": lambda: None,
+        "get_device_properties": lambda *_: properties, "is_current_stream_capturing": lambda: Capture.running is not None,
+    }  # fmt: skip
+    executor = interpreter.GridExecutor
+    with ExitStack() as stack:
+        stack.enter_context(_guarded())
+        for name, fake in fakes.items():
+            stack.enter_context(patch.object(torch.cuda, name, fake))
+        stack.enter_context(patch.object(torch, "tensor", make))
+        stack.enter_context(patch.object(torch, "Generator", lambda *_: generator()))
+        stack.enter_context(patch.object(Tensor, "to", _to(Tensor.to)))
+        stack.enter_context(patch.object(Tensor, "cpu", lambda self: self.to("cpu")))
+        stack.enter_context(patch.object(executor, "__call__", _launch(executor.__call__)))
+        # Inference tensors keep no versions, which views of a tensor subclass ask for.
+        stack.enter_context(patch.object(torch.inference_mode, "__enter__", lambda self: None))
+        stack.enter_context(patch.object(torch.inference_mode, "__exit__", lambda self, *_: None))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_Mode())
+        yield
