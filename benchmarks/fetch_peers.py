@@ -3,9 +3,9 @@
     python -m benchmarks.fetch_peers [--to .peers] [--python 3.12] [NAME ...]
     python -m benchmarks.fetch_peers --unpack DIR
 
-Wheels stay packed in `.peers/wheels`, so that what has to travel to a machine without a network stays small; `--unpack`,
-which needs none, puts them into a folder for PYTHONPATH there. Of a source package only the named folder is kept, under
-`.peers/src`.
+Wheels stay packed in `.peers/wheels`, so that what has to travel to a machine without a network stays small;
+`--unpack`, which needs none, puts them into a folder for PYTHONPATH there. Of a source package only the named folder is
+kept, under `.peers/src`.
 """
 
 from __future__ import annotations

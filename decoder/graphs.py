@@ -136,7 +136,7 @@ class DecoderGraphs:
         self.check_integrity()
 
     def _capture(self) -> None:
-        started, before, buckets = time.perf_counter(), self._reserved(), self.plan.buckets
+        started, before, buckets = time.perf_counter(), self._pool.reserved(), self.plan.buckets
         for number, bucket in enumerate(buckets, 1):
             graph = StaticGraph(
                 f"decoder-{bucket}", self._step(bucket), self._inputs(bucket), self._outputs(bucket), pool=self._pool
@@ -145,17 +145,13 @@ class DecoderGraphs:
             self._graphs[bucket] = graph
             level = logging.INFO if number % PROGRESS == 0 and self._pool.handle is not None else logging.DEBUG
             log.log(level, "captured %s, %d of %d decoder graphs", bucket, number, len(buckets))
-        self.pool_bytes = self._reserved() - before
+        self.pool_bytes = self._pool.reserved() - before
         log.info(
             "decoder graphs: %d decode and %d mixed sizes, up to %d requests and %d tokens, %.1f MB of buffers and "
             "%.1f MB of a pool (%.1f MB were set aside), %.1f s",
             len(self.plan.decode), len(self.plan.mixed), self.plan.decode[-1], self.plan.mixed[-1],
             self.buffer_bytes / 1e6, self.pool_bytes / 1e6, self.expected_bytes / 1e6, time.perf_counter() - started,
         )  # fmt: skip
-
-    def _reserved(self) -> int:
-        """Bytes that torch holds of the GPU; 0 on a CPU, where a graph allocates nothing of its own."""
-        return 0 if self._pool.handle is None else int(torch.cuda.memory_reserved(self._pool.device))
 
     @property
     def buffer_bytes(self) -> int:

@@ -87,7 +87,9 @@ def unguarded_products(ttgir: str) -> int:
     for index, line in enumerate(lines):
         if not re.search(r"ttng\.warp_group_dot .*isAsync = true.*? : tensor<", line):
             continue
-        above = (i for i in range(index, -1, -1) if depths[i] < depths[index] and re.search(r"scf\.(for|while)", lines[i]))
+        above = (
+            i for i in range(index, -1, -1) if depths[i] < depths[index] and re.search(r"scf\.(for|while)", lines[i])
+        )
         begin = next(above, None)
         if begin is None:
             continue

@@ -46,11 +46,26 @@ class BufferStamp:
 
 
 class GraphPool:
-    """Memory that the graphs of one runner share; `None` inside where there is no CUDA."""
+    """Memory that the graphs of one runner share, and the stream on which they are captured; both `None` where there is
+    no CUDA.
+
+    One stream for all captures: torch keeps a workspace of cuBLAS for each stream that ever multiplied, 32 MB on
+    Hopper, and a graph has the one of its capture baked in. Streams of their own would cost a workspace a graph, and,
+    once torch's 32 streams are used up, give two runners' graphs the same one.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.handle: Any = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        cuda = device.type == "cuda"
+        self.handle: Any = torch.cuda.graph_pool_handle() if cuda else None
+        self.stream: Any = torch.cuda.Stream(device) if cuda else None
+
+    def reserved(self) -> int:
+        """Bytes that torch holds of the GPU, without what it merely keeps for later; 0 on a CPU."""
+        if self.handle is None:
+            return 0
+        torch.cuda.empty_cache()
+        return int(torch.cuda.memory_reserved(self.device))
 
 
 class StaticGraph:
@@ -82,7 +97,7 @@ class StaticGraph:
         self.captured = False
         self.replays = 0
         self._step = step
-        self._pool = pool
+        self._pool = pool or GraphPool(self.device)
         self._stamps = {key: BufferStamp.of(tensor) for key, tensor in self._buffers(inputs, outputs)}
         self._cuda_graph: Any = None
 
@@ -102,17 +117,19 @@ class StaticGraph:
         log.debug("graph %s captured in %.1f ms", self.name, (time.perf_counter() - start) * 1e3)
 
     def _capture_cuda(self) -> None:
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
+        pool, current = self._pool, torch.cuda.current_stream(self.device)
+        # The current stream has filled the buffers. Eager runs load every kernel first: compiling one, or loading it, in
+        # a capture is an error.
+        pool.stream.wait_stream(current)
+        with torch.cuda.stream(pool.stream):
             for _ in range(WARMUP_RUNS):
                 self._step(self.inputs, self.outputs)
-        torch.cuda.current_stream(self.device).wait_stream(stream)
+        current.wait_stream(pool.stream)
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        pool = None if self._pool is None else self._pool.handle
         # thread_local: the other runner's thread may allocate or copy meanwhile, which "global" takes for our mistake.
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        mode = "thread_local"
+        with torch.cuda.graph(graph, pool=pool.handle, stream=pool.stream, capture_error_mode=mode):
             self._step(self.inputs, self.outputs)
         self._cuda_graph = graph
 

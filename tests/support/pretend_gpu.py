@@ -3,10 +3,10 @@
 Inside `pretended()` a tensor made on "cuda" is a `GpuTensor`: it has that device, and its values lie in host memory.
 What a real GPU would refuse is refused: an operation over tensors of both devices, a kernel that is given a tensor of
 the host; and in a capture everything that waits for the device, copies between it and pageable memory, or depends on a
-value. A captured graph is the list of operations and launches that were made: a replay makes them again on the very same
-memory, whatever the caller's Python has become meanwhile, which is how addresses and numbers are baked into a real one.
-Memory that a capture allocated is filled with NaN before each replay, since a pool's memory belongs to other graphs in
-between. Kernels run in Triton's interpreter. One thread only.
+value. A captured graph is the list of operations and launches that were made: a replay makes them again on the very
+same memory, whatever the caller's Python has become meanwhile, which is how addresses and numbers are baked into a real
+one. Memory that a capture allocated is filled with NaN before each replay, since a pool's memory belongs to other
+graphs in between. Kernels run in Triton's interpreter. One thread only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
+import triton_kernels  # noqa: F401  mends the interpreter
 from torch import Tensor
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from triton.runtime import interpreter
@@ -61,9 +63,24 @@ class GpuTensor(Tensor):
         _wait()
         return self.inner.tolist()
 
+    # A list of places becomes a tensor of places inside torch, where nothing here sees it.
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(_places(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(_places(index), value)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return perform(func, args, kwargs or {})
+
+
+def _places(index: Any) -> Any:
+    if isinstance(index, tuple):
+        return tuple(_places(part) for part in index)
+    if not isinstance(index, list):
+        return index
+    return torch.tensor(index, device=GPU) if index else torch.empty(0, dtype=torch.int64, device=GPU)
 
 
 class Capture:
@@ -113,7 +130,9 @@ def perform(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         crosses = len(ours) < len(tensors) or not on_gpu
         if func in WAITS or (crosses and func in CROSSES):
             raise RuntimeError(f"{func} in a capture: it waits for the device or reads memory of the host")
-    inner_args, inner_kwargs = tree_map(lambda value: value.inner if isinstance(value, GpuTensor) else value, (args, kwargs))
+    inner_args, inner_kwargs = tree_map(
+        lambda value: value.inner if isinstance(value, GpuTensor) else value, (args, kwargs)
+    )
     if goal is not None:
         inner_kwargs["device"] = torch.device("cpu")
     result = func(*inner_args, **inner_kwargs)
@@ -229,8 +248,8 @@ def _streamed(stream: Any) -> Iterator[None]:
 
 @contextmanager
 def _guarded() -> Iterator[None]:
-    """Torch asks a device's guard which device is current, and a build for CPUs has none for CUDA: that of "meta", which
-    does nothing, stands in for it.
+    """Torch asks a device's guard which device is current, and a build for CPUs has none for CUDA: that of "meta",
+    which does nothing, stands in for it.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * 64).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
@@ -244,24 +263,20 @@ def _guarded() -> Iterator[None]:
 @contextmanager
 def pretended() -> Iterator[None]:
     """Inside, `device="cuda"` works. Needs Triton's interpreter."""
-    tensor, generator = torch.tensor, torch.Generator
+    tensor, generator, executor = torch.tensor, torch.Generator, interpreter.GridExecutor
 
     def make(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
-        made = tensor(data, *args, **kwargs)
-        if is_gpu(device):
-            if Capture.running is not None:
-                raise RuntimeError("torch.tensor in a capture: it copies from the host")
-            return GpuTensor(made)
-        return made
+        made = tensor(data, *args, device="cpu", **kwargs)
+        return made.to(torch.empty(0).device if device is None else device)
 
     properties = SimpleNamespace(major=9, minor=0, total_memory=1 << 33, gcnArchName="")
     fakes = {
         "_lazy_init": lambda: None, "is_available": lambda: True, "synchronize": _wait, "Stream": _Stream,
         "current_stream": lambda *_: _Stream(), "stream": _streamed, "CUDAGraph": Capture, "graph": _graph,
         "graph_pool_handle": lambda: (0, 1), "memory_reserved": lambda *_: 0, "empty_cache": lambda: None,
-        "get_device_properties": lambda *_: properties, "is_current_stream_capturing": lambda: Capture.running is not None,
+        "get_device_properties": lambda *_: properties,
     }  # fmt: skip
-    executor = interpreter.GridExecutor
+    _device_constructors()  # torch keeps what it finds the first time, and that must not be what follows
     with ExitStack() as stack:
         stack.enter_context(_guarded())
         for name, fake in fakes.items():

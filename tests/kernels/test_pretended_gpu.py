@@ -1,0 +1,116 @@
+"""Both runners on a GPU that is not there: nothing mixes devices, and captures hold what a replay needs and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from pretend_gpu import GpuTensor, pretended
+from speculation import Answers, answers
+from tiny_encoder import random_image, relative_error, tiny_tower
+from torch import Tensor
+
+from encoder.runner import EncoderOptions, EncoderRunner
+from kernels.graphs import GraphPool, StaticGraph
+from kernels.rms_norm.kernel import rms_norm
+
+SMALL: dict[str, Any] = {
+    "pattern": "M*E", "count": 2, "output": 9, "max_seqs": 2, "max_batched_tokens": 16, "native": "off",
+}  # fmt: skip
+
+
+@pytest.fixture
+def gpu() -> Iterator[None]:
+    with pretended():
+        yield
+
+
+@pytest.fixture(scope="module")
+def plain() -> Answers:
+    with torch.no_grad():
+        return answers(**SMALL, graphs="off", state_cache="none")
+
+
+@pytest.mark.parametrize(
+    ("options", "replayed"),
+    [
+        pytest.param({"state_cache": "all"}, {"replays_decode", "replays_mixed"}, id="checkpoints"),
+        pytest.param(
+            {"state_cache": "auto", "speculative": "ngram", "draft_tokens": 2, "spec_state": "replay"},
+            {"replays_verify", "replays_mixed"},
+            id="drafts",
+        ),
+    ],
+)
+def test_decoder(options: dict[str, Any], replayed: set[str], plain: Answers, gpu: None) -> None:
+    found = answers(**SMALL, **options, graphs="on", max_capture=16, device="cuda", known=plain.drawn)
+    assert found.drawn == plain.drawn
+    assert replayed <= {name.rpartition("_")[0] for name, count in found.stats.items() if count}
+
+
+@pytest.mark.parametrize("graphs", ["on", "off"])
+def test_encoder(graphs: str) -> None:
+    tiny = tiny_tower(11, final_layernorm=True)
+    images = [random_image(tiny.config, *grid, seed=index) for index, grid in enumerate([(4, 6), (2, 2), (8, 8)])]
+
+    def encode(device: str, graphs: str) -> list[Tensor]:
+        options = EncoderOptions(
+            dtype=torch.float32, device=torch.device(device), graphs=graphs, token_budgets=(12, 24), max_images=4
+        )
+        runner = EncoderRunner(tiny.config, options, tiny.weights.items())
+        out = [torch.empty(image.tokens, tiny.config.text_hidden_size, device=device) for image in images]
+        runner.encode(images, out)
+        assert any(name.startswith("replays_") for name in runner.stats()) == (graphs == "on")
+        runner.close()
+        return [rows.cpu() for rows in out]
+
+    expected = encode("cpu", "off")
+    with pretended():
+        found = encode("cuda", graphs)
+    for rows, exact in zip(found, expected, strict=True):
+        assert relative_error(rows, exact) <= 1e-5
+
+
+def test_a_replay_reads_and_writes_the_memory_of_its_capture(gpu: None) -> None:
+    x, y, factor = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda"), [2.0]
+
+    def step(inputs: Any, outputs: Any) -> None:
+        middle = inputs["x"] * factor[0]
+        outputs["y"][1:] = middle[1:] + 1
+
+    graph = StaticGraph("twice", step, {"x": x}, {"y": y}, pool=GraphPool(x.device))
+    graph.capture()
+    x.fill_(5.0)
+    factor[0] = 100.0  # baked in by now
+    graph.replay({"x": x})
+    assert y.tolist() == [0.0, 11.0, 11.0, 11.0]
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(lambda x: x.sum().item(), id="a-value"),
+        pytest.param(lambda x: x.tolist(), id="values"),
+        pytest.param(lambda x: x.nonzero(), id="a-shape"),
+        pytest.param(lambda x: torch.tensor([1.0], device="cuda"), id="numbers-of-the-host"),
+        pytest.param(lambda x: x.copy_(torch.zeros(4)), id="a-copy"),
+        pytest.param(lambda x: torch.cuda.synchronize(), id="a-wait"),
+    ],
+)
+def test_what_no_capture_may_hold(step: Any, gpu: None) -> None:
+    x = torch.ones(4, device="cuda")
+    step(x)
+    graph = StaticGraph("bad", lambda inputs, outputs: step(inputs["x"]), {"x": x}, {"y": x.clone()})
+    with pytest.raises(RuntimeError, match="capture"):
+        graph.capture()
+
+
+def test_devices_do_not_mix(gpu: None) -> None:
+    x = torch.ones(2, 16, device="cuda")
+    assert isinstance(x, GpuTensor) and x.device.type == "cuda" and (x + torch.tensor(1.0)).device == x.device
+    with pytest.raises(RuntimeError, match="of the host"):
+        x + torch.ones(16)
+    with pytest.raises(ValueError, match="p_weight cannot be accessed"):
+        rms_norm(x, torch.ones(16), 1e-5)
