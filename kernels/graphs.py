@@ -118,8 +118,8 @@ class StaticGraph:
 
     def _capture_cuda(self) -> None:
         pool, current = self._pool, torch.cuda.current_stream(self.device)
-        # The current stream has filled the buffers. Eager runs load every kernel first: compiling one, or loading it, in
-        # a capture is an error.
+        # The current stream has filled the buffers. Eager runs load every kernel first: to compile or load one in a
+        # capture is an error.
         pool.stream.wait_stream(current)
         with torch.cuda.stream(pool.stream):
             for _ in range(WARMUP_RUNS):

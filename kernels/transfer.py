@@ -16,8 +16,8 @@ from torch import Tensor
 
 def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """`torch.tensor(values)` on a device. The copy is queued on the current stream."""
-    if device == "cpu" or torch.device(device).type == "cpu":
-        return torch.tensor(values, dtype=dtype)
+    if device == "cpu" or torch.device(device).type != "cuda":  # of others, "meta" has no memory to copy to
+        return torch.tensor(values, dtype=dtype, device=device)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 

@@ -33,6 +33,7 @@ def plain() -> Answers:
         return answers(**SMALL, graphs="off", state_cache="none")
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, about what padding holds
 @pytest.mark.parametrize(
     ("options", "replayed"),
     [

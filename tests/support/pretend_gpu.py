@@ -6,7 +6,8 @@ the host; and in a capture everything that waits for the device, copies between 
 value. A captured graph is the list of operations and launches that were made: a replay makes them again on the very
 same memory, whatever the caller's Python has become meanwhile, which is how addresses and numbers are baked into a real
 one. Memory that a capture allocated is filled with NaN before each replay, since a pool's memory belongs to other
-graphs in between. Kernels run in Triton's interpreter. One thread only.
+graphs in between. A copy to the host that does not wait arrives when somebody waits. Kernels run in Triton's
+interpreter. One thread only.
 """
 
 from __future__ import annotations
@@ -121,7 +122,9 @@ def perform(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     goal = kwargs.get("device")
     on_gpu = is_gpu(goal) or (goal is None and bool(ours))
     if not ours and not on_gpu:
-        return func(*args, **kwargs)
+        return func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
+    if func is aten.copy_.default and len(args) > 2 and args[2] and not isinstance(args[0], GpuTensor):
+        return arrive_later(args[0], args[1])
     strangers = [value for value in tensors if not isinstance(value, GpuTensor) and value.dim() > 0]
     if strangers and ours and func not in CROSSES:
         raise RuntimeError(f"{func}: tensors of the GPU and of the host, {[tuple(t.shape) for t in strangers]}")
@@ -149,6 +152,16 @@ def perform(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return owner if owner is not None else GpuTensor(value) if on_gpu else value
 
     return tree_map(outside, result)
+
+
+_arriving: list[tuple[Tensor, Tensor]] = []
+
+
+def arrive_later(target: Tensor, source: GpuTensor) -> Tensor:
+    """What a copy that does not wait has done by the time it returns: nothing that may be relied upon."""
+    _arriving.append((target, source.inner.clone()))
+    scramble(target)
+    return target
 
 
 def record(capture: Capture, func: Any, args: Any, kwargs: Any, result: Any, given: set[int]) -> None:
@@ -229,6 +242,9 @@ def _to(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _wait(*_: Any) -> None:
     if Capture.running is not None:
         raise RuntimeError("a synchronisation in a capture")
+    while _arriving:
+        target, values = _arriving.pop(0)
+        target.copy_(values)
 
 
 class _Stream:
@@ -237,6 +253,16 @@ class _Stream:
 
     def wait_stream(self, other: Any) -> None:
         pass
+
+    synchronize = _wait
+
+
+class _Event:
+    def record(self, *_: Any) -> None:
+        pass
+
+    def query(self) -> bool:
+        return not _arriving
 
     synchronize = _wait
 
@@ -266,12 +292,14 @@ def pretended() -> Iterator[None]:
     tensor, generator, executor = torch.tensor, torch.Generator, interpreter.GridExecutor
 
     def make(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+        kwargs.pop("pin_memory", None)
         made = tensor(data, *args, device="cpu", **kwargs)
         return made.to(torch.empty(0).device if device is None else device)
 
     properties = SimpleNamespace(major=9, minor=0, total_memory=1 << 33, gcnArchName="")
     fakes = {
-        "_lazy_init": lambda: None, "is_available": lambda: True, "synchronize": _wait, "Stream": _Stream,
+        "_lazy_init": lambda: None, "is_available": lambda: True, "synchronize": _wait,
+        "Stream": _Stream, "Event": _Event,
         "current_stream": lambda *_: _Stream(), "stream": _streamed, "CUDAGraph": Capture, "graph": _graph,
         "graph_pool_handle": lambda: (0, 1), "memory_reserved": lambda *_: 0, "empty_cache": lambda: None,
         "get_device_properties": lambda *_: properties,
