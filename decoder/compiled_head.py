@@ -1,7 +1,9 @@
-"""A drafting head's pass in one call of compiled code: the maths, weights and pages of `decoder.mtp`."""
+"""A drafting head in compiled code, a pass or all passes of a step in one call: `decoder.mtp` in short."""
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,21 +11,32 @@ from torch import Tensor
 
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.operations import MAX_ROUTED, Operations
-from kernels.linear import Linear
 from kernels.native import NativeUnavailable
 from kernels.native.structs import Code, Kind, Op, Step, Target
 
 if TYPE_CHECKING:
+    from decoder.model import HybridModel
     from decoder.mtp import MtpHead
+
+
+class _Drafting(ctypes.Structure):
+    """`Drafting` of kernels/native/draft.h, field by field."""
+
+    _fields_ = [
+        ("due", ctypes.c_int64), ("rows", ctypes.c_int64), ("passes", ctypes.c_int64), ("enter", ctypes.c_int64),
+        ("is_bf16", ctypes.c_int64), ("embeddings", ctypes.c_void_p), ("given", ctypes.c_void_p),
+        ("norm", ctypes.c_void_p), ("ids", ctypes.c_void_p), ("places", ctypes.c_void_p), ("lengths", ctypes.c_void_p),
+        ("counts", ctypes.c_void_p), ("draws", ctypes.c_char_p), ("out", ctypes.c_void_p),
+    ]  # fmt: skip
 
 
 class CompiledHead(Operations):
     """The operations of a head, and its vocabulary projection."""
 
-    def __init__(self, config: DecoderConfig, options: DecoderOptions, head: MtpHead, vocabulary: Linear) -> None:
+    def __init__(self, config: DecoderConfig, options: DecoderOptions, head: MtpHead, model: HybridModel) -> None:
         """Raises NativeUnavailable with the reason."""
         super().__init__(config, options)
-        fuse, last, hidden = self.packed(head.fuse), self.packed(vocabulary), config.hidden_size
+        fuse, last, hidden = self.packed(head.fuse), self.packed(model.head), config.hidden_size
         pair = torch.cat((head.enorm, head.hnorm))
         ops = [Op(Code.NORM_PAIR, fuse.kind, fuse.k, norm=self.pointer(pair)), self.linear(fuse, Target.STREAM)]
         ops += self.layer(head.norms[0], head.attention)
@@ -40,6 +53,7 @@ class CompiledHead(Operations):
         ops.append(Op(Code.NORM, Kind.F32, hidden, norm=self.pointer(head.final)))
         self._all = range(len(ops))
         self.complete(ops, MAX_ROUTED)
+        self._embeddings, self._norm = model.embeddings, model.norm_f
         self._starts, self._zeros = torch.arange(MAX_ROUTED + 1), torch.zeros(MAX_ROUTED, dtype=torch.int64)
 
     def enter(self, embedded_TD: Tensor, hidden_TD: Tensor, places_T: Tensor) -> None:
@@ -63,6 +77,38 @@ class CompiledHead(Operations):
         )  # fmt: skip
         self.run(self._all, step)
         return self.operand[:rows, : self.config.hidden_size].clone(), logits
+
+    def draft(
+        self, given_ND: Tensor, due: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int, int, int]],
+        tables_RW: Tensor, draws: bytes,
+    ) -> list[list[int]]:  # fmt: skip
+        """Makes the entries of `due`, (token, place), then the drafts of `rows`, (last token, its place, its keys with
+        itself, how many drafts); at most `max_tokens` of each.
+
+        `given`: the trunk's rows before all these tokens, before its final norm. `draws`: `Draw`s of the first drafts,
+        where later ones differ in their position alone. `tables`: pages from the first that each row looks at.
+        """
+        count, passes = len(rows), max((row[3] for row in rows), default=0)
+        first, pages, keys, counts = zip(*rows, strict=True) if rows else ((), (), (), ())
+        table = torch.tensor(
+            [token for token, _ in due] + [*first] + [place for _, place in due] + [*pages, *keys, *counts]
+        )
+        assert given_ND.is_contiguous() and given_ND.dtype == self._embeddings.dtype and table.dtype == torch.int64
+        at, size = table.data_ptr(), table.element_size()
+        tokens = len(due) + count
+        out, logits = (ctypes.c_int64 * (passes * count))(), torch.empty(count, self.config.vocab_size)
+        drafting = _Drafting(
+            len(due), count, passes, self._enter.stop, given_ND.dtype == torch.bfloat16, self._embeddings.data_ptr(),
+            given_ND.data_ptr(), self._norm.data_ptr(), at, at + tokens * size, at + 2 * tokens * size,
+            at + (2 * tokens + count) * size, draws, ctypes.addressof(out),
+        )  # fmt: skip
+        step = Step(
+            starts=self._starts.data_ptr(), tables=tables_RW.data_ptr(), table_stride=tables_RW.stride(0),
+            logits=logits.data_ptr(),
+        )  # fmt: skip
+        self.model.threads = torch.get_num_threads()
+        self.library.saccade_draft(ctypes.byref(self.model), ctypes.byref(step), ctypes.byref(drafting))
+        return [list(out[index : passes * count : count][: rows[index][3]]) for index in range(count)]
 
     def _take(self, embedded_TD: Tensor, hidden_TD: Tensor) -> int:
         tokens, hidden = embedded_TD.shape

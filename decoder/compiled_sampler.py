@@ -11,7 +11,7 @@ from torch import Tensor
 
 from decoder.request import Sequence
 from decoder.sampling import Choice, SamplingParams
-from kernels.sample.compiled import Drawing, DrawRow, Wish
+from kernels.sample.compiled import Drawing, DrawRow, Wish, packed
 
 
 @dataclass
@@ -55,6 +55,14 @@ class CompiledSampler:
             else Choice(token, logprob, tuple(zip(top[:count], best[:count], strict=True)))
             for token, count, logprob, top, best in zip(tokens, wanted, logprobs, ids, values, strict=True)
         ]
+
+    def steady(self, sequences: SequenceOf[Sequence]) -> bytes | None:
+        """As `Sampler.steady`."""
+        for sequence in sequences:
+            params = sequence.request.sampling
+            if params.penalised or sequence.output_len < params.min_tokens:
+                return None
+        return packed([self._row(sequence, (), []) for sequence in sequences])
 
     def _row(self, sequence: Sequence, ahead: SequenceOf[int], borrowed: list[array[int]]) -> DrawRow:
         """`borrowed` keeps what the row points to."""

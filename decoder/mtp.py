@@ -31,7 +31,6 @@ from decoder.model import HybridModel
 from decoder.request import Sequence
 from decoder.sampler import Sampler
 from decoder.scheduler import Fork, Row, Step
-from kernels.linear import Linear
 from kernels.native import NativeUnavailable
 from kernels.paged_attention import decode_attention_after, write_kv
 from kernels.rms_norm import rms_norm
@@ -47,12 +46,12 @@ class MtpHead:
     """The weights of one step, and its entries in the pages."""
 
     def __init__(
-        self, config: DecoderConfig, options: DecoderOptions, weights: Mapping[str, Tensor], kv_B2SKP: Tensor,
-        vocabulary: Linear,
+        self, config: DecoderConfig, options: DecoderOptions, model: HybridModel, kv_B2SKP: Tensor
     ) -> None:  # fmt: skip
-        """`weights` by the names of `DecoderConfig.mtp_weights`; `vocabulary` is the trunk's projection. `ValueError`
-        lists those that are missing or do not fit, and says so where the model has no such heads.
+        """`model.mtp_weights` by the names of `DecoderConfig.mtp_weights`. `ValueError` lists those that are missing or
+        do not fit, and says so where the model has no such heads.
         """
+        weights = model.mtp_weights
         check_mtp(config, weights)
         self.eps, self.dtype = config.layer_norm_epsilon, options.dtype
 
@@ -70,8 +69,8 @@ class MtpHead:
         self.final = norm(f"mtp.layers.{last}.final_layernorm.weight")
         self.attention = AttentionMixer(config, options, layer(0), kv_B2SKP)
         self.experts = [ExpertsMixer(config, options, layer(index)) for index in range(1, last + 1)]
-        self.vocabulary = vocabulary
-        self.compiled = _compiled(config, options, self)
+        self.vocabulary = model.head
+        self.compiled = _compiled(config, options, self, model)
 
     def enter(self, embedded_TD: Tensor, hidden_TD: Tensor, places_T: Tensor) -> None:
         """Writes the entries of tokens, given the hidden states before them: place -1 for none."""
@@ -117,12 +116,12 @@ class MtpHead:
         return hidden, self.vocabulary(hidden)
 
 
-def _compiled(config: DecoderConfig, options: DecoderOptions, head: MtpHead) -> CompiledHead | None:
+def _compiled(config: DecoderConfig, options: DecoderOptions, head: MtpHead, model: HybridModel) -> CompiledHead | None:
     """A head's compiled form, where there is one; whether there has to be is the trunk's to say."""
     if options.native == "off":
         return None
     try:
-        return CompiledHead(config, options, head, head.vocabulary)
+        return CompiledHead(config, options, head, model)
     except NativeUnavailable as reason:
         log.info("drafts are made operation by operation: %s", reason)
         return None
@@ -166,7 +165,7 @@ class MtpDrafter:
     ) -> None:  # fmt: skip
         self.model, self.builder, self.sampler = model, builder, sampler
         kv_B2SKP = arena.kv[config.attention_layers]
-        self.head = MtpHead(config, options, model.mtp_weights, kv_B2SKP, model.head)
+        self.head = MtpHead(config, options, model, kv_B2SKP)
         assert arena.carry is not None
         self.carry, self.page = arena.carry, options.page_size
         """Of each slot: the trunk's row of its last token, before the final norm."""
@@ -244,19 +243,27 @@ class MtpDrafter:
         if not rows:
             return
         self._room(len(rows))
-        hidden = self._make_due([self._row(row.sequence.slot) for row in rows])
-        tokens = [row.sequence.tokens[-1] for row in rows]
-        tables = self._tables([row.sequence for row in rows])
-        for row in rows:
-            row.sequence.drafts = []
+        sources = [self._row(row.sequence.slot) for row in rows]
+        sequences = [row.sequence for row in rows]
+        tables, compiled = self._tables(sequences), self.head.compiled
+        draws = self.sampler.steady(sequences) if compiled is not None else None
+        if compiled is not None and draws is not None and max(len(self._due), len(rows)) <= compiled.max_tokens:
+            given, due = self._given(sources)
+            last = [(row.sequence.tokens[-1], *self._at(row, 0), row.drafts) for row in rows]
+            for sequence, drafts in zip(sequences, compiled.draft(given, due, last, tables, draws), strict=True):
+                sequence.drafts = drafts
+            return
+        hidden = self._make_due(sources)
+        tokens = [sequence.tokens[-1] for sequence in sequences]
+        for sequence in sequences:
+            sequence.drafts = []
         for ahead in range(max(row.drafts for row in rows)):
             kept = [index for index, row in enumerate(rows) if row.drafts > ahead]
             if len(kept) < len(rows):
                 rows, tokens = [rows[i] for i in kept], [tokens[i] for i in kept]
                 hidden, tables = (of.index_select(0, self._ints(kept)) for of in (hidden, tables))
             sequences = [row.sequence for row in rows]
-            places = [self._where(row.sequence, row.start + ahead) for row in rows]
-            lengths = [row.start + ahead + 1 - self._first_page(row.sequence) * self.page for row in rows]
+            places, lengths = zip(*(self._at(row, ahead) for row in rows), strict=True)
             ids, writes, keys = self._ints([tokens, places, lengths]).unbind()
             embedded = F.embedding(ids, self.model.embeddings)
             hidden, logits = self.head.predict(embedded, hidden, writes, tables, keys, max(lengths))
@@ -273,6 +280,11 @@ class MtpDrafter:
         pages = [sequence.pages[first:] for sequence, first in zip(sequences, firsts, strict=True)]
         width = max(map(len, pages))
         return self._ints([[*of, *[-1] * (width - len(of))] for of in pages])
+
+    def _at(self, row: Row, ahead: int) -> tuple[int, int]:
+        """Place in the pages of the token that is `ahead` of a row's first, and how many keys it looks at."""
+        length = row.start + ahead + 1 - self._first_page(row.sequence) * self.page
+        return self._where(row.sequence, row.start + ahead), length
 
     def _where(self, sequence: Sequence, place: int) -> int:
         return sequence.pages[place // self.page] * self.page + place % self.page
@@ -358,13 +370,20 @@ class MtpDrafter:
 
     def _make_due(self, sources: list[int]) -> Tensor:
         """Makes the entries that are due. `[R, d]`: of these kept rows, after the final norm."""
-        due, self._due = self._due, []
-        rows = self._kept.index_select(0, self._ints([source for _, _, source in due] + sources))
-        hidden = self.model.final_norm(rows)
+        given, due = self._given(sources)
+        hidden = self.model.final_norm(given)
         if due:
-            ids, places = self._ints([token for token, _, _ in due]), self._ints([place for _, place, _ in due])
+            ids, places = self._ints([list(column) for column in zip(*due, strict=True)]).unbind()
             self.head.enter(F.embedding(ids, self.model.embeddings), hidden[: len(due)], places)
         return hidden[len(due) :]
+
+    def _given(self, sources: list[int]) -> tuple[Tensor, list[tuple[int, int]]]:
+        """Kept rows: those before the tokens whose entries are due, then these; and the (token, place) that are due,
+        which from now on are not.
+        """
+        due, self._due = self._due, []
+        rows = self._kept.index_select(0, self._ints([source for _, _, source in due] + sources))
+        return rows, [(token, place) for token, place, _ in due]
 
     def _ints(self, values: list[Any]) -> Tensor:
         return upload(values, torch.int64, self.carry.device)

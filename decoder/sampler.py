@@ -113,6 +113,13 @@ class Sampler:
         tokens = sample(adjusted, self._wishes(sequences, ahead))
         return self._scored(raw, tokens, sequences)
 
+    def steady(self, sequences: SequenceOf[Sequence]) -> bytes | None:
+        """What compiled code needs to draw the next tokens of sequences one after another: a `Draw` of
+        kernels/native/sample.h for each. `None` without compiled draws, and where more than the position changes from
+        token to token.
+        """
+        return None if self._compiled is None else self._compiled.steady(sequences)
+
     def _seat(self, sequence: Sequence) -> _Seat:
         """The state of a sequence's seat, made anew when the seat has changed hands."""
         if self._seats[sequence.seat].admission != sequence.admission:

@@ -65,6 +65,8 @@ def _load() -> ctypes.CDLL:
         raise NativeUnavailable(str(error)) from None
     loaded.saccade_step.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
     loaded.saccade_step.restype = None
+    loaded.saccade_draft.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+    loaded.saccade_draft.restype = None
     loaded.saccade_varlen_attention.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     loaded.saccade_varlen_attention.restype = None
     loaded.saccade_tower.argtypes = loaded.saccade_step.argtypes

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "draft.h"
 #include "experts.h"
 #include "mamba.h"
 #include "numbers.h"
@@ -203,6 +204,13 @@ void saccade_step(const Model* model, const Step* step, int64_t first, int64_t l
 // Runs the tower's operations [first, last) on `step.x`.
 void saccade_tower(const Tower* tower, const TowerStep* step, int64_t first, int64_t last) {
     pool().run(TowerJob(*tower, *step, first, last), tower->threads);
+}
+
+// Entries of a drafting head that are due, then its drafts: `m`'s operations are a pass of the head.
+void saccade_draft(const Model* model, Step* step, const Drafting* drafting) {
+    draft(*model, *drafting, *step, [&](int64_t first, int64_t last) {
+        pool().run(StepJob(*model, *step, first, last), model->threads);
+    });
 }
 
 void saccade_advance(const Model* model, int64_t rows, const int64_t* jobs) {

@@ -24,6 +24,11 @@ penalties count: those of the prompt, all, their address.
 """
 
 
+def packed(rows: Sequence[DrawRow]) -> bytes:
+    """As `Draw`s."""
+    return b"".join(_DRAW.pack(*row) for row in rows)
+
+
 class Wish(Structure):
     """`Wish` of kernels/native/sample.h: what a sequence asks for."""
 
@@ -59,14 +64,14 @@ class Drawing:
         assert vocab == self.vocab_size
         if count > len(self._tokens):
             self._tokens = (c_int64 * count)()
-        packed = b"".join(_DRAW.pack(*row) for row in rows) if rows is not None else None
+        draws = packed(rows) if rows is not None else None
         threads = torch.get_num_threads()
         if likeliest is None:
-            self._draw(logits.data_ptr(), count, vocab, packed, self._tokens, None, None, None, 0, threads)
+            self._draw(logits.data_ptr(), count, vocab, draws, self._tokens, None, None, None, 0, threads)
             return self._tokens[:count], ([], [], [])
         width = min(likeliest, vocab)
         logprobs, values = torch.empty(count), torch.empty(count, width)
         ids = torch.empty(count, width, dtype=torch.int64)
         found = (logprobs.data_ptr(), ids.data_ptr(), values.data_ptr())
-        self._draw(logits.data_ptr(), count, vocab, packed, self._tokens, *found, width, threads)
+        self._draw(logits.data_ptr(), count, vocab, draws, self._tokens, *found, width, threads)
         return self._tokens[:count], (logprobs.tolist(), ids.tolist(), values.tolist())

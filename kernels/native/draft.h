@@ -1,0 +1,103 @@
+// A drafting head's passes, one after another: each draws a token for each row, and the next one goes on from it.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "numbers.h"
+#include "sample.h"
+#include "structs.h"
+
+extern "C" {
+
+struct Drafting {  // decoder/compiled_head.py mirrors it
+    int64_t due, rows, passes;  // entries of tokens that are only made; rows that draft; most drafts of a row
+    int64_t enter;              // operations up to the one that makes a token's entry
+    int64_t is_bf16;            // `embeddings` and `given`; else float32
+    const void* embeddings;     // [vocab, hidden]
+    const void* given;          // [due + rows, hidden]: the trunk's rows, before its final norm ...
+    const float* norm;          // ... whose weight this is
+    const int64_t* ids;         // [due + rows]
+    int64_t* places;            // [due + rows]
+    int64_t* lengths;           // [rows]
+    const int64_t* counts;      // [rows]: drafts of each
+    const Draw* draws;          // [rows]: of the first pass
+    int64_t* out;               // [passes, rows]
+};
+}
+
+namespace {
+
+void rms_norm(const float* from, const float* weight, int64_t width, float eps, float* out);
+
+// Rows of `wide`: what a token's embedding and the hidden row before it are.
+class Pairs {
+  public:
+    Pairs(const Model& m, const Drafting& d) : m_(m), d_(d), row_(m.hidden) {}
+
+    void embed(int64_t row, int64_t id) const {
+        float* to = m_.wide + row * m_.ld;
+        for (int64_t i = 0; i < m_.hidden; i++) to[i] = at(d_.embeddings, id * m_.hidden + i);
+    }
+    void hidden_of_trunk(int64_t row, int64_t given) {
+        for (int64_t i = 0; i < m_.hidden; i++) row_[i] = at(d_.given, given * m_.hidden + i);
+        rms_norm(row_.data(), d_.norm, m_.hidden, m_.eps, m_.wide + row * m_.ld + m_.hidden);
+    }
+    void hidden_of_head(int64_t row) const {  // what the last operation of a pass leaves
+        const float* from = static_cast<const float*>(m_.operand) + row * m_.operand_ld;
+        std::copy(from, from + m_.hidden, m_.wide + row * m_.ld + m_.hidden);
+    }
+
+  private:
+    float at(const void* of, int64_t i) const {
+        return d_.is_bf16 ? bf16_to_float(static_cast<const uint16_t*>(of)[i]) : static_cast<const float*>(of)[i];
+    }
+    const Model& m_;
+    const Drafting& d_;
+    std::vector<float> row_;
+};
+
+// `run(first, last)` runs operations on `step`.
+template <typename Run>
+void draft(const Model& m, const Drafting& d, Step& step, Run&& run) {
+    Pairs pairs(m, d);
+    if (d.due) {
+        std::vector<int64_t> nothing(d.due);  // is looked at
+        for (int64_t t = 0; t < d.due; t++) pairs.embed(t, d.ids[t]), pairs.hidden_of_trunk(t, t);
+        step.tokens = step.rows = d.due, step.places = d.places, step.lengths = nothing.data();
+        run(0, d.enter);
+    }
+    if (!d.rows) return;
+    std::vector<int64_t> ids(d.ids + d.due, d.ids + d.due + d.rows);
+    std::vector<Draw> draws(d.draws, d.draws + d.rows);
+    std::vector<Wish> wishes(d.rows);
+    for (int64_t r = 0; r < d.rows; r++) {  // a draft's probability is nobody's business
+        wishes[r] = *draws[r].wish, wishes[r].logprobs = -1;
+        draws[r].wish = &wishes[r];
+    }
+    Sampling sampling;
+    int64_t* places = d.places + d.due;
+    step.tokens = step.rows = d.rows, step.places = places, step.lengths = d.lengths;
+    for (int64_t pass = 0; pass < d.passes; pass++) {
+        for (int64_t r = 0; r < d.rows; r++) {
+            pairs.embed(r, ids[r]);
+            if (pass) pairs.hidden_of_head(r);
+            else pairs.hidden_of_trunk(r, d.due + r);
+            if (pass && pass < d.counts[r]) {
+                const int64_t at = d.lengths[r]++;
+                places[r] = step.tables[r * step.table_stride + at / m.page] * m.page + at % m.page;
+            } else if (pass) {
+                places[r] = -1;  // it has all its drafts: what it gets now is not read
+            }
+        }
+        run(0, m.count);
+        for (int64_t r = 0; r < d.rows; r++) {
+            ids[r] = d.out[pass * d.rows + r] = sampling.draw(step.logits + r * m.vocab, m.vocab, draws[r], nullptr, nullptr, nullptr);
+            draws[r].position++;
+        }
+    }
+}
+
+}  // namespace
