@@ -63,6 +63,7 @@ class DecoderRunner:
         self.builder = BatchBuilder(config, options)
         self.forward = Forward(config, options, self.arena, self.model, self.builder)
         compiled = options.native != "off"
+        self._empties = self.model.native is not None and self.forward.graphs is None
         self.sampler = Sampler(config.vocab_size, options.max_seqs, options.device, compiled=compiled)
         self.drafter: MtpDrafter | None = None
         if options.speculative == "mtp":
@@ -214,14 +215,14 @@ class DecoderRunner:
 
     def _ask_for_drafts(self) -> None:
         """Sets how many drafts each request is to get, and makes room for them in its ring. One without drafts goes on
-        without a ring; and where the recurrence itself is cheap, in compiled code, no ring outlives a step.
+        without a ring. A compiled step empties rings itself, where no graph stands between.
         """
         if self.speculation is None:
             return
         running = self.scheduler.running
         self.speculation.ask(running)
-        room = 0 if self.model.native is not None else RING
-        full = [s for s in running if s.replayed and not 0 < s.draft_limit < room - s.replayed]
+        room = 0 if self.model.native is not None and not self._empties else RING
+        full = [s for s in running if s.replayed and not 0 < s.draft_limit < room - s.replayed * (not self._empties)]
         self._advance([(s, s.slot, s.slot, s.replayed) for s in full])
         for sequence in full:
             sequence.replayed = 0
@@ -440,7 +441,8 @@ class DecoderRunner:
         """States after a row: which one is current, and those at `checkpoints` (position, slot) that are to be kept.
         Returns (position, slot) of them all.
         """
-        sequence, before, verified = row.sequence, row.sequence.replayed, row.verified
+        sequence, verified = row.sequence, row.verified
+        before = 0 if self._empties else sequence.replayed
         end = len(sequence.tokens) - 1 if row.drafts else row.end
         written = row.drafts > 0 and not self.builder.states.replayed
         jobs = []

@@ -178,22 +178,28 @@ void replay(const Model& m, const Op& op, T* window, float* states, int64_t seat
     );
 }
 
-// A row on top of a state that stays as it is, and of a ring's steps; its inputs go behind these.
+// A row whose tokens may be taken back: the ring's steps go into the slot, whose state then stays as it is; its inputs begin
+// the ring anew.
 template <typename T>
 void mamba_on_ring(const Model& m, const Op& op, const Step& step, int64_t row, int64_t group, float* scratch) {
     const int64_t heads = m.heads / m.groups, width = heads * m.head, wide = m.conv_dim + m.heads;
-    const int64_t begin = step.starts[row], end = step.starts[row + 1], seat = step.seats[row], count = step.counts[row];
-    const float* slot_states = op.states + step.slots[row] * op.state_stride + group * width * m.state;
+    const int64_t begin = step.starts[row], end = step.starts[row + 1], seat = step.seats[row];
+    float* slot_states = op.states + step.slots[row] * op.state_stride + group * width * m.state;
+    T* slot_window = static_cast<T*>(op.windows) + step.slots[row] * op.window_stride;
+    if (step.counts[row]) replay(m, op, slot_window, slot_states, seat, step.counts[row], group, scratch);
     float* states = scratch + mamba_scratch(m) - width * m.state - m.taps * m.conv_dim;
     T* window = reinterpret_cast<T*>(states + width * m.state);
     std::memcpy(states, slot_states, width * m.state * sizeof(float));
-    std::memcpy(window, static_cast<T*>(op.windows) + step.slots[row] * op.window_stride, (m.taps - 1) * m.conv_dim * sizeof(T));
-    replay(m, op, window, states, seat, count, group, scratch);
     const int64_t begins[4] = {group * width, m.inner + group * m.state, m.inner + (m.groups + group) * m.state, m.conv_dim + group * heads};
     const int64_t sizes[4] = {width, m.state, m.state, heads};
+    for (int64_t part = 0; part < 3; part++)
+        for (int64_t tap = 0; tap + 1 < m.taps; tap++) {
+            const int64_t at = tap * m.conv_dim + begins[part];
+            std::memcpy(window + at, slot_window + at, sizes[part] * sizeof(T));
+        }
     for (int64_t t = begin; t < end; t++)
         for (int64_t part = 0; part < 4; part++) {
-            float* kept = op.ring + seat * op.ring_stride + (count + t - begin) * wide + begins[part];
+            float* kept = op.ring + seat * op.ring_stride + (t - begin) * wide + begins[part];
             std::memcpy(kept, m.wide + t * m.ld + m.inner + begins[part], sizes[part] * sizeof(float));
         }
     float* out = m.mid + begin * m.ld + group * width;

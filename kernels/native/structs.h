@@ -84,7 +84,8 @@ struct Step {
     int64_t table_stride;
     float* logits;  // [tokens, vocab]
     // Of rows whose tokens may be taken back. Null, or [rows]: the slot that a row begins from, if not its own; its seat and
-    // how many steps of the seat's ring come before it, in which case its slot stays as it is (-1: not so).
+    // how many steps of the seat's ring go into its slot before it; then the slot stays as it is, and the ring gets the row's
+    // inputs (-1: not so).
     const int64_t *from, *seats, *counts;
 };
 
