@@ -44,7 +44,8 @@ class Operations:
         self.max_tokens = max_tokens
         body = [op for op in ops if op.target != Target.LOGITS]
         widest = max([config.hidden_size, *(max(op.weight.n, op.weight.k, op.width) for op in body)])
-        padded = -(-widest // 128) * 128
+        groups = -(-widest // 128)
+        padded = 128 * groups + -(-4 * groups // 32) * 32  # what integers need behind a row
         picks = min(max_tokens, MAX_ROUTED) * config.num_experts_per_tok * any(op.experts for op in ops)
         # Memory that no step has used yet costs nothing.
         self.x, self._scales = torch.empty(max_tokens, config.hidden_size), torch.empty(max_tokens)

@@ -13,6 +13,10 @@ from kernels.linear.quantised import GROUP, Quantised
 from kernels.native import Activation, Kind, NativeUnavailable, Weight, library
 
 PANEL = 64
+STEPS = {Kind.F32: 1, Kind.BF16: 2, Kind.INT8: 16, Kind.INT4: GROUP}
+"""Inputs are padded to multiples of these."""
+MOST_INPUTS = 131_071
+"""Of quantised weights: products of bytes are summed in 32 bits."""
 MULTIPLIED = (torch.bfloat16, torch.float32)
 """Dtypes of plain weights and of rows."""
 
@@ -25,6 +29,8 @@ class Packed:
         stored = weight if isinstance(weight, Tensor) else weight.values
         if stored.device.type != "cpu" or (isinstance(weight, Tensor) and weight.dtype not in MULTIPLIED):
             raise NativeUnavailable(f"no compiled product for {stored.dtype} on {stored.device}")
+        if isinstance(weight, Quantised) and weight.in_features > MOST_INPUTS:
+            raise NativeUnavailable(f"{weight.in_features} inputs are more than the {MOST_INPUTS} that 32 bits can sum")
         self._library = library()
         self.n, self.k = weight.shape
         self._scale: Tensor | None = None
@@ -32,18 +38,19 @@ class Packed:
             self.kind = Kind.INT8 if weight.kind == "int8" else Kind.INT4
             self._data, self._scale = _pack_int8(weight) if weight.kind == "int8" else _pack_int4(weight)
         elif weight.dtype == torch.bfloat16:
-            self.kind, self._data = Kind.BF16, _panels(weight.detach(), 2)
+            self.kind, self._data = Kind.BF16, _panels(weight.detach(), STEPS[Kind.BF16], 2)
         else:
             self.kind, self._data = Kind.F32, weight.detach().contiguous()
-        self.kpad = self.k if self.kind is Kind.F32 else -(-self.k // self._step) * self._step
+        self.kpad = -(-self.k // STEPS[self.kind]) * STEPS[self.kind]
         self._bias = None if bias is None else bias.detach().float().contiguous()
         self.descriptor = Weight(
             self.kind, self.n, self.k, self.kpad, self._data.data_ptr(), _address(self._scale), _address(self._bias)
         )
 
     @property
-    def _step(self) -> int:
-        return GROUP if self.kind is Kind.INT4 else 2
+    def operand_elements(self) -> int:
+        """Of 16 bits, or of 32 for float32, that a row takes in the form that it is multiplied in."""
+        return self.kpad + {Kind.INT8: 4, Kind.INT4: 4 * (self.kpad // GROUP)}.get(self.kind, 0)
 
     @property
     def nbytes(self) -> int:
@@ -62,13 +69,13 @@ class Packed:
         if rows.shape[0]:
             # The integer kinds, and odd rows, are copied into the form that they are multiplied in.
             operand = torch.empty(
-                rows.shape[0], self.kpad, dtype=torch.float32 if self.kind is Kind.F32 else torch.int16
+                rows.shape[0], self.operand_elements, dtype=torch.float32 if self.kind is Kind.F32 else torch.int16
             )
             scales = torch.empty(rows.shape[0])
             self._library.saccade_linear(
                 ctypes.byref(self.descriptor), rows.data_ptr(), rows.stride(0), int(x.dtype == torch.bfloat16),
                 out.data_ptr(), self.n, rows.shape[0], activation, torch.get_num_threads(),
-                operand.data_ptr(), self.kpad, scales.data_ptr(),
+                operand.data_ptr(), self.operand_elements, scales.data_ptr(),
             )  # fmt: skip
         return out.view(*x.shape[:-1], self.n)
 
@@ -77,21 +84,23 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _panels(weight: Tensor, step: int) -> Tensor:
-    """`[n, k]` -> `[panels, k / 2, 64, 2]`, padded with zeros: a pair of inputs of 64 outputs lies together."""
+def _panels(weight: Tensor, step: int, together: int) -> Tensor:
+    """`[n, k]` -> `[panels, k / together, 64, together]`, padded with zeros: some inputs of 64 outputs lie together."""
     n, k = weight.shape
     padded = F.pad(weight, (0, -k % step, 0, -n % PANEL))
-    return padded.view(-1, PANEL, padded.shape[1] // 2, 2).permute(0, 2, 1, 3).contiguous()
+    return padded.view(-1, PANEL, padded.shape[1] // together, together).permute(0, 2, 1, 3).contiguous()
 
 
 def _pack_int8(weight: Quantised) -> tuple[Tensor, Tensor]:
-    return _panels(weight.values, 2), F.pad(weight.scale, (0, -weight.shape[0] % PANEL)).contiguous()
+    """Bytes without a sign: 128 more than the values."""
+    data = _panels(weight.values, STEPS[Kind.INT8], 4).view(torch.uint8).bitwise_xor_(128)
+    return data, F.pad(weight.scale, (0, -weight.shape[0] % PANEL)).contiguous()
 
 
 def _pack_int4(weight: Quantised) -> tuple[Tensor, Tensor]:
-    """A byte holds the same place of outputs 0..31 (low half) and 32..63 (high half) of its panel."""
+    """8 more than the values; a byte holds the same place of outputs 0..31 (low half) and 32..63 (high half)."""
     n, groups = weight.shape[0], math.ceil(weight.in_features / GROUP)
-    panels = _panels(weight.integers(), GROUP).add_(8).to(torch.uint8).flatten(2)
-    data = panels[..., :PANEL] | panels[..., PANEL:] << 4
+    panels = _panels(weight.integers(), GROUP, 4).add_(8).to(torch.uint8).flatten(2)
+    data = panels[..., : 2 * PANEL] | panels[..., 2 * PANEL :] << 4
     scale = F.pad(weight.scale, (0, 0, 0, -n % PANEL)).view(-1, PANEL, groups).transpose(1, 2).contiguous()
     return data.contiguous(), scale

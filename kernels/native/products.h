@@ -18,14 +18,20 @@ namespace {
 
 constexpr int64_t PANEL = 64;       // columns of a packed weight that lie together
 constexpr int64_t GROUP = 128;      // inputs that share a scale in int4
-constexpr int64_t FLUSH = 256;      // pairs of products after which int8 sums leave int32: 2 * 256 * 127 * 32767 < 2^31
 constexpr int64_t ROWS = 6;         // rows of a register tile: 6 x 4 accumulators of 16
+constexpr int64_t INT_ROWS = 3;     // the same for integers, whose rows count twice
 constexpr int64_t ROW_BLOCK = 192;  // rows that a unit of work covers
 constexpr int64_t LINE = 64;        // bytes that are read from memory together
 constexpr int64_t STRIDE = 4;       // steps through the inputs between two looks at what is needed next
 constexpr int64_t SPREAD = 4;       // tiles of rows over which reading the next panel is spread
 constexpr int64_t DIVISIBLE = 1024; // inputs from which on a panel may be divided among threads
-constexpr float LIMIT = 32767.0f;
+constexpr float LIMIT = 32639.0f;   // 127 * 256 + 127: the largest number that two signed bytes make
+
+// Inputs as they are stored.
+inline int64_t padded_inputs(int64_t k, int64_t kind) {
+    const int64_t step = kind == F32 ? 1 : kind == BF16 ? 2 : kind == INT8 ? 16 : GROUP;
+    return (k + step - 1) / step * step;
+}
 
 inline int64_t panels_of(const Weight& w) { return (w.n + PANEL - 1) / PANEL; }
 
@@ -33,34 +39,55 @@ inline int64_t panel_bytes(const Weight& w) { return w.kpad * PANEL * 2 / (w.kin
 
 // -- operands: float rows in the form that a kind of weight is multiplied with -------------------------------------------
 
-// `values` [k] -> row `row` of the operand; the padding is zero.
+// x in steps of its row's largest value / LIMIT, as 256 high + low, both signed bytes: of each 4 inputs the 4 lows, then the 4
+// highs. Weights are stored without a sign, so behind the row stands what that adds to a sum: for each group of inputs
+// -offset times the sum of lows, and of highs.
+void make_integers(const float* values, int64_t k, int64_t kind, int8_t* out, float* scale) {
+    __m512 largest = _mm512_setzero_ps(), poison = _mm512_setzero_ps();  // NaN and infinity have no integers: they pass through the scale
+    for (int64_t i = 0; i < k; i += 16) {
+        const __m512 x = _mm512_maskz_loadu_ps(first_lanes(k - i), values + i);
+        largest = _mm512_max_ps(_mm512_abs_ps(x), largest);
+        poison = _mm512_fmadd_ps(x, _mm512_setzero_ps(), poison);
+    }
+    const float top = _mm512_reduce_max_ps(largest);
+    *scale = top / LIMIT + _mm512_reduce_add_ps(poison);
+    const __m512 inverse = _mm512_set1_ps(top > 0 ? LIMIT / top : 0.0f);
+    const int64_t kpad = padded_inputs(k, kind), group = kind == INT4 ? GROUP : kpad, offset = kind == INT4 ? 8 : 128;
+    int8_t* sums = out + 2 * kpad;
+    for (int64_t begin = 0; begin < kpad; begin += group) {
+        __m512i lows = _mm512_setzero_si512(), highs = _mm512_setzero_si512();
+        for (int64_t i = begin; i < begin + group; i += 16) {
+            const __m512 x = _mm512_maskz_loadu_ps(first_lanes(std::max<int64_t>(0, k - i)), values + i);
+            const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(x, inverse));
+            const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
+            const __m512i low = _mm512_sub_epi32(whole, _mm512_slli_epi32(high, 8));
+            lows = _mm512_add_epi32(lows, low), highs = _mm512_add_epi32(highs, high);
+            const __m128i l = _mm512_cvtepi32_epi8(low), h = _mm512_cvtepi32_epi8(high);
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 2 * i), _mm_unpacklo_epi32(l, h));
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 2 * i + 16), _mm_unpackhi_epi32(l, h));
+        }
+        const int32_t both[2] = {int32_t(-offset * _mm512_reduce_add_epi32(lows)), int32_t(-offset * _mm512_reduce_add_epi32(highs))};
+        std::memcpy(sums, both, 8);
+        sums += 8;
+    }
+}
+
+// `values` [k] -> row `row` of the operand, whose rows are `ld` elements apart; the padding is zero.
 void make_operand(const float* values, int64_t k, int64_t kind, void* operand, int64_t ld, float* scales, int64_t row) {
     if (kind == F32) {
         std::memcpy(static_cast<float*>(operand) + row * ld, values, k * sizeof(float));
         return;
     }
-    if (kind == BF16) {
-        uint16_t* out = static_cast<uint16_t*>(operand) + row * ld;
-        for (int64_t i = 0; i < k; i += 16) {
-            const __mmask16 m = first_lanes(k - i);
-            store_bf16(out + i, m, _mm512_maskz_loadu_ps(m, values + i));
-        }
-        std::fill(out + k, out + (k + 1) / 2 * 2, 0);
+    uint16_t* out = static_cast<uint16_t*>(operand) + row * ld;
+    if (kind != BF16) {
+        make_integers(values, k, kind, reinterpret_cast<int8_t*>(out), scales + row);
         return;
     }
-    int16_t* out = static_cast<int16_t*>(operand) + row * ld;
-    float largest = 0, poison = 0;  // NaN and infinity have no integers: they pass through the scale
-#pragma omp simd reduction(max : largest) reduction(+ : poison)
-    for (int64_t i = 0; i < k; i++) {
-        largest = std::max(largest, std::fabs(values[i]));
-        poison += values[i] * 0.0f;
+    for (int64_t i = 0; i < k; i += 16) {
+        const __mmask16 m = first_lanes(k - i);
+        store_bf16(out + i, m, _mm512_maskz_loadu_ps(m, values + i));
     }
-    scales[row] = largest / LIMIT + poison;
-    const float inverse = largest > 0 ? LIMIT / largest : 0.0f;
-#pragma omp simd
-    for (int64_t i = 0; i < k; i++) out[i] = int16_t(int32_t(std::nearbyint(values[i] * inverse)));
-    const int64_t pad = kind == INT4 ? (k + GROUP - 1) / GROUP * GROUP : (k + 1) / 2 * 2;
-    std::fill(out + k, out + pad, 0);
+    std::fill(out + k, out + padded_inputs(k, kind), 0);
 }
 
 // -- products --------------------------------------------------------------------------------------------------------------
@@ -71,7 +98,7 @@ inline __m512i in_register(__m512i x) {
     return x;
 }
 
-inline __m512i broadcast_pair(const uint16_t* p) {
+inline __m512i broadcast_word(const void* p) {
     int32_t v;
     std::memcpy(&v, p, 4);
     return _mm512_set1_epi32(v);
@@ -106,7 +133,7 @@ __attribute__((noinline)) void tile_bf16(
             __m512bh column[V];
             for (int v = 0; v < V; v++) column[v] = (__m512bh)in_register(_mm512_loadu_si512(b + v * 32));
             for (int r = 0; r < R; r++) {
-                const __m512bh x = (__m512bh)broadcast_pair(a + r * lda);
+                const __m512bh x = (__m512bh)broadcast_word(a + r * lda);
                 for (int v = 0; v < V; v++) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], x, column[v]);
             }
         }
@@ -115,37 +142,49 @@ __attribute__((noinline)) void tile_bf16(
         for (int v = 0; v < V; v++) _mm512_storeu_ps(out + r * PANEL + v * 16, sum[r][v]);
 }
 
+// Sums of low and high bytes -> sums of 256 high + low.
+inline __m512 joined(const __m512i* sums) {
+    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[1]), _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(sums[0]));
+}
+
+// Integers of 1 byte without a sign times those of 2: R rows are twice as many rows of bytes. `sum` begins with what stands
+// behind the rows.
 template <int R, int V>
-void tile_int8(
-    const uint16_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, int64_t first, float* out
-) {
-    const int8_t* b = static_cast<const int8_t*>(w.data) + panel * w.kpad * PANEL + first * 32;
-    const int64_t pairs = w.kpad / 2;
-    __m512 total[R][V];
-    for (int64_t begin = 0; begin < pairs; begin += FLUSH) {
-        __m512i sum[R][V];
+inline void begin_sums(const int8_t* behind, int64_t lda, __m512i (&sum)[V][R][2]) {
+    for (int v = 0; v < V; v++)
         for (int r = 0; r < R; r++)
-            for (int v = 0; v < V; v++) sum[r][v] = _mm512_setzero_si512();
-        const int64_t end = std::min(pairs, begin + FLUSH);
-        for (int64_t p = begin; p < end; p++, b += 2 * PANEL) {
-            __m512i column[V];
-            for (int v = 0; v < V; v++)
-                column[v] = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(b + v * 32)));
-            for (int r = 0; r < R; r++) {
-                const __m512i x = broadcast_pair(a + r * lda + 2 * p);
-                for (int v = 0; v < V; v++) sum[r][v] = _mm512_dpwssd_epi32(sum[r][v], x, column[v]);
-            }
+            for (int half = 0; half < 2; half++) sum[v][r][half] = broadcast_word(behind + r * lda + 4 * half);
+}
+
+template <int R, int V>
+inline void add_products(const int8_t* a, int64_t lda, const __m512i (&column)[V], __m512i (&sum)[V][R][2]) {
+    for (int r = 0; r < R; r++)
+        for (int half = 0; half < 2; half++) {
+            const __m512i x = broadcast_word(a + r * lda + 4 * half);
+            for (int v = 0; v < V; v++) sum[v][r][half] = _mm512_dpbusd_epi32(sum[v][r][half], column[v], x);
         }
-        for (int r = 0; r < R; r++)
-            for (int v = 0; v < V; v++) {
-                const __m512 part = _mm512_cvtepi32_ps(sum[r][v]);
-                total[r][v] = begin ? _mm512_add_ps(total[r][v], part) : part;
-            }
+}
+
+template <int R, int V>
+__attribute__((noinline)) void tile_int8(
+    const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, int64_t first, Ahead ahead, float* out
+) {
+    const uint8_t* b = static_cast<const uint8_t*>(w.data) + panel * w.kpad * PANEL + first * 64;
+    const int8_t* const a_end = a + 2 * w.kpad;
+    __m512i sum[V][R][2];
+    begin_sums<R, V>(a_end, lda, sum);
+    while (a < a_end) {
+        const int8_t* const stop = ahead.step() ? std::min(a_end, a + 8 * STRIDE) : a_end;
+        for (; a < stop; a += 8, b += 4 * PANEL) {
+            __m512i column[V];
+            for (int v = 0; v < V; v++) column[v] = in_register(_mm512_loadu_si512(b + v * 64));
+            add_products<R, V>(a, lda, column, sum);
+        }
     }
     for (int v = 0; v < V; v++) {
         const __m512 scale = _mm512_loadu_ps(w.scale + panel * PANEL + (first + v) * 16);
         for (int r = 0; r < R; r++) {
-            const __m512 y = _mm512_mul_ps(_mm512_mul_ps(total[r][v], scale), _mm512_set1_ps(scales[r]));
+            const __m512 y = _mm512_mul_ps(_mm512_mul_ps(joined(sum[v][r]), scale), _mm512_set1_ps(scales[r]));
             _mm512_storeu_ps(out + r * PANEL + v * 16, y);
         }
     }
@@ -153,42 +192,38 @@ void tile_int8(
 
 // All 64 columns: a byte holds the same place of columns 0..31 (low half) and 32..63 (high half).
 template <int R>
-void tile_int4(const uint16_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, float* out) {
+__attribute__((noinline)) void tile_int4(
+    const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, Ahead ahead, float* out
+) {
     const int64_t groups = w.kpad / GROUP;
     const uint8_t* b = static_cast<const uint8_t*>(w.data) + panel * w.kpad * PANEL / 2;
+    const int8_t* behind = a + 2 * w.kpad;
     const __m512i low = _mm512_set1_epi8(15);
-    const __m512i values = _mm512_broadcast_i32x4(_mm_setr_epi8(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7));
-    __m512 total[R][4];
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < 4; v++) total[r][v] = _mm512_setzero_ps();
-    for (int64_t g = 0; g < groups; g++) {
-        __m512i sum[R][4];
-        for (int r = 0; r < R; r++)
-            for (int v = 0; v < 4; v++) sum[r][v] = _mm512_setzero_si512();
-        for (int64_t p = g * GROUP / 2; p < (g + 1) * GROUP / 2; p++, b += PANEL) {
-            const __m512i both = _mm512_loadu_si512(b);
-            const __m512i left = _mm512_shuffle_epi8(values, _mm512_and_si512(both, low));
-            const __m512i right = _mm512_shuffle_epi8(values, _mm512_and_si512(_mm512_srli_epi16(both, 4), low));
-            const __m512i column[4] = {
-                _mm512_cvtepi8_epi16(_mm512_castsi512_si256(left)),
-                _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(left, 1)),
-                _mm512_cvtepi8_epi16(_mm512_castsi512_si256(right)),
-                _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(right, 1)),
-            };
-            for (int r = 0; r < R; r++) {
-                const __m512i x = broadcast_pair(a + r * lda + 2 * p);
-                for (int v = 0; v < 4; v++) sum[r][v] = _mm512_dpwssd_epi32(sum[r][v], x, column[v]);
+    __m512 total[4][R];
+    for (int v = 0; v < 4; v++)
+        for (int r = 0; r < R; r++) total[v][r] = _mm512_setzero_ps();
+    for (int64_t g = 0; g < groups; g++, behind += 8) {
+        __m512i sum[4][R][2];
+        begin_sums<R, 4>(behind, lda, sum);
+        for (const int8_t* const a_end = a + 2 * GROUP; a < a_end;) {
+            ahead.step();
+            for (const int8_t* const stop = a + 8 * STRIDE; a < stop; a += 8, b += 2 * PANEL) {
+                const __m512i one = in_register(_mm512_loadu_si512(b)), two = in_register(_mm512_loadu_si512(b + 64));
+                const __m512i column[4] = {
+                    _mm512_and_si512(one, low), _mm512_and_si512(two, low),
+                    _mm512_and_si512(_mm512_srli_epi16(one, 4), low), _mm512_and_si512(_mm512_srli_epi16(two, 4), low),
+                };
+                add_products<R, 4>(a, lda, column, sum);
             }
         }
         for (int v = 0; v < 4; v++) {
             const __m512 scale = _mm512_loadu_ps(w.scale + (panel * groups + g) * PANEL + v * 16);
-            for (int r = 0; r < R; r++)
-                total[r][v] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r][v]), scale, total[r][v]);
+            for (int r = 0; r < R; r++) total[v][r] = _mm512_fmadd_ps(joined(sum[v][r]), scale, total[v][r]);
         }
     }
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < 4; v++)
-            _mm512_storeu_ps(out + r * PANEL + v * 16, _mm512_mul_ps(total[r][v], _mm512_set1_ps(scales[r])));
+    for (int v = 0; v < 4; v++)
+        for (int r = 0; r < R; r++)
+            _mm512_storeu_ps(out + r * PANEL + v * 16, _mm512_mul_ps(total[v][r], _mm512_set1_ps(scales[r])));
 }
 
 // float32 weights stay in rows: columns of a panel are dot products, four at a time.
@@ -269,11 +304,13 @@ void tile(const Product& job, int64_t row, int64_t panel, int64_t first, Ahead a
     alignas(64) float out[R * PANEL];
     const Weight& w = *job.weight;
     const uint16_t* a = static_cast<const uint16_t*>(job.a) + row * job.lda;
-    const float* scales = job.scales + row;
+    if (w.kind == BF16) tile_bf16<R, V>(a, job.lda, w, panel, first, ahead, out);
     if (w.kind == F32) tile_f32<R>(static_cast<const float*>(job.a) + row * job.lda, job.lda, w, panel, out);
-    else if (w.kind == INT4) tile_int4<R>(a, job.lda, scales, w, panel, out);
-    else if (w.kind == INT8) tile_int8<R, V>(a, job.lda, scales, w, panel, first, out);
-    else tile_bf16<R, V>(a, job.lda, w, panel, first, ahead, out);
+    if constexpr (R <= INT_ROWS) {
+        const int8_t* bytes = reinterpret_cast<const int8_t*>(a);
+        if (w.kind == INT8) tile_int8<R, V>(bytes, 2 * job.lda, job.scales + row, w, panel, first, ahead, out);
+        if (w.kind == INT4) tile_int4<R>(bytes, 2 * job.lda, job.scales + row, w, panel, ahead, out);
+    }
     const int64_t begin = panel * PANEL + first * 16;
     if (job.store == STORE_BF16) finish<STORE_BF16, R, V>(job, out, row, begin);
     else if (job.store == ADD) finish<ADD, R, V>(job, out, row, begin);
@@ -292,15 +329,17 @@ void tile_of(int64_t rows, const Product& job, int64_t row, int64_t panel, int64
 // Rows [begin, end) in tiles of nearly equal height. `next`: where as many bytes as a panel has are read ahead, over the last
 // tiles; a single tile waits for memory itself.
 void tiles(const Product& job, int64_t begin, int64_t end, int64_t panel, int64_t first, int64_t count, const char* next) {
-    const int64_t pieces = (end - begin + ROWS - 1) / ROWS, spread = std::min(pieces, SPREAD), bytes = panel_bytes(*job.weight);
-    const int64_t steps = (job.weight->kpad / 2 + STRIDE - 1) / STRIDE;
+    const Weight& w = *job.weight;
+    const bool bytes_or_less = w.kind == INT8 || w.kind == INT4;
+    const int64_t height = bytes_or_less ? INT_ROWS : ROWS, pieces = (end - begin + height - 1) / height;
+    const int64_t looks = w.kpad / (bytes_or_less ? 4 : 2) / STRIDE + 1, spread = std::min(pieces, SPREAD), bytes = panel_bytes(w);
     for (int64_t i = 0; i < pieces; i++) {
         const int64_t from = begin + (end - begin) * i / pieces, to = begin + (end - begin) * (i + 1) / pieces;
         Ahead ahead{nullptr, nullptr, 0};
         if (const int64_t share = i - (pieces - spread); next && pieces > 1 && share >= 0) {
             ahead.at = next + bytes * share / spread / LINE * LINE;
             ahead.end = next + bytes * (share + 1) / spread / LINE * LINE;
-            ahead.bytes = (ahead.end - ahead.at + steps * LINE - 1) / (steps * LINE) * LINE;
+            ahead.bytes = (ahead.end - ahead.at + looks * LINE - 1) / (looks * LINE) * LINE;
         }
         if (count == 4) tile_of<4>(to - from, job, from, panel, first, ahead);
         else tile_of<1>(to - from, job, from, panel, first, ahead);

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.linear import Linear, quantise
+from kernels.linear import Linear, Packed, quantise
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -47,15 +48,30 @@ def test_bias_that_does_not_fit_is_refused() -> None:
         Linear(torch.ones(4, 2), torch.ones(3))
 
 
-@pytest.mark.parametrize("kind", [None, "int8", "int4"])
-@pytest.mark.parametrize("rows", [1, 5])
-def test_threads_share_a_product_and_change_nothing(kind: str | None, rows: int) -> None:
-    """Few outputs of many inputs: panels are divided."""
-    weight, x = torch.randn(100, 1100).bfloat16(), torch.randn(rows, 1100).bfloat16()
-    linear = Linear(weight if kind is None else quantise(weight, kind))
-    before, alone = torch.get_num_threads(), linear(x)
-    torch.set_num_threads(2)
+KINDS = ["float32", "bfloat16", "int8", "int4"]
+
+
+def linear_of(kind: str, weight: Tensor) -> tuple[Linear | Packed, torch.dtype]:
+    """A compiled product, and the dtype of its rows."""
+    if kind == "float32":
+        return Packed(weight, None), torch.float32
+    return Linear(weight.bfloat16() if kind == "bfloat16" else quantise(weight, kind)), torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(100, 1100), (70, 77), (200, 256), (64, 3)], ids=str)
+def test_a_row_is_the_same_in_any_company_and_with_any_threads(kind: str, shape: tuple[int, int]) -> None:
+    """All heights of tiles, one and more blocks of rows, panels whole and (few outputs of many inputs) divided."""
+    generator = torch.Generator().manual_seed(8)
+    linear, dtype = linear_of(kind, torch.randn(shape, generator=generator))
+    x = torch.randn(600, shape[1], generator=generator).to(dtype)
+    before = torch.get_num_threads()
     try:
-        assert torch.equal(linear(x), alone)
+        torch.set_num_threads(1)
+        alone = torch.cat([linear(row[None]) for row in x])
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            for rows in (*range(1, 20), 25, 32, 191, 192, 193, 385, 600):
+                assert torch.equal(linear(x[:rows]), alone[:rows])
     finally:
         torch.set_num_threads(before)
