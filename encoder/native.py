@@ -2,7 +2,7 @@
 
 The same maths as `encoder.model`. Between operations a row is float32 (the residual stream) or the operand of a product
 (in the tower's dtype). Each row is computed in an order of its own, so that a picture gets the same numbers
-alone, beside others and with any number of threads.
+alone, beside others and with any number of threads. A graph's replay on a CPU is the same calls on its padded buffers.
 
 R tower rows, T patches, N image tokens, D features.
 """

@@ -1,4 +1,4 @@
-// Decoding on a CPU with AVX-512 (BF16 and VNNI): matrix products over packed weights, and a whole decode step as one
+// A CPU with AVX-512 (BF16 and VNNI): matrix products over packed weights, and a whole decode step or layer of a tower as one
 // list of operations that a few threads work through together. The layouts and the maths are in README.md.
 //
 // Everything that one row gets is computed in an order that depends on that row alone: a request has the same numbers
