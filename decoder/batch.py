@@ -129,8 +129,8 @@ class Batch:
     """(first token, rows): embeddings that replace those of the table."""
     updates: int
     slots_U: Tensor
-    slot_runs: tuple[SlotRun, ...] | None
-    """The same slots as runs: what the host knows of them; `None` in a graph, where it knows nothing."""
+    known_slots: SequenceOf[int] | None
+    """The same slots as the host knows them; `None` in a graph, where it knows nothing."""
     queries: int
     """Tokens that attend one by one: those of updates and of rows to be verified."""
     lengths_Q: Tensor
@@ -143,6 +143,11 @@ class Batch:
     scan: ScanRows | None
     samples: Tensor | None
     """Tokens whose logits are wanted; `None` when all are, in order."""
+
+    @cached_property
+    def slot_runs(self) -> tuple[SlotRun, ...] | None:
+        """The slots that the host knows, as runs."""
+        return None if self.known_slots is None else tuple(SlotRun.of(self.known_slots))
 
 
 class Unread(NamedTuple):
@@ -240,6 +245,9 @@ class BatchBuilder:
         `scan_all`: rows of one token are scanned like the others, as in a graph of mixed rows. `unread`: where ids that
         the host does not know come from.
         """
+        single = None if scan_all or any(images.values()) else self._single(rows)
+        if single is not None:
+            return single if unread is None else self._filled(single, rows, unread)
         alone = 0 if scan_all else sum(1 for row in rows if row.alone)
         updates = sum(1 for row in rows[:alone] if not row.verified)
         ids: list[int] = []
@@ -260,7 +268,7 @@ class BatchBuilder:
             splices=tuple(splices),
             updates=updates,
             slots_U=self._tensor(slots),
-            slot_runs=tuple(SlotRun.of(slots)),
+            known_slots=slots,
             queries=queries,
             lengths_Q=self._tensor(lengths),
             longest=max(lengths, default=0),
@@ -271,6 +279,44 @@ class BatchBuilder:
             samples=None if len(samples) == len(ids) else self._tensor(samples),
         )
         return batch if unread is None else self._filled(batch, rows, unread)
+
+    def _single(self, rows: SequenceOf[Row]) -> Batch | None:
+        """The batch of rows of one token each on top of a state, all of which draw: what nearly all steps are made of,
+        in one tensor. `None` where there are others.
+        """
+        size, tables = self.options.page_size, self.tables
+        columns: list[list[int]] = [[], [], [], [], []]
+        ids, slots, lengths, places, seats = columns
+        for row in rows:
+            sequence, start = row.sequence, row.start
+            if row.count != 1 or start == 0 or not row.samples or sequence.replayed:
+                return None
+            ids.append(sequence.tokens[start])
+            slots.append(sequence.slot)
+            lengths.append(start + 1)
+            if tables is not None:
+                tables.update(sequence)
+                places.append(sequence.pages[start // size] * size + start % size)
+                seats.append(sequence.seat)
+        if not ids:
+            return None
+        table = upload(columns if tables is not None else columns[:3], torch.int64, self.options.device)
+        ids_T, slots_U, lengths_Q, *paged = table.unbind()
+        return Batch(
+            ids_T=ids_T,
+            splices=(),
+            updates=len(rows),
+            slots_U=slots_U,
+            known_slots=slots,
+            queries=len(rows),
+            lengths_Q=lengths_Q,
+            longest=max(lengths),
+            tables_QW=self._empty if tables is None else tables.table.index_select(0, paged[1]),
+            places_T=self._empty if tables is None else paged[0],
+            verify=None,
+            scan=None,
+            samples=None,
+        )
 
     def _filled(self, batch: Batch, rows: SequenceOf[Row], unread: Unread) -> Batch:
         """The batch with the ids that only the device knows, each of a row of one token. A row whose token is the last
@@ -298,7 +344,7 @@ class BatchBuilder:
         if batch.scan is not None and batch.queries == 0:
             gone_R = torch.zeros(len(rows), dtype=torch.bool, device=gone_T.device).index_copy_(0, rows_N, ended)
             batch.scan.slots_R.masked_fill_(gone_R, -1)
-        return replace(batch, slot_runs=None)
+        return replace(batch, known_slots=None)
 
     def _tensor(self, values: list[int]) -> Tensor:
         return upload(values, torch.int64, self.options.device) if values else self._empty

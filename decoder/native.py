@@ -72,7 +72,7 @@ def _rows(batch: Batch, single: _Rows) -> _Rows:
     """`single`: what there is to say of any rows of one token on top of a state, but for their slots."""
     scan = batch.scan
     if batch.verify is None and scan is None:
-        return replace(single, slots=batch.slots_U)
+        return _Rows(single.starts, batch.slots_U, single.initial, single.saves, None)
     rows = _verified(batch, single) if batch.verify is not None else replace(single, slots=batch.slots_U)
     if scan is None:
         return rows
@@ -150,7 +150,7 @@ class NativeStep(Operations):
         """Whether a step has few enough tokens, row behind row. Rows of drafts or prompts in a graph are not: what the
         host knows of them changes from replay to replay.
         """
-        if not 0 < tokens <= self.max_tokens or (batch.verify is not None and batch.slot_runs is None):
+        if not 0 < tokens <= self.max_tokens or (batch.verify is not None and batch.known_slots is None):
             return False
         scan = batch.scan
         return tokens == batch.queries if scan is None else isinstance(scan.window_saves, tuple)
@@ -173,7 +173,7 @@ class NativeStep(Operations):
         if rows.rewound is not None:
             step.origins, step.seats, step.counts = (column.data_ptr() for column in rows.rewound)
         eps, dtype = self.config.layer_norm_epsilon, self.options.dtype
-        whole = batch.samples is None and batch.slot_runs is not None  # in a graph nobody has asked for logits yet
+        whole = batch.samples is None and batch.known_slots is not None  # in a graph nobody has asked for logits yet
         if whole:
             step.logits = self._logits_of(x).data_ptr()
         for ops, layer in self._plans[scan is not None, tokens > MAX_ROUTED]:
