@@ -1,7 +1,7 @@
 """A step on a CPU in a few calls of compiled code: the layers; the final norm and the vocabulary projection.
 
 The same maths as `decoder.model` with `decoder.mixers`, on the same weights, states and pages. Layers that have no
-compiled form (other activations, attention of prompts) are called in between, on the same residual stream; a graph's
+compiled form (other activations, experts of many tokens) are called in between, on the same residual stream; a graph's
 rows of drafts or prompts, states that are not float32, and machines without a compiler or AVX-512 go the other way.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from decoder.mixers import AttentionMixer, ExpertsMixer, Mixer
+from decoder.mixers import ExpertsMixer, Mixer
 from decoder.operations import MAX_ROUTED, Operations
 from kernels.linear import Quantised
 from kernels.native import NativeUnavailable
@@ -130,11 +130,7 @@ class NativeStep(Operations):
             begin = len(ops)
             ops += self.layer(norm, mixer)
             layers.append(_Layer(range(begin, len(ops)), norm, mixer))
-        self._plans = {
-            (scans, many): _plan(layers, called=(AttentionMixer,) * scans + (ExpertsMixer,) * many)
-            for scans in (False, True)
-            for many in (False, True)
-        }
+        self._plans = {many: _plan(layers, called=(ExpertsMixer,) * many) for many in (False, True)}
         head, body = self.packed(model.head), len(ops)
         ops += [self.norm(model.norm_f, head), self.linear(head, Target.LOGITS)]
         self._head = range(body, len(ops))
@@ -159,8 +155,7 @@ class NativeStep(Operations):
         """`[T, d]` float32, before the final norm, in memory of the next call's too. Updates states, windows and pages
         in place. Where all tokens' logits are wanted they are computed on the way, and `logits` has them.
 
-        Attention of scanned rows is called, not compiled: torch's is made for many queries at once. So are experts of
-        more tokens than `MAX_ROUTED`.
+        Experts of more tokens than `MAX_ROUTED` are called, not compiled.
         """
         tokens, tables, scan = x_TD.shape[0], batch.tables_QW, batch.scan
         x = self.x[:tokens].copy_(x_TD)
@@ -172,11 +167,14 @@ class NativeStep(Operations):
         )  # fmt: skip
         if rows.rewound is not None:
             step.origins, step.seats, step.counts = (column.data_ptr() for column in rows.rewound)
+        if scan is not None and scan.tables_RW.dim() == 2:
+            step.scans, step.scan_computed = scan.computed_R.shape[0], scan.computed_R.data_ptr()
+            step.scan_tables, step.scan_table_stride = scan.tables_RW.data_ptr(), scan.tables_RW.stride(0)
         eps, dtype = self.config.layer_norm_epsilon, self.options.dtype
         whole = batch.samples is None and batch.known_slots is not None  # in a graph nobody has asked for logits yet
         if whole:
             step.logits = self._logits_of(x).data_ptr()
-        for ops, layer in self._plans[scan is not None, tokens > MAX_ROUTED]:
+        for ops, layer in self._plans[tokens > MAX_ROUTED]:
             if layer is None and whole:
                 ops = range(ops.start, self._head.stop)
             if ops:

@@ -37,12 +37,7 @@ struct Bf16Cells {  // two bfloat16, summed in float32
         const __m512 low = load16(p + 2 * cell, lanes(width - 2 * cell)), high = load16(p + 2 * cell + 16, lanes(width - 2 * cell - 16));
         return (__m512i)_mm512_cvtne2ps_pbh(high, low);
     }
-    // 16 cells of two rows' numbers from `first` on: number by number, the first row's below the second's.
-    template <typename T>
-    static __m512i beside(const T* a, const T* b, int64_t width, int64_t first) {
-        return together(load16(a + first, lanes(width - first)), b ? load16(b + first, lanes(width - first)) : _mm512_setzero_ps());
-    }
-    static __m512i together(__m512 a, __m512 b) {
+    static __m512i beside(__m512 a, __m512 b) {  // 16 cells, a's numbers below b's
         const __m512i order = _mm512_set_epi16(
             31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
         return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(b, a));
@@ -61,8 +56,7 @@ struct F32Cells {
     static __m512 multiply(__m512 sum, __m512i a, __m512i b) { return _mm512_fmadd_ps((__m512)a, (__m512)b, sum); }
     template <typename T>
     static __m512i row(const T* p, int64_t width, int64_t cell) { return (__m512i)load16(p + cell, lanes(width - cell)); }
-    template <typename T>
-    static __m512i beside(const T* a, const T*, int64_t width, int64_t first) { return row(a, width, first); }
+    static __m512i beside(__m512 a, __m512) { return (__m512i)a; }
     static __m512 power(__m512 x) {  // 2^x within 2 ulp
         const __m512 whole = _mm512_roundscale_ps(x, 0x08), rest = _mm512_reduce_ps(x, 0x08);
         __m512 p = _mm512_fmadd_ps(rest, _mm512_set1_ps(0.0001535336192f), _mm512_set1_ps(0.001339887441f));
@@ -229,7 +223,7 @@ void walk(const Head& head, Block& block, const Keys& keys, int64_t first) {
             total[v] = _mm512_add_ps(total[v], _mm512_add_ps(_mm512_add_ps(four[0], four[1]), _mm512_add_ps(four[2], four[3])));
             if constexpr (Cells::EACH == 2) {
                 for (int i = 0; i < TILE / 2; i++)
-                    _mm512_storeu_si512(to + (i * V + v) * 16, Cells::together(score[2 * i][v], score[2 * i + 1][v]));
+                    _mm512_storeu_si512(to + (i * V + v) * 16, Cells::beside(score[2 * i][v], score[2 * i + 1][v]));
             } else {
                 for (int i = 0; i < TILE; i++) _mm512_storeu_ps(to + (i * V + v) * 16, score[i][v]);
             }
@@ -298,7 +292,7 @@ void attend(const Head& head, const Source& source, int64_t count, int64_t first
             one.reference[i] = LOWEST, one.sum[i] = 0.0f;
         }
         one.queries = reinterpret_cast<uint32_t*>(take(of_queries)), one.out = take(of_out);
-        std::fill(one.out, one.out + of_out, 0.0f);
+        std::fill(one.out, one.out + head.tiles * TILE * 16 * one.vectors, 0.0f);
         pack_across<Cells>(one.count, 16 * one.vectors, head.width, [&](int64_t i, int64_t cell) {
             return source.query(Cells(), b * LANES + i, cell);
         }, one.queries);

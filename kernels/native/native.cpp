@@ -55,7 +55,7 @@ int64_t units_of(const Model& m, const Op& op, const Step& step) {
     switch (op.code) {
         case LINEAR: return Units(op.weight, step.tokens, m.threads).count;
         case MAMBA: return step.rows * m.groups;
-        case ATTENTION: return step.rows * m.kv_heads;
+        case ATTENTION: return attention_units(m, step);
         case GROUP_PICKS: return 1;
         case GATHER:
         case PICKED_RELU_SQUARED: return step.tokens * op.experts->chosen;
@@ -81,7 +81,8 @@ class StepJob : public Job {
                 else mamba<float>(m_, op, step_, unit / m_.groups, unit % m_.groups, scratch.data());
                 break;
             case ATTENTION:
-                attend(op, unit / m_.kv_heads, unit % m_.kv_heads, scratch);
+                if (m_.stored_bf16) attention<Bf16Cells, uint16_t>(m_, op, step_, unit, scratch);
+                else attention<F32Cells, float>(m_, op, step_, unit, scratch);
                 break;
             case ROUTE: route(m_, op, unit, scratch.data()); break;
             case GROUP_PICKS: group_picks(m_, op, step_.tokens); break;
@@ -103,14 +104,6 @@ class StepJob : public Job {
         for (int64_t i = first_ + phase + 1; i < last_ && !job.next; i++)
             if (m_.ops[i].code == LINEAR) job.next = &m_.ops[i].weight;
         run_unit(job, Units(op.weight, step_.tokens, m_.threads), unit, step_.tokens);
-    }
-
-    // Token after token of a row: each looks at the keys that those before it have written.
-    void attend(const Op& op, int64_t row, int64_t head, std::vector<float>& scratch) const {
-        for (int64_t token = step_.starts[row]; token < step_.starts[row + 1]; token++) {
-            if (m_.stored_bf16) attention<uint16_t>(m_, op, step_, token, head, scratch);
-            else attention<float>(m_, op, step_, token, head, scratch);
-        }
     }
 
     const Model& m_;

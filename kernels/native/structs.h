@@ -80,13 +80,17 @@ struct Step {
     const int64_t *starts, *slots, *initial;  // ... and begins with zeros unless initial[r]
     int64_t save_count;
     const int64_t* saves;  // [saves, 3]: (row, token, slot): what there is of the row before that token goes to that slot too
-    const int64_t *lengths, *tables, *places;  // ATTENTION, of each token
+    const int64_t *lengths, *tables, *places;  // ATTENTION, of each token, lengths and tables but for the last `scans` rows
     int64_t table_stride;
     float* logits;  // [tokens, vocab]
     // Of rows whose tokens may be taken back. Null, or [rows]: the slot that a row begins from, if not its own; its seat and
     // how many steps of the seat's ring go into its slot before it; then the slot stays as it is, and the ring gets the row's
     // inputs (-1: not so).
     const int64_t *from, *seats, *counts;
+    // ATTENTION: the last rows may be of many tokens. Of each of these: the keys before its first token, and its pages.
+    int64_t scans;
+    const int64_t *scan_computed, *scan_tables;
+    int64_t scan_table_stride;
 };
 
 struct VarlenAttention {    // attention within each of several packed sequences

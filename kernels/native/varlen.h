@@ -37,7 +37,8 @@ struct PackedSequence {  // one head of it; `first`: the unit's first query
     __m512i key(Cells, int64_t i, int64_t cell) const { return Cells::row(row(a.k, i), a.width, cell); }
     template <typename Cells>
     __m512i values(Cells, int64_t i, bool more, int64_t feature) const {
-        return Cells::beside(row(a.v, i), more ? row(a.v, i + 1) : nullptr, a.width, feature);
+        const __mmask16 m = lanes(a.width - feature);
+        return Cells::beside(load16(row(a.v, i) + feature, m), more ? load16(row(a.v, i + 1) + feature, m) : _mm512_setzero_ps());
     }
     void write(int64_t i, const float* numbers) const {
         const int64_t place = (begin + first + i) * a.out_stride + head * a.width;
