@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "few.h"
 #include "flash.h"
 #include "numbers.h"
 #include "structs.h"
@@ -42,31 +43,41 @@ struct PagedRow {
     const int64_t* table;
 
     const float* fresh(int64_t token, int64_t index) const { return m.wide + token * m.ld + index * m.width; }
-    const T* stored(int64_t position, int64_t side) const {
-        const int64_t token = m.kv_heads * m.width;
-        return static_cast<const T*>(op.kv) + table[position / m.page] * op.kv_stride
-            + (side * m.page + position % m.page) * token + head * m.width;
-    }
     // Keys and values of this step are taken from where they were made: others may be writing them to their pages now.
-    template <typename Visit>
-    __m512i at(int64_t position, int64_t side, Visit&& visit) const {
-        return position < before ? visit(stored(position, side)) : visit(fresh(begin + position - before, m.q_heads + side * m.kv_heads + head));
+    struct Lines {
+        int64_t width, old;  // how many lie in pages
+        const T* stored[2][TILE];
+        const float* fresh[2];
+        int64_t stride;  // of fresh ones
+        template <typename Visit>
+        auto at(int64_t side, int64_t i, Visit&& visit) const {
+            return i < old ? visit(stored[side][i]) : visit(fresh[side] + (i - old) * stride);
+        }
+        template <typename Cells>
+        __m512i key(Cells, int64_t i, int64_t cell) const {
+            return at(0, i, [&](const auto* row) { return Cells::row(row, width, cell); });
+        }
+        __m512 value(int64_t i, int64_t feature) const {
+            return at(1, i, [&](const auto* row) { return load16(row + feature, lanes(width - feature)); });
+        }
+    };
+    Lines lines(int64_t position, int64_t count) const {
+        Lines found{m.width, std::min(std::max<int64_t>(before - position, 0), count), {}, {}, m.ld};
+        const int64_t side = m.page * m.kv_heads * m.width;
+        for (int64_t i = 0, index = position / m.page, place = position % m.page; i < found.old; i++, place++) {
+            if (place == m.page) index++, place = 0;
+            const T* page = static_cast<const T*>(op.kv) + table[index] * op.kv_stride;
+            found.stored[0][i] = page + (place * m.kv_heads + head) * m.width;
+            found.stored[1][i] = found.stored[0][i] + side;
+        }
+        const int64_t token = begin + std::max(position - before, int64_t(0));
+        found.fresh[0] = fresh(token, m.q_heads + head), found.fresh[1] = fresh(token, m.q_heads + m.kv_heads + head);
+        return found;
     }
     int64_t last(int64_t i) const { return before + first - begin + i / share; }
     template <typename Cells>
     __m512i query(Cells, int64_t i, int64_t cell) const {
         return Cells::row(fresh(first + i / share, head * share + i % share), m.width, cell);
-    }
-    template <typename Cells>
-    __m512i key(Cells, int64_t position, int64_t cell) const {
-        return at(position, 0, [&](const auto* row) { return Cells::row(row, m.width, cell); });
-    }
-    __m512 value(int64_t position, int64_t feature) const {
-        return (__m512)at(position, 1, [&](const auto* row) { return (__m512i)load16(row + feature, lanes(m.width - feature)); });
-    }
-    template <typename Cells>
-    __m512i values(Cells, int64_t position, bool more, int64_t feature) const {
-        return Cells::beside(value(position, feature), more ? value(position + 1, feature) : _mm512_setzero_ps());
     }
     void write(int64_t i, const float* numbers) const {
         float* out = m.mid + (first + i / share) * m.ld + (head * share + i % share) * m.width;
@@ -86,25 +97,45 @@ struct PagedRow {
     }
 };
 
-template <typename Cells, typename T>
-void attention(const Model& m, const Op& op, const Step& step, int64_t unit, std::vector<float>& scratch) {
-    const int64_t alone = step.rows - step.scans, head = unit % m.kv_heads, part = unit / m.kv_heads;
-    const int64_t most = most_blocks(m, step), row = part < alone ? part : alone + (part - alone) / most;
+// What a unit works on; no queries where there is nothing left for it.
+template <typename T>
+PagedRow<T> paged_row(const Model& m, const Op& op, const Step& step, int64_t unit) {
+    const int64_t alone = step.rows - step.scans, part = unit / m.kv_heads, most = most_blocks(m, step);
+    const int64_t row = part < alone ? part : alone + (part - alone) / most;
     const int64_t block = part < alone ? 0 : most - 1 - (part - alone) % most;  // those with most keys first
-    const int64_t begin = step.starts[row], end = step.starts[row + 1];
-    const int64_t first = begin + block * tokens_of_unit(m), behind = row < alone ? end : std::min(first + tokens_of_unit(m), end);
-    if (first >= behind) return;
-    PagedRow<T> source{m, op, head, m.q_heads / m.kv_heads, begin, 0, first, behind, nullptr};
-    if (row < alone) source.before = step.lengths[begin] - 1, source.table = step.tables + begin * step.table_stride;
-    else source.before = step.scan_computed[row - alone], source.table = step.scan_tables + (row - alone) * step.scan_table_stride;
+    const int64_t begin = step.starts[row], end = step.starts[row + 1], first = begin + block * tokens_of_unit(m);
+    PagedRow<T> found{m, op, unit % m.kv_heads, m.q_heads / m.kv_heads, begin, 0, first, end, nullptr};
+    if (row < alone) {
+        found.before = step.lengths[begin] - 1, found.table = step.tables + begin * step.table_stride;
+    } else {
+        found.behind = std::min(first + tokens_of_unit(m), end);
+        found.before = step.scan_computed[row - alone], found.table = step.scan_tables + (row - alone) * step.scan_table_stride;
+    }
+    return found;
+}
+
+template <typename T>
+void attention(const Model& m, const Op& op, const Step& step, int64_t unit, std::vector<float>& scratch) {
+    PagedRow<T> source = paged_row<T>(m, op, step, unit);
+    if (source.first >= source.behind) return;
     source.keep(step.places);
-    for (; source.first < behind && source.last(0) < op.first_key; source.first++)  // padding, or nothing to look at yet
+    for (; source.first < source.behind && source.last(0) < op.first_key; source.first++)  // padding, or nothing to look at yet
         for (int64_t i = 0; i < source.share; i++) {
-            float* out = m.mid + source.first * m.ld + (head * source.share + i) * m.width;
+            float* out = m.mid + source.first * m.ld + (source.head * source.share + i) * m.width;
             std::fill(out, out + m.width, 0.0f);
         }
-    const int64_t queries = (behind - source.first) * source.share;
-    if (queries > 0) attend<Cells>(Head::of<Cells>(m.width, m.scale), source, queries, op.first_key, scratch);
+    using Cells = CellsOf<T>;
+    const Head head = Head::of<Cells>(m.width, m.scale);
+    const int64_t queries = (source.behind - source.first) * source.share;
+    if (queries <= 0) return;
+    if (queries > FEW || m.width % Cells::EACH) return attend<Cells>(head, source, queries, op.first_key, scratch);
+    const int64_t then = unit + m.threads;
+    const PagedRow<T> next = then < attention_units(m, step) ? paged_row<T>(m, op, step, then) : source;
+    attend_few<T>(head, source, queries, op.first_key, [&](int64_t position) {
+        const auto lines = next.lines(position, TILE);
+        for (int64_t side = 0; side < 2; side++)
+            for (int64_t i = 0; i < lines.old; i++) fetch(lines.stored[side][i], m.width);
+    }, scratch);
 }
 
 }  // namespace

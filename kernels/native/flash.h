@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -113,26 +114,132 @@ struct Head {
     }
 };
 
-struct Block {  // of at most LANES queries
-    int64_t count, vectors;       // queries; vectors of 16 of them
-    int64_t nearest, furthest;    // the least and the largest of `last`
-    alignas(64) int32_t last[LANES];           // the last key that a query looks at
+struct Lanes {  // queries of a block, at most LANES, and how far each has come
+    int64_t count, vectors;     // queries; vectors of 16 of them
+    int64_t nearest, furthest;  // the least and the largest of `last`
+    alignas(64) int32_t last[LANES];                 // the last key that a query looks at
     alignas(64) float reference[LANES], sum[LANES];  // probabilities are 2^(score - reference), and their sum
-    uint32_t* queries;            // [padded][16 * vectors]
-    float* out;                   // [TILE * tiles][16 * vectors]: their products with values
+
+    template <typename Source>
+    void begin(const Source& source, int64_t first, int64_t queries) {
+        count = queries, vectors = (queries + 15) / 16;
+        nearest = source.last(first), furthest = source.last(first + count - 1);
+        for (int64_t i = 0; i < LANES; i++) {
+            last[i] = int32_t(source.last(first + std::min(i, count - 1)));
+            reference[i] = LOWEST, sum[i] = 0.0f;
+        }
+    }
+    __m512 inverse(int64_t vector) const { return _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_load_ps(sum + 16 * vector)); }
+};
+
+// Scores of TILE keys become probabilities, TILE / EACH x V cells in `to`; `largest` and `far` are what `look` found.
+template <typename Cells, int V>
+inline __attribute__((always_inline)) void weigh(
+    __m512 score[TILE][V], __m512 scale, const __m512 reference[V], __m512 total[V], uint32_t* to
+) {
+    for (int v = 0; v < V; v++) {
+        for (int i = 0; i < TILE; i++) score[i][v] = Cells::power(_mm512_fmsub_ps(score[i][v], scale, reference[v]));
+        __m512 four[4];
+        for (int i = 0; i < 4; i++) four[i] = _mm512_add_ps(score[2 * i][v], score[2 * i + 1][v]);
+        total[v] = _mm512_add_ps(total[v], _mm512_add_ps(_mm512_add_ps(four[0], four[1]), _mm512_add_ps(four[2], four[3])));
+        if constexpr (Cells::EACH == 2) {
+            for (int i = 0; i < TILE / 2; i++)
+                _mm512_storeu_si512(to + (i * V + v) * 16, Cells::beside(score[2 * i][v], score[2 * i + 1][v]));
+        } else {
+            for (int i = 0; i < TILE; i++) _mm512_storeu_ps(to + (i * V + v) * 16, score[i][v]);
+        }
+    }
+}
+
+// Scores of keys before `first`, or behind a query's last one, become what has no weight.
+template <int V>
+inline void close(const Lanes& lanes, int64_t at, int64_t first, __m512 score[TILE][V]) {
+    for (int i = 0; i < TILE; i++)
+        for (int v = 0; v < V; v++) {
+            const __m512i last = _mm512_load_si512(lanes.last + 16 * v);
+            const __mmask16 open = at + i < first ? 0 : _mm512_cmpge_epi32_mask(last, _mm512_set1_epi32(int32_t(at + i)));
+            score[i][v] = _mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), open, score[i][v]);
+        }
+}
+
+// Each query's largest score of a tile; whether one is far above its reference.
+template <int V>
+inline __attribute__((always_inline)) bool look(const __m512 score[TILE][V], __m512 scale, const __m512 reference[V], __m512 largest[V]) {
+    bool far = false;
+    for (int v = 0; v < V; v++) {
+        __m512 four[4];
+        for (int i = 0; i < 4; i++) four[i] = _mm512_max_ps(score[2 * i][v], score[2 * i + 1][v]);
+        largest[v] = _mm512_max_ps(_mm512_max_ps(four[0], four[1]), _mm512_max_ps(four[2], four[3]));
+        largest[v] = _mm512_mul_ps(largest[v], scale);
+        far |= _mm512_cmp_ps_mask(largest[v], _mm512_add_ps(reference[v], _mm512_set1_ps(HEADROOM)), _CMP_GT_OQ) != 0;
+    }
+    return far;
+}
+
+// There the score becomes the reference; `factor` is what has been summed to be multiplied with.
+template <typename Cells, int V>
+void raise(const __m512 largest[V], __m512 reference[V], __m512 total[V], __m512 factor[V]) {
+    for (int v = 0; v < V; v++) {
+        const __m512 limit = _mm512_add_ps(reference[v], _mm512_set1_ps(HEADROOM));
+        const __mmask16 far = _mm512_cmp_ps_mask(largest[v], limit, _CMP_GT_OQ);
+        const __m512 raised = _mm512_mask_mov_ps(reference[v], far, largest[v]);
+        factor[v] = Cells::power(_mm512_sub_ps(reference[v], raised));
+        reference[v] = raised;
+        total[v] = _mm512_mask_mul_ps(total[v], far, total[v], factor[v]);
+    }
+}
+
+// Keys [begin, end), from a multiple of TILE on, for all queries of a block. What multiplies:
+//   scores(at, score): adds the products of TILE keys; add(from, to, chances): those of values with probabilities to the outputs;
+//   rescale(factor): multiplies the outputs.
+template <typename Cells, int V, typename Products>
+void walk(float scores_scale, Lanes& lanes, const Products& products, int64_t begin, int64_t end, int64_t first) {
+    alignas(64) uint32_t chances[KEY_BLOCK / Cells::EACH * 16 * V];
+    const __m512 scale = _mm512_set1_ps(scores_scale);
+    __m512 reference[V], total[V];
+    for (int v = 0; v < V; v++) reference[v] = _mm512_load_ps(lanes.reference + 16 * v), total[v] = _mm512_load_ps(lanes.sum + 16 * v);
+    int64_t pending = begin, at = begin;  // from `pending` on, probabilities have not met their values
+    for (; at < end; at += TILE) {
+        __m512 score[TILE][V];
+        for (int i = 0; i < TILE; i++)
+            for (int v = 0; v < V; v++) score[i][v] = _mm512_setzero_ps();
+        products.scores(at, score);
+        if (at + TILE > lanes.nearest + 1 || at < first) close<V>(lanes, at, first, score);
+        __m512 largest[V];
+        if (__builtin_expect(look<V>(score, scale, reference, largest), 0)) {
+            __m512 factor[V];
+            raise<Cells, V>(largest, reference, total, factor);
+            products.add(pending, at, chances);
+            products.rescale(factor);
+            pending = at;
+        }
+        weigh<Cells, V>(score, scale, reference, total, chances + (at - pending) / Cells::EACH * 16 * V);
+        if (at + TILE - pending == KEY_BLOCK) {
+            products.add(pending, at + TILE, chances);
+            pending = at + TILE;
+        }
+    }
+    products.add(pending, at, chances);
+    for (int v = 0; v < V; v++) _mm512_store_ps(lanes.reference + 16 * v, reference[v]), _mm512_store_ps(lanes.sum + 16 * v, total[v]);
+}
+
+// -- many queries: keys and values are packed, and blocks of queries go over them -------------------------------------------------------
+
+struct Block {
+    Lanes lanes;
+    uint32_t* queries;  // [padded][16 * vectors]
+    float* out;         // [TILE * tiles][16 * vectors]: their products with values
 };
 
 struct Keys {  // packed, from a multiple of TILE on
-    int64_t begin, end;    // positions
-    uint32_t *keys;        // [tile of keys][padded][TILE]
-    uint32_t *values;      // [tile of features][VALUE_ROOM / EACH][TILE]
+    int64_t begin, end;  // positions
+    uint32_t *keys;      // [tile of keys][padded][TILE]
+    uint32_t *values;    // [tile of features][VALUE_ROOM / EACH][TILE]
 };
 
 // sum[i][v] += a[step][i] * b[step][16 v ..], step by step.
 template <typename Cells, int V>
-inline __attribute__((always_inline)) void multiply_tile(
-    int64_t steps, const uint32_t* a, const uint32_t* b, __m512 sum[TILE][V]
-) {
+inline __attribute__((always_inline)) void multiply_tile(int64_t steps, const uint32_t* a, const uint32_t* b, __m512 sum[TILE][V]) {
     for (int64_t step = 0; step < steps; step++, a += TILE, b += 16 * V) {
         __m512i column[V];
         for (int v = 0; v < V; v++) column[v] = _mm512_loadu_si512(b + 16 * v);
@@ -144,175 +251,130 @@ inline __attribute__((always_inline)) void multiply_tile(
 }
 
 template <typename Cells, int V>
-void add_values(const Head& head, const Block& block, const Keys& keys, int64_t from, int64_t to, const uint32_t* chances) {
-    const int64_t skipped = (from - keys.begin) / Cells::EACH;
-    for (int64_t tile = 0; tile < head.tiles; tile++) {
-        float* out = block.out + tile * TILE * 16 * V;
-        __m512 sum[TILE][V];
-        for (int i = 0; i < TILE; i++)
-            for (int v = 0; v < V; v++) sum[i][v] = _mm512_loadu_ps(out + (i * V + v) * 16);
-        const uint32_t* values = keys.values + (tile * (VALUE_ROOM / Cells::EACH) + skipped) * TILE;
-        multiply_tile<Cells, V>((to - from) / Cells::EACH, values, chances, sum);
-        for (int i = 0; i < TILE; i++)
-            for (int v = 0; v < V; v++) _mm512_storeu_ps(out + (i * V + v) * 16, sum[i][v]);
-    }
-}
+struct PackedProducts {
+    const Head& head;
+    const Block& block;
+    const Keys& keys;
 
-// Where a score is far above a query's reference, the score becomes the reference.
-template <typename Cells, int V>
-__attribute__((noinline)) void raise(const Head& head, Block& block, const __m512 largest[V], __m512 reference[V], __m512 sum[V]) {
-    __m512 factor[V];
-    for (int v = 0; v < V; v++) {
-        const __m512 limit = _mm512_add_ps(reference[v], _mm512_set1_ps(HEADROOM));
-        const __mmask16 far = _mm512_cmp_ps_mask(largest[v], limit, _CMP_GT_OQ);
-        const __m512 raised = _mm512_mask_mov_ps(reference[v], far, largest[v]);
-        factor[v] = Cells::power(_mm512_sub_ps(reference[v], raised));
-        reference[v] = raised;
-        sum[v] = _mm512_mask_mul_ps(sum[v], far, sum[v], factor[v]);
-    }
-    for (int64_t i = 0; i < head.tiles * TILE; i++)
-        for (int v = 0; v < V; v++) {
-            float* out = block.out + (i * V + v) * 16;
-            _mm512_storeu_ps(out, _mm512_mul_ps(_mm512_loadu_ps(out), factor[v]));
-        }
-}
-
-// Keys [first, behind) for all queries of a block.
-template <typename Cells, int V>
-void walk(const Head& head, Block& block, const Keys& keys, int64_t first) {
-    alignas(64) uint32_t chances[KEY_BLOCK / Cells::EACH * 16 * V];
-    const __m512 scale = _mm512_set1_ps(head.scale);
-    __m512 reference[V], total[V];
-    for (int v = 0; v < V; v++) reference[v] = _mm512_load_ps(block.reference + 16 * v), total[v] = _mm512_load_ps(block.sum + 16 * v);
-    const int64_t begin = keys.begin, end = std::min(keys.end, block.furthest + 1);
-    int64_t pending = begin;  // from here on, probabilities have not met their values
-    for (int64_t at = begin; at < end; at += TILE) {
-        __m512 score[TILE][V];
-        for (int i = 0; i < TILE; i++)
-            for (int v = 0; v < V; v++) score[i][v] = _mm512_setzero_ps();
+    inline __attribute__((always_inline)) void scores(int64_t at, __m512 score[TILE][V]) const {
         multiply_tile<Cells, V>(head.cells, keys.keys + (at - keys.begin) * head.padded, block.queries, score);
-        if (at + TILE > block.nearest + 1 || at < first) {
-            const __m512 never = _mm512_set1_ps(-__builtin_inff());
+    }
+    void add(int64_t from, int64_t to, const uint32_t* chances) const {
+        for (int64_t tile = 0; tile < head.tiles && from < to; tile++) {
+            float* out = block.out + tile * TILE * 16 * V;
+            __m512 sum[TILE][V];
             for (int i = 0; i < TILE; i++)
-                for (int v = 0; v < V; v++) {
-                    const __m512i last = _mm512_load_si512(block.last + 16 * v);
-                    const __mmask16 open = at + i < first ? 0 : _mm512_cmpge_epi32_mask(last, _mm512_set1_epi32(int32_t(at + i)));
-                    score[i][v] = _mm512_mask_mov_ps(never, open, score[i][v]);
-                }
-        }
-        __m512 largest[V];
-        bool far = false;
-        for (int v = 0; v < V; v++) {
-            __m512 four[4];
-            for (int i = 0; i < 4; i++) four[i] = _mm512_max_ps(score[2 * i][v], score[2 * i + 1][v]);
-            largest[v] = _mm512_max_ps(_mm512_max_ps(four[0], four[1]), _mm512_max_ps(four[2], four[3]));
-            largest[v] = _mm512_mul_ps(largest[v], scale);
-            const __m512 limit = _mm512_add_ps(reference[v], _mm512_set1_ps(HEADROOM));
-            far |= _mm512_cmp_ps_mask(largest[v], limit, _CMP_GT_OQ) != 0;
-        }
-        if (__builtin_expect(far, 0)) {
-            if (at > pending) add_values<Cells, V>(head, block, keys, pending, at, chances);
-            pending = at;
-            raise<Cells, V>(head, block, largest, reference, total);
-        }
-        uint32_t* to = chances + (at - pending) / Cells::EACH * 16 * V;
-        for (int v = 0; v < V; v++) {
-            for (int i = 0; i < TILE; i++) score[i][v] = Cells::power(_mm512_fmsub_ps(score[i][v], scale, reference[v]));
-            __m512 four[4];
-            for (int i = 0; i < 4; i++) four[i] = _mm512_add_ps(score[2 * i][v], score[2 * i + 1][v]);
-            total[v] = _mm512_add_ps(total[v], _mm512_add_ps(_mm512_add_ps(four[0], four[1]), _mm512_add_ps(four[2], four[3])));
-            if constexpr (Cells::EACH == 2) {
-                for (int i = 0; i < TILE / 2; i++)
-                    _mm512_storeu_si512(to + (i * V + v) * 16, Cells::beside(score[2 * i][v], score[2 * i + 1][v]));
-            } else {
-                for (int i = 0; i < TILE; i++) _mm512_storeu_ps(to + (i * V + v) * 16, score[i][v]);
-            }
-        }
-        if (at + TILE - pending == KEY_BLOCK) {
-            add_values<Cells, V>(head, block, keys, pending, at + TILE, chances);
-            pending = at + TILE;
+                for (int v = 0; v < V; v++) sum[i][v] = _mm512_loadu_ps(out + (i * V + v) * 16);
+            const uint32_t* values = keys.values + (tile * VALUE_ROOM + from - keys.begin) / Cells::EACH * TILE;
+            multiply_tile<Cells, V>((to - from) / Cells::EACH, values, chances, sum);
+            for (int i = 0; i < TILE; i++)
+                for (int v = 0; v < V; v++) _mm512_storeu_ps(out + (i * V + v) * 16, sum[i][v]);
         }
     }
-    const int64_t behind = begin + (end - begin + TILE - 1) / TILE * TILE;
-    if (behind > pending) add_values<Cells, V>(head, block, keys, pending, behind, chances);
-    for (int v = 0; v < V; v++) _mm512_store_ps(block.reference + 16 * v, reference[v]), _mm512_store_ps(block.sum + 16 * v, total[v]);
-}
+    void rescale(const __m512 factor[V]) const {
+        for (int64_t i = 0; i < head.tiles * TILE; i++)
+            for (int v = 0; v < V; v++) {
+                float* out = block.out + (i * V + v) * 16;
+                _mm512_storeu_ps(out, _mm512_mul_ps(_mm512_loadu_ps(out), factor[v]));
+            }
+    }
+};
 
 template <typename Cells>
-void walk(const Head& head, Block& block, const Keys& keys, int64_t first) {
-    if (std::max(keys.begin, first) > block.furthest) return;
-    switch (block.vectors) {
-        case 1: walk<Cells, 1>(head, block, keys, first); break;
-        case 2: walk<Cells, 2>(head, block, keys, first); break;
-        default: walk<Cells, 3>(head, block, keys, first);
+void walk_packed(const Head& head, Block& block, const Keys& keys, int64_t first) {
+    const int64_t end = std::min(keys.end, block.lanes.furthest + 1);
+    if (end <= keys.begin) return;
+    const auto run = [&](auto vectors) {
+        constexpr int V = decltype(vectors)::value;
+        walk<Cells, V>(head.scale, block.lanes, PackedProducts<Cells, V>{head, block, keys}, keys.begin, end, first);
+    };
+    switch (block.lanes.vectors) {
+        case 1: run(std::integral_constant<int, 1>()); break;
+        case 2: run(std::integral_constant<int, 2>()); break;
+        default: run(std::integral_constant<int, 3>());
     }
 }
 
 // Each query's output, divided by its sum, is handed to write(query, numbers); `rows` has room for 16 of them.
 template <typename Write>
 void finish(const Head& head, const Block& block, float* rows, Write&& write) {
-    const int64_t places = 16 * block.vectors, padded = (head.tiles * TILE + 15) / 16 * 16;
-    for (int64_t v = 0; v < block.vectors; v++) {
-        const __m512 inverse = _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_load_ps(block.sum + 16 * v));
+    const int64_t places = 16 * block.lanes.vectors, padded = (head.tiles * TILE + 15) / 16 * 16;
+    for (int64_t v = 0; v < block.lanes.vectors; v++) {
+        const __m512 inverse = block.lanes.inverse(v);
         for (int64_t i = 0; i < head.tiles * TILE; i += 4) {
             __m512i four[4];
             for (int j = 0; j < 4; j++)
                 four[j] = (__m512i)_mm512_mul_ps(_mm512_loadu_ps(block.out + (i + j) * places + 16 * v), inverse);
             transpose4(four, reinterpret_cast<uint32_t*>(rows) + i, padded);
         }
-        for (int64_t lane = 0; lane < 16 && 16 * v + lane < block.count; lane++) write(16 * v + lane, rows + lane * padded);
+        for (int64_t lane = 0; lane < 16 && 16 * v + lane < block.lanes.count; lane++) write(16 * v + lane, rows + lane * padded);
     }
 }
 
+// Keys and values [keys.begin, keys.end) of a source.
+template <typename Cells, typename Source>
+void pack_keys(const Head& head, const Source& source, const Keys& keys) {
+    for (int64_t tile = keys.begin; tile < keys.end; tile += TILE) {
+        const int64_t count = std::min(TILE, keys.end - tile);
+        const auto lines = source.lines(tile, count);
+        uint32_t* to = keys.keys + (tile - keys.begin) * head.padded;
+        pack_across<Cells>(count, TILE, head.width, [&](int64_t i, int64_t cell) { return lines.key(Cells(), i, cell); }, to);
+        for (int64_t i = 0; i < TILE; i += Cells::EACH)
+            for (int64_t feature = 0; feature < head.width; feature += 2 * TILE) {
+                const auto value = [&](int64_t j) { return j < count ? lines.value(j, feature) : _mm512_setzero_ps(); };
+                const __m512i cells = Cells::beside(value(i), value(i + 1));
+                to = keys.values + (feature / TILE * VALUE_ROOM + tile + i - keys.begin) / Cells::EACH * TILE;
+                _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_castsi512_si256(cells));
+                to += VALUE_ROOM / Cells::EACH * TILE;
+                _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_extracti64x4_epi64(cells, 1));
+            }
+    }
+}
+
+// Pieces of a thread's memory, each from a multiple of 64 bytes on.
+class Scratch {
+  public:
+    Scratch(std::vector<float>& memory, int64_t floats) {
+        if (memory.size() < size_t(floats + 16)) memory.resize(floats + 16);
+        at_ = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
+    }
+    template <typename T>
+    static int64_t floats(int64_t count) { return (count * int64_t(sizeof(T)) + 63) / 64 * 16; }
+    template <typename T>
+    T* take(int64_t count) { return reinterpret_cast<T*>(std::exchange(at_, at_ + floats<T>(count) * sizeof(float))); }
+
+  private:
+    char* at_;
+};
+
 // Attention of `count` queries. The source knows them and the keys:
 //   query(Cells, i, cell): 16 cells of query i; last(i): the last key that it looks at, which never falls from one to the next;
-//   key(Cells, position, cell), values(Cells, position, more, first): 16 cells of a key; of a value beside the next one, if there are more;
+//   lines(position, count): an object whose key(Cells, i, cell) are 16 cells of a key, and value(i, feature) 16 numbers of a value;
 //   write(i, numbers): takes the output of query i.
 template <typename Cells, typename Source>
-void attend(const Head& head, const Source& source, int64_t count, int64_t first, std::vector<float>& scratch) {
-    const int64_t blocks = (count + LANES - 1) / LANES, behind = source.last(count - 1) + 1;
-    const int64_t held = std::min(KEY_PACK, (behind - first / TILE * TILE + TILE - 1) / TILE * TILE);
+void attend(const Head& head, const Source& source, int64_t count, int64_t first, std::vector<float>& memory) {
+    const int64_t blocks = (count + LANES - 1) / LANES, behind = source.last(count - 1) + 1, begin = first / TILE * TILE;
+    const int64_t of_keys = (std::min(KEY_PACK, behind - begin) + TILE - 1) / TILE * TILE * head.padded;
+    const int64_t of_values = (head.tiles + 1) * TILE * VALUE_ROOM / Cells::EACH, of_rows = 16 * (head.tiles * TILE + 15);
     const int64_t of_queries = head.padded * LANES, of_out = head.tiles * TILE * LANES;
-    const int64_t of_keys = held * head.padded, of_values = (head.tiles + 1) * TILE * (VALUE_ROOM / Cells::EACH);
-    const int64_t of_rows = 16 * (head.tiles * TILE + 15), align = 16;
-    const size_t needed = align + of_keys + of_values + of_rows + blocks * (of_queries + of_out + sizeof(Block) / sizeof(float));
-    if (scratch.size() < needed) scratch.resize(needed);
-    float* at = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
-    const auto take = [&](int64_t size) { return std::exchange(at, at + size); };
-    Block* block = reinterpret_cast<Block*>(take(blocks * int64_t(sizeof(Block) / sizeof(float))));
-    Keys keys{0, 0, reinterpret_cast<uint32_t*>(take(of_keys)), reinterpret_cast<uint32_t*>(take(of_values))};
-    float* rows = take(of_rows);
+    const int64_t each = Scratch::floats<Block>(1) + Scratch::floats<float>(of_queries) + Scratch::floats<float>(of_out);
+    Scratch scratch(memory, Scratch::floats<float>(of_keys) + Scratch::floats<float>(of_values) + Scratch::floats<float>(of_rows) + blocks * each);
+    Block* block = scratch.take<Block>(blocks);
+    Keys keys{0, 0, scratch.take<uint32_t>(of_keys), scratch.take<uint32_t>(of_values)};
+    float* rows = scratch.take<float>(of_rows);
     for (int64_t b = 0; b < blocks; b++) {
         Block& one = block[b];
-        one.count = std::min(LANES, count - b * LANES);
-        one.vectors = (one.count + 15) / 16;
-        one.nearest = source.last(b * LANES), one.furthest = source.last(b * LANES + one.count - 1);
-        for (int64_t i = 0; i < LANES; i++) {
-            one.last[i] = int32_t(source.last(b * LANES + std::min(i, one.count - 1)));
-            one.reference[i] = LOWEST, one.sum[i] = 0.0f;
-        }
-        one.queries = reinterpret_cast<uint32_t*>(take(of_queries)), one.out = take(of_out);
-        std::fill(one.out, one.out + head.tiles * TILE * 16 * one.vectors, 0.0f);
-        pack_across<Cells>(one.count, 16 * one.vectors, head.width, [&](int64_t i, int64_t cell) {
+        one.lanes.begin(source, b * LANES, std::min(LANES, count - b * LANES));
+        one.queries = scratch.take<uint32_t>(of_queries), one.out = scratch.take<float>(of_out);
+        std::fill(one.out, one.out + head.tiles * TILE * 16 * one.lanes.vectors, 0.0f);
+        pack_across<Cells>(one.lanes.count, 16 * one.lanes.vectors, head.width, [&](int64_t i, int64_t cell) {
             return source.query(Cells(), b * LANES + i, cell);
         }, one.queries);
     }
-    for (keys.begin = first / TILE * TILE; keys.begin < behind; keys.begin = keys.end) {
+    for (keys.begin = begin; keys.begin < behind; keys.begin = keys.end) {
         keys.end = std::min(keys.begin + KEY_PACK, behind);
-        for (int64_t tile = keys.begin; tile < keys.end; tile += TILE) {
-            pack_across<Cells>(std::min(TILE, keys.end - tile), TILE, head.width, [&](int64_t i, int64_t cell) {
-                return source.key(Cells(), tile + i, cell);
-            }, keys.keys + (tile - keys.begin) * head.padded);
-            for (int64_t key = tile; key < tile + TILE; key += Cells::EACH)
-                for (int64_t feature = 0; feature < head.width; feature += 2 * TILE) {
-                    const __m512i cells = key < keys.end ? source.values(Cells(), key, key + 1 < keys.end, feature) : _mm512_setzero_si512();
-                    uint32_t* to = keys.values + (feature / TILE * (VALUE_ROOM / Cells::EACH) + (key - keys.begin) / Cells::EACH) * TILE;
-                    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_castsi512_si256(cells));
-                    to += VALUE_ROOM / Cells::EACH * TILE;
-                    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_extracti64x4_epi64(cells, 1));
-                }
-        }
-        for (int64_t b = 0; b < blocks; b++) walk<Cells>(head, block[b], keys, first);
+        pack_keys<Cells>(head, source, keys);
+        for (int64_t b = 0; b < blocks; b++) walk_packed<Cells>(head, block[b], keys, first);
     }
     for (int64_t b = 0; b < blocks; b++)
         finish(head, block[b], rows, [&](int64_t i, const float* numbers) { source.write(b * LANES + i, numbers); });

@@ -81,8 +81,8 @@ class StepJob : public Job {
                 else mamba<float>(m_, op, step_, unit / m_.groups, unit % m_.groups, scratch.data());
                 break;
             case ATTENTION:
-                if (m_.stored_bf16) attention<Bf16Cells, uint16_t>(m_, op, step_, unit, scratch);
-                else attention<F32Cells, float>(m_, op, step_, unit, scratch);
+                if (m_.stored_bf16) attention<uint16_t>(m_, op, step_, unit, scratch);
+                else attention<float>(m_, op, step_, unit, scratch);
                 break;
             case ROUTE: route(m_, op, unit, scratch.data()); break;
             case GROUP_PICKS: group_picks(m_, op, step_.tokens); break;

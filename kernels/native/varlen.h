@@ -33,13 +33,14 @@ struct PackedSequence {  // one head of it; `first`: the unit's first query
     int64_t last(int64_t) const { return rows - 1; }
     template <typename Cells>
     __m512i query(Cells, int64_t i, int64_t cell) const { return Cells::row(row(a.q, first + i), a.width, cell); }
-    template <typename Cells>
-    __m512i key(Cells, int64_t i, int64_t cell) const { return Cells::row(row(a.k, i), a.width, cell); }
-    template <typename Cells>
-    __m512i values(Cells, int64_t i, bool more, int64_t feature) const {
-        const __mmask16 m = lanes(a.width - feature);
-        return Cells::beside(load16(row(a.v, i) + feature, m), more ? load16(row(a.v, i + 1) + feature, m) : _mm512_setzero_ps());
-    }
+    struct Lines {
+        const T *keys, *values;
+        int64_t stride, width;
+        template <typename Cells>
+        __m512i key(Cells, int64_t i, int64_t cell) const { return Cells::row(keys + i * stride, width, cell); }
+        __m512 value(int64_t i, int64_t feature) const { return load16(values + i * stride + feature, lanes(width - feature)); }
+    };
+    Lines lines(int64_t position, int64_t) const { return {row(a.k, position), row(a.v, position), a.stride, a.width}; }
     void write(int64_t i, const float* numbers) const {
         const int64_t place = (begin + first + i) * a.out_stride + head * a.width;
         if (a.out_bf16) {
