@@ -28,27 +28,49 @@ inline int64_t most_blocks(const Model& m, const Step& step) {
     return most;
 }
 
-inline int64_t attention_units(const Model& m, const Step& step) {
-    return (step.rows - step.scans + step.scans * most_blocks(m, step)) * m.kv_heads;
+// Heads of a unit of a row that is not scanned: all of them, so that a page is read as it lies, unless threads would go without.
+inline int64_t heads_together(const Model& m, const Step& step) {
+    const int64_t rows = step.rows - step.scans;
+    int64_t parts = 1;
+    while (parts < m.kv_heads && rows * parts % m.threads && rows * parts < 4 * m.threads) parts++;
+    return (m.kv_heads + parts - 1) / parts;
 }
 
-// Queries are tokens [first, behind), and of each token the heads that share the key/value head `head`.
+struct AttentionUnits {
+    int64_t rows, together, groups, most, count;  // rows that are not scanned; their heads of a unit, and units
+    AttentionUnits(const Model& m, const Step& step)
+        : rows(step.rows - step.scans), together(heads_together(m, step)), groups((m.kv_heads + together - 1) / together),
+          most(most_blocks(m, step)), count(rows * groups + step.scans * most * m.kv_heads) {}
+};
+
+// Queries are tokens [first, behind), and of each token the heads that share a key/value head.
 template <typename T>
 struct PagedRow {
     const Model& m;
     const Op& op;
-    int64_t head, share;
+    int64_t head, heads, share;  // the first of how many key/value heads
     int64_t begin, before;  // the row's first token, and how many keys come before its
     int64_t first, behind;
     const int64_t* table;
 
+    PagedRow of(int64_t index) const {
+        PagedRow one = *this;
+        one.head += index;
+        return one;
+    }
     const float* fresh(int64_t token, int64_t index) const { return m.wide + token * m.ld + index * m.width; }
     // Keys and values of this step are taken from where they were made: others may be writing them to their pages now.
     struct Lines {
-        int64_t width, old;  // how many lie in pages
+        int64_t width, count, old;  // how many of them lie in pages
         const T* stored[2][TILE];
         const float* fresh[2];
         int64_t stride;  // of fresh ones
+        void fetch_all() const {
+            for (int64_t side = 0; side < 2; side++)
+                for (int64_t i = 0; i < count; i++)
+                    if (i < old) fetch(stored[side][i], width);
+                    else fetch(fresh[side] + (i - old) * stride, width);
+        }
         template <typename Visit>
         auto at(int64_t side, int64_t i, Visit&& visit) const {
             return i < old ? visit(stored[side][i]) : visit(fresh[side] + (i - old) * stride);
@@ -62,7 +84,7 @@ struct PagedRow {
         }
     };
     Lines lines(int64_t position, int64_t count) const {
-        Lines found{m.width, std::min(std::max<int64_t>(before - position, 0), count), {}, {}, m.ld};
+        Lines found{m.width, count, std::min(std::max<int64_t>(before - position, 0), count), {}, {}, m.ld};
         const int64_t side = m.page * m.kv_heads * m.width;
         for (int64_t i = 0, index = position / m.page, place = position % m.page; i < found.old; i++, place++) {
             if (place == m.page) index++, place = 0;
@@ -79,6 +101,7 @@ struct PagedRow {
     __m512i query(Cells, int64_t i, int64_t cell) const {
         return Cells::row(fresh(first + i / share, head * share + i % share), m.width, cell);
     }
+    void fetch_query(int64_t i) const { fetch(fresh(first + i / share, head * share + i % share), m.width); }
     void write(int64_t i, const float* numbers) const {
         float* out = m.mid + (first + i / share) * m.ld + (head * share + i % share) * m.width;
         std::copy(numbers, numbers + m.width, out);
@@ -91,50 +114,64 @@ struct PagedRow {
                 T* to = static_cast<T*>(op.kv) + places[token] / m.page * op.kv_stride
                     + ((side * m.page + places[token] % m.page) * m.kv_heads + head) * m.width;
 #pragma omp simd
-                for (int64_t i = 0; i < m.width; i++) store(to, i, from[i]);
+                for (int64_t i = 0; i < heads * m.width; i++) store(to, i, from[i]);
             }
         }
+    }
+    void fetch_stored(int64_t position) const {
+        if (position >= before) return;
+        const T* page = static_cast<const T*>(op.kv) + table[position / m.page] * op.kv_stride;
+        const T* key = page + (position % m.page * m.kv_heads + head) * m.width;
+        fetch(key, heads * m.width), fetch(key + m.page * m.kv_heads * m.width, heads * m.width);
     }
 };
 
 // What a unit works on; no queries where there is nothing left for it.
 template <typename T>
-PagedRow<T> paged_row(const Model& m, const Op& op, const Step& step, int64_t unit) {
-    const int64_t alone = step.rows - step.scans, part = unit / m.kv_heads, most = most_blocks(m, step);
-    const int64_t row = part < alone ? part : alone + (part - alone) / most;
-    const int64_t block = part < alone ? 0 : most - 1 - (part - alone) % most;  // those with most keys first
-    const int64_t begin = step.starts[row], end = step.starts[row + 1], first = begin + block * tokens_of_unit(m);
-    PagedRow<T> found{m, op, unit % m.kv_heads, m.q_heads / m.kv_heads, begin, 0, first, end, nullptr};
-    if (row < alone) {
-        found.before = step.lengths[begin] - 1, found.table = step.tables + begin * step.table_stride;
-    } else {
-        found.behind = std::min(first + tokens_of_unit(m), end);
-        found.before = step.scan_computed[row - alone], found.table = step.scan_tables + (row - alone) * step.scan_table_stride;
+PagedRow<T> paged_row(const Model& m, const Op& op, const Step& step, const AttentionUnits& units, int64_t unit) {
+    PagedRow<T> found{m, op, 0, 1, m.q_heads / m.kv_heads, 0, 0, 0, 0, nullptr};
+    if (unit < units.rows * units.groups) {
+        const int64_t row = unit / units.groups;
+        found.head = unit % units.groups * units.together, found.heads = std::min(units.together, m.kv_heads - found.head);
+        found.begin = found.first = step.starts[row], found.behind = step.starts[row + 1];
+        found.before = step.lengths[found.begin] - 1, found.table = step.tables + found.begin * step.table_stride;
+        return found;
     }
+    unit -= units.rows * units.groups;
+    const int64_t part = unit / m.kv_heads, scan = part / units.most;
+    const int64_t block = units.most - 1 - part % units.most;  // those with most keys first
+    found.head = unit % m.kv_heads;
+    found.begin = step.starts[units.rows + scan], found.first = found.begin + block * tokens_of_unit(m);
+    found.behind = std::min(found.first + tokens_of_unit(m), step.starts[units.rows + scan + 1]);
+    found.before = step.scan_computed[scan], found.table = step.scan_tables + scan * step.scan_table_stride;
     return found;
 }
 
 template <typename T>
 void attention(const Model& m, const Op& op, const Step& step, int64_t unit, std::vector<float>& scratch) {
-    PagedRow<T> source = paged_row<T>(m, op, step, unit);
+    using Cells = CellsOf<T>;
+    const AttentionUnits units(m, step);
+    PagedRow<T> source = paged_row<T>(m, op, step, units, unit);
     if (source.first >= source.behind) return;
     source.keep(step.places);
-    for (; source.first < source.behind && source.last(0) < op.first_key; source.first++)  // padding, or nothing to look at yet
-        for (int64_t i = 0; i < source.share; i++) {
-            float* out = m.mid + source.first * m.ld + (source.head * source.share + i) * m.width;
-            std::fill(out, out + m.width, 0.0f);
-        }
-    using Cells = CellsOf<T>;
+    for (; source.first < source.behind && source.last(0) < op.first_key; source.first++) {  // padding, or nothing to look at yet
+        float* out = m.mid + source.first * m.ld + source.head * source.share * m.width;
+        std::fill(out, out + source.heads * source.share * m.width, 0.0f);
+    }
     const Head head = Head::of<Cells>(m.width, m.scale);
     const int64_t queries = (source.behind - source.first) * source.share;
     if (queries <= 0) return;
-    if (queries > FEW || m.width % Cells::EACH) return attend<Cells>(head, source, queries, op.first_key, scratch);
+    if (queries > FEW || m.width % Cells::EACH) {
+        for (int64_t h = 0; h < source.heads; h++) attend<Cells>(head, source.of(h), queries, op.first_key, scratch);
+        return;
+    }
     const int64_t then = unit + m.threads;
-    const PagedRow<T> next = then < attention_units(m, step) ? paged_row<T>(m, op, step, then) : source;
-    attend_few<T>(head, source, queries, op.first_key, [&](int64_t position) {
-        const auto lines = next.lines(position, TILE);
-        for (int64_t side = 0; side < 2; side++)
-            for (int64_t i = 0; i < lines.old; i++) fetch(lines.stored[side][i], m.width);
+    const bool follows = then < units.rows * units.groups;
+    const PagedRow<T> next = paged_row<T>(m, op, step, units, follows ? then : unit);
+    const int64_t begin = op.first_key / TILE * TILE;
+    attend_few<T>(head, source, source.heads, queries, op.first_key, [&](int64_t window, int64_t i) {
+        if (window >= 0) source.fetch_stored(window + i);
+        else if (follows) next.fetch_stored(begin + i);
     }, scratch);
 }
 

@@ -18,34 +18,27 @@
 namespace {
 
 constexpr int64_t FEW = 16;   // queries: they fill a vector
-constexpr int64_t AHEAD = 16; // tiles of keys that are fetched before they are met
+constexpr int64_t WINDOW_BYTES = 1 << 17;  // of keys and values that all heads of a unit meet before they go on: cached, like as many after them
 
 template <typename T>
 using CellsOf = std::conditional_t<std::is_same_v<T, float>, F32Cells, Bf16Cells>;
 
-template <typename T>
-void fetch(const T* row, int64_t width) {
-    for (const char *at = reinterpret_cast<const char*>(row), *end = reinterpret_cast<const char*>(row + width); at < end; at += 64)
-        _mm_prefetch(at, _MM_HINT_T1);
-}
-
-template <typename T, typename Fetch>
+template <typename T, typename Ahead>
 struct FewProducts {
     using Cells = CellsOf<T>;
     const Head& head;
-    int64_t count, begin, end;         // queries; keys
-    const uint32_t* queries;           // [padded][16]
-    const T *const *keys, *const *values;  // from `begin` on
-    float* out;                        // [count][wide]
-    int64_t wide;                      // width, rounded up to 32
-    const Fetch& fetch_next;           // of what is met next: the keys from this place on
-
-    const uint32_t* key(int64_t position) const { return reinterpret_cast<const uint32_t*>(keys[std::min(position, end - 1) - begin]); }
+    int64_t count, begin, end;             // queries; keys
+    const uint32_t* queries;               // [padded][16]
+    const T *const *keys, *const *values;  // from `begin` on ...
+    int64_t skip;                          // ... of the heads before this one
+    float* out;                            // [count][wide]
+    int64_t wide;                          // width, rounded up to 32
+    const Ahead& ahead;                    // called for each tile: asks memory for what comes
 
     inline __attribute__((always_inline)) void scores(int64_t at, __m512 score[TILE][1]) const {
-        fetch_ahead(at);
+        ahead();
         const uint32_t* row[TILE];
-        for (int i = 0; i < TILE; i++) row[i] = key(at + i);
+        for (int i = 0; i < TILE; i++) row[i] = reinterpret_cast<const uint32_t*>(keys[std::min(at + i, end - 1) - begin] + skip);
         for (int64_t cell = 0; cell < head.cells; cell++) {
             const __m512i query = _mm512_loadu_si512(queries + 16 * cell);
             for (int i = 0; i < TILE; i++) {
@@ -54,11 +47,6 @@ struct FewProducts {
                 score[i][0] = Cells::multiply(score[i][0], _mm512_set1_epi32(bits), query);
             }
         }
-    }
-    void fetch_ahead(int64_t at) const {
-        const int64_t tiles = (end - begin + TILE - 1) / TILE, then = at + std::min(AHEAD, tiles) * TILE;
-        if (then >= begin + tiles * TILE) return fetch_next(then - tiles * TILE);
-        for (int64_t i = then; i < std::min(then + TILE, end); i++) fetch(keys[i - begin], head.width), fetch(values[i - begin], head.width);
     }
     // J queries from `first` on, two vectors of features from `feature` on.
     template <int J>
@@ -69,8 +57,8 @@ struct FewProducts {
         for (int j = 0; j < J; j++)
             for (int f = 0; f < 2; f++) sum[j][f] = _mm512_loadu_ps(y + j * wide + 16 * f);
         for (int64_t at = from; at < to; at += Cells::EACH, chances += 16) {
-            const T* a = values[std::min(at, end - 1) - begin] + feature;
-            const T* b = Cells::EACH == 1 ? a : values[std::min(at + 1, end - 1) - begin] + feature;
+            const T* a = values[std::min(at, end - 1) - begin] + skip + feature;
+            const T* b = Cells::EACH == 1 ? a : values[std::min(at + 1, end - 1) - begin] + skip + feature;
             const __m512i cells[2] = {Cells::beside(load16(a, low), load16(b, low)), Cells::beside(load16(a + 16, high), load16(b + 16, high))};
             for (int j = 0; j < J; j++) {
                 const __m512i chance = _mm512_set1_epi32(int32_t(chances[first + j]));
@@ -100,44 +88,74 @@ struct FewProducts {
     }
 };
 
-// As `attend` in flash.h, for `count` <= FEW queries of whole cells. Of the source's lines, too: `old`, `stored` and `fresh`; and
-// fetch_next(position) asks memory for what the thread is likely to need next, the keys from that place on.
+// Windows of `size` keys, nearly equal, for `keys` of them.
+inline int64_t window_of(int64_t keys, int64_t bytes) {
+    const int64_t most = std::max(WINDOW_BYTES / bytes, TILE), windows = std::max<int64_t>((keys + most - 1) / most, 1);
+    return ((keys + windows - 1) / windows + TILE - 1) / TILE * TILE;
+}
+
+// As `attend` in flash.h, for `count` <= FEW queries of whole cells of each of some heads whose keys lie side by side.
+// source.of(h) is one head's. Its lines() also say what lies in pages (`old`, `stored`) and what not (`fresh`), for the first head.
+// fetch(then, i) asks memory for key and value i of the window that begins at `then`, for all heads, here or, with then < 0, where
+// this thread is likely to be next.
 template <typename T, typename Source, typename Fetch>
-void attend_few(const Head& head, const Source& source, int64_t count, int64_t first, const Fetch& fetch_next, std::vector<float>& memory) {
-    const int64_t begin = first / TILE * TILE, end = source.last(count - 1) + 1, keys = end - begin, wide = (head.width + 31) / 32 * 32;
+void attend_few(const Head& head, const Source& source, int64_t heads, int64_t count, int64_t first, const Fetch& fetch, std::vector<float>& memory) {
+    using Cells = CellsOf<T>;
+    const int64_t begin = first / TILE * TILE, end = source.last(count - 1) + 1, keys = end - begin;
+    const int64_t wide = (head.width + 31) / 32 * 32, side = heads * head.width;
     const int64_t fresh = end - std::min(std::max(source.before, begin), end);
-    Scratch scratch(memory, 2 * Scratch::floats<const T*>(keys) + Scratch::floats<T>(2 * fresh * head.width)
-        + Scratch::floats<uint32_t>(head.padded * 16) + Scratch::floats<float>(count * wide));
+    Scratch scratch(memory, 2 * Scratch::floats<const T*>(keys) + Scratch::floats<T>(2 * fresh * side)
+        + Scratch::floats<Lanes>(heads)
+        + Scratch::floats<uint32_t>(heads * head.padded * 16) + Scratch::floats<float>(heads * count * wide));
     const T **key = scratch.take<const T*>(keys), **value = scratch.take<const T*>(keys);
-    T* made = scratch.take<T>(2 * fresh * head.width);
-    uint32_t* queries = scratch.take<uint32_t>(head.padded * 16);
-    float* out = scratch.take<float>(count * wide);
+    T* made = scratch.take<T>(2 * fresh * side);
     for (int64_t at = begin; at < end; at += TILE) {
         const int64_t here = std::min(TILE, end - at);
         const auto lines = source.lines(at, here);
-        for (int64_t i = 0; i < here; i++) {
-            const T** to[2] = {key + at + i - begin, value + at + i - begin};
-            for (int side = 0; side < 2; side++) {
+        for (int64_t i = 0; i < here; i++)
+            for (int64_t which = 0; which < 2; which++) {
+                const T*& to = (which ? value : key)[at + i - begin];
                 if (i < lines.old) {
-                    *to[side] = lines.stored[side][i];
+                    to = lines.stored[which][i];
                     continue;
                 }
-                const float* from = lines.fresh[side] + (i - lines.old) * lines.stride;
-                for (int64_t f = 0; f < head.width; f++) store(made, f, from[f]);
-                *to[side] = std::exchange(made, made + head.width);
+                const float* from = lines.fresh[which] + (i - lines.old) * lines.stride;
+                for (int64_t f = 0; f < side; f++) store(made, f, from[f]);
+                to = std::exchange(made, made + side);
             }
+    }
+    Lanes* lanes = scratch.take<Lanes>(heads);
+    const int64_t of_queries = head.padded * 16, of_out = count * wide;
+    uint32_t* queries = scratch.take<uint32_t>(heads * of_queries);
+    float* out = scratch.take<float>(heads * of_out);
+    std::fill(out, out + heads * of_out, 0.0f);
+    for (int64_t h = 0; h < heads; h++) {
+        lanes[h].begin(source, 0, count);
+        const auto query = [&](int64_t i, int64_t cell) { return source.of(h).query(Cells(), i, cell); };
+        pack_across<Cells>(count, 16, head.width, query, queries + h * of_queries);
+    }
+    const int64_t window = window_of(keys, 2 * side * int64_t(sizeof(T)));
+    for (int64_t at = begin; at < end; at += window) {
+        const int64_t behind = std::min(at + window, end), then = behind < end ? behind : -1;
+        const int64_t tiles = heads * ((behind - at + TILE - 1) / TILE), each = (window + tiles - 1) / tiles;
+        int64_t fetched = 0;
+        const auto ahead = [&] {
+            for (const int64_t to = std::min(fetched + each, window); fetched < to; fetched++) fetch(then, fetched);
+        };
+        for (int64_t h = 0; h < heads; h++) {
+            const FewProducts<T, decltype(ahead)> products{
+                head, count, begin, end, queries + h * of_queries, key, value, h * head.width, out + h * of_out, wide, ahead};
+            walk<Cells, 1>(head.scale, lanes[h], products, at, behind, first);
         }
     }
-    pack_across<CellsOf<T>>(count, 16, head.width, [&](int64_t i, int64_t cell) { return source.query(CellsOf<T>(), i, cell); }, queries);
-    std::fill(out, out + count * wide, 0.0f);
-    Lanes lanes;
-    lanes.begin(source, 0, count);
-    walk<CellsOf<T>, 1>(head.scale, lanes, FewProducts<T, Fetch>{head, count, begin, end, queries, key, value, out, wide, fetch_next}, begin, end, first);
-    alignas(64) float inverse[16];
-    _mm512_store_ps(inverse, lanes.inverse(0));
-    for (int64_t j = 0; j < count; j++) {
-        for (int64_t i = 0; i < head.width; i++) out[j * wide + i] *= inverse[j];
-        source.write(j, out + j * wide);
+    for (int64_t h = 0; h < heads; h++) {
+        alignas(64) float inverse[16];
+        _mm512_store_ps(inverse, lanes[h].inverse(0));
+        for (int64_t j = 0; j < count; j++) {
+            float* numbers = out + h * of_out + j * wide;
+            for (int64_t i = 0; i < head.width; i++) numbers[i] *= inverse[j];
+            source.of(h).write(j, numbers);
+        }
     }
 }
 

@@ -22,6 +22,7 @@ constexpr int64_t LANES = 48;        // queries of a block: with TILE, 24 accumu
 constexpr int64_t KEY_BLOCK = 128;   // keys whose probabilities are kept until values are multiplied with them
 constexpr int64_t KEY_PACK = 1024;   // keys that are packed at once: they stay in the second-level cache
 constexpr int64_t VALUE_ROOM = KEY_PACK + 16;  // places for their values: not a power of two, which would share a cache set
+constexpr int64_t AHEAD = 4 * TILE;  // keys after those that are being packed, which memory is asked for
 constexpr float LOWEST = -1e30f;     // of a reference: below any score that counts, and finite
 constexpr float HEADROOM = 32.0f;    // a score may be 2^this above its reference: float32 has the room, and rescaling is rare
 
@@ -69,6 +70,13 @@ struct F32Cells {
         return _mm512_scalef_ps(p, whole);
     }
 };
+
+// Asks memory for a row. GCC takes a function that only calls _mm_prefetch for one without effects, and drops the call.
+template <typename T>
+void fetch(const T* row, int64_t width) {
+    for (const char *at = reinterpret_cast<const char*>(row), *end = reinterpret_cast<const char*>(row + width); at < end; at += 64)
+        asm volatile("prefetcht1 %0" : : "m"(*at));
+}
 
 // -- packing -----------------------------------------------------------------------------------------------------------------------
 
@@ -317,6 +325,7 @@ void pack_keys(const Head& head, const Source& source, const Keys& keys) {
     for (int64_t tile = keys.begin; tile < keys.end; tile += TILE) {
         const int64_t count = std::min(TILE, keys.end - tile);
         const auto lines = source.lines(tile, count);
+        if (tile + AHEAD < keys.end) source.lines(tile + AHEAD, std::min(TILE, keys.end - tile - AHEAD)).fetch_all();
         uint32_t* to = keys.keys + (tile - keys.begin) * head.padded;
         pack_across<Cells>(count, TILE, head.width, [&](int64_t i, int64_t cell) { return lines.key(Cells(), i, cell); }, to);
         for (int64_t i = 0; i < TILE; i += Cells::EACH)
@@ -348,8 +357,9 @@ class Scratch {
 };
 
 // Attention of `count` queries. The source knows them and the keys:
-//   query(Cells, i, cell): 16 cells of query i; last(i): the last key that it looks at, which never falls from one to the next;
-//   lines(position, count): an object whose key(Cells, i, cell) are 16 cells of a key, and value(i, feature) 16 numbers of a value;
+//   query(Cells, i, cell): 16 cells of query i; fetch_query(i) asks memory for it; last(i): the last key that it looks at, which never falls from one to the next;
+//   lines(position, count): an object whose key(Cells, i, cell) are 16 cells of a key, value(i, feature) 16 numbers of a value, and
+//     fetch_all() asks memory for them;
 //   write(i, numbers): takes the output of query i.
 template <typename Cells, typename Source>
 void attend(const Head& head, const Source& source, int64_t count, int64_t first, std::vector<float>& memory) {
@@ -362,7 +372,12 @@ void attend(const Head& head, const Source& source, int64_t count, int64_t first
     Block* block = scratch.take<Block>(blocks);
     Keys keys{0, 0, scratch.take<uint32_t>(of_keys), scratch.take<uint32_t>(of_values)};
     float* rows = scratch.take<float>(of_rows);
+    const auto fetch_queries = [&](int64_t b) {
+        for (int64_t i = b * LANES; i < std::min((b + 1) * LANES, count); i++) source.fetch_query(i);
+    };
+    fetch_queries(0);
     for (int64_t b = 0; b < blocks; b++) {
+        fetch_queries(b + 1);
         Block& one = block[b];
         one.lanes.begin(source, b * LANES, std::min(LANES, count - b * LANES));
         one.queries = scratch.take<uint32_t>(of_queries), one.out = scratch.take<float>(of_out);

@@ -55,7 +55,7 @@ int64_t units_of(const Model& m, const Op& op, const Step& step) {
     switch (op.code) {
         case LINEAR: return Units(op.weight, step.tokens, m.threads).count;
         case MAMBA: return step.rows * m.groups;
-        case ATTENTION: return attention_units(m, step);
+        case ATTENTION: return AttentionUnits(m, step).count;
         case GROUP_PICKS: return 1;
         case GATHER:
         case PICKED_RELU_SQUARED: return step.tokens * op.experts->chosen;

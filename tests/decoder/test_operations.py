@@ -1,4 +1,4 @@
-"""Compiled layers on their own: mixtures of experts against the mixer that they stand for."""
+"""Compiled layers on their own: experts against the mixer that they stand for, attention against float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.mixers import ExpertsMixer
 from decoder.operations import Operations
-from kernels.native.structs import Step
+from kernels.native.structs import Code, Kind, Op, Step
 from kernels.rms_norm import rms_norm
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -108,3 +108,150 @@ def test_what_is_not_a_number_stays_in_its_row() -> None:
     assert found[2].isnan().all()
     others = [0, 1, 3, 4, 5]
     assert torch.equal(found[others], clean[others])
+
+
+class Attention:
+    """One attention operation over scattered pages; what no row of it has is NaN."""
+
+    def __init__(self, heads: tuple[int, int], width: int, dtype: torch.dtype, page: int, first_key: int = 0) -> None:
+        self.q_heads, self.kv_heads = heads
+        self.width, self.page, self.first = width, page, first_key
+        names = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "head_dim": width}
+        self.operations = Operations(tiny_config("*", **names), DecoderOptions(dtype=dtype, page_size=page))
+        self.order = torch.randperm(200, generator=torch.Generator().manual_seed(page))
+        self.clear()
+        size = (heads[0] + 2 * heads[1]) * width
+        stride = self.pages.stride(0)
+        op = Op(Code.ATTENTION, Kind.F32, size, kv=self.pages.data_ptr(), kv_stride=stride, first_key=first_key)
+        self.operations.complete([op], 2048)
+
+    def clear(self) -> None:
+        shape = (200, 2, self.page, self.kv_heads, self.width)
+        if not hasattr(self, "pages"):
+            self.pages = torch.empty(shape, dtype=self.operations.options.dtype)
+        self.pages.fill_(torch.nan)
+
+    def inputs(self, tokens: int, deviation: float = 1.0) -> Tensor:
+        """`[tokens, heads, width]`: queries, keys and values."""
+        generator = torch.Generator().manual_seed(tokens)
+        x = torch.randn(tokens, self.q_heads + 2 * self.kv_heads, self.width, generator=generator)
+        x[:, : self.q_heads] *= deviation
+        return x
+
+    def exact(self, x: Tensor) -> Tensor:
+        """In float64 on what is stored of keys and values."""
+        stored = x[:, self.q_heads :].to(self.pages.dtype).double()
+        k, v = (part.repeat_interleave(self.q_heads // self.kv_heads, 1) for part in stored.split(self.kv_heads, dim=1))
+        scores = torch.einsum("thw,shw->hts", x[:, : self.q_heads].double(), k) * self.width**-0.5
+        places = torch.arange(len(x))
+        scores.masked_fill_((places > places[:, None]) | (places < self.first), -torch.inf)
+        return torch.einsum("hts,shw->thw", scores.softmax(-1).nan_to_num(0.0), v)
+
+    def run(self, rows: list[tuple[Tensor, int, int, int]], scans: int) -> list[Tensor]:
+        """Rows of (inputs of a whole sequence, its number, first and last token of this step); the last `scans` rows
+        are handed over as scanned ones. Each row's outputs.
+        """
+        o, counts = self.operations, [end - begin for _, _, begin, end in rows]
+        tokens, width = sum(counts), (self.q_heads + 2 * self.kv_heads) * self.width
+        pages = 200 // (max(number for _, number, _, _ in rows) + 1)
+        table_of = [self.order[number * pages : (number + 1) * pages] for _, number, _, _ in rows]
+        o.wide[:tokens, :width] = torch.cat([x[begin:end].flatten(1) for x, _, begin, end in rows])
+        o._mid.fill_(torch.nan)
+        positions = [torch.arange(begin, end) for _, _, begin, end in rows]
+        places = torch.cat([t[p // self.page] * self.page + p % self.page for t, p in zip(table_of, positions)])
+        alone = len(rows) - scans
+        lengths = torch.cat([*positions[:alone], torch.zeros(0, dtype=torch.int64)]) + 1
+        owners = [table.expand(count, -1) for table, count in zip(table_of[:alone], counts)]
+        tables = torch.cat([*owners, torch.zeros(0, pages, dtype=torch.int64)])
+        starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()])
+        computed = torch.tensor([begin for _, _, begin, _ in rows[alone:]], dtype=torch.int64)
+        scanned = torch.stack(table_of[alone:]) if scans else computed
+        step = Step(
+            tokens, len(rows), starts.data_ptr(), lengths=lengths.data_ptr(), tables=tables.data_ptr(),
+            places=places.data_ptr(), table_stride=pages, scans=scans, scan_computed=computed.data_ptr(),
+            scan_tables=scanned.data_ptr(), scan_table_stride=pages,
+        )  # fmt: skip
+        o.run(range(1), step)
+        out = o._mid[:tokens, : self.q_heads * self.width].view(tokens, self.q_heads, self.width).clone()
+        return list(out.split(counts))
+
+
+HEADS = [pytest.param((12, 4), id="gqa"), pytest.param((3, 3), id="mha"), pytest.param((20, 1), id="mqa")]
+DTYPES = [torch.bfloat16, torch.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(("width", "page"), [(64, 16), (8, 4), (72, 5), (5, 16)])
+def test_attention_of_a_prompt(heads: tuple[int, int], width: int, page: int, dtype: torch.dtype) -> None:
+    attention = Attention(heads, width, dtype, page)
+    x = attention.inputs(150, deviation=3.0)
+    expected = attention.exact(x)
+    (found,) = attention.run([(x, 0, 0, 150)], scans=1)
+    tolerance = 0.03 if dtype == torch.bfloat16 else 2e-5
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(("width", "page", "first_key"), [(64, 16, 0), (8, 4, 1), (5, 16, 0), (24, 7, 9)])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_attention_of_a_token_does_not_depend_on_how_it_came(
+    heads: tuple[int, int], width: int, page: int, first_key: int, dtype: torch.dtype, threads: int
+) -> None:
+    """Bit by bit: whole, in chunks, token by token, as a row of drafts, beside another row, with any threads."""
+    attention = Attention(heads, width, dtype, page, first_key)
+    x, y = attention.inputs(141, deviation=4.0), attention.inputs(30)
+    (whole,) = attention.run([(x, 0, 0, 141)], scans=1)
+    assert not whole.isnan().any() and (whole[:first_key] == 0).all()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        attention.clear()
+        (other,) = attention.run([(y, 1, 0, 30)], scans=1)
+        attention.clear()
+        kept, others = [], []
+        for begin, end, scans in (
+            (0, 1, 0),
+            (1, 50, 1),
+            (50, 51, 1),
+            (51, 57, 0),
+            (57, 58, 0),
+            (58, 139, 1),
+            (139, 141, 0),
+        ):
+            step = len(others) * 4
+            company = (y, 1, step, step + 4)
+            rows = [company, (x, 0, begin, end)] if scans else [(x, 0, begin, end), company]
+            found = attention.run(rows, scans)
+            kept.append(found[1 if scans else 0])
+            others.append(found[0 if scans else 1])
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(torch.cat(kept), whole)
+    assert torch.equal(torch.cat(others), other[: 4 * len(others)])
+
+
+def test_padding_writes_no_page_and_has_zeros() -> None:
+    attention = Attention((6, 2), 8, torch.bfloat16, 4)
+    x = attention.inputs(3)
+    attention.operations.wide[:3, :80] = x.flatten(1)
+    attention.operations._mid.fill_(torch.nan)
+    starts, none = torch.arange(4), torch.full((3,), -1)
+    lengths, tables = torch.zeros(3, dtype=torch.int64), torch.full((3, 2), -1)
+    step = Step(
+        3, 3, starts.data_ptr(), lengths=lengths.data_ptr(), tables=tables.data_ptr(), places=none.data_ptr(),
+        table_stride=2,
+    )  # fmt: skip
+    attention.operations.run(range(1), step)
+    assert (attention.operations._mid[:3, :48] == 0).all() and attention.pages.isnan().all()
+
+
+def test_more_keys_than_are_packed_at_once() -> None:
+    attention = Attention((2, 1), 16, torch.bfloat16, 16)
+    x = attention.inputs(1500)
+    (found,) = attention.run([(x, 0, 0, 1500)], scans=1)
+    expected = attention.exact(x)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.02)
+    (last,) = attention.run([(x, 0, 1499, 1500)], scans=0)
+    assert torch.equal(last[0], found[-1])
