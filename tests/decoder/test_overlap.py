@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -117,13 +118,26 @@ def test_events_are_those_of_a_plain_run(pattern: str, options: dict[str, Any]) 
     assert {reason for reason, _ in reasons} == {"stop", "length"}
 
 
-@pytest.mark.parametrize("state_cache", ["auto", "align", "all"])
-def test_what_is_kept_is_what_a_plain_run_keeps(state_cache: str) -> None:
-    """To the key and the number: no state behind an end that is drawn while the next step is being prepared."""
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"state_cache": "auto"}, id="auto"),
+        pytest.param({"state_cache": "auto", "graphs": "on", "max_chunk": 5}, id="auto-graphs"),
+        pytest.param({"state_cache": "align", "state_block": 4}, id="align"),
+        pytest.param({"state_cache": "all", "state_block": 4}, id="all"),
+    ],
+)
+def test_what_is_kept_is_what_a_plain_run_keeps(options: dict[str, Any]) -> None:
+    """To the key and the number: no state behind an end that is drawn while the next step is being prepared. One
+    request can draw nothing but its end token, from the first one on, and may not end by it before the sixth.
+    """
+    nothing = dict.fromkeys(range(97), -math.inf)
+    forced = greedy_params(9, min_tokens=5, stop_token_ids=frozenset({0}), logit_bias=nothing)
     kept = []
     for overlap in ("off", "on"):
-        runner = make(overlap, state_cache=state_cache, state_block=4)
-        run(runner, *workload())
+        runner = make(overlap, **options)
+        found = run(runner, *workload(), request("forced", [50, 51, 52], forced))
+        assert tokens(found["forced"]) == [0] * 6
         kept.append(cached(runner))
     assert kept[0].keys() == kept[1].keys() and len(kept[0]) > 10
     for key, (count, numbers) in kept[0].items():
@@ -347,6 +361,36 @@ def test_a_picture_that_fails_in_flight_ends_its_request_behind_what_it_has_draw
     runner.check_integrity()
 
 
+def test_rows_that_are_read_again_are_not_given_back() -> None:
+    """The request is put out, to be computed again, before the step that read its picture is collected."""
+    runner = make(host_bytes=0, state_cache="none")
+    span = image(2, PICTURE)
+    runner.add(request("a", range(12), greedy_params(4), [span]))
+    runner.step()
+    assert runner.preempt("a")
+    runner.step()
+    assert isinstance(span.source, FakeSource) and span.source.releases == 0
+    assert runner.stats()["recomputes"] == 1
+    plain = run(make("off"), request("a", range(12), greedy_params(4), [image(2, PICTURE)]))
+    assert tokens(run(runner)["a"]) == tokens(plain["a"])[1:]
+    assert span.source.releases == 1
+
+
+def test_a_step_in_flight_holds_rows_that_others_wait_for() -> None:
+    """Nothing can be computed before the second picture comes, and its rows may need the space of the first one's."""
+    runner = make()
+    spans = [image(2, PICTURE), image(12, PICTURE, ready=False)]
+    first, second = (span.source for span in spans)
+    assert isinstance(first, FakeSource) and isinstance(second, FakeSource)
+    runner.add(request("a", range(25), greedy_params(1), spans))
+    runner.step()
+    assert first.releases == 0 and runner.runnable
+    runner.step()
+    assert first.releases == 1 and not runner.runnable
+    second.ready = True
+    assert len(tokens(run(runner)["a"])) == 1
+
+
 @pytest.mark.parametrize("seats", [2, 8])
 def test_samples_of_one_prompt(seats: int) -> None:
     sampling = SamplingParams(max_tokens=9, seed=4, stop_token_ids=frozenset(range(0, 97, 8)), frequency_penalty=0.3)
@@ -362,21 +406,16 @@ def test_samples_of_one_prompt(seats: int) -> None:
 
 
 def test_a_step_counts_its_own_time_and_not_that_of_the_one_before() -> None:
-    """A clock that goes on by a second with each step: two are under way at a time, and each takes one."""
+    """A clock that goes on by a second between a launch and the collection of the step before, and by one after it:
+    each step is under way for three of them, and two pass from one to the next.
+    """
     runner = make(max_batched_tokens=4)
-    now = [0.0]
-    runner.clock = lambda: now[0]
-
-    def step() -> None:
-        now[0] += 1.0
-        runner.step()
-
-    runner.add(request("first", [9] * 40, greedy_params(2)))
-    while runner.has_work:
-        step()
-    runner.add(request("in time", range(40), greedy_params(1), timeout=10.5))
-    with pytest.raises(DeadlineError, match=r"at least 20.000 s away"):
-        runner.add(request("late", range(1, 41), greedy_params(1), timeout=10.5))
+    seconds = iter(range(10**6))
+    runner.clock = lambda: next(seconds)
+    run(runner, request("first", [9] * 240, greedy_params(12)))
+    runner.add(request("in time", range(40), greedy_params(1), timeout=20.5))
+    with pytest.raises(DeadlineError, match=r"at least 40.000 s away"):
+        runner.add(request("late", range(1, 41), greedy_params(1), timeout=20.5))
     run(runner)
 
 
