@@ -1,7 +1,8 @@
 """Arena, cache and scheduler together, at random: every row finds exactly the state and the keys that it should.
 
 The memory is played by dictionaries that hold, for each slot and each place of a page, which prefix was computed there;
-so a stale, shared or lost piece of memory is seen at the step that reads it, without a model.
+so a stale, shared or lost piece of memory is seen at the step that reads it, without a model. In half of the programs a
+step is scheduled before the tokens of the one before it are known.
 """
 
 from __future__ import annotations
@@ -25,14 +26,17 @@ from tiny_decoder import FakeSource
 from decoder.blocks import SuperblockPool
 from decoder.checkpoints import Placement
 from decoder.config import DecoderOptions
+from decoder.flight import expect
 from decoder.prefix_cache import PrefixCache
-from decoder.request import DecoderRequest, ImageSpan, Sequence, Status
+from decoder.request import UNREAD, DecoderRequest, ImageSpan, Sequence, Status
 from decoder.sampling import SamplingParams
 from decoder.scheduler import Fork, Scheduler, Step
 
 PAGE, MAX_LEN = 4, 40
 PROGRAM = 35
 """Rules of one program at most."""
+END = 63
+"""A token that ends its request."""
 Prefix = tuple[Any, ...]
 
 
@@ -73,6 +77,8 @@ class Memory:
     def compute(self, step: Step, has_slots: bool, has_pages: bool) -> None:
         for row in step.rows:
             sequence, content = row.sequence, contents(row.sequence)
+            if row.end > sequence.known and drawn(sequence, row.end - 1) == END:
+                continue  # padding: the host does not know yet that it has ended
             if has_slots and row.start:
                 assert self.slots[sequence.slot] == content[: row.start], "another state than its own"
             for position in range(row.end if has_pages else 0):
@@ -88,9 +94,14 @@ class Memory:
                     self.slots[slot] = content[:position]
 
 
+def drawn(sequence: Sequence, at: int) -> int:
+    """The token that is drawn for a place."""
+    return END if sequence.arrival % 4 == 1 and at == sequence.prompt_len + 1 else sequence.arrival % 3 + 60
+
+
 def contents(sequence: Sequence) -> Prefix:
     """What each token is: its salt, its id, or its row of a picture."""
-    units: list[Any] = list(sequence.tokens)
+    units: list[Any] = [drawn(sequence, at) if id_ == UNREAD else id_ for at, id_ in enumerate(sequence.tokens)]
     for span in sequence.request.spans:
         for row in range(span.length):
             units[span.start + row] = (span.key, row)
@@ -100,8 +111,10 @@ def contents(sequence: Sequence) -> Prefix:
 class Wait:
     """How long a request may take, by the formula of `decoder.scheduler`, and how long it has."""
 
-    def __init__(self) -> None:
+    def __init__(self, extra: int) -> None:
+        """`extra`: steps of each request that compute nothing: what it has drawn last is known a step later."""
         self.counted: set[str] = set()
+        self.extra = extra
         self.tokens = 0
         self.steps = 0
 
@@ -110,7 +123,7 @@ class Wait:
         for other in others:
             if other.request_id not in self.counted:
                 self.counted.add(other.request_id)
-                self.tokens += other.prompt_len + other.limit
+                self.tokens += other.prompt_len + other.limit + self.extra
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -127,10 +140,22 @@ class CacheMachine(RuleBasedStateMachine):
         host_bytes=st.sampled_from([0, 90, 10**6]),
         max_seqs=st.integers(1, 4),
         ageing=st.sampled_from([1, 5, 100]),
+        overlap=st.booleans(),
     )
     def start(
-        self, mode: str, kind: str, spare: int, per_block: int, budget: int, host_bytes: int, max_seqs: int, ageing: int
+        self,
+        mode: str,
+        kind: str,
+        spare: int,
+        per_block: int,
+        budget: int,
+        host_bytes: int,
+        max_seqs: int,
+        ageing: int,
+        overlap: bool,
     ) -> None:
+        self.overlap = overlap
+        self.flight: list[tuple[Sequence, int, bool]] | None = None
         self.has_slots, self.has_pages = kind != "pages", kind != "states"
         blocks = self.has_slots + (-(-(MAX_LEN // PAGE) // per_block) if self.has_pages else 0) + spare
         self.pool = SuperblockPool(blocks, per_block if self.has_pages else 0, self.has_slots)
@@ -191,7 +216,7 @@ class CacheMachine(RuleBasedStateMachine):
             sequence = self.scheduler.add(item, leader)
             leader = leader or sequence
             self.alive[item.request_id] = sequence
-            self.waits[item.request_id] = Wait()
+            self.waits[item.request_id] = Wait(extra=int(self.overlap))
 
     def end(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)
@@ -205,6 +230,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.advance()
 
     def advance(self) -> bool:
+        if self.scheduler.needs_ids:
+            self.collect()
         before = {name: sequence.computed for name, sequence in self.alive.items()}
         self.expect()
         step = self.scheduler.schedule()
@@ -215,21 +242,38 @@ class CacheMachine(RuleBasedStateMachine):
         forks = [fork for row in led for fork in self.scheduler.fork(row, step)]
         self.memory.split(forks)
         self.scheduler.commit(step)
-        for sequence, samples in [*((r.sequence, r.samples) for r in step.rows), *((f.follower, True) for f in forks)]:
+        flight = [(row.sequence, row.end, row.samples) for row in step.rows]
+        flight += [(fork.follower, fork.follower.prompt_len, True) for fork in forks]
+        expect(sequence for sequence, _, samples in flight if samples)
+        self.collect()
+        self.flight = flight
+        if not self.overlap or not step.rows:
+            self.collect()
+        return bool(step.rows)
+
+    def collect(self) -> None:
+        """What the last step has drawn becomes known."""
+        flight, self.flight = self.flight or [], None
+        for sequence, end, samples in flight:
+            if self.alive.get(sequence.request_id) is not sequence:
+                continue
             while sequence.next_span < len(sequence.request.spans):
                 span = sequence.request.spans[sequence.next_span]
-                if span.end > sequence.computed:
+                if span.end > min(end, sequence.computed):
                     break
                 span.source.release()
                 sequence.next_span += 1
-            if samples:
-                sequence.tokens.append(sequence.arrival % 3 + 60)
-                if sequence.output_len >= sequence.limit:
-                    copy = self.scheduler.keep(sequence)
-                    if copy is not None:
-                        self.memory.slots[copy[1]] = self.memory.slots[copy[0]]
-                    self.end(sequence)
-        return bool(step.rows)
+            if not samples:
+                continue
+            sequence.tokens[end] = drawn(sequence, end)
+            sequence.unread -= 1
+            if sequence.tokens[end] == END or end + 1 - sequence.prompt_len >= sequence.limit:
+                del sequence.tokens[end + 1 :]
+                sequence.unread, sequence.computed = 0, min(sequence.computed, end)
+                copy = self.scheduler.keep(sequence)
+                if copy is not None:
+                    self.memory.slots[copy[1]] = self.memory.slots[copy[0]]
+                self.end(sequence)
 
     def expect(self) -> None:
         """Whom each request may have to wait for, before a step."""
@@ -294,7 +338,7 @@ class CacheMachine(RuleBasedStateMachine):
         for _ in range(4000):
             if not self.alive:
                 break
-            if not self.scheduler.runnable:
+            if not self.scheduler.runnable and self.flight is None:
                 next(source for source in self.sources if not source.ready and not source.releases).ready = True
             idle = 0 if self.advance() else idle + 1
             assert idle < 3, "nothing advances although something could"
