@@ -94,8 +94,7 @@ class Operations:
                 middle = [Op(Code.ATTENTION, kv=kv.data_ptr(), kv_stride=kv.stride(0))]
                 middle.append(Op(Code.CONVERT, last.kind, last.k))
             case MlpMixer() if mixer.squared:
-                first, last = self.packed(mixer.up), self.packed(mixer.down)
-                middle = [Op(Code.RELU_SQUARED, last.kind, last.k)]
+                return self._mlp(norm, mixer)
             case _:
                 return []
         return self._between(norm, first, middle, last)
@@ -103,6 +102,14 @@ class Operations:
     def _between(self, norm: Tensor, first: Packed, middle: list[Op], last: Packed) -> list[Op]:
         ends = self.norm(norm, first), self.linear(first, Target.WIDE), self.linear(last, Target.RESIDUAL)
         return [*ends[:2], *middle, ends[2]]
+
+    def _mlp(self, norm: Tensor, mixer: MlpMixer) -> list[Op]:
+        """Plain rows go from product to product; integers have to know a row's largest value first."""
+        up, down = self.packed(mixer.up), self.packed(mixer.down)
+        if down.kind not in (Kind.BF16, Kind.F32) or down.kpad != down.k:
+            return self._between(norm, up, [Op(Code.RELU_SQUARED, down.kind, down.k)], down)
+        inner = Op(Code.LINEAR, down.kind, down.k, up.descriptor, Target.INNER)
+        return [self.norm(norm, up), inner, Op(Code.LINEAR, Kind.F32, down.k, down.descriptor, Target.RESIDUAL)]
 
     def _experts(self, norm: Tensor, mixer: ExpertsMixer) -> list[Op]:
         config, experts = mixer.config, [expert for expert in mixer.experts if isinstance(expert, MlpMixer)]
@@ -135,8 +142,7 @@ class Operations:
             op(Code.EXPERTS, up, Target.WIDE, up.descriptor), op(Code.PICKED_RELU_SQUARED, down),
             op(Code.EXPERTS, down, Target.RESIDUAL, down.descriptor),
         ]  # fmt: skip
-        first, last = self.packed(mixer.shared.up), self.packed(mixer.shared.down)
-        ops += self._between(norm, first, [Op(Code.RELU_SQUARED, last.kind, last.k)], last)
+        ops += self._mlp(norm, mixer.shared)
         combine = op(Code.COMBINE, down, Target.RESIDUAL if leave is None else Target.MID)
         combine.width = down.n
         ops.append(combine)

@@ -48,6 +48,11 @@ Product product_of(const Model& m, const Op& op, const Step& step) {
     if (op.target == RESIDUAL) job.out = m.x, job.ldo = m.hidden, job.store = ADD;
     if (op.target == STREAM) job.out = m.x, job.ldo = m.hidden;
     if (op.target == LOGITS) job.out = step.logits, job.ldo = m.vocab;
+    if (op.target == INNER) {
+        job.ldo = op.width, job.store = op.kind == BF16 ? STORE_BF16 : STORE, job.activation = Activation::RELU_SQUARED;
+    } else if (op.width) {
+        job.a = m.wide, job.lda = op.width;
+    }
     return job;
 }
 

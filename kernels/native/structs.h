@@ -13,7 +13,7 @@ enum Code : int64_t {
     ROUTE = 6, GROUP_PICKS = 7, GATHER = 8, EXPERTS = 9, PICKED_RELU_SQUARED = 10, COMBINE = 11,
     NORM_PAIR = 12,
 };
-enum Target : int64_t { WIDE = 0, RESIDUAL = 1, LOGITS = 2, MID = 3, OPERAND = 4, STREAM = 5 };
+enum Target : int64_t { WIDE = 0, RESIDUAL = 1, LOGITS = 2, MID = 3, OPERAND = 4, STREAM = 5, INNER = 6 };
 
 }  // namespace
 
@@ -36,7 +36,8 @@ struct Experts {  // a mixture of them
 struct Op {
     int64_t code, kind, width;  // kind: of the operand that an operation makes; width: of its rows
     Weight weight;              // LINEAR; EXPERTS: the first expert's
-    // LINEAR: WIDE, RESIDUAL (added to x), STREAM (x itself) or LOGITS; COMBINE: RESIDUAL or MID; GATHER: from WIDE or float OPERAND;
+    // LINEAR: WIDE, RESIDUAL (added to x), STREAM (x itself), LOGITS or INNER: relu(y)^2 lies in `wide` as rows that a plain weight
+    // multiplies, `width` numbers of `kind` each; a LINEAR with a width and another target multiplies such rows. COMBINE: RESIDUAL or MID; GATHER: from WIDE or float OPERAND;
     // EXPERTS: WIDE for the first product, RESIDUAL for the second
     int64_t target;
     const float* norm;          // NORM, MAMBA, NORM_PAIR: weight

@@ -54,6 +54,7 @@ class Target(IntEnum):
     MID = 3
     OPERAND = 4
     STREAM = 5
+    INNER = 6
 
 
 class Weight(Structure):

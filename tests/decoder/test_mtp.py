@@ -261,7 +261,8 @@ def test_a_compiled_pass_is_a_called_one_in_any_batch(dtype: torch.dtype, weight
     assert torch.equal(passes([3]), together[[3]])
     assert torch.equal(passes([4, 1]), together[[4, 1]])
     head.compiled = None
-    allowed = 1e-4 if dtype == torch.float32 else 0.06
+    # Rows for quantised weights are rounded to 16 bits: what differs in float32's last bits may be a step apart.
+    allowed = 0.06 if dtype == torch.bfloat16 else 1e-4 if weights is None else 5e-4
     torch.testing.assert_close(passes([0, 1, 2, 3, 4]).float(), together, rtol=allowed, atol=allowed)
 
 
