@@ -43,25 +43,33 @@ inline __m512 times_sigmoid(__m512 x, __m512 t) {  // x / (1 + exp(-t))
     return _mm512_div_ps(x, _mm512_add_ps(one, exp16(_mm512_sub_ps(_mm512_setzero_ps(), t))));
 }
 
-inline __m512 activate(__m512 x, Activation activation) {
-    const __m512 zero = _mm512_setzero_ps();
+inline __m512 relu(__m512 x) { return _mm512_max_ps(_mm512_setzero_ps(), x); }
+inline __m512 relu_squared(__m512 x) { return _mm512_mul_ps(relu(x), relu(x)); }
+inline __m512 gelu(__m512 x) {
+    const __m512 half = _mm512_mul_ps(x, _mm512_set1_ps(0.5f));
+    return _mm512_fmadd_ps(half, erf16(_mm512_mul_ps(x, _mm512_set1_ps(0.707106781f))), half);
+}
+inline __m512 gelu_tanh(__m512 x) {  // (1 + tanh(t)) / 2 = sigmoid(2 t)
+    const __m512 cubic = _mm512_fmadd_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(0.0713548163f), _mm512_set1_ps(1.59576912f));
+    return times_sigmoid(x, _mm512_mul_ps(x, cubic));
+}
+inline __m512 gelu_quick(__m512 x) { return times_sigmoid(x, _mm512_mul_ps(x, _mm512_set1_ps(1.702f))); }
+inline __m512 silu16(__m512 x) { return times_sigmoid(x, x); }
+
+// All at once, so that the choice is made once and their chains of sums overlap.
+template <int V>
+inline void activate(__m512 (&y)[V], Activation activation) {
+    const auto each = [&](auto f) {
+        for (int v = 0; v < V; v++) y[v] = f(y[v]);
+    };
     switch (activation) {
-        case Activation::RELU: return _mm512_max_ps(zero, x);
-        case Activation::RELU_SQUARED: {
-            const __m512 y = _mm512_max_ps(zero, x);
-            return _mm512_mul_ps(y, y);
-        }
-        case Activation::GELU: {
-            const __m512 half = _mm512_mul_ps(x, _mm512_set1_ps(0.5f));
-            return _mm512_fmadd_ps(half, erf16(_mm512_mul_ps(x, _mm512_set1_ps(0.707106781f))), half);
-        }
-        case Activation::GELU_TANH: {  // (1 + tanh(t)) / 2 = sigmoid(2 t)
-            const __m512 cubic = _mm512_fmadd_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(0.0713548163f), _mm512_set1_ps(1.59576912f));
-            return times_sigmoid(x, _mm512_mul_ps(x, cubic));
-        }
-        case Activation::GELU_QUICK: return times_sigmoid(x, _mm512_mul_ps(x, _mm512_set1_ps(1.702f)));
-        case Activation::SILU: return times_sigmoid(x, x);
-        default: return x;
+        case Activation::RELU: each(relu); break;
+        case Activation::RELU_SQUARED: each(relu_squared); break;
+        case Activation::GELU: each(gelu); break;
+        case Activation::GELU_TANH: each(gelu_tanh); break;
+        case Activation::GELU_QUICK: each(gelu_quick); break;
+        case Activation::SILU: each(silu16); break;
+        default: break;
     }
 }
 

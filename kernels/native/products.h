@@ -276,8 +276,7 @@ void finish(const Product& job, const float* sums, int64_t row, int64_t begin) {
         for (int v = 0; v < V; v++) y[v] = _mm512_loadu_ps(sums + v * 16);
         if (bias)
             for (int v = 0; v < V; v++) y[v] = _mm512_add_ps(y[v], _mm512_maskz_loadu_ps(m[v], bias + begin + v * 16));
-        if (activation != Activation::NONE)
-            for (int v = 0; v < V; v++) y[v] = activate(y[v], activation);
+        activate(y, activation);
         if constexpr (STORED == STORE_BF16) {
             uint16_t* to = static_cast<uint16_t*>(job.out) + place;
             for (int v = 0; v < V; v++) store_bf16(to + v * 16, m[v], y[v]);

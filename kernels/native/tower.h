@@ -162,8 +162,9 @@ class TowerJob : public Job {
         else read(static_cast<const float*>(step_.wide) + row * op.ld_from, op.ld_from, scratch);
         for (int64_t i = 0; i < width; i += 16) {
             const __mmask16 m = width - i >= 16 ? __mmask16(0xffff) : __mmask16((1 << (width - i)) - 1);
-            const __m512 open = activate(_mm512_maskz_loadu_ps(m, scratch + i), Activation(op.activation));
-            _mm512_mask_storeu_ps(scratch + i, m, _mm512_mul_ps(open, _mm512_maskz_loadu_ps(m, scratch + width + i)));
+            __m512 open[1] = {_mm512_maskz_loadu_ps(m, scratch + i)};
+            activate(open, Activation(op.activation));
+            _mm512_mask_storeu_ps(scratch + i, m, _mm512_mul_ps(open[0], _mm512_maskz_loadu_ps(m, scratch + width + i)));
         }
         make_operand(scratch, width, tower_.kind, step_.wide, op.ld_from, nullptr, row);
     }
