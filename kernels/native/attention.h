@@ -165,7 +165,7 @@ void attention(const Model& m, const Op& op, const Step& step, int64_t unit, std
         for (int64_t h = 0; h < source.heads; h++) attend<Cells>(head, source.of(h), queries, op.first_key, scratch);
         return;
     }
-    const int64_t then = unit + m.threads;
+    const int64_t then = unit + 1;  // a thread's units are neighbours
     const bool follows = then < units.rows * units.groups;
     const PagedRow<T> next = paged_row<T>(m, op, step, units, follows ? then : unit);
     const int64_t begin = op.first_key / TILE * TILE;
