@@ -36,6 +36,11 @@ def implementation(device_type: str) -> tuple[Implementation, str]:
     return "reference", f"there are no kernels for {device_type} tensors"
 
 
+def is_forced() -> bool:
+    """Whether the caller says which implementation runs."""
+    return _forced is not None
+
+
 @contextmanager
 def forced(choice: Implementation) -> Iterator[None]:
     """Inside, every operation that has both runs `choice`, on any device. For tests and measurements; not reentrant

@@ -1,9 +1,22 @@
 """Attention within each of several packed sequences."""
 
-from kernels.dispatch import dispatched, implementation
-from kernels.varlen_attention import reference
+from functools import wraps
 
-varlen_attention = dispatched(reference.varlen_attention)
+from torch import Tensor
+
+from kernels.dispatch import dispatched, implementation, is_forced
+from kernels.varlen_attention import compiled, reference
+
+_dispatched = dispatched(reference.varlen_attention)
+
+
+@wraps(reference.varlen_attention)
+def varlen_attention(
+    q_RHD: Tensor, k_RHD: Tensor, v_RHD: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, scale: float
+) -> Tensor:
+    on_cpu = q_RHD.device.type == "cpu" and not is_forced()
+    run = compiled.varlen_attention if on_cpu and compiled.takes(q_RHD, k_RHD, v_RHD, scale) else _dispatched
+    return run(q_RHD, k_RHD, v_RHD, cu_seqlens, max_seqlen, scale=scale)
 
 
 def reads_host(device_type: str) -> bool:

@@ -7,21 +7,33 @@ import ctypes
 import torch
 from torch import Tensor
 
-from kernels.native import library
-from kernels.native.structs import Kind, VarlenAttention
+from kernels.native import Kind, NativeUnavailable, library
+from kernels.native.structs import VarlenAttention
+from kernels.varlen_attention.reference import check_offsets
 
 KINDS = {torch.bfloat16: Kind.BF16, torch.float32: Kind.F32}
 
 
-def takes(q_RHD: Tensor, k_RHD: Tensor, v_RHD: Tensor) -> bool:
-    """Whether these are laid out as the compiled code reads them: one stride for all, features side by side."""
+def takes(q_RHD: Tensor, k_RHD: Tensor, v_RHD: Tensor, scale: float) -> bool:
+    """Whether this machine has the compiled code, and these are laid out as it reads them: on one kind of stride, with
+    features side by side.
+    """
     strides = {x.stride() for x in (q_RHD, k_RHD, v_RHD)}
-    return q_RHD.dtype in KINDS and len(strides) == 1 and q_RHD.stride(2) == 1
+    if q_RHD.dtype not in KINDS or len(strides) > 1 or q_RHD.stride(2) != 1 or scale <= 0:
+        return False
+    try:
+        library()
+    except NativeUnavailable:
+        return False
+    return True
 
 
-def varlen_attention(q_RHD: Tensor, k_RHD: Tensor, v_RHD: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
-    """As the reference, for checked offsets and what `takes` accepts. Raises NativeUnavailable with the reason."""
+def varlen_attention(
+    q_RHD: Tensor, k_RHD: Tensor, v_RHD: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, scale: float
+) -> Tensor:
+    """As the reference, of what `takes` accepts."""
     rows, heads, width = q_RHD.shape
+    check_offsets(cu_seqlens.tolist(), rows, max_seqlen)
     out_RHD = q_RHD.new_empty(rows, heads, width)
     bounds, bf16 = cu_seqlens.to(torch.int32).contiguous(), int(q_RHD.dtype == torch.bfloat16)
     attention = VarlenAttention(

@@ -36,7 +36,9 @@ def varlen_attention(
     rows, heads, width = q_RHD.shape
     out_RHD = q_RHD.new_empty(rows, heads, width)
     blocked = q_RHD.device.type == "cpu" and q_RHD.dtype == torch.bfloat16
-    for start, length, count in _runs(cu_seqlens.tolist(), rows, max_seqlen):
+    bounds = cu_seqlens.tolist()
+    check_offsets(bounds, rows, max_seqlen)
+    for start, length, count in _runs(bounds):
         if blocked and length >= MIN_ROWS:
             count_at_once = max(SCORE_BYTES // (heads * min(length, ROW_BLOCK) * length * 2), 1)
         else:
@@ -55,15 +57,20 @@ def varlen_attention(
     return out_RHD
 
 
-def _runs(bounds: list[int], rows: int, max_seqlen: int) -> Iterator[tuple[int, int, int]]:
-    """(first row, length, count) of each run of neighbouring sequences of one length; empty sequences are skipped."""
+def check_offsets(bounds: list[int], rows: int, max_seqlen: int) -> None:
+    """Raises `ValueError`, with the offsets, unless they divide `rows` rows into sequences of at most `max_seqlen`."""
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != rows:
         raise ValueError(f"sequence offsets must run from 0 to {rows} rows, got {bounds[:1]}..{bounds[-1:]}")
+    for before, after in zip(bounds, bounds[1:]):
+        if not 0 <= after - before <= max_seqlen:
+            raise ValueError(f"a sequence from {before} to {after}: its length must be in 0..{max_seqlen}")
+
+
+def _runs(bounds: list[int]) -> Iterator[tuple[int, int, int]]:
+    """(first row, length, count) of each run of neighbouring sequences of one length; empty sequences are skipped."""
     start = count = length = 0
     for before, after in zip(bounds, bounds[1:]):
         size = after - before
-        if not 0 <= size <= max_seqlen:
-            raise ValueError(f"a sequence from {before} to {after}: its length must be in 0..{max_seqlen}")
         if size == length and count:
             count += 1
         elif size:

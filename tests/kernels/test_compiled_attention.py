@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels import varlen_attention as package
+from kernels.dispatch import forced
+from kernels.varlen_attention import reference
 from kernels.varlen_attention.compiled import takes, varlen_attention
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -32,7 +35,7 @@ def packed(
 
 def attention(qkv: Tensor, lengths: list[int], scale: float) -> Tensor:
     bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-    return varlen_attention(*qkv.unbind(1), bounds, scale)
+    return varlen_attention(*qkv.unbind(1), bounds, max(lengths), scale=scale)
 
 
 def exact(qkv: Tensor, lengths: list[int], scale: float) -> Tensor:
@@ -137,9 +140,24 @@ def test_what_is_not_a_number_stays_in_its_sequence(dtype: torch.dtype, which: s
     assert torch.equal(found, clean)
 
 
-def test_what_it_is_given_says_what_it_takes() -> None:
+def test_it_takes_one_layout_and_two_dtypes() -> None:
     q, k, v = packed([7], torch.bfloat16).unbind(1)
-    assert takes(q, k, v)
-    assert not takes(q, k, v.contiguous())
-    assert not takes(*(x.transpose(1, 2) for x in (q, k, v)))
-    assert not takes(q.half(), k.half(), v.half())
+    assert takes(q, k, v, 0.5)
+    assert not takes(q, k, v.contiguous(), 0.5)
+    assert not takes(*(x.transpose(1, 2) for x in (q, k, v)), 0.5)
+    assert not takes(q.half(), k.half(), v.half(), 0.5)
+    assert not takes(q, k, v, 0.0)
+
+
+def test_tensors_on_a_cpu_are_worked_on_by_what_takes_them() -> None:
+    lengths, bounds = [70, 9], torch.tensor([0, 70, 79], dtype=torch.int32)
+    qkv = packed(lengths, torch.bfloat16, width=64)
+    assert torch.equal(package.varlen_attention(*qkv.unbind(1), bounds, 70, scale=0.1), attention(qkv, lengths, 0.1))
+    plain = reference.varlen_attention(*qkv.unbind(1), bounds, 70, scale=0.1)
+    assert not torch.equal(plain, attention(qkv, lengths, 0.1))
+    with forced("reference"):
+        assert torch.equal(package.varlen_attention(*qkv.unbind(1), bounds, 70, scale=0.1), plain)
+    backwards = package.varlen_attention(*qkv.unbind(1), bounds, 70, scale=-0.1)
+    assert torch.equal(backwards, reference.varlen_attention(*qkv.unbind(1), bounds, 70, scale=-0.1))
+    with pytest.raises(ValueError, match="from 0 to 70.*0\\.\\.69"):
+        package.varlen_attention(*qkv.unbind(1), bounds, 69, scale=0.1)

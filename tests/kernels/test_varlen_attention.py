@@ -1,4 +1,4 @@
-"""Packed attention against one sequence at a time in float64."""
+"""Packed attention in torch against one sequence at a time in float64."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from kernels.varlen_attention import reads_host, reference, varlen_attention
+from kernels.varlen_attention import reads_host, reference
+from kernels.varlen_attention.reference import varlen_attention
 
 torch.set_num_threads(1)
 LENGTHS = [
