@@ -83,7 +83,7 @@ class NativeTower:
 
     def __init__(self, tower: VisionTower, max_rows: int) -> None:
         """`max_rows`: tower rows of a launch that memory is set aside for; a larger one is given more, for good."""
-        self._tower, self._config, self._dtype = tower, tower.config, tower.dtype
+        self._config, self._dtype = tower.config, tower.dtype
         self._library = library()
         self.on_operation: Callable[[TowerOp, TowerStep, float], None] | None = None
         """For measurements: operations then run one at a time, and this hears of each, its launch and its seconds."""
