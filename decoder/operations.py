@@ -18,6 +18,9 @@ from kernels.native.structs import Code, Experts, Kind, Model, Op, Step, Target,
 MAX_ROUTED = 512
 """Tokens whose experts run in compiled code: it keeps a row for each token and expert."""
 
+MAX_TAPS = 4
+"""Of a Mamba layer's convolution, in compiled code; more are never seen."""
+
 
 class Operations:
     """A list of operations, and the buffers that they share. One thread at a time."""
@@ -30,6 +33,8 @@ class Operations:
             raise NativeUnavailable(f"states are {options.state_dtype}")
         if options.dtype not in (torch.bfloat16, torch.float32):
             raise NativeUnavailable(f"the dtype is {options.dtype}")
+        if config.conv_kernel > MAX_TAPS:
+            raise NativeUnavailable(f"convolutions have {config.conv_kernel} taps, of which it takes {MAX_TAPS}")
         self.library = library()
         self.config, self.options = config, options
         self.on_operation: Callable[[Op, float], None] | None = None
@@ -44,6 +49,7 @@ class Operations:
         self.max_tokens = max_tokens
         body = [op for op in ops if op.target != Target.LOGITS]
         widest = max([config.hidden_size, *(max(op.weight.n, op.weight.k, op.width) for op in body)])
+        widest = -(-widest // 16) * 16  # rows begin at the beginning of a cache line
         groups = -(-widest // 128)
         padded = 128 * groups + -(-4 * groups // 32) * 32  # what integers need behind a row
         picks = min(max_tokens, MAX_ROUTED) * config.num_experts_per_tok * any(op.experts for op in ops)
@@ -87,7 +93,7 @@ class Operations:
                 return self._experts(norm, mixer)
             case MambaMixer():
                 first, last = self.packed(mixer.in_proj), self.packed(mixer.out_proj)
-                middle = [self._mamba(mixer), Op(Code.CONVERT, last.kind, last.k)]
+                middle = self._mamba(mixer, last)
             case AttentionMixer():
                 first, last = self.packed(mixer.qkv), self.packed(mixer.o_proj)
                 kv = mixer.kv
@@ -172,11 +178,17 @@ class Operations:
     def linear(self, packed: Packed, target: Target) -> Op:
         return Op(Code.LINEAR, Kind.F32, 0, weight=packed.descriptor, target=target)
 
-    def _mamba(self, mixer: MambaMixer) -> Op:
-        return Op(
-            Code.MAMBA, Kind.F32, 0, Weight(), Target.WIDE, self.pointer(mixer.norm_weight),
+    def _mamba(self, mixer: MambaMixer, after: Packed) -> list[Op]:
+        """The mixer, and what makes its rows the operand of the product after it: itself, unless a form depends on
+        a whole row, of which the mixer sees a group of heads at a time.
+        """
+        itself = after.kind in (Kind.BF16, Kind.F32) and after.kpad == after.k
+        op = Op(
+            Code.MAMBA, after.kind, after.k, Weight(), Target.OPERAND if itself else Target.MID,
+            self.pointer(mixer.norm_weight),
             mixer.windows.data_ptr(), mixer.windows.stride(0), mixer.states.data_ptr(), mixer.states.stride(0),
             self.pointer(mixer.conv_WC), self.pointer(mixer.conv_bias_C), self.pointer(mixer.A_H),
             self.pointer(mixer.D_H), self.pointer(mixer.dt_bias_H), None, 0,
             mixer.ring.data_ptr() if mixer.ring.numel() else None, mixer.ring.stride(0),
         )  # fmt: skip
+        return [op] if itself else [op, Op(Code.CONVERT, after.kind, after.k)]

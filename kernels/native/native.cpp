@@ -76,14 +76,14 @@ class StepJob : public Job {
     int64_t units(int64_t phase) const override { return units_of(m_, m_.ops[first_ + phase], step_); }
     void run(int64_t phase, int64_t unit, std::vector<float>& scratch) const override {
         const Op& op = m_.ops[first_ + phase];
-        const int64_t own = op.code == MAMBA ? mamba_scratch(m_) : op.code == ROUTE ? 3 * op.experts->count : 0;
+        const int64_t own = op.code == MAMBA ? HeadGroup<float>::scratch(m_) : op.code == ROUTE ? 3 * op.experts->count : 0;
         const size_t needed = std::max(m_.ld, own);
         if (scratch.size() < needed) scratch.resize(needed);
         switch (op.code) {
             case LINEAR: run_linear(phase, unit); break;
             case MAMBA:
-                if (m_.stored_bf16) mamba<uint16_t>(m_, op, step_, unit / m_.groups, unit % m_.groups, scratch.data());
-                else mamba<float>(m_, op, step_, unit / m_.groups, unit % m_.groups, scratch.data());
+                if (m_.stored_bf16) mix<uint16_t>(op, unit, scratch.data());
+                else mix<float>(op, unit, scratch.data());
                 break;
             case ATTENTION:
                 if (m_.stored_bf16) attention<uint16_t>(m_, op, step_, unit, scratch);
@@ -111,6 +111,11 @@ class StepJob : public Job {
         run_unit(job, Units(op.weight, step_.tokens, m_.threads), unit, step_.tokens);
     }
 
+    template <typename T>
+    void mix(const Op& op, int64_t unit, float* scratch) const {
+        mamba<T>(m_, op, step_, unit / m_.groups, HeadGroup<T>(m_, op, unit % m_.groups, scratch));
+    }
+
     const Model& m_;
     const Step& step_;
     const int64_t first_, last_;
@@ -124,7 +129,7 @@ class AdvanceJob : public Job {
     int64_t phases() const override { return m_.count; }
     int64_t units(int64_t phase) const override { return m_.ops[phase].code == MAMBA ? rows_ * m_.groups : 0; }
     void run(int64_t phase, int64_t unit, std::vector<float>& scratch) const override {
-        if (scratch.size() < size_t(mamba_scratch(m_))) scratch.resize(mamba_scratch(m_));
+        if (scratch.size() < size_t(HeadGroup<float>::scratch(m_))) scratch.resize(HeadGroup<float>::scratch(m_));
         if (m_.stored_bf16) advance_row<uint16_t>(m_.ops[phase], unit, scratch.data());
         else advance_row<float>(m_.ops[phase], unit, scratch.data());
     }
@@ -132,11 +137,11 @@ class AdvanceJob : public Job {
   private:
     template <typename T>
     void advance_row(const Op& op, int64_t unit, float* scratch) const {
-        const int64_t *job = jobs_ + unit / m_.groups * 4, group = unit % m_.groups, target = job[2];
-        if (job[1] != target) save_state<T>(m_, op, job[1], target, group);
-        T* window = static_cast<T*>(op.windows) + target * op.window_stride;
-        float* states = op.states + target * op.state_stride + group * m_.heads / m_.groups * m_.head * m_.state;
-        replay(m_, op, window, states, job[0], job[3], group, scratch);
+        const int64_t* job = jobs_ + unit / m_.groups * 4;
+        HeadGroup<T> group(m_, op, unit % m_.groups, scratch);
+        const RowState<T> target = group.in_slot(job[2]);
+        if (job[1] >= 0 && job[1] != job[2]) group.copy(group.in_slot(job[1]), target);
+        replay(m_, op, group, target, job[0], job[3]);
     }
 
     const Model& m_;

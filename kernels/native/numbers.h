@@ -69,8 +69,16 @@ inline __m512 load16(const float* p, __mmask16 m) { return _mm512_maskz_loadu_ps
 inline __m512 load16(const uint16_t* p, __mmask16 m) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(m, p)), 16));
 }
-inline void store16(float* p, __mmask16 m, __m512 v) { _mm512_mask_storeu_ps(p, m, v); }
-inline void store16(uint16_t* p, __mmask16 m, __m512 v) { _mm256_mask_storeu_epi16(p, m, (__m256i)_mm512_cvtneps_pbh(v)); }
+// A store of all lanes is no masked one: those of bfloat16 take several times as long.
+inline void store16(float* p, __mmask16 m, __m512 v) {
+    if (m == 0xffff) _mm512_storeu_ps(p, v);
+    else _mm512_mask_storeu_ps(p, m, v);
+}
+inline void store16(uint16_t* p, __mmask16 m, __m512 v) {
+    const __m256i bits = (__m256i)_mm512_cvtneps_pbh(v);
+    if (m == 0xffff) _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bits);
+    else _mm256_mask_storeu_epi16(p, m, bits);
+}
 
 void rms_norm(const float* from, const float* weight, int64_t width, float eps, float* out) {
     float squares = 0;

@@ -39,7 +39,6 @@ namespace {
 constexpr int64_t DRAW_BLOCK = 256, FIRST_CANDIDATES = 64;
 constexpr float IMPOSSIBLE = -std::numeric_limits<float>::infinity();
 
-
 // Sixteen values, NaN and what lies behind the end as the lowest.
 inline __m512 comparable(const float* x, int64_t left) {
     const __m512 lowest = _mm512_set1_ps(IMPOSSIBLE);

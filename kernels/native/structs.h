@@ -38,7 +38,7 @@ struct Op {
     Weight weight;              // LINEAR; EXPERTS: the first expert's
     // LINEAR: WIDE, RESIDUAL (added to x), STREAM (x itself), LOGITS or INNER: relu(y)^2 lies in `wide` as rows that a plain weight
     // multiplies, `width` numbers of `kind` each; a LINEAR with a width and another target multiplies such rows. COMBINE: RESIDUAL or MID; GATHER: from WIDE or float OPERAND;
-    // EXPERTS: WIDE for the first product, RESIDUAL for the second
+    // EXPERTS: WIDE for the first product, RESIDUAL for the second; MAMBA: MID, or OPERAND of a product of F32 or BF16
     int64_t target;
     const float* norm;          // NORM, MAMBA, NORM_PAIR: weight
     void* windows;              // MAMBA: [slots, taps - 1, conv] ...
