@@ -39,13 +39,15 @@ FIRST_REST, LAST_REST = 1024, 8192
 """Steps of a rest after drafts that lost; each failed trial doubles them."""
 DRY_REST = 8
 """Steps of a rest after those in which there was nothing to propose."""
-TRIALS = 4
+TRIALS = 6
 """Rows with one draft each that a trial looks at, and then, if half of them were accepted, with as many as may be."""
 
-BASELINE_STEPS = 3
+BASELINE_STEPS = 4
 """Steps without drafts that are measured for each number of rows before any with drafts are."""
-BASELINE_AGE = 256
+BASELINE_AGE = 512
 """Steps after which they are measured again."""
+REST_SAMPLES = 16
+"""One of so many steps is measured in a rest, where it costs no drafts."""
 
 
 class NgramIndex:
@@ -122,14 +124,20 @@ class StepTimes:
         """A step of `rows` requests that all drew, with `drafted` drafts among them, took so long."""
         if drafted == 0:
             if rows not in self._plain or step - self._measured[rows] > BASELINE_AGE:
-                self._plain[rows] = deque(maxlen=9)
+                self._plain[rows] = deque(maxlen=31)
             self._plain[rows].append(seconds)
             self._measured[rows] = step
         elif rows in self._plain:
             each = max(1, round(2 * drafted / rows)) / 2
             found = self._longer.setdefault(rows.bit_length(), {}).setdefault(each, deque(maxlen=15))
-            found.append(max(0.0, seconds / median(self._plain[rows]) - 1.0))
+            found.append(max(0.0, seconds / self.plain(rows) - 1.0))
             self._extra.pop(rows.bit_length(), None)
+
+    def plain(self, rows: int) -> float:
+        """Seconds of a step without drafts: the median, or a smaller one of more rows, which a few slow steps cannot
+        have made.
+        """
+        return min(median(seconds) for count, seconds in self._plain.items() if count >= rows)
 
     def extra(self, rows: int) -> list[float]:
         """Plain steps that a step of so many rows with 1, 2, ... drafts for each takes longer: a fixed part and one for
@@ -181,6 +189,11 @@ class DraftPolicy:
         if self.resting and self._steps >= self._resume_at:
             self.resting = False
         return not self.resting
+
+    @property
+    def measuring(self) -> bool:
+        """Is the time of this step of use?"""
+        return not self.resting or self._steps % REST_SAMPLES == 0
 
     @property
     def on_trial(self) -> bool:

@@ -108,7 +108,7 @@ class Speculation:
             rows, drafted, before = self._timing
             self.policy.timed(rows, drafted, started - before)
             self._timing = None
-        if not self.policy.resting and step.rows and all(row.samples and row.kind == 0 for row in step.rows):
+        if self.policy.measuring and step.rows and all(row.samples and row.kind == 0 for row in step.rows):
             self._timing = len(step.rows), sum(row.drafts for row in step.rows), started
 
     def forget(self, sequence: Sequence) -> None:
