@@ -1,6 +1,7 @@
 """Side by side with another server on the same checkpoint and the same requests.
 
     python -m benchmarks.compare --peer transformers|vllm [--rounds 3] [--only decode,prefill,omni] [--weights int8]
+                                 [--device cuda] [--concurrent 1,8,64] [--new-tokens 64]
 
 Ours runs behind its gRPC server, the peer in a process of its own. In each round both sides run each workload in
 turn, short ones several times in a row, and what is printed is medians and their ratios. The ceilings are measured in
@@ -26,7 +27,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image
 
@@ -83,32 +84,40 @@ def picture_workload(name: str, folder: Path, sizes: Sequence[tuple[int, int]], 
 MIXED = [(224, 224), (512, 512), (320, 240), (256, 384), (448, 448), (224, 320), (384, 512), (336, 336)]
 
 
-def workloads(folder: Path, only: set[str]) -> tuple[list[Workload], list[Workload]]:
+def workloads(
+    folder: Path, only: set[str], concurrent: Sequence[int], new_tokens: int
+) -> tuple[list[Workload], list[Workload]]:
     """(text workloads, picture workloads)"""
     text, omni = [], []
     if "decode" in only:
-        text += [text_workload(f"decode {c}", c, 128 if c == 1 else 64) for c in (1, 8, 32)]
+        text += [text_workload(f"decode {c}", c, 2 * new_tokens if c == 1 else new_tokens) for c in concurrent]
     if "prefill" in only:
         text += [text_workload("prefill 1x128", 1, 1), text_workload("prefill 32x128", 32, 1)]
     if "omni" in only:
-        omni.append(picture_workload("picture 1", folder, [(512, 384)], 33))
-        omni.append(picture_workload("pictures 8", folder, MIXED, 33))
+        omni.append(picture_workload("picture 1", folder, [(512, 384)], new_tokens // 2 + 1))
+        omni.append(picture_workload("pictures 8", folder, MIXED, new_tokens // 2 + 1))
     return text, omni
+
+
+class Timed(NamedTuple):
+    """Of one run of a workload: seconds, and those from its start to each request's first token."""
+
+    seconds: float
+    firsts: list[float]
 
 
 class Ours:
     """Our server behind gRPC, one client thread per request."""
 
-    def __init__(self, model: Path, options: Sequence[str] = ()) -> None:
+    def __init__(self, model: Path, options: Sequence[str] = (), most: int = 32) -> None:
         # Rounds repeat their prompts, and the peer forgets them: so does our server.
-        fixed = ["--dtype", "bfloat16", "--max-seqs", "32", "--state-cache", "none", "--log-level", "warning"]
+        fixed = ["--dtype", "bfloat16", "--max-seqs", str(most), "--state-cache", "none", "--log-level", "warning"]
         options = [*fixed, *options]
         self._server = ServerProcess([str(model), *options])
         self._client = saccade.Client(self._server.address)
-        self._pool = ThreadPoolExecutor(32)
+        self._pool = ThreadPoolExecutor(most)
 
-    def run(self, workload: Workload) -> tuple[float, float]:
-        """(seconds, seconds to the last request's first token)"""
+    def run(self, workload: Workload) -> Timed:
         started = time.perf_counter()
 
         def ask(index: int) -> float:
@@ -124,7 +133,7 @@ class Ours:
             return first
 
         firsts = list(self._pool.map(ask, range(len(workload.prompts))))
-        return time.perf_counter() - started, max(firsts)
+        return Timed(time.perf_counter() - started, firsts)
 
     def peak_bytes(self) -> int:
         """The most memory that the server's processes have held."""
@@ -149,7 +158,7 @@ def peer_command(peer: str) -> list[str]:
 class Peer:
     """The peer process; what it says goes to `log`."""
 
-    def __init__(self, peer: str, model: Path, omni: bool, log: Path) -> None:
+    def __init__(self, peer: str, model: Path, omni: bool, log: Path, device: str = "cpu") -> None:
         self.peak_bytes = 0
         self._log = log
         environment = dict(os.environ)
@@ -165,7 +174,7 @@ class Peer:
                 peer_command(peer), cwd=ROOT if peer == "transformers" else log.parent, text=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, env=environment,
             )  # fmt: skip
-        self._ask({"load": str(model), "omni": omni})
+        self._ask({"load": str(model), "omni": omni, "device": device})
 
     def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -178,7 +187,7 @@ class Peer:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def run(self, workload: Workload) -> tuple[float, float]:
+    def run(self, workload: Workload) -> Timed:
         answer = self._ask(
             {
                 "prompts": workload.prompts,
@@ -188,7 +197,7 @@ class Peer:
         )
         assert answer["tokens"] == workload.output_tokens
         self.peak_bytes = answer["peak_bytes"]
-        return answer["seconds"], 0.0
+        return Timed(answer["seconds"], answer.get("firsts", []))
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -221,10 +230,13 @@ class Sides:
     peer: str
     options: tuple[str, ...]
     logs: Path
+    device: str = "cpu"
+    most: int = 32
+    """Requests at a time at most."""
 
 
-def turn(side: Ours | Peer, load: Workload, times: int) -> list[tuple[float, float]]:
-    """(seconds, seconds to the last first token) of each of some runs in a row, once the other side's threads sleep."""
+def turn(side: Ours | Peer, load: Workload, times: int) -> list[Timed]:
+    """Some runs in a row, once the other side's threads sleep."""
     time.sleep(SETTLE)
     return [side.run(load) for _ in range(times)]
 
@@ -236,48 +248,70 @@ def measure(
     for model, omni, loads in side_by_side:
         if not loads:
             continue
-        ours = Ours(model, sides.options)
+        ours = Ours(model, sides.options, sides.most)
         try:
-            peer = Peer(sides.peer, model, omni, sides.logs / f"{sides.peer}{'-omni' if omni else ''}.log")
+            log = sides.logs / f"{sides.peer}{'-omni' if omni else ''}.log"
+            peer = Peer(sides.peer, model, omni, log, sides.device)
         except BaseException:
             ours.close()
             raise
         try:
             repeats = {}
             for load in loads:  # once to warm both up
-                seconds = min(ours.run(load)[0], peer.run(load)[0])
+                seconds = min(ours.run(load).seconds, peer.run(load).seconds)
                 repeats[load.name] = max(1, round(TURN / seconds))
             times: dict[str, list[tuple[float, float, float]]] = {load.name: [] for load in loads}
+            firsts: dict[str, tuple[list[float], list[float]]] = {load.name: ([], []) for load in loads}
             for _ in range(rounds):
                 for load in loads:
                     mine, theirs = (turn(side, load, repeats[load.name]) for side in (ours, peer))
-                    times[load.name] += [(*m, t[0]) for m, t in zip(mine, theirs, strict=True)]
+                    for pair in zip(mine, theirs, strict=True):
+                        times[load.name].append((pair[0].seconds, max(pair[0].firsts), pair[1].seconds))
+                        for known, timed in zip(firsts[load.name], pair, strict=True):
+                            known += timed.firsts
             memory = ours.peak_bytes(), peer.peak_bytes
         finally:
             ours.close()
             peer.close()
         for load in loads:
-            mine, first, theirs = (statistics.median(column) for column in zip(*times[load.name], strict=True))
-            counted = load.prompt_tokens if load.new_tokens == 1 else load.output_tokens
-            floor = floor_seconds(load, ceilings)
-            rows.append(
-                {
-                    "workload": load.name,
-                    "ours_s": mine,
-                    "ours_first_token_s": first,
-                    "peer_s": theirs,
-                    "ours_tokens_s": counted / mine,
-                    "peer_tokens_s": counted / theirs,
-                    "ratio": theirs / mine,
-                    "floor_fraction": floor / mine if floor else None,
-                    "peer_floor_fraction": floor / theirs if floor else None,
-                    "ours_peak_bytes": memory[0],
-                    "peer_peak_bytes": memory[1],
-                    "all": times[load.name],
-                }
-            )
+            rows.append(row_of(load, times[load.name], firsts[load.name], memory, floor_seconds(load, ceilings)))
             print(format_row(rows[-1]), flush=True)
     return rows
+
+
+def row_of(
+    load: Workload,
+    times: list[tuple[float, float, float]],
+    firsts: tuple[list[float], list[float]],
+    memory: tuple[int, int],
+    floor: float | None,
+) -> dict[str, Any]:
+    """A workload's result. `times`: of each run our seconds, ours to the last first token, and the peer's."""
+    mine, first, theirs = (statistics.median(column) for column in zip(*times, strict=True))
+    counted = load.prompt_tokens if load.new_tokens == 1 else load.output_tokens
+    return {
+        "workload": load.name,
+        "ours_s": mine,
+        "ours_first_token_s": first,
+        **percentiles("ours", firsts[0]),
+        **percentiles("peer", firsts[1]),
+        "peer_s": theirs,
+        "ours_tokens_s": counted / mine,
+        "peer_tokens_s": counted / theirs,
+        "ratio": theirs / mine,
+        "floor_fraction": floor / mine if floor else None,
+        "peer_floor_fraction": floor / theirs if floor else None,
+        "ours_peak_bytes": memory[0],
+        "peer_peak_bytes": memory[1],
+        "all": times,
+    }
+
+
+def percentiles(side: str, firsts: Sequence[float]) -> dict[str, float]:
+    """Of the seconds to the first token, over all requests and rounds; nothing where a side does not tell them."""
+    ordered = sorted(firsts)
+    places = {"p50": len(ordered) // 2, "p99": int(0.99 * (len(ordered) - 1))}
+    return {f"{side}_first_token_{name}_s": ordered[place] for name, place in places.items() if ordered}
 
 
 def format_row(row: dict[str, Any]) -> str:
@@ -297,6 +331,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="decode,prefill,omni", help="comma-separated kinds of workload")
     parser.add_argument("--weights", choices=["int8", "int4"], help="quantised weights on our side")
+    parser.add_argument("--device", default="cpu", help="of both sides")
+    parser.add_argument("--concurrent", default="1,8,32", help="requests at a time of the decode workloads")
+    parser.add_argument("--new-tokens", type=int, default=64, help="of a request that is not alone")
     parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
     parser.add_argument("--write", action="store_true", help="write a dated result under benchmarks/results")
     arguments = parser.parse_args(argv)
@@ -304,21 +341,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     load = machine.load()
     if load > 0.5:
         print(f"warning: the load is {load:.1f}; on a busy machine only the ratios mean anything", file=sys.stderr)
-    ceilings = machine.ceilings()
+    concurrent = [int(count) for count in arguments.concurrent.split(",")]
+    ceilings = machine.ceilings(arguments.device)
     print(json.dumps({**machine.describe(), **ceilings, "load": load}))
     with tempfile.TemporaryDirectory() as folder:
-        text, omni = workloads(Path(folder), set(arguments.only.split(",")))
+        text, omni = workloads(Path(folder), set(arguments.only.split(",")), concurrent, arguments.new_tokens)
         sides = [(models.text_model(arguments.folder), False, text), (models.omni_model(arguments.folder), True, omni)]
         if arguments.peer == "vllm":
             sides = [
                 (models.released_names(path, arguments.folder) if omni else path, omni, l) for path, omni, l in sides
             ]
-        options = ("--weights", arguments.weights) if arguments.weights else ()
-        rows = measure(Sides(arguments.peer, options, arguments.folder), sides, arguments.rounds, ceilings)
+        options = ("--device", arguments.device, *(("--weights", arguments.weights) if arguments.weights else ()))
+        how = Sides(arguments.peer, options, arguments.folder, arguments.device, max(32, *concurrent))
+        rows = measure(how, sides, arguments.rounds, ceilings)
     result = {
         "date": datetime.date.today().isoformat(),
         "command": " ".join(["python -m benchmarks.compare", *(sys.argv[1:] if argv is None else argv)]),
-        "machine": machine.describe(),
+        "machine": machine.describe() | machine.gpu(),
         "load_before": load,
         "ceilings": ceilings,
         "rows": rows,

@@ -50,25 +50,25 @@ def load() -> float:
     return os.getloadavg()[0]
 
 
-def read_bandwidth(size: int = 1 << 30, repeats: int = 5) -> float:
+def read_bandwidth(size: int = 1 << 30, repeats: int = 5, device: str = "cpu") -> float:
     """Bytes per second at which all cores together read memory that no cache holds: the best of some sums."""
-    data = torch.ones(size // 4, dtype=torch.float32)
-    data.sum()
-    best = min(_timed(data.sum) for _ in range(repeats))
+    data = torch.ones(size // 4, dtype=torch.float32, device=device)
+    best = min(_timed(data.sum, device) for _ in range(repeats + 1))
     return size / best
 
 
-def matmul_rate(dtype: torch.dtype = torch.bfloat16, side: int = 2048, repeats: int = 5) -> float:
+def matmul_rate(dtype: torch.dtype = torch.bfloat16, side: int = 2048, repeats: int = 5, device: str = "cpu") -> float:
     """FLOP per second of a large square product: the best of some."""
-    a, b = torch.randn(side, side, dtype=dtype), torch.randn(side, side, dtype=dtype)
-    a @ b
-    best = min(_timed(lambda: a @ b) for _ in range(repeats))
+    a, b = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(2))
+    best = min(_timed(lambda: a @ b, device) for _ in range(repeats + 1))
     return 2 * side**3 / best
 
 
-def ceilings() -> dict[str, float]:
-    """Read bandwidth in GB/s and bf16 products in GFLOP/s."""
-    return {"read_gb_s": read_bandwidth() / 1e9, "bf16_gflop_s": matmul_rate() / 1e9}
+def ceilings(device: str = "cpu") -> dict[str, float]:
+    """Read bandwidth in GB/s and bf16 products in GFLOP/s; of larger sizes on a GPU, which small ones do not fill."""
+    size, side = (1 << 30, 2048) if device == "cpu" else (1 << 33, 8192)
+    bandwidth, rate = read_bandwidth(size, device=device), matmul_rate(side=side, device=device)
+    return {"read_gb_s": bandwidth / 1e9, "bf16_gflop_s": rate / 1e9}
 
 
 def family(pid: int) -> list[int]:
@@ -93,8 +93,10 @@ def peak_bytes(pid: int) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
 
 
-def _timed(function: object) -> float:
+def _timed(function: object, device: str = "cpu") -> float:
     assert callable(function)
     started = time.perf_counter()
     function()
+    if device != "cpu":
+        torch.cuda.synchronize()
     return time.perf_counter() - started

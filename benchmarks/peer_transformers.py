@@ -1,8 +1,12 @@
 """The peer's side of `benchmarks.compare`: transformers in a process of its own, one JSON command a line on stdin.
 
-    {"load": DIR, "omni": bool}                                  -> {"parameters": N}
+    {"load": DIR, "omni": bool, "device": "cpu" | "cuda"}        -> {"parameters": N}
     {"prompts": [[id, ...], ...], "pictures": [[file, ...], ...],
-     "new_tokens": N}                                            -> {"seconds": s, "tokens": n, "peak_bytes": n}
+     "new_tokens": N}                                            -> {"seconds": s, "firsts": [s, ...], "tokens": n,
+                                                                     "peak_bytes": n}
+
+`firsts`: for each request, seconds from the start of them all to its first token. `peak_bytes`: of the process, and of
+the GPU where it runs on one.
 
 Prompts of one length run as one batch; ragged ones one after another, which is how the library takes them best.
 """
@@ -20,15 +24,34 @@ from typing import Any
 import torch
 
 
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class FirstToken:
+    """Asked by `generate` after each token whether to stop: says no, and remembers when it was first asked."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.at, self._device = 0.0, device
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        if not self.at:
+            synchronise(self._device)
+            self.at = time.perf_counter()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
 class Peer:
     """One loaded model."""
 
-    def __init__(self, path: str, omni: bool) -> None:
+    def __init__(self, path: str, omni: bool, device: str) -> None:
         from transformers import NemotronHForCausalLM
         from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import NemotronH_Omni_Reasoning_V3
 
         kind: Any = NemotronH_Omni_Reasoning_V3 if omni else NemotronHForCausalLM
-        self.model = kind.from_pretrained(path, dtype=torch.bfloat16).eval()
+        self.device = torch.device(device)
+        self.model = kind.from_pretrained(path, dtype=torch.bfloat16).eval().to(self.device)
         self.vision = None
         if omni:
             from service.checkpoint import Checkpoint
@@ -36,24 +59,32 @@ class Peer:
             self.vision = Checkpoint(Path(path)).config.vision
 
     @torch.inference_mode()
-    def run(self, prompts: list[list[int]], pictures: list[list[str]], new_tokens: int) -> tuple[float, int]:
-        """Seconds, and output tokens. Decoding and resizing pictures is left out of the time, in the peer's favour."""
+    def run(
+        self, prompts: list[list[int]], pictures: list[list[str]], new_tokens: int
+    ) -> tuple[float, list[float], int]:
+        """Seconds, those to each first token, and output tokens. Decoding and resizing pictures is left out, in the
+        peer's favour.
+        """
         inputs = [self._inputs(prompt, files) for prompt, files in zip(prompts, pictures, strict=True)]
         started = time.perf_counter()
         if not any(pictures) and len({len(prompt) for prompt in prompts}) == 1:
             inputs = [{"input_ids": torch.cat([i["input_ids"] for i in inputs])}]
-        tokens = 0
+        tokens, firsts = 0, list[float]()
         for entry in inputs:
+            clock = FirstToken(self.device)
             entry["attention_mask"] = torch.ones_like(entry["input_ids"])
             output = self.model.generate(
-                **entry, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, use_cache=True
-            )
+                **entry, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, use_cache=True,
+                stopping_criteria=[clock],
+            )  # fmt: skip
+            synchronise(self.device)
+            firsts += [clock.at - started] * output.shape[0]
             tokens += output.shape[0] * (output.shape[1] - entry["input_ids"].shape[1])
-        return time.perf_counter() - started, tokens
+        return time.perf_counter() - started, firsts, tokens
 
     def _inputs(self, prompt: list[int], files: list[str]) -> dict[str, torch.Tensor]:
         if not files:
-            return {"input_ids": torch.tensor([prompt])}
+            return {"input_ids": torch.tensor([prompt], device=self.device)}
         from encoder.images import decode_image
         from encoder.preprocess import patchify
 
@@ -62,11 +93,12 @@ class Peer:
         token = self.model.config.image_token_id
         sizes = iter(images)
         widened = [i for t in prompt for i in ([t] * next(sizes).tokens if t == token else [t])]
-        return {
+        given = {
             "input_ids": torch.tensor([widened]),
             "pixel_values": torch.cat([image.patches for image in images]),
             "image_grid_hw": torch.tensor([image.grid for image in images]),
         }
+        return {name: tensor.to(self.device) for name, tensor in given.items()}
 
 
 def main() -> None:
@@ -78,13 +110,15 @@ def main() -> None:
     for line in sys.stdin:
         command = json.loads(line)
         if "load" in command:
-            peer = Peer(command["load"], command["omni"])
+            peer = Peer(command["load"], command["omni"], command["device"])
             answer: dict[str, Any] = {"parameters": sum(p.numel() for p in peer.model.parameters())}
         else:
             assert peer is not None
-            seconds, tokens = peer.run(command["prompts"], command["pictures"], command["new_tokens"])
+            seconds, firsts, tokens = peer.run(command["prompts"], command["pictures"], command["new_tokens"])
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            answer = {"seconds": seconds, "tokens": tokens, "peak_bytes": peak}
+            if peer.device.type == "cuda":
+                peak += torch.cuda.max_memory_allocated(peer.device)
+            answer = {"seconds": seconds, "firsts": firsts, "tokens": tokens, "peak_bytes": peak}
         print(json.dumps(answer), flush=True)
 
 
