@@ -1,0 +1,336 @@
+"""The part `kernels` of `benchmarks.gpu`: each operation at the sizes of two decoders and a vision tower."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from benchmarks import gpu_peers
+from benchmarks.gpu_setting import Record, Setting, timed
+from kernels.causal_conv1d import causal_conv1d_update
+from kernels.chunk_scan import chunk_scan, plan_chunks
+from kernels.gated_norm import gated_norm
+from kernels.linear import Linear
+from kernels.moe import Experts, run_experts
+from kernels.paged_attention import decode_attention, extend_attention
+from kernels.patch_embed import patch_embed
+from kernels.pixel_shuffle import shuffle_norm
+from kernels.rms_norm import add_rms_norm
+from kernels.sample import Wishes, sample
+from kernels.scan_tables import ScanTables
+from kernels.selective_state_update import selective_state_update
+from kernels.shapes import NANO_3_OMNI, NANO_V2_12B_VL, ModelShape
+from kernels.varlen_attention import varlen_attention
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One operation: what it moves and computes, and others' calls that do the same, by whose they are."""
+
+    name: str
+    call: Callable[[], object]
+    bytes: float = 0.0
+    flops: float = 0.0
+    peers: Mapping[str, Callable[[], object]] = field(default_factory=dict)
+    changes: tuple[torch.Tensor, ...] = ()
+    """What a call updates in place."""
+
+
+def kernel_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
+    """The operations of a decoder layer."""
+    rows = setting.pick(8192, 16)
+    hidden, inner = shape.hidden, shape.mamba_inner
+    x, delta, weight = setting.random(rows, hidden), setting.random(rows, hidden), torch.ones(hidden).to(setting.device)
+    yield Measure("add_rms_norm", lambda: add_rms_norm(x, delta, weight, 1e-5), bytes=8.0 * rows * hidden)
+    y, gate, scale = setting.random(rows, inner), setting.random(rows, inner), torch.ones(inner).to(setting.device)
+    group = inner // shape.groups
+    yield Measure("gated_norm", lambda: gated_norm(y, gate, scale, group, 1e-5), bytes=6.0 * rows * inner)
+    for batch in (1, 32, 64, 256) if setting.full else (2,):
+        yield from update_measures(setting, shape, batch)
+    yield scan_measure(setting, shape)
+    yield from attention_measures(setting, shape)
+    if shape.experts:
+        yield from expert_measures(setting, shape)
+    logits = setting.random(setting.pick(64, 2), shape.vocab if setting.full else 500)
+    rows = logits.shape[0]
+    whole = torch.zeros(rows, dtype=torch.int64, device=setting.device)
+    for name, top_p in (("plain", 1.0), ("top-p", 0.9)):
+        reals = [torch.full((rows,), v, dtype=torch.float64, device=setting.device) for v in (1.0, top_p, 0.0)]
+        wishes = Wishes(reals[0].float(), whole, reals[1], reals[2], whole, whole, whole)
+        yield Measure(f"sample {name}", lambda w=wishes: sample(logits, w), bytes=2.0 * logits.numel())
+
+
+def update_measures(setting: Setting, shape: ModelShape, batch: int) -> Iterator[Measure]:
+    """One token of each row: its state and its window, read and written."""
+    heads, width = shape.mamba_heads, shape.mamba_head_dim
+    slots = torch.randperm(batch, device=setting.device)
+    pool = setting.random(batch, heads, width, shape.state, dtype=torch.float32)
+    b, c = (setting.random(batch, shape.groups, shape.state) for _ in range(2))
+    x, dt = setting.random(batch, heads, width), setting.random(batch, heads)
+    decay, skip, bias = (-torch.rand(heads, device=setting.device) for _ in range(3))
+    yield Measure(
+        f"selective_state_update b{batch}",
+        lambda: selective_state_update(pool, slots, x, dt, decay, b, c, skip, bias),
+        bytes=8.0 * pool.numel(),
+        peers=update_peers(setting, pool, slots, (x, dt, decay, b, c, skip, bias)),
+        changes=(pool,),
+    )
+    windows = setting.random(batch, shape.conv - 1, shape.conv_channels)
+    taps, new = setting.random(shape.conv, shape.conv_channels, dtype=torch.float32), windows[:, 0].contiguous()
+    yield Measure(
+        f"causal_conv1d_update b{batch}",
+        lambda: causal_conv1d_update(new, taps, None, windows, slots),
+        bytes=4.0 * windows.numel() + 4.0 * new.numel(),
+        peers=convolution_peers(setting, windows, slots, new, taps),
+        changes=(windows,),
+    )
+
+
+Calls = dict[str, Callable[[], object]]
+
+
+def update_peers(setting: Setting, pool: torch.Tensor, slots: torch.Tensor, given: tuple[torch.Tensor, ...]) -> Calls:
+    """One step size a head is given to them as one a channel, with strides of 0, by which they tell the two apart."""
+    x, dt, decay, b, c, skip, bias = given
+    width, state = pool.shape[2:]
+    wide_dt, wide_decay = dt[:, :, None].expand_as(x), decay[:, None, None].expand(-1, width, state)
+    wide_skip, wide_bias = (value[:, None].expand(-1, width) for value in (skip, bias))
+    calls: Calls = {}
+    places = slots.int()
+    if mamba := peer(setting, "mamba-ssm", "ops.triton.selective_state_update", "selective_state_update"):
+        calls["mamba-ssm"] = lambda: mamba(pool, x, wide_dt, wide_decay, b, c, wide_skip, None, wide_bias, True, places)
+    if vllm := peer(setting, "vllm", "model_executor.layers.mamba.ops.mamba_ssm", "selective_state_update"):
+        out = torch.empty_like(x)
+
+        def updated() -> torch.Tensor:
+            vllm(
+                pool, x, wide_dt, wide_decay, b, c, wide_skip, wide_bias, dt_softplus=True,
+                state_batch_indices=places, out=out,
+            )  # fmt: skip
+            return out
+
+        calls["vllm"] = updated
+    return calls
+
+
+def convolution_peers(
+    setting: Setting, windows: torch.Tensor, slots: torch.Tensor, new: torch.Tensor, taps: torch.Tensor
+) -> Calls:
+    """vLLM's window is ours with the last two dimensions swapped."""
+    vllm = peer(setting, "vllm", "model_executor.layers.mamba.ops.causal_conv1d", "causal_conv1d_update")
+    if vllm is None:
+        return {}
+    weight, places, out = taps.t().contiguous().to(new.dtype), slots.int(), torch.empty_like(new)
+    return {
+        "vllm": lambda: vllm(new, windows.transpose(1, 2), weight, None, "silu", conv_state_indices=places, out=out)
+    }
+
+
+def peer(setting: Setting, package: str, module: str, name: str) -> Callable[..., object] | None:
+    """None where it has not been fetched, or this device runs no Triton. What cannot be imported fails when called."""
+    if not gpu_peers.runnable(setting.device):
+        return None
+    try:
+        return gpu_peers.function(package, module, name)
+    except Exception as error:
+        failure = error
+
+        def fail(*_: Any, **__: Any) -> object:
+            raise failure
+
+        return fail
+
+
+def scan_measure(setting: Setting, shape: ModelShape) -> Measure:
+    """Four sequences, from nothing to a state each."""
+    rows, length, chunk = 4, setting.pick(2048, 24), setting.pick(shape.chunk, 8)
+    heads, width, groups, state = shape.mamba_heads, shape.mamba_head_dim, shape.groups, shape.state
+    tokens = rows * length
+    dtype = torch.float32 if setting.device == "cpu" else torch.bfloat16
+    x = setting.random(tokens, heads, width, dtype=dtype)
+    b, c = (setting.random(tokens, groups, state, dtype=dtype) for _ in range(2))
+    dt = torch.rand(tokens, heads, device=setting.device) / 10
+    decay, skip = (-torch.rand(heads, device=setting.device) for _ in range(2))
+    pool = setting.random(rows, heads, width, state, dtype=torch.float32)
+    slots, fresh = torch.arange(rows, device=setting.device), torch.zeros(rows, dtype=torch.bool).to(setting.device)
+    lengths, computed = [length] * rows, [0] * rows
+    chunks = plan_chunks(lengths, computed, chunk)
+    tables = ScanTables.of(lengths, computed, chunk, device=setting.device)
+    inside = chunk * (groups * state + heads * width)
+    return Measure(
+        f"chunk_scan {tokens}",
+        lambda: chunk_scan(pool, slots, fresh, x, dt, decay, b, c, skip, chunks, (), tables),
+        flops=float(tokens * (inside + 4 * heads * width * state)),
+        peers=scan_peers(setting, pool, (x, dt, decay, b, c, skip), rows, chunk),
+        changes=(pool,),
+    )
+
+
+def scan_peers(setting: Setting, pool: torch.Tensor, given: tuple[torch.Tensor, ...], rows: int, chunk: int) -> Calls:
+    """Rows of equal length: mamba-ssm takes them as a batch, vLLM packed, with its tables made beforehand like ours."""
+    x, dt, decay, b, c, skip = given
+    tokens, device = x.shape[0], x.device
+    apart = [value.view(rows, tokens // rows, *value.shape[1:]) for value in (x, dt, b, c)]
+    calls: Calls = {}
+    if mamba := peer(setting, "mamba-ssm", "ops.triton.ssd_combined", "mamba_chunk_scan_combined"):
+        calls["mamba-ssm"] = lambda: mamba(
+            apart[0], apart[1], decay, apart[2], apart[3], chunk, D=skip, return_final_states=True
+        )
+    if vllm := peer(
+        setting, "vllm", "model_executor.layers.mamba.ops.ssd_combined", "mamba_chunk_scan_combined_varlen"
+    ):
+        starts = list(range(0, tokens + 1, tokens // rows))
+        chunks = [(row, at) for row in range(rows) for at in range(starts[row], starts[row + 1], chunk)]
+        last = [max(i for i, (owner, _) in enumerate(chunks) if owner == row) for row in range(rows)]
+        tables = [starts, [*(at for _, at in chunks), tokens], last, [row for row, _ in chunks]]
+        starts_R, chunks_C, last_R, rows_C = (torch.tensor(t, dtype=torch.int32, device=device) for t in tables)
+        out, slots = torch.empty_like(x), torch.arange(rows, dtype=torch.int32, device=device)
+
+        def scanned() -> torch.Tensor:
+            vllm(
+                x, dt, decay, b, c, chunk, starts_R, chunks_C, last_R, rows_C, out, D=skip, state_dtype=torch.float32,
+                final_states_out=pool, final_state_indices=slots,
+            )  # fmt: skip
+            return out
+
+        calls["vllm"] = scanned
+    return calls
+
+
+def attention_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
+    """Decode at two lengths, and a prompt beside torch's fused attention."""
+    heads, kv_heads, width, scale = shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5
+    for rows, length in ((64, 4096), (1, 131072)) if setting.full else ((2, 40),):
+        pages = -(-length // 16)
+        pool = setting.random(rows * pages, 2, 16, kv_heads, width)
+        tables = torch.randperm(rows * pages, device=setting.device).view(rows, pages)
+        q, lengths = setting.random(rows, heads, width), torch.full((rows,), length, device=setting.device)
+        yield Measure(
+            f"decode_attention b{rows} {length}",
+            lambda length=length, lengths=lengths, pool=pool, q=q, tables=tables: decode_attention(
+                q, pool, tables, lengths, scale, length
+            ),
+            bytes=4.0 * rows * length * kv_heads * width,
+        )
+    tokens = setting.pick(8192, 40)
+    q, k, v = (setting.random(tokens, n, width) for n in (heads, kv_heads, kv_heads))
+    pages = -(-tokens // 16)
+    pool, tables = setting.random(pages, 2, 16, kv_heads, width), torch.arange(pages, device=setting.device)[None]
+    zero, starts = torch.zeros(1, dtype=torch.int64), torch.tensor([0, tokens])
+    zero, starts = zero.to(setting.device), starts.to(setting.device)
+    dense = [t.transpose(0, 1)[None] for t in (q, k, v)]
+    yield Measure(
+        f"extend_attention prompt {tokens}",
+        lambda: extend_attention(q, k, v, pool, tables, zero, starts, scale),
+        flops=2.0 * tokens * tokens * heads * width,
+        peers={"torch": lambda: fused_attention(dense, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)},
+    )
+
+
+def fused_attention(dense: list[torch.Tensor], **options: Any) -> torch.Tensor:
+    return F.scaled_dot_product_attention(*dense, **options)
+
+
+def expert_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
+    """The mixture at one token, a decode batch and a prompt. Bytes: experts that anybody chose."""
+    count, width, inner = shape.experts, setting.pick(shape.hidden, 64), setting.pick(shape.intermediate, 48)
+    experts = Experts(setting.random(count, inner, width), setting.random(count, width, inner))
+    for tokens in (1, 64, 4096) if setting.full else (2,):
+        x = setting.random(tokens, width)
+        ids = torch.rand(tokens, count, device=setting.device).topk(shape.experts_per_token)[1]
+        shares = torch.rand(tokens, shape.experts_per_token, device=setting.device)
+        touched = int(ids.unique().numel())
+        yield Measure(
+            f"run_experts {tokens}",
+            lambda ids=ids, shares=shares, x=x: run_experts(x, ids, shares, experts),
+            bytes=4.0 * touched * inner * width,
+            flops=4.0 * ids.numel() * inner * width,
+        )
+
+
+def tower_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
+    """The operations of the vision tower, on pictures of 1,024 patches and ten prefix rows."""
+    pictures, patches = setting.pick(8, 2), setting.pick(1024, 16)
+    heads, hidden = shape.vit_heads, shape.vit_hidden
+    width, length = hidden // heads, patches + 10
+    q, k, v = setting.random(pictures * length, 3, heads, width).unbind(1)
+    bounds = torch.arange(0, pictures * length + 1, length, dtype=torch.int32, device=setting.device)
+    dense = [t.reshape(pictures, length, heads, width).transpose(1, 2) for t in (q, k, v)]
+    yield Measure(
+        "varlen_attention",
+        lambda: varlen_attention(q, k, v, bounds, length, scale=width**-0.5),
+        flops=4.0 * pictures * length**2 * hidden,
+        peers={"torch": lambda: fused_attention(dense, scale=width**-0.5).transpose(1, 2)},
+    )
+    depth, total = 3 * shape.patch**2, pictures * patches
+    given, places = setting.random(total, depth), setting.random(total, hidden)
+    projection, table = Linear(setting.random(hidden, depth)), setting.random(11, hidden)
+    source = torch.arange(11, 11 + total, device=setting.device)
+    moved = 2.0 * (total * depth + hidden * depth + 2 * total * hidden)
+    yield Measure(
+        "patch_embed",
+        lambda: patch_embed(given, projection, places, table, source),
+        bytes=moved,
+        flops=2.0 * total * depth * hidden,
+    )
+    rows, order = setting.random(total, hidden), torch.randperm(total, device=setting.device).view(-1, 4)
+    weight = torch.ones(4 * hidden, device=setting.device)
+    yield Measure("shuffle_norm", lambda: shuffle_norm(rows, order, weight, 1e-5), bytes=4.0 * total * hidden)
+
+
+def difference(measure: Measure, other: Callable[[], object]) -> float:
+    """Root mean square of what two results differ by, over that of ours; what a call changes is put back in between."""
+    before = [tensor.clone() for tensor in measure.changes]
+    found = []
+    for call in (measure.call, other):
+        for tensor, value in zip(measure.changes, before, strict=True):
+            tensor.copy_(value)
+        result: Any = call()
+        result = result[0] if isinstance(result, tuple) else result
+        found.append(result.float().reshape(-1))
+    ours, theirs = found
+    return float((ours - theirs).square().mean().sqrt() / ours.square().mean().sqrt())
+
+
+def result_of(setting: Setting, ceilings: dict[str, float], measure: Measure) -> dict[str, Any]:
+    """Seconds, shares of the ceilings, and for each peer how many times faster than it ours is, and whether both say
+    the same. A peer that cannot run here is a sentence of its own.
+    """
+    seconds = timed(setting, measure.call)
+    row: dict[str, Any] = {"seconds": seconds}
+    if measure.bytes:
+        row["share_of_copy"] = measure.bytes / seconds / 1e9 / ceilings["copy_gb_s"]
+    if measure.flops:
+        row["share_of_matmul"] = measure.flops / seconds / 1e12 / ceilings["bf16_tflop_s"]
+    for name, other in measure.peers.items():
+        try:
+            differs = difference(measure, other)
+            row[f"times_{name}"], row[f"difference_{name}"] = timed(setting, other) / seconds, differs
+        except Exception as error:  # somebody else's kernel may fail in any way, and ours is measured all the same
+            row[f"failed_{name}"] = f"{type(error).__name__}: {error}"[:500]
+    return row
+
+
+def shapes(setting: Setting) -> Iterator[ModelShape]:
+    for shape in (NANO_V2_12B_VL, NANO_3_OMNI):
+        if setting.full:
+            yield shape
+            continue
+        yield replace(
+            shape, hidden=64, mamba_heads=8, mamba_head_dim=8, state=16, heads=4, kv_heads=2, head_dim=16,
+            vit_hidden=64, vit_heads=2, patch=4, experts=min(8, shape.experts),
+        )  # fmt: skip
+
+
+def part_kernels(setting: Setting, ceilings: dict[str, float], record: Record) -> None:
+    """By model, then by operation."""
+    for shape in shapes(setting):
+        sources = [kernel_measures(setting, shape)]
+        if shape.experts:
+            sources.append(tower_measures(setting, shape))
+        for measure in (measure for source in sources for measure in source):
+            record.take(shape.name, measure.name, lambda measure=measure: result_of(setting, ceilings, measure))  # type: ignore[misc]

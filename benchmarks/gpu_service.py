@@ -1,0 +1,84 @@
+"""The part `service` of `benchmarks.gpu`: the whole server against transformers, and the embedded model by callers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import saccade
+from benchmarks.gpu_setting import Record, Setting
+from service.cli import ServerProcess
+
+ROOT = Path(__file__).resolve().parent.parent
+PICTURE = ROOT / "demo/pictures/shapes.png"
+RESERVE = 60.0
+"""Seconds that the comparison leaves for what comes after it."""
+
+
+def part_service(setting: Setting, ceilings: dict[str, float], record: Record) -> None:
+    """The side-by-side first: it is what there is a bound for."""
+    record.take("", "transformers", lambda: side_by_side(setting, max(RESERVE, record.left - RESERVE)))
+    if record.left <= 0:
+        record.take("", "demo", dict)
+        return
+    arguments = ["demo", "--device", setting.device, "--dtype", "bfloat16", "--max-seqs", "64", "--log-level", "error"]
+    with ServerProcess(arguments) as server, saccade.Client(server.address) as client:
+        ask(client, setting, 0)
+        for callers in (1, 8, 64) if setting.full else (1, 2):
+            record.take("demo", str(callers), lambda callers=callers: by_callers(client, setting, callers))  # type: ignore[misc]
+
+
+def ask(client: saccade.Client, setting: Setting, seed: int) -> tuple[float, int]:
+    """Seconds to the first token of an answer about a picture, and its tokens."""
+    started, first, tokens = time.perf_counter(), 0.0, 0
+    stream = client.stream(
+        "What does the picture show?", images=(PICTURE,), max_tokens=setting.pick(64, 4), ignore_eos=True,
+        temperature=1.0, seed=seed,
+    )  # fmt: skip
+    for delta in stream:
+        first = first or time.perf_counter() - started
+        tokens += len(delta.token_ids)
+    return first, tokens
+
+
+def by_callers(client: saccade.Client, setting: Setting, callers: int) -> dict[str, float]:
+    """Output tokens a second, and milliseconds to the first token."""
+    rounds = setting.pick(4, 1)
+    with ThreadPoolExecutor(callers) as pool:
+        started = time.perf_counter()
+        answers = list(pool.map(lambda seed: ask(client, setting, seed), range(1, callers * rounds + 1)))
+        seconds = time.perf_counter() - started
+    ordered = sorted(first for first, _ in answers)
+    return {
+        "tokens_per_second": sum(tokens for _, tokens in answers) / seconds,
+        "first_token_p50_ms": ordered[len(ordered) // 2] * 1e3,
+        "first_token_p99_ms": ordered[int(0.99 * (len(ordered) - 1))] * 1e3,
+    }
+
+
+def side_by_side(setting: Setting, seconds: float) -> Any:
+    """`benchmarks.compare` on this device: what it printed, a row a workload, and its last line. What a limit of so
+    many `seconds` cut off is missing; or a sentence says why nothing was compared.
+    """
+    try:
+        import transformers.models.nemotron_h_omni  # noqa: F401
+    except ImportError as error:
+        return f"this transformers does not know the family ({error}): run `make peers` first"
+    command = [sys.executable, "-m", "benchmarks.compare", "--peer", "transformers", "--rounds", "1"]
+    command += ["--device", setting.device, "--concurrent", "1,8,64" if setting.full else "1,2"]
+    command += ["--new-tokens", str(setting.pick(64, 2)), "--folder", "/tmp/saccade-benchmarks"]
+    try:
+        ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired as error:
+        said = error.stdout or b""
+        lines = (said.decode() if isinstance(said, bytes) else said).splitlines()
+        return {"cut_off_after_seconds": round(seconds), "said": lines}
+    if ran.returncode:
+        raise RuntimeError(f"benchmarks.compare ended with {ran.returncode}: {ran.stderr[-4000:]}")
+    lines = ran.stdout.splitlines()
+    return {"ratios": json.loads(lines[-1]), "said": lines[:-1]}
