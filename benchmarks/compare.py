@@ -309,9 +309,8 @@ def row_of(
 
 def percentiles(side: str, firsts: Sequence[float]) -> dict[str, float]:
     """Of the seconds to the first token, over all requests and rounds; nothing where a side does not tell them."""
-    ordered = sorted(firsts)
-    places = {"p50": len(ordered) // 2, "p99": int(0.99 * (len(ordered) - 1))}
-    return {f"{side}_first_token_{name}_s": ordered[place] for name, place in places.items() if ordered}
+    shares = {"p50": 0.5, "p99": 0.99}
+    return {f"{side}_first_token_{n}_s": machine.percentile(firsts, share) for n, share in shares.items() if firsts}
 
 
 def format_row(row: dict[str, Any]) -> str:
@@ -335,6 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--concurrent", default="1,8,32", help="requests at a time of the decode workloads")
     parser.add_argument("--new-tokens", type=int, default=64, help="of a request that is not alone")
     parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
+    parser.add_argument("--out", type=Path, help="write the result there")
     parser.add_argument("--write", action="store_true", help="write a dated result under benchmarks/results")
     arguments = parser.parse_args(argv)
     arguments.folder.mkdir(parents=True, exist_ok=True)
@@ -362,6 +362,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "ceilings": ceilings,
         "rows": rows,
     }
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     if arguments.write:
         RESULTS.mkdir(exist_ok=True)
         kind = f"-{arguments.weights}" if arguments.weights else ""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import saccade
+from benchmarks import machine
 from benchmarks.gpu_setting import Record, Setting
 from service.cli import ServerProcess
 
@@ -53,17 +57,17 @@ def by_callers(client: saccade.Client, setting: Setting, callers: int) -> dict[s
         started = time.perf_counter()
         answers = list(pool.map(lambda seed: ask(client, setting, seed), range(1, callers * rounds + 1)))
         seconds = time.perf_counter() - started
-    ordered = sorted(first for first, _ in answers)
+    firsts = [first for first, _ in answers]
     return {
         "tokens_per_second": sum(tokens for _, tokens in answers) / seconds,
-        "first_token_p50_ms": ordered[len(ordered) // 2] * 1e3,
-        "first_token_p99_ms": ordered[int(0.99 * (len(ordered) - 1))] * 1e3,
+        "first_token_p50_ms": machine.percentile(firsts, 0.5) * 1e3,
+        "first_token_p99_ms": machine.percentile(firsts, 0.99) * 1e3,
     }
 
 
 def side_by_side(setting: Setting, seconds: float) -> Any:
-    """`benchmarks.compare` on this device: what it printed, a row a workload, and its last line. What a limit of so
-    many `seconds` cut off is missing; or a sentence says why nothing was compared.
+    """The rows of `benchmarks.compare` on this device. What it had printed, where a limit of so many `seconds` cut it
+    off; or a sentence that says why nothing was compared.
     """
     try:
         import transformers.models.nemotron_h_omni  # noqa: F401
@@ -72,13 +76,18 @@ def side_by_side(setting: Setting, seconds: float) -> Any:
     command = [sys.executable, "-m", "benchmarks.compare", "--peer", "transformers", "--rounds", "1"]
     command += ["--device", setting.device, "--concurrent", "1,8,64" if setting.full else "1,2"]
     command += ["--new-tokens", str(setting.pick(64, 2)), "--folder", "/tmp/saccade-benchmarks"]
-    try:
-        ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired as error:
-        said = error.stdout or b""
-        lines = (said.decode() if isinstance(said, bytes) else said).splitlines()
-        return {"cut_off_after_seconds": round(seconds), "said": lines}
-    if ran.returncode:
-        raise RuntimeError(f"benchmarks.compare ended with {ran.returncode}: {ran.stderr[-4000:]}")
-    lines = ran.stdout.splitlines()
-    return {"ratios": json.loads(lines[-1]), "said": lines[:-1]}
+    with tempfile.TemporaryDirectory() as folder:
+        rows, log = Path(folder) / "rows.json", Path(folder) / "log"
+        with log.open("w") as said:
+            process = subprocess.Popen(
+                [*command, "--out", str(rows)], cwd=ROOT, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            try:
+                code = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # its servers and the peer with it
+                process.wait()
+                return {"cut_off_after_seconds": round(seconds), "said": log.read_text().splitlines()}
+        if code:
+            raise RuntimeError(f"benchmarks.compare ended with {code}: {log.read_text()[-4000:]}")
+        return json.loads(rows.read_text())["rows"]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import math
 import os
 import platform
 import subprocess
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -43,6 +45,12 @@ def gpu() -> dict[str, str]:
     with contextlib.suppress(ImportError):
         found["triton"] = importlib.metadata.version("triton")
     return {f"gpu_{name}": value for name, value in found.items()}
+
+
+def percentile(values: Iterable[float], share: float) -> float:
+    """The least of `values` that so large a share of them does not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def load() -> float:
