@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
@@ -12,6 +13,9 @@ from torch import Tensor
 from decoder.request import Sequence
 from decoder.sampling import Choice, SamplingParams
 from kernels.sample.compiled import Drawing, DrawRow, Wish, packed
+
+Largest = Callable[[Tensor], list[int] | None]
+"""The ids of the largest of logits, where they are known."""
 
 
 @dataclass
@@ -31,8 +35,9 @@ class _Seat:
 class CompiledSampler:
     """As `decoder.sampler.Sampler`, of float32 logits on the host."""
 
-    def __init__(self, vocab_size: int, max_seqs: int) -> None:
-        """Raises NativeUnavailable with the reason."""
+    def __init__(self, vocab_size: int, max_seqs: int, largest: Largest) -> None:
+        """As there. Raises NativeUnavailable with the reason."""
+        self._largest = largest
         self._drawing = Drawing(vocab_size)
         self._seats: list[_Seat | None] = [None] * max_seqs
 
@@ -41,7 +46,7 @@ class CompiledSampler:
     ) -> list[Choice]:
         """One token for each row."""
         if all(sequence.request.sampling.plain for sequence in sequences):
-            return list(map(Choice, self._drawing(logits_LV)[0]))
+            return list(map(Choice, self._largest(logits_LV) or self._drawing(logits_LV)[0]))
         borrowed: list[array[int]] = []
         rows = [self._row(*row, borrowed) for row in zip(sequences, ahead, strict=True)]
         wanted = [sequence.request.sampling.logprobs for sequence in sequences]

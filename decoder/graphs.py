@@ -39,6 +39,7 @@ from decoder.config import RING, DecoderConfig, DecoderOptions
 from decoder.metadata import pad_rows, prefilling_rows, split_rows
 from decoder.model import HybridModel
 from decoder.scheduler import Row
+from decoder.singles import Singles, singles
 from kernels.graphs import GraphPool, ReplayError, StaticGraph
 
 log = logging.getLogger(__name__)
@@ -275,6 +276,9 @@ class Forward:
         self._reason, self._eager = "off", 0
         if options.graphs_on:
             self._try_capture(config, options, arena)
+        # A drafting head reads the batch of each step.
+        plain = self.graphs is None and options.speculative != "mtp"
+        self._native = model.native if plain else None
 
     def _try_capture(self, config: DecoderConfig, options: DecoderOptions, arena: Arena) -> None:
         """Under `auto` a capture that fails leaves every step eager, under that reason; under `on` it is an error."""
@@ -288,8 +292,13 @@ class Forward:
 
     def __call__(
         self, rows: SequenceOf[Row], images: Images, checkpoints: Checkpoints, unread: Unread | None = None
-    ) -> tuple[Batch, Tensor]:
+    ) -> tuple[Batch | Singles, Tensor]:
         """The step's batch and its rows `[T, d]` before the final norm, which the next call may overwrite."""
+        if self._native is not None and len(rows) <= self._native.max_singles and not (unread or any(images.values())):
+            tables = self.builder.tables
+            if (found := singles(rows, tables, self.builder.options.page_size)) is not None:
+                self._eager += 1
+                return found, self._native.single(found, None if tables is None else tables.table)
         alone = sum(1 for row in rows if row.alone)
         if self.graphs is None or alone == len(rows) or not any(row.verified for row in rows[:alone]):
             return self._part(rows, images, checkpoints, unread)

@@ -109,6 +109,10 @@ class HybridModel:
             return self.native.logits(rows)
         return self.head(self.final_norm(rows))
 
+    def largest(self, logits: Tensor) -> list[int] | None:
+        """Ids of the largest of these logits, where the step that gave them has found them too."""
+        return None if self.native is None else self.native.largest(logits)
+
     def final_norm(self, hidden_TD: Tensor) -> Tensor:
         """`[T, d]` in the compute dtype: what the vocabulary projection reads."""
         if self.native is not None and 0 < hidden_TD.shape[0] <= self.native.max_tokens:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from decoder.mixers import ExpertsMixer, Mixer
 from decoder.operations import MAX_ROUTED, Operations
+from decoder.singles import Singles, SinglesRoom
 from kernels.linear import Quantised
 from kernels.native import NativeUnavailable
 from kernels.native.structs import Code, Kind, Op, Step, Target
@@ -124,7 +125,8 @@ class NativeStep(Operations):
     def __init__(self, model: HybridModel) -> None:
         """Raises NativeUnavailable with the reason."""
         super().__init__(model.config, model.options)
-        ops: list[Op] = []
+        table = Kind.BF16 if model.embeddings.dtype == torch.bfloat16 else Kind.F32
+        ops = [Op(Code.EMBED, table, self.config.hidden_size, kv=model.embeddings.data_ptr())]
         layers: list[_Layer] = []
         for norm, mixer in zip(model.norms, model.mixers, strict=True):
             begin = len(ops)
@@ -132,7 +134,7 @@ class NativeStep(Operations):
             layers.append(_Layer(range(begin, len(ops)), norm, mixer))
         self._plans = {many: _plan(layers, called=(ExpertsMixer,) * many) for many in (False, True)}
         head, body = self.packed(model.head), len(ops)
-        ops += [self.norm(model.norm_f, head), self.linear(head, Target.LOGITS)]
+        ops += [self.norm(model.norm_f, head), self.linear(head, Target.LOGITS), Op(Code.LARGEST)]
         self._head = range(body, len(ops))
         ops.append(Op(Code.NORM, Kind.F32, self.config.hidden_size, norm=self.pointer(model.norm_f)))
         self._final = range(len(ops) - 1, len(ops))
@@ -141,6 +143,12 @@ class NativeStep(Operations):
         self._single = _Rows(starts, none, torch.ones_like(starts), none, None)
         self._scored = self.x[:0], torch.empty(0)
         """The rows whose logits were computed last, and these."""
+        options = model.options
+        self.max_singles = MAX_ROUTED if all(layer.ops for layer in layers) else 0
+        """Rows that `single` takes: none where a layer has to be called."""
+        pages = -(-options.max_len // options.page_size)
+        self._room = SinglesRoom(options.max_seqs, self.x, self.config.vocab_size, pages, options.page_size)
+        self._largest: tuple[Tensor, list[int] | None] = self._scored[1], None
 
     def takes(self, tokens: int, batch: Batch) -> bool:
         """Whether a step has few enough tokens, row behind row. Rows of drafts or prompts in a graph are not: what the
@@ -182,6 +190,22 @@ class NativeStep(Operations):
             if layer is not None:
                 x += layer.mixer(rms_norm(x, layer.norm, eps, dtype), batch)
         return x
+
+    def single(self, rows: Singles, table_SW: Tensor | None) -> Tensor:
+        """`layers` and `logits` of at most `max_singles` rows of one token, embedding included, in one call.
+
+        `table_SW`: page numbers of all seats.
+        """
+        room, count = self._room, len(rows.ids)
+        room.fill(rows, table_SW)
+        self.run(range(self._head.stop), room.step)
+        self._scored = hidden, logits = room.results(count)
+        self._largest = logits, room.largest(count) if rows.greedy else None
+        return hidden
+
+    def largest(self, logits: Tensor) -> list[int] | None:
+        """Ids of the largest of these logits, where they were found on the way."""
+        return self._largest[1] if logits is self._largest[0] else None
 
     def advance(self, rows_R4: Tensor) -> None:
         """Rows of (seat, slot, target, count): in all Mamba layers the state in the slot, after the first `count`

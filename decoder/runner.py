@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from decoder.arena import Arena, Saved
-from decoder.batch import BatchBuilder, Unread, image_rows
+from decoder.batch import Batch, BatchBuilder, Unread, image_rows
 from decoder.checkpoints import Placement, resolve_state_block
 from decoder.config import RING, DecoderConfig, DecoderOptions
 from decoder.flight import Flight, SeatEnds, accepted_drafts, expect
@@ -64,7 +64,9 @@ class DecoderRunner:
         self.forward = Forward(config, options, self.arena, self.model, self.builder)
         compiled = options.native != "off"
         self._empties = self.model.native is not None and self.forward.graphs is None
-        self.sampler = Sampler(config.vocab_size, options.max_seqs, options.device, compiled=compiled)
+        self.sampler = Sampler(
+            config.vocab_size, options.max_seqs, options.device, compiled=compiled, largest=self.model.largest
+        )
         self.drafter: MtpDrafter | None = None
         if options.speculative == "mtp":
             self.drafter = MtpDrafter(config, options, self.arena, self.model, self.builder, self.sampler)
@@ -284,6 +286,7 @@ class DecoderRunner:
             self.drafter.draft(step.rows)
         batch, hidden = self.forward(step.rows, images, step.checkpoints, unread)
         if self.drafter is not None:
+            assert isinstance(batch, Batch)
             self.drafter.observe(step.rows, batch, hidden)
         self.pools.add(step.rows, hidden)
         self.prompt_scores.add(step.rows, hidden)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decoder.compiled_sampler import CompiledSampler
+from decoder.compiled_sampler import CompiledSampler, Largest
 from decoder.request import Sequence
 from decoder.sampling import Choice
 from kernels.dispatch import implementation
@@ -68,12 +68,20 @@ class Sampler:
     """Draws for rows of logits. Penalty buffers are per seat and allocated when a request first asks for a penalty."""
 
     def __init__(
-        self, vocab_size: int, max_seqs: int, device: torch.device | str = "cpu", *, compiled: bool = True
+        self,
+        vocab_size: int,
+        max_seqs: int,
+        device: torch.device | str = "cpu",
+        *,
+        compiled: bool = True,
+        largest: Largest = lambda logits: None,
     ) -> None:
-        """`compiled`: in compiled code, on a CPU that has it."""
+        """`compiled`: in compiled code, on a CPU that has it. `largest`: the largest of the logits that a step gave,
+        where it has found them already.
+        """
         self.vocab_size, self.max_seqs, self.device = vocab_size, max_seqs, device
         compiled = compiled and torch.device(device).type == "cpu" and implementation("cpu")[0] == "reference"
-        self._compiled = _compiled(vocab_size, max_seqs) if compiled else None
+        self._compiled = _compiled(vocab_size, max_seqs, largest) if compiled else None
         self._seats = [_Seat() for _ in range(max_seqs)]
         self._in_context: Tensor | None = None
         self._counts: Tensor | None = None
@@ -249,10 +257,10 @@ class Sampler:
         return Drawn(tokens_L, logprobs(raw_LV.index_select(0, index), tokens_L.index_select(0, index), most), asked)
 
 
-def _compiled(vocab_size: int, max_seqs: int) -> CompiledSampler | None:
+def _compiled(vocab_size: int, max_seqs: int, largest: Largest) -> CompiledSampler | None:
     """None, with a line in the log, where there is no compiled code."""
     try:
-        return CompiledSampler(vocab_size, max_seqs)
+        return CompiledSampler(vocab_size, max_seqs, largest)
     except NativeUnavailable as reason:
         log.info("tokens are drawn operation by operation: %s", reason)
         return None

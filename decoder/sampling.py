@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -106,7 +107,7 @@ class SamplingParams:
         """True when the choice depends on the tokens so far."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
-    @property
+    @cached_property
     def plain(self) -> bool:
         """True when the largest raw logit decides at every position and nothing else is asked for."""
         return (

@@ -62,6 +62,8 @@ int64_t units_of(const Model& m, const Op& op, const Step& step) {
         case MAMBA: return step.rows * m.groups;
         case ATTENTION: return AttentionUnits(m, step).count;
         case GROUP_PICKS: return 1;
+        case EMBED: return step.ids ? step.tokens : 0;
+        case LARGEST: return step.largest ? step.tokens : 0;
         case GATHER:
         case PICKED_RELU_SQUARED: return step.tokens * op.experts->chosen;
         case EXPERTS: return most_experts(op, step) * Units(op.weight, 1, m.threads, most_experts(op, step)).count;
@@ -98,11 +100,24 @@ class StepJob : public Job {
                 make_operand(scratch.data(), op.width, op.kind, m_.picked, m_.operand_ld, m_.picked_scale, unit);
                 break;
             case COMBINE: combine(m_, op, unit, scratch.data()); break;
+            case EMBED: embed(op, unit); break;
+            case LARGEST: step_.largest[unit] = first_largest(step_.logits + unit * m_.vocab, m_.vocab); break;
             default: make_row(m_, op, unit, scratch.data());
         }
     }
 
   private:
+    void embed(const Op& op, int64_t token) const {
+        float* x = m_.x + token * m_.hidden;
+        const int64_t from = step_.ids[token] * m_.hidden;
+        const auto copy = [&](const auto* table) {
+#pragma omp simd
+            for (int64_t i = 0; i < m_.hidden; i++) x[i] = load(table + from, i);
+        };
+        if (op.kind == BF16) copy(static_cast<const uint16_t*>(op.kv));
+        else copy(static_cast<const float*>(op.kv));
+    }
+
     void run_linear(int64_t phase, int64_t unit) const {
         const Op& op = m_.ops[first_ + phase];
         Product job = product_of(m_, op, step_);

@@ -11,7 +11,7 @@ enum Store : int64_t { STORE = 0, ADD = 1, STORE_BF16 = 2 };
 enum Code : int64_t {
     NORM = 0, LINEAR = 1, MAMBA = 2, ATTENTION = 3, CONVERT = 4, RELU_SQUARED = 5,
     ROUTE = 6, GROUP_PICKS = 7, GATHER = 8, EXPERTS = 9, PICKED_RELU_SQUARED = 10, COMBINE = 11,
-    NORM_PAIR = 12,
+    NORM_PAIR = 12, EMBED = 13, LARGEST = 14,
 };
 enum Target : int64_t { WIDE = 0, RESIDUAL = 1, LOGITS = 2, MID = 3, OPERAND = 4, STREAM = 5, INNER = 6 };
 
@@ -46,7 +46,7 @@ struct Op {
     float* states;              // [slots, heads, head, state]
     int64_t state_stride;
     const float *conv, *conv_bias, *a, *d, *dt_bias;  // conv: [taps, conv]
-    void* kv;                                         // ATTENTION: [pages, 2, page, kv_heads, width]
+    void* kv;                                         // ATTENTION: [pages, 2, page, kv_heads, width]; EMBED: [vocab, hidden]
     int64_t kv_stride;
     float* ring;  // MAMBA, or null: [seats, steps, conv + heads], projected inputs since the state in a slot
     int64_t ring_stride;
@@ -92,6 +92,8 @@ struct Step {
     int64_t scans;
     const int64_t *scan_computed, *scan_tables;
     int64_t scan_table_stride;
+    const int64_t* ids;  // EMBED, or null: then x is there already
+    int64_t* largest;    // LARGEST, or null: [tokens], ids of the largest logits
 };
 
 struct VarlenAttention {    // attention within each of several packed sequences

@@ -43,6 +43,8 @@ class Code(IntEnum):
     PICKED_RELU_SQUARED = 10
     COMBINE = 11
     NORM_PAIR = 12
+    EMBED = 13
+    LARGEST = 14
 
 
 class Target(IntEnum):
@@ -101,6 +103,7 @@ class Step(Structure):
         ("table_stride", c_int64), ("logits", c_void_p), ("origins", c_void_p), ("seats", c_void_p),
         ("counts", c_void_p), ("scans", c_int64), ("scan_computed", c_void_p), ("scan_tables", c_void_p),
         ("scan_table_stride", c_int64),
+        ("ids", c_void_p), ("largest", c_void_p),
     ]  # fmt: skip
 
 

@@ -1,0 +1,100 @@
+"""Steps of rows of one token each on top of a state, as the host hands them to compiled code: no tensor is made.
+
+A step streams all weights through the caches, and behind it each call of torch costs several times what it costs in a
+loop. So such a step, which most are, is a few lists that go into memory of fixed places.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kernels.native.structs import Step
+
+if TYPE_CHECKING:
+    from decoder.batch import PageTables
+    from decoder.scheduler import Row
+
+
+@dataclass(frozen=True)
+class Singles:
+    """The rows, in order."""
+
+    ids: list[int]
+    slots: list[int]
+    lengths: list[int]
+    """Keys that each token sees, its own included."""
+    seats: list[int]
+    places: list[int]
+    """Where each token's key and value go; empty in a model without pages."""
+    greedy: bool
+    """The largest logit decides in every row, and nothing else is asked for."""
+    samples: None = None
+    """As in `Batch`: all tokens' logits are wanted."""
+
+
+def singles(rows: SequenceOf[Row], tables: PageTables | None, page_size: int) -> Singles | None:
+    """`None` where a row is of another kind, or does not draw."""
+    ids, slots, lengths, seats, places, greedy = list[int](), list[int](), list[int](), list[int](), list[int](), True
+    for row in rows:
+        sequence, start = row.sequence, row.start
+        if row.count != 1 or start == 0 or not row.samples or sequence.replayed:
+            return None
+        ids.append(sequence.tokens[start])
+        slots.append(sequence.slot)
+        lengths.append(start + 1)
+        greedy = greedy and sequence.request.sampling.plain
+        if tables is not None:
+            tables.update(sequence)
+            seats.append(sequence.seat)
+            places.append(sequence.pages[start // page_size] * page_size + start % page_size)
+    return Singles(ids, slots, lengths, seats, places, greedy) if ids else None
+
+
+class SinglesRoom:
+    """Memory of such steps, and the `Step` that points to it."""
+
+    def __init__(self, max_seqs: int, x_TD: Tensor, vocab: int, pages: int, page_size: int) -> None:
+        """`x_TD`: the residual stream. `pages`: the most that a sequence has."""
+        self._columns = [(ctypes.c_int64 * max_seqs)() for _ in range(5)]
+        self._ids, self._slots, self._lengths, self._places, self._largest = self._columns
+        self._pages, self._page_size = pages, page_size
+        self._tables = (ctypes.c_int64 * (max_seqs * pages))()
+        self._starts = (ctypes.c_int64 * (max_seqs + 1))(*range(max_seqs + 1))
+        self._initial = (ctypes.c_int64 * max_seqs)(*[1] * max_seqs)
+        self._x, self._logits = x_TD, torch.empty(max_seqs, vocab)
+        self._views: dict[int, tuple[Tensor, Tensor]] = {}
+        address = ctypes.addressof
+        self.step = Step(
+            starts=address(self._starts), slots=address(self._slots), initial=address(self._initial),
+            lengths=address(self._lengths), tables=address(self._tables), places=address(self._places),
+            table_stride=pages, logits=self._logits.data_ptr(), ids=address(self._ids),
+        )  # fmt: skip
+
+    def fill(self, rows: Singles, table_SW: Tensor | None) -> None:
+        """`table_SW`: page numbers of all seats."""
+        count = len(rows.ids)
+        self.step.tokens = self.step.rows = count
+        self.step.largest = ctypes.addressof(self._largest) if rows.greedy else None
+        for column, values in zip(self._columns, (rows.ids, rows.slots, rows.lengths, rows.places), strict=False):
+            column[: len(values)] = values  # type: ignore[assignment]
+        if table_SW is None:
+            return
+        source, target, size = table_SW.data_ptr(), ctypes.addressof(self._tables), 8 * self._pages
+        for index, (seat, length) in enumerate(zip(rows.seats, rows.lengths, strict=True)):
+            used = -(-length // self._page_size)
+            ctypes.memmove(target + index * size, source + seat * size, 8 * used)
+
+    def results(self, count: int) -> tuple[Tensor, Tensor]:
+        """Rows before the final norm and logits of a step of so many: the same tensors each time."""
+        if count not in self._views:
+            self._views[count] = self._x[:count], self._logits[:count]
+        return self._views[count]
+
+    def largest(self, count: int) -> list[int]:
+        return self._largest[:count]
