@@ -17,8 +17,20 @@
 
 namespace {
 
-constexpr int64_t FEW = 16;   // queries: they fill a vector
-constexpr int64_t WINDOW_BYTES = 1 << 17;  // of keys and values that all heads of a unit meet before they go on: cached, like as many after them
+constexpr int64_t FEW = 16;                // queries: they fill a vector
+constexpr int64_t WINDOW_BYTES = 1 << 17;  // of keys and values that all heads of a unit meet before they go on; the next lot is cached too
+
+// Cells of two rows' 32 numbers, number by number, of which `left` are there; of one row where a cell is a number.
+inline void interleave(const uint16_t* a, const uint16_t* b, int64_t left, __m512i cells[2]) {
+    const __m512i low = _mm512_set_epi16(
+        47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i x = _mm512_maskz_loadu_epi16(halves(left), a), y = _mm512_maskz_loadu_epi16(halves(left), b);
+    cells[0] = _mm512_permutex2var_epi16(x, low, y);
+    cells[1] = _mm512_permutex2var_epi16(x, _mm512_add_epi16(low, _mm512_set1_epi16(16)), y);
+}
+inline void interleave(const float* a, const float*, int64_t left, __m512i cells[2]) {
+    cells[0] = (__m512i)load16(a, lanes(left)), cells[1] = (__m512i)load16(a + 16, lanes(left - 16));
+}
 
 template <typename T>
 using CellsOf = std::conditional_t<std::is_same_v<T, float>, F32Cells, Bf16Cells>;
@@ -35,6 +47,7 @@ struct FewProducts {
     int64_t wide;                          // width, rounded up to 32
     const Ahead& ahead;                    // called for each tile: asks memory for what comes
 
+    // Each cell of a key meets all queries.
     inline __attribute__((always_inline)) void scores(int64_t at, __m512 score[TILE][1]) const {
         ahead();
         const uint32_t* row[TILE];
@@ -52,14 +65,14 @@ struct FewProducts {
     template <int J>
     void add(int64_t first, int64_t feature, int64_t from, int64_t to, const uint32_t* chances) const {
         float* y = out + first * wide + feature;
-        const __mmask16 low = lanes(head.width - feature), high = lanes(head.width - feature - 16);
         __m512 sum[J][2];
         for (int j = 0; j < J; j++)
             for (int f = 0; f < 2; f++) sum[j][f] = _mm512_loadu_ps(y + j * wide + 16 * f);
         for (int64_t at = from; at < to; at += Cells::EACH, chances += 16) {
             const T* a = values[std::min(at, end - 1) - begin] + skip + feature;
             const T* b = Cells::EACH == 1 ? a : values[std::min(at + 1, end - 1) - begin] + skip + feature;
-            const __m512i cells[2] = {Cells::beside(load16(a, low), load16(b, low)), Cells::beside(load16(a + 16, high), load16(b + 16, high))};
+            __m512i cells[2];
+            interleave(a, b, head.width - feature, cells);
             for (int j = 0; j < J; j++) {
                 const __m512i chance = _mm512_set1_epi32(int32_t(chances[first + j]));
                 for (int f = 0; f < 2; f++) sum[j][f] = Cells::multiply(sum[j][f], chance, cells[f]);
@@ -88,7 +101,7 @@ struct FewProducts {
     }
 };
 
-// Windows of `size` keys, nearly equal, for `keys` of them.
+// Keys of a window where there are `keys` of so many bytes each: windows are nearly equal.
 inline int64_t window_of(int64_t keys, int64_t bytes) {
     const int64_t most = std::max(WINDOW_BYTES / bytes, TILE), windows = std::max<int64_t>((keys + most - 1) / most, 1);
     return ((keys + windows - 1) / windows + TILE - 1) / TILE * TILE;
@@ -105,8 +118,8 @@ void attend_few(const Head& head, const Source& source, int64_t heads, int64_t c
     const int64_t wide = (head.width + 31) / 32 * 32, side = heads * head.width;
     const int64_t fresh = end - std::min(std::max(source.before, begin), end);
     Scratch scratch(memory, 2 * Scratch::floats<const T*>(keys) + Scratch::floats<T>(2 * fresh * side)
-        + Scratch::floats<Lanes>(heads)
-        + Scratch::floats<uint32_t>(heads * head.padded * 16) + Scratch::floats<float>(heads * count * wide));
+        + Scratch::floats<Lanes>(heads) + Scratch::floats<uint32_t>(heads * head.padded * 16)
+        + Scratch::floats<float>(heads * count * wide));
     const T **key = scratch.take<const T*>(keys), **value = scratch.take<const T*>(keys);
     T* made = scratch.take<T>(2 * fresh * side);
     for (int64_t at = begin; at < end; at += TILE) {
