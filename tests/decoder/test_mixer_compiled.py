@@ -1,0 +1,184 @@
+"""A compiled Mamba layer: the definition in float64, and the same bits in any cut of a row and any company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mamba_inputs import Inputs, by_definition, recurrence
+from tiny_decoder import random_weights, tiny_config
+from torch import Tensor
+
+from decoder.config import DecoderConfig, DecoderOptions
+from decoder.mixers import MambaMixer
+from decoder.operations import Operations
+from kernels.native import NativeUnavailable
+from kernels.native.structs import Step
+
+SHAPES = {
+    "registers": {"ssm_state_size": 32, "mamba_head_dim": 8, "mamba_num_heads": 8},
+    "wide": {"ssm_state_size": 128, "mamba_head_dim": 16, "conv_kernel": 3},
+    "odd": {"ssm_state_size": 20, "mamba_head_dim": 5, "mamba_num_heads": 6, "conv_kernel": 2, "use_conv_bias": False},
+}
+SLOTS, TOKENS = 8, 160
+
+
+class Layer:
+    """One layer on pools of its own, in which whatever nobody wrote is NaN."""
+
+    def __init__(self, shape: str, options: DecoderOptions) -> None:
+        self.config = config = tiny_config("M", **SHAPES[shape])  # type: ignore[arg-type]
+        prefix = "model.layers.0."
+        self.weights = {n.removeprefix(prefix): w for n, w in random_weights(config) if n.startswith(prefix)}
+        weights = {name.removeprefix("mixer."): tensor.to(options.dtype) for name, tensor in self.weights.items()}
+        self.windows = torch.empty(SLOTS, config.conv_kernel - 1, config.conv_dim, dtype=options.dtype)
+        self.states = torch.empty(SLOTS, config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size)
+        ring = torch.empty(0, 0, 0)
+        self.mixer = MambaMixer(config, options, weights, self.windows, self.states, ring)
+        self.compiled = Operations(config, options)
+        ops = self.compiled.layer(self.weights["norm.weight"], self.mixer)
+        self.range = range(len(ops))
+        self.compiled.complete(ops, TOKENS)
+        self.forget()
+
+    def forget(self) -> None:
+        self.windows.fill_(float("nan"))
+        self.states.fill_(float("nan"))
+
+    def step(
+        self, rows: list[tuple[Tensor, int, bool]], saves: list[tuple[int, int, int]] = (), threads: int = 1
+    ) -> list[Tensor]:  # type: ignore[assignment]
+        """What the layer adds to rows of (inputs, slot, goes on); saves: (row, its tokens before, slot)."""
+        lengths = [x.shape[0] for x, _, _ in rows]
+        starts = torch.tensor([0, *lengths]).cumsum(0)
+        slots = torch.tensor([slot for _, slot, _ in rows])
+        initial = torch.tensor([int(on) for _, _, on in rows])
+        kept = torch.tensor([(row, int(starts[row]) + end, slot) for row, end, slot in saves], dtype=torch.int64)
+        x = torch.cat([x for x, _, _ in rows])
+        self.compiled.x[: x.shape[0]] = x
+        step = Step(
+            tokens=x.shape[0], rows=len(rows), starts=starts.data_ptr(), slots=slots.data_ptr(),
+            initial=initial.data_ptr(), save_count=len(saves), saves=kept.data_ptr(),
+        )  # fmt: skip
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            self.compiled.run(self.range, step)
+        finally:
+            torch.set_num_threads(before)
+        return list((self.compiled.x[: x.shape[0]] - x).split(lengths))
+
+    def memory(self, slot: int) -> tuple[Tensor, Tensor]:
+        return self.windows[slot].clone(), self.states[slot].clone()
+
+
+def inputs(config: DecoderConfig, tokens: int, seed: int = 0) -> Tensor:
+    return torch.randn(tokens, config.hidden_size, generator=torch.Generator().manual_seed(seed))
+
+
+def equal(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def exact(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(what the layer adds, final state) by the definitions, float64."""
+    config, mixer, eps = layer.config, layer.mixer, layer.config.layer_norm_epsilon
+    weights = {name: tensor.double() for name, tensor in layer.weights.items()}
+    x = x.double()
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weights["norm.weight"]
+    gate, conv_in, dt = (normed @ weights["mixer.in_proj.weight"].T).split(mixer.sizes, -1)
+    window = torch.zeros(config.conv_kernel - 1, config.conv_dim, dtype=torch.float64)
+    mixed = by_definition(conv_in, window, mixer.conv_WC, mixer.conv_bias_C)
+    row = Inputs(1)
+    row.heads, row.width, row.groups, row.state = (
+        config.mamba_num_heads, config.mamba_head_dim, config.n_groups, config.ssm_state_size,
+    )  # fmt: skip
+    row.x, row.b, row.c = mixer._split(mixed)
+    row.dt, row.bias, row.A, row.D = dt, mixer.dt_bias_H, mixer.A_H, mixer.D_H
+    start = torch.zeros(row.heads, row.width, row.state)
+    y, state = recurrence(row, slice(0, x.shape[0]), start, config.time_step_limit)
+    gated = (y.flatten(1) * torch.nn.functional.silu(gate)).unflatten(1, (config.n_groups, -1))
+    gated = (gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)).flatten(1)
+    return (gated * weights["mixer.norm.weight"]) @ weights["mixer.out_proj.weight"].T, state
+
+
+@pytest.mark.parametrize("tokens", [1, 31, 33, 100])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_float32_is_the_definition(shape: str, tokens: int) -> None:
+    layer = Layer(shape, DecoderOptions())
+    x = inputs(layer.config, tokens)
+    (found,) = layer.step([(x, 3, False)])
+    added, state = exact(layer, x)
+    torch.testing.assert_close(found.double(), added, rtol=1e-5, atol=1e-5 * added.abs().max().item())
+    torch.testing.assert_close(layer.states[3].double(), state, rtol=1e-5, atol=1e-5 * state.abs().max().item())
+    others = [slot for slot in range(SLOTS) if slot != 3]
+    assert layer.states[others].isnan().all() and layer.windows[others].isnan().all()
+
+
+KINDS = {"float32": {}, "bfloat16": {"dtype": torch.bfloat16}, "int8": {"dtype": torch.bfloat16, "weights": "int8"}}
+LAYERS = {
+    (shape, kind): Layer(shape, DecoderOptions(**KINDS[kind]))  # type: ignore[arg-type]
+    for shape, kind in [
+        ("registers", "float32"),
+        ("registers", "bfloat16"),
+        ("wide", "bfloat16"),
+        ("odd", "float32"),
+        ("odd", "int8"),
+    ]
+}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(sorted(LAYERS)),
+    st.lists(st.integers(1, 40), min_size=1, max_size=6).filter(lambda parts: sum(parts) <= 100),
+    st.lists(st.integers(1, 12), max_size=4),
+    st.sampled_from([1, 2, 3]),
+)
+def test_a_row_is_the_same_however_it_is_cut_and_whoever_is_beside_it(
+    which: tuple[str, str], parts: list[int], company: list[int], threads: int
+) -> None:
+    layer = LAYERS[which]
+    layer.forget()
+    x = inputs(layer.config, sum(parts))
+    ends = torch.tensor(parts).cumsum(0).tolist()
+    saves = [(0, end, 1) for end in ends[:1] if end < ends[-1]]
+    (whole,) = layer.step([(x, 0, False)], saves)
+    found = []
+    for part, begin in zip(x.split(parts), [0, *ends], strict=False):
+        beside = [(inputs(layer.config, count, count), 4 + i, False) for i, count in enumerate(company)]
+        place = min(len(beside), 1)  # the row is not always the first
+        out = layer.step([*beside[:place], (part, 2, begin > 0), *beside[place:]], threads=threads)
+        found.append(out[place])
+        if begin == 0 and saves:
+            assert equal(layer.memory(1), layer.memory(2))
+    assert torch.equal(torch.cat(found), whole)
+    assert equal(layer.memory(2), layer.memory(0))
+
+
+@pytest.mark.parametrize("which", sorted(LAYERS), ids=str)
+def test_a_prompt_is_the_same_token_after_token(which: tuple[str, str]) -> None:
+    layer = LAYERS[which]
+    layer.forget()
+    x = inputs(layer.config, 40)
+    (whole,) = layer.step([(x, 0, False)])
+    alone = [layer.step([(token, 2, index > 0)])[0] for index, token in enumerate(x.split(1))]
+    assert torch.equal(torch.cat(alone), whole)
+    assert equal(layer.memory(2), layer.memory(0))
+
+
+def test_padding_touches_nothing() -> None:
+    layer = LAYERS["registers", "bfloat16"]
+    layer.forget()
+    x = inputs(layer.config, 1)
+    alone = layer.step([(x, 5, False)])[0]
+    layer.forget()
+    padded = layer.step([(x, -1, True), (x, 5, False), (x, -1, True)])
+    assert torch.equal(padded[1], alone) and padded[0].isfinite().all()
+    assert layer.states[:5].isnan().all() and layer.windows[6:].isnan().all()
+
+
+def test_longer_convolutions_have_no_compiled_form() -> None:
+    with pytest.raises(NativeUnavailable, match="convolutions have 5 taps, of which it takes 4"):
+        Operations(tiny_config("M", conv_kernel=5), DecoderOptions())

@@ -1,0 +1,82 @@
+"""Functions of sixteen numbers in compiled code, against float64."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.native.library import FLAGS, SOURCE
+
+CALLS = """
+#include "mamba.h"
+template <typename F>
+void each(const float* from, float* to, int64_t count, F function) {
+    for (int64_t i = 0; i < count; i += 16) {
+        const __mmask16 mask = lanes(count - i);
+        store16(to + i, mask, function(load16(from + i, mask)));
+    }
+}
+extern "C" void exponential(const float* x, float* y, int64_t n) { each(x, y, n, exp16); }
+extern "C" void soft_plus(const float* x, float* y, int64_t n) { each(x, y, n, softplus16); }
+"""
+Function = Callable[[Tensor], Tensor]
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Function]:
+    folder = tmp_path_factory.mktemp("numbers")
+    (folder / "calls.cpp").write_text(CALLS)
+    compiler = os.environ.get("CXX") or "g++"
+    command = [compiler, *FLAGS, "-I", str(SOURCE.parent), str(folder / "calls.cpp"), "-o", str(folder / "calls.so")]
+    subprocess.run(command, check=True, capture_output=True)
+    loaded = ctypes.CDLL(str(Path(folder / "calls.so")))
+
+    def function(name: str) -> Function:
+        def call(x: Tensor) -> Tensor:
+            y = torch.full_like(x, float("nan"))
+            getattr(loaded, name)(*(ctypes.c_void_p(t.data_ptr()) for t in (x, y)), ctypes.c_int64(x.numel()))
+            return y
+
+        return call
+
+    return {name: function(name) for name in ("exponential", "soft_plus")}
+
+
+def ulps(found: Tensor, exact: Tensor) -> float:
+    """The largest distance, in units of the last place of what is exact."""
+    rounded = exact.float()
+    step = torch.nextafter(rounded.abs(), torch.tensor(torch.inf)).double() - rounded.abs().double()
+    return ((found.double() - exact).abs() / step).max().item()
+
+
+@pytest.mark.parametrize(("low", "high", "bound"), [(-87.0, 88.0, 2.0), (-0.3, 0.0, 0.9), (-1e-3, 1e-3, 0.51)], ids=str)
+def test_exp(functions: dict[str, Function], low: float, high: float, bound: float) -> None:
+    """Decays lie below 1, mostly near it, and multiply over thousands of tokens."""
+    x = torch.linspace(low, high, 1_000_003)
+    found = functions["exponential"](x)
+    assert ulps(found, x.double().exp()) <= bound
+    assert (found[1:] >= found[:-1] * (1 - 2**-22)).all()
+
+
+@pytest.mark.parametrize(("low", "high"), [(-80.0, 80.0), (-3.0, 3.0), (-1e-3, 1e-3)], ids=str)
+def test_softplus(functions: dict[str, Function], low: float, high: float) -> None:
+    x = torch.linspace(low, high, 1_000_003)
+    found = functions["soft_plus"](x)
+    exact = x.double().clamp(min=0) + (-x.double().abs()).exp().log1p()
+    assert ulps(found, exact) <= 4
+    assert (found[1:] >= found[:-1] * (1 - 2**-21)).all()
+
+
+@pytest.mark.parametrize("name", ["exponential", "soft_plus"])
+def test_what_is_not_a_number_stays_so_and_the_rest_is_finite(functions: dict[str, Function], name: str) -> None:
+    x = torch.tensor([float("nan"), 1e30, -1e30, 88.0, -88.0, 0.0, -0.0])
+    found = functions[name](x)
+    assert found[0].isnan()
+    assert found[1:].isfinite().all() and (found[1:] >= 0).all()
