@@ -19,7 +19,7 @@ from torch import Tensor
 from decoder.arena import paged_layers
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.request import Sequence
-from decoder.scheduler import Row
+from decoder.step import Row
 from kernels.chunk_scan import Chunk, plan_chunks
 from kernels.dispatch import Implementation, implementation
 from kernels.scan_tables import ScanTables

@@ -18,7 +18,7 @@ from torch import Tensor
 from decoder.config import DecoderOptions
 from decoder.request import UNREAD, Sequence
 from decoder.sampler import Choice, Drawn
-from decoder.scheduler import Row, Step
+from decoder.step import Row, Step
 from kernels.sample import accept_drafts
 from kernels.transfer import Download, upload
 

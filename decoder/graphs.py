@@ -38,8 +38,8 @@ from decoder.capture import Bucket, CapturePlan, capture_sizes, check_state_slot
 from decoder.config import RING, DecoderConfig, DecoderOptions
 from decoder.metadata import pad_rows, prefilling_rows, split_rows
 from decoder.model import HybridModel
-from decoder.scheduler import Row
 from decoder.singles import Singles, singles
+from decoder.step import Row
 from kernels.graphs import GraphPool, ReplayError, StaticGraph
 
 log = logging.getLogger(__name__)

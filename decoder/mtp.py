@@ -30,7 +30,7 @@ from decoder.mixers import AttentionMixer, ExpertsMixer, stored_linear
 from decoder.model import HybridModel
 from decoder.request import Sequence
 from decoder.sampler import Sampler
-from decoder.scheduler import Fork, Row, Step
+from decoder.step import Fork, Row, Step
 from kernels.native import NativeUnavailable
 from kernels.paged_attention import decode_attention_after, write_kv
 from kernels.rms_norm import rms_norm

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decoder.scheduler import Row
+from decoder.step import Row
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decoder.request import PromptScore
-from decoder.scheduler import Row
+from decoder.step import Row
 from kernels.sample import logprobs
 
 BLOCK = 64

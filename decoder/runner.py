@@ -29,8 +29,9 @@ from decoder.prefix_cache import COUNTERS, PrefixCache
 from decoder.prompt_scores import PromptScores
 from decoder.request import DecoderRequest, FinishReason, Sequence, Status, TokenEvent
 from decoder.sampler import Choice, Sampler
-from decoder.scheduler import Row, Scheduler, Step
+from decoder.scheduler import Scheduler
 from decoder.speculation import Speculation
+from decoder.step import Row, Step
 from kernels.linear import Quantised
 from kernels.transfer import upload
 

@@ -19,119 +19,16 @@ of S compute again after they were put out, plus one for each time that one is; 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from decoder.blocks import SuperblockPool
 from decoder.config import DecoderOptions
 from decoder.metadata import chunk_end
 from decoder.prefix_cache import MISS, Hit, PrefixCache
 from decoder.request import DecoderRequest, Sequence, Status
+from decoder.step import Fork, Row, Save, Step
 
 MAX_LEVEL = 100
 """Priorities beyond this count as this: nobody goes first for ever."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """`count` tokens of a sequence, from its `computed` on."""
-
-    sequence: Sequence
-    count: int
-    start: int
-    drafts: int = 0
-    """How many of its tokens, at its end, are drafts."""
-    samples: bool = field(init=False)
-    """True when the row reaches the last token that there is at this step, so that the next one can be drawn."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "samples", self.end - self.drafts == len(self.sequence.tokens))
-
-    @property
-    def end(self) -> int:
-        return self.start + self.count
-
-    @property
-    def kind(self) -> int:
-        """Order of rows in a batch: 0 decode, 1 short extend, 2 long extend, 3 prefill."""
-        if self.start == 0:
-            return 3
-        if self.count > 1 and not self.drafts:
-            return 2
-        return 0 if self.samples else 1
-
-    @property
-    def verified(self) -> bool:
-        """Are its tokens such as may be taken back, or do they come on top of some that were?"""
-        return self.drafts > 0 or self.sequence.replayed > 0
-
-    @property
-    def alone(self) -> bool:
-        """Does each of its tokens attend by itself, on top of a state? The others are scanned."""
-        return self.start > 0 and (self.count == 1 or self.drafts > 0)
-
-    @property
-    def ids(self) -> list[int]:
-        """Its tokens, drafts included."""
-        known = self.sequence.tokens[self.start : self.end]
-        return known + self.sequence.drafts[: self.drafts] if self.drafts else known
-
-
-class Save(NamedTuple):
-    """What of a sequence goes to host memory; it has given these up already."""
-
-    sequence: Sequence
-    slot: int
-    pages: list[int]
-    seat: int
-
-
-class Fork(NamedTuple):
-    """A sequence that goes on from another one's prompt: what of it is to be copied, (from, to)."""
-
-    leader: Sequence
-    follower: Sequence
-    slots: tuple[int, int]
-    pages: tuple[int, int] | None
-
-
-@dataclass
-class Step:
-    """What the runner is to do, in this order: save, clear, copy, load, run; failures are to be reported."""
-
-    rows: list[Row] = field(default_factory=list)
-    saves: list[Save] = field(default_factory=list)
-    """Content that goes to host memory before anything else."""
-    loads: list[Sequence] = field(default_factory=list)
-    """Sequences whose content comes back into the slot and pages that they have now."""
-    new_pages: list[int] = field(default_factory=list)
-    slot_copies: list[tuple[int, int]] = field(default_factory=list)
-    page_copies: list[tuple[int, int]] = field(default_factory=list)
-    """(from, to): cached content that a sequence goes on to write in. What is copied from is held until `commit`."""
-    checkpoints: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    """Arrival number -> (position, slot): states to keep of that sequence's row."""
-    held_slots: list[int] = field(default_factory=list)
-    held_pages: list[int] = field(default_factory=list)
-    failed: list[tuple[Sequence, Exception]] = field(default_factory=list)
-    put_out: set[int] = field(default_factory=set)
-    """Arrival numbers of the sequences that lost their memory in this step: they do not come back in it."""
-
-    forks: list[Fork] = field(default_factory=list)
-    """Sequences that start where a row has ended: set while the step runs, copied before the next."""
-
-    @property
-    def tokens(self) -> int:
-        return sum(row.count for row in self.rows)
-
-    @property
-    def sequences(self) -> Iterator[Sequence]:
-        """Those that the step computes, or starts."""
-        yield from (row.sequence for row in self.rows)
-        yield from (fork.follower for fork in self.forks)
-
-    @property
-    def empty(self) -> bool:
-        return not self.rows
 
 
 class Scheduler:

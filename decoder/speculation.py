@@ -9,7 +9,7 @@ from typing import Protocol
 from decoder.config import DecoderOptions
 from decoder.drafting import DraftPolicy, NgramIndex, Record
 from decoder.request import Sequence
-from decoder.scheduler import Step
+from decoder.step import Step
 
 
 class Proposer(Protocol):

@@ -28,7 +28,7 @@ from decoder.pace import DeadlineError
 from decoder.request import UNREAD, DecoderRequest, TokenEvent
 from decoder.runner import WAITS, DecoderRunner
 from decoder.sampling import SamplingParams
-from decoder.scheduler import Row
+from decoder.step import Row
 
 PATTERNS = ("M-*EM*", "MM", "*E*-")
 CONFIGS = {pattern: tiny_config(pattern) for pattern in PATTERNS}

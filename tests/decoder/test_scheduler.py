@@ -17,7 +17,8 @@ from decoder.pace import Pace
 from decoder.prefix_cache import PrefixCache
 from decoder.request import DecoderRequest, ImageSpan, Sequence
 from decoder.sampling import SamplingParams
-from decoder.scheduler import Row, Scheduler, Step
+from decoder.scheduler import Scheduler
+from decoder.step import Row, Step
 
 
 def make(blocks: int = 12, per_block: int = 2, has_slots: bool = True, **options: Any) -> Scheduler:

@@ -30,7 +30,8 @@ from decoder.flight import expect
 from decoder.prefix_cache import PrefixCache
 from decoder.request import UNREAD, DecoderRequest, ImageSpan, Sequence, Status
 from decoder.sampling import SamplingParams
-from decoder.scheduler import Fork, Scheduler, Step
+from decoder.scheduler import Scheduler
+from decoder.step import Fork, Step
 
 PAGE, MAX_LEN = 4, 40
 PROGRAM = 35
