@@ -18,7 +18,7 @@ from kernels.native.structs import Step
 
 if TYPE_CHECKING:
     from decoder.batch import PageTables
-    from decoder.scheduler import Row
+    from decoder.step import Row
 
 
 @dataclass(frozen=True)
