@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from decoder.checkpoints import NEVER
 from decoder.sampling import SamplingParams
@@ -109,8 +109,7 @@ class PromptScore:
     """(token, logprob) of the likeliest ones there, likeliest first."""
 
 
-@dataclass(frozen=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """What one step says about one request: a token, the end, or both."""
 
     request_id: str

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -89,8 +89,7 @@ class EngineRequest:
         return (self.request_id, *self.siblings)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineEvent:
+class EngineEvent(NamedTuple):
     """What happened to one request: a token, its end, or an error that ended it."""
 
     request_id: str
