@@ -1,13 +1,14 @@
 """Whether the kernels, both runners and the service are right on a GPU, from a bare checkout.
 
-    python -m benchmarks.gpu_check [PART ...] [--device cuda] [--scale full] [--out DIR]
+    python -m benchmarks.gpu_check [PART ...] [--device cuda] [--scale full] [--seconds 345] [--out DIR]
 
 Parts: `kernels` (the tests of every Triton kernel, against float64), `layers` (one layer of each kind of two decoders
 and of a vision tower at real sizes: at most twice the error of the torch reference in the same dtype, both held
 against the reference in float32), `graphs` (graph = eager for both runners), `service` (a server on the embedded
 model, asked the shipped questions, one by one and many at once), `e2e` (the end-to-end tests, where `make peers` has
 fetched a transformers that they need). `--device cpu --scale tiny` proves the program.
-Writes gpu-check.json into DIR; the last line on stdout is JSON; status 1 where a part failed.
+Writes gpu-check.json into DIR, anew after each part; the last line on stdout is JSON; status 1 where a part failed or
+had no time left.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -42,6 +44,14 @@ NEEDED_RIGHT = 0.85
 """Share of the shipped questions that the embedded model must answer as the picture was drawn; it answers more."""
 
 
+_deadline = float("inf")
+
+
+def seconds_left() -> float:
+    """Of the whole run."""
+    return _deadline - time.perf_counter()
+
+
 def require(holds: bool, message: str) -> None:
     """AssertionError with `message`, also where Python leaves assertions out."""
     if not holds:
@@ -55,12 +65,26 @@ def check_kernels(device: str, scale: str) -> dict[str, Any]:
     chosen = [path for path in files if path.name not in left_out]
     if scale == "tiny":
         chosen = [path for path in chosen if "patches" in path.name]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *map(str, chosen)]
-    if scale == "full" and importlib.util.find_spec("xdist") is not None:
-        command += ["-n", "8"]  # most of the time is Triton's compiler, on the host
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    require(ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:])
-    return {"files": [path.name for path in chosen], "left_out": left_out, "said": ran.stdout.splitlines()[-1]}
+    # With xdist, because most of the time is Triton's compiler, on the host.
+    several = ["-n", "8"] if scale == "full" and importlib.util.find_spec("xdist") is not None else []
+    said = run_tests([*several, *map(str, chosen)])
+    return {"files": [path.name for path in chosen], "left_out": left_out, "said": said}
+
+
+def run_tests(arguments: Sequence[str]) -> str:
+    """pytest's last line. `AssertionError` with the end of what it said where tests failed or the time was up."""
+    command = [sys.executable, "-m", "pytest", "-q", "--maxfail=30", "--tb=short", "-p", "no:cacheprovider", *arguments]
+    with tempfile.TemporaryFile("w+") as log:
+        try:
+            code = subprocess.run(
+                command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=max(1.0, seconds_left())
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = -1
+        log.seek(0)
+        said = log.read()
+    require(code == 0, ("the time is up: " if code == -1 else "") + said[-8000:])
+    return said.splitlines()[-1]
 
 
 def _has_oracle() -> bool:
@@ -223,19 +247,14 @@ def check_e2e(device: str, scale: str) -> dict[str, Any]:
     if scale == "tiny" or not _has_oracle():
         return {"left_out": "needs a whole machine and a transformers with nemotron_h_omni (`make peers`)"}
     files = [f"tests/e2e/test_{name}.py" for name in ("service", "parity", "congruence", "resume", "life")]
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-    require(ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:])
-    return {"said": ran.stdout.splitlines()[-1]}
+    return {"said": run_tests(files)}
 
 
 PARTS: dict[str, Callable[[str, str], dict[str, Any]]] = {
-    "kernels": check_kernels,
     "layers": check_layers,
     "graphs": check_graphs,
     "service": check_service,
+    "kernels": check_kernels,
     "e2e": check_e2e,
 }
 
@@ -244,6 +263,7 @@ def run_part(name: str, device: str, scale: str) -> dict[str, Any]:
     """Never raises: an exception is a failure with its traceback."""
     started = time.perf_counter()
     try:
+        require(seconds_left() > 0, "left out: the time is up")
         result = {"passed": True, **PARTS[name](device, scale)}
     except Exception:
         print(text := traceback.format_exc(), file=sys.stderr, flush=True)
@@ -260,6 +280,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; none named: all")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--scale", choices=("full", "tiny"), default="full")
+    parser.add_argument("--seconds", type=float, default=345.0, help="of all parts, beyond which nothing is begun")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "build")))
     arguments = parser.parse_args(argv)
     if unknown := sorted(set(arguments.parts) - set(PARTS)):
@@ -268,13 +289,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(
             f"--device {arguments.device}: this torch finds no GPU; --device cpu --scale tiny runs without one"
         )
+    global _deadline
+    _deadline = time.perf_counter() + arguments.seconds
+    arguments.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {"machine": machine.describe() | machine.gpu()}
     for name in arguments.parts or list(PARTS):
         results[name] = run_part(name, arguments.device, arguments.scale)
         said = "passed" if results[name]["passed"] else "FAILED"
         print(f"{name}: {said} in {results[name]['seconds']} s", flush=True)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "gpu-check.json").write_text(json.dumps(results, indent=1) + "\n")
+        (arguments.out / "gpu-check.json").write_text(json.dumps(results, indent=1) + "\n")
     print(json.dumps(results))
     return 0 if all(results[name]["passed"] for name in results if name != "machine") else 1
 

@@ -28,6 +28,11 @@ def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert said["layers"].keys() >= {"nemotron-9b", "nano-3-30b", "radio-h"}
 
 
+def test_a_check_without_time_left_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_check.main(["graphs", "--seconds", "0", *CPU, str(tmp_path)]) == 1
+    assert "the time is up" in last_line(capsys)["graphs"]["error"]
+
+
 def test_a_wrong_result_fails_the_check(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
