@@ -302,6 +302,10 @@ template <int R, int V>
 void tile(const Product& job, int64_t row, int64_t panel, int64_t first, Ahead ahead) {
     alignas(64) float out[R * PANEL];
     const Weight& w = *job.weight;
+    const int64_t begin = panel * PANEL + first * 16;
+    if (job.store == ADD)  // by the time that there are sums to add, it is there
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < V; v++) _mm_prefetch(static_cast<const float*>(job.out) + (row + r) * job.ldo + begin + v * 16, _MM_HINT_T0);
     const uint16_t* a = static_cast<const uint16_t*>(job.a) + row * job.lda;
     if (w.kind == BF16) tile_bf16<R, V>(a, job.lda, w, panel, first, ahead, out);
     if (w.kind == F32) tile_f32<R>(static_cast<const float*>(job.a) + row * job.lda, job.lda, w, panel, out);
@@ -310,7 +314,6 @@ void tile(const Product& job, int64_t row, int64_t panel, int64_t first, Ahead a
         if (w.kind == INT8) tile_int8<R, V>(bytes, 2 * job.lda, job.scales + row, w, panel, first, ahead, out);
         if (w.kind == INT4) tile_int4<R>(bytes, 2 * job.lda, job.scales + row, w, panel, ahead, out);
     }
-    const int64_t begin = panel * PANEL + first * 16;
     if (job.store == STORE_BF16) finish<STORE_BF16, R, V>(job, out, row, begin);
     else if (job.store == ADD) finish<ADD, R, V>(job, out, row, begin);
     else finish<STORE, R, V>(job, out, row, begin);
