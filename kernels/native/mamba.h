@@ -26,7 +26,8 @@ constexpr int64_t ROWS_AHEAD = 32;  // rows of a state that are asked for before
 struct Recurrence {  // of a block of tokens: x [tokens, width] times its step, decays [tokens, heads], b and c [tokens, n]
     int64_t tokens, width, head, heads;
     const float *x, *decays, *b, *c;
-    float *states, *out;  // [width, n]; [tokens, width], to which the read-out is added
+    const float* before;  // states [width, n] ...
+    float *states, *out;  // ... and after the block, which may be the same; [tokens, width], to which the read-out is added
     // What is read afterwards, and asked for meanwhile: gates [tokens, width]; x, B and C of the next block, if there is one.
     const float *gates, *next[3];
     int64_t ld;  // of all of these
@@ -60,12 +61,13 @@ void advance(const Recurrence& r) {
     for (int64_t first = 0; first < r.width; first += 16) {
         for (int64_t pair = 0; pair < 8; pair++) {
             const int64_t p = first + 2 * pair, h = p / r.head;
-            float* rows = r.states + p * 16 * V;
+            const float* before = r.before + p * 16 * V;
+            float* after = r.states + p * 16 * V;
             __m512 s[2][V];
             for (int j = 0; j < 2; j++)
                 for (int v = 0; v < V; v++) {
-                    s[j][v] = _mm512_loadu_ps(rows + (j * V + v) * 16);
-                    if (p + ROWS_AHEAD < r.width) _mm_prefetch(rows + ((j + ROWS_AHEAD) * V + v) * 16, _MM_HINT_T0);
+                    s[j][v] = _mm512_loadu_ps(before + (j * V + v) * 16);
+                    if (p + ROWS_AHEAD < r.width) _mm_prefetch(before + ((j + ROWS_AHEAD) * V + v) * 16, _MM_HINT_T0);
                 }
             for (int64_t t = 0; t < r.tokens; t++) {
                 const float* x = r.x + t * r.width + p;
@@ -82,7 +84,7 @@ void advance(const Recurrence& r) {
                 pairs[t][pair] = fold(sum[0], sum[1]);
             }
             for (int j = 0; j < 2; j++)
-                for (int v = 0; v < V; v++) _mm512_storeu_ps(rows + (j * V + v) * 16, s[j][v]);
+                for (int v = 0; v < V; v++) _mm512_storeu_ps(after + (j * V + v) * 16, s[j][v]);
         }
         for (int64_t t = 0; t < r.tokens; t++) {
             float* out = r.out + t * r.width + first;
@@ -97,6 +99,7 @@ void advance_any(const Recurrence& r, int64_t n) {
     for (int64_t p = 0; p < r.width; p++) {
         const int64_t h = p / r.head;
         float* s = r.states + p * n;
+        if (r.before != r.states) std::copy_n(r.before + p * n, n, s);
         for (int64_t t = 0; t < r.tokens; t++) {
             const float in = r.x[t * r.width + p], decay = r.decays[t * r.heads + h], *b = r.b + t * n, *c = r.c + t * n;
             float y = 0;
@@ -171,15 +174,22 @@ class HeadGroup {
         each_part([&](auto of, int64_t begin, int64_t count) { std::copy_n(from.*of + begin, count, to.*of + begin); });
     }
 
+    void copy_window(RowState<T> from, RowState<T> to) const {
+        each_of_window([&](int64_t begin, int64_t count) { std::copy_n(from.window + begin, count, to.window + begin); });
+    }
+
     // A block of tokens: what the heads read out is left for `write`, the place advances.
-    void advance_by(RowState<T> place, Projected in) {
+    void advance_by(RowState<T> place, Projected in) { advance_by(place, in, place.states); }
+
+    // The same, from other states than the place's.
+    void advance_by(RowState<T> place, Projected in, const float* before) {
         each_channels([&](int64_t begin, int64_t count, float* out) {
             if (m_.taps == 4) convolve<3>(place.window + begin, in, begin, count, out);
             else if (m_.taps == 3) convolve<2>(place.window + begin, in, begin, count, out);
             else convolve<1>(place.window + begin, in, begin, count, out);
         });
         discretise(in);
-        Recurrence r{in.tokens, width_, m_.head, heads_, x_, decays_, b_, c_, place.states, out_, in.rows - m_.inner + x_at_, {}, in.ld};
+        Recurrence r{in.tokens, width_, m_.head, heads_, x_, decays_, b_, c_, before, place.states, out_, in.rows - m_.inner + x_at_, {}, in.ld};
         if (in.more) {
             const float* next = in.rows + in.tokens * in.ld;
             r.next[0] = next + x_at_, r.next[1] = next + b_at_, r.next[2] = next + c_at_;
@@ -221,11 +231,16 @@ class HeadGroup {
         visit(c_at_, n_, c_);
     }
 
+    template <typename F>
+    void each_of_window(F&& visit) const {
+        for (int64_t tap = 0; tap + 1 < m_.taps; tap++)
+            each_channels([&](int64_t begin, int64_t count, float*) { visit(tap * m_.conv_dim + begin, count); });
+    }
+
     // Calls visit(window or states, first, count) for what a place holds of this group.
     template <typename F>
     void each_part(F&& visit) const {
-        for (int64_t tap = 0; tap + 1 < m_.taps; tap++)
-            each_channels([&](int64_t begin, int64_t count, float*) { visit(&RowState<T>::window, tap * m_.conv_dim + begin, count); });
+        each_of_window([&](int64_t begin, int64_t count) { visit(&RowState<T>::window, begin, count); });
         visit(&RowState<T>::states, 0, width_ * n_);
     }
 
@@ -319,9 +334,9 @@ void mamba_on_ring(const Model& m, const Op& op, const Step& step, int64_t row, 
     const Projected in{m.wide + begin * m.ld + m.inner, m.ld, step.starts[row + 1] - begin, false};
     const RowState<T> slot = group.in_slot(step.slots[row]), place = group.in_scratch();
     if (step.counts[row]) replay(m, op, group, slot, seat, step.counts[row]);
-    group.copy(slot, place);
+    group.copy_window(slot, place);
     group.keep(in, op.ring + seat * op.ring_stride);
-    group.advance_by(place, in);
+    group.advance_by(place, in, slot.states);
     group.write(begin, in.tokens);
 }
 
