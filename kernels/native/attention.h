@@ -1,4 +1,4 @@
-// Attention of a row's new tokens and one key/value head: over what lies in the row's pages, and over each other.
+// Attention of a row's new tokens and some key/value heads: over what lies in the row's pages, and over each other.
 
 #pragma once
 
@@ -49,7 +49,7 @@ struct PagedRow {
     const Model& m;
     const Op& op;
     int64_t head, heads, share;  // the first of how many key/value heads
-    int64_t begin, before;  // the row's first token, and how many keys come before its
+    int64_t begin, before;       // the row's first token, and how many keys come before its own
     int64_t first, behind;
     const int64_t* table;
 

@@ -18,7 +18,7 @@
 namespace {
 
 constexpr int64_t FEW = 16;                // queries: they fill a vector
-constexpr int64_t WINDOW_BYTES = 1 << 17;  // of keys and values that all heads of a unit meet before they go on; the next lot is cached too
+constexpr int64_t WINDOW_BYTES = 1 << 17;  // of keys and values that all heads of a unit meet before they go on
 
 // Cells of two rows' 32 numbers, number by number, of which `left` are there; of one row where a cell is a number.
 inline void interleave(const uint16_t* a, const uint16_t* b, int64_t left, __m512i cells[2]) {
@@ -108,11 +108,14 @@ inline int64_t window_of(int64_t keys, int64_t bytes) {
 }
 
 // As `attend` in flash.h, for `count` <= FEW queries of whole cells of each of some heads whose keys lie side by side.
-// source.of(h) is one head's. Its lines() also say what lies in pages (`old`, `stored`) and what not (`fresh`), for the first head.
-// fetch(then, i) asks memory for key and value i of the window that begins at `then`, for all heads, here or, with then < 0, where
-// this thread is likely to be next.
+// source.of(h) is one head's. Its lines() also say what lies in pages (`old`, `stored`) and what not (`fresh`), for the
+// first head. fetch(then, i) asks memory for key and value i of the window that begins at `then`, for all heads, here or,
+// with then < 0, where this thread is likely to be next.
 template <typename T, typename Source, typename Fetch>
-void attend_few(const Head& head, const Source& source, int64_t heads, int64_t count, int64_t first, const Fetch& fetch, std::vector<float>& memory) {
+void attend_few(
+    const Head& head, const Source& source, int64_t heads, int64_t count, int64_t first, const Fetch& fetch,
+    std::vector<float>& memory
+) {
     using Cells = CellsOf<T>;
     const int64_t begin = first / TILE * TILE, end = source.last(count - 1) + 1, keys = end - begin;
     const int64_t wide = (head.width + 31) / 32 * 32, side = heads * head.width;

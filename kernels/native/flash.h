@@ -26,17 +26,22 @@ constexpr int64_t AHEAD = 4 * TILE;  // keys after those that are being packed, 
 constexpr float LOWEST = -1e30f;     // of a reference: below any score that counts, and finite
 constexpr float HEADROOM = 32.0f;    // a score may be 2^this above its reference: float32 has the room, and rescaling is rare
 
-inline __mmask32 halves(int64_t left) { return left >= 32 ? ~__mmask32(0) : left <= 0 ? __mmask32(0) : (__mmask32(1) << left) - 1; }
+inline __mmask32 halves(int64_t left) {
+    return left >= 32 ? ~__mmask32(0) : left <= 0 ? __mmask32(0) : (__mmask32(1) << left) - 1;
+}
 
-// -- two kinds of arithmetic. A cell is 32 bits: what one instruction multiplies in a lane ----------------------------------------
+// -- two kinds of arithmetic. A cell is 32 bits: what one instruction multiplies in a lane --------------------------------
 
 struct Bf16Cells {  // two bfloat16, summed in float32
     static constexpr int64_t EACH = 2;
     static __m512 multiply(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
     // 16 cells of a row of `width` numbers, from cell `cell` on; zeros behind its end.
-    static __m512i row(const uint16_t* p, int64_t width, int64_t cell) { return _mm512_maskz_loadu_epi16(halves(width - 2 * cell), p + 2 * cell); }
+    static __m512i row(const uint16_t* p, int64_t width, int64_t cell) {
+        return _mm512_maskz_loadu_epi16(halves(width - 2 * cell), p + 2 * cell);
+    }
     static __m512i row(const float* p, int64_t width, int64_t cell) {
-        const __m512 low = load16(p + 2 * cell, lanes(width - 2 * cell)), high = load16(p + 2 * cell + 16, lanes(width - 2 * cell - 16));
+        const __m512 low = load16(p + 2 * cell, lanes(width - 2 * cell));
+        const __m512 high = load16(p + 2 * cell + 16, lanes(width - 2 * cell - 16));
         return (__m512i)_mm512_cvtne2ps_pbh(high, low);
     }
     static __m512i beside(__m512 a, __m512 b) {  // 16 cells, a's numbers below b's
@@ -74,11 +79,12 @@ struct F32Cells {
 // Asks memory for a row. GCC takes a function that only calls _mm_prefetch for one without effects, and drops the call.
 template <typename T>
 void fetch(const T* row, int64_t width) {
-    for (const char *at = reinterpret_cast<const char*>(row), *end = reinterpret_cast<const char*>(row + width); at < end; at += 64)
+    const char *at = reinterpret_cast<const char*>(row), *end = reinterpret_cast<const char*>(row + width);
+    for (; at < end; at += 64)
         asm volatile("prefetcht1 %0" : : "m"(*at));
 }
 
-// -- packing -----------------------------------------------------------------------------------------------------------------------
+// -- packing ---------------------------------------------------------------------------------------------------------------
 
 // Cell i of row r goes to out[i * ld + r], for four rows of 16 cells.
 inline void transpose4(const __m512i row[4], uint32_t* out, int64_t ld) {
@@ -140,7 +146,7 @@ struct Lanes {  // queries of a block, at most LANES, and how far each has come
     __m512 inverse(int64_t vector) const { return _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_load_ps(sum + 16 * vector)); }
 };
 
-// Scores of TILE keys become probabilities, TILE / EACH x V cells in `to`; `largest` and `far` are what `look` found.
+// Scores of TILE keys become probabilities, TILE / EACH x V vectors of cells in `to`, and are summed.
 template <typename Cells, int V>
 inline __attribute__((always_inline)) void weigh(
     __m512 score[TILE][V], __m512 scale, const __m512 reference[V], __m512 total[V], uint32_t* to
@@ -172,7 +178,9 @@ inline void close(const Lanes& lanes, int64_t at, int64_t first, __m512 score[TI
 
 // Each query's largest score of a tile; whether one is far above its reference.
 template <int V>
-inline __attribute__((always_inline)) bool look(const __m512 score[TILE][V], __m512 scale, const __m512 reference[V], __m512 largest[V]) {
+inline __attribute__((always_inline)) bool look(
+    const __m512 score[TILE][V], __m512 scale, const __m512 reference[V], __m512 largest[V]
+) {
     bool far = false;
     for (int v = 0; v < V; v++) {
         __m512 four[4];
@@ -205,7 +213,10 @@ void walk(float scores_scale, Lanes& lanes, const Products& products, int64_t be
     alignas(64) uint32_t chances[KEY_BLOCK / Cells::EACH * 16 * V];
     const __m512 scale = _mm512_set1_ps(scores_scale);
     __m512 reference[V], total[V];
-    for (int v = 0; v < V; v++) reference[v] = _mm512_load_ps(lanes.reference + 16 * v), total[v] = _mm512_load_ps(lanes.sum + 16 * v);
+    for (int v = 0; v < V; v++) {
+        reference[v] = _mm512_load_ps(lanes.reference + 16 * v);
+        total[v] = _mm512_load_ps(lanes.sum + 16 * v);
+    }
     int64_t pending = begin, at = begin;  // from `pending` on, probabilities have not met their values
     for (; at < end; at += TILE) {
         __m512 score[TILE][V];
@@ -228,10 +239,13 @@ void walk(float scores_scale, Lanes& lanes, const Products& products, int64_t be
         }
     }
     products.add(pending, at, chances);
-    for (int v = 0; v < V; v++) _mm512_store_ps(lanes.reference + 16 * v, reference[v]), _mm512_store_ps(lanes.sum + 16 * v, total[v]);
+    for (int v = 0; v < V; v++) {
+        _mm512_store_ps(lanes.reference + 16 * v, reference[v]);
+        _mm512_store_ps(lanes.sum + 16 * v, total[v]);
+    }
 }
 
-// -- many queries: keys and values are packed, and blocks of queries go over them -------------------------------------------------------
+// -- many queries: keys and values are packed, and blocks of queries go over them ------------------------------------------
 
 struct Block {
     Lanes lanes;
@@ -247,7 +261,9 @@ struct Keys {  // packed, from a multiple of TILE on
 
 // sum[i][v] += a[step][i] * b[step][16 v ..], step by step.
 template <typename Cells, int V>
-inline __attribute__((always_inline)) void multiply_tile(int64_t steps, const uint32_t* a, const uint32_t* b, __m512 sum[TILE][V]) {
+inline __attribute__((always_inline)) void multiply_tile(
+    int64_t steps, const uint32_t* a, const uint32_t* b, __m512 sum[TILE][V]
+) {
     for (int64_t step = 0; step < steps; step++, a += TILE, b += 16 * V) {
         __m512i column[V];
         for (int v = 0; v < V; v++) column[v] = _mm512_loadu_si512(b + 16 * v);
@@ -357,9 +373,10 @@ class Scratch {
 };
 
 // Attention of `count` queries. The source knows them and the keys:
-//   query(Cells, i, cell): 16 cells of query i; fetch_query(i) asks memory for it; last(i): the last key that it looks at, which never falls from one to the next;
-//   lines(position, count): an object whose key(Cells, i, cell) are 16 cells of a key, value(i, feature) 16 numbers of a value, and
-//     fetch_all() asks memory for them;
+//   query(Cells, i, cell): 16 cells of query i; fetch_query(i) asks memory for it; last(i): the last key that it looks at,
+//     which never falls from one to the next;
+//   lines(position, count): an object whose key(Cells, i, cell) are 16 cells of a key, value(i, feature) 16 numbers of a
+//     value, and fetch_all() asks memory for them;
 //   write(i, numbers): takes the output of query i.
 template <typename Cells, typename Source>
 void attend(const Head& head, const Source& source, int64_t count, int64_t first, std::vector<float>& memory) {
@@ -368,7 +385,8 @@ void attend(const Head& head, const Source& source, int64_t count, int64_t first
     const int64_t of_values = (head.tiles + 1) * TILE * VALUE_ROOM / Cells::EACH, of_rows = 16 * (head.tiles * TILE + 15);
     const int64_t of_queries = head.padded * LANES, of_out = head.tiles * TILE * LANES;
     const int64_t each = Scratch::floats<Block>(1) + Scratch::floats<float>(of_queries) + Scratch::floats<float>(of_out);
-    Scratch scratch(memory, Scratch::floats<float>(of_keys) + Scratch::floats<float>(of_values) + Scratch::floats<float>(of_rows) + blocks * each);
+    const int64_t once = Scratch::floats<float>(of_keys) + Scratch::floats<float>(of_values) + Scratch::floats<float>(of_rows);
+    Scratch scratch(memory, once + blocks * each);
     Block* block = scratch.take<Block>(blocks);
     Keys keys{0, 0, scratch.take<uint32_t>(of_keys), scratch.take<uint32_t>(of_values)};
     float* rows = scratch.take<float>(of_rows);

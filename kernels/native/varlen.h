@@ -29,7 +29,9 @@ struct PackedSequence {  // one head of it; `first`: the unit's first query
     const VarlenAttention& a;
     const int64_t begin, rows, head, first;
 
-    const T* row(const void* of, int64_t i) const { return static_cast<const T*>(of) + (begin + i) * a.stride + head * a.head_stride; }
+    const T* row(const void* of, int64_t i) const {
+        return static_cast<const T*>(of) + (begin + i) * a.stride + head * a.head_stride;
+    }
     int64_t last(int64_t) const { return rows - 1; }
     template <typename Cells>
     __m512i query(Cells, int64_t i, int64_t cell) const { return Cells::row(row(a.q, first + i), a.width, cell); }
@@ -44,7 +46,9 @@ struct PackedSequence {  // one head of it; `first`: the unit's first query
         __m512i key(Cells, int64_t i, int64_t cell) const { return Cells::row(keys + i * stride, width, cell); }
         __m512 value(int64_t i, int64_t feature) const { return load16(values + i * stride + feature, lanes(width - feature)); }
     };
-    Lines lines(int64_t position, int64_t count) const { return {row(a.k, position), row(a.v, position), a.stride, a.width, count}; }
+    Lines lines(int64_t position, int64_t count) const {
+        return {row(a.k, position), row(a.v, position), a.stride, a.width, count};
+    }
     void write(int64_t i, const float* numbers) const {
         const int64_t place = (begin + first + i) * a.out_stride + head * a.width;
         if (a.out_bf16) {
