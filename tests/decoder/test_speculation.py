@@ -39,6 +39,8 @@ def test_speculative_equals_plain(case: dict[str, Any], plain: dict[tuple[str, i
         names = [name for name, count in found.stats.items() if count]
         assert not [name for name in names if name.startswith("eager_")]
         assert bool([n for n in names if n.startswith("replays_verify")]) == (case["speculative"] != "none")
+    waits = case["speculative"] != "none" or case["state_cache"] in ("align", "all")
+    assert (found.stats["overlapped_steps"] > 10) == (case["overlap"] == "on") or waits
     if case["speculative"] == "ngram":
         assert sum(found.stats[f"accepted_{place + 1}"] for place in range(case["draft_tokens"])) > 20
 
