@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,9 +30,11 @@ def part_runners(setting: Setting, ceilings: dict[str, float], record: Record) -
 def decode_steps(setting: Setting, ceilings: dict[str, float], record: Record) -> None:
     """By batch: milliseconds of a step, its floor, their ratio, and the share in which no kernel ran."""
     batches = (1, 8, 64, 256) if setting.full else (1, 2)
-    started = time.perf_counter()
-    runner = decoder(setting, max(batches))
-    record.take("decode", "start_seconds", lambda: round(time.perf_counter() - started, 1))
+    made: list[DecoderRunner] = []
+    record.take("decode", "start_seconds", lambda: wall(lambda: made.append(decoder(setting, max(batches)))))
+    if not made:
+        return
+    runner = made[0]
     for batch in batches:
         record.take("decode", str(batch), lambda batch=batch: decode_step(setting, ceilings, runner, batch))  # type: ignore[misc]
     stats = runner.stats()

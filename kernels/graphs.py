@@ -49,9 +49,10 @@ class GraphPool:
     """Memory that the graphs of one runner share, and the stream on which they are captured; both `None` where there is
     no CUDA.
 
-    One stream for all captures: torch keeps a workspace of cuBLAS for each stream that ever multiplied, 32 MB on
-    Hopper, and a graph has the one of its capture baked in. Streams of their own would cost a workspace a graph, and,
-    once torch's 32 streams are used up, give two runners' graphs the same one.
+    One stream for all captures: blocks of a pool belong to the stream that they were allocated on, so that graphs of
+    different streams would share nothing. And torch keeps a workspace of cuBLAS for each stream that ever multiplied,
+    32 MB on Hopper, which a graph has baked in: streams of their own would cost a workspace a graph, and, once torch's
+    32 streams are used up, give two runners' graphs the same one.
     """
 
     def __init__(self, device: torch.device) -> None:
