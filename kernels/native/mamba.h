@@ -28,7 +28,7 @@ struct Recurrence {  // of a block of tokens: x [tokens, width] times its step, 
     const float *x, *decays, *b, *c;
     const float* before;  // states [width, n] ...
     float *states, *out;  // ... and after the block, which may be the same; [tokens, width], to which the read-out is added
-    // What is read afterwards, and asked for meanwhile: gates [tokens, width]; x, B and C of the next block, if there is one.
+    // What is read afterwards, and asked for meanwhile: gates [tokens, width]; x, B and C of the next block. Null: nothing.
     const float *gates, *next[3];
     int64_t ld;  // of all of these
 };
@@ -89,8 +89,9 @@ void advance(const Recurrence& r) {
         for (int64_t t = 0; t < r.tokens; t++) {
             float* out = r.out + t * r.width + first;
             _mm512_storeu_ps(out, _mm512_add_ps(_mm512_loadu_ps(out), sums_of(pairs[t])));
-            _mm_prefetch(r.gates + t * r.ld + first, _MM_HINT_T1);
-            for (int part = 0; r.next[0] && part < (first < 16 * V ? 3 : 1); part++) _mm_prefetch(r.next[part] + t * r.ld + first, _MM_HINT_T1);
+            if (r.gates) _mm_prefetch(r.gates + t * r.ld + first, _MM_HINT_T1);
+            for (int part = 0; r.next[0] && part < (first < 16 * V ? 3 : 1); part++)
+                _mm_prefetch(r.next[part] + t * r.ld + first, _MM_HINT_T1);
         }
     }
 }
@@ -118,7 +119,8 @@ inline __m512 softplus16(__m512 x) {
     const __m512 z = exp16(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_abs_ps(x)));
     const __m512 s = _mm512_div_ps(z, _mm512_add_ps(z, _mm512_set1_ps(2.0f))), square = _mm512_mul_ps(s, s);
     __m512 p = _mm512_set1_ps(2.0f / 15);
-    for (float c : {2.0f / 13, 2.0f / 11, 2.0f / 9, 2.0f / 7, 2.0f / 5, 2.0f / 3}) p = _mm512_fmadd_ps(p, square, _mm512_set1_ps(c));
+    for (float c : {2.0f / 13, 2.0f / 11, 2.0f / 9, 2.0f / 7, 2.0f / 5, 2.0f / 3})
+        p = _mm512_fmadd_ps(p, square, _mm512_set1_ps(c));
     const __m512 rest = _mm512_fmadd_ps(_mm512_mul_ps(p, square), s, _mm512_add_ps(s, s));
     return _mm512_add_ps(_mm512_max_ps(_mm512_setzero_ps(), x), rest);
 }
@@ -128,7 +130,7 @@ inline __m512 softplus16(__m512 x) {
 struct Projected {  // of a few tokens, `ld` apart: x, B and C before the convolution, then steps in time [conv + heads]
     const float* rows;
     int64_t ld, tokens;
-    bool more;  // tokens behind these will be next
+    bool gated, more;  // gates lie before the inputs, and are read next; as many tokens behind these come after that
 };
 
 // What a load finds of a number that went to memory of this type.
@@ -158,7 +160,8 @@ class HeadGroup {
     }
 
     RowState<T> in_slot(int64_t slot) const {
-        return {static_cast<T*>(op_.windows) + slot * op_.window_stride, op_.states + slot * op_.state_stride + group_ * width_ * n_};
+        T* window = static_cast<T*>(op_.windows) + slot * op_.window_stride;
+        return {window, op_.states + slot * op_.state_stride + group_ * width_ * n_};
     }
 
     RowState<T> in_scratch() const {
@@ -189,7 +192,8 @@ class HeadGroup {
             else convolve<1>(place.window + begin, in, begin, count, out);
         });
         discretise(in);
-        Recurrence r{in.tokens, width_, m_.head, heads_, x_, decays_, b_, c_, before, place.states, out_, in.rows - m_.inner + x_at_, {}, in.ld};
+        Recurrence r{in.tokens, width_, m_.head, heads_, x_, decays_, b_, c_, before, place.states, out_, nullptr, {}, in.ld};
+        if (in.gated) r.gates = in.rows - m_.inner + x_at_;
         if (in.more) {
             const float* next = in.rows + in.tokens * in.ld;
             r.next[0] = next + x_at_, r.next[1] = next + b_at_, r.next[2] = next + c_at_;
@@ -216,7 +220,9 @@ class HeadGroup {
     void keep(Projected in, float* ring) const {
         const int64_t wide = m_.conv_dim + m_.heads;
         for (int64_t t = 0; t < in.tokens; t++) {
-            const auto copy = [&](int64_t begin, int64_t count, float*) { std::copy_n(in.rows + t * in.ld + begin, count, ring + t * wide + begin); };
+            const auto copy = [&](int64_t begin, int64_t count, float*) {
+                std::copy_n(in.rows + t * in.ld + begin, count, ring + t * wide + begin);
+            };
             each_channels(copy);
             copy(m_.conv_dim + group_ * heads_, heads_, nullptr);
         }
@@ -323,7 +329,7 @@ class HeadGroup {
 // The first `count` steps of a seat's ring, on a place; nobody wants their outputs.
 template <typename T>
 void replay(const Model& m, const Op& op, HeadGroup<T>& group, RowState<T> place, int64_t seat, int64_t count) {
-    group.advance_by(place, {op.ring + seat * op.ring_stride, m.conv_dim + m.heads, count, false});
+    group.advance_by(place, {op.ring + seat * op.ring_stride, m.conv_dim + m.heads, count, false, false});
 }
 
 // A row whose tokens may be taken back: the ring's steps go into the slot, whose state then stays as it is; its inputs begin
@@ -331,7 +337,7 @@ void replay(const Model& m, const Op& op, HeadGroup<T>& group, RowState<T> place
 template <typename T>
 void mamba_on_ring(const Model& m, const Op& op, const Step& step, int64_t row, HeadGroup<T>& group) {
     const int64_t begin = step.starts[row], seat = step.seats[row];
-    const Projected in{m.wide + begin * m.ld + m.inner, m.ld, step.starts[row + 1] - begin, false};
+    const Projected in{m.wide + begin * m.ld + m.inner, m.ld, step.starts[row + 1] - begin, true, false};
     const RowState<T> slot = group.in_slot(step.slots[row]), place = group.in_scratch();
     if (step.counts[row]) replay(m, op, group, slot, seat, step.counts[row]);
     group.copy_window(slot, place);
@@ -356,7 +362,7 @@ void mamba(const Model& m, const Op& op, const Step& step, int64_t row, HeadGrou
             const int64_t* save = step.saves + 3 * i;
             if (save[0] == row && begin < save[1] && save[1] < end) end = save[1];
         }
-        group.advance_by(place, {m.wide + begin * m.ld + m.inner, m.ld, end - begin, end < last});
+        group.advance_by(place, {m.wide + begin * m.ld + m.inner, m.ld, end - begin, true, last - end >= end - begin});
         group.write(begin, end - begin);
         for (int64_t i = 0; i < step.save_count; i++) {
             const int64_t* save = step.saves + 3 * i;
