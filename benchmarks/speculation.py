@@ -1,12 +1,13 @@
 """What drafting gains and what it costs: tokens a second against plain decoding, acceptance, memory of states.
 
-    python -m benchmarks.speculation [--model demo] [--rounds 5] [--requests 16] [--write]
+    python -m benchmarks.speculation [--model demo] [--rounds 15] [--requests 16] [--write]
 
 Each comparison runs both sides in turn, round after round, on the same requests through `saccade.LocalClient`; the
-ratio is the median over the rounds. Prompts are cached on both sides after the first round, which is not counted.
-`captions` are held-out pictures of the embedded model; `again` asks for the same caption a second time in one
-conversation; `noise` is drawn at a temperature at which nothing repeats, so that all that drafting does there is to
-cost. Answers of both sides are compared, too: they must be the same.
+ratio is the median over the rounds, `decoder_ratio` that of the decoder's steps alone over all rounds. Prompts are
+cached on both sides after the first round, which is not counted. `captions` are held-out pictures of the embedded
+model; `again` asks for the same caption a second time in one conversation; `noise` is drawn at a temperature at which
+nothing repeats, so that all that drafting does there is to cost. Answers of both sides are compared, too: they must be
+the same.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Line:
     drafts: str
     batch: int
     ratio: float
+    decoder_ratio: float
     plain_tokens_s: float
     tokens_s: float
     first_draft: float
@@ -113,18 +115,24 @@ def timed(client: saccade.LocalClient, asks: Sequence[Ask], batch: int) -> tuple
     return sum(map(len, answers)) / seconds, answers
 
 
+def decoder_seconds(client: saccade.LocalClient) -> float:
+    """Spent in the decoder's steps since the start, prompts included."""
+    return float(client._service.stats()["decode_seconds"])
+
+
 def compare(
     text: str, asks: Sequence[Ask], plain: saccade.LocalClient, other: saccade.LocalClient, drafts: str, batch: int,
     rounds: int,
 ) -> Line:  # fmt: skip
     """Both sides in turn; a first round of each is thrown away."""
     same = timed(plain, asks, batch)[1] == timed(other, asks, batch)[1]
-    before = other._service.stats()["decoder"]
+    sides = (plain, other)
+    before, spent = other._service.stats()["decoder"], [decoder_seconds(side) for side in sides]
     speeds = []
     for number in range(rounds):
-        sides = (plain, other) if number % 2 == 0 else (other, plain)
-        found = {id(side): timed(side, asks, batch)[0] for side in sides}
+        found = {id(side): timed(side, asks, batch)[0] for side in (sides if number % 2 == 0 else reversed(sides))}
         speeds.append((found[id(plain)], found[id(other)]))
+    spent = [decoder_seconds(side) - seconds for side, seconds in zip(sides, spent, strict=True)]
     after = other._service.stats()["decoder"]
 
     def grown(name: str) -> int:
@@ -132,8 +140,9 @@ def compare(
 
     drafted = grown("drafted_1")
     return Line(
-        text, drafts, batch, statistics.median(b / a for a, b in speeds), statistics.median(a for a, _ in speeds),
-        statistics.median(b for _, b in speeds), grown("accepted_1") / drafted if drafted else float("nan"),
+        text, drafts, batch, statistics.median(b / a for a, b in speeds), spent[0] / spent[1],
+        statistics.median(a for a, _ in speeds), statistics.median(b for _, b in speeds),
+        grown("accepted_1") / drafted if drafted else float("nan"),
         grown("output_tokens") / max(1, grown("steps")), same,
     )  # fmt: skip
 
@@ -161,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the tables, then one line of JSON. Returns 1 where an aim is missed or answers differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--draft-tokens", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)

@@ -37,7 +37,7 @@ nothing was found to propose; those here are refused, others' were not; whoever 
 """
 FIRST_REST, LAST_REST = 1024, 8192
 """Steps of a rest after drafts that lost; each failed trial doubles them."""
-DRY_REST = 8
+DRY_REST = 16
 """Steps of a rest after those in which there was nothing to propose."""
 TRIALS = 6
 """Rows with one draft each that a trial looks at, and then, if half of them were accepted, with as many as may be."""

@@ -293,8 +293,6 @@ class MtpDrafter:
 
     def observe(self, rows: SequenceOf[Row], batch: Batch, hidden_TD: Tensor) -> None:
         """The trunk has computed a batch, `hidden_TD` before its final norm: the entries of all its tokens are due."""
-        if not self.awake:
-            return
         count = hidden_TD.shape[0]
         if all(row.alone for row in rows) and not batch.splices and count + len(rows) <= self._kept.shape[0]:
             self._room(count + len(rows))

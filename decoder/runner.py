@@ -226,6 +226,8 @@ class DecoderRunner:
         self.speculation.ask(running)
         room = 0 if self.model.native is not None and not self._empties else RING
         full = [s for s in running if s.replayed and not 0 < s.draft_limit < room - s.replayed * (not self._empties)]
+        if not full:
+            return
         self._advance([(s, s.slot, s.slot, s.replayed) for s in full])
         for sequence in full:
             sequence.replayed = 0
@@ -283,12 +285,13 @@ class DecoderRunner:
         step, before, unread = flight.step, self._flight, None
         if before is not None and before.tokens_L is not None:
             unread = Unread(before.tokens_L, before.ended_L)
-        if self.drafter is not None:
-            self.drafter.draft(step.rows)
+        drafter = self.drafter if self.drafter is not None and self.drafter.awake else None
+        if drafter is not None:
+            drafter.draft(step.rows)
         batch, hidden = self.forward(step.rows, images, step.checkpoints, unread)
-        if self.drafter is not None:
+        if drafter is not None:
             assert isinstance(batch, Batch)
-            self.drafter.observe(step.rows, batch, hidden)
+            drafter.observe(step.rows, batch, hidden)
         self.pools.add(step.rows, hidden)
         self.prompt_scores.add(step.rows, hidden)
         if any(row.samples for row in step.rows):
