@@ -276,9 +276,7 @@ class Forward:
         self._reason, self._eager = "off", 0
         if options.graphs_on:
             self._try_capture(config, options, arena)
-        # A drafting head reads the batch of each step.
-        plain = self.graphs is None and options.speculative != "mtp"
-        self._native = model.native if plain else None
+        self._native = model.native if self.graphs is None else None
 
     def _try_capture(self, config: DecoderConfig, options: DecoderOptions, arena: Arena) -> None:
         """Under `auto` a capture that fails leaves every step eager, under that reason; under `on` it is an error."""

@@ -30,6 +30,7 @@ from decoder.mixers import AttentionMixer, ExpertsMixer, stored_linear
 from decoder.model import HybridModel
 from decoder.request import Sequence
 from decoder.sampler import Sampler
+from decoder.singles import Singles
 from decoder.step import Fork, Row, Step
 from kernels.native import NativeUnavailable
 from kernels.paged_attention import decode_attention_after, write_kv
@@ -291,10 +292,11 @@ class MtpDrafter:
 
     # -- entries -------------------------------------------------------------------------------------------------------
 
-    def observe(self, rows: SequenceOf[Row], batch: Batch, hidden_TD: Tensor) -> None:
+    def observe(self, rows: SequenceOf[Row], batch: Batch | Singles, hidden_TD: Tensor) -> None:
         """The trunk has computed a batch, `hidden_TD` before its final norm: the entries of all its tokens are due."""
         count = hidden_TD.shape[0]
-        if all(row.alone for row in rows) and not batch.splices and count + len(rows) <= self._kept.shape[0]:
+        fits = count + len(rows) <= self._kept.shape[0]
+        if isinstance(batch, Singles) or (all(row.alone for row in rows) and not batch.splices and fits):
             self._room(count + len(rows))
             before = [self._row(row.sequence.slot) for row in rows]
             self._observed, self._hidden = (rows, before, self._used), None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from decoder.arena import Arena, Saved
-from decoder.batch import Batch, BatchBuilder, Unread, image_rows
+from decoder.batch import BatchBuilder, Unread, image_rows
 from decoder.checkpoints import Placement, resolve_state_block
 from decoder.config import RING, DecoderConfig, DecoderOptions
 from decoder.flight import Flight, SeatEnds, accepted_drafts, expect
@@ -290,7 +290,6 @@ class DecoderRunner:
             drafter.draft(step.rows)
         batch, hidden = self.forward(step.rows, images, step.checkpoints, unread)
         if drafter is not None:
-            assert isinstance(batch, Batch)
             drafter.observe(step.rows, batch, hidden)
         self.pools.add(step.rows, hidden)
         self.prompt_scores.add(step.rows, hidden)
