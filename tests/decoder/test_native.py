@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_decoder import random_weights, tiny_config
+from tiny_decoder import greedy_params, image, random_weights, request, run, tiny_config
 
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.request import DecoderRequest
@@ -118,3 +118,36 @@ def test_what_has_no_compiled_step_says_why() -> None:
     with pytest.raises(ValueError, match="native: 'on' cannot be had: states are torch.bfloat16; 'auto' would work"):
         DecoderRunner(config, options, random_weights(config))
     assert DecoderRunner(config, replace(options, native="auto"), random_weights(config)).model.native is None
+
+
+def test_a_picture_s_row_that_comes_alone_is_not_taken_for_its_id() -> None:
+    """A step of one token that draws, and whose embedding is a picture's."""
+    config = tiny_config(pattern="M*-M")
+    rows = torch.randn(3, config.hidden_size, generator=torch.Generator().manual_seed(3))
+    found = []
+    for native, max_chunk in (("on", 5), ("on", None), ("off", 5)):
+        options = DecoderOptions(
+            max_seqs=2, max_len=64, page_size=4, state_cache="none", native=native, max_chunk=max_chunk
+        )
+        runner = DecoderRunner(config, options, random_weights(config))
+        events = run(runner, request("r", [1, 5, 9, 0, 0, 0], greedy_params(12, ignore_eos=True), [image(3, rows)]))
+        found.append([event.token_id for event in events["r"]])
+    assert found[0] == found[1] == found[2]
+
+
+def test_greedy_and_other_draws_share_a_step() -> None:
+    """The largest logits come from the step itself only where all rows are greedy; both ways give the same tokens."""
+    config = tiny_config(pattern="M*-M")
+    options = DecoderOptions(max_seqs=4, max_len=64, page_size=4, native="on")
+    wished = [
+        greedy_params(20, ignore_eos=True),
+        SamplingParams(max_tokens=6, temperature=0.9, seed=5, ignore_eos=True),
+    ]
+    requests = [request(f"r{i}", prompt, wished[i % 2]) for i, prompt in enumerate(PROMPTS[:4])]
+
+    def tokens(*asked: DecoderRequest) -> dict[str, list[int | None]]:
+        events = run(DecoderRunner(config, options, random_weights(config)), *asked)
+        return {name: [event.token_id for event in of] for name, of in events.items()}
+
+    alone = {name: of for asked in requests for name, of in tokens(asked).items()}
+    assert tokens(*requests) == alone
