@@ -42,7 +42,7 @@ def test_the_engines_counters_keep_their_kind() -> None:
     stats = {
         "live": 2,
         "decode_seconds": 1.5,
-        "decoder": {"steps": 7, "used_slots": 3},
+        "decoder": {"steps": 7, "used_slots": 3, "waited_prompt_logprobs": 2, "waited_swap": 0},
         "encoder": {"replays_64": 2, "replays_128": 1, "eager_too_large": 4, "position_hits": 9},
         "handoff": {"hits": 5, "used_bytes": 1000, "waiting": 1},
     }
@@ -54,6 +54,8 @@ def test_the_engines_counters_keep_their_kind() -> None:
     assert kinds["saccade_encoder_position_hits"] == kinds["saccade_handoff_hits"] == "counter"
     assert {s.labels["budget"]: s.value for s in families["saccade_encoder_replays"].samples} == {"64": 2, "128": 1}
     assert {s.labels["reason"]: s.value for s in families["saccade_encoder_eager"].samples} == {"too_large": 4}
+    waited = {s.labels["reason"]: s.value for s in families["saccade_decoder_waited"].samples}
+    assert waited == {"prompt_logprobs": 2, "swap": 0}
 
 
 def test_a_dead_engine_is_a_zero_and_not_an_error() -> None:
