@@ -19,6 +19,7 @@ from torch import Tensor
 from decoder.arena import paged_layers
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.request import Sequence
+from decoder.singles import singles
 from decoder.step import Row
 from kernels.chunk_scan import Chunk, plan_chunks
 from kernels.dispatch import Implementation, implementation
@@ -284,33 +285,23 @@ class BatchBuilder:
         """The batch of rows of one token each on top of a state, all of which draw: what nearly all steps are made of,
         in one tensor. `None` where there are others.
         """
-        size, tables = self.options.page_size, self.tables
-        columns: list[list[int]] = [[], [], [], [], []]
-        ids, slots, lengths, places, seats = columns
-        for row in rows:
-            sequence, start = row.sequence, row.start
-            if row.count != 1 or start == 0 or not row.samples or sequence.replayed:
-                return None
-            ids.append(sequence.tokens[start])
-            slots.append(sequence.slot)
-            lengths.append(start + 1)
-            if tables is not None:
-                tables.update(sequence)
-                places.append(sequence.pages[start // size] * size + start % size)
-                seats.append(sequence.seat)
-        if not ids:
+        tables = self.tables
+        alone = singles(rows, tables, self.options.page_size)
+        if alone is None:
             return None
-        table = upload(columns if tables is not None else columns[:3], torch.int64, self.options.device)
-        ids_T, slots_U, lengths_Q, *paged = table.unbind()
+        columns = [alone.ids, alone.slots, alone.lengths]
+        if tables is not None:
+            columns += [alone.places, alone.seats]
+        ids_T, slots_U, lengths_Q, *paged = upload(columns, torch.int64, self.options.device).unbind()
         return Batch(
             ids_T=ids_T,
             splices=(),
             updates=len(rows),
             slots_U=slots_U,
-            known_slots=slots,
+            known_slots=alone.slots,
             queries=len(rows),
             lengths_Q=lengths_Q,
-            longest=max(lengths),
+            longest=max(alone.lengths),
             tables_QW=self._empty if tables is None else tables.table.index_select(0, paged[1]),
             places_T=self._empty if tables is None else paged[0],
             verify=None,
