@@ -256,7 +256,3 @@ class Arena:
         """Keys and values of all layers, from one page to another."""
         pages = self._pages()
         pages[target].copy_(pages[source])
-
-    def saved_bytes(self, pages: int) -> int:
-        """Host memory that `save` of a slot and so many pages takes."""
-        return self.layout.slot_bytes + pages * self.layout.page_bytes

@@ -103,9 +103,8 @@ def _verified(batch: Batch, single: _Rows) -> _Rows:
     saves: list[int] = []
     for seat, of, accepted, count in verify.held:
         begin = starts[-1]
-        if (
-            not verify.replayed
-        ):  # a row works in the slot of its last token, and leaves a state in that of each before it
+        if not verify.replayed:
+            # A row works in the slot of its last token, and leaves a state in that of each before it.
             for token in range(count - 1):
                 saves += (len(slots), begin + token + 1, of[token])
         starts.append(begin + count)

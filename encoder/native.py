@@ -24,6 +24,7 @@ from encoder.plan import scratch_sizes
 from kernels.linear import Linear, Packed
 from kernels.native import Activation, Kind, NativeUnavailable, library
 from kernels.native.tower import Code, Of, Place, Store, Tower, TowerOp, TowerStep
+from kernels.varlen_attention.reference import check_offsets
 
 if TYPE_CHECKING:
     from encoder.model import Norm, PackedBatch, VisionTower
@@ -67,15 +68,6 @@ def _check(config: VisionConfig, dtype: torch.dtype, device: torch.device) -> No
     for name in ("hidden_size", "intermediate_size", "patch_dim", "projector_hidden_size"):
         if dtype == torch.bfloat16 and getattr(config, name) % 2:
             raise NativeUnavailable(f"{name} {getattr(config, name)} is odd, and bfloat16 is multiplied in pairs")
-
-
-def _checked(cu_seqlens: Tensor, rows: int) -> Tensor:
-    bounds = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] != rows:
-        raise ValueError(f"sequence offsets must run from 0 to {rows} rows, got {bounds[0]}..{bounds[-1]}")
-    if bounds != sorted(bounds):
-        raise ValueError(f"sequence offsets must not fall, got {bounds}")
-    return cu_seqlens.contiguous()
 
 
 class NativeTower:
@@ -156,7 +148,8 @@ class NativeTower:
             self._reserve(rows)
         x_RD = torch.empty(rows, self._config.hidden_size)
         out = torch.empty(tokens, self._config.text_hidden_size, dtype=self._dtype)
-        bounds = _checked(batch.cu_seqlens, rows)
+        check_offsets(batch.cu_seqlens.tolist(), rows, rows)
+        bounds = batch.cu_seqlens.contiguous()
         patches, positions = batch.patches_TP.contiguous(), batch.positions_TD.contiguous()
         assert patches.dtype == positions.dtype == self._dtype, (patches.dtype, positions.dtype, self._dtype)
         step = TowerStep(

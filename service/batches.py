@@ -75,7 +75,7 @@ class Batches:
     def check_open(self) -> None:
         """Raises Unavailable once work has ended for good: a batch would be kept, and nobody would begin it."""
         if self._stopped:
-            raise errors.Unavailable("the server is shutting down", reason="DRAINING", retry_after=1.0)
+            raise errors.draining()
 
     def created(self) -> None:
         """There may be a new one in the store."""

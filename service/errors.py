@@ -99,6 +99,11 @@ class Unavailable(StatusError):
     code, reason = grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE"
 
 
+def draining() -> Unavailable:
+    """What new work is told while the server shuts down."""
+    return Unavailable("the server is shutting down", reason="DRAINING", retry_after=1.0)
+
+
 class DeadlineExceeded(StatusError):
     code, reason = grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"
 

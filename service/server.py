@@ -135,7 +135,7 @@ class Server:
     def _refusal(self) -> errors.StatusError | None:
         """Why no call is taken now, if none is."""
         if self._draining:
-            return errors.Unavailable("the server is shutting down", reason="DRAINING", retry_after=1.0)
+            return errors.draining()
         if self._warming:
             return errors.Unavailable("the server is warming up", reason="WARMING", retry_after=1.0)
         return None
