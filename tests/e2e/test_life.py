@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_streams_that_are_closed_at_any_point_free_everything(server: RunningServer, client: saccade.Client) -> None:
     for count in range(12):
-        with client.stream("x", max_tokens=300, ignore_eos=True, seed=1) as stream:
+        with client.stream("x", max_tokens=550, ignore_eos=True, seed=1) as stream:
             for _ in range(count):
                 next(stream)
     assert server.drained()["decoder"]["used_slots"] == 0
