@@ -43,7 +43,7 @@ from encoder.images import decode_image
 from encoder.packing import pack
 from encoder.preprocess import ImagePatches, patchify
 from encoder.runner import EncoderOptions, EncoderRunner
-from encoder.tune import packed_ladder
+from encoder.tune import packed_ladder, tuned_ladder
 from kernels.host_memory import keep_freed_memory
 from kernels.native.tower import Code, TowerOp, TowerStep
 from service.checkpoint import open_checkpoint
@@ -272,6 +272,16 @@ def measure_packing(rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
+def measure_tuning(rounds: int) -> list[dict[str, Any]]:
+    rows = []
+    for sizes, budgets in ((256, 8), (1024, 16), (4096, 32)):
+        histogram = {size: 1 + size * 7919 % 97 for size in range(1, sizes + 1)}
+        best = min(seconds(functools.partial(tuned_ladder, histogram, budgets)) for _ in range(3 * rounds))
+        rows.append({"sizes": sizes, "budgets": budgets, "seconds": best})
+        print(f"tuning {budgets:2} budgets for {sizes:4} sizes: {best * 1e3:6.1f} ms", flush=True)
+    return rows
+
+
 @functools.cache
 def scene(height: int, width: int) -> Image.Image:
     """Something that compresses like a photograph: smooth gradients with some grain."""
@@ -351,6 +361,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result["peer"] = measure_peer(path, arguments.rounds)
     if "packing" in parts:
         result["packing"] = measure_packing(arguments.rounds)
+        result["tuning"] = measure_tuning(arguments.rounds)
     if "preprocess" in parts:
         result["preprocess"] = measure_preprocessing(arguments.rounds)
     result["bf16_gflop_s"] = max(rates) / 1e9

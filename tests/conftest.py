@@ -22,33 +22,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 from hypothesis import settings
 
-from kernels.native import NativeUnavailable, library
-
 torch.set_num_threads(1)
 
 # Examples are the same in each run, so that a red test is red for the next person too; time limits belong to machines.
 settings.register_profile("saccade", deadline=None, derandomize=True, database=None)
 settings.load_profile("saccade")
-
-try:
-    library()
-    UNCOMPILED = ""
-except NativeUnavailable as reason:
-    UNCOMPILED = str(reason)
-COMPILED = [
-    "decoder/test_native.py",
-    "encoder/test_native.py",
-    "kernels/test_activations.py",
-    "kernels/test_sample_compiled.py",
-]
-collect_ignore = COMPILED.copy() if UNCOMPILED else []
-if torch.cuda.is_available():
-    collect_ignore.append("kernels/test_pretended_gpu.py")  # it needs the interpreter, and here is a real one
-
-
-def pytest_report_header() -> list[str]:
-    """What this machine cannot run is left out in words."""
-    return [f"no compiled decode step here, {', '.join(COMPILED)} left out: {UNCOMPILED}"] if UNCOMPILED else []
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -138,3 +138,19 @@ def test_transformers_does_not_take_our_kernels_for_the_package_of_that_name() -
     assert Path(kernels.__file__ or "").parent == CHECKOUT / "kernels"
     assert not hasattr(kernels, "__version__")
     assert not import_utils.is_kernels_available()
+
+
+def test_what_a_machine_cannot_run_is_skipped_with_a_reason() -> None:
+    """A file that is not collected, or a test that returns, counts as nothing or as passed: neither is told."""
+    found = []
+    for path in sorted((CHECKOUT / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            name = f"{path.relative_to(CHECKOUT)}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Assign) and "collect_ignore" in ast.unparse(node.targets[0]):
+                found.append(f"{name} leaves files out")
+            elif isinstance(node, ast.If) and isinstance(node.body[0], ast.Return):
+                asked = {"is_available", "platform", "UNAVAILABLE", "library", "which", "find_spec", "environ"}
+                words = {getattr(part, "id", getattr(part, "attr", "")) for part in ast.walk(node.test)}
+                if words & asked and path.name.startswith("test_"):
+                    found.append(f"{name} returns where it should be skipped")
+    assert not found

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from compiled import needs_compiled
 from tiny_decoder import greedy_params, image, random_weights, request, run, tiny_config
 
 from decoder.config import DecoderConfig, DecoderOptions
@@ -13,6 +14,7 @@ from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
 
+pytestmark = needs_compiled
 PROMPTS = [[1, 5, 9, 2], [7] * 21, [3], [4, 8] * 9, [6, 6, 6], [2, 1]]
 
 

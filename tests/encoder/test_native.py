@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled import needs_compiled
 from tiny_encoder import TinyTower, random_image, relative_error, tiny_tower
 
 from encoder.config import ACTIVATIONS, VisionConfig
@@ -19,6 +20,7 @@ from encoder.plan import scratch_sizes
 from encoder.preprocess import ImagePatches
 from encoder.runner import EncoderOptions, EncoderRunner
 
+pytestmark = needs_compiled
 torch.set_num_threads(1)
 GRIDS = [(4, 6), (2, 2), (12, 10), (2, 14), (4, 6), (16, 16), (8, 8), (2, 2), (10, 2)]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 
 import pytest
+from counting import lines_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -204,17 +204,16 @@ def test_misuse_names_the_numbers() -> None:
 
 
 @pytest.mark.parametrize("sizes", ["mixed", "small", "equal"])
-def test_sixty_four_images_pack_within_a_millisecond(sizes: str) -> None:
-    """Best of several, so that a busy machine does not decide."""
-    counts = {
-        "mixed": [33 + 37 * i % 2000 for i in range(64)],
-        "small": [20 + i for i in range(64)],
-        "equal": [256] * 64,
-    }[sizes]
-    budgets = resolve_budgets(64, 8192)
-    spent = []
-    for _ in range(20):
-        start = time.perf_counter()
-        pack(counts, budgets)
-        spent.append(time.perf_counter() - start)
-    assert min(spent) < 1e-3, f"{min(spent) * 1e3:.2f} ms"
+def test_packing_stays_cheap(sizes: str) -> None:
+    """Seconds are measured by `benchmarks.encoder --only packing`; here are the steps that they are made of."""
+
+    def steps(images: int) -> int:
+        counts = {
+            "mixed": [33 + 37 * i % 2000 for i in range(images)],
+            "small": [20 + i % 64 for i in range(images)],
+            "equal": [256] * images,
+        }[sizes]
+        return lines_run(pack, counts, resolve_budgets(64, 8192))
+
+    assert steps(64) < 64 * 400
+    assert steps(256) < 8 * steps(64)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from compiled import needs_compiled
 from torch.nn import functional as F
 
 from kernels.linear import Packed
 from kernels.native import Activation
 
+pytestmark = needs_compiled
 EXACT = {
     Activation.NONE: lambda x: x,
     Activation.RELU_SQUARED: lambda x: x.relu().square(),

@@ -16,6 +16,7 @@ from encoder.runner import EncoderOptions, EncoderRunner
 from kernels.graphs import GraphPool, StaticGraph
 from kernels.rms_norm.kernel import rms_norm
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter, not a GPU")
 SMALL: dict[str, Any] = {
     "pattern": "M*E", "count": 2, "output": 9, "max_seqs": 2, "max_batched_tokens": 16, "native": "off",
 }  # fmt: skip

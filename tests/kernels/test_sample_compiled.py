@@ -7,10 +7,12 @@ import itertools
 
 import pytest
 import torch
+from compiled import needs_compiled
 
 from kernels.sample import Wishes, logprobs, reference
 from kernels.sample.compiled import Drawing, DrawRow, Wish
 
+pytestmark = needs_compiled
 FILTERS = [
     (0, 1.0, 0.0),
     (1, 1.0, 0.0),
