@@ -9,8 +9,6 @@ from service.chat import ChatTemplate, load_template
 from service.modelconfig import ModelConfig
 from service.tokenizer import Tokenizer
 
-WRAPPERS = ("<img>", "</img>")
-
 
 class ModelAssets:
     """Of one model directory."""
@@ -29,17 +27,18 @@ class ModelAssets:
     @property
     def image_wrappers(self) -> tuple[str, str]:
         """What stands around image tokens, where the vocabulary has that pair; else nothing."""
-        known = self.tokenizer is not None and None not in map(self.tokenizer.token_id, WRAPPERS)
-        return WRAPPERS if known else ("", "")
+        wrappers = self.config.family.image_wrappers
+        if wrappers is None or self.tokenizer is None or None in map(self.tokenizer.token_id, wrappers):
+            return "", ""
+        return wrappers
 
     def wrap_pictures(self, ids: list[int]) -> list[int]:
-        """Puts `<img>` and `</img>` around image tokens that stand bare, where the vocabulary has that pair: the
+        """Puts the family's image wrappers around image tokens that stand bare, where the vocabulary has them: the
         released processor adds them after the template."""
-        if self.tokenizer is None or self.image_token_id not in ids:
+        if self.tokenizer is None or self.image_token_id not in ids or not all(self.image_wrappers):
             return ids
-        start, end = map(self.tokenizer.token_id, WRAPPERS)
-        if start is None or end is None:
-            return ids
+        start, end = map(self.tokenizer.token_id, self.image_wrappers)
+        assert start is not None and end is not None
         wrapped: list[int] = []
         inside = False
         for token in ids:

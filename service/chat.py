@@ -13,7 +13,8 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from service.modelconfig import CheckpointError, read_json
+from families import CheckpointError
+from families.files import read_json
 from service.tokenizer import literal
 
 

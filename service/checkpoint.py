@@ -1,10 +1,7 @@
 """Reads model directories as they are published on the Hugging Face hub.
 
-Files name weights in one of two ways: NVIDIA's releases (and, by default, transformers' `save_pretrained`) say
-`language_model.backbone.layers.0...`, `vision_model.radio_model.model.blocks.0...` and `mlp1.1...`; transformers' own
-modules say `language_model.model.layers.0...`, `vision_model.encoder.layer.0...`. Everything is mapped to the second
-naming, less `language_model.`, and handed out as (name, tensor) pairs, a layer at a time, straight from the mapped
-file."""
+The model's family maps published names of weights to ours; tensors are handed out as (name, tensor) pairs, a layer at a
+time, straight from the mapped file."""
 
 from __future__ import annotations
 
@@ -22,40 +19,14 @@ from typing import Any, Literal
 
 import torch
 
+from families import CheckpointError
+from families.files import read_json
 from kernels.linear import Quantised, stack
-from service.modelconfig import CheckpointError, ModelConfig, load_config, read_json
+from service.modelconfig import ModelConfig, load_config
 
 log = logging.getLogger(__name__)
 
-__all__ = ["Checkpoint", "CheckpointError", "native_names", "open_checkpoint", "resolve_model"]
-
-# Parts of published models that this server does not run. Their weights are passed over, and that is logged once.
-_NOT_SERVED = re.compile(
-    r"^(language_model\.)?(sound_encoder\.|sound_projection\.|audio_tower\.|embed_audio\.)"
-    r"|\.input_conditioner\.|(^|\.)summary_idxs$"
-)
-_PATCHES = r"^vision_model\.radio_model\.model\.patch_generator\."
-_RENAMES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"^language_model\.", ""),
-        (r"^(backbone|model)\.mtp\.", "mtp."),
-        (r"^backbone\.", "model."),
-        (r"^mlp1\.0\.", "multi_modal_projector.layer_norm."),
-        (r"^mlp1\.1\.", "multi_modal_projector.linear_1."),
-        (r"^mlp1\.3\.", "multi_modal_projector.linear_2."),
-        (r"^vision_projector\.vision_final_layernorm\.", "vision_final_layernorm."),
-        (_PATCHES + r"video_embedder\.", "vision_model.embeddings.video_patch_projection."),
-        (_PATCHES + r"embedder\.", "vision_model.embeddings.patch_projection."),
-        (_PATCHES + r"pos_embed$", "vision_model.embeddings.position_embedding"),
-        (_PATCHES + r"cls_token\.token$", "vision_model.embeddings.cls_register_token"),
-        (r"^vision_model\.radio_model\.model\.blocks\.", "vision_model.encoder.layer."),
-        (r"(^vision_model\..*)\.attn\.proj\.", r"\1.attention.o_proj."),
-        (r"(^vision_model\..*)\.ls([12])\.gamma$", r"\1.layer_scale\2.lambda1"),
-    )
-)
-_FUSED_QKV = re.compile(r"^(vision_model\..*)\.attn\.qkv\.(weight|bias)$")
-_EXPERT = re.compile(r"^(.*\.mixer\.experts)\.(\d+)\.(up_proj|down_proj)\.weight$")
+__all__ = ["Checkpoint", "CheckpointError", "open_checkpoint", "resolve_model"]
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes in all) as weights stream in."""
@@ -63,25 +34,12 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class _Source:
-    """Where the tensor of one native name comes from: a whole tensor, a third of a fused one, or experts to stack."""
+    """Where the tensor of one of our names comes from: a whole tensor, an equal part of one, or tensors to stack."""
 
     names: tuple[str, ...]
-    kind: Literal["whole", "third", "stack"] = "whole"
-    third: int = 0
-
-
-def native_names(name: str) -> list[tuple[str, Literal["whole", "third", "stack"], int]]:
-    """The native names that a stored tensor contributes to: (name, how, index). Empty for parts that are not served."""
-    if _NOT_SERVED.search(name):
-        return []
-    for pattern, replacement in _RENAMES:
-        name = pattern.sub(replacement, name)
-    if fused := _FUSED_QKV.match(name):
-        layer, suffix = fused.groups()
-        return [(f"{layer}.attention.{part}_proj.{suffix}", "third", i) for i, part in enumerate("qkv")]
-    if expert := _EXPERT.match(name):
-        return [(f"{expert[1]}.{expert[3]}", "stack", int(expert[2]))]
-    return [(name, "whole", 0)]
+    how: Literal["whole", "part", "stack"] = "whole"
+    part: int = 0
+    parts: int = 1
 
 
 def hub_cache() -> Path:
@@ -114,11 +72,13 @@ def resolve_model(model: str) -> Path:
 
 
 class Checkpoint:
-    """One model directory: its configuration and its weights by native name."""
+    """One model directory: its configuration and its weights by our names."""
 
     def __init__(self, path: Path, *, name: str | None = None) -> None:
         self.config: ModelConfig = load_config(path, name=name)
         self.path = path
+        self.targets = self.config.weight_targets()
+        """Stored name -> our tensors that it contributes to; none for parts that are not served."""
         self.files = _weight_files(path)
         """Its safetensors files."""
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -154,7 +114,7 @@ class Checkpoint:
         return names
 
     def decoder_weights(self, progress: Progress | None = None) -> Iterator[tuple[str, torch.Tensor | Quantised]]:
-        """(native name, tensor) of the decoder in layer order, in the file's dtype, as views of the mapped file."""
+        """(our name, tensor) of the decoder in layer order, in the file's dtype, as views of the mapped file."""
         return self._stream(self.config.decoder.expected_weights(), progress)
 
     def vision_weights(self, progress: Progress | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -179,7 +139,7 @@ class Checkpoint:
         return digest.hexdigest()[:16]
 
     def decoder_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Native name -> shape of the decoder's weights that are there."""
+        """Our name -> shape of the decoder's weights that are there."""
         return {
             name: self._shape_of(self._plan[name])
             for name in self.config.decoder.expected_weights()
@@ -203,18 +163,16 @@ class Checkpoint:
         stacks: dict[str, dict[int, str]] = {}
         passed_over: list[str] = []
         for stored in self._shapes:
-            targets = native_names(stored)
-            if self.config.decoder.num_nextn_predict_layers < 1:
-                targets = [target for target in targets if not target[0].startswith("mtp.")]
+            targets = self.targets(stored)
             if not targets:
                 passed_over.append(stored)
-            for target, kind, index in targets:
-                if kind == "stack":
-                    stacks.setdefault(target, {})[index] = stored
+            for target in targets:
+                if target.how == "stack":
+                    stacks.setdefault(target.name, {})[target.place] = stored
                 else:
-                    whole[target] = _Source((stored,), kind, index)
-        for target, experts in stacks.items():
-            whole[target] = _Source(tuple(experts[i] for i in sorted(experts)), "stack")
+                    whole[target.name] = _Source((stored,), target.how, target.place, target.parts)
+        for name, entries in stacks.items():
+            whole[name] = _Source(tuple(entries[i] for i in sorted(entries)), "stack")
         if passed_over:
             parts = sorted({".".join(n.split(".")[:2]) for n in passed_over})
             log.info("%d weights of parts that are not served are passed over: %s", len(passed_over), ", ".join(parts))
@@ -244,9 +202,9 @@ class Checkpoint:
 
     def _shape_of(self, source: _Source) -> tuple[int, ...]:
         first = self._shapes[source.names[0]]
-        if source.kind == "third":
-            return (first[0] // 3, *first[1:])
-        if source.kind == "stack":
+        if source.how == "part":
+            return (first[0] // source.parts, *first[1:]) if first[0] % source.parts == 0 else ()
+        if source.how == "stack":
             same = all(self._shapes[n] == first for n in source.names)
             return (len(source.names), *first) if same else ()
         return first
@@ -278,10 +236,10 @@ class Checkpoint:
         try:
             for name in wanted:
                 source = self._plan[name]
-                if source.kind == "stack":
+                if source.how == "stack":
                     yield name, stack([load(n) for n in source.names])
-                elif source.kind == "third":
-                    yield name, read(source.names[0]).chunk(3)[source.third]
+                elif source.how == "part":
+                    yield name, read(source.names[0]).chunk(source.parts)[source.part]
                 else:
                     yield name, load(source.names[0])
                 done += sum(self._bytes[n] for n in source.names)

@@ -351,7 +351,7 @@ def model_to_proto(
     return model_pb2.Model(
         name=info.model,
         version=info.revision,
-        model_type=assets.config.model_type,
+        model_type=assets.config.family.name,
         dtype=info.dtype,
         input_modalities=modalities,
         default_sampling=defaults,

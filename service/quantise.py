@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from kernels.linear import quantise
-from service.checkpoint import Checkpoint, native_names, open_checkpoint
+from service.checkpoint import Checkpoint, open_checkpoint
 from service.config import ConfigError
 from service.modelconfig import WEIGHTS_FORMAT, WEIGHTS_KEY
 
@@ -83,8 +83,8 @@ def _write(source: Checkpoint, out: Path, kind: str) -> dict[str, int]:
             for name in handle.keys():
                 tensor = handle.get_tensor(name)
                 sizes["before"] += tensor.nbytes
-                targets = native_names(name)
-                if targets and targets[0][0] in decoder and quantised_name(targets[0][0]):
+                targets = source.targets(name)
+                if targets and targets[0].name in decoder and quantised_name(targets[0].name):
                     if kind == "int4" and tensor.shape[-1] % 2:
                         raise ConfigError(f"{name} has {tensor.shape[-1]} inputs; int4 comes in pairs, int8 would work")
                     packed = quantise(tensor, kind)

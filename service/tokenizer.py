@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as _Tokenizer
 
-from service.modelconfig import CheckpointError
+from families import CheckpointError
 
 # Code points that Unicode keeps for such use: they never stand in text that is exchanged.
 _LITERAL_OPEN, _LITERAL_CLOSE = "\ufdd0", "\ufdd1"

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-PACKAGES = ("saccade", "service", "encoder", "decoder", "kernels")
+PACKAGES = ("saccade", "service", "families", "encoder", "decoder", "kernels")
 
 # What each package may import of the others, and whether torch and transformers are within its reach.
 MAY_IMPORT = {
     "saccade": set(),
-    "service": {"encoder", "decoder", "kernels", "saccade.v1"},
+    "service": {"families", "encoder", "decoder", "kernels", "saccade.v1"},
+    "families": {"encoder", "decoder", "kernels"},
     "encoder": {"kernels"},
     "decoder": {"kernels"},
     "kernels": set(),
@@ -37,6 +38,7 @@ PROTOCOLS = {"grpc", "grpc_health", "grpc_reflection", "grpc_status", "google"}
 NEVER = {
     "saccade": {"torch", "transformers", "tokenizers", "triton"},
     "service": {"transformers"},
+    "families": {"transformers", "asyncio"} | PROTOCOLS,
     "encoder": {"transformers", "asyncio"} | PROTOCOLS,
     "decoder": {"transformers", "asyncio"} | PROTOCOLS,
     "kernels": {"transformers", "asyncio"} | PROTOCOLS,

@@ -11,8 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_checkpoint import make_checkpoint
 
-from service.checkpoint import Checkpoint, native_names, open_checkpoint, resolve_model
-from service.modelconfig import CheckpointError, decoder_config, load_config
+from decoder.config import DecoderConfig
+from families import CheckpointError, FamilyConfig
+from families.nemotron_h.config import decoder_config
+from families.nemotron_h_omni import FAMILY as OMNI
+from service.checkpoint import Checkpoint, open_checkpoint, resolve_model
+from service.modelconfig import load_config
 
 
 @pytest.mark.parametrize("naming", ["released", "native"])
@@ -142,7 +146,8 @@ def test_the_revision_follows_the_weights(tmp_path: Path) -> None:
     ],
 )
 def test_names(stored: str, native: str) -> None:
-    assert [n for n, _, _ in native_names(stored)] == [native]
+    config = FamilyConfig({}, DecoderConfig(pattern="M", vocab_size=8, hidden_size=8))
+    assert [target.name for target in OMNI.weights(config)(stored)] == [native]
 
 
 def edit_config(path: Path, change: dict[str, object]) -> None:

@@ -12,11 +12,11 @@ from tiny_checkpoint import make_checkpoint
 from decoder.config import DecoderOptions
 from decoder.model import HybridModel
 from decoder.runner import DecoderRunner
+from families import CheckpointError
 from kernels.linear import Linear, Quantised
 from service.checkpoint import Checkpoint
 from service.cli import main
 from service.config import ConfigError
-from service.modelconfig import CheckpointError
 from service.quantise import quantise_checkpoint
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 
+from families import CheckpointError
 from service.chat import ChatTemplate, Message, load_template
-from service.modelconfig import CheckpointError
 from service.stops import StopMatcher
 from service.tokenizer import Detokenizer, Tokenizer, literal
 

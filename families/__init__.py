@@ -1,0 +1,18 @@
+"""Model families: what a published `config.json` and its weights mean.
+
+One folder per family; nothing outside this package names one.
+"""
+
+from families.family import Family, FamilyConfig, ModelFiles, Target
+from families.files import CheckpointError
+from families.registry import family_of, served_model_types
+
+__all__ = [
+    "CheckpointError",
+    "Family",
+    "FamilyConfig",
+    "ModelFiles",
+    "Target",
+    "family_of",
+    "served_model_types",
+]

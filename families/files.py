@@ -1,0 +1,44 @@
+"""Reading the JSON files of a model directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class CheckpointError(ValueError):
+    """A model directory that cannot be served; the message names the file or field and what would work."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; `{"__float__": "Infinity"}`, as released configs write infinities, becomes a float. Raises
+    CheckpointError.
+    """
+
+    def unwrap(item: dict[str, Any]) -> Any:
+        return float(item["__float__"]) if set(item) == {"__float__"} else item
+
+    try:
+        value = json.loads(path.read_text("utf-8"), object_hook=unwrap)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent} holds no {path.name}: it is not a model directory") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, not a {type(value).__name__}")
+    return value
+
+
+def optional_json(path: Path) -> dict[str, Any]:
+    """The same; empty where the file is not there."""
+    return read_json(path) if path.exists() else {}
+
+
+def first(source: Mapping[str, Any], *names: str, default: Any = None) -> Any:
+    """The value of the first of `names` that the file sets to something."""
+    for name in names:
+        if source.get(name) is not None:
+            return source[name]
+    return default

@@ -1,0 +1,38 @@
+"""Names of published weights -> ours.
+
+NVIDIA's releases (and, by default, transformers' `save_pretrained`) say `backbone.layers.0...`; transformers' own
+modules say `model.layers.0...`, which are ours.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from families.family import FamilyConfig, Target
+
+_RENAMES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"^language_model\.", ""),
+        (r"^(backbone|model)\.mtp\.", "mtp."),
+        (r"^backbone\.", "model."),
+    )
+)
+_EXPERT = re.compile(r"^(.*\.mixer\.experts)\.(\d+)\.(up_proj|down_proj)\.weight$")
+
+
+def decoder_targets(name: str, has_mtp: bool) -> list[Target]:
+    """What a stored tensor of the decoder is. `has_mtp`: whether weights of multi-token prediction heads are used."""
+    for pattern, replacement in _RENAMES:
+        name = pattern.sub(replacement, name)
+    if name.startswith("mtp.") and not has_mtp:
+        return []
+    if expert := _EXPERT.match(name):
+        return [Target(f"{expert[1]}.{expert[3]}", "stack", int(expert[2]))]
+    return [Target(name)]
+
+
+def weights(config: FamilyConfig) -> Callable[[str], list[Target]]:
+    has_mtp = config.decoder.num_nextn_predict_layers > 0
+    return lambda name: decoder_targets(name, has_mtp)

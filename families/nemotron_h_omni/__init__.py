@@ -1,0 +1,14 @@
+"""Nemotron Omni: a RADIO vision tower at dynamic resolution, pixel shuffle and projector before a NemotronH decoder."""
+
+from families.family import Family
+from families.nemotron_h_omni.config import read_config
+from families.nemotron_h_omni.names import weights
+
+FAMILY = Family(
+    name="nemotron_h_omni",
+    read_config=read_config,
+    weights=weights,
+    # What released files, which predate the upstream model type, call themselves.
+    aliases=("NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Omni_Reasoning_V3"),
+    image_wrappers=("<img>", "</img>"),
+)

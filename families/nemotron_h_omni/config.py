@@ -1,0 +1,128 @@
+"""`nemotron_h_omni`'s `config.json` and `preprocessor_config.json` -> `DecoderConfig` and `VisionConfig`.
+
+Two generations of field names are in circulation: the ones that transformers writes (`text_config`,
+`vision_hidden_size`, `image_token_id`) and the ones in NVIDIA's released files (`llm_config`, `vit_hidden_size`,
+`img_context_token_id`, `vision_config.args`). Both are read; where a file carries both, the current name wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from decoder.config import DecoderConfig
+from encoder.config import CLIP_MEAN, CLIP_STD, VisionConfig
+from families.family import FamilyConfig, ModelFiles
+from families.files import CheckpointError, first
+from families.nemotron_h.config import decoder_config
+
+# timm names used by `vision_config.args.model` -> (width, layers, heads)
+_VIT_SIZES = {
+    "vit_tiny": (192, 12, 3),
+    "vit_small": (384, 12, 6),
+    "vit_base": (768, 12, 12),
+    "vit_large": (1024, 24, 16),
+    "vit_huge": (1280, 32, 16),
+}
+
+
+def read_config(files: ModelFiles) -> FamilyConfig:
+    """Raises CheckpointError with the field at fault."""
+    text = first(files.config, "text_config", "llm_config", default={})
+    decoder = decoder_config(text)
+    image_token = first(files.config, "image_token_id", "img_context_token_id")
+    return FamilyConfig(
+        text=text,
+        decoder=decoder,
+        vision=vision_config(files.config, decoder, files.preprocessor),
+        image_token_id=None if image_token is None else int(image_token),
+    )
+
+
+def vision_config(config: Mapping[str, Any], text: DecoderConfig, preprocessor: Mapping[str, Any]) -> VisionConfig:
+    """The vision part of a config plus `preprocessor_config.json` -> VisionConfig."""
+    vision: Mapping[str, Any] = config.get("vision_config") or {}
+    args: Mapping[str, Any] = vision.get("args") or {}
+    width, layers, heads = _VIT_SIZES["vit_huge"]
+    if (timm_name := args.get("model")) is not None:
+        size = "_".join(str(timm_name).split("_")[:2])
+        if size not in _VIT_SIZES:
+            raise CheckpointError(f"vision_config.args.model {timm_name!r} is not one of {sorted(_VIT_SIZES)}")
+        width, layers, heads = _VIT_SIZES[size]
+    hidden = int(first(vision, "hidden_size", default=width))
+    claimed = int(first(config, "vision_hidden_size", "vit_hidden_size", default=hidden))
+    if claimed != hidden:
+        raise CheckpointError(f"vision_hidden_size ({claimed}) and vision_config.hidden_size ({hidden}) must be equal")
+    cls_tokens, registers = _prefix_tokens(vision, args)
+    downsample = float(first(config, "downsample_ratio", default=0.5))
+    if not 0 < downsample <= 1 or (1 / downsample) % 1:
+        raise CheckpointError(f"downsample_ratio {downsample} must be the reciprocal of a whole number, such as 0.5")
+    inner = int(hidden * float(first(vision, "mlp_ratio", default=4.0)))
+    swiglu = bool(first(vision, "use_swiglu_ffn", default=False))
+
+    def setting(name: str, default: Any) -> Any:
+        """Preprocessing settings: the processor's own file first, then the places released configs put them."""
+        return first(preprocessor, name, default=first(vision, name, default=first(args, name, default=default)))
+
+    mean = first(preprocessor, "image_mean", "norm_mean", default=first(config, "norm_mean")) or CLIP_MEAN
+    std = first(preprocessor, "image_std", "norm_std", default=first(config, "norm_std")) or CLIP_STD
+    try:
+        return VisionConfig(
+            hidden_size=hidden,
+            num_layers=int(first(vision, "num_hidden_layers", default=layers)),
+            num_heads=int(first(vision, "num_attention_heads", default=heads)),
+            intermediate_size=VisionConfig.swiglu_size(inner) if swiglu else inner,
+            hidden_act=str(first(vision, "hidden_act", default="gelu")),
+            use_swiglu_ffn=swiglu,
+            qkv_bias=bool(first(vision, "qkv_bias", default=True)),
+            layer_norm_eps=float(first(vision, "layer_norm_eps", default=1e-6)),
+            layerscale_value=float(first(vision, "layerscale_value", default=1.0)),
+            patch_size=int(first(vision, "patch_size", default=first(config, "patch_size", default=16))),
+            max_img_size=int(first(vision, "max_img_size", default=first(args, "cpe_max_size", default=2048))),
+            num_cls_tokens=cls_tokens,
+            num_registers=registers,
+            video_temporal_patch_size=_video_patch(config, vision),
+            video_target_num_patches=int(setting("video_target_num_patches", 1024)),
+            video_maintain_aspect_ratio=bool(setting("video_maintain_aspect_ratio", True)),
+            video_pruning_rate=float(first(config, "video_pruning_rate", default=0.0)),
+            min_num_patches=int(setting("min_num_patches", 1024)),
+            max_num_patches=int(setting("max_num_patches", 13312)),
+            max_model_len=int(setting("max_model_len", 16384)),
+            image_mean=_triple(mean),
+            image_std=_triple(std),
+            merge_size=round(1 / downsample),
+            projector_hidden_size=int(first(config, "projector_hidden_size", default=4096)),
+            text_hidden_size=text.hidden_size,
+            final_layernorm=text.num_nextn_predict_layers > 0,
+        )
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"vision_config: {error}") from None
+
+
+def _triple(values: Any) -> tuple[float, float, float]:
+    red, green, blue = (float(v) for v in values)
+    return red, green, blue
+
+
+def _video_patch(config: Mapping[str, Any], vision: Mapping[str, Any]) -> int | None:
+    value = first(vision, "video_temporal_patch_size", default=first(config, "video_temporal_patch_size", default=2))
+    return None if value is None else int(value)
+
+
+def _prefix_tokens(vision: Mapping[str, Any], args: Mapping[str, Any]) -> tuple[int, int]:
+    """Class and register tokens per image: given outright, or by RADIO's rule of one class token per distinct teacher
+    and registers filling up to a multiple."""
+    cls_tokens, registers = 3, 7
+    if "teachers" in args:
+        teachers = args["teachers"] or []
+        per_teacher = args.get("cls_token_per_teacher", True)
+        cls_tokens = len({str(t.get("name", i)) for i, t in enumerate(teachers)}) if per_teacher else 1
+        cls_tokens = max(cls_tokens, 1)
+    if args.get("register_multiple"):
+        registers = int(args["register_multiple"]) - cls_tokens % int(args["register_multiple"])
+    elif args.get("cpe_num_registers"):
+        registers = int(args["cpe_num_registers"])
+    return (
+        int(first(vision, "num_cls_tokens", default=cls_tokens)),
+        int(first(vision, "num_registers", default=registers)),
+    )

@@ -1,0 +1,21 @@
+"""Which family serves which `model_type`."""
+
+from __future__ import annotations
+
+from families import nemotron_h, nemotron_h_omni
+from families.family import Family
+from families.files import CheckpointError
+
+FAMILIES: tuple[Family, ...] = (nemotron_h_omni.FAMILY, nemotron_h.FAMILY)
+
+
+def served_model_types() -> tuple[str, ...]:
+    return tuple(family.name for family in FAMILIES)
+
+
+def family_of(model_type: str) -> Family:
+    """Raises CheckpointError, with those that are served, for another `model_type`."""
+    for family in FAMILIES:
+        if model_type == family.name or model_type in family.aliases:
+            return family
+    raise CheckpointError(f"model_type {model_type!r} is not served; served are {', '.join(served_model_types())}")
