@@ -10,12 +10,73 @@ end, so that both stay dense.
 
 from __future__ import annotations
 
+import heapq
 from bisect import insort
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Claims:
+    """References of some owners, and how many superblocks they take: counted as they come and go, so that asking costs
+    the same however much is held.
+    """
+
+    pages_per_block: int
+    slots: dict[int, int] = field(default_factory=dict)
+    """Slot -> references."""
+    pages: dict[int, int] = field(default_factory=dict)
+    """Page -> references."""
+    blocks: dict[int, int] = field(default_factory=dict)
+    """Superblock -> different pages of it."""
+
+    @property
+    def used_blocks(self) -> int:
+        return len(self.slots) + len(self.blocks)
+
+    @property
+    def loose_pages(self) -> int:
+        """Pages that nobody claims, in superblocks of which others are claimed."""
+        return len(self.blocks) * self.pages_per_block - len(self.pages)
+
+    def add(self, slots: Iterable[int] = (), pages: Iterable[int] = ()) -> None:
+        """One more reference to each; slots below 0 are none."""
+        for slot in slots:
+            if slot >= 0:
+                self.slots[slot] = self.slots.get(slot, 0) + 1
+        for page in pages:
+            owners = self.pages.get(page, 0)
+            self.pages[page] = owners + 1
+            if not owners:
+                block = page // self.pages_per_block
+                self.blocks[block] = self.blocks.get(block, 0) + 1
+
+    def remove(self, slots: Iterable[int] = (), pages: Iterable[int] = ()) -> tuple[list[int], list[int]]:
+        """One reference less to each. Returns the slots and the pages that have none left."""
+        freed_slots, freed_pages = [], []
+        for slot in slots:
+            if slot >= 0:
+                self.slots[slot] -= 1
+                if not self.slots[slot]:
+                    del self.slots[slot]
+                    freed_slots.append(slot)
+        for page in pages:
+            self.pages[page] -= 1
+            if not self.pages[page]:
+                del self.pages[page]
+                freed_pages.append(page)
+                block = page // self.pages_per_block
+                self.blocks[block] -= 1
+                if not self.blocks[block]:
+                    del self.blocks[block]
+        return freed_slots, freed_pages
 
 
 class SuperblockPool:
-    """Counted references to slots and pages that share one set of superblocks."""
+    """Counted references to slots and pages that share one set of superblocks.
+
+    A reference is needed or, once it is ceded, gives way: what only ceded references hold can be had back at any time.
+    """
 
     def __init__(self, num_blocks: int, pages_per_block: int, has_slots: bool = True) -> None:
         """`pages_per_block` 0: the model has no pages. `has_slots` False: it has no states, and slots cost nothing."""
@@ -23,9 +84,12 @@ class SuperblockPool:
         self.pages_per_block = pages_per_block
         self.has_slots = has_slots
         self._free = list(range(num_blocks))
-        self._slots: dict[int, int] = {}
-        self._pages: dict[int, int] = {}
+        self._held = Claims(pages_per_block)
+        self.needed = Claims(pages_per_block)
+        """Those of all references that have not been ceded."""
         self._partial: dict[int, list[int]] = {}
+        self._fullness: list[tuple[int, int]] = []
+        """Heap of (free pages, -superblock); entries that are out of date are skipped."""
 
     # -- what there is -------------------------------------------------------------------------------------------------
 
@@ -35,16 +99,16 @@ class SuperblockPool:
 
     @property
     def used_slots(self) -> int:
-        return len(self._slots)
+        return len(self._held.slots)
 
     @property
     def used_pages(self) -> int:
-        return len(self._pages)
+        return len(self._held.pages)
 
     @property
     def loose_pages(self) -> int:
         """Free pages in superblocks that hold used ones too: memory that only pages can use."""
-        return sum(len(pages) for pages in self._partial.values())
+        return self._held.loose_pages
 
     def fits(self, slots: int, pages: int) -> bool:
         """Could `slots` and `pages` be taken now, together?"""
@@ -69,7 +133,8 @@ class SuperblockPool:
         if not self._free:
             return None
         slot = self._free.pop() if high else self._free.pop(0)
-        self._slots[slot] = 1
+        self._held.add(slots=(slot,))
+        self.needed.add(slots=(slot,))
         return slot
 
     def take_pages(self, count: int) -> list[int] | None:
@@ -89,92 +154,112 @@ class SuperblockPool:
             wanted = count - len(taken)
             taken += pages[:wanted]
             del pages[:wanted]
-            if not pages:
+            if pages:
+                self._rank(block)
+            else:
                 del self._partial[block]
-        for page in taken:
-            self._pages[page] = 1
+        self._held.add(pages=taken)
+        self.needed.add(pages=taken)
         return taken
+
+    def _rank(self, block: int) -> None:
+        """The free pages of a superblock have become more or fewer."""
+        heapq.heappush(self._fullness, (len(self._partial[block]), -block))
+        if len(self._fullness) > 64 + 4 * len(self._partial):
+            self._fullness = [(len(pages), -block) for block, pages in self._partial.items()]
+            heapq.heapify(self._fullness)
 
     def _fullest(self) -> int | None:
         """The superblock with the fewest free pages: filling it up lets emptier ones become whole again."""
-        if not self._partial:
-            return None
-        return min(self._partial, key=lambda block: (len(self._partial[block]), -block))
+        while self._fullness:
+            free, block = self._fullness[0]
+            if len(self._partial.get(-block, ())) == free:
+                return -block
+            heapq.heappop(self._fullness)
+        return None
 
     def slot_owners(self, slot: int) -> int:
         """References to a slot; 0 for one that nobody has."""
-        return self._slots.get(slot, 0)
+        return self._held.slots.get(slot, 0)
 
     def page_owners(self, page: int) -> int:
         """References to a page; 0 for one that nobody has."""
-        return self._pages.get(page, 0)
+        return self._held.pages.get(page, 0)
 
-    def fits_beside(self, slots: int, pages: int, held_slots: Iterable[int], held_pages: Iterable[int]) -> bool:
-        """Could `slots` and `pages` be taken if nothing but these slots and pages were held?"""
-        if not self.pages_per_block:
-            return not self.has_slots or slots <= self.num_blocks - len(set(held_slots) - {-1})
-        used: dict[int, int] = {}
-        for page in set(held_pages):
-            block = page // self.pages_per_block
-            used[block] = used.get(block, 0) + 1
-        free = self.num_blocks - len(used) - (len(set(held_slots) - {-1}) if self.has_slots else 0)
-        loose = sum(self.pages_per_block - count for count in used.values())
-        blocks = -(-max(0, pages - loose) // self.pages_per_block)
-        return blocks + (slots if self.has_slots else 0) <= free
+    def fits_beside(self, slots: int, pages: int, claims: Claims) -> bool:
+        """Could `slots` and `pages` be taken if nothing but what is claimed were held?"""
+        blocks = slots if self.has_slots else 0
+        if pages and self.pages_per_block:
+            blocks += -(-max(0, pages - claims.loose_pages) // self.pages_per_block)
+        return blocks <= self.num_blocks - claims.used_blocks
 
     def retain_slot(self, slot: int) -> None:
         """One more owner."""
-        if slot >= 0:
-            self._slots[slot] += 1
+        assert slot < 0 or slot in self._held.slots, f"nobody has slot {slot}"
+        self._held.add(slots=(slot,))
+        self.needed.add(slots=(slot,))
 
     def retain_pages(self, pages: Iterable[int]) -> None:
         """One more owner of each."""
-        for page in pages:
-            self._pages[page] += 1
+        pages = list(pages)
+        assert all(page in self._held.pages for page in pages), f"somebody must have each of the pages {pages}"
+        self._held.add(pages=pages)
+        self.needed.add(pages=pages)
 
     def release_slot(self, slot: int) -> None:
         """One owner less; the last one frees the superblock."""
-        if slot < 0:
-            return
-        self._slots[slot] -= 1
-        if self._slots[slot] == 0:
-            del self._slots[slot]
-            insort(self._free, slot)
+        self.needed.remove(slots=(slot,))
+        for freed in self._held.remove(slots=(slot,))[0]:
+            insort(self._free, freed)
 
     def release_pages(self, pages: Iterable[int]) -> None:
         """One owner less of each; a superblock without used pages is free again."""
-        for page in pages:
-            self._pages[page] -= 1
-            if self._pages[page]:
-                continue
-            del self._pages[page]
+        pages = list(pages)
+        self.needed.remove(pages=pages)
+        changed = set()
+        for page in self._held.remove(pages=pages)[1]:
             block = page // self.pages_per_block
-            loose = self._partial.setdefault(block, [])
-            insort(loose, page)
-            if len(loose) == self.pages_per_block:
+            changed.add(block)
+            insort(self._partial.setdefault(block, []), page)
+        for block in changed:
+            if len(self._partial[block]) == self.pages_per_block:
                 del self._partial[block]
                 insort(self._free, block)
+            else:
+                self._rank(block)
 
-    def check_integrity(self, slots: Iterable[int] = (), pages: Iterable[int] = ()) -> None:
+    def cede(self, slots: Iterable[int] = (), pages: Iterable[int] = ()) -> None:
+        """One reference to each gives way from now on; whoever has it claims it before releasing it."""
+        self.needed.remove(slots, pages)
+
+    def claim(self, slots: Iterable[int] = (), pages: Iterable[int] = ()) -> None:
+        """One reference to each that was ceded is needed again."""
+        self.needed.add(slots, pages)
+
+    def check_integrity(
+        self, slots: Iterable[int] = (), pages: Iterable[int] = (), ceded_slots: Iterable[int] = (),
+        ceded_pages: Iterable[int] = (),
+    ) -> None:  # fmt: skip
         """`AssertionError` unless free + slots + page blocks = all, and the owners named are those that are counted.
 
-        `slots`, `pages`: one entry for each reference that somebody holds.
+        `slots`, `pages`: one entry for each needed reference that somebody holds; `ceded_slots`, `ceded_pages`: for
+        each of the others.
         """
-        holding = {page // self.pages_per_block for page in self._pages}
-        kinds = [set(self._free), set(self._slots), holding | set(self._partial)]
+        holding = {page // self.pages_per_block for page in self._held.pages}
+        kinds = [set(self._free), set(self._held.slots), holding | set(self._partial)]
         assert sum(map(len, kinds)) == self.num_blocks == len(set().union(*kinds)), (
             "a superblock is lost or owned twice"
         )
         assert self._free == sorted(set(self._free))
         for block in holding | set(self._partial):
-            used = sum(1 for page in self._pages if page // self.pages_per_block == block)
+            used = sum(1 for page in self._held.pages if page // self.pages_per_block == block)
             loose = self._partial.get(block, [])
             assert used + len(loose) == self.pages_per_block, f"superblock {block} has lost pages"
             assert used > 0, f"superblock {block} holds only free pages"
-            assert not set(loose) & set(self._pages)
-        for held, counted in ((slots, self._slots), (pages, self._pages)):
-            owners: dict[int, int] = {}
-            for index in held:
-                if index >= 0:
-                    owners[index] = owners.get(index, 0) + 1
-            assert owners == counted, f"references counted {counted}, held {owners}"
+            assert not set(loose) & set(self._held.pages)
+        needed, held = Claims(self.pages_per_block), Claims(self.pages_per_block)
+        slots, pages = list(slots), list(pages)
+        needed.add(slots, pages)
+        held.add([*slots, *ceded_slots], [*pages, *ceded_pages])
+        assert held == self._held, f"references counted {self._held}, held {held}"
+        assert needed == self.needed, f"needed references counted {self.needed}, held {needed}"

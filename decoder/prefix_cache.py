@@ -200,8 +200,9 @@ class PrefixCache:
             return None
         length = tokens % size
         tail = sequence.pages[tokens // size] if length and self.pool.pages_per_block else -1
-        if tail >= 0:
-            self.pool.retain_pages([tail])
+        tails = [tail] if tail >= 0 else []
+        self.pool.retain_pages(tails)
+        self.pool.cede([slot], tails)
         checkpoint = node.checkpoints[key] = Checkpoint(key, node, tokens, slot, tail, gain)
         node.tails[length] = node.tails.get(length, 0) + 1
         self.counters["inserted"] += 1
@@ -216,6 +217,7 @@ class PrefixCache:
             page = sequence.pages[depth - 1] if depth and self.pool.pages_per_block else -1
             if page >= 0:
                 self.pool.retain_pages([page])
+                self.pool.cede(pages=[page])
             node = self._nodes[key] = Node(key, parent, page)
             if parent is not None:
                 parent.children += 1
@@ -259,6 +261,7 @@ class PrefixCache:
         """Takes a checkpoint out, if it is still in, and frees what only it needed."""
         if self._live.get(checkpoint.ticket) is not checkpoint:
             return
+        self._claim(checkpoint)
         self.pool.release_slot(checkpoint.slot)
         if checkpoint.tail >= 0:
             self.pool.release_pages([checkpoint.tail])
@@ -267,7 +270,11 @@ class PrefixCache:
     def hand_over(self, checkpoint: Checkpoint) -> None:
         """Takes a checkpoint out; its references to slot and tail are now the caller's."""
         assert self._live.get(checkpoint.ticket) is checkpoint
+        self._claim(checkpoint)
         self._unlink(checkpoint)
+
+    def _claim(self, checkpoint: Checkpoint) -> None:
+        self.pool.claim([checkpoint.slot], [checkpoint.tail] if checkpoint.tail >= 0 else [])
 
     def _unlink(self, checkpoint: Checkpoint) -> None:
         node, length = checkpoint.node, checkpoint.tokens % self.placement.page
@@ -284,6 +291,7 @@ class PrefixCache:
         while at is not None and not at.children and not at.checkpoints:
             del self._nodes[at.key]
             if at.page >= 0:
+                self.pool.claim(pages=[at.page])
                 self.pool.release_pages([at.page])
             at = parent = at.parent
             if parent is None:

@@ -179,6 +179,8 @@ class Sequence:
     """The step it came in, less what its priority is worth in steps: who has the smaller one goes first."""
     last_step: int = -1
     """Step in which it last advanced."""
+    counted: bool = False
+    """Whether the scheduler counts its memory as that of a request that can advance."""
     barrier: int = 0
     """Readiness that it needs before it is admitted again (it was put out while it waited for this row)."""
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from decoder.blocks import SuperblockPool
+from decoder.blocks import Claims, SuperblockPool
 from decoder.config import DecoderOptions
 from decoder.metadata import chunk_end
 from decoder.prefix_cache import MISS, Hit, PrefixCache
@@ -67,6 +67,9 @@ class Scheduler:
         self._seats = list(range(options.max_seqs - 1, -1, -1))
         self._host: dict[str, int] = {}
         self._leaving: list[Sequence] = []
+        self._advancing = Claims(pool.pages_per_block)
+        """Memory of the running requests that can advance, `_advancers` in number."""
+        self._advancers = 0
 
     # -- requests come and go ------------------------------------------------------------------------------------------
 
@@ -119,7 +122,7 @@ class Scheduler:
         forks = []
         for follower in followers:
             follower.leader = None
-            if not self._seats or not self._reclaim(step, self.slots_per_seq, int(part > 0) + 1):
+            if not self._seats or not self._reclaim(self.slots_per_seq, int(part > 0) + 1):
                 self.fork_misses += 1
                 continue
             slots = [self.pool.take_slot() for _ in range(self.slots_per_seq)]
@@ -137,6 +140,7 @@ class Scheduler:
                 follower.next_mark = self.cache.placement.next_mark((), follower.prompt_len, row.end)
             self.waiting.remove(follower)
             self.running.append(follower)
+            self._count(follower, True)
             copied = (leader.pages[whole], own[0]) if own else None
             forks.append(Fork(leader, follower, (leader.slot, follower.slot), copied))
         self.forks += len(forks)
@@ -204,7 +208,7 @@ class Scheduler:
                 break
             if sequence.status is not Status.RUNNING or (sequence.unread and sequence.full):
                 continue
-            row = self._drafted(sequence, min(spare, budget - 1), step) or self._row(sequence, budget)
+            row = self._drafted(sequence, min(spare, budget - 1)) or self._row(sequence, budget)
             if row is not None and self._grow(sequence, row.end, step, chosen):
                 chosen[sequence.arrival] = row
                 budget -= row.count
@@ -242,7 +246,7 @@ class Scheduler:
         end = chunk_end(start, len(sequence.tokens), budget, sequence.ready_end(start), align)
         return Row(sequence, end - start, start) if end > start else None
 
-    def _drafted(self, sequence: Sequence, spare: int, step: Step) -> Row | None:
+    def _drafted(self, sequence: Sequence, spare: int) -> Row | None:
         """The row of a sequence with drafts, at most `spare` of them; `None` where there are none to be had. Nobody is
         put out for a draft, and none is made for a token that could not come any more.
         """
@@ -250,7 +254,7 @@ class Scheduler:
         if drafts <= 0 or not sequence.decoding:
             return None
         row = Row(sequence, 1 + drafts, sequence.computed, drafts)
-        return row if self._reclaim(step, 0, self._pages_for(row.end) - len(sequence.pages)) else None
+        return row if self._reclaim(0, self._pages_for(row.end) - len(sequence.pages)) else None
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
@@ -264,10 +268,12 @@ class Scheduler:
         while True:
             needed = max(0, self._pages_for(tokens) - len(sequence.pages))
             pages = self.pool.take_pages(needed)
-            if pages is None and self._reclaim(step, 0, needed):
+            if pages is None and self._reclaim(0, needed):
                 pages = self.pool.take_pages(needed)
             if pages is not None:
                 sequence.pages += pages
+                if sequence.counted:
+                    self._advancing.add(pages=pages)
                 step.new_pages += pages
                 return True
             victim = self._victim(sequence, chosen)
@@ -335,7 +341,17 @@ class Scheduler:
         self.running.remove(sequence)
         self.waiting.append(sequence)
 
+    def _count(self, sequence: Sequence, advances: bool) -> None:
+        """From now on the memory of a running sequence is counted as that of one that can advance, or is not."""
+        if advances == sequence.counted:
+            return
+        change = self._advancing.add if advances else self._advancing.remove
+        change(sequence.slots, sequence.pages)
+        self._advancers += 1 if advances else -1
+        sequence.counted = advances
+
     def _release(self, sequence: Sequence) -> None:
+        self._count(sequence, False)
         for slot in sequence.slots:
             self.pool.release_slot(slot)
         self.pool.release_pages(sequence.pages)
@@ -347,7 +363,11 @@ class Scheduler:
 
     def _admit(self, step: Step, chosen: dict[int, Row], budget: int) -> int:
         """Lets waiting requests in, in order, as long as there is budget and memory."""
-        if not self._seats and not any(self._stuck(s) for s in self.running):
+        if not self.waiting:
+            return budget
+        for sequence in self.running:
+            self._count(sequence, not self._stuck(sequence))
+        if not self._seats and self._advancers == len(self.running):
             return budget
         for sequence in sorted(self.waiting, key=lambda s: s.order):
             if budget == 0:
@@ -379,12 +399,10 @@ class Scheduler:
         or put one of them out, as soon as it is in. Cached memory counts as free, and so does that of requests that
         wait for images.
         """
-        held = [s for s in self.running if not self._stuck(s)]
-        if not held:
+        if not self._advancers:
             return True
-        pages = self._entry_pages(sequence) + (len(held) if self.pool.pages_per_block else 0)
-        slots = (slot for s in held for slot in s.slots)
-        return self.pool.fits_beside(self.slots_per_seq, pages, slots, (page for s in held for page in s.pages))
+        pages = self._entry_pages(sequence) + (self._advancers if self.pool.pages_per_block else 0)
+        return self.pool.fits_beside(self.slots_per_seq, pages, self._advancing)
 
     def _entry_pages(self, sequence: Sequence) -> int:
         """Pages for every token it has: a prompt that is let in can be computed to its end."""
@@ -408,15 +426,17 @@ class Scheduler:
         """A seat, a slot and pages for a sequence that has `hit`, or for the whole of it; `None` where there are none.
         Sequences that wait for images are put out for them, no others.
         """
-        stuck = sorted((s for s in self.running if self._stuck(s)), key=lambda s: s.order)
+        stuck: list[Sequence] | None = None
         while True:
             if self._seats:
                 if hit.tokens and self._take_hit(sequence, hit, step):
                     return hit
                 whole = self._entry_pages(sequence)
                 ready = not hit.tokens or self._entry_row(sequence, MISS, budget) is not None
-                if ready and self._reclaim(step, self.slots_per_seq, whole):
+                if ready and self._reclaim(self.slots_per_seq, whole):
                     return hit if not hit.tokens else MISS
+            if stuck is None:
+                stuck = sorted((s for s in self.running if self._stuck(s)), key=lambda s: s.order)
             if not stuck:
                 return None
             self._put_out(stuck.pop(), step, chosen)
@@ -450,23 +470,15 @@ class Scheduler:
         sequence.status, sequence.barrier = Status.RUNNING, 0
         self.waiting.remove(sequence)
         self.running.append(sequence)
+        self._count(sequence, True)
 
     # -- the prefix cache ----------------------------------------------------------------------------------------------
 
-    def _reclaim(self, step: Step, slots: int, pages: int, keep: Hit = MISS) -> bool:
-        """Evicts until `slots` and `pages` fit; False, and nothing evicted, where even an empty cache would not do.
-
-        `keep`: cached memory that is not to be given up for it.
-        """
+    def _reclaim(self, slots: int, pages: int) -> bool:
+        """Evicts until `slots` and `pages` fit; False, and nothing evicted, where even an empty cache would not do."""
         if self.pool.fits(slots, pages):
             return True
-        if self.cache is None:
-            return False
-        pending = [slot for kept in step.checkpoints.values() for _, slot in kept]
-        held_slots = [*(slot for s in self.running for slot in s.slots), *step.held_slots, *pending, keep.slot]
-        held_pages = [*(page for s in self.running for page in s.pages), *step.held_pages, *keep.pages]
-        held_pages += [keep.tail] if keep.tail >= 0 else []
-        if not self.pool.fits_beside(slots, pages, held_slots, held_pages):
+        if self.cache is None or not self.pool.fits_beside(slots, pages, self.pool.needed):
             return False
         while not self.pool.fits(slots, pages):
             if not self.cache.evict():
@@ -483,7 +495,7 @@ class Scheduler:
         held = [page for page in (hit.tail,) if page >= 0]
         self.pool.retain_slot(hit.slot)
         self.pool.retain_pages(held)
-        if self._reclaim(step, self.slots_per_seq, fresh, hit):
+        if self._reclaim(self.slots_per_seq, fresh):
             step.held_slots += [hit.slot] if hit.slot >= 0 else []
             step.held_pages += held
             sequence.pages = list(hit.pages)
@@ -503,9 +515,12 @@ class Scheduler:
         own = [hit.tail] if hit.tail >= 0 and self.pool.page_owners(hit.tail) == 1 else []
         fresh = self._entry_pages(sequence) - len(hit.pages) - len(own)
         assert self.cache is not None
+        held = [hit.tail] if hit.tail >= 0 else []
         self.pool.retain_slot(checkpoint.slot)
-        done = self._reclaim(step, self.slots_per_seq - 1, fresh, hit)
+        self.pool.retain_pages(held)
+        done = self._reclaim(self.slots_per_seq - 1, fresh)
         self.pool.release_slot(checkpoint.slot)
+        self.pool.release_pages(held)
         if not done:
             return False
         self.cache.hand_over(checkpoint)
@@ -601,6 +616,8 @@ class Scheduler:
         if slot is None:
             slot = source
             sequence.slots.remove(slot)
+            if sequence.counted:
+                self._advancing.remove(slots=[slot])
             sequence.accepted = 1
         cache.insert(sequence, end, slot, gain)
         return (source, slot) if slot >= 0 else None
@@ -644,14 +661,21 @@ class Scheduler:
         pages = [page for s in self.running for page in s.pages]
         if self.cache is not None:
             self.cache.check_integrity()
-            slots, pages = slots + self.cache.slots, pages + self.cache.pages
-        self.pool.check_integrity(slots, pages)
+            self.pool.check_integrity(slots, pages, self.cache.slots, self.cache.pages)
+        else:
+            self.pool.check_integrity(slots, pages)
         seats = self._seats + [s.seat for s in self.running]
         assert sorted(seats) == list(range(self.options.max_seqs)), "a seat is lost or taken twice"
         assert self.host_used == sum(self._host.values())
         assert set(self._host) == {s.request_id for s in self.waiting if s.status is Status.SWAPPED}
         assert all(len(s.slots) == self.slots_per_seq for s in self.running), "a state slot is not reserved"
-        assert all(not s.slots and not s.pages for s in self.waiting)
+        assert all(not s.slots and not s.pages and not s.counted for s in self.waiting)
+        counted = Claims(self.pool.pages_per_block)
+        for sequence in self.running:
+            if sequence.counted:
+                counted.add(sequence.slots, sequence.pages)
+        assert counted == self._advancing, f"memory of those that advance counted {self._advancing}, held {counted}"
+        assert self._advancers == sum(s.counted for s in self.running)
 
 
 def _batch_order(row: Row) -> tuple[int, ...]:

@@ -18,6 +18,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = SuperblockPool(7, 3)
         self.slots: list[int] = []
         self.pages: list[int] = []
+        self.ceded_slots: list[int] = []
+        self.ceded_pages: list[int] = []
 
     @rule()
     def take_slot(self) -> None:
@@ -25,7 +27,7 @@ class PoolMachine(RuleBasedStateMachine):
         slot = self.pool.take_slot()
         assert (slot is not None) == possible
         if slot is not None:
-            assert slot not in self.slots
+            assert slot not in self.slots + self.ceded_slots
             self.slots.append(slot)
 
     @rule(count=st.integers(0, 8))
@@ -35,7 +37,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert (pages is not None) == possible
         if pages is not None:
             assert len(pages) == count
-            assert not set(pages) & set(self.pages)
+            assert not set(pages) & {*self.pages, *self.ceded_pages}
             self.pages += pages
 
     @precondition(lambda self: self.slots)
@@ -65,12 +67,57 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.release_pages(self.pages[place:])
         del self.pages[place:]
 
+    @precondition(lambda self: self.slots)
+    @rule(data=st.data())
+    def cede_slot(self, data: st.DataObject) -> None:
+        slot = self.slots.pop(data.draw(st.integers(0, len(self.slots) - 1)))
+        self.pool.cede([slot])
+        self.ceded_slots.append(slot)
+
+    @precondition(lambda self: self.pages)
+    @rule(data=st.data())
+    def cede_pages(self, data: st.DataObject) -> None:
+        place = data.draw(st.integers(0, len(self.pages) - 1))
+        self.pool.cede(pages=self.pages[place:])
+        self.ceded_pages += self.pages[place:]
+        del self.pages[place:]
+
+    @precondition(lambda self: self.ceded_slots or self.ceded_pages)
+    @rule()
+    def claim_all(self) -> None:
+        self.pool.claim(self.ceded_slots, self.ceded_pages)
+        self.slots += self.ceded_slots
+        self.pages += self.ceded_pages
+        self.ceded_slots, self.ceded_pages = [], []
+
     @invariant()
     def adds_up(self) -> None:
-        self.pool.check_integrity(self.slots, self.pages)
-        held = {page // 3 for page in self.pages}
-        assert self.pool.free_blocks == 7 - len(set(self.slots)) - len(held)
-        assert self.pool.loose_pages == 3 * len(held) - len(set(self.pages))
+        self.pool.check_integrity(self.slots, self.pages, self.ceded_slots, self.ceded_pages)
+        pages, slots = {*self.pages, *self.ceded_pages}, {*self.slots, *self.ceded_slots}
+        held = {page // 3 for page in pages}
+        assert self.pool.free_blocks == 7 - len(slots) - len(held)
+        assert self.pool.loose_pages == 3 * len(held) - len(pages)
+
+    @rule(slots=st.integers(0, 3), pages=st.integers(0, 22))
+    def fits_beside_what_is_needed(self, slots: int, pages: int) -> None:
+        """As a walk over what is needed would find."""
+        blocks = {page // 3 for page in self.pages}
+        free = 7 - len(blocks) - len(set(self.slots))
+        missing = max(0, pages - (3 * len(blocks) - len(set(self.pages))))
+        expected = slots + -(-missing // 3) <= free
+        assert self.pool.fits_beside(slots, pages, self.pool.needed) == expected
+
+    @precondition(lambda self: self.pool.loose_pages)
+    @rule()
+    def the_fullest_block_gives_the_next_page(self) -> None:
+        """Of equally full ones the highest."""
+        used: dict[int, int] = {}
+        for page in {*self.pages, *self.ceded_pages}:
+            used[page // 3] = used.get(page // 3, 0) + 1
+        _, expected = max((count, block) for block, count in used.items() if count < 3)
+        pages = self.pool.take_pages(1)
+        assert pages is not None and pages[0] // 3 == expected
+        self.pages += pages
 
 
 TestPool = PoolMachine.TestCase
@@ -120,3 +167,52 @@ def test_integrity_notices_a_leak() -> None:
     pool.take_slot()
     with pytest.raises(AssertionError, match="references"):
         pool.check_integrity([], [])
+
+
+def test_the_fullest_block_fills_up_first() -> None:
+    """Two blocks with one and two free pages of four: the next pages come from the fuller one, so that the other one
+    can become whole again; pages that come back change which one that is.
+    """
+    pool = SuperblockPool(3, 4)
+    taken = pool.take_pages(12)
+    assert taken == [8, 9, 10, 11, 4, 5, 6, 7, 0, 1, 2, 3]
+    pool.release_pages([8, 4, 5, 0, 1, 2])
+    assert pool.take_pages(2) == [8, 4], "the block with one free page, then that with two"
+    pool.release_pages([6, 7, 8])
+    assert pool.take_pages(1) == [8]
+    pool.release_pages([3])
+    assert pool.free_blocks == 1 and pool.take_pages(3) == [5, 6, 7]
+    pool.check_integrity([], [4, 5, 6, 7, 8, 9, 10, 11])
+
+
+def test_a_long_life_leaves_no_list_that_grows() -> None:
+    pool = SuperblockPool(4, 8)
+    for _ in range(2000):
+        pages = pool.take_pages(3)
+        assert pages is not None
+        pool.release_pages(pages[::-1])
+    first = pool.take_pages(11)
+    assert first is not None
+    for page in first * 50:
+        pool.release_pages([page])
+        assert pool.take_pages(1) == [page]
+    assert len(pool._fullness) <= 64 + 4 * 4
+
+
+@pytest.mark.parametrize("kind", ["slot", "page"])
+def test_what_nobody_has_cannot_be_shared(kind: str) -> None:
+    pool = SuperblockPool(3, 2)
+    pages = pool.take_pages(1)
+    assert pages == [4]
+    with pytest.raises(AssertionError, match="have each of" if kind == "page" else "nobody has slot 0"):
+        pool.retain_pages([4, 5]) if kind == "page" else pool.retain_slot(0)
+    pool.check_integrity([], [4])
+
+
+def test_integrity_notices_memory_that_gives_way_by_mistake() -> None:
+    pool = SuperblockPool(3, 2)
+    pool.take_slot()
+    pool.cede([0])
+    pool.check_integrity([], [], [0], [])
+    with pytest.raises(AssertionError, match="needed references"):
+        pool.check_integrity([0], [])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -281,6 +284,60 @@ def test_a_request_enters_only_with_room_for_those_that_run_to_grow() -> None:
         assert len(step.rows) == 1
         ended += finished
     assert ended == ["first", "second"] and scheduler.preemptions == 0
+
+
+def lines_run(call: Callable[[], object]) -> int:
+    """Lines of Python that a call executes, in whatever function: what it costs, without a clock."""
+    count = 0
+
+    def trace(*_: object) -> Any:
+        nonlocal count
+        count += 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("cache", [False, True], ids=["plain", "cache"])
+@pytest.mark.parametrize("stuck", [False, True], ids=["decoding", "waiting-for-images"])
+def test_a_step_costs_the_same_however_many_pages_are_held(cache: bool, stuck: bool) -> None:
+    """Eight requests that hold 8 or 200 pages each, and one more that finds no room."""
+
+    def cost(pages: int) -> int:
+        options: dict[str, Any] = {"page_size": 2, "max_len": 4096, "max_batched_tokens": 8192, "max_seqs": 16}
+        pool = SuperblockPool(8 * pages + 40, 1)
+        chosen = DecoderOptions(**options, state_cache="align" if cache else "none", state_block=8)
+        kept = PrefixCache(pool, Placement("align", 8, 8, 2), page_bytes=10, slot_bytes=20) if cache else None
+        scheduler = Scheduler(chosen, pool, page_bytes=10, slot_bytes=20, cache=kept)
+        for number in range(8):
+            late = (span(2 * pages - 3, 2, False),) if stuck and number % 4 == 3 else ()
+            wanted = request(str(number), 2 * pages - 1, 900, late)
+            scheduler.add(dataclasses.replace(wanted, salt=bytes([number])))  # which keeps them from sharing pages
+
+        def step() -> None:
+            scheduler.commit(done := scheduler.schedule())
+            for row in done.rows:
+                row.sequence.tokens += [1] * row.samples
+
+        for _ in range(3):
+            step()
+        if kept is not None:
+            kept.clear()
+        scheduler.add(request("large", 12 * pages, 4))
+        step()
+        found = lines_run(step)
+        assert len(scheduler.running) == 8
+        scheduler.check_integrity()
+        return found
+
+    few, many = cost(8), cost(200)
+    assert many <= 1.1 * few, f"{few} lines with 8 pages a request, {many} with 200"
 
 
 def test_the_first_in_order_is_never_put_out_for_want_of_a_place_in_host_memory() -> None:
