@@ -68,8 +68,7 @@ class Guard:
         tenant = self._anyone if self._keys is None else self._tenant(metadata)
         scope = scope_of(method)
         if scope not in tenant.scopes:
-            what = f"the key {tenant.name!r} has" if tenant.name else "callers without a key have"
-            raise errors.PermissionDenied(f"this method needs the scope {scope!r}, which {what} not")
+            raise errors.PermissionDenied(f"this method needs the scope {scope!r}, which {_lacks(tenant, scope)}")
         tenant.limits.admit("requests", 1)
         return tenant
 
@@ -93,6 +92,15 @@ class Guard:
         if found is None:
             raise errors.Unauthenticated("this server does not know the API key")
         return found
+
+
+def _lacks(tenant: Tenant, scope: str) -> str:
+    """Who has not got the scope, and how they could."""
+    if tenant.name:
+        return f"the key {tenant.name!r} has not; its entry in the server's --api-keys file can name it in `scopes`"
+    if scope == "admin":
+        return "callers without a key have not; start the server with --admin (or SACCADE_ADMIN=1) to allow them"
+    return "callers without a key have not"
 
 
 def _presented_key(metadata: Mapping[str, str | bytes]) -> bytes | None:

@@ -21,6 +21,12 @@ from typing import Any, TypeVar
 ENV_PREFIX = "SACCADE_"
 # Variables of the SDK that share the prefix.
 _SDK_VARIABLES = {"SACCADE_API_KEY", "SACCADE_SERVER"}
+# What Kubernetes puts into every pod of a namespace for a Service named `saccade` or `saccade-...`, such as
+# SACCADE_SERVICE_HOST=10.0.0.1, SACCADE_PORT=tcp://10.0.0.1:50051 and SACCADE_PORT_50051_TCP_ADDR=10.0.0.1.
+_INJECTED_NAME = re.compile(
+    r"SACCADE_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
+_INJECTED_ADDRESS = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
@@ -188,6 +194,19 @@ class ServerOptions(EngineOptions):
     tls_client_ca: str | None = _option(None, "PEM file of the authority that clients' certificates must come from")
     api_keys: str | None = _option(None, "TOML file of API key hashes; read again when it changes")
     admin: bool = _option(False, "without API keys: let every caller use AdminService")
+    max_connection_streams: int = _option(
+        1024, "calls of one connection at a time; the client keeps back what is more", minimum=1
+    )
+    max_connection_age: float | None = _option(
+        None,
+        "seconds after which a client is asked to connect anew, and so finds servers that have been added; running "
+        "calls go on; unset: never",
+        minimum=1,
+    )
+    max_connection_age_grace: float | None = _option(
+        None, "seconds that running calls get on a connection that has passed its age; unset: as long as they take",
+        minimum=0,
+    )  # fmt: skip
     max_queue: int = _option(
         1024, "requests in the server, running and waiting, before new ones are refused", minimum=1
     )
@@ -262,6 +281,14 @@ class ServerOptions(EngineOptions):
     )
     log_json: bool = _option(False, "one JSON object for each request in the log, instead of key=value pairs")
     log_level: str = _option("info", "what is logged to stderr", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_connection_age_grace is not None and self.max_connection_age is None:
+            raise ConfigError(
+                f"max_connection_age_grace: {self.max_connection_age_grace:g} would not be used without "
+                "max_connection_age"
+            )
 
 
 def option_type(options: type, name: str) -> Any:
@@ -372,6 +399,8 @@ def resolve(options: type[T], arguments: Mapping[str, Any], environment: Mapping
     for variable, raw in environment.items():
         if not variable.startswith(ENV_PREFIX) or variable in _SDK_VARIABLES or variable == ENV_PREFIX + "CONFIG":
             continue
+        if _is_injected(variable, raw):
+            continue
         name = variable.removeprefix(ENV_PREFIX).lower()
         if name not in everything:
             raise ConfigError(
@@ -381,6 +410,13 @@ def resolve(options: type[T], arguments: Mapping[str, Any], environment: Mapping
             values[name] = raw
     values |= {name: value for name, value in arguments.items() if name in names and value is not None}
     return options(**{name: parse_value(options, name, raw) for name, raw in values.items()})
+
+
+def _is_injected(variable: str, raw: str) -> bool:
+    """Whether Kubernetes has set it for a Service, and nobody for this server."""
+    if variable.endswith("_PORT") and _INJECTED_ADDRESS.fullmatch(raw):
+        return True
+    return _INJECTED_NAME.fullmatch(variable) is not None
 
 
 def _read_file(path: Path, names: set[str]) -> dict[str, Any]:

@@ -29,7 +29,15 @@ from service.interceptor import FrontDoor
 from service.limits import ByteBudget
 from service.meters import make_metrics
 from service.partner import Partner
-from service.server import add_standard_services, channel_options, check_exposure, listen, stop_signals, until_stopped
+from service.server import (
+    SetHealth,
+    add_standard_services,
+    channel_options,
+    check_exposure,
+    listen,
+    stop_signals,
+    until_stopped,
+)
 from service.sizes import check_sizes_file, record_sizes
 from service.tls import server_credentials
 
@@ -111,7 +119,7 @@ class EncoderServer:
         self._servicer: EncoderServicer | None = None
         self._server: grpc.aio.Server | None = None
         self._ends = contextlib.ExitStack()
-        self._set_health: Callable[[bool], None] = lambda serving: None
+        self._set_health: SetHealth = lambda serving, live=None: None
         self.port = self.metrics_port = 0
 
     async def start(self) -> None:

@@ -40,14 +40,15 @@ class StatusError(Exception):
         super().__init__(message)
         self.message = _short(message)
         self.reason = reason or type(self).reason
-        self.field = field[:MAX_METADATA] if field else field
-        self.metadata = {name: str(value)[:MAX_METADATA] for name, value in (metadata or {}).items()}
+        self.field = _writable(field[:MAX_METADATA]) if field else field
+        self.metadata = {name: _writable(str(value)[:MAX_METADATA]) for name, value in (metadata or {}).items()}
         self.retry_after = retry_after
         self.quota = quota
         self.never_retry = never_retry
 
 
 def _short(message: str) -> str:
+    message = _writable(message)
     if len(quote(message)) <= MAX_MESSAGE:
         return message
     kept, room = [], MAX_MESSAGE - 3
@@ -57,6 +58,11 @@ def _short(message: str) -> str:
             break
         kept.append(character)
     return "".join(kept) + "..."
+
+
+def _writable(text: str) -> str:
+    """What a client may have put into a message need not be UTF-8: half a surrogate pair becomes a question mark."""
+    return text.encode(errors="replace").decode()
 
 
 class InvalidArgument(StatusError):

@@ -1,8 +1,8 @@
 """One front of several: `python -m service.front_process FD`, started by `service.fronts`.
 
 Protocol on the socket pair FD, hub to front: (options, engine info, member) first; then what an engine process sends,
-and ("alive", bool), ("drain",). Front to hub: ("serving", port) or ("failed", message); then what an engine process
-takes, and ("cancel", number, salt, request id), ("drain",). A front that has lost its hub ends.
+and ("alive", bool), ("given up",), ("drain",). Front to hub: ("serving", port) or ("failed", message); then what an
+engine process takes, and ("cancel", number, salt, request id), ("drain",). A front that has lost its hub ends.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class HubLink(EngineLink):
         self.info = info
         self._engine_alive = True
         self.on_change: Callable[[bool], None] = lambda alive: None
+        self.on_give_up: Callable[[], None] = lambda: None
         self.on_drain: Callable[[], None] = lambda: None
 
     @property
@@ -47,6 +48,8 @@ class HubLink(EngineLink):
             case ("alive", alive):
                 self._engine_alive = alive
                 self.on_change(alive)
+            case ("given up",):
+                self.on_give_up()
             case ("drain",):
                 self.on_drain()
             case _:
@@ -82,7 +85,7 @@ class Front(Server):
         first = secrets.randbits(32) * options.fronts + member
         self.frontend.number(itertools.count(first, options.fronts))
         self.calls.elsewhere = link.cancel_elsewhere
-        link.on_change = self.engine_changed
+        link.on_change, link.on_give_up = self.engine_changed, self.engine_given_up
         loop = asyncio.get_running_loop()
 
         def drain() -> None:

@@ -72,7 +72,10 @@ class Hub:
         self._failures: dict[int, int] = {}
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
-        self.engine = SupervisedEngine(options, log_level=options.log_level, on_change=self._engine_changed)
+        self.engine = SupervisedEngine(
+            options, log_level=options.log_level, on_change=self._engine_changed,
+            on_give_up=self._engine_given_up,
+        )  # fmt: skip
         self.engine.start(self._deliver)
 
     def start(self) -> None:
@@ -95,6 +98,8 @@ class Hub:
         front.send((share(self._options, member, self.port), self.engine.info, member))
         if not self.engine.alive:
             front.send(("alive", False))
+        if self.engine.given_up:
+            front.send(("given up",))
         thread = threading.Thread(target=self._read, args=(front,), name=f"saccade-front-{member}", daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -173,6 +178,10 @@ class Hub:
     def _engine_changed(self, alive: bool) -> None:
         for front in list(self._fronts.values()):
             front.send(("alive", alive))
+
+    def _engine_given_up(self) -> None:
+        for front in list(self._fronts.values()):
+            front.send(("given up",))
 
     # -- life ----------------------------------------------------------------------------------------------------------
 

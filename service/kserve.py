@@ -7,6 +7,7 @@ Inputs (BYTES unless said otherwise; all but the first two are optional):
     image_url [-1]           the same as URLs, after those of `image`; data URLs always work
     stream BOOL [1]          on a stream: one response for each piece of the answer
     sampling_parameters [1]  a JSON object of fields of saccade.v1.SamplingParams
+    exclude_input_in_output BOOL [1]  false: text_output begins with text_input; not on streams, not with messages
 The same fields may also be request parameters. Outputs: text_output BYTES [1], token_ids INT32 [-1], finish_reason
 BYTES [1]; the token counts are response parameters.
 
@@ -24,6 +25,7 @@ import base64
 import binascii
 import contextlib
 import json
+import re
 import struct
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -47,14 +49,16 @@ SERVICE = "inference.GRPCInferenceService"
 VERSION = "1"
 MAX_OPEN = 256
 """Requests of one stream that are worked on at a time; the next is read when one has ended."""
+LONGEST_TIMEOUT = 366 * 86400.0
+"""Seconds; a longer one is cut to it, so that no clock overflows."""
 EXTENSIONS = ("model_repository", "model_configuration", "statistics", "parameters", "binary_tensor_data")
 INPUTS = (
     ("text_input", "BYTES", [1]), ("messages", "BYTES", [1]), ("image", "BYTES", [-1]), ("image_url", "BYTES", [-1]),
-    ("stream", "BOOL", [1]), ("sampling_parameters", "BYTES", [1]),
+    ("stream", "BOOL", [1]), ("sampling_parameters", "BYTES", [1]), ("exclude_input_in_output", "BOOL", [1]),
 )  # fmt: skip
 OUTPUTS = (("text_output", "BYTES", [1]), ("token_ids", "INT32", [-1]), ("finish_reason", "BYTES", [1]))
 _OUR_PARAMETERS = {"triton_enable_empty_final_response", "timeout", "priority", "sequence_id", "sequence_start",
-                   "sequence_end", "stream"}  # fmt: skip
+                   "sequence_end", "stream", "exclude_input_in_output"}  # fmt: skip
 _SAMPLING = frozenset(types_pb2.SamplingParams.DESCRIPTOR.fields_by_name) - {"n"}
 _ROLES = {"system": 1, "user": 2, "assistant": 3, "tool": 4}
 
@@ -160,6 +164,8 @@ class Question:
     stream: bool
     empty_final: bool
     timeout: float | None
+    prefix: str = ""
+    """Of the answer's text: the prompt, where it is asked for."""
 
 
 def read_request(request: Any) -> Question:
@@ -170,18 +176,51 @@ def read_request(request: Any) -> Question:
     _fill_prompt(generate, tensors)
     if parameters.get("sequence_id"):
         raise errors.InvalidArgument("stateful sequences are not served", field="parameters.sequence_id")
-    if priority := parameters.get("priority"):  # Triton counts from 1, the most urgent
-        generate.priority = -min(int(priority), 2**31 - 1)
+    # Triton counts from 1, the most urgent; 0 is its default
+    generate.priority = -min(_count(parameters, "priority"), 2**31 - 1)
     wanted = tuple(output.name for output in request.outputs) or tuple(name for name, _, _ in OUTPUTS)
     if unknown := sorted(set(wanted) - {name for name, _, _ in OUTPUTS}):
         raise errors.InvalidArgument(
             f"no output {unknown[0]!r}; outputs are {', '.join(n for n, _, _ in OUTPUTS)}", field="outputs"
         )
-    timeout = parameters.get("timeout")
+    timeout = min(_count(parameters, "timeout") / 1e6, LONGEST_TIMEOUT)
+    stream = _flag(tensors, parameters, "stream", False)
     return Question(
-        generate, wanted, bool((tensors.get("stream") or [parameters.get("stream", False)])[0]),
-        bool(parameters.get("triton_enable_empty_final_response")), int(timeout) / 1e6 if timeout else None,
+        generate, wanted, stream, _flag({}, parameters, "triton_enable_empty_final_response", False), timeout or None,
+        _prefix(tensors, parameters, stream),
     )  # fmt: skip
+
+
+def _count(parameters: dict[str, Any], name: str) -> int:
+    """A whole number from 0; 0 where it is not there. Raises InvalidArgument."""
+    value = parameters.get(name, 0)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise errors.InvalidArgument(
+            f"{name} is {str(value)[:100]!r}; it must be a whole number from 0", field=f"parameters.{name}"
+        )
+    return value
+
+
+def _flag(tensors: dict[str, list[Any]], parameters: dict[str, Any], name: str, default: bool) -> bool:
+    """Of a BOOL input, else of a parameter. Raises InvalidArgument."""
+    value = _single(tensors, name) if name in tensors else parameters.get(name, default)
+    if not isinstance(value, bool):
+        raise errors.InvalidArgument(
+            f"{name} is {str(value)[:100]!r}; it must be true or false", field=f"parameters.{name}"
+        )
+    return value
+
+
+def _prefix(tensors: dict[str, list[Any]], parameters: dict[str, Any], stream: bool) -> str:
+    """What `exclude_input_in_output` = false puts before the answer, as Triton's vLLM backend does. Here the input is
+    left out unless a request says otherwise. Raises InvalidArgument."""
+    name = "exclude_input_in_output"
+    if _flag(tensors, parameters, name, True):
+        return ""
+    if stream or "text_input" not in tensors:
+        why = "on a stream" if stream else "with messages"
+        raise errors.InvalidArgument(f"{name} cannot be false {why}", field=name)
+    return _text(_single(tensors, "text_input"), "text_input")
 
 
 def _parameter(name: str, value: Any) -> Any:
@@ -215,12 +254,11 @@ def _sampling(tensors: dict[str, list[Any]], parameters: dict[str, Any]) -> type
     return sampling
 
 
-def _single(tensors: dict[str, list[Any]], name: str) -> bytes:
+def _single(tensors: dict[str, list[Any]], name: str) -> Any:
     values = tensors[name]
     if len(values) != 1:
         raise errors.InvalidArgument(f"{name} has {len(values)} elements; it must have one", field=name)
-    value: bytes = values[0]
-    return value
+    return values[0]
 
 
 def _text(data: bytes, name: str) -> str:
@@ -233,10 +271,26 @@ def _text(data: bytes, name: str) -> str:
 
 
 def _json(data: bytes, name: str) -> Any:
+    text = _text(data, name)
     try:
-        return json.loads(_text(data, name))
-    except (json.JSONDecodeError, RecursionError) as error:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:  # not JSON, or a number of thousands of digits
         raise errors.InvalidArgument(f"{name} is not JSON: {str(error)[:100]}", field=name) from None
+    if _SURROGATE.search(text) and not _is_unicode(value):
+        raise errors.InvalidArgument(f"{name} has a \\u escape that is half a character", field=name)
+    return value
+
+
+_SURROGATE = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
+
+
+def _is_unicode(value: Any) -> bool:
+    """Whether every string in a JSON value can be written as UTF-8: two halves of a pair can, one alone cannot."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _fill_prompt(generate: inference_pb2.GenerateRequest, tensors: dict[str, list[Any]]) -> None:
@@ -271,10 +325,13 @@ def _image_from_url(url: str) -> types_pb2.Image:
 
 
 def _chat_message(entry: Any, where: str, images: Any) -> types_pb2.ChatMessage:
-    if not isinstance(entry, dict) or entry.get("role") not in _ROLES:
+    role = entry.get("role") if isinstance(entry, dict) else None
+    if not isinstance(role, str) or role not in _ROLES:
         raise errors.InvalidArgument(f"{where} needs a role out of {', '.join(_ROLES)}", field=where)
     content = entry.get("content")
-    chat = types_pb2.ChatMessage(role=types_pb2.Role.Name(_ROLES[entry["role"]]))
+    if content is not None and not isinstance(content, str | list):
+        raise errors.InvalidArgument(f"{where} has a content that is neither text nor a list of parts", field=where)
+    chat = types_pb2.ChatMessage(role=types_pb2.Role.Name(_ROLES[role]))
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or ():
         match part:
             case {"type": "text", "text": str(text)}:
@@ -318,7 +375,8 @@ class _Answer:
                     "prompt_tokens": usage.prompt_tokens, "image_tokens": usage.image_tokens,
                     "cached_tokens": usage.cached_tokens, "completion_tokens": usage.completion_tokens,
                 }  # fmt: skip
-                return self.response("".join(self._text), self._ids, event.reason, final=not self._question.empty_final)
+                text = self._question.prefix + "".join(self._text)
+                return self.response(text, self._ids, event.reason, final=not self._question.empty_final)
         return None
 
     def response(self, text: str, ids: Any, reason: str, *, final: bool) -> Any:

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -62,6 +62,10 @@ from service.warmup import warm_up
 
 log = logging.getLogger(__name__)
 
+LIVENESS = "liveness"
+"""Health service that says whether restarting this process would help: SERVING through drains, warm-ups and restarts
+of the engine, until that is given up."""
+
 
 class Server:
     """One listening server over one engine. `start`, then `wait` or `stop`."""
@@ -102,7 +106,7 @@ class Server:
         self._warming = True
         self._server: grpc.aio.Server | None = None
         self._sweeper: asyncio.Task[None] | None = None
-        self._set_health: Callable[[bool], None] = lambda serving: None
+        self._set_health: SetHealth = lambda serving, live=None: None
         self.port = 0
         self.metrics_port = 0
 
@@ -119,7 +123,6 @@ class Server:
             self.metrics_port, end = self.metrics.serve(self.options.metrics_host, self.options.metrics_port)
             self._ends.callback(end)
         self._sweeper = asyncio.create_task(self._sweep())
-        self._set_health(False)
         await server.start()
         self._server = server
         if self.options.warmup:
@@ -278,6 +281,10 @@ class Server:
         """Health follows the engine; running calls are told by their own events. May be called from any thread."""
         self._set_health(alive and self._refusal() is None)
 
+    def engine_given_up(self) -> None:
+        """No engine is started any more: only a new process helps, and liveness says so. From any thread."""
+        self._set_health(False, False)
+
 
 def _say_what_is_off(info: EngineInfo) -> None:
     """Of the packages that a server can do without; health, reflection and metrics speak for themselves."""
@@ -343,7 +350,7 @@ def listen(server: Any, options: ServerOptions, credentials: Any) -> int:
 
 
 def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
-    return [
+    settings = [
         # Off, or a second server on the port would silently take half of the calls; fronts do share one, under a lock.
         ("grpc.so_reuseport", int(options.fronts > 1)),
         ("grpc.max_receive_message_length", options.max_message_bytes),
@@ -354,10 +361,22 @@ def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
         ("grpc.keepalive_time_ms", 60_000),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.max_concurrent_streams", options.max_connection_streams),
     ]
+    # gRPC keeps its connections: without an age, clients never see the servers that were added after they connected.
+    for name in ("max_connection_age", "max_connection_age_grace"):
+        if (seconds := getattr(options, name)) is not None:
+            settings.append((f"grpc.{name}_ms", round(seconds * 1000)))
+    return settings
 
 
-def add_standard_services(server: grpc.aio.Server, services: list[str]) -> Callable[[bool], None]:
+class SetHealth(Protocol):
+    """Sets the health of the server and its services and, where it is said, of `LIVENESS`. From any thread."""
+
+    def __call__(self, serving: bool, live: bool | None = None, /) -> None: ...
+
+
+def add_standard_services(server: grpc.aio.Server, services: list[str]) -> SetHealth:
     """Health and reflection, where their packages are installed. Returns what sets health."""
     names, set_health = list(services), _add_health(server, services)
     if set_health is not None:
@@ -369,11 +388,11 @@ def add_standard_services(server: grpc.aio.Server, services: list[str]) -> Calla
     else:
         names.append(reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server, pool=kserve.reflection_pool(names))
-    return set_health or (lambda serving: None)
+    return set_health or (lambda serving, live=None: None)
 
 
-def _add_health(server: grpc.aio.Server, services: list[str]) -> Callable[[bool], None] | None:
-    """What sets the health of the server and of each service; None where the package is not installed."""
+def _add_health(server: grpc.aio.Server, services: list[str]) -> SetHealth | None:
+    """What sets health; None where the package is not installed. `LIVENESS` is SERVING from here on."""
     try:
         from grpc_health.v1 import health, health_pb2, health_pb2_grpc
     except ImportError:
@@ -384,12 +403,14 @@ def _add_health(server: grpc.aio.Server, services: list[str]) -> Callable[[bool]
     loop = asyncio.get_running_loop()
     pending: set[asyncio.Task[None]] = set()
 
-    def set_health(serving: bool) -> None:
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+    words = {True: health_pb2.HealthCheckResponse.SERVING, False: health_pb2.HealthCheckResponse.NOT_SERVING}
 
+    def set_health(serving: bool, live: bool | None = None, /) -> None:
         async def apply() -> None:
             for name in ("", *services):
-                await health_servicer.set(name, status)
+                await health_servicer.set(name, words[serving])
+            if live is not None:
+                await health_servicer.set(LIVENESS, words[live])
 
         def start() -> None:
             task = loop.create_task(apply())
@@ -399,6 +420,7 @@ def _add_health(server: grpc.aio.Server, services: list[str]) -> Callable[[bool]
         with contextlib.suppress(RuntimeError):  # the loop may be gone when the engine dies last
             loop.call_soon_threadsafe(start)
 
+    set_health(False, True)
     return set_health
 
 
@@ -412,9 +434,14 @@ async def serve(options: ServerOptions) -> int:
         for server in servers:
             server.engine_changed(alive)
 
+    def on_give_up() -> None:
+        for server in servers:
+            server.engine_given_up()
+
     def build() -> tuple[SupervisedEngine, ModelAssets]:
         assets = load_assets(options)
-        return SupervisedEngine(options, log_level=options.log_level, on_change=on_change), assets
+        engine = SupervisedEngine(options, log_level=options.log_level, on_change=on_change, on_give_up=on_give_up)
+        return engine, assets
 
     check_exposure(options)
     engine, assets = await loop.run_in_executor(None, build)

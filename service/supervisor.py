@@ -25,15 +25,19 @@ class SupervisedEngine:
     """An `EngineProcess` that is replaced when it dies. Thread-safe; the same methods."""
 
     def __init__(
-        self, options: EngineOptions, *, log_level: str = "info", on_change: Callable[[bool], None] = lambda alive: None
-    ) -> None:
+        self, options: EngineOptions, *, log_level: str = "info",
+        on_change: Callable[[bool], None] = lambda alive: None, on_give_up: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         """Starts the first engine; its refusals are the caller's (ConfigError). `on_change` hears, from other threads,
-        whether there is an engine."""
+        whether there is an engine, and `on_give_up` that there will be none any more."""
         self._options, self._log_level, self._on_change = options, log_level, on_change
+        self._on_give_up = on_give_up
         self._emit: EventSink = lambda events: None
         self._closing = threading.Event()
         self._deaths = 0
         self.restarts = 0
+        self.given_up = False
+        """Whether no engine is started any more."""
         self._started = time.monotonic()
         self._restarter: threading.Thread | None = None
         self._engine = self._new_engine()
@@ -103,3 +107,5 @@ class SupervisedEngine:
             self._on_change(True)
             return
         log.critical("the engine died %d times in a row; it is not started again", self._deaths)
+        self.given_up = True
+        self._on_give_up()

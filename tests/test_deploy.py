@@ -13,6 +13,7 @@ from running import RunningServer
 
 from service.config import ENV_PREFIX, ServerOptions, resolve
 from service.probe import main as probe
+from service.server import LIVENESS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
@@ -70,12 +71,20 @@ def test_manifests_fit_together(path: Path) -> None:
         options = resolve(ServerOptions, arguments, {})
         assert options.grace < pod["spec"]["terminationGracePeriodSeconds"]
         assert options.insecure or (options.tls_cert and options.api_keys)
+        assert options.max_connection_age, "clients of a headless service would never see a pod that was added"
+        assert pod["spec"]["enableServiceLinks"] is False
+        asked = {}
         for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
             check = container[kind]
             if "grpc" in check:
                 assert check["grpc"]["port"] == ports["grpc"] and options.tls_cert is None
+                asked[kind] = check["grpc"].get("service", "")
             else:
-                assert check["exec"]["command"][:3] == ["python", "-m", "service.probe"]
+                command = check["exec"]["command"]
+                assert command[:3] == ["python", "-m", "service.probe"]
+                asked[kind] = command[command.index("--service") + 1] if "--service" in command else ""
+        assert asked["livenessProbe"] == LIVENESS, "a drain would be a reason to kill the pod"
+        assert LIVENESS not in (asked["readinessProbe"], asked["startupProbe"])
     for service in (d for d in parsed if d["kind"] == "Service"):
         assert service["spec"]["selector"].items() <= workloads[0]["spec"]["template"]["metadata"]["labels"].items()
 
@@ -108,3 +117,4 @@ def test_the_probe_says_what_health_says(tmp_path: Path, capsys: pytest.CaptureF
         while not (code := probe([server.address, *tls])):
             pass
         assert code == 1 and "NOT_SERVING" in capsys.readouterr().err
+        assert probe([server.address, *tls, "--service", LIVENESS]) == 0

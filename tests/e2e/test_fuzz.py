@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from faults import check_outcomes
-from fuzz import fill
+from fuzz import fill, kserve_request
 from pictures import picture
 from rpc import Stubs, ask, connect
 from running import RunningServer
@@ -74,4 +74,5 @@ def test_random_kserve_requests(small: RunningServer, stubs: Stubs, model: Path)
             request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"hi")
             request.parameters["max_tokens"].int64_param = rng.choice([3, 3, 3, 0, -1, 2**40])
         requests.append((infer, request))
+    requests += [(infer, kserve_request(rng, model.name)) for _ in range(200)]
     check(requests)

@@ -110,6 +110,16 @@ def test_chat_messages_and_sampling_as_json(server: RunningServer, client: Any, 
     assert result.as_numpy("finish_reason") is None
 
 
+def test_the_input_before_the_output_where_it_is_asked_for(client: Any, name: str) -> None:
+    texts = [
+        text_of(client.infer(name, [*inputs("what is it?"), *more], parameters=GREEDY))
+        for more in ([], [tensor("exclude_input_in_output", [True], "BOOL")],
+                     [tensor("exclude_input_in_output", [False], "BOOL")])
+    ]  # fmt: skip
+    assert texts == [texts[0], texts[0], "what is it?" + texts[0]]
+    assert "exclude_input_in_output" in [i.name for i in client.get_model_metadata(name).inputs]
+
+
 def test_tensors_in_contents_instead_of_raw(server: RunningServer, name: str) -> None:
     """What `buf curl` and other generic clients send."""
     from tritonclient.grpc import service_pb2, service_pb2_grpc

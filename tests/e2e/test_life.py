@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -15,9 +20,28 @@ from running import RunningServer, children
 
 import saccade
 import saccade.errors
+from service import supervisor
 from service.cli import ServerProcess
+from service.config import ServerOptions
+from service.server import LIVENESS, channel_options
+from service.supervisor import SupervisedEngine
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextlib.contextmanager
+def supervised(model: Path, **options: Any) -> Iterator[RunningServer]:
+    """A server whose engine is started again when it dies, as `saccade serve` has it."""
+    values = {"dtype": "float32", "threads": 1, "max_seqs": 4, "max_len": 600, **options}
+    running: list[RunningServer] = []
+    engine = SupervisedEngine(
+        ServerOptions(model=str(model), **values), log_level="error",
+        on_change=lambda alive: running[0].server.engine_changed(alive),
+        on_give_up=lambda: running[0].server.engine_given_up(),
+    )  # fmt: skip
+    with RunningServer(str(model), engine=engine, **values) as server:
+        running.append(server)
+        yield server
 
 
 def test_streams_that_are_closed_at_any_point_free_everything(server: RunningServer, client: saccade.Client) -> None:
@@ -60,6 +84,51 @@ def test_a_killed_engine_comes_back_and_health_follows(model: Path) -> None:
             assert next(states) == health_pb2.HealthCheckResponse.SERVING
             assert client.generate("x", max_tokens=5, temperature=0) == before
         assert server.stop() == 0
+
+
+def test_liveness_ends_with_the_last_attempt_to_start_an_engine(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not before: while an engine is being started again nobody should kill the server for it."""
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE", 0.2)
+    monkeypatch.setattr(supervisor, "MAX_RESTARTS", 2)
+    copy = tmp_path / "model"
+    shutil.copytree(model, copy)
+    with supervised(copy) as running, grpc.insecure_channel(running.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+
+        def states(service: str) -> Iterator[int]:
+            watch = health.Watch(health_pb2.HealthCheckRequest(service=service), timeout=120)
+            return (response.status for response in watch)
+
+        live, ready = states(LIVENESS), states("")
+        assert next(live) == next(ready) == health_pb2.HealthCheckResponse.SERVING
+        shutil.rmtree(copy)
+        os.kill(running.engine.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        assert next(ready) == health_pb2.HealthCheckResponse.NOT_SERVING
+        status = health.Check(health_pb2.HealthCheckRequest(service=LIVENESS)).status
+        assert status == health_pb2.HealthCheckResponse.SERVING
+        assert next(live) == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert running.engine.given_up  # type: ignore[attr-defined]
+
+
+def test_connections_have_an_age_and_running_calls_outlive_it(model: Path) -> None:
+    """Otherwise clients of a headless service would stay with the servers that they first found."""
+    with RunningServer(str(model), max_seqs=4, max_len=9000, max_connection_age=1.0) as running:
+        host, _, port = running.address.partition(":")
+        with socket.create_connection((host, int(port))) as idle, saccade.Client(running.address) as client:
+            idle.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5))  # empty SETTINGS
+            with client.stream("x", max_tokens=8000, ignore_eos=True) as stream:
+                idle.settimeout(60)
+                while idle.recv(4096):  # to its end
+                    pass
+                seen = len(stream.token_ids)
+                for _ in range(20):
+                    next(stream)
+                assert len(stream.token_ids) > seen
+            assert client.generate("x", max_tokens=1).token_ids
+    assert ("grpc.max_connection_age_ms", 1500) in channel_options(ServerOptions(max_connection_age=1.5))
+    assert not any("max_connection_age" in name for name, _ in channel_options(ServerOptions()))
 
 
 def test_sigterm_lets_a_running_call_finish(model: Path) -> None:

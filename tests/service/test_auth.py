@@ -69,6 +69,13 @@ def test_scopes(guard: Guard) -> None:
     assert Guard(None, admin=True).admit(DRAIN, {}).salt == b""
 
 
+def test_whoever_may_not_is_told_how_to_allow_it(guard: Guard) -> None:
+    with pytest.raises(errors.PermissionDenied, match="--admin"):
+        Guard(None).admit(DRAIN, {})
+    with pytest.raises(errors.PermissionDenied, match="'one' has not; its entry in the server's --api-keys file"):
+        guard.admit(DRAIN, {"x-api-key": "sk-1"})
+
+
 def test_a_tenant_by_its_name_has_a_key_with_the_scope(tmp_path: Path) -> None:
     keys = [("a", "1", "inference"), ("a", "2", "batch"), ("b", "3", "inference")]
     text = "".join(entry(name, key, scopes=[scope]) for name, key, scope in keys)

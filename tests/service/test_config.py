@@ -59,6 +59,7 @@ def test_help_says_what_each_option_takes(capsys: pytest.CaptureFixture[str], mo
             "encoder_turn: 0.2 would not be used with --encoder-process",
         ),
         (["--encoder-turn", "0.2", "--role", "encoder"], {}, "encoder_turn: 0.2 would not be used by --role encoder"),
+        (["--max-connection-age-grace", "5"], {}, "max_connection_age_grace: 5 would not be used without"),
         (["--max-seqs", "many"], {}, "max_seqs: 'many' is not a whole number"),
         (["--dtype", "int3"], {}, "dtype: 'int3' is not one of float32, bfloat16"),
         (["--token-budgets", "64,0"], {}, "token_budgets: 0 is below"),
@@ -83,6 +84,35 @@ def test_errors_in_the_file(tmp_path: Path, text: str, message: str) -> None:
 
 def test_the_sdks_own_variables_are_not_options() -> None:
     assert parse(env={"SACCADE_API_KEY": "x", "SACCADE_SERVER": "y", "OTHER": "z"}) == ServerOptions()
+
+
+INJECTED = {
+    "SACCADE_SERVICE_HOST": "10.96.1.2",
+    "SACCADE_SERVICE_PORT": "50051",
+    "SACCADE_SERVICE_PORT_GRPC": "50051",
+    "SACCADE_PORT": "tcp://10.96.1.2:50051",
+    "SACCADE_PORT_50051_TCP": "tcp://10.96.1.2:50051",
+    "SACCADE_PORT_50051_TCP_PROTO": "tcp",
+    "SACCADE_PORT_50051_TCP_PORT": "50051",
+    "SACCADE_PORT_50051_TCP_ADDR": "10.96.1.2",
+    "SACCADE_PORT_53_UDP_ADDR": "10.96.1.2",
+    "SACCADE_METRICS_SERVICE_HOST": "10.96.1.3",
+    "SACCADE_METRICS_SERVICE_PORT_HTTP_METRICS": "9100",
+    "SACCADE_METRICS_PORT": "tcp://[fd00::1]:9100",
+    "SACCADE_METRICS_PORT_9100_TCP_ADDR": "fd00::1",
+}
+
+
+def test_what_kubernetes_injects_for_a_service_of_this_name_is_not_ours() -> None:
+    assert parse(env=INJECTED) == ServerOptions()
+    # what somebody has set beside it still counts, and a slip still is one
+    assert parse(env={**INJECTED, "SACCADE_PORT": "8", "SACCADE_METRICS_PORT": "9"}).port == 8
+    for variable, value in (
+        ("SACCADE_PORT", "tcp://somewhere"), ("SACCADE_PORT", "http://10.0.0.1:80"), ("SACCADE_HOSTS", "10.0.0.1"),
+        ("SACCADE_SERVICE", "10.0.0.1"), ("SACCADE_PORT_TCP", "1"), ("SACCADE_MAX_QUEUE", "tcp://10.0.0.1:80"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=variable.removeprefix("SACCADE_").lower() + "|" + variable):
+            parse(env={**INJECTED, variable: value})
 
 
 def test_keywords_of_the_local_client() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import struct
 import subprocess
 import sys
@@ -10,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fuzz import kserve_request
 from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
-from service import errors, kserve
+from service import convert, errors, kserve
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -99,3 +101,96 @@ def test_shared_memory_is_refused_by_name() -> None:
     message.inputs[0].parameters["shared_memory_region"].string_param = "region"
     with pytest.raises(errors.Unimplemented, match="text_input"):
         kserve.read_tensors(message)
+
+
+def element(value: bytes) -> bytes:
+    return struct.pack("<I", len(value)) + value
+
+
+def chat(messages: Any) -> Any:
+    return request(messages=("BYTES", [1], element(json.dumps(messages).encode())))
+
+
+def prompt(**parameters: Any) -> Any:
+    message = request(text_input=("BYTES", [1], element(b"a")))
+    for name, value in parameters.items():
+        kind = {bool: "bool", int: "int64", float: "double", str: "string"}[type(value)]
+        setattr(message.parameters[name], f"{kind}_param", value)
+    return message
+
+
+USER = {"role": "user", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (prompt(priority="high"), "priority is 'high'; it must be a whole number from 0"),
+        (prompt(priority=-1), "priority is '-1'"),
+        (prompt(priority=True), "priority is 'True'"),
+        (prompt(timeout=float("inf")), "timeout is 'inf'"),
+        (prompt(timeout=float("nan")), "timeout is 'nan'"),
+        (prompt(timeout=-5), "timeout is '-5'"),
+        (prompt(stream="false"), "stream is 'false'; it must be true or false"),
+        (prompt(triton_enable_empty_final_response=1), "triton_enable_empty_final_response is '1'"),
+        (prompt(exclude_input_in_output=0), "exclude_input_in_output is '0'"),
+        (prompt(sequence_id=3), "stateful sequences"),
+        (chat([{"role": [], "content": "a"}]), "needs a role"),
+        (chat([{"role": {}, "content": "a"}]), "needs a role"),
+        (chat([{"role": "user", "content": 5}]), "neither text nor a list"),
+        (chat([{"role": "user", "content": {"type": "text"}}]), "neither text nor a list"),
+        (chat([{"role": "user", "content": [5]}]), "neither text nor image"),
+        (chat([{"role": "user", "content": "\ud800"}]), "half a character"),
+        (chat([{"role": "user", "content": [{"type": "image_url", "image_url": "a\udfff"}]}]), "half a character"),
+        (chat([USER, "user"]), "needs a role"),
+        (chat({"role": "user"}), "must be a JSON list"),
+        (request(messages=("BYTES", [1], element(b"[" + b"1" * 5000 + b"]"))), "is not JSON"),
+        (request(messages=("BYTES", [1], element(b"[" * 100_000))), "is not JSON"),
+        (request(messages=("BYTES", [1], element(b"\xff"))), "not UTF-8"),
+    ],
+)  # fmt: skip
+def test_nonsense_is_an_invalid_argument_that_says_which(message: Any, words: str) -> None:
+    with pytest.raises(errors.InvalidArgument) as refused:
+        kserve.read_request(message)
+    assert words in str(refused.value)
+    errors.trailers(refused.value, "id")
+
+
+def test_what_makes_sense_is_taken() -> None:
+    question = kserve.read_request(prompt(priority=2**40, timeout=2_500_000, stream=True))
+    assert (question.request.priority, question.timeout, question.stream) == (-(2**31 - 1), 2.5, True)
+    question = kserve.read_request(prompt(priority=1, timeout=0))
+    assert (question.request.priority, question.timeout, question.stream) == (-1, None, False)
+    assert kserve.read_request(prompt(timeout=2**63 - 1)).timeout == kserve.LONGEST_TIMEOUT
+    question = kserve.read_request(chat([{"role": "user", "content": "\ud83d\ude00"}, {"role": "assistant"}]))
+    assert question.request.chat.messages[0].parts[0].text == "\N{GRINNING FACE}"
+
+
+def test_the_input_is_in_the_output_only_where_that_is_asked_for() -> None:
+    """As Triton's own back end for vLLM has it, but for its default."""
+    for value, prefix in ((b"\x01", ""), (b"\x00", "a")):
+        message = prompt()
+        message.inputs.add(name="exclude_input_in_output", datatype="BOOL", shape=[1])
+        message.raw_input_contents.append(value)
+        assert kserve.read_request(message).prefix == prefix
+    assert kserve.read_request(prompt()).prefix == ""
+    with pytest.raises(errors.InvalidArgument, match="on a stream"):
+        kserve.read_request(prompt(exclude_input_in_output=False, stream=True))
+    message = chat([USER])
+    message.parameters["exclude_input_in_output"].bool_param = False
+    with pytest.raises(errors.InvalidArgument, match="with messages"):
+        kserve.read_request(message)
+
+
+def test_random_requests_are_taken_or_refused_by_name() -> None:
+    """Neither reading nor what is told afterwards ever ends in an exception of another kind."""
+    rng, taken = random.Random(7), 0
+    for _ in range(3000):
+        try:
+            convert.spec_from_proto(kserve.read_request(kserve_request(rng)).request)
+        except errors.StatusError as error:
+            assert error.code.name in ("INVALID_ARGUMENT", "UNIMPLEMENTED"), error
+            errors.trailers(error, "id")
+        else:
+            taken += 1
+    assert 100 < taken < 2900, "the generator has lost its aim"

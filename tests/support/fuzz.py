@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 from pictures import picture
+
+from service import kserve
 
 _F = FieldDescriptor
 _RANGES = {
@@ -58,3 +61,57 @@ def fill(rng: random.Random, message: Any, density: float = 0.4, depth: int = 0)
         else:
             setattr(message, field.name, scalar(rng, field))
     return message
+
+
+# -- KServe ------------------------------------------------------------------------------------------------------------
+
+_JSON = (
+    None, True, 0, -1, 7, 2**31, 2**63, 2**64, 10**30, -0.0, 0.5, 1e-310, 1e300, float("inf"), float("nan"), "", "a",
+    "user", "high", "\ud800", "\udc00\ud800", "\0", "text", "data:;base64,", "data:,", "https://x/y", [], {},
+    [[]], [{}], {"": 1},
+)  # fmt: skip
+_RAW = (b"", b"\0", b"\xff\xfe", b"{", b"1" * 5000, b"-" + b"9" * 5000, b"[" * 5000, b"1e400", b"nan", b'"\\ud800"')
+_PARAMETERS = (
+    "priority", "timeout", "stream", "sequence_id", "sequence_start", "exclude_input_in_output", "n", "seed", "stop",
+    "triton_enable_empty_final_response", "max_tokens", "temperature", "top_p", "top_k", "logit_bias", "other", "\0",
+)  # fmt: skip
+
+
+def json_value(rng: random.Random, depth: int = 0) -> Any:
+    """Of any kind, often of one that a chat has."""
+    if depth > 3 or rng.random() < 0.4:
+        return rng.choice(_JSON)
+    kind = rng.randrange(4)
+    if kind == 0:
+        return [json_value(rng, depth + 1) for _ in range(rng.randint(0, 3))]
+    keys = ("role", "content", "type", "text", "image_url", "url", "max_tokens", "stop", "\udfff")
+    if kind == 1:
+        return {rng.choice(keys): json_value(rng, depth + 1) for _ in range(rng.randint(0, 4))}
+    good = {"role": "user", "content": "hi"}
+    return [good, {**good, rng.choice(keys[:2]): json_value(rng, depth + 1)}] if kind == 2 else [good]
+
+
+def kserve_request(rng: random.Random, model: str = "m") -> Any:
+    """A ModelInferRequest that is one step away from a sensible one, or several."""
+    request = kserve.message("ModelInferRequest")(model_name=model)
+    wanted = {rng.choice(["text_input", "messages"]): b""}
+    wanted |= {rng.choice(kserve.INPUTS)[0]: b"" for _ in range(rng.choice([0, 0, 1, 2]))}
+    for name in wanted:
+        kind = {n: d for n, d, _ in kserve.INPUTS}[name] if rng.random() < 0.97 else "INT32"
+        tensor = request.inputs.add(
+            name=name, datatype=kind, shape=rng.choice([[1], [1], [1], [1], [1, 1], [2], [-1], []])
+        )
+        if kind == "BOOL":
+            tensor.contents.bool_contents.append(rng.random() < 0.5)
+        elif name in ("messages", "sampling_parameters") and rng.random() < 0.8:
+            value = json_value(rng) if name == "messages" else {
+                rng.choice(_PARAMETERS): json_value(rng, 3) for _ in range(rng.randint(0, 2))
+            }  # fmt: skip
+            tensor.contents.bytes_contents.append(json.dumps(value).encode())
+        else:
+            tensor.contents.bytes_contents.append(rng.choice([b"hi", b"hi", picture(1, (16, 16)), *_RAW]))
+    for _ in range(rng.choice([0, 0, 1, 2])):
+        parameter = request.parameters[rng.choice(_PARAMETERS)]
+        field = rng.choice(parameter.DESCRIPTOR.fields)
+        setattr(parameter, field.name, scalar(rng, field))
+    return request
