@@ -26,8 +26,15 @@ from saccade.errors import Cancelled, FailedPrecondition, error_from_rpc
 from saccade.images import ImageInput
 from saccade.jobs import AsyncBatches
 from saccade.mapping import check_concurrency, map_async, outcome, prepare_mapping
-from saccade.media import AsyncMedia, upload_large_steps
-from saccade.methods import embed_image_steps, embed_steps, get_model_steps, models_steps, tokenize_steps
+from saccade.media import AsyncMedia
+from saccade.methods import (
+    embed_image_steps,
+    embed_steps,
+    generate_steps,
+    get_model_steps,
+    models_steps,
+    tokenize_steps,
+)
 from saccade.requests import (
     GenerateOptions,
     Prompt,
@@ -40,7 +47,8 @@ from saccade.requests import (
 )
 from saccade.results import generation_from
 from saccade.resuming import StreamState, stream_settings
-from saccade.steps import Steps, drive_async
+from saccade.retrying import Retries
+from saccade.steps import Call, Steps, drive_async
 from saccade.transport import (
     CallOptions,
     CallSettings,
@@ -49,10 +57,10 @@ from saccade.transport import (
     TLSConfig,
     channel_credentials,
     make_settings,
-    retry_delay,
     stub_class,
 )
 from saccade.types import Delta, Embedding, Generation, Model, Outcome, Tensor, Tokens
+from saccade.uploads import Uploads
 from saccade.v1 import inference_pb2
 from saccade.videos import VideoInput
 
@@ -81,7 +89,7 @@ class AsyncStream(AsyncIterator[Delta]):
         self._client = client
         self._build = build
         self._calls = calls
-        self._timeout = calls.timeout if timeout is None else timeout
+        self._timeout = timeout
         self._resume = resume
         self._state: StreamState | None = None
         self._call: Any = None
@@ -94,16 +102,21 @@ class AsyncStream(AsyncIterator[Delta]):
     async def _opened(self) -> Self:
         if self._state is None and not self._closed:
             # Reading files and encoding arrays takes time that the event loop does not have.
+            deadline = self._client._deadline(self._timeout)
             request = await asyncio.to_thread(self._build)
-            self._timeout = await self._client._upload_large(request, self._timeout)
-            self._state = StreamState(request, self._calls, Deadline(self._timeout), self._resume)
-            self._call = self._client._open(request, self._state.deadline)
+            uploads = Uploads(request, self._calls.upload_above)
+            await self._client._drive(uploads.steps(), deadline)
+            if not self._closed:
+                self._call = self._client._open(request, deadline)
+            self._state = StreamState(request, self._calls, deadline, self._resume, uploads)
         return self
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Delta:
+        if self._state is not None and self._state.failure is not None:
+            raise self._state.failure
         await self._opened()
         try:
             while not self._closed:
@@ -114,7 +127,9 @@ class AsyncStream(AsyncIterator[Delta]):
                 delta = self._state.take(response)
                 if delta is not None:
                     return delta
-        except BaseException:
+        except BaseException as error:
+            if not self._closed and self._state is not None:
+                self._state.failed(error)
             await self.close()
             raise
         if not self._closed:
@@ -148,7 +163,13 @@ class AsyncStream(AsyncIterator[Delta]):
                 return None  # the answer is whole; only the end of the call was lost
             if self._closed:
                 raise error from error.__cause__
-            await asyncio.sleep(state.delay_after(error))
+            recovery = state.recovery(error)
+            if recovery is not None:
+                await self._client._drive(recovery, state.deadline)
+            else:
+                delay = state.delay_after(error)
+                await asyncio.sleep(delay)
+                state.waited(delay)
             if self._closed:
                 raise Cancelled("the stream has been closed", request_id=self.request_id)
             self._call.cancel()
@@ -179,6 +200,7 @@ class AsyncStream(AsyncIterator[Delta]):
 
         Raises:
             Cancelled: the stream was closed before its end.
+            SaccadeError: it failed; the same error each time it is asked.
         """
         async for _ in self:
             pass
@@ -225,7 +247,7 @@ class AsyncClient:
         api_key: str | None = None,
         tls: bool | TLSConfig | None = None,
         timeout: float | None = 600.0,
-        max_retries: int = 2,
+        max_retries: int | None = None,
         channel_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._set_up(
@@ -416,7 +438,7 @@ class AsyncClient:
         source: str | os.PathLike[str],
         output: str | os.PathLike[str],
         *,
-        max_retries: int = 8,
+        max_retries: int | None = 8,
         **options: Any,
     ) -> BatchSummary:
         """Answers a file of requests into another; see `saccade.Client.run_batch`."""
@@ -436,19 +458,13 @@ class AsyncClient:
         return AsyncBatches(self)
 
     async def _steps(self, steps: Steps[T], timeout: float | None) -> T:
-        deadline = Deadline(self._settings.calls.timeout if timeout is None else timeout)
-        return await self._drive(steps, deadline)
+        return await self._drive(steps, self._deadline(timeout))
 
     async def _drive(self, steps: Steps[T], deadline: Deadline) -> T:
-        return await drive_async(
-            steps, lambda call: self._unary(call.service, call.method, call.message, deadline.left())
-        )
+        return await drive_async(steps, lambda call: self._made(call, deadline))
 
-    async def _upload_large(self, request: Any, timeout: float | None) -> float | None:
-        """Returns the seconds that are left."""
-        deadline = Deadline(self._settings.calls.timeout if timeout is None else timeout)
-        await self._drive(upload_large_steps(request, self._settings.calls.upload_above), deadline)
-        return deadline.left()
+    def _deadline(self, timeout: float | None) -> Deadline:
+        return Deadline(self._settings.calls.timeout if timeout is None else timeout)
 
     @staticmethod
     async def _beside(function: Callable[..., T], *arguments: Any) -> T:
@@ -458,35 +474,29 @@ class AsyncClient:
     async def _generate(
         self, request: inference_pb2.GenerateRequest, timeout: float | None
     ) -> inference_pb2.GenerateResponse:
-        timeout = await self._upload_large(request, timeout)
-        response: inference_pb2.GenerateResponse = await self._unary("inference", "Generate", request, timeout)
+        response: inference_pb2.GenerateResponse = await self._steps(
+            generate_steps(request, self._settings.calls.upload_above), timeout
+        )
         return response
 
-    async def _unary(self, service: str, method: str, message: Any, timeout: float | None) -> Any:
+    async def _made(self, call: Call, deadline: Deadline) -> Any:
         """One call with one answer, over all its attempts."""
         import grpc
 
-        calls = self._settings.calls
-        deadline = Deadline(calls.timeout if timeout is None else timeout)
-        request_id = getattr(message, "request_id", "")
-        failures = 0
+        retries = Retries(self._settings.calls.max_retries, deadline, registers=bool(call.request_id))
         while True:
             try:
-                sent = _beside_the_loop(message()) if callable(message) else message
-                return await getattr(self._stub(service), method)(
-                    sent, timeout=deadline.remaining(), metadata=self._settings.call_metadata()
+                sent = _beside_the_loop(call.message()) if callable(call.message) else call.message
+                return await getattr(self._stub(call.service), call.method)(
+                    sent, timeout=deadline.left(), metadata=self._settings.call_metadata()
                 )
             except grpc.RpcError as rpc_error:
-                error = error_from_rpc(rpc_error, request_id=request_id)
+                error = call.judged(error_from_rpc(rpc_error, request_id=call.request_id))
             except asyncio.CancelledError:
                 if self._ended and not _task_is_cancelled():
-                    raise Cancelled("the client has been closed", request_id=request_id) from None
+                    raise Cancelled("the client has been closed", request_id=call.request_id) from None
                 raise
-            failures += 1
-            delay = retry_delay(error, failures, calls.max_retries, deadline)
-            if delay is None:
-                raise error from error.__cause__
-            await asyncio.sleep(delay)
+            await asyncio.sleep(retries.delay_after(error))
 
     async def _server_stream(self, service: str, method: str, message: Any) -> AsyncGenerator[Any, None]:
         """The messages of a call that is none of a generation."""

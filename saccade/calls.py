@@ -10,7 +10,9 @@ from typing import Any, Protocol, Self
 
 from saccade.errors import Cancelled, SaccadeError
 from saccade.resuming import StreamState
-from saccade.transport import CallSettings, Deadline, retry_delay
+from saccade.retrying import Retries
+from saccade.steps import Call, Steps, drive
+from saccade.transport import CallSettings, Deadline
 from saccade.types import Delta, Generation
 from saccade.v1 import inference_pb2
 
@@ -35,40 +37,43 @@ class Responses(Protocol):
 
 
 class Attempts:
-    """A call with one answer, over all its attempts. `cancel` may be called from any thread."""
+    """A method's calls, one after the other, each over all its attempts. `cancel` may be called from any thread."""
 
     def __init__(
-        self, begin: Callable[[float | None], UnaryCall], calls: CallSettings, timeout: float | None, request_id: str
+        self,
+        begin: Callable[[Call, float | None], UnaryCall],
+        steps: Steps[Any],
+        calls: CallSettings,
+        deadline: Deadline,
     ) -> None:
         self._begin = begin
+        self._steps = steps
         self._max_retries = calls.max_retries
-        self._deadline = Deadline(calls.timeout if timeout is None else timeout)
-        self._request_id = request_id
+        self._deadline = deadline
         self._cancelled = threading.Event()
         self._call: UnaryCall | None = None
 
     def result(self) -> Any:
-        """The answer. Raises SaccadeError."""
-        failures = 0
+        """What the steps end in. Raises SaccadeError."""
+        return drive(self._steps, self._made)
+
+    def _made(self, call: Call) -> Any:
+        retries = Retries(self._max_retries, self._deadline, registers=bool(call.request_id))
         while True:
             if self._cancelled.is_set():
-                raise Cancelled("the call was cancelled", request_id=self._request_id)
-            call = self._call = self._begin(self._deadline.remaining())
+                raise Cancelled("the call was cancelled", request_id=call.request_id)
+            attempt = self._call = self._begin(call, self._deadline.left())
             if self._cancelled.is_set():
-                call.cancel()
+                attempt.cancel()  # `cancel` may have come before there was anything for it to cancel
             try:
-                return call.result()
+                return attempt.result()
             except SaccadeError as caught:
-                error = caught
+                error = call.judged(caught)
             except BaseException:
                 # An interrupt from the keyboard, say: the server need not finish what nobody waits for.
-                call.cancel()
+                attempt.cancel()
                 raise
-            failures += 1
-            delay = retry_delay(error, failures, self._max_retries, self._deadline)
-            if delay is None:
-                raise error from error.__cause__
-            self._cancelled.wait(delay)
+            self._cancelled.wait(retries.delay_after(error))
 
     def cancel(self) -> None:
         self._cancelled.set()
@@ -83,14 +88,20 @@ class Stream(Iterator[Delta]):
     on the server on leaving, unless the answer is complete; so does `close()`, which another thread may call too.
 
     A stream that breaks because the server or its engine went away is continued with what it already has, so that the
-    answer is the one that it would have been, unless `resume=False` or the client's max_retries is 0.
+    answer is the one that it would have been, unless `resume=False` or the client's max_retries is 0. One that
+    failed for good raises its error again whenever it is read.
     """
 
     def __init__(
-        self, state: StreamState, start: Callable[[inference_pb2.GenerateRequest, float | None], Responses]
+        self,
+        state: StreamState,
+        start: Callable[[inference_pb2.GenerateRequest, float | None], Responses],
+        run: Callable[[Steps[None]], None] | None = None,
     ) -> None:
+        """`run` makes the calls that a recovery takes; without it there is none."""
         self._state = state
         self._start = start
+        self._run = run
         self._closed = threading.Event()
         self._generation: Generation | None = None
         # Open from the start, so that the server works while the caller gets ready to read.
@@ -100,6 +111,8 @@ class Stream(Iterator[Delta]):
         return self
 
     def __next__(self) -> Delta:
+        if self._state.failure is not None:
+            raise self._state.failure
         if self._closed.is_set():
             raise StopIteration
         try:
@@ -107,7 +120,9 @@ class Stream(Iterator[Delta]):
                 delta = self._state.take(response)
                 if delta is not None:
                     return delta
-        except BaseException:
+        except BaseException as error:
+            if not self._closed.is_set():
+                self._state.failed(error)
             self.close()
             raise
         self.close()
@@ -130,7 +145,13 @@ class Stream(Iterator[Delta]):
                 return None  # the answer is whole; only the end of the call was lost
             if self._closed.is_set():
                 raise error from error.__cause__
-            self._closed.wait(self._state.delay_after(error))
+            recovery = self._state.recovery(error) if self._run is not None else None
+            if self._run is not None and recovery is not None:
+                self._run(recovery)
+            else:
+                delay = self._state.delay_after(error)
+                self._closed.wait(delay)
+                self._state.waited(delay)
             if self._closed.is_set():
                 raise Cancelled("the stream has been closed", request_id=self.request_id)
             self._responses.close()
@@ -162,6 +183,7 @@ class Stream(Iterator[Delta]):
 
         Raises:
             Cancelled: the stream was closed before its end.
+            SaccadeError: it failed; the same error each time it is asked.
         """
         for _ in self:
             pass

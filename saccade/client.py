@@ -16,8 +16,16 @@ from saccade.errors import Cancelled, FailedPrecondition, Unimplemented, error_f
 from saccade.images import ImageInput
 from saccade.jobs import SyncBatches
 from saccade.mapping import check_concurrency, map_sync, outcome, prepare_mapping
-from saccade.media import SyncMedia, upload_large_steps
-from saccade.methods import embed_image_steps, embed_steps, get_model_steps, models_steps, tokenize_steps
+from saccade.media import SyncMedia
+from saccade.methods import (
+    embed_image_steps,
+    embed_steps,
+    generate_steps,
+    get_model_steps,
+    models_steps,
+    one_call,
+    tokenize_steps,
+)
 from saccade.requests import (
     GenerateOptions,
     Prompt,
@@ -30,7 +38,7 @@ from saccade.requests import (
 )
 from saccade.results import generation_from
 from saccade.resuming import StreamState, stream_settings
-from saccade.steps import Steps, drive
+from saccade.steps import Call, Steps
 from saccade.transport import (
     CallOptions,
     CallSettings,
@@ -42,6 +50,7 @@ from saccade.transport import (
     stub_class,
 )
 from saccade.types import Embedding, Generation, Model, Outcome, Tensor, Tokens
+from saccade.uploads import Uploads
 from saccade.v1 import inference_pb2
 from saccade.videos import VideoInput
 from saccade.watchdog import Watchdog
@@ -142,10 +151,12 @@ class SyncClient(ABC):
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop,
             logprobs=logprobs, **sampling,
         )  # fmt: skip
-        timeout = self._upload_large(request, timeout)
         calls = stream_settings(self._call_settings, first_token_timeout, idle_timeout)
-        deadline = Deadline(calls.timeout if timeout is None else timeout)
-        return Stream(StreamState(request, calls, deadline, resume), self._open)
+        deadline = self._deadline(timeout)
+        uploads = Uploads(request, calls.upload_above)
+        self._drive(uploads.steps(), deadline)
+        state = StreamState(request, calls, deadline, resume, uploads)
+        return Stream(state, self._open, lambda steps: self._drive(steps, deadline))
 
     def chat(
         self,
@@ -254,7 +265,7 @@ class SyncClient(ABC):
         source: str | os.PathLike[str],
         output: str | os.PathLike[str],
         *,
-        max_retries: int = 8,
+        max_retries: int | None = 8,
         **options: Any,
     ) -> BatchSummary:
         """Answers a file of requests in OpenAI's batch format into another; see `saccade.batch`.
@@ -264,7 +275,8 @@ class SyncClient(ABC):
 
         Args:
             source, output: paths. Pictures may be named by paths inside the source's folder.
-            max_retries: how often a row is tried again while the server is unavailable.
+            max_retries: how often a row is tried again while the server is unavailable; None: as often as its timeout
+                allows.
             options: the fields of `saccade.batch.BatchOptions`.
 
         Raises:
@@ -292,30 +304,28 @@ class SyncClient(ABC):
         return SyncBatches(self)
 
     def _steps(self, steps: Steps[T], timeout: float | None) -> T:
-        return self._drive(steps, Deadline(self._call_settings.timeout if timeout is None else timeout))
+        return self._drive(steps, self._deadline(timeout))
 
     def _drive(self, steps: Steps[T], deadline: Deadline) -> T:
-        return drive(steps, lambda call: self._unary(call.service, call.method, call.message, deadline.left()))
+        result: T = self._over(steps, deadline).result()
+        return result
 
-    def _upload_large(self, request: Any, timeout: float | None) -> float | None:
-        """Returns the seconds that are left."""
-        deadline = Deadline(self._call_settings.timeout if timeout is None else timeout)
-        self._drive(upload_large_steps(request, self._call_settings.upload_above), deadline)
-        return deadline.left()
-
-    def _attempts(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Attempts:
-        timeout = self._upload_large(request, timeout)
+    def _over(self, steps: Steps[Any], deadline: Deadline) -> Attempts:
         return Attempts(
-            lambda remaining: self._begin("inference", "Generate", request, remaining),
+            lambda call, left: self._begin(call.service, call.method, call.message, left),
+            steps,
             self._call_settings,
-            timeout,
-            request.request_id,
+            deadline,
         )
 
+    def _deadline(self, timeout: float | None) -> Deadline:
+        return Deadline(self._call_settings.timeout if timeout is None else timeout)
+
+    def _attempts(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Attempts:
+        return self._over(generate_steps(request, self._call_settings.upload_above), self._deadline(timeout))
+
     def _unary(self, service: str, method: str, message: Any, timeout: float | None) -> Any:
-        return Attempts(
-            lambda remaining: self._begin(service, method, message, remaining), self._call_settings, timeout, ""
-        ).result()
+        return self._steps(one_call(Call(service, method, message)), timeout)
 
     @property
     @abstractmethod
@@ -358,8 +368,8 @@ class Client(SyncClient):
         api_key: sent with each call; without one the environment's SACCADE_API_KEY is taken.
         tls: True for the system's certificates, or a `TLSConfig`; None for plain text.
         timeout: seconds for a whole call, retries included; None for no limit.
-        max_retries: how often a call that failed as UNAVAILABLE, or over its rate with a time to wait, is tried again.
-            A stream that breaks off is continued.
+        max_retries: how often a call that failed as UNAVAILABLE, or over its rate with a time to wait, is tried again;
+            None: as often as the timeout allows. A stream that breaks off is continued.
         channel_options: further gRPC channel options, over the client's own.
     """
 
@@ -370,7 +380,7 @@ class Client(SyncClient):
         api_key: str | None = None,
         tls: bool | TLSConfig | None = None,
         timeout: float | None = 600.0,
-        max_retries: int = 2,
+        max_retries: int | None = None,
         channel_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._set_up(

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from saccade.errors import FailedPrecondition, InvalidArgument, SaccadeError
-from saccade.media import CHUNK_BYTES, chunks
+from saccade.retrying import Retries
 from saccade.steps import Call, Steps
-from saccade.transport import Deadline, retry_delay
+from saccade.transport import CallSettings, Deadline
 from saccade.types import Batch
+from saccade.uploads import CHUNK_BYTES, chunks
 from saccade.v1 import batch_pb2
 
 if TYPE_CHECKING:
@@ -106,22 +107,19 @@ def delete_steps(batch_id: str) -> Steps[None]:
 
 
 class _Again:
-    """When a stream that broke off is opened anew: as often as max_retries, counted anew after each message."""
+    """When a stream that broke off is opened anew. Retries and the call's time count anew after each message: a batch
+    may take days."""
 
-    def __init__(self, max_retries: int) -> None:
-        self._max_retries = max_retries
-        self._failures = 0
+    def __init__(self, calls: CallSettings) -> None:
+        self._calls = calls
+        self.progress()
 
     def progress(self) -> None:
-        self._failures = 0
+        self._retries = Retries(self._calls.max_retries, Deadline(self._calls.timeout))
 
     def delay(self, error: SaccadeError) -> float:
         """Seconds to wait. Raises the error where it has failed for good."""
-        self._failures += 1
-        delay = retry_delay(error, self._failures, self._max_retries, Deadline(None))
-        if delay is None:
-            raise error
-        return delay
+        return self._retries.delay_after(error)
 
 
 class _Download:
@@ -215,7 +213,7 @@ class SyncBatches:
         """The messages of a stream that is opened anew where it breaks off, with the `request` of that moment."""
         import time
 
-        again = _Again(self._client._call_settings.max_retries)
+        again = _Again(self._client._call_settings)
         while True:
             responses = self._client._server_stream("batch", *request())
             try:
@@ -288,7 +286,7 @@ class AsyncBatches:
     async def _streamed(self, request: Callable[[], tuple[str, Any]]) -> AsyncGenerator[Any, None]:
         import asyncio
 
-        again = _Again(self._client._settings.calls.max_retries)
+        again = _Again(self._client._settings.calls)
         while True:
             try:
                 async for message in self._client._server_stream("batch", *request()):

@@ -4,31 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
-from saccade.media import upload_large_steps
 from saccade.results import embedding_from, model_from, tensor_from, tokens_from
 from saccade.steps import Call, Steps
 from saccade.types import Embedding, Model, Tensor, Tokens
+from saccade.uploads import call_steps
 from saccade.v1 import inference_pb2, model_pb2
 
 
+def one_call(call: Call) -> Steps[Any]:
+    return (yield call)
+
+
+def generate_steps(request: inference_pb2.GenerateRequest, upload_above: int | None) -> Steps[Any]:
+    return (yield from call_steps(Call("inference", "Generate", request), upload_above))
+
+
 def tokenize_steps(request: inference_pb2.TokenizeRequest, upload_above: int | None) -> Steps[Tokens]:
-    yield from upload_large_steps(request, upload_above)
-    return tokens_from((yield Call("inference", "Tokenize", request)))
+    answer = yield from call_steps(Call("inference", "Tokenize", request), upload_above)
+    return tokens_from(answer)
 
 
 def embed_steps(request: inference_pb2.EmbedRequest, upload_above: int | None) -> Steps[Embedding]:
-    answer = yield from _embed(request, upload_above)
+    answer = yield from call_steps(Call("inference", "Embed", request), upload_above)
     return embedding_from(answer)
 
 
 def embed_image_steps(request: inference_pb2.EmbedRequest, upload_above: int | None) -> Steps[Tensor]:
-    answer = yield from _embed(request, upload_above)
+    answer = yield from call_steps(Call("inference", "Embed", request), upload_above)
     return tensor_from(answer.image_embedding)
-
-
-def _embed(request: inference_pb2.EmbedRequest, upload_above: int | None) -> Steps[Any]:
-    yield from upload_large_steps(request, upload_above)
-    return (yield Call("inference", "Embed", request))
 
 
 def models_steps() -> Steps[list[Model]]:

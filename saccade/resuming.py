@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from saccade.errors import AlreadyExists, DeadlineExceeded, SaccadeError, Unavailable
+from saccade.errors import DeadlineExceeded, SaccadeError, Unavailable
 from saccade.results import Assembler
-from saccade.transport import CallSettings, Deadline, retry_delay
+from saccade.retrying import Retries
+from saccade.steps import Steps
+from saccade.transport import CallSettings, Deadline
 from saccade.types import Delta
+from saccade.uploads import Uploads
 from saccade.v1 import inference_pb2
 
 
@@ -30,16 +33,26 @@ class StreamState:
 
     Args:
         resume: go on after a break behind the first message; otherwise only before it.
+        uploads: the request's files that are named by their ids.
     """
 
-    def __init__(self, request: inference_pb2.GenerateRequest, calls: CallSettings, deadline: Deadline, resume: bool):
+    def __init__(
+        self,
+        request: inference_pb2.GenerateRequest,
+        calls: CallSettings,
+        deadline: Deadline,
+        resume: bool,
+        uploads: Uploads | None = None,
+    ) -> None:
         self.request = request
         self.calls = calls
         self.deadline = deadline
-        self.resume = resume and calls.max_retries > 0
+        self.resume = resume and calls.max_retries != 0
         self.assembler = Assembler(request)
-        self._failures = 0
-        self._resumed = False
+        self.failure: Exception | None = None
+        """What ended the stream for good, kept for whoever asks for its answer afterwards."""
+        self._uploads = uploads
+        self._retries = Retries(calls.max_retries, deadline, registers=True)
         self._waited = 0.0
         self._begun = False
         self._sequence: dict[int, int] = {}
@@ -65,10 +78,11 @@ class StreamState:
                     raise self._diverged("the model has changed since the stream began")
                 return None
         elif event == "delta":
+            self._waited = 0.0
             response = self._unseen(response)
             if not response.HasField("delta"):
                 return None
-            self._failures = 0
+            self._retries.progress()
             self._begun = True
         return self.assembler.take(response)
 
@@ -106,23 +120,22 @@ class StreamState:
         """Seconds to wait before the next attempt. Raises the error if there is to be none."""
         if self.assembler.started is not None and not self.resume:
             raise error from error.__cause__
-        if isinstance(error, AlreadyExists) and self._resumed:
-            # The server has not yet noticed that the broken attempt is over.
-            error_for_rule: SaccadeError = Unavailable(error.message, retryable=True)
-        else:
-            error_for_rule = error
-        self._failures += 1
-        delay = retry_delay(error_for_rule, self._failures, self.calls.max_retries, self.deadline)
-        if delay is None:
-            raise error from error.__cause__
-        return delay
+        return self._retries.delay_after(error, self.patience())
+
+    def recovery(self, error: SaccadeError) -> Steps[None] | None:
+        """What to do, instead of waiting, before the next attempt; None if the error is none of that kind."""
+        return None if self._uploads is None else self._uploads.recovery(error)
+
+    def failed(self, error: BaseException) -> None:
+        """Keeps what ended the stream. Interrupts are the reader's, not the stream's."""
+        if isinstance(error, Exception):
+            self.failure = error
 
     def next_request(self) -> inference_pb2.GenerateRequest:
         """What the next attempt asks for."""
         started = self.assembler.started
         if started is None:
             return self.request
-        self._resumed = True
         request = inference_pb2.GenerateRequest()
         request.CopyFrom(self.request)
         request.sampling.seed = started.seed
@@ -137,14 +150,13 @@ class StreamState:
     # -- patience ------------------------------------------------------------------------------------------------------
 
     def patience(self) -> float | None:
-        """Seconds that the reader may wait for the next message; None for no limit."""
-        if self._begun:
-            return self.calls.idle_timeout
-        limit = self.calls.first_token_timeout
+        """Seconds that the reader may wait for the next piece, over attempts and the pauses between them; None for no
+        limit."""
+        limit = self.calls.idle_timeout if self._begun else self.calls.first_token_timeout
         return None if limit is None else max(0.001, limit - self._waited)
 
     def waited(self, seconds: float) -> None:
-        """Counts time that the reader has waited for a message."""
+        """Counts time that the reader has waited for a piece."""
         self._waited += seconds
 
     def out_of_patience(self) -> DeadlineExceeded:

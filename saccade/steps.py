@@ -19,6 +19,19 @@ class Call:
     service: str
     method: str
     message: Any
+    give_up: frozenset[str] = frozenset()
+    """Reasons of errors that are not to be tried again: the caller has something better to do."""
+
+    @property
+    def request_id(self) -> str:
+        """The id under which the server keeps the request while it works on it; empty if it keeps none."""
+        return str(getattr(self.message, "request_id", ""))
+
+    def judged(self, error: SaccadeError) -> SaccadeError:
+        """Raises an error that is to be given up."""
+        if error.reason in self.give_up:
+            raise error from error.__cause__
+        return error
 
 
 Steps = Generator[Call, Any, T]

@@ -15,6 +15,9 @@ from saccade.errors import InvalidArgument, SaccadeError
 
 API_KEY_VARIABLE = "SACCADE_API_KEY"
 
+_TARGETS = ("unix:", "unix-abstract:", "vsock:", "dns:", "ipv4:", "ipv6:", "xds:", "google-c2p:")
+"""How gRPC's own names of targets begin; anything else is HOST:PORT."""
+
 DEFAULT_OPTIONS: Mapping[str, int] = {
     # Answers with logprobs can pass gRPC's default of 4 MiB; the request's size is the server's to bound.
     "grpc.max_receive_message_length": 256 * 2**20,
@@ -52,9 +55,9 @@ class CallSettings:
 
     timeout: float | None = 600.0
     """Seconds for a whole call, retries included; None for no limit."""
-    max_retries: int = 2
+    max_retries: int | None = None
     """How often a call that failed as UNAVAILABLE, or over its rate with a time to wait, is tried again. A stream
-    counts anew from each piece of the answer on."""
+    counts anew from each piece of the answer on. None: as often as the timeout allows."""
     first_token_timeout: float | None = None
     """Seconds that a reader of a stream waits for its first piece, waiting in queues included; None for no limit."""
     idle_timeout: float | None = None
@@ -67,7 +70,7 @@ class CallSettings:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise InvalidArgument(f"{name}: expected more than 0 seconds, got {value}")
-        if self.max_retries < 0:
+        if self.max_retries is not None and self.max_retries < 0:
             raise InvalidArgument(f"max_retries: expected 0 or more, got {self.max_retries}")
 
     def changed(self, **options: Any) -> CallSettings:
@@ -82,7 +85,7 @@ class CallOptions(TypedDict, total=False):
     """The arguments of `with_options`; None stands for no limit."""
 
     timeout: float | None
-    max_retries: int
+    max_retries: int | None
     first_token_timeout: float | None
     idle_timeout: float | None
     upload_above: int | None
@@ -115,7 +118,7 @@ def make_settings(
     api_key: str | None,
     tls: bool | TLSConfig | None,
     timeout: float | None,
-    max_retries: int,
+    max_retries: int | None,
     channel_options: Mapping[str, Any] | None,
 ) -> Settings:
     """Checks what the user has given and fills in the API key from the environment.
@@ -123,7 +126,7 @@ def make_settings(
     Raises:
         InvalidArgument: an address without a port, a timeout that is not positive, a negative number of retries.
     """
-    if not address.startswith(("unix:", "dns:", "ipv4:", "ipv6:")):
+    if not address.startswith(_TARGETS):
         host, colon, port = address.rpartition(":")
         if not (colon and host and "/" not in host and port.isdigit() and int(port) < 65536):
             raise InvalidArgument(f"address: expected HOST:PORT, got {address!r}")
@@ -159,6 +162,11 @@ def stub_class(service: str) -> Any:
     return getattr(module, f"{service.capitalize()}ServiceStub")
 
 
+_LONGEST_WAIT = 8.0
+_SHORTEST_ATTEMPT = 0.1
+"""Seconds. With less than this left after the wait there is no further attempt."""
+
+
 class Deadline:
     """A total time that all attempts of one call share."""
 
@@ -181,22 +189,39 @@ class Deadline:
 def retry_delay(
     error: SaccadeError,
     attempt: int,
-    max_retries: int,
+    max_retries: int | None,
     deadline: Deadline,
+    random_unit: Callable[[], float] = random.random,
+) -> float | None:
+    """`delay_within` for what is left of a deadline."""
+    return delay_within(error, attempt, max_retries, deadline.remaining(), random_unit)
+
+
+def delay_within(
+    error: SaccadeError,
+    attempt: int,
+    max_retries: int | None,
+    remaining: float | None,
     random_unit: Callable[[], float] = random.random,
 ) -> float | None:
     """Seconds to wait before trying again, or None if the call has failed for good.
 
-    The wait doubles from half a second to 8, with jitter, and is never shorter than the server asked for. It is None
-    too where it would leave no time: the caller then gets the error that says why, not a deadline that says nothing.
+    The wait doubles from half a second to 8, with jitter, and is never shorter than the server asked for. Where little
+    time is left it is half of that. It is None where it would leave no time for an attempt: the caller then gets the
+    error that says why, not a deadline that says nothing.
 
     Args:
         attempt: how many attempts have failed, this one included.
+        max_retries: None for any number.
+        remaining: seconds until the call has to be over; None for no limit.
     """
-    if not error.retryable or attempt > max_retries:
+    if not error.retryable or (max_retries is not None and attempt > max_retries):
         return None
-    delay = min(8.0, 0.5 * 2 ** (attempt - 1)) * (0.5 + 0.5 * random_unit())
+    delay = min(_LONGEST_WAIT, 0.5 * 2 ** min(attempt - 1, 10)) * (0.5 + 0.5 * random_unit())
+    asked = max(0.0, error.retry_after or 0.0)
     if error.retry_after is not None:
-        delay = max(error.retry_after, delay * 0.2 + error.retry_after)
-    remaining = deadline.remaining()
-    return None if remaining is not None and delay >= remaining else delay
+        delay = asked + delay * 0.2
+    if remaining is None or delay < remaining:
+        return delay
+    delay = max(asked, remaining / 2)
+    return delay if remaining - delay >= _SHORTEST_ATTEMPT else None

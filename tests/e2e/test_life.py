@@ -71,15 +71,22 @@ def test_a_killed_engine_ends_streams_with_what_they_had_and_new_calls_at_once(m
 
 
 def test_a_killed_engine_comes_back_and_health_follows(model: Path) -> None:
-    """Streams of a client that retries go on; nobody has to restart anything."""
+    """Streams and calls of a client with its defaults go on; nobody has to restart anything."""
     with ServerProcess([str(model), "--dtype", "float32", "--threads", "1", "--log-level", "error"]) as server:
-        with saccade.Client(server.address, max_retries=10) as client, grpc.insecure_channel(server.address) as channel:
+        with saccade.Client(server.address) as client, grpc.insecure_channel(server.address) as channel:
             before = client.generate("x", max_tokens=5, temperature=0)
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
             states = (response.status for response in watch)
             assert next(states) == health_pb2.HealthCheckResponse.SERVING
             (engine,) = children(server.pid, "service.engine_process")
+            long: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True, "seed": 1}
+            whole = client.generate("y", **long)
+            stream = client.stream("y", **long)
+            next(stream)
             os.kill(engine, signal.SIGKILL)
+            assert client.generate("x", max_tokens=5, temperature=0) == before, "asked while the engine is away"
+            resumed = stream.final()
+            assert (resumed.text, resumed.token_ids) == (whole.text, whole.token_ids)
             assert next(states) == health_pb2.HealthCheckResponse.NOT_SERVING
             assert next(states) == health_pb2.HealthCheckResponse.SERVING
             assert client.generate("x", max_tokens=5, temperature=0) == before

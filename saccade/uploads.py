@@ -1,0 +1,158 @@
+"""Large files of a request that travel once and are named by their ids from then on, and what to do where the server
+that is asked next does not have them: without input or output, as steps that a client drives."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from saccade.errors import MessageTooLarge, NotFound, PermissionDenied, RateLimited, SaccadeError, Unimplemented
+from saccade.steps import Call, Steps
+from saccade.types import Media
+from saccade.v1 import media_pb2, types_pb2
+
+CHUNK_BYTES = 2**20
+FRESH_SECONDS = 900.0
+"""An upload that expires within this time is sent again: it has to outlast the requests that name it."""
+_SPOOL_FULL = frozenset({"MEDIA_SPOOL_FULL"})
+_ROUNDS = 6
+"""How often files that are too large to travel in the request are uploaded again, to as many replicas of a server."""
+
+
+def media_from(message: media_pb2.Media) -> Media:
+    return Media(
+        media_id=message.media_id,
+        size_bytes=message.size_bytes,
+        width=message.width,
+        height=message.height,
+        format=message.format,
+        expires=message.expire_time.ToMilliseconds() / 1000,
+    )
+
+
+def chunks(data: bytes) -> Iterator[bytes]:
+    for start in range(0, len(data), CHUNK_BYTES):
+        yield data[start : start + CHUNK_BYTES]
+
+
+def upload_steps(data: bytes, *, ask: bool = True, give_up: frozenset[str] = frozenset()) -> Steps[Media]:
+    """Sends a file. `ask`: first whether it is there for long enough, and then it is not sent again."""
+    media_id = hashlib.sha256(data).hexdigest()
+    if ask:
+        try:
+            answer = yield Call("media", "GetMedia", media_pb2.GetMediaRequest(media_id=media_id))
+            media = media_from(answer.media)
+            if media.expires > time.time() + FRESH_SECONDS:
+                return media
+        except NotFound:
+            pass
+
+    def messages() -> Iterator[media_pb2.UploadMediaRequest]:
+        header = media_pb2.MediaHeader(size_bytes=len(data), media_id=media_id)
+        yield media_pb2.UploadMediaRequest(header=header)
+        for chunk in chunks(data):
+            yield media_pb2.UploadMediaRequest(chunk=chunk)
+
+    answer = yield Call("media", "UploadMedia", messages, give_up)
+    return media_from(answer.media)
+
+
+def files(request: Any) -> Iterator[types_pb2.Image | types_pb2.Video]:
+    """The images and videos of any request that takes a prompt; of a video that is a list of frames, these."""
+    match request.WhichOneof("input"):
+        case "chat":
+            parts = [part for message in request.chat.messages for part in message.parts]
+            yield from (part.image for part in parts if part.HasField("image"))
+            videos = [part.video for part in parts if part.HasField("video")]
+        case "image":
+            yield request.image
+            return
+        case None:
+            return
+        case name:
+            yield from getattr(request, name).images
+            videos = list(getattr(request, name).videos)
+    for video in videos:
+        yield from video.frames.images if video.HasField("frames") else (video,)
+
+
+class Uploads:
+    """The files of one request that are uploaded on its behalf.
+
+    A server forgets them when it restarts, and another replica behind the same address never had them. That is not the
+    caller's business: the request is then sent again with the files in it, or, where they are too large for a message,
+    after they have been uploaded again.
+
+    Args:
+        request: changed in place.
+        above: files of more bytes than this are uploaded; None: none.
+    """
+
+    def __init__(self, request: Any, above: int | None) -> None:
+        self._request = request
+        self._above = above
+        self._sent: list[tuple[types_pb2.Image | types_pb2.Video, bytes]] = []
+        self._inline = self._too_large = False
+        self._rounds = 0
+
+    def steps(self) -> Steps[None]:
+        """Replaces large files by their ids. A server that does not take uploads, not from this caller, or has no room
+        for them now, gets them as they are."""
+        if self._above is None:
+            return
+        for file in files(self._request):
+            data = file.data
+            if len(data) > self._above:
+                try:
+                    media = yield from upload_steps(data, give_up=_SPOOL_FULL)
+                except (Unimplemented, PermissionDenied):
+                    return
+                except RateLimited as error:
+                    if error.reason not in _SPOOL_FULL:
+                        raise
+                    return
+                self._sent.append((file, data))
+                file.media_id = media.media_id
+
+    def recovery(self, error: SaccadeError) -> Steps[None] | None:
+        """What to do before the request is sent again, or None if the error is not about these uploads."""
+        if not self._sent:
+            return None
+        if not self._inline and isinstance(error, NotFound) and error.reason == "MEDIA_NOT_FOUND":
+            return self._again() if self._too_large else self._in_the_request()
+        if self._inline and isinstance(error, MessageTooLarge):
+            self._too_large = True
+            return self._again()
+        return None
+
+    def _in_the_request(self) -> Steps[None]:
+        for file, data in self._sent:
+            file.data = data
+        self._inline = True
+        yield from ()
+
+    def _again(self) -> Steps[None] | None:
+        self._rounds += 1
+        return self._uploaded_again() if self._rounds <= _ROUNDS else None
+
+    def _uploaded_again(self) -> Steps[None]:
+        for file, data in self._sent:
+            media = yield from upload_steps(data, ask=False)
+            file.media_id = media.media_id
+        self._inline = False
+
+
+def call_steps(call: Call, upload_above: int | None) -> Steps[Any]:
+    """One call with the large files of its request uploaded."""
+    uploads = Uploads(call.message, upload_above)
+    yield from uploads.steps()
+    while True:
+        try:
+            return (yield call)
+        except SaccadeError as error:
+            recovery = uploads.recovery(error)
+            if recovery is None:
+                raise
+        yield from recovery
