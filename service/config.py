@@ -139,6 +139,12 @@ class EngineOptions:
         "pictures are encoded by --encoders",
         choices=("all", "encoder", "decoder"),
     )
+    hang_timeout: float = _option(
+        120.0,
+        "seconds that the engine process may take over one turn, and a front over an answer to the hub, before it "
+        "counts as hung, is killed and started again",
+        minimum=0.1,
+    )
     encoders: tuple[str, ...] = _option(
         (), "with --role decoder: HOST:PORT of servers with --role encoder, with commas"
     )

@@ -39,7 +39,7 @@ from service.placing import is_settled, place
 log = logging.getLogger(__name__)
 
 ErrorKind = Literal["invalid", "deadline", "internal", "unavailable", "full", "died"]
-Query = Literal["stats", "integrity", "flush", "histogram"]
+Query = Literal["stats", "integrity", "flush", "histogram", "beat"]
 Embedding = Literal["hidden", "picture"]
 """Of a prompt: its last and its mean hidden state. Of a picture: its tokens, as the decoder reads them."""
 
@@ -180,11 +180,14 @@ class Engine:
     def query(self, what: Query) -> Future[dict[Any, Any]]:
         """`stats`: counters of all parts. `integrity`: the same after checking every pool; idle ones must be empty.
         `flush`: drops what is cached and not in use, states and embeddings; `freed_bytes` counts the embeddings.
-        `histogram`: image tokens -> pictures encoded."""
+        `histogram`: image tokens -> pictures encoded. `beat`: nothing, as soon as the loop comes by."""
         future: Future[dict[Any, Any]] = Future()
 
         def run() -> None:
             try:
+                if what == "beat":
+                    future.set_result({})
+                    return
                 if what == "flush":
                     self._decoder.flush_cache()
                     future.set_result({"freed_bytes": self._handoff.flush() if self._handoff else 0})

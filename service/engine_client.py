@@ -1,14 +1,13 @@
-"""The front's side of the engine process: starts it, speaks to it, notices its end."""
+"""The front's side of the engine process: starts it, speaks to it, notices when it ends or hangs."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import subprocess
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
@@ -17,8 +16,15 @@ from service import wire
 from service.config import ConfigError, EngineOptions
 from service.engine import EngineEvent, EngineInfo, EngineRequest, EventSink, Query
 from service.helper_process import start_helper
+from service.outbox import Outbox
 
 log = logging.getLogger(__name__)
+
+BEAT_SECONDS = 1.0
+"""Between two questions whether the engine still turns."""
+BEAT_PARTS = 10
+"""Waits that the time for an answer is divided into: where both processes were stopped together and go on, as when a
+container is paused, only one of them is over before the engine has had its chance."""
 
 
 class EngineDied(RuntimeError):
@@ -34,7 +40,7 @@ class EngineLink:
         """`on_death` is called once, from the reader thread, if the connection ends by itself."""
         self._connection = connection
         self._on_death = on_death
-        self._send_lock = threading.Lock()
+        self._outbox = Outbox(connection, self._lost)
         self._state_lock = threading.Lock()
         self._live: set[str] = set()
         self._queries: dict[int, Future[dict[str, Any]]] = {}
@@ -62,19 +68,14 @@ class EngineLink:
 
     def submit_packed(self, bare: EngineRequest, pixels: int | None) -> None:
         """What `wire.pack_pixels` made of a request. Takes over the descriptor."""
-        try:
-            with self._state_lock:
-                self._live.update(bare.names)
-            if not self._send(("submit", bare, pixels is not None), pixels):
-                self._lose(list(bare.names))
-        finally:
-            if pixels is not None:
-                os.close(pixels)
+        with self._state_lock:
+            self._live.update(bare.names)
+        self._outbox.put(("submit", bare, pixels is not None), pixels)
 
     def abort(self, request_id: str) -> None:
         with self._state_lock:
             self._live.discard(request_id)
-        self._send(("abort", request_id))
+        self._outbox.put(("abort", request_id))
 
     def query(self, what: Query) -> Future[dict[str, Any]]:
         return self._ask("query", what)
@@ -84,17 +85,15 @@ class EngineLink:
         number = next(self._numbers)
         with self._state_lock:
             self._queries[number] = future
-        if not self._send((kind, number, *arguments)):
-            self._fail_queries()
+        self._outbox.put((kind, number, *arguments))
         return future
 
-    def _send(self, message: Any, descriptor: int | None = None) -> bool:
-        with self._send_lock:
-            try:
-                wire.send(self._connection, message, descriptor)
-            except (OSError, ValueError):  # closed or broken
-                return False
-            return True
+    def _lost(self, message: Any) -> None:
+        """It could not be sent: the other side is gone."""
+        if message[0] == "submit":
+            self._lose(list(message[1].names))
+        else:
+            self._fail_queries()
 
     def _read(self) -> None:
         with contextlib.suppress(EOFError, OSError):
@@ -148,7 +147,7 @@ class EngineLink:
 
 
 class EngineProcess(EngineLink):
-    """An engine in a process of its own."""
+    """An engine in a process of its own. One that takes longer than `hang_timeout` over a turn is killed."""
 
     def __init__(
         self, options: EngineOptions, *, log_level: str = "info", on_death: Callable[[], None] = lambda: None
@@ -158,6 +157,8 @@ class EngineProcess(EngineLink):
         itself."""
         self._process, connection = start_helper("service.engine_process")
         super().__init__(connection, on_death)
+        self._hang_timeout = options.hang_timeout
+        self._over = threading.Event()
         try:
             self._connection.send((options, log_level))
             verdict, value = self._connection.recv()
@@ -180,10 +181,31 @@ class EngineProcess(EngineLink):
     def pid(self) -> int:
         return self._process.pid
 
+    def start(self, on_events: EventSink) -> None:
+        super().start(on_events)
+        threading.Thread(target=self._watch, name="saccade-engine-watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        """Asks for a sign of the engine's own loop, again and again, and kills an engine that gives none: from there on
+        it is a dead one like any other."""
+        while not self._over.wait(BEAT_SECONDS):
+            beat = self.query("beat")
+            for _ in range(BEAT_PARTS):
+                if wait([beat], self._hang_timeout / BEAT_PARTS).done or self._over.is_set():
+                    break
+            else:
+                log.critical(
+                    "the engine has not come to the end of a turn for %g s (hang_timeout): it is killed",
+                    self._hang_timeout,
+                )
+                self._process.kill()
+                return
+
     def close(self) -> None:
         """Ends the process, by force if it does not answer. Idempotent."""
         self._closing = True
-        self._send(("close",))
+        self._over.set()
+        self._outbox.put(("close",))
         try:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
@@ -192,9 +214,11 @@ class EngineProcess(EngineLink):
             self._process.wait()
         if self._reader is not None and self._reader is not threading.current_thread():
             self._reader.join()
+        self._outbox.close()
         self._connection.close()
 
     def _ended(self) -> None:
+        self._over.set()
         code = self._process.wait()
         if not self._closing:
             log.error("the engine process ended by itself (code %d)", code)

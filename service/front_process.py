@@ -1,8 +1,9 @@
 """One front of several: `python -m service.front_process FD`, started by `service.fronts`.
 
 Protocol on the socket pair FD, hub to front: (options, engine info, member) first; then what an engine process sends,
-and ("alive", bool), ("given up",), ("drain",). Front to hub: ("serving", port) or ("failed", message); then what an
-engine process takes, and ("cancel", number, salt, request id), ("drain",). A front that has lost its hub ends.
+and ("alive", bool), ("given up",), ("drain",), ("beat",). Front to hub: ("serving", port) or ("failed", message); then
+what an engine process takes, and ("cancel", number, salt, request id), ("drain",), and ("beat",) in answer to one. A
+front that has lost its hub ends.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class HubLink(EngineLink):
         self.on_change: Callable[[bool], None] = lambda alive: None
         self.on_give_up: Callable[[], None] = lambda: None
         self.on_drain: Callable[[], None] = lambda: None
+        self.on_beat: Callable[[], None] = lambda: None
 
     @property
     def alive(self) -> bool:
@@ -52,6 +54,8 @@ class HubLink(EngineLink):
                 self.on_give_up()
             case ("drain",):
                 self.on_drain()
+            case ("beat",):
+                self.on_beat()
             case _:
                 super()._other(message)
 
@@ -62,14 +66,15 @@ class HubLink(EngineLink):
 
     def drain_all(self) -> None:
         """All fronts, this one too."""
-        self._send(("drain",))
+        self._outbox.put(("drain",))
 
     def tell(self, message: Any) -> None:
-        self._send(message)
+        self._outbox.put(message)
 
     def close(self) -> None:
-        """The engine is the hub's to stop. Idempotent."""
+        """The engine is the hub's to stop; what has been said to the hub gets there. Idempotent."""
         self._closing = True
+        self._outbox.close(timeout=5.0)
 
 
 class Front(Server):
@@ -91,7 +96,10 @@ class Front(Server):
         def drain() -> None:
             loop.call_soon_threadsafe(self.drain)
 
-        link.on_drain = drain
+        def beat() -> None:
+            loop.call_soon_threadsafe(link.tell, ("beat",))
+
+        link.on_drain, link.on_beat = drain, beat
 
     def _make_spool(self, *arguments: Any, **keywords: Any) -> Spool:
         return SharedSpool(*arguments, member=self._member, **keywords)
@@ -109,6 +117,7 @@ async def serve(connection: Connection, options: ServerOptions, info: EngineInfo
         await server.start()
     except ValueError as error:
         link.tell(("failed", str(error)))
+        link.close()
         return 2
     link.tell(("serving", server.port))
     await stop_when_told(server, stopping, options.grace)

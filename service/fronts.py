@@ -33,6 +33,7 @@ from service.auth import watch_keys
 from service.config import ConfigError, ServerOptions
 from service.engine import EngineEvent
 from service.helper_process import start_helper
+from service.outbox import Outbox
 from service.server import check_exposure, stop_signals, until_stopped
 from service.supervisor import SupervisedEngine
 from service.tls import server_credentials
@@ -40,6 +41,8 @@ from service.tls import server_credentials
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE, STEADY = 0.2, 10.0, 60.0
+BEAT_SECONDS = 1.0
+"""Between two questions whether a front's event loop still turns."""
 
 
 @dataclass(eq=False)
@@ -49,14 +52,22 @@ class _Front:
     member: int
     process: subprocess.Popen[bytes]
     connection: Connection
-    lock: threading.Lock = field(default_factory=threading.Lock)
     serving: Future[int] = field(default_factory=Future)
     started: float = field(default_factory=time.monotonic)
+    unanswered: int = 0
+    """Questions of the hub since its last answer."""
+
+    def __post_init__(self) -> None:
+        self._outbox = Outbox(self.connection)
 
     def send(self, message: Any) -> None:
-        """Does nothing where it is gone: whoever reads from it notices."""
-        with self.lock, contextlib.suppress(OSError, ValueError):
-            self.connection.send(message)
+        """Does not wait. Nothing happens where it is gone: whoever reads from it notices."""
+        self._outbox.put(message)
+
+    def close(self) -> None:
+        """Of one whose process has ended."""
+        self._outbox.close()
+        self.connection.close()
 
 
 class Hub:
@@ -88,6 +99,25 @@ class Hub:
         except ConfigError:
             self._stopping.set()  # what cannot start the first time is not tried again
             raise
+        watch = threading.Thread(target=self._watch, name="saccade-front-watch", daemon=True)
+        self._threads.append(watch)
+        watch.start()
+
+    def _watch(self) -> None:
+        """Kills fronts whose event loops have stopped. Counted in waits of this thread and not by the clock: where all
+        processes were stopped together and go on, nobody is late."""
+        while not self._stopping.wait(BEAT_SECONDS):
+            for front in list(self._fronts.values()):
+                if not front.serving.done() or front.process.poll() is not None:
+                    continue
+                if front.unanswered * BEAT_SECONDS > self._options.hang_timeout:
+                    log.critical(
+                        "front %d has not answered for %g s (hang_timeout): it is killed",
+                        front.member, self._options.hang_timeout,
+                    )  # fmt: skip
+                    front.process.kill()
+                front.unanswered += 1
+                front.send(("beat",))  # each time: an answer that crosses with the count would else be the last
 
     def _start_front(self, member: int) -> None:
         with self._life:
@@ -120,7 +150,7 @@ class Hub:
                 del self._owners[name]
         for name in lost:
             self.engine.abort(name)
-        front.connection.close()
+        front.close()
         if not self._stopping.is_set():
             log.error(
                 "front %d ended by itself (code %d); %d requests of it are dropped", front.member, code, len(lost)
@@ -145,6 +175,8 @@ class Hub:
             case ("drain",):
                 for other in list(self._fronts.values()):
                     other.send(("drain",))
+            case ("beat",):
+                front.unanswered = 0
             case ("serving", port):
                 front.serving.set_result(port)
             case ("failed", words):

@@ -35,7 +35,7 @@ ARGUMENTS = ["--dtype", "float32", "--threads", "1", "--log-level", "error", "--
 
 @pytest.fixture(scope="module")
 def arguments(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return [str(model), *ARGUMENTS, "--fronts", str(FRONTS), "--admin"]
+    return [str(model), *ARGUMENTS, "--fronts", str(FRONTS), "--admin", "--hang-timeout", "8"]
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +125,14 @@ def test_a_killed_front_is_replaced_and_an_engine_too(fronts: ServerProcess) -> 
             pass
     for client in many:
         client.close()
+
+
+def test_a_front_that_hangs_is_replaced(fronts: ServerProcess) -> None:
+    first, second = children(fronts.pid, "service.front_process")
+    os.kill(first, signal.SIGSTOP)
+    while first in (now := children(fronts.pid, "service.front_process")) or len(now) < FRONTS:
+        pass
+    assert second in now, "the other one, which had always answered, lives on"
 
 
 def test_a_second_instance_is_told(fronts: ServerProcess, arguments: list[str]) -> None:

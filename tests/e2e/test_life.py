@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from rpc import ask, connect
 from running import RunningServer, children
 
 import saccade
@@ -91,6 +92,45 @@ def test_a_killed_engine_comes_back_and_health_follows(model: Path) -> None:
             assert next(states) == health_pb2.HealthCheckResponse.SERVING
             assert client.generate("x", max_tokens=5, temperature=0) == before
         assert server.stop() == 0
+
+
+def test_a_hung_engine_is_killed_and_started_again_and_health_follows(model: Path) -> None:
+    with supervised(model, hang_timeout=3.0) as running, grpc.insecure_channel(running.address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=120)
+        states = (response.status for response in watch)
+        assert next(states) == health_pb2.HealthCheckResponse.SERVING
+        with saccade.Client(running.address, max_retries=0) as client:
+            before = client.generate("x", max_tokens=5, temperature=0)
+            stopped = running.engine.pid  # type: ignore[attr-defined]
+            with client.stream("x", max_tokens=550, ignore_eos=True) as stream:
+                next(stream)
+                os.kill(stopped, signal.SIGSTOP)
+                with pytest.raises(saccade.errors.Unavailable) as error:
+                    stream.final()
+                assert error.value.reason == "ENGINE_DIED"
+            assert next(states) == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert next(states) == health_pb2.HealthCheckResponse.SERVING
+            assert client.generate("x", max_tokens=5, temperature=0) == before
+            assert running.engine.pid != stopped  # type: ignore[attr-defined]
+
+
+def test_an_engine_that_stands_still_for_a_moment_is_left_alone_and_holds_nobody_up(model: Path) -> None:
+    """More is sent to it meanwhile than the socket between takes."""
+    with supervised(model, hang_timeout=300.0) as running, connect(running.address) as stubs:
+        health, pid = health_pb2_grpc.HealthStub(stubs.channel), running.engine.pid  # type: ignore[attr-defined]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            calls = [
+                stubs.inference.Generate.future(ask("x" * 500, max_tokens=1, request_id=str(i))) for i in range(400)
+            ]
+            while running.server.frontend.live < 400:
+                assert not any(call.done() for call in calls)
+                assert health.Check(health_pb2.HealthCheckRequest(), timeout=30).status
+            assert health.Check(health_pb2.HealthCheckRequest(), timeout=30).status
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert all(call.result(timeout=120).samples for call in calls)
+        assert running.engine.pid == pid  # type: ignore[attr-defined]
 
 
 def test_liveness_ends_with_the_last_attempt_to_start_an_engine(

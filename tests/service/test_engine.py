@@ -99,3 +99,29 @@ def test_a_sample_that_is_aborted_leaves_the_others(running: Running) -> None:
     running.engine.abort("group 0")
     events = running.wait({"group 1", "group 2"})
     assert all(len(of) == 9 for of in events.values())
+
+
+def test_a_sign_of_life_is_one_of_the_loop_itself(tmp_path: Path) -> None:
+    """A thread beside a loop that hangs would always answer."""
+    make_served(tmp_path / "model", vision=False)
+    engine = build_engine(EngineOptions(str(tmp_path / "model"), dtype="float32", threads=1, max_seqs=4, max_len=200))
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hang(events: list[EngineEvent]) -> None:
+        reached.set()
+        assert go_on.wait(60)
+
+    thread = threading.Thread(target=engine.run, args=(hang,))
+    thread.start()
+    try:
+        assert engine.query("beat").result(60) == {}
+        engine.submit(EngineRequest("a", [1, 2, 3], greedy()))
+        assert reached.wait(60)
+        beat = engine.query("beat")
+        assert not beat.done()
+        go_on.set()
+        assert beat.result(60) == {}
+    finally:
+        go_on.set()
+        engine.stop()
+        thread.join()

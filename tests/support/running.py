@@ -125,5 +125,13 @@ class RunningEncoder:
 
 def children(pid: int, module: str) -> list[int]:
     """Ids, in order, of the processes that `pid` started as `python -m module`."""
-    started = [int(c) for task in Path(f"/proc/{pid}/task").iterdir() for c in (task / "children").read_text().split()]
-    return sorted(c for c in started if module.encode() in Path(f"/proc/{c}/cmdline").read_bytes().split(b"\0"))
+    started = [int(c) for task in Path(f"/proc/{pid}/task").iterdir() for c in _read(task / "children").split()]
+    return sorted(c for c in started if module.encode() in _read(Path(f"/proc/{c}/cmdline")).split(b"\0"))
+
+
+def _read(path: Path) -> bytes:
+    """Nothing of a thread or a process that has ended meanwhile."""
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""

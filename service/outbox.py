@@ -1,0 +1,65 @@
+"""Messages to another process, written by a thread of their own: whoever sends never waits for the reader.
+
+A process that has stopped reads nothing, its socket's buffer fills, and a plain `send` would then block its caller, an
+event loop among them, for as long as that lasts.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from service import wire
+
+
+class Outbox:
+    """One direction of a connection. Thread-safe; messages leave in the order of `put`."""
+
+    def __init__(self, connection: Connection, on_lost: Callable[[Any], None] = lambda message: None) -> None:
+        """`on_lost` is called with each message that cannot be sent any more, from the thread or from `put`."""
+        self._connection, self._on_lost = connection, on_lost
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[tuple[Any, int | None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def put(self, message: Any, descriptor: int | None = None) -> None:
+        """Does not wait. Takes over the descriptor."""
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._queue.put((message, descriptor))
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="saccade-outbox", daemon=True)
+                    self._thread.start()
+        if closed:
+            _close(descriptor)
+            self._on_lost(message)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Returns when everything has been sent or lost, after `timeout` seconds at the latest. Idempotent."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._queue.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            message, descriptor = entry
+            try:
+                wire.send(self._connection, message, descriptor)
+            except (OSError, ValueError):  # closed or broken
+                self._on_lost(message)
+            finally:
+                _close(descriptor)
+
+
+def _close(descriptor: int | None) -> None:
+    if descriptor is not None:
+        os.close(descriptor)
