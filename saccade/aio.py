@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import (
     AsyncGenerator,
@@ -234,6 +235,25 @@ def _task_is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
+class _Connection:
+    """A channel and its stubs, of one event loop."""
+
+    def __init__(self, settings: Settings) -> None:
+        import grpc
+
+        options = settings.all_channel_options()
+        if settings.tls is None:
+            self.channel = grpc.aio.insecure_channel(settings.address, options)
+        else:
+            self.channel = grpc.aio.secure_channel(settings.address, channel_credentials(settings.tls), options)
+        self._stubs: dict[str, Any] = {}
+
+    def stub(self, service: str) -> Any:
+        if service not in self._stubs:
+            self._stubs[service] = stub_class(service)(self.channel)
+        return self._stubs[service]
+
+
 class AsyncClient:
     """A connection to a server for asyncio programs, made when it is first used, in the event loop that uses it.
 
@@ -264,9 +284,9 @@ class AsyncClient:
     def _set_up(self, settings: Settings, origin: AsyncClient | None = None) -> None:
         self._settings = settings
         self._origin = origin
-        self._channel: Any = None
-        self._stubs: dict[str, Any] = {}
-        self._owner: tuple[int, asyncio.AbstractEventLoop] | None = None
+        self._connections: dict[asyncio.AbstractEventLoop, _Connection] = {}
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
         self._closed = False
 
     def __getstate__(self) -> Settings:
@@ -527,34 +547,35 @@ class AsyncClient:
             raise FailedPrecondition("the client has been closed", reason="CLIENT_CLOSED")
         if self._origin is not None:
             return self._origin._stub(service)
-        owner = (os.getpid(), asyncio.get_running_loop())
-        if self._channel is None or self._owner != owner:
-            import grpc
+        loop = asyncio.get_running_loop()
+        with self._lock_of_this_process():
+            connection = self._connections.get(loop)
+            if connection is None:
+                # A channel that nobody holds any more closes itself; those of loops that are over have nobody else.
+                self._connections = {held: c for held, c in self._connections.items() if not held.is_closed()}
+                connection = self._connections[loop] = _Connection(self._settings)
+            return connection.stub(service)
 
-            if self._channel is not None:
-                # It belongs to another process or to a loop that is over: neither lets it be closed from here.
-                _left_to_the_parent.append((self._channel, self._stubs))
-            options = self._settings.all_channel_options()
-            if self._settings.tls is None:
-                self._channel = grpc.aio.insecure_channel(self._settings.address, options)
-            else:
-                credentials = channel_credentials(self._settings.tls)
-                self._channel = grpc.aio.secure_channel(self._settings.address, credentials, options)
-            self._stubs = {}
-            self._owner = owner
-        if service not in self._stubs:
-            self._stubs[service] = stub_class(service)(self._channel)
-        return self._stubs[service]
+    def _lock_of_this_process(self) -> threading.Lock:
+        if self._pid != os.getpid():
+            # A fork copied this object, its lock in whatever state a thread of the parent held it.
+            self._pid = os.getpid()
+            self._lock = threading.Lock()
+            _left_to_the_parent.append(self._connections)
+            self._connections = {}
+        return self._lock
 
     async def close(self) -> None:
-        """Closes the connection; calls that are still running end as Cancelled. May be called any number of times."""
-        channel, self._channel, self._stubs = self._channel, None, {}
-        self._closed = True
-        if channel is not None:
-            if self._owner == (os.getpid(), asyncio.get_running_loop()):
-                await channel.close()
-            else:
-                _left_to_the_parent.append(channel)
+        """Closes the connections; calls that are still running end as Cancelled. May be called any number of times."""
+        with self._lock_of_this_process():
+            connections, self._connections = self._connections, {}
+            self._closed = True
+        here = asyncio.get_running_loop()
+        for loop, connection in connections.items():
+            if loop is here:
+                await connection.channel.close()
+            elif loop.is_running():  # in another thread
+                asyncio.run_coroutine_threadsafe(connection.channel.close(), loop)
 
     async def __aenter__(self) -> Self:
         return self

@@ -32,6 +32,7 @@ from saccade.batch_rows import (
     status_code,
 )
 from saccade.errors import FailedPrecondition, InvalidArgument, SaccadeError, Unavailable
+from saccade.feeding import Shared
 from saccade.journal import Journal, Written
 from saccade.mapping import Answers, Prepared, check_concurrency, map_async, map_sync
 from saccade.types import Generation, Model
@@ -295,10 +296,10 @@ class BatchJob:
         if self.options.on_start is not None:
             self.options.on_start(self.summary)
 
-    def rows(self) -> Generator[Row, None, None]:
-        """The rows that are to be answered."""
+    def rows(self) -> Shared[Row]:
+        """The rows that are to be answered. They may be closed from another thread than the one that reads them."""
         assert self._input is not None
-        return self._input.rows()
+        return Shared(self._input.rows())
 
     async def rows_async(self) -> AsyncGenerator[Row, None]:
         """The same, read beside the event loop."""

@@ -243,7 +243,7 @@ class SyncClient(ABC):
 
         Args:
             requests: mappings with the arguments of `generate`, and a custom_id if you like. They are taken as there is
-                room for them.
+                room for them, in a thread of their own: a source that waits, even for an outcome, holds nothing up.
             ordered: in the order of the requests instead of as they come; a slow one then holds back those behind it.
 
         Returns:

@@ -7,9 +7,12 @@ import queue
 import threading
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from saccade.errors import Cancelled, InvalidArgument, SaccadeError
+from saccade.feeding import End, Fed, Feeder, Item
 from saccade.requests import build_request
 from saccade.results import generation_from
 from saccade.types import Generation, Outcome
@@ -49,17 +52,84 @@ def check_concurrency(concurrency: int) -> int:
     return concurrency
 
 
+@dataclass(frozen=True)
+class Finished:
+    """A request that has been answered. What is no SaccadeError is a bug, or an interrupt, and ends the map."""
+
+    index: int
+    item: Any
+    result: Generation | BaseException
+
+
+Event: TypeAlias = Fed | Finished
+"""All that a map waits for."""
+Result = tuple[int, T, Generation | SaccadeError]
+
+
+class Window(Generic[T]):
+    """What of a map is where: taken from its source, running, waiting for an earlier one, handed out."""
+
+    def __init__(self, concurrency: int, ordered: bool) -> None:
+        self._concurrency = check_concurrency(concurrency)
+        self._ordered = ordered
+        self._window = concurrency * (REORDER_WINDOW if ordered else 1)
+        self._waiting: dict[int, Result[T]] = {}
+        self._started = self._given = self._running = 0
+        self._asked = self._exhausted = False
+
+    @property
+    def over(self) -> bool:
+        return self._exhausted and not self._running
+
+    def ask(self) -> bool:
+        """Whether the source is to be asked for an item now; if so, it counts as asked."""
+        room = self._running < self._concurrency and self._started - self._given < self._window
+        if self._asked or self._exhausted or not room:
+            return False
+        self._asked = True
+        return True
+
+    def start(self) -> int:
+        """The source has given an item; returns its index."""
+        self._asked = False
+        self._started, self._running = self._started + 1, self._running + 1
+        return self._started - 1
+
+    def end(self, end: End) -> None:
+        """The source has no more. Raises what it failed with."""
+        self._exhausted = True
+        if end.error is not None:
+            raise end.error
+
+    def finish(self, finished: Finished) -> Generator[Result[T], None, None]:
+        """What may be handed out now; it counts as handed out when it is taken from here."""
+        self._running -= 1
+        result = finished.result
+        if isinstance(result, BaseException) and not isinstance(result, SaccadeError):
+            raise result
+        self._waiting[finished.index] = (finished.index, finished.item, result)
+        index = self._given if self._ordered else finished.index
+        while index in self._waiting:
+            self._given += 1
+            yield self._waiting.pop(index)
+            index += 1
+            if not self._ordered:
+                return
+
+
 class _Workers:
     """Threads that answer requests, and the means to stop those that are on their way."""
 
-    def __init__(self, client: SyncClient, prepare: Prepare[Any], concurrency: int) -> None:
+    def __init__(
+        self, client: SyncClient, prepare: Prepare[Any], concurrency: int, deliver: Callable[[Finished], None]
+    ) -> None:
         self._client = client
         self._prepare = prepare
+        self._deliver = deliver
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="saccade-map")
         self._running: set[Attempts] = set()
         self._lock = threading.Lock()
         self._stopped = False
-        self.finished: queue.SimpleQueue[tuple[int, Any, Generation | BaseException]] = queue.SimpleQueue()
 
     def start(self, index: int, item: Any) -> None:
         self._pool.submit(self._work, index, item)
@@ -70,7 +140,7 @@ class _Workers:
             result: Generation | BaseException = self._answer(request, timeout)
         except BaseException as error:  # handed to whoever waits for it
             result = error
-        self.finished.put((index, item, result))
+        self._deliver(Finished(index, item, result))
 
     def _answer(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Generation:
         attempts = self._client._attempts(request, timeout)
@@ -95,55 +165,27 @@ class _Workers:
 
 def map_sync(
     client: SyncClient, items: Iterable[T], prepare: Prepare[T], *, concurrency: int, ordered: bool
-) -> Generator[tuple[int, T, Generation | SaccadeError], None, None]:
+) -> Generator[Result[T], None, None]:
     """(index, item, answer or error) as they come, or in the order of `items`. An item is only taken once there is
-    room for it. Closing the generator cancels what is running."""
-    window = check_concurrency(concurrency) * (REORDER_WINDOW if ordered else 1)
-    workers = _Workers(client, prepare, concurrency)
-    source = enumerate(items)
-    waiting: dict[int, tuple[int, T, Generation | SaccadeError]] = {}
-    started = given = running = 0
-    exhausted = False
+    room for it, in a thread beside this one. Closing the generator cancels what is running."""
+    window: Window[T] = Window(concurrency, ordered)
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    workers = _Workers(client, prepare, concurrency, events.put)
+    feeder = Feeder(items, events.put)
     try:
-        while True:
-            while not exhausted and running < concurrency and started - given < window:
-                following = next(source, None)
-                if following is None:
-                    exhausted = True
-                else:
-                    workers.start(*following)
-                    started, running = started + 1, running + 1
-            if not running:
-                return
-            index, item, result = workers.finished.get()
-            running -= 1
-            if isinstance(result, BaseException) and not isinstance(result, SaccadeError):
-                raise result
-            waiting[index] = (index, item, result)
-            for ready in _ready(waiting, given, index, ordered):
-                given += 1
-                yield ready
+        while not window.over:
+            if window.ask():
+                feeder.ask()
+            match events.get():
+                case Item(value):
+                    workers.start(window.start(), value)
+                case End() as end:
+                    window.end(end)
+                case Finished() as finished:
+                    yield from window.finish(finished)
     finally:
+        feeder.close()
         workers.close()
-
-
-def _ready(waiting: dict[int, T], given: int, index: int, ordered: bool) -> list[T]:
-    """Takes from `waiting` what may be handed out now."""
-    if not ordered:
-        return [waiting.pop(index)]
-    ready: list[T] = []
-    while given + len(ready) in waiting:
-        ready.append(waiting.pop(given + len(ready)))
-    return ready
-
-
-async def _aiter(items: Iterable[T] | AsyncIterable[T]) -> AsyncGenerator[T, None]:
-    if isinstance(items, AsyncIterable):
-        async for item in items:
-            yield item
-    else:
-        for item in items:
-            yield item
 
 
 class Answers(Protocol):
@@ -154,6 +196,46 @@ class Answers(Protocol):
     ) -> inference_pb2.GenerateResponse: ...
 
 
+class _Source:
+    """The source of an asyncio map: an asynchronous one in a task, any other in a thread, for it may block. One item
+    at a time, delivered in the event loop."""
+
+    def __init__(self, items: Iterable[Any] | AsyncIterable[Any], deliver: Callable[[Fed], None]) -> None:
+        self._deliver = deliver
+        self._loop = asyncio.get_running_loop()
+        self._asked = asyncio.Semaphore(0)
+        self._task = asyncio.create_task(self._read(items)) if isinstance(items, AsyncIterable) else None
+        self._feeder = None if isinstance(items, AsyncIterable) else Feeder(items, self._from_thread)
+
+    def _from_thread(self, found: Fed) -> None:
+        with suppress(RuntimeError):  # the loop has ended, and nobody waits any more
+            self._loop.call_soon_threadsafe(self._deliver, found)
+
+    async def _read(self, items: AsyncIterable[Any]) -> None:
+        try:
+            iterator = aiter(items)
+            while await self._asked.acquire():
+                self._deliver(Item(await anext(iterator)))
+        except StopAsyncIteration:
+            self._deliver(End())
+        except Exception as error:  # raised where the items are used
+            self._deliver(End(error))
+
+    def ask(self) -> None:
+        """Has one more item read, or the end found."""
+        if self._feeder is not None:
+            self._feeder.ask()
+        else:
+            self._asked.release()
+
+    async def close(self) -> None:
+        if self._feeder is not None:
+            self._feeder.close()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+
 async def map_async(
     client: Answers,
     items: Iterable[T] | AsyncIterable[T],
@@ -161,44 +243,38 @@ async def map_async(
     *,
     concurrency: int,
     ordered: bool,
-) -> AsyncGenerator[tuple[int, T, Generation | SaccadeError], None]:
+) -> AsyncGenerator[Result[T], None]:
     """As `map_sync`, in tasks instead of threads."""
-    window = check_concurrency(concurrency) * (REORDER_WINDOW if ordered else 1)
-    source = _aiter(items)
-    waiting: dict[int, tuple[int, T, Generation | SaccadeError]] = {}
-    running: set[asyncio.Task[tuple[int, T, Generation | SaccadeError]]] = set()
-    started = given = 0
-    exhausted = False
+    window: Window[T] = Window(concurrency, ordered)
+    events: asyncio.Queue[Event] = asyncio.Queue()
+    source = _Source(items, events.put_nowait)
+    running: set[asyncio.Task[None]] = set()
 
-    async def work(index: int, item: T) -> tuple[int, T, Generation | SaccadeError]:
+    async def work(index: int, item: T) -> None:
         try:
             request, timeout = await asyncio.to_thread(prepare, item)
             response = await client._generate(request, timeout)
-            return index, item, generation_from(response, request.sampling.HasField("logprobs"))
-        except SaccadeError as error:
-            return index, item, error
+            result: Generation | BaseException = generation_from(response, request.sampling.HasField("logprobs"))
+        except BaseException as error:  # handed to whoever waits for it, a cancellation too
+            result = error
+        events.put_nowait(Finished(index, item, result))
 
     try:
-        while True:
-            while not exhausted and len(running) < concurrency and started - given < window:
-                try:
-                    item = await anext(source)
-                except StopAsyncIteration:
-                    exhausted = True
-                else:
-                    running.add(asyncio.create_task(work(started, item)))
-                    started += 1
-            if not running:
-                return
-            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                result = task.result()
-                waiting[result[0]] = result
-                for ready in _ready(waiting, given, result[0], ordered):
-                    given += 1
-                    yield ready
+        while not window.over:
+            if window.ask():
+                source.ask()
+            match await events.get():
+                case Item(value):
+                    task = asyncio.create_task(work(window.start(), value))
+                    running.add(task)
+                    task.add_done_callback(running.discard)
+                case End() as end:
+                    window.end(end)
+                case Finished() as finished:
+                    for ready in window.finish(finished):
+                        yield ready
     finally:
-        for task in running:
+        for task in (pending := list(running)):
             task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-        await source.aclose()
+        await asyncio.gather(*pending, return_exceptions=True)
+        await source.close()

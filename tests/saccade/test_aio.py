@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
+import threading
+import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -161,3 +165,72 @@ def test_one_client_in_several_event_loops(address: str) -> None:
             return (await client.generate("?")).text
 
         assert asyncio.run(ask()) == "a red square"
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts this process's open files in /proc")
+def test_a_loop_that_is_over_leaves_no_connection(address: str) -> None:
+    client = saccade.AsyncClient(address, timeout=20)
+
+    async def ask() -> str:
+        return (await client.generate("?")).text
+
+    asyncio.run(ask())
+    before = open_files()
+    for _ in range(12):
+        assert asyncio.run(ask()) == "a red square"
+    until = time.monotonic() + 10  # gRPC closes its sockets in a thread of its own
+    while open_files() > before + 4 and time.monotonic() < until:
+        pass
+    assert open_files() <= before + 4, "each connection has two ends here"
+    asyncio.run(client.close())
+
+
+def test_loops_of_several_threads_share_a_client(address: str, script: Script) -> None:
+    """Each has a connection of its own, and keeps it while another one is in use; closing the client ends them all."""
+    client = saccade.AsyncClient(address, timeout=20)
+    turn = threading.Barrier(2)
+
+    async def main() -> set[int]:
+        peers: set[int] = set()
+        for _ in range(3):
+            await asyncio.to_thread(turn.wait, 20)
+            assert (await client.generate("?")).text == "a red square"
+            peers.add(id(client._connections[asyncio.get_running_loop()]))
+        assert len(client._connections) == 2
+        await asyncio.to_thread(turn.wait, 20)
+        return peers
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: asyncio.run(main()), range(2))
+    assert len(first) == len(second) == 1 and first != second
+    asyncio.run(client.close())
+
+    async def after() -> None:
+        with pytest.raises(errors.FailedPrecondition):
+            await client.generate("?")
+
+    asyncio.run(after())
+
+
+def test_closing_from_one_loop_ends_the_calls_of_another(address: str, script: Script) -> None:
+    script.hang_after = 1
+    client = saccade.AsyncClient(address, timeout=60)
+    waiting = threading.Event()
+
+    async def read() -> None:
+        stream = client.stream("?")
+        await anext(stream)
+        waiting.set()
+        with pytest.raises(errors.Cancelled):
+            await stream.final()
+
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(asyncio.run, read())
+        assert waiting.wait(20)
+        asyncio.run(client.close())
+        reading.result(20)
+    assert script.ended.acquire(timeout=10)

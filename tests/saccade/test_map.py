@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -176,3 +179,109 @@ def test_an_async_source(address: str) -> None:
             assert [o.index async for o in client.map(source(), concurrency=2, ordered=True)] == list(range(5))
 
     asyncio.run(main())
+
+
+# -- sources that wait -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["sync", "async"])
+def followed(request: pytest.FixtureRequest, address: str) -> Callable[..., list[saccade.Outcome]]:
+    """`followed(requests, seen, **options)`: all outcomes, each of which `seen` is told of as it comes."""
+
+    def sync(requests: Iterable[Any], seen: Callable[[Any], None], **options: Any) -> list[saccade.Outcome]:
+        with saccade.Client(address, timeout=20) as client:
+            return [(seen(outcome), outcome)[1] for outcome in client.map(requests, **options)]
+
+    def by_asyncio(requests: Iterable[Any], seen: Callable[[Any], None], **options: Any) -> list[saccade.Outcome]:
+        async def main() -> list[saccade.Outcome]:
+            async with saccade.AsyncClient(address, timeout=20) as client:
+                return [(seen(outcome), outcome)[1] async for outcome in client.map(requests, **options)]
+
+        return asyncio.run(main())
+
+    return sync if request.param == "sync" else by_asyncio
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_source_may_depend_on_the_outcomes(followed: Any, script: Script, ordered: bool) -> None:
+    """Each request but the first is made of an answer; there is room for more all the time."""
+    script.answer = echo
+    answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def source() -> Iterator[dict[str, Any]]:
+        yield {"prompt": "a"}
+        for _ in range(4):
+            yield {"prompt": answers.get(timeout=20) + "b"}
+
+    outcomes = followed(source(), lambda outcome: answers.put(outcome.result().text), concurrency=8, ordered=ordered)
+    assert [outcome.result().text for outcome in outcomes] == ["a", "ab", "abb", "abbb", "abbbb"]
+
+
+def test_an_async_source_may_depend_on_the_outcomes(address: str, script: Script) -> None:
+    script.answer = echo
+
+    async def main() -> None:
+        answers: asyncio.Queue[str] = asyncio.Queue()
+
+        async def source() -> Any:
+            async with asyncio.timeout(20):  # over several items, so they have to be read in one task
+                yield {"prompt": "a"}
+                for _ in range(4):
+                    yield {"prompt": await answers.get() + "b"}
+
+        texts = []
+        async with saccade.AsyncClient(address, timeout=20) as client:
+            async for outcome in client.map(source(), concurrency=8):
+                texts.append(outcome.result().text)
+                answers.put_nowait(texts[-1])
+        assert texts == ["a", "ab", "abb", "abbb", "abbbb"]
+
+    asyncio.run(main())
+
+
+def test_leaving_does_not_wait_for_a_source_that_blocks(client: saccade.Client, address: str) -> None:
+    never = threading.Event()
+
+    def source() -> Iterator[dict[str, Any]]:
+        yield {"prompt": "a"}
+        never.wait(60)
+
+    began = time.monotonic()
+    outcomes = client.map(source(), concurrency=2)
+    assert next(outcomes).error is None
+    outcomes.close()  # type: ignore[attr-defined]
+
+    async def main() -> None:
+        async with saccade.AsyncClient(address, timeout=20) as other:
+            left = other.map(source(), concurrency=2)
+            assert (await anext(left)).error is None
+            await left.aclose()
+
+            async def endless() -> Any:
+                yield {"prompt": "a"}
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    ended.append(True)
+
+            ended: list[bool] = []
+            left = other.map(endless(), concurrency=2)
+            assert (await anext(left)).error is None
+            await left.aclose()
+            assert ended, "an asynchronous source is told"
+
+    asyncio.run(main())
+    assert time.monotonic() - began < 30
+    never.set()
+
+
+def test_a_source_is_read_in_the_context_of_the_program(mapped: Mapped, script: Script) -> None:
+    script.answer = echo
+    name: contextvars.ContextVar[str] = contextvars.ContextVar("name", default="nobody")
+    name.set("me")
+    assert [o.result().text for o in mapped({"prompt": name.get()} for _ in range(1))] == ["me"]
+
+
+def test_what_is_no_iterable_is_an_error(mapped: Mapped) -> None:
+    with pytest.raises(TypeError):
+        mapped(7)

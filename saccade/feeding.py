@@ -1,0 +1,94 @@
+"""A source of items that is read in a thread of its own, one item at a time and only when it is asked for one: whoever
+waits for the items can do something else while the source blocks."""
+
+from __future__ import annotations
+
+import contextvars
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Item:
+    """The next item of a source."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class End:
+    """A source has no more items, or has failed."""
+
+    error: BaseException | None = None
+
+
+Fed: TypeAlias = Item | End
+
+
+class Feeder:
+    """Reads `items` beside the thread that uses it, and hands what it finds to `deliver`, in its own thread.
+
+    A source that blocks cannot be stopped from outside: `close` does not wait for it, and the thread ends with the
+    source's next item or with the process.
+    """
+
+    def __init__(self, items: Iterable[Any], deliver: Callable[[Fed], None]) -> None:
+        self._items = items
+        self._deliver = deliver
+        self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def ask(self) -> None:
+        """Has one more item read, or the end found."""
+        if self._thread is None:
+            # A source may depend on the context of the program that maps it, as if it were read there.
+            context = contextvars.copy_context()
+            self._thread = threading.Thread(
+                target=context.run, args=(self._feed,), name="saccade-map-source", daemon=True
+            )
+            self._thread.start()
+        self._asked.put(True)
+
+    def _feed(self) -> None:
+        try:
+            source = iter(self._items)
+            while self._asked.get():
+                try:
+                    found: Fed = Item(next(source))
+                except StopIteration:
+                    found = End()
+                if self._closed:
+                    return
+                self._deliver(found)
+                if isinstance(found, End):
+                    return
+        except BaseException as error:  # raised where the items are used
+            if not self._closed:
+                self._deliver(End(error))
+
+    def close(self) -> None:
+        """Has nothing more delivered. Idempotent."""
+        self._closed = True
+        self._asked.put(False)
+
+
+class Shared(Iterator[T]):
+    """A generator that one thread reads and another closes, as soon as the item that is being read is there."""
+
+    def __init__(self, items: Generator[T, None, None]) -> None:
+        self._items = items
+        self._lock = threading.Lock()
+
+    def __next__(self) -> T:
+        with self._lock:
+            return next(self._items)
+
+    def close(self) -> None:
+        with self._lock:
+            self._items.close()
