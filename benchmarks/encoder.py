@@ -40,8 +40,9 @@ from benchmarks import machine, models
 from encoder.budget import resolve_budgets
 from encoder.config import VisionConfig
 from encoder.images import decode_image
+from encoder.item import EncoderItem
 from encoder.packing import pack
-from encoder.preprocess import ImagePatches, patchify
+from encoder.preprocess import patchify
 from encoder.runner import EncoderOptions, EncoderRunner
 from encoder.tune import packed_ladder, tuned_ladder
 from kernels.host_memory import keep_freed_memory
@@ -81,7 +82,7 @@ MIXES: dict[str, Callable[[random.Random], tuple[int, int]]] = {
 }
 
 
-def pictures(kind: str, count: int, config: VisionConfig) -> list[ImagePatches]:
+def pictures(kind: str, count: int, config: VisionConfig) -> list[EncoderItem]:
     """`count` pictures of random patches, the same each time."""
     rng = random.Random(f"{kind} {count}")
     generator = torch.Generator().manual_seed(count)
@@ -89,11 +90,11 @@ def pictures(kind: str, count: int, config: VisionConfig) -> list[ImagePatches]:
     for _ in range(count):
         grid = MIXES[kind](rng)
         patches = torch.randn(grid[0] * grid[1], config.patch_dim, generator=generator).to(DTYPE)
-        made.append(ImagePatches(grid, patches, config.merge_size))
+        made.append(EncoderItem(grid, patches, merge_size=config.merge_size))
     return made
 
 
-def flops(images: Sequence[ImagePatches], config: VisionConfig) -> float:
+def flops(images: Sequence[EncoderItem], config: VisionConfig) -> float:
     """Of the products that these pictures need: projections, MLP and attention of each layer, patches, projector."""
     width, inner, total = config.hidden_size, config.intermediate_size, 0.0
     mlp = (3 if config.use_swiglu_ffn else 2) * width * inner
@@ -106,7 +107,7 @@ def flops(images: Sequence[ImagePatches], config: VisionConfig) -> float:
     return total
 
 
-def destinations(images: Sequence[ImagePatches], config: VisionConfig) -> list[torch.Tensor]:
+def destinations(images: Sequence[EncoderItem], config: VisionConfig) -> list[torch.Tensor]:
     return [torch.empty(image.tokens, config.text_hidden_size, dtype=DTYPE) for image in images]
 
 

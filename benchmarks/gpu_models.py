@@ -10,7 +10,7 @@ from torch import Tensor
 
 from decoder.config import DecoderConfig
 from encoder.config import VisionConfig
-from encoder.preprocess import ImagePatches
+from encoder.item import EncoderItem
 
 NEMOTRON_9B = DecoderConfig(
     pattern="M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
@@ -71,8 +71,8 @@ def weights(shapes: dict[str, tuple[int, ...]], device: str, dtype: torch.dtype)
         yield name, tensor.to(dtype)
 
 
-def picture(config: VisionConfig, rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> ImagePatches:
+def picture(config: VisionConfig, rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> EncoderItem:
     """Patches of a picture of noise."""
     generator = torch.Generator().manual_seed(1000 * rows + columns + 7919 * seed)
     patches = torch.randn(rows * columns, config.patch_dim, generator=generator).to(dtype)
-    return ImagePatches((rows, columns), patches, config.merge_size)
+    return EncoderItem((rows, columns), patches, merge_size=config.merge_size)

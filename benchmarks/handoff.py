@@ -39,7 +39,7 @@ import torch
 
 from benchmarks import machine, models
 from decoder.sampling import SamplingParams
-from encoder.preprocess import ImagePatches
+from encoder.item import EncoderItem
 from service.build import connect_encoders, encoder_process, local_encoder, resolve_vision
 from service.checkpoint import open_checkpoint
 from service.cli import ServerProcess
@@ -65,7 +65,7 @@ def picture(side: int = SIDE, patch: int = 16) -> EngineImage:
     number = next(_keys)
     generator = torch.Generator().manual_seed(number)
     patches = torch.randn(side * side, 3 * patch * patch, generator=generator).bfloat16()
-    return EngineImage(0, number.to_bytes(32, "big"), ImagePatches((side, side), patches))
+    return EngineImage(0, number.to_bytes(32, "big"), EncoderItem((side, side), patches))
 
 
 @contextmanager

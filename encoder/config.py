@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from encoder.item import IMAGE, VIDEO
+
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 RGB = 3
@@ -106,6 +108,14 @@ class VisionConfig:
     def patch_dim(self) -> int:
         """Numbers in one flattened image patch."""
         return RGB * self.patch_size**2
+
+    @property
+    def patch_widths(self) -> dict[str, int]:
+        """Numbers in one flattened patch of each kind of item that such a tower can take."""
+        widths = {IMAGE: self.patch_dim}
+        if self.video_temporal_patch_size is not None:
+            widths[VIDEO] = self.patch_dim * self.video_temporal_patch_size
+        return widths
 
     @property
     def patches_per_token(self) -> int:

@@ -10,18 +10,18 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from encoder.budget import EncoderBudgets, GraphShape, graph_shape
+from encoder.item import IMAGE, PatchSequence
 from encoder.layout import Layout, layout
 from encoder.model import PackedBatch, VisionTower
 from encoder.plan import buffer_sizes
 from encoder.positions import PositionCache
-from encoder.preprocess import ImagePatches
 from kernels.graphs import GraphPool, StaticGraph
 
 log = logging.getLogger(__name__)
@@ -41,10 +41,10 @@ class EncoderArena:
     Bytes are counted once: the views own nothing. Host code writes it between replays, a graph reads it during one.
     """
 
-    def __init__(self, tower: VisionTower, budgets: EncoderBudgets, *, video: bool = False) -> None:
-        """`video`: the patches are wide enough for temporal ones, whose graphs share the memory."""
+    def __init__(self, tower: VisionTower, budgets: EncoderBudgets, kinds: Collection[str] = (IMAGE,)) -> None:
+        """`kinds`: of the items whose graphs share the memory, wide enough for the patches of each."""
         config = tower.config
-        self.video = video
+        self.kinds = frozenset(kinds)
         self.pool = GraphPool(tower.device)
         self._tower = tower
         self._merge = config.merge_size
@@ -53,7 +53,7 @@ class EncoderArena:
             budget: graph_shape(budget, budgets, prefix=self._prefix, patches_per_token=config.patches_per_token)
             for budget in budgets.token_budgets
         }
-        sizes = buffer_sizes(self.shapes[budgets.largest], config, video=video)
+        sizes = buffer_sizes(self.shapes[budgets.largest], config, kinds)
         self.buffers = {
             name: torch.zeros(size, dtype=kind or tower.dtype, device=tower.device)
             for name, (size, kind) in sizes.items()
@@ -65,25 +65,24 @@ class EncoderArena:
     def bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.buffers.values())
 
-    def view(self, budget: int, *, video: bool = False) -> dict[str, Tensor]:
-        """The buffers of one budget, `rows` being the output; they alias those of every other budget, and those of
-        temporal patches alias those of pictures."""
-        assert self.video or not video, "this arena was not made for temporal patches"
-        sizes = buffer_sizes(self.shapes[budget], self._tower.config, video=video)
+    def view(self, budget: int, *, kind: str = IMAGE) -> dict[str, Tensor]:
+        """The buffers of one budget and kind, `rows` being the output; they alias those of every other."""
+        assert kind in self.kinds, (kind, self.kinds)
+        sizes = buffer_sizes(self.shapes[budget], self._tower.config, (kind,))
         return {name: self.buffers[name].view(-1)[: math.prod(size)].view(size) for name, (size, _) in sizes.items()}
 
     def fill(
-        self, budget: int, images: Sequence[ImagePatches], positions: PositionCache, *, video: bool = False
+        self, budget: int, sequences: Sequence[PatchSequence], positions: PositionCache, *, kind: str = IMAGE
     ) -> Layout:
         """Copy a batch into the view of `budget`: `[0, n)` written, the stale rows behind it cleared."""
         shape = self.shapes[budget]
-        placed = layout([image.grid for image in images], prefix=self._prefix, merge=self._merge, shape=shape)
-        buffers = self.view(budget, video=video)
+        placed = layout([part.grid for part in sequences], prefix=self._prefix, merge=self._merge, shape=shape)
+        buffers = self.view(budget, kind=kind)
         row = 0
-        for image in images:
-            end = row + image.patches.shape[0]
-            buffers["patches"][row:end].copy_(image.patches)
-            buffers["positions"][row:end].copy_(positions.get(image.grid))
+        for part in sequences:
+            end = row + part.patches.shape[0]
+            buffers["patches"][row:end].copy_(part.patches)
+            buffers["positions"][row:end].copy_(positions.get(part.grid))
             row = end
         for name in ("patches", "positions"):
             self._clear_stale(name, buffers[name], row)
@@ -102,7 +101,7 @@ class EncoderArena:
 
 
 def _step(
-    tower: VisionTower, shape: GraphShape, video: bool
+    tower: VisionTower, shape: GraphShape, kind: str
 ) -> Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]:
     """The tower over one budget's buffers. `max_seqlen` is baked: the padding sequence may take every row."""
 
@@ -115,7 +114,7 @@ def _step(
             token_rows_NM=inputs["token_rows"],
             max_seqlen=shape.rows,
         )
-        outputs["rows"].copy_(tower.forward(batch, video=video))
+        outputs["rows"].copy_(tower.forward(batch, kind=kind))
 
     return run
 
@@ -130,49 +129,49 @@ class Verdict:
 
 
 class EncoderGraphs:
-    """The graphs of all budgets, for pictures or for temporal patches. `run` replays; `calibrate` says which pay."""
+    """The graphs of all budgets, for one kind of item. `run` replays; `calibrate` says which pay."""
 
     def __init__(
         self, tower: VisionTower, budgets: EncoderBudgets, positions: PositionCache, arena: EncoderArena, *,
-        video: bool = False,
+        kind: str = IMAGE,
     ) -> None:  # fmt: skip
         """Captures every budget, largest first, so that the smaller ones fit the pool's memory."""
         self.arena = arena
         self._tower = tower
         self._budgets = budgets
         self._positions = positions
-        self._video = video
+        self._kind = kind
         self._graphs: dict[int, StaticGraph] = {}
         for budget in reversed(budgets.token_budgets):
-            view = arena.view(budget, video=video)
+            view = arena.view(budget, kind=kind)
             graph = StaticGraph(
-                f"encoder-{'video-' if video else ''}{budget}",
-                _step(tower, arena.shapes[budget], video),
+                f"encoder-{budget}" if kind == IMAGE else f"encoder-{kind}-{budget}",
+                _step(tower, arena.shapes[budget], kind),
                 {name: view[name] for name in INPUTS},
                 {"rows": view["rows"]},
                 pool=arena.pool,
             )
             if tower.device.type == "cuda":
-                arena.fill(budget, [self._sample(budget)], positions, video=video)
+                arena.fill(budget, [self._sample(budget)], positions, kind=kind)
             graph.capture()
             self._graphs[budget] = graph
 
-    def run(self, budget: int, images: Sequence[ImagePatches]) -> Tensor:
-        """Rows of `images` in their order, `[tokens, text_hidden]`: a view of the arena until the next `run`."""
-        placed = self.arena.fill(budget, images, self._positions, video=self._video)
-        view = self.arena.view(budget, video=self._video)
+    def run(self, budget: int, sequences: Sequence[PatchSequence]) -> Tensor:
+        """Rows of `sequences` in their order, `[tokens, text_hidden]`: a view of the arena until the next `run`."""
+        placed = self.arena.fill(budget, sequences, self._positions, kind=self._kind)
+        view = self.arena.view(budget, kind=self._kind)
         outputs = self._graphs[budget].replay({name: view[name] for name in INPUTS})
         return outputs["rows"][: placed.tokens]
 
-    def _sample(self, tokens: int) -> ImagePatches:
-        """A made-up picture, or temporal patch, of at most `tokens` image tokens, about square."""
+    def _sample(self, tokens: int) -> PatchSequence:
+        """A made-up sequence of at most `tokens` image tokens, about square."""
         config = self._tower.config
         rows = max(math.isqrt(tokens), 1)
         grid = (rows * config.merge_size, tokens // rows * config.merge_size)
-        width = config.patch_dim * (config.video_temporal_patch_size or 1 if self._video else 1)
-        return ImagePatches(grid, torch.zeros(grid[0] * grid[1], width, dtype=self._tower.dtype), config.merge_size)
+        patches = torch.zeros(grid[0] * grid[1], config.patch_widths[self._kind], dtype=self._tower.dtype)
+        return PatchSequence(grid, patches, config.merge_size)
 
-    def calibrate(self, eager: Callable[[Sequence[ImagePatches]], Tensor], *, seconds: float) -> dict[int, Verdict]:
+    def calibrate(self, eager: Callable[[Sequence[PatchSequence]], Tensor], *, seconds: float) -> dict[int, Verdict]:
         """Time each budget's replay against `eager` on a batch half way between the budget below and this one.
 
         Budgets ascend; once `seconds` are spent the rest are not timed and left unused, which on a CPU, where a replay
@@ -187,20 +186,20 @@ class EncoderGraphs:
             if time.perf_counter() - start > seconds:
                 verdicts[budget] = Verdict(use=False)
                 continue
-            images = [self._sample(max((below + budget + 1) // 2, 1))]
-            verdicts[budget] = self._compare(budget, images, eager)
+            sample = [self._sample(max((below + budget + 1) // 2, 1))]
+            verdicts[budget] = self._compare(budget, sample, eager)
             below = budget
         return verdicts
 
     def _compare(
-        self, budget: int, images: Sequence[ImagePatches], eager: Callable[[Sequence[ImagePatches]], Tensor]
+        self, budget: int, sample: Sequence[PatchSequence], eager: Callable[[Sequence[PatchSequence]], Tensor]
     ) -> Verdict:
         """Best seconds of each side, taken in turn so that a busy moment hits both."""
         replay = plain = math.inf
         start = time.perf_counter()
         for _ in range(COMPARISONS):
-            replay = min(replay, self._seconds(lambda: self.run(budget, images)))
-            plain = min(plain, self._seconds(lambda: eager(images)))
+            replay = min(replay, self._seconds(lambda: self.run(budget, sample)))
+            plain = min(plain, self._seconds(lambda: eager(sample)))
             if time.perf_counter() - start > COMPARISON_SECONDS:
                 break
         return Verdict(replay < CLEAR_WIN * plain, replay, plain)

@@ -1,8 +1,8 @@
-"""Pictures and clips on their way through the tower, one launch at a time, or a few layers of one.
+"""Images and clips on their way through the tower, one launch at a time, or a few layers of one.
 
-A clip is as many attention sequences as it has temporal patches, each of which is packed like a picture of its own:
-in one launch or in several, beside those of other clips. Pictures and clips are launched apart, since their patches
-pass different projections. A clip that is pruned is gathered first, and pruned when its last launch is done.
+Each attention sequence of an item is packed on its own: in one launch or in several, beside those of other items. Items
+of different kinds are launched apart, since their patches pass different projections. An item that is pruned is
+gathered first, and pruned when its last launch is done.
 """
 
 from __future__ import annotations
@@ -14,21 +14,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from encoder.item import EncoderItem, PatchSequence
 from encoder.packing import Packed
 from encoder.pieces import Pieces
-from encoder.preprocess import ImagePatches
 from encoder.pruning import prune
-from encoder.video import VideoPatches
-
-EncoderItem = ImagePatches | VideoPatches
 
 
 @dataclass(frozen=True)
 class Part:
-    """One attention sequence: a picture, or one temporal patch of a clip, and where its rows go."""
+    """One attention sequence of the item at a position, and where its rows go."""
 
     item: int
-    patches: ImagePatches
+    sequence: PatchSequence
     out: Tensor
 
 
@@ -38,11 +35,11 @@ class Launch:
 
     parts: tuple[Part, ...]
     budget: int | None
-    video: bool
+    kind: str
 
 
-Packer = Callable[[list[int], bool], list[Packed]]
-"""Token counts, and whether they are of clips, to batches."""
+Packer = Callable[[list[int], str], list[Packed]]
+"""Token counts, and the kind of item that they are of, to batches."""
 
 
 class EncodeJob:
@@ -57,38 +54,31 @@ class EncodeJob:
     ) -> None:
         """`items` and `out` have been checked against each other and the model."""
         self.rows: list[tuple[int, ...]] = []
-        """Per item, the rows of each of its attention sequences: all of a picture's; what pruning left of a clip's."""
+        """Per item, the rows of each of its attention sequences, less what pruning dropped."""
         self._items, self._out, self._launch = items, out, launch
         self._running: tuple[Launch, Pieces[None]] | None = None
         self._gathered: dict[int, Tensor] = {}
         self._missing = [0] * len(items)
-        pictures: list[Part] = []
-        clips: list[Part] = []
+        kinds: dict[str, list[Part]] = {}
         for index, item in enumerate(items):
             parts = self._split(index, item)
             self._missing[index] = len(parts)
-            self.rows.append(tuple(part.patches.tokens for part in parts))
-            (clips if isinstance(item, VideoPatches) else pictures).extend(parts)
+            self.rows.append((item.sequence_tokens,) * len(parts))
+            kinds.setdefault(item.kind, []).extend(parts)
         self._launches: list[Launch] = []
-        for parts, video in ((pictures, False), (clips, True)):
-            for batch in pack([part.patches.tokens for part in parts], video):
+        for kind, parts in kinds.items():
+            for batch in pack([part.sequence.tokens for part in parts], kind):
                 chosen = tuple(parts[position] for position in batch.indices)
-                self._launches.append(Launch(chosen, batch.budget, video))
-        # In the order of the items again, whichever kind they are of; the last is launched first off the end.
+                self._launches.append(Launch(chosen, batch.budget, kind))
+        # In the order of the items again, whatever kinds they are of; the last is launched first off the end.
         self._launches.sort(key=lambda launch: min(part.item for part in launch.parts), reverse=True)
 
     def _split(self, index: int, item: EncoderItem) -> list[Part]:
-        out = self._out[index]
-        if isinstance(item, ImagePatches):
-            return [Part(index, item, out)]
-        tokens = item.group_tokens
-        if item.tokens != item.groups * tokens:
-            out = torch.empty(item.groups * tokens, out.shape[1], dtype=out.dtype, device=out.device)
+        out, tokens = self._out[index], item.sequence_tokens
+        if item.tokens != item.num_sequences * tokens:
+            out = torch.empty(item.num_sequences * tokens, out.shape[1], dtype=out.dtype, device=out.device)
             self._gathered[index] = out
-        return [
-            Part(index, ImagePatches(item.grid, patches, item.merge_size), rows)
-            for patches, rows in zip(item.patches, out.split(tokens), strict=True)
-        ]
+        return [Part(index, part, rows) for part, rows in zip(item.sequences, out.split(tokens), strict=True)]
 
     @property
     def launches_left(self) -> int:
@@ -98,7 +88,7 @@ class EncodeJob:
     @torch.inference_mode()
     def step(self, seconds: float | None = None) -> bool:
         """Run the launch under way or the next one to its end, or for `seconds` and the piece that ends after them, and
-        prune the clips that it completed. False once all is done, and no sooner.
+        prune the items that it completed. False once all is done, and no sooner.
         """
         if self._running is None:
             if not self._launches:
@@ -116,8 +106,7 @@ class EncodeJob:
             gathered = self._gathered.get(part.item)
             if gathered is not None and not self._missing[part.item]:
                 item = self._items[part.item]
-                assert isinstance(item, VideoPatches)
-                rows_TND = gathered.unflatten(0, (item.groups, item.group_tokens))
+                rows_TND = gathered.unflatten(0, (item.num_sequences, item.sequence_tokens))
                 self.rows[part.item] = prune(rows_TND, item.pruning_rate, self._out[part.item])
                 del self._gathered[part.item]
         return bool(self._launches)

@@ -1,4 +1,4 @@
-"""One kind of attention sequence, pictures or temporal patches: its graphs, which of them pay, and its eager path."""
+"""The sequences of one kind of item: their graphs, which of them pay, and their eager path."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from encoder.budget import EncoderBudgets
 from encoder.graphs import EncoderArena, EncoderGraphs, Verdict
+from encoder.item import IMAGE, PatchSequence
 from encoder.layout import layout
 from encoder.model import PackedBatch, VisionTower
 from encoder.pieces import Pieces, finish
 from encoder.positions import PositionCache
-from encoder.preprocess import ImagePatches
 
 log = logging.getLogger(__name__)
 
@@ -28,18 +28,18 @@ class Lane:
     """Runs packed batches of one kind. Without an arena it is eager, for the reason given."""
 
     def __init__(
-        self, tower: VisionTower, budgets: EncoderBudgets, positions: PositionCache, *, video: bool,
+        self, tower: VisionTower, budgets: EncoderBudgets, positions: PositionCache, *, kind: str,
         arena: EncoderArena | None, eager_reason: str = "", calibrate: bool = False,
     ) -> None:  # fmt: skip
         """`calibrate`: time each graph against eager and keep those that win; else every graph is used."""
         assert arena is not None or eager_reason
-        self.tower, self.video = tower, video
+        self.tower, self.kind = tower, kind
         self.verdicts: dict[int, Verdict] = {}
         self.graphs: EncoderGraphs | None = None
         self._positions = positions
         self._eager_reason = eager_reason
         if arena is not None:
-            self._capture(EncoderGraphs(tower, budgets, positions, arena, video=video), budgets, calibrate)
+            self._capture(EncoderGraphs(tower, budgets, positions, arena, kind=kind), budgets, calibrate)
         self.budgets = budgets if self.graphs is not None else self._eager_budgets(budgets)
         """What batches are packed under: the graphs' budgets, or one size that bounds an eager launch."""
 
@@ -57,7 +57,7 @@ class Lane:
             self._eager_reason = "no_graph_pays"
 
     def _log_verdicts(self) -> None:
-        kind = "encoder video graph" if self.video else "encoder graph"
+        kind = "encoder graph" if self.kind == IMAGE else f"encoder {self.kind} graph"
         for budget, verdict in self.verdicts.items():
             if verdict.graph_seconds is None or verdict.eager_seconds is None:
                 log.info("%s %d: not timed within the start-up limit, left unused", kind, budget)
@@ -93,21 +93,21 @@ class Lane:
             return "too_large"
         return None if self.verdicts[budget].use else "slower_graph"
 
-    def run_eagerly(self, images: Sequence[ImagePatches]) -> Tensor:
-        """Rows of `images` in their order, at exactly their size; new memory."""
-        return finish(self.pieces(images))
+    def run_eagerly(self, sequences: Sequence[PatchSequence]) -> Tensor:
+        """Rows of `sequences` in their order, at exactly their size; new memory."""
+        return finish(self.pieces(sequences))
 
-    def pieces(self, images: Sequence[ImagePatches]) -> Pieces[Tensor]:
+    def pieces(self, sequences: Sequence[PatchSequence]) -> Pieces[Tensor]:
         """The same, to be left after each layer."""
-        return self.tower.pieces(self.batch(images), video=self.video)
+        return self.tower.pieces(self.batch(sequences), kind=self.kind)
 
-    def batch(self, images: Sequence[ImagePatches]) -> PackedBatch:
-        """`images` as a launch of exactly their size."""
+    def batch(self, sequences: Sequence[PatchSequence]) -> PackedBatch:
+        """`sequences` as a launch of exactly their size."""
         config, device = self.tower.config, self.tower.device
-        placed = layout([image.grid for image in images], prefix=config.num_prefix_tokens, merge=config.merge_size)
+        placed = layout([part.grid for part in sequences], prefix=config.num_prefix_tokens, merge=config.merge_size)
         return PackedBatch(
-            patches_TP=torch.cat([image.patches.to(device, self.tower.dtype) for image in images]),
-            positions_TD=torch.cat([self._positions.get(image.grid) for image in images]),
+            patches_TP=torch.cat([part.patches.to(device, self.tower.dtype) for part in sequences]),
+            positions_TD=torch.cat([self._positions.get(part.grid) for part in sequences]),
             source_R=placed.source_R.to(device),
             cu_seqlens=placed.cu_seqlens.to(device),
             token_rows_NM=placed.token_rows_NM.to(device),

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from encoder.budget import GraphShape
+from encoder.item import Grid
 from kernels.pixel_shuffle import shuffle_order
-
-Grid = tuple[int, int]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from encoder.config import VisionConfig
+from encoder.item import IMAGE, VIDEO
 from encoder.native import NativeTower, runs_compiled
 from encoder.pieces import Pieces, finish
 from kernels.linear import Linear
@@ -105,8 +106,10 @@ class VisionTower:
             raise ValueError(f"{len(missing)} vision weights are missing, such as {sorted(missing)[:3]}")
         self._given = given
         self._activation = ACTIVATIONS["silu" if config.use_swiglu_ffn else config.hidden_act]
-        self.patch_projection = self._linear("vision_model.embeddings.patch_projection")
-        self.video_projection = self._video_projection()
+        self.projections = {IMAGE: self._linear("vision_model.embeddings.patch_projection")}
+        """Per kind of item that the weights can take."""
+        if (video := "vision_model.embeddings.video_patch_projection") + ".weight" in given:
+            self.projections[VIDEO] = self._linear(video)
         self.position_table = self._take("vision_model.embeddings.position_embedding").clone()
         prefix_KD = self._take("vision_model.embeddings.cls_register_token")
         self.table_KD = torch.cat([prefix_KD, prefix_KD.new_zeros(1, config.hidden_size)])
@@ -140,10 +143,6 @@ class VisionTower:
             self._take(name + ".weight").clone(), self._take(name + ".bias").clone(), self.config.layer_norm_eps
         )
 
-    def _video_projection(self) -> Linear | None:
-        name = "vision_model.embeddings.video_patch_projection"
-        return self._linear(name) if name + ".weight" in self._given else None
-
     def _final_norm(self) -> Norm | None:
         if not self.config.final_layernorm:
             return None
@@ -174,19 +173,18 @@ class VisionTower:
             down=self._linear(down, scale2),
         )
 
-    def forward(self, batch: PackedBatch, *, video: bool = False) -> Tensor:
+    def forward(self, batch: PackedBatch, *, kind: str = IMAGE) -> Tensor:
         """`[N, text_hidden]` rows in the tower's dtype, one per entry of `token_rows`; new memory.
 
-        `video` takes the projection for temporal patches. One host read of `cu_seqlens` in the torch attention.
+        `kind`: whose projection the patches pass. One host read of `cu_seqlens` in the torch attention.
         """
-        return finish(self.pieces(batch, video=video))
+        return finish(self.pieces(batch, kind=kind))
 
-    def pieces(self, batch: PackedBatch, *, video: bool = False) -> Pieces[Tensor]:
+    def pieces(self, batch: PackedBatch, *, kind: str = IMAGE) -> Pieces[Tensor]:
         """The same, to be left after each layer."""
-        projection = self.video_projection if video else self.patch_projection
-        assert projection is not None, "this tower has no video projection"
+        projection = self.projections[kind]
         if self.native is not None:
-            return (yield from self.native.pieces(batch, video=video))
+            return (yield from self.native.pieces(batch, kind=kind))
         x_RD = patch_embed(batch.patches_TP, projection, batch.positions_TD, self.table_KD, batch.source_R)
         for layer in self.layers:
             x_RD = self._block(layer, x_RD, batch)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from encoder.config import VisionConfig
+from encoder.item import IMAGE
 from encoder.pieces import Pieces
 from encoder.plan import scratch_sizes
 from kernels.linear import Linear, Packed
@@ -90,12 +91,11 @@ class NativeTower:
             return range(len(ops) - len(parts), len(ops))
 
         self._embed = {
-            video: stretch(
+            kind: stretch(
                 self._linear(projection, Place.PIXELS, Place.WIDE, of=Of.PATCHES, store=Store.FLOAT32),
                 TowerOp(Code.EMBED),
             )
-            for video, projection in ((False, tower.patch_projection), (True, tower.video_projection))
-            if projection is not None
+            for kind, projection in tower.projections.items()
         }
         self._layers = [
             stretch(
@@ -138,7 +138,7 @@ class NativeTower:
         """Of the memory between operations."""
         return self._normed.nbytes + self._wide.nbytes
 
-    def pieces(self, batch: PackedBatch, *, video: bool = False) -> Pieces[Tensor]:
+    def pieces(self, batch: PackedBatch, *, kind: str = IMAGE) -> Pieces[Tensor]:
         """`VisionTower.pieces`. Raises `ValueError`, with the offsets, for `cu_seqlens` that leave rows out.
 
         The residual stream and the result are new memory; the rest is shared with launches that begin in between.
@@ -157,7 +157,7 @@ class NativeTower:
             batch.source_R.data_ptr(), batch.token_rows_NM.data_ptr(), bounds.shape[0] - 1, bounds.data_ptr(),
             None, None, out.data_ptr(),
         )  # fmt: skip
-        self._run(self._embed[video], step)
+        self._run(self._embed[kind], step)
         for layer in self._layers:
             self._run(layer, step)
             yield

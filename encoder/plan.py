@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from encoder.budget import EncoderBudgets, GraphShape, graph_shape, rows_per_image
 from encoder.config import VisionConfig
+from encoder.item import IMAGE
 from encoder.tune import Histogram, check_histogram, ladder_work, packed_work, real_tokens
 
 INT64, INT32 = 8, 4
 
 
 def buffer_sizes(
-    shape: GraphShape, config: VisionConfig, *, video: bool = False
+    shape: GraphShape, config: VisionConfig, kinds: Collection[str] = (IMAGE,)
 ) -> Mapping[str, tuple[tuple[int, ...], torch.dtype | None]]:
-    """Shape and dtype (None: the tower's) of each static buffer of one budget; with `video`, wide enough for frames."""
-    width = config.patch_dim * (config.video_temporal_patch_size or 1 if video else 1)
+    """Shape and dtype (None: the tower's) of each static buffer of one budget, wide enough for patches of `kinds`."""
+    width = max(config.patch_widths[kind] for kind in kinds)
     return {
         "patches": ((shape.patches, width), None),
         "positions": ((shape.patches, config.hidden_size), None),
@@ -29,10 +30,10 @@ def buffer_sizes(
     }
 
 
-def buffer_bytes(shape: GraphShape, config: VisionConfig, dtype: torch.dtype, *, video: bool = False) -> int:
+def buffer_bytes(shape: GraphShape, config: VisionConfig, dtype: torch.dtype, kinds: Collection[str] = (IMAGE,)) -> int:
     """Bytes of one budget's static buffers; those of the largest are the arena's, the others are views of it."""
     total = 0
-    for size, kind in buffer_sizes(shape, config, video=video).values():
+    for size, kind in buffer_sizes(shape, config, kinds).values():
         items = 1
         for length in size:
             items *= length
@@ -78,9 +79,9 @@ class PlanRow:
 
 
 def describe(
-    config: VisionConfig, budgets: EncoderBudgets, dtype: torch.dtype, *, video: bool = False
+    config: VisionConfig, budgets: EncoderBudgets, dtype: torch.dtype, kinds: Collection[str] = (IMAGE,)
 ) -> list[PlanRow]:
-    """One row per budget, ascending. `video`: the buffers also take temporal patches."""
+    """One row per budget, ascending. `kinds`: of the items that the buffers take."""
     rows = []
     for budget in budgets.token_budgets:
         shape = graph_shape(
@@ -93,7 +94,7 @@ def describe(
                 capacity=shape.capacity,
                 tower_rows=shape.rows,
                 sequences=shape.sequences,
-                buffer_bytes=buffer_bytes(shape, config, dtype, video=video),
+                buffer_bytes=buffer_bytes(shape, config, dtype, kinds),
                 activation_bytes=activation_bytes(shape, config, dtype),
             )
         )
@@ -122,11 +123,11 @@ def expected_padding(histogram: Histogram, budgets: EncoderBudgets) -> ExpectedP
 
 
 def render(
-    config: VisionConfig, budgets: EncoderBudgets, dtype: torch.dtype, *, video: bool = False,
+    config: VisionConfig, budgets: EncoderBudgets, dtype: torch.dtype, kinds: Collection[str] = (IMAGE,), *,
     histogram: Histogram | None = None,
 ) -> str:  # fmt: skip
     """The encoder's part of a printed plan, as text of several lines."""
-    rows = describe(config, budgets, dtype, video=video)
+    rows = describe(config, budgets, dtype, kinds)
     head = ("budget", "rows/image", "capacity", "tower rows", "sequences", "buffers", "activations")
     table: list[tuple[str, ...]] = [head]
     for row in rows:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from encoder.config import RGB, VisionConfig
+from encoder.item import EncoderItem
 
 
 @dataclass
@@ -33,26 +34,6 @@ class Stopwatch:
             yield
         finally:
             self.seconds[stage] += time.perf_counter() - start  # type: ignore[assignment]
-
-
-@dataclass(frozen=True)
-class ImagePatches:
-    """One picture, ready for the tower: `patches` `[gh * gw, C * p * p]`, row-major, channel-major inside."""
-
-    grid: tuple[int, int]
-    patches: torch.Tensor
-    merge_size: int = 2
-
-    def __post_init__(self) -> None:
-        rows = self.grid[0] * self.grid[1]
-        if self.patches.dim() != 2 or self.patches.shape[0] != rows:
-            shape = tuple(self.patches.shape)
-            raise ValueError(f"a grid of {self.grid[0]}x{self.grid[1]} needs {rows} rows of patches, got shape {shape}")
-
-    @property
-    def tokens(self) -> int:
-        """Image tokens after the pixel shuffle: the rows that the decoder gets."""
-        return num_image_tokens(self.grid, merge_size=self.merge_size)
 
 
 def target_grid(
@@ -96,14 +77,6 @@ def _to_multiple(side: int, other: int, multiple: int, max_area: int) -> int:
     return up if up * other <= max_area else max(multiple, side - over)
 
 
-def num_image_tokens(grid: tuple[int, int], *, merge_size: int = 2) -> int:
-    """Image tokens of a patch grid: one per `merge_size` x `merge_size` patches. `ValueError` if the grid is ragged."""
-    rows, columns = grid
-    if rows < 1 or columns < 1 or rows % merge_size or columns % merge_size:
-        raise ValueError(f"a grid of {rows}x{columns} patches is not made of {merge_size}x{merge_size} tokens")
-    return rows * columns // merge_size**2
-
-
 def image_grid(height: int, width: int, config: VisionConfig, *, max_patches: int | None = None) -> tuple[int, int]:
     """`target_grid` with the numbers of `config`; `max_patches` lowers the budget of one picture."""
     return target_grid(
@@ -119,7 +92,7 @@ def image_grid(height: int, width: int, config: VisionConfig, *, max_patches: in
 def patchify(
     image_HWC: torch.Tensor, config: VisionConfig, dtype: torch.dtype, *, max_patches: int | None = None,
     keep_bytes: bool = False, watch: Stopwatch | None = None,
-) -> ImagePatches:  # fmt: skip
+) -> EncoderItem:  # fmt: skip
     """Resize, normalise and cut one picture.
 
     `image_HWC`: `[H, W, 3]` uint8. The resize is bicubic with antialiasing in float32 on 0..255 and its overshoot is
@@ -135,12 +108,12 @@ def patchify(
     if keep_bytes and tuple(image_HWC.shape[:2]) == size:
         with watch("patch"):
             patches = cut_patches(image_HWC.permute(2, 0, 1), config.patch_size, torch.uint8)
-        return ImagePatches(grid, patches, config.merge_size)
+        return EncoderItem(grid, patches, merge_size=config.merge_size)
     with watch("resize"):
         pixels_CHW = resize_pixels(image_HWC.permute(2, 0, 1)[None], size)[0]
     with watch("patch"):
         patches = cut_patches(normalise(pixels_CHW, config), config.patch_size, dtype)
-    return ImagePatches(grid, patches, config.merge_size)
+    return EncoderItem(grid, patches, merge_size=config.merge_size)
 
 
 def resize_pixels(pixels_NCHW: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The encoder runner: pictures and clips in, rows out, packed under the token budgets, by graph or eagerly.
+"""The encoder runner: images and clips in, rows out, packed under the token budgets, by graph or eagerly.
 
 Everything is counted. Synchronous and owned by one thread.
 """
@@ -17,22 +17,24 @@ from torch import Tensor
 from encoder.budget import EncoderBudgets, GraphShape, graph_shape, resolve_budgets
 from encoder.config import VisionConfig
 from encoder.graphs import EncoderArena
-from encoder.job import EncodeJob, EncoderItem, Launch
+from encoder.item import IMAGE, VIDEO, EncoderItem, PatchSequence, num_image_tokens
+from encoder.job import EncodeJob, Launch
 from encoder.lane import Lane
 from encoder.model import VisionTower
 from encoder.native import NATIVE_MODES
 from encoder.packing import Packed, pack
 from encoder.pieces import Pieces
 from encoder.positions import PositionCache
-from encoder.preprocess import ImagePatches, as_floats, num_image_tokens
+from encoder.preprocess import as_floats
 from encoder.tune import TokenHistogram
-from encoder.video import VideoPatches
 from kernels.varlen_attention import reads_host
 
 log = logging.getLogger(__name__)
 
 GRAPH_MODES = ("auto", "on", "off")
-COUNTED = ("batches", "video_batches", "images", "temporal_patches", "real_tokens", "padded_tokens")
+COUNTED = ("batches", "image_batches", "video_batches", "images", "temporal_patches", "real_tokens", "padded_tokens")
+SEQUENCES = {IMAGE: "images", VIDEO: "temporal_patches"}
+"""What the attention sequences of a kind of item are counted as."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,9 @@ class EncoderOptions:
     """Images per batch; None derives it from the budgets."""
     max_tokens_per_step: int | None = None
     """Image tokens of one launch, the upper end of the budgets; None covers the largest picture the rule aims at."""
-    videos: bool = False
-    """Whether clips get graphs too, in the same arena, whose patches they widen. Without it they run eagerly."""
+    graph_kinds: tuple[str, ...] | None = (IMAGE,)
+    """Kinds of items that get graphs, all in one arena as wide as the widest patches; None: all that the tower takes.
+    The others run eagerly."""
     native: str = "auto"
     """auto: compiled code where a CPU has it; on: only so; off: torch operations."""
     position_cache_bytes: int = 256 << 20
@@ -92,7 +95,8 @@ class EncoderRunner:
             self._counts: Counter[str] = Counter()
             self._seconds = 0.0
             self._sizes = TokenHistogram(max(config.max_image_tokens, self.budgets.largest))
-            self.pictures, self.clips = self._make_lanes()
+            self.lanes = self._make_lanes()
+            """Per kind of item that the weights can take."""
 
     def _shape(self, budget: int) -> GraphShape:
         config = self.config
@@ -104,7 +108,7 @@ class EncoderRunner:
         """Tower rows of the largest launch, but for a picture above every budget."""
         return self._shape(self.budgets.largest).rows
 
-    def _make_lanes(self) -> tuple[Lane, Lane]:
+    def _make_lanes(self) -> dict[str, Lane]:
         tower, options = self.tower, self.options
         no_graph = "" if options.graphs != "off" else "off"
         if options.graphs != "off" and reads_host(tower.device.type):
@@ -114,27 +118,23 @@ class EncoderRunner:
                 raise ValueError(f"graphs=on: {reason}")
             log.info("encoder graphs are off: %s", reason)
             no_graph = "host_reads"
-        video = options.videos and self.takes_video
-        arena = None if no_graph else EncoderArena(tower, self.budgets, video=video)
-        pictures, clips = (
-            Lane(
+        wanted = tower.projections if options.graph_kinds is None else options.graph_kinds
+        graphed = [kind for kind in tower.projections if kind in wanted]
+        arena = None if no_graph or not graphed else EncoderArena(tower, self.budgets, graphed)
+        lanes = {
+            kind: Lane(
                 tower,
                 self.budgets,
                 self.positions,
-                video=kind,
-                arena=arena if video or not kind else None,
-                eager_reason=no_graph or "no_video_graphs",
+                kind=kind,
+                arena=arena if kind in graphed else None,
+                eager_reason=no_graph or f"no_{kind}_graphs",
                 calibrate=options.graphs == "auto",
             )
-            for kind in (False, True)
-        )
-        self._arena_bytes = arena.bytes if arena is not None and (pictures.graphs or clips.graphs) else 0
-        return pictures, clips
-
-    @property
-    def takes_video(self) -> bool:
-        """Whether the checkpoint has a projection for temporal patches."""
-        return self.tower.video_projection is not None
+            for kind in tower.projections
+        }
+        self._arena_bytes = arena.bytes if arena is not None and any(lane.graphs for lane in lanes.values()) else 0
+        return lanes
 
     # -- work -----------------------------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class EncoderRunner:
         """Write item i's `[tokens, text_hidden]` rows, in the options' dtype, into `out[i]`.
 
         Each row is what the item gets alone, whatever shares its batch. Returns for each item how many rows belong to
-        each of its attention sequences: all of a picture's, and what pruning left of each temporal patch of a clip.
+        each of its attention sequences, less what pruning dropped.
         Raises `ValueError` naming the position of the first item or destination that does not fit, before anything has
         run.
         """
@@ -159,23 +159,19 @@ class EncoderRunner:
             self._check(index, item, rows)
         return EncodeJob(items, out, self._pack, lambda launch: self._timed(self._launch(launch)))
 
-    def _pack(self, tokens: list[int], video: bool) -> list[Packed]:
-        return pack(tokens, (self.clips if video else self.pictures).budgets)
+    def _pack(self, tokens: list[int], kind: str) -> list[Packed]:
+        return pack(tokens, self.lanes[kind].budgets)
 
     def _check(self, index: int, item: EncoderItem, rows: Tensor) -> None:
         config = self.config
-        video = isinstance(item, VideoPatches)
-        if video and not self.takes_video:
-            raise ValueError(f"video {index}: this checkpoint has no projection for temporal patches")
-        name = "video" if video else "image"
+        name = item.kind
+        if name not in self.lanes:
+            raise ValueError(f"{name} {index}: this checkpoint has no projection for items of kind {name!r}")
         try:
             num_image_tokens(item.grid, merge_size=config.merge_size)
         except ValueError as error:
             raise ValueError(f"{name} {index}: {error}") from error
-        count = item.grid[0] * item.grid[1]
-        wanted: tuple[int, ...] = (count, config.patch_dim)
-        if isinstance(item, VideoPatches):
-            wanted = (item.groups, count, config.patch_dim * (config.video_temporal_patch_size or 1))
+        wanted = (item.num_sequences * item.grid[0] * item.grid[1], config.patch_widths[name])
         if tuple(item.patches.shape) != wanted:
             raise ValueError(f"{name} {index}: patches of shape {tuple(item.patches.shape)}, expected {wanted}")
         if item.merge_size != config.merge_size:
@@ -201,10 +197,10 @@ class EncoderRunner:
     def _launch(self, launch: Launch) -> Pieces[None]:
         """A graph is one piece, an eager launch as many as the tower has layers."""
         # Equal grids become neighbours, whose attention runs as one batch; order inside a launch is otherwise free.
-        parts = sorted(launch.parts, key=lambda part: (part.patches.patches.shape[0], part.patches.grid))
-        group = [self._floats(part.patches) for part in parts]
-        tokens = sum(image.tokens for image in group)
-        lane = self.clips if launch.video else self.pictures
+        parts = sorted(launch.parts, key=lambda part: (part.sequence.patches.shape[0], part.sequence.grid))
+        group = [self._floats(part.sequence) for part in parts]
+        tokens = sum(sequence.tokens for sequence in group)
+        lane = self.lanes[launch.kind]
         reason = lane.eager_reason(launch.budget)
         if reason is None:
             assert lane.graphs is not None and launch.budget is not None
@@ -216,21 +212,21 @@ class EncoderRunner:
             self._counts[f"eager_{reason}"] += 1
         first = 0
         for part in parts:
-            end = first + part.patches.tokens
+            end = first + part.sequence.tokens
             part.out.copy_(rows[first:end])
             self._sizes.add(end - first)
             first = end
         self._counts["batches"] += 1
-        self._counts["video_batches"] += launch.video
-        self._counts["temporal_patches" if launch.video else "images"] += len(parts)
+        self._counts[f"{launch.kind}_batches"] += 1
+        self._counts[SEQUENCES[launch.kind]] += len(parts)
         self._counts["real_tokens"] += tokens
 
-    def _floats(self, image: ImagePatches) -> ImagePatches:
+    def _floats(self, part: PatchSequence) -> PatchSequence:
         """The same with patches as the tower takes them; bytes become floats on its own device."""
-        if image.patches.dtype != torch.uint8:
-            return image
-        patches = as_floats(image.patches.to(self.tower.device), self.config, self.options.dtype)
-        return ImagePatches(image.grid, patches, image.merge_size)
+        if part.patches.dtype != torch.uint8:
+            return part
+        patches = as_floats(part.patches.to(self.tower.device), self.config, self.options.dtype)
+        return PatchSequence(part.grid, patches, part.merge_size)
 
     # -- what it is and what it did -------------------------------------------------------------------------------
 
@@ -245,9 +241,9 @@ class EncoderRunner:
             "arena_bytes": self._arena_bytes,
             "scratch_bytes": 0 if self.tower.native is None else self.tower.native.bytes,
             "graphs": self.options.graphs,
-            "used_budgets": self.pictures.used_budgets,
-            "unused_budgets": self.pictures.unused_budgets,
-            "used_video_budgets": self.clips.used_budgets,
+            "used_budgets": self.lanes[IMAGE].used_budgets,
+            "unused_budgets": self.lanes[IMAGE].unused_budgets,
+            "used_video_budgets": self.lanes[VIDEO].used_budgets if VIDEO in self.lanes else [],
         }
 
     def stats(self) -> dict[str, int | float]:
@@ -255,7 +251,7 @@ class EncoderRunner:
         tokens, seconds, positions."""
         counts: dict[str, int | float] = dict.fromkeys(COUNTED, 0)
         counts.update(self._counts)
-        counts["unused_graphs"] = len(self.pictures.unused_budgets) + len(self.clips.unused_budgets)
+        counts["unused_graphs"] = sum(len(lane.unused_budgets) for lane in self.lanes.values())
         counts["position_hits"] = self.positions.hits
         counts["position_misses"] = self.positions.misses
         counts["position_bytes"] = self.positions.bytes
@@ -273,10 +269,10 @@ class EncoderRunner:
         replays = sum(count for name, count in self._counts.items() if name.startswith("replays_"))
         eager = sum(count for name, count in self._counts.items() if name.startswith("eager_"))
         assert replays + eager == self._counts["batches"], self._counts
-        sequences = self._counts["images"] + self._counts["temporal_patches"]
+        sequences = sum(self._counts[name] for name in SEQUENCES.values())
         assert sum(self._sizes.counts().values()) == sequences, self._counts
 
     def close(self) -> None:
         """Tear the graphs down; idempotent. The runner must not be used afterwards."""
-        self.pictures.close()
-        self.clips.close()
+        for lane in self.lanes.values():
+            lane.close()

@@ -10,50 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from encoder.config import RGB, VisionConfig
-from encoder.preprocess import Stopwatch, cut_patches, normalise, num_image_tokens, resize_pixels
-from encoder.pruning import check_rate, retained_tokens
-
-
-@dataclass(frozen=True)
-class VideoPatches:
-    """One clip, ready for the tower: `patches` `[groups, gh * gw, frames per group * C * p * p]`."""
-
-    grid: tuple[int, int]
-    patches: torch.Tensor
-    num_frames: int
-    """Frames before the last was repeated."""
-    pruning_rate: float = 0.0
-    """Share of the rows that are dropped after the tower."""
-    merge_size: int = 2
-
-    def __post_init__(self) -> None:
-        check_rate(self.pruning_rate)
-        rows = self.grid[0] * self.grid[1]
-        if self.patches.dim() != 3 or self.patches.shape[0] < 1 or self.patches.shape[1] != rows:
-            shape = tuple(self.patches.shape)
-            raise ValueError(
-                f"a grid of {self.grid[0]}x{self.grid[1]} needs {rows} patches in each group, got shape {shape}"
-            )
-
-    @property
-    def groups(self) -> int:
-        """Temporal patches: attention sequences of the tower."""
-        return self.patches.shape[0]
-
-    @property
-    def group_tokens(self) -> int:
-        """Tokens of one temporal patch, before pruning."""
-        return num_image_tokens(self.grid, merge_size=self.merge_size)
-
-    @property
-    def tokens(self) -> int:
-        """Rows that the decoder gets, known before the tower has run."""
-        return retained_tokens(self.groups, self.group_tokens, self.pruning_rate)
+from encoder.item import VIDEO, EncoderItem, num_image_tokens
+from encoder.preprocess import Stopwatch, cut_patches, normalise, resize_pixels
+from encoder.pruning import retained_tokens
 
 
 def temporal_patch(config: VisionConfig) -> int:
@@ -91,7 +54,7 @@ def video_tokens(num_frames: int, grid: tuple[int, int], config: VisionConfig, *
 def patchify_video(
     frames: Iterable[torch.Tensor], config: VisionConfig, dtype: torch.dtype, *, num_frames: int | None = None,
     pruning_rate: float = 0.0, keep_bytes: bool = False, watch: Stopwatch | None = None,
-) -> VideoPatches:  # fmt: skip
+) -> EncoderItem:  # fmt: skip
     """Resize, normalise and cut a clip, one group of frames at a time.
 
     `frames`: `[H, W, 3]` uint8, all of one size; taken one by one, so a generator keeps a single group in memory, and
@@ -135,7 +98,10 @@ def patchify_video(
         raise ValueError(f"{index + 1} frames of a clip of {num_frames}")
     last = index % together
     patches[-1, :, last + 1 :] = patches[-1, :, last : last + 1]
-    return VideoPatches(grid, patches.flatten(2), num_frames, pruning_rate, config.merge_size)
+    return EncoderItem(
+        grid, patches.view(-1, together * config.patch_dim), kind=VIDEO, num_sequences=len(patches),
+        num_frames=num_frames, pruning_rate=pruning_rate, merge_size=config.merge_size,
+    )  # fmt: skip
 
 
 def sample_indices(total: int, count: int) -> list[int]:

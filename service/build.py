@@ -86,7 +86,7 @@ def encoder_options(options: EngineOptions, checkpoint: Checkpoint) -> EncoderOp
         token_budgets=options.token_budgets or None,
         max_images=options.max_images,
         max_tokens_per_step=options.encoder_step_tokens,
-        videos=True,
+        graph_kinds=None,
         native=options.native,
     )
 

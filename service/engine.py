@@ -31,7 +31,7 @@ from decoder.pace import DeadlineError
 from decoder.request import DecoderRequest, PromptScore, TokenEvent
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
-from encoder.job import EncoderItem
+from encoder.item import EncoderItem
 from service.encoding import Encoding
 from service.handoff import EncoderUnavailable, Handoff, Lease
 from service.placing import is_settled, place

@@ -39,7 +39,7 @@ from itertools import count
 
 import torch
 
-from encoder.job import EncoderItem
+from encoder.item import EncoderItem
 from encoder.schedule import Waiting, choose
 
 MAX_ATTEMPTS = 3

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from encoder.job import EncoderItem
-from encoder.preprocess import ImagePatches
-from encoder.video import VideoPatches
+from encoder.item import IMAGE, VIDEO, EncoderItem
 from saccade.v1 import encoder_pb2
 
 PIECE_BYTES = 1 << 20
@@ -41,14 +39,17 @@ def write_bytes(target: torch.Tensor, offset: int, data: bytes) -> int:
 
 
 def item_to_proto(item: EncoderItem) -> encoder_pb2.EncodeItem:
-    """Everything but the pixels, the ticket and the urgency."""
-    message = encoder_pb2.EncodeItem(
-        grid_rows=item.grid[0], grid_columns=item.grid[1], merge_size=item.merge_size, shape=item.patches.shape,
-        dtype=str(item.patches.dtype).removeprefix("torch."),
+    """Everything but the pixels, the ticket and the urgency.
+
+    The message names no kind: what has frames is a clip, and its shape begins with its sequences.
+    """
+    rows, width = item.patches.shape
+    shape = (item.num_sequences, rows // item.num_sequences, width) if item.num_frames else (rows, width)
+    return encoder_pb2.EncodeItem(
+        grid_rows=item.grid[0], grid_columns=item.grid[1], merge_size=item.merge_size,
+        shape=shape, dtype=str(item.patches.dtype).removeprefix("torch."), num_frames=item.num_frames,
+        pruning_rate=item.pruning_rate,
     )  # fmt: skip
-    if isinstance(item, VideoPatches):
-        message.num_frames, message.pruning_rate = item.num_frames, item.pruning_rate
-    return message
 
 
 def empty_pixels(message: encoder_pb2.EncodeItem, limit: int) -> torch.Tensor:
@@ -64,7 +65,11 @@ def empty_pixels(message: encoder_pb2.EncodeItem, limit: int) -> torch.Tensor:
 
 def item_from_proto(message: encoder_pb2.EncodeItem, pixels: torch.Tensor) -> EncoderItem:
     """Raises ValueError for a shape that the grid does not have."""
-    grid = (message.grid_rows, message.grid_columns)
-    if message.num_frames:
-        return VideoPatches(grid, pixels, message.num_frames, message.pruning_rate, message.merge_size)
-    return ImagePatches(grid, pixels, message.merge_size)
+    sequences, dimensions = (pixels.shape[0], 3) if message.num_frames else (1, 2)
+    if pixels.dim() != dimensions:
+        raise ValueError(f"pixels of shape {list(message.shape)} of an item of {message.num_frames} frames")
+    return EncoderItem(
+        (message.grid_rows, message.grid_columns), pixels.flatten(0, -2), kind=VIDEO if message.num_frames else IMAGE,
+        num_sequences=sequences, num_frames=message.num_frames, pruning_rate=message.pruning_rate,
+        merge_size=message.merge_size,
+    )  # fmt: skip

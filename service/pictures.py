@@ -17,7 +17,7 @@ import torch
 from encoder.config import VisionConfig
 from encoder.frames import Clip, VideoError, VideoLimits, describe, open_video
 from encoder.images import ImageError, ImageHeader, ImageLimits, Pixels, decode_pixels
-from encoder.job import EncoderItem
+from encoder.item import EncoderItem
 from encoder.preprocess import Stopwatch, patchify
 from encoder.video import frame_labels, patchify_video, sample_indices, temporal_patch
 from service import errors

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from decoder.request import ImageSpan
-from encoder.video import VideoPatches
 
 if TYPE_CHECKING:
     from service.engine import EngineImage, EngineRequest
@@ -77,8 +76,8 @@ def place(request: EngineRequest, leases: Sequence[Lease]) -> tuple[list[int], t
 
 def _counts(image: EngineImage, lease: Lease) -> tuple[int, ...] | None:
     item = image.patches
-    if not isinstance(item, VideoPatches) or not image.between:
+    if not image.between:
         return (item.tokens,)
-    if item.tokens == item.groups * item.group_tokens:
-        return (item.group_tokens,) * item.groups
+    if item.tokens == item.num_sequences * item.sequence_tokens:
+        return (item.sequence_tokens,) * item.num_sequences
     return lease.counts

@@ -13,6 +13,7 @@ from decoder.arena import ArenaLayout, resolve_blocks
 from decoder.checkpoints import resolve_state_block, state_bytes, state_slots
 from decoder.graphs import capture_plan, check_slots, graph_bytes
 from decoder.mtp import check_mtp
+from encoder.item import VIDEO
 from encoder.plan import describe
 from encoder.video import video_grid, video_tokens
 from kernels.linear import quantised_bytes
@@ -201,13 +202,12 @@ def encoder_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
     check_handoff(options, vision, checkpoint.config.decoder.hidden_size, dtype)
     budgets = encoder_options(options, checkpoint).budgets(vision)
     rows: list[tuple[str, ...]] = [("budget", "rows/image", "capacity", "ViT rows", "sequences", "buffers")]
-    video = vision.video_temporal_patch_size is not None
-    described = describe(vision, budgets, dtype, video=video)
+    described = describe(vision, budgets, dtype, vision.patch_widths)
     for row in described:
         numbers = (row.budget, row.rows_per_image, row.capacity, row.tower_rows, row.sequences)
         rows.append((*map(str, numbers), size(row.buffer_bytes)))
     clip = ""
-    if video:
+    if VIDEO in vision.patch_widths:
         tokens = video_tokens(
             CLIP_FRAMES, video_grid(9, 16, vision), vision, pruning_rate=vision.video_pruning_rate
         )  # fmt: skip

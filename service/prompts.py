@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 
-from encoder.video import VideoPatches, video_text
+from encoder.item import IMAGE, VIDEO
+from encoder.video import video_text
 from service import errors
 from service.assets import ModelAssets
 from service.chat import Marked, Message
@@ -38,11 +39,14 @@ class Prompt:
 
     @property
     def tokens_per_image(self) -> tuple[int, ...]:
-        return tuple(i.patches.tokens for i in self.images if not isinstance(i.patches, VideoPatches))
+        return self._tokens_of(IMAGE)
 
     @property
     def tokens_per_video(self) -> tuple[int, ...]:
-        return tuple(i.patches.tokens for i in self.images if isinstance(i.patches, VideoPatches))
+        return self._tokens_of(VIDEO)
+
+    def _tokens_of(self, kind: str) -> tuple[int, ...]:
+        return tuple(image.patches.tokens for image in self.images if image.patches.kind == kind)
 
     @property
     def image_tokens(self) -> int:

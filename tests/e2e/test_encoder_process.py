@@ -18,8 +18,7 @@ from running import RunningServer, children
 
 import saccade
 import saccade.errors
-from encoder.preprocess import ImagePatches
-from encoder.video import VideoPatches
+from encoder.item import VIDEO, EncoderItem
 from service.build import encoder_process, resolve_vision
 from service.checkpoint import open_checkpoint
 from service.config import ConfigError, EngineOptions
@@ -123,7 +122,7 @@ def test_shared_memory_that_is_full_is_one_pictures_error(options: EngineOptions
     pool.start(lambda error: None)
 
     def lease(number: int, columns: int) -> Any:
-        image = ImagePatches((2, columns), torch.randn(2 * columns, vision.patch_dim))
+        image = EncoderItem((2, columns), torch.randn(2 * columns, vision.patch_dim))
         return handoff.lease(bytes([number]), image, f"r{number}")
 
     def settle(*leases: Any) -> None:
@@ -143,7 +142,7 @@ def test_shared_memory_that_is_full_is_one_pictures_error(options: EngineOptions
     settle(beyond)
     assert isinstance(beyond.error, ValueError) and str(1 << 18) in str(beyond.error)
     width = vision.patch_dim * (vision.video_temporal_patch_size or 0)
-    clip = VideoPatches((2, 4), torch.randn(3, 8, width), num_frames=5, pruning_rate=0.5)
+    clip = EncoderItem((2, 4), torch.randn(3 * 8, width), kind=VIDEO, num_sequences=3, num_frames=5, pruning_rate=0.5)
     pruned = handoff.lease(b"clip", clip, "r6")
     settle(pruned)
     assert pruned.counts is not None and sum(pruned.counts) == clip.tokens and len(pruned.counts) == 3

@@ -21,9 +21,7 @@ from served import make_served
 
 import saccade
 import saccade.errors
-from encoder.job import EncoderItem
-from encoder.preprocess import ImagePatches
-from encoder.video import VideoPatches
+from encoder.item import VIDEO, EncoderItem
 from service.build import connect_encoders, resolve_vision
 from service.checkpoint import open_checkpoint
 from service.cli import ServerProcess
@@ -206,9 +204,9 @@ class Pool:
         key = hashlib.sha256(image.patches.numpy().tobytes()).digest()
         return self.handoff.lease(key, image, f"r{number}")
 
-    def image(self, number: int) -> ImagePatches:
+    def image(self, number: int) -> EncoderItem:
         generator = torch.Generator().manual_seed(number)
-        return ImagePatches((2, 4), torch.randn(8, self.vision.patch_dim, generator=generator))
+        return EncoderItem((2, 4), torch.randn(8, self.vision.patch_dim, generator=generator))
 
     @staticmethod
     def settled(leases: list[Lease]) -> None:
@@ -228,7 +226,7 @@ class Pool:
 def test_a_corrupt_picture_among_seven_good_ones(model: Path, near: RunningEncoder) -> None:
     with Pool(model, near) as pool:
         images = [pool.image(i) for i in range(8)]
-        images[3] = ImagePatches((2, 4), torch.zeros(8, pool.vision.patch_dim - 1))
+        images[3] = EncoderItem((2, 4), torch.zeros(8, pool.vision.patch_dim - 1))
         leases = [pool.lease(i, image) for i, image in enumerate(images)]
         pool.settled(leases)
         assert [type(lease.error) for lease in leases] == [type(None)] * 3 + [ValueError] + [type(None)] * 4
@@ -244,7 +242,9 @@ def test_a_corrupt_picture_among_seven_good_ones(model: Path, near: RunningEncod
 def test_a_pruned_clip_brings_its_counts_back(model: Path, near: RunningEncoder) -> None:
     with Pool(model, near) as pool:
         width = pool.vision.patch_dim * (pool.vision.video_temporal_patch_size or 0)
-        clip = VideoPatches((4, 4), torch.randn(3, 16, width), num_frames=5, pruning_rate=0.5)
+        clip = EncoderItem(
+            (4, 4), torch.randn(3 * 16, width), kind=VIDEO, num_sequences=3, num_frames=5, pruning_rate=0.5
+        )
         lease = pool.lease(1, clip)
         pool.settled([lease])
         rows = torch.empty_like(lease.rows())
@@ -281,7 +281,7 @@ def test_pixels_wait_for_the_window_and_rows_for_space(model: Path) -> None:
         side = 2 * int((largest / 4) ** 0.5)
         generator = torch.Generator().manual_seed(0)
         images = [
-            ImagePatches((side, side), torch.randn(side * side, vision.patch_dim, generator=generator))
+            EncoderItem((side, side), torch.randn(side * side, vision.patch_dim, generator=generator))
             for _ in range(60)
         ]
         leases = [pool.lease(i, image) for i, image in enumerate(images)]
@@ -295,7 +295,7 @@ def test_pixels_wait_for_the_window_and_rows_for_space(model: Path) -> None:
 
 def test_an_item_above_the_window_is_refused_with_both_numbers(model: Path) -> None:
     with RunningEncoder(str(model), max_inflight_bytes=1 << 20, max_decoders=1) as small, Pool(model, small) as pool:
-        image = ImagePatches((40, 200), torch.zeros(8000, pool.vision.patch_dim))
+        image = EncoderItem((40, 200), torch.zeros(8000, pool.vision.patch_dim))
         lease = pool.lease(1, image)
         pool.settled([lease])
         assert isinstance(lease.error, ValueError)

@@ -9,16 +9,16 @@ import pytest
 import torch
 from tiny_encoder import TinyTower, random_image, relative_error, tiny_tower
 
+from encoder.item import EncoderItem
 from encoder.layout import layout
 from encoder.positions import PositionCache, interpolate_positions
-from encoder.preprocess import ImagePatches
 from encoder.runner import EncoderOptions, EncoderRunner
 
 torch.set_num_threads(1)
 OFF = EncoderOptions(dtype=torch.float32, graphs="off")
 
 
-def encode(runner: EncoderRunner, images: list[ImagePatches]) -> list[torch.Tensor]:
+def encode(runner: EncoderRunner, images: list[EncoderItem]) -> list[torch.Tensor]:
     width, dtype = runner.config.text_hidden_size, runner.options.dtype
     out = [torch.full((image.tokens, width), float("nan"), dtype=dtype) for image in images]
     runner.encode(images, out)
@@ -105,7 +105,7 @@ def test_bfloat16_error_is_within_twice_the_oracle_s(native: str) -> None:
     """Both against the oracle in float64 on the same (bfloat16) weights, in relative RMS."""
     rounded = tiny_tower(5, dtype=torch.bfloat16, hidden_size=96, num_hidden_layers=4)
     images = [random_image(rounded.config, rows, columns) for rows, columns in ((16, 16), (8, 10), (2, 4), (16, 16))]
-    images = [ImagePatches(image.grid, image.patches.bfloat16()) for image in images]
+    images = [EncoderItem(image.grid, image.patches.bfloat16()) for image in images]
     ours = encode(runner_of(rounded, EncoderOptions(dtype=torch.bfloat16, graphs="off", native=native)), images)
     theirs = rounded.features(images)
     exact = tiny_tower(5, hidden_size=96, num_hidden_layers=4)

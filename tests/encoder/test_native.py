@@ -14,10 +14,10 @@ from compiled import needs_compiled
 from tiny_encoder import TinyTower, random_image, relative_error, tiny_tower
 
 from encoder.config import ACTIVATIONS, VisionConfig
+from encoder.item import EncoderItem
 from encoder.model import VisionTower
 from encoder.native import ACTIVATIONS as COMPILED_ACTIVATIONS
 from encoder.plan import scratch_sizes
-from encoder.preprocess import ImagePatches
 from encoder.runner import EncoderOptions, EncoderRunner
 
 pytestmark = needs_compiled
@@ -30,15 +30,15 @@ def make(tiny: TinyTower, dtype: torch.dtype = torch.bfloat16, **options: Any) -
     return EncoderRunner(tiny.config, EncoderOptions(dtype=dtype, **given), tiny.weights.items())
 
 
-def encode(runner: EncoderRunner, images: list[ImagePatches]) -> list[torch.Tensor]:
+def encode(runner: EncoderRunner, images: list[EncoderItem]) -> list[torch.Tensor]:
     out = [torch.full((i.tokens, runner.config.text_hidden_size), math.nan, dtype=runner.options.dtype) for i in images]
     runner.encode(images, out)
     return out
 
 
-def pictures(config: VisionConfig, dtype: torch.dtype, grids: list[tuple[int, int]] = GRIDS) -> list[ImagePatches]:
+def pictures(config: VisionConfig, dtype: torch.dtype, grids: list[tuple[int, int]] = GRIDS) -> list[EncoderItem]:
     made = [random_image(config, *grid, seed=seed) for seed, grid in enumerate(grids)]
-    return [ImagePatches(image.grid, image.patches.to(dtype), image.merge_size) for image in made]
+    return [EncoderItem(image.grid, image.patches.to(dtype)) for image in made]
 
 
 def rms(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
@@ -154,7 +154,7 @@ def test_no_tower_is_compiled_for_a_gpu() -> None:
 def test_offsets_that_leave_rows_out_are_refused() -> None:
     tiny = tiny_tower(1)
     runner = make(tiny)
-    batch = runner.pictures.batch(pictures(tiny.config, torch.bfloat16, [(2, 4), (4, 4)]))
+    batch = runner.lanes["image"].batch(pictures(tiny.config, torch.bfloat16, [(2, 4), (4, 4)]))
     for wrong in ([0, 13], [1, 34], [0, 40, 34]):
         offsets = torch.tensor(wrong, dtype=torch.int32)
         with pytest.raises(ValueError, match="sequence"), torch.inference_mode():

@@ -33,7 +33,7 @@ def test_planned_bytes_are_the_arena_s(tiny: TinyTower, dtype: torch.dtype) -> N
     assert [row.rows_per_image for row in rows] == [2, 4, 15]
     assert [row.sequences for row in rows] == [5, 5, 5]
     for row in rows:
-        view = runner.pictures.graphs.arena.view(row.budget)  # type: ignore[union-attr]
+        view = runner.lanes["image"].graphs.arena.view(row.budget)  # type: ignore[union-attr]
         assert row.buffer_bytes == sum(t.numel() * t.element_size() for t in view.values())
     runner.close()
 
@@ -59,7 +59,7 @@ def test_one_arena_takes_less_than_buffers_apart() -> None:
 def test_video_widens_the_patches_only() -> None:
     config = VisionConfig(video_temporal_patch_size=2)
     shape_rows = describe(config, EncoderBudgets((256,), 1), torch.float32)
-    wide = describe(config, EncoderBudgets((256,), 1), torch.float32, video=True)
+    wide = describe(config, EncoderBudgets((256,), 1), torch.float32, ("image", "video"))
     assert wide[0].buffer_bytes - shape_rows[0].buffer_bytes == 4 * 1024 * config.patch_dim
 
 
@@ -95,7 +95,7 @@ def test_worked_bytes_of_one_arena_against_buffers_apart() -> None:
     config = VisionConfig(hidden_size=1152, video_temporal_patch_size=2, text_hidden_size=4 * 4096)
     budgets = resolve_budgets(64, 8192)
     sizes = [
-        buffer_sizes(graph_shape(budget, budgets, prefix=0, patches_per_token=4), config, video=True)
+        buffer_sizes(graph_shape(budget, budgets, prefix=0, patches_per_token=4), config, ("video",))
         for budget in budgets.token_budgets
     ]
     mebibytes = {

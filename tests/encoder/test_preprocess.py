@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from encoder.config import VisionConfig
-from encoder.preprocess import ImagePatches, as_floats, num_image_tokens, patchify, target_grid
+from encoder.item import EncoderItem, num_image_tokens
+from encoder.preprocess import as_floats, patchify, target_grid
 from encoder.video import patchify_video
 
 torch.set_num_threads(1)
@@ -140,7 +141,7 @@ def test_misuse_names_the_numbers() -> None:
     with pytest.raises(ValueError, match="float32"):
         patchify(torch.zeros(5, 5, 3), small_config(), torch.float32)
     with pytest.raises(ValueError, match="24 rows"):
-        ImagePatches((4, 6), torch.zeros(23, 192))
+        EncoderItem((4, 6), torch.zeros(23, 192))
     with pytest.raises(ValueError, match="33.*2"):
         small_config(hidden_size=33)
     with pytest.raises(ValueError, match="nope"):

@@ -16,8 +16,9 @@ from encoder import lane as lane_module
 from encoder.budget import EncoderBudgets, graph_shape
 from encoder.config import VisionConfig
 from encoder.graphs import INPUTS, EncoderArena, EncoderGraphs, Verdict
+from encoder.item import EncoderItem, num_image_tokens
 from encoder.layout import layout
-from encoder.preprocess import ImagePatches, image_grid, num_image_tokens
+from encoder.preprocess import image_grid
 from encoder.runner import EncoderOptions, EncoderRunner
 from kernels.graphs import ReplayError
 
@@ -46,26 +47,26 @@ def on(tiny: TinyTower) -> Iterator[EncoderRunner]:
     runner.close()
 
 
-def destinations(runner: EncoderRunner, images: list[ImagePatches]) -> list[torch.Tensor]:
+def destinations(runner: EncoderRunner, images: list[EncoderItem]) -> list[torch.Tensor]:
     width = runner.config.text_hidden_size
     return [torch.full((image.tokens, width), float("nan"), dtype=runner.options.dtype) for image in images]
 
 
-def encode(runner: EncoderRunner, images: list[ImagePatches]) -> list[torch.Tensor]:
+def encode(runner: EncoderRunner, images: list[EncoderItem]) -> list[torch.Tensor]:
     out = destinations(runner, images)
     runner.encode(images, out)
     return out
 
 
-def pictures(tiny: TinyTower, grids: list[tuple[int, int]] = GRIDS) -> list[ImagePatches]:
+def pictures(tiny: TinyTower, grids: list[tuple[int, int]] = GRIDS) -> list[EncoderItem]:
     return [random_image(tiny.config, *grid, seed=index) for index, grid in enumerate(grids)]
 
 
 @torch.inference_mode()
 def poison(runner: EncoderRunner) -> None:
     """Every float of the arena NaN, every index out of range: whatever a launch reads, it must have written."""
-    assert runner.pictures.graphs is not None
-    for buffer in runner.pictures.graphs.arena.buffers.values():
+    assert runner.lanes["image"].graphs is not None
+    for buffer in runner.lanes["image"].graphs.arena.buffers.values():
         buffer.fill_(float("nan") if buffer.is_floating_point() else 10**6)
 
 
@@ -103,7 +104,7 @@ def test_any_order_and_any_history_give_the_same_rows(tiny: TinyTower, on: Encod
 def test_only_the_stale_tail_is_cleared(tiny: TinyTower) -> None:
     """A big batch, a small one in a small budget, then a small one in the big budget: each clears what it must."""
     runner = make(tiny, "on", token_budgets=(8, 64))
-    arena = runner.pictures.graphs.arena  # type: ignore[union-attr]
+    arena = runner.lanes["image"].graphs.arena  # type: ignore[union-attr]
     patches = arena.buffers["patches"]
     patches.fill_(5.0)
     big, small = random_image(tiny.config, 12, 16), random_image(tiny.config, 2, 4)
@@ -150,7 +151,7 @@ def test_a_planted_unwritten_padding_row_is_found(
 
 def test_a_planted_shared_buffer_is_found(tiny: TinyTower, on: EncoderRunner) -> None:
     """An input that was swapped for an equal tensor at another address, dtype or shape does not replay."""
-    graphs = on.pictures.graphs
+    graphs = on.lanes["image"].graphs
     assert graphs is not None
     budget = on.budgets.largest
     graph = graphs._graphs[budget]
@@ -194,7 +195,7 @@ def test_a_job_may_be_left_after_each_layer(tiny: TinyTower, graphs: str) -> Non
 
 
 def test_budget_views_share_one_arena(tiny: TinyTower, on: EncoderRunner) -> None:
-    arena = on.pictures.graphs.arena  # type: ignore[union-attr]
+    arena = on.lanes["image"].graphs.arena  # type: ignore[union-attr]
     largest = arena.view(on.budgets.largest)
     for budget in on.budgets.token_budgets:
         for name, tensor in arena.view(budget).items():
@@ -242,22 +243,22 @@ def test_a_mixed_verdict_runs_each_budget_its_way(tiny: TinyTower, monkeypatch: 
 @torch.inference_mode()
 def test_calibration_times_graph_and_eager(tiny: TinyTower) -> None:
     runner = make(tiny, "on")
-    graphs = runner.pictures.graphs
+    graphs = runner.lanes["image"].graphs
     assert graphs is not None
-    verdicts = graphs.calibrate(runner.pictures.run_eagerly, seconds=math.inf)
+    verdicts = graphs.calibrate(runner.lanes["image"].run_eagerly, seconds=math.inf)
     assert list(verdicts) == list(runner.budgets.token_budgets)
     for verdict in verdicts.values():
         assert verdict.graph_seconds and verdict.eager_seconds
         assert verdict.use == (verdict.graph_seconds < 0.95 * verdict.eager_seconds)
-    unspent = graphs.calibrate(runner.pictures.run_eagerly, seconds=-1)
+    unspent = graphs.calibrate(runner.lanes["image"].run_eagerly, seconds=-1)
     assert not any(verdict.use or verdict.graph_seconds for verdict in unspent.values())
 
 
 def test_a_bad_image_is_named_before_anything_runs(tiny: TinyTower, on: EncoderRunner) -> None:
     images = pictures(tiny, [(2, 4), (4, 4), (2, 2)])
     bad = [
-        (ImagePatches((3, 4), torch.zeros(12, 48)), "image 1: .*3x4"),
-        (ImagePatches((2, 4), torch.zeros(8, 47)), "image 1: .*47.*48"),
+        (EncoderItem((3, 4), torch.zeros(12, 48)), "image 1: .*3x4"),
+        (EncoderItem((2, 4), torch.zeros(8, 47)), "image 1: .*47.*48"),
     ]
     for image, message in bad:
         out = destinations(on, images)
@@ -298,7 +299,7 @@ def test_a_step_limit_bounds_every_launch(tiny: TinyTower) -> None:
 @torch.inference_mode()
 def test_close_is_idempotent_and_graphs_do_not_replay_after_it(tiny: TinyTower) -> None:
     runner = make(tiny, "on")
-    graphs = runner.pictures.graphs
+    graphs = runner.lanes["image"].graphs
     assert graphs is not None
     runner.close()
     runner.close()

@@ -19,9 +19,9 @@ from transformers.models.nemotron_h_omni.video_processing_nemotron_h_omni import
 )
 
 from encoder.config import VisionConfig
+from encoder.item import VIDEO, EncoderItem
 from encoder.runner import EncoderOptions, EncoderRunner
 from encoder.video import (
-    VideoPatches,
     frame_labels,
     patchify_video,
     sample_indices,
@@ -81,13 +81,15 @@ def test_patches_are_the_released_ones(height: int, width: int, frames: int) -> 
     made = clip(frames, height, width)
     got = patchify_video(made, config, torch.float32)
     expected = pixels(config, made)
-    expected = torch.cat([expected, expected[-1:]])[: 2 * got.groups]
+    expected = torch.cat([expected, expected[-1:]])[: 2 * got.num_sequences]
     rows, columns = got.grid
     assert expected.shape[-2:] == (4 * rows, 4 * columns)
-    cut = expected.reshape(got.groups, 6, rows, 4, columns, 4).permute(0, 2, 4, 1, 3, 5).reshape(got.patches.shape)
+    cut = (
+        expected.reshape(got.num_sequences, 6, rows, 4, columns, 4).permute(0, 2, 4, 1, 3, 5).reshape(got.patches.shape)
+    )
     assert relative_error(got.patches, cut) <= 1e-6
-    assert got.num_frames == frames and got.groups == -(-frames // 2)
-    assert got.tokens == got.groups * rows * columns // 4 == video_tokens(frames, got.grid, config)
+    assert got.num_frames == frames and got.num_sequences == -(-frames // 2)
+    assert got.tokens == got.num_sequences * rows * columns // 4 == video_tokens(frames, got.grid, config)
 
 
 def test_a_generator_gives_the_same_patches() -> None:
@@ -118,7 +120,7 @@ def test_bad_clips_name_the_frame_and_the_numbers() -> None:
     with pytest.raises(ValueError, match="0x5"):
         video_grid(0, 5, config)
     with pytest.raises(ValueError, match="2x4 needs 8"):
-        VideoPatches((2, 4), torch.zeros(2, 7, 96), 3)
+        EncoderItem((2, 4), torch.zeros(14, 96), kind=VIDEO, num_sequences=2)
 
 
 @pytest.mark.parametrize("together", [1, 2, 3])
@@ -174,7 +176,7 @@ def video_config(tiny: TinyTower) -> VisionConfig:
     return replace(tiny.config, video_target_num_patches=24)
 
 
-def prepared(tiny: TinyTower) -> list[VideoPatches]:
+def prepared(tiny: TinyTower) -> list[EncoderItem]:
     config = video_config(tiny)
     return [
         patchify_video(clip(frames, height, width, seed=i, still=True), config, torch.float32, pruning_rate=rate)
@@ -212,7 +214,7 @@ def encode(runner: EncoderRunner, items: list[Any]) -> tuple[list[torch.Tensor],
 @pytest.mark.parametrize("graphs", ["off", "on"])
 @pytest.mark.parametrize("together", [True, False], ids=["packed", "alone"])
 def test_rows_equal_the_oracle_s(tiny: TinyTower, graphs: str, together: bool) -> None:
-    runner = make(tiny, graphs, videos=True)
+    runner = make(tiny, graphs, graph_kinds=None)
     clips = prepared(tiny)
     batches = [clips] if together else [[video] for video in clips]
     encoded = [encode(runner, batch) for batch in batches]
@@ -222,7 +224,7 @@ def test_rows_equal_the_oracle_s(tiny: TinyTower, graphs: str, together: bool) -
         assert relative_error(rows, expected) <= 1e-5
         assert list(count) == expected_count and sum(count) == len(rows)
     stats = runner.stats()
-    assert stats["temporal_patches"] == sum(video.groups for video in clips)
+    assert stats["temporal_patches"] == sum(video.num_sequences for video in clips)
     assert stats["video_batches"] == stats["batches"]
     replays = sum(count for name, count in stats.items() if name.startswith("replays_"))
     assert replays == (stats["batches"] if graphs == "on" else 0), "pruning leaves graphs on"
@@ -242,12 +244,12 @@ def test_three_frames_in_a_patch() -> None:
 
 @torch.inference_mode()
 def test_pictures_and_clips_in_one_call_on_a_poisoned_arena(tiny: TinyTower) -> None:
-    runner = make(tiny, "on", videos=True)
+    runner = make(tiny, "on", graph_kinds=None)
     clips = prepared(tiny)
     images = [random_image(tiny.config, *grid) for grid in ((4, 6), (2, 2), (12, 10))]
     expected = [encode(runner, [item])[0][0] for item in (*clips, *images)]
-    arena = runner.pictures.graphs.arena  # type: ignore[union-attr]
-    assert runner.clips.graphs is not None and runner.clips.graphs.arena is arena
+    arena = runner.lanes["image"].graphs.arena  # type: ignore[union-attr]
+    assert runner.lanes["video"].graphs is not None and runner.lanes["video"].graphs.arena is arena
     items: list[Any] = [clips[0], images[0], clips[2], images[1], clips[1], clips[3], images[2], clips[4]]
     order = [0, 5, 2, 6, 1, 3, 7, 4]
     for buffer in arena.buffers.values():
@@ -268,18 +270,18 @@ def test_clips_without_graphs_run_eagerly_and_say_why(tiny: TinyTower) -> None:
     stats = runner.stats()
     assert stats["eager_no_video_graphs"] == stats["video_batches"] > 0
     assert stats["batches"] == stats["video_batches"] + 1 and runner.plan()["used_video_budgets"] == []
-    assert make(tiny, "on", videos=True).plan()["used_video_budgets"] == list(runner.budgets.token_budgets)
+    assert make(tiny, "on", graph_kinds=None).plan()["used_video_budgets"] == list(runner.budgets.token_budgets)
 
 
 def test_the_arena_grows_by_the_wider_patches_only(tiny: TinyTower) -> None:
-    plain, wide = make(tiny, "on"), make(tiny, "on", videos=True)
-    largest = plain.pictures.graphs.arena.shapes[plain.budgets.largest]  # type: ignore[union-attr]
+    plain, wide = make(tiny, "on"), make(tiny, "on", graph_kinds=None)
+    largest = plain.lanes["image"].graphs.arena.shapes[plain.budgets.largest]  # type: ignore[union-attr]
     grown = wide.plan()["arena_bytes"] - plain.plan()["arena_bytes"]  # type: ignore[operator]
     assert grown == largest.patches * tiny.config.patch_dim * 4
 
 
 def test_a_long_clip_takes_several_launches_with_turns_between(tiny: TinyTower) -> None:
-    runner = make(tiny, "on", videos=True, max_tokens_per_step=16)
+    runner = make(tiny, "on", graph_kinds=None, max_tokens_per_step=16)
     video = patchify_video(clip(13, 40, 40, still=True), video_config(tiny), torch.float32, pruning_rate=0.5)
     image = random_image(tiny.config, 4, 6)
     out = [torch.full((item.tokens, tiny.config.text_hidden_size), float("nan")) for item in (video, image)]
@@ -303,11 +305,11 @@ def test_a_clip_that_does_not_fit_the_model_is_named(tiny: TinyTower) -> None:
     image = random_image(tiny.config, 4, 6)
     with pytest.raises(ValueError, match="video 1: .*expected"):
         runner.encode(
-            [image, VideoPatches(video.grid, video.patches[..., :48], 5)],
+            [image, replace(video, patches=video.patches[..., :48])],
             [torch.empty(6, tiny.config.text_hidden_size), rows],
         )
     with pytest.raises(ValueError, match="video 0: .*merge_size 1"):
-        runner.encode([VideoPatches(video.grid, video.patches, 5, merge_size=1)], [rows])
+        runner.encode([replace(video, merge_size=1)], [rows])
     with pytest.raises(ValueError, match="destination 0"):
         runner.encode([video], [rows[:-1]])
     weights = {k: v for k, v in tiny.weights.items() if "video" not in k}
@@ -319,7 +321,7 @@ def test_a_clip_that_does_not_fit_the_model_is_named(tiny: TinyTower) -> None:
 def test_a_launch_never_holds_more_sequences_than_its_graph(tiny: TinyTower) -> None:
     """Five clips of sixteen temporal patches whose tokens fit one launch, and whose sequences do not."""
     config = replace(video_config(tiny), video_target_num_patches=4)
-    runner = make(tiny, "on", videos=True, token_budgets=(40,), max_images=8, max_tokens_per_step=64)
+    runner = make(tiny, "on", graph_kinds=None, token_budgets=(40,), max_images=8, max_tokens_per_step=64)
     clips = [patchify_video(clip(32, 8, 8, seed=i), config, torch.float32) for i in range(5)]
     assert [video.tokens for video in clips] == [16] * 5
     got, _ = encode(runner, clips)
@@ -334,7 +336,7 @@ def test_a_launch_never_holds_more_sequences_than_its_graph(tiny: TinyTower) -> 
 @pytest.mark.parametrize("graphs", ["off", "on"])
 def test_bytes_and_floats_share_a_launch(tiny: TinyTower, graphs: str) -> None:
     """What needed no resize comes as bytes, beside what did: the same rows."""
-    runner = make(tiny, graphs, videos=True)
+    runner = make(tiny, graphs, graph_kinds=None)
     config = video_config(tiny)
     fitting = clip(5, 16, 24, seed=3)
     items = [patchify_video(fitting, config, torch.float32, keep_bytes=keep) for keep in (True, False)]

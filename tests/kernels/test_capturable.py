@@ -57,9 +57,9 @@ def test_encoder_steps(final_layernorm: bool, launches: list[Launch]) -> None:
     tower = VisionTower(config, given.weights.items(), dtype=torch.bfloat16, device=META)
     budgets = EncoderBudgets((12, 20), 2)
     shape = graph_shape(20, budgets, prefix=config.num_prefix_tokens, patches_per_token=config.patches_per_token)
-    sizes = buffer_sizes(shape, config, video=False)
+    sizes = buffer_sizes(shape, config)
     buffers = {name: torch.empty(size, dtype=kind or tower.dtype, device=META) for name, (size, kind) in sizes.items()}
-    _step(tower, shape, False)(buffers, buffers)
+    _step(tower, shape, "image")(buffers, buffers)
     names = [launch.kernel.__name__ for launch in launches]
     assert names == ["_embed", *["_varlen"] * config.num_layers, "_shuffle_norm"]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_encoder import random_image, relative_error, tiny_tower
 
-from encoder.preprocess import ImagePatches
+from encoder.item import EncoderItem
 from encoder.runner import EncoderOptions, EncoderRunner
 from service.encoding import LocalEncoder
 from service.handoff import EncodingFailed, Handoff
@@ -28,7 +28,7 @@ def handoff() -> Iterator[Handoff]:
     handoff.check_integrity(idle=True)
 
 
-def alone(image: ImagePatches) -> torch.Tensor:
+def alone(image: EncoderItem) -> torch.Tensor:
     rows = torch.empty(image.tokens, WIDTH)
     runner().encode([image], [rows])
     return rows
@@ -37,12 +37,12 @@ def alone(image: ImagePatches) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("corrupt", "kind"),
     [
-        pytest.param(ImagePatches((2, 4), torch.zeros(8, 47)), ValueError, id="refused-at-the-start"),
-        pytest.param(ImagePatches((2, 4), torch.zeros(8, 48, device="meta")), EncodingFailed, id="fails-in-a-launch"),
+        pytest.param(EncoderItem((2, 4), torch.zeros(8, 47)), ValueError, id="refused-at-the-start"),
+        pytest.param(EncoderItem((2, 4), torch.zeros(8, 48, device="meta")), EncodingFailed, id="fails-in-a-launch"),
     ],
 )
 def test_a_corrupt_picture_among_seven_good_ones_fails_alone(
-    handoff: Handoff, corrupt: ImagePatches, kind: type[Exception]
+    handoff: Handoff, corrupt: EncoderItem, kind: type[Exception]
 ) -> None:
     encoder = LocalEncoder(runner(), handoff)
     good = [random_image(TINY.config, 2, 4, seed=seed) for seed in range(7)]

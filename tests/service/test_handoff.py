@@ -8,15 +8,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from encoder.preprocess import ImagePatches
+from encoder.item import EncoderItem
 from service.handoff import MAX_ATTEMPTS, EncoderUnavailable, Handoff, Lease, Work
 
 HIDDEN = 4
 ROW = HIDDEN * 4
 
 
-def image(tokens: int) -> ImagePatches:
-    return ImagePatches((2, 2 * tokens), torch.zeros(4 * tokens, 3))
+def image(tokens: int) -> EncoderItem:
+    return EncoderItem((2, 2 * tokens), torch.zeros(4 * tokens, 3))
 
 
 def encode(handoff: Handoff, max_tokens: int | None = None) -> list[bytes]:

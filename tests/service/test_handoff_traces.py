@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from encoder.preprocess import ImagePatches
+from encoder.item import EncoderItem
 from service.handoff import Handoff, Lease
 
 HIDDEN = 2
@@ -22,7 +22,7 @@ class Cache:
     def hold(self, key: bytes, owner: str) -> Lease:
         """A lease, encoded at once where there is room."""
         tokens = SIZES[key]
-        lease = self.handoff.lease(key, ImagePatches((2, 2 * tokens), torch.zeros(4 * tokens, 3)), owner)
+        lease = self.handoff.lease(key, EncoderItem((2, 2 * tokens), torch.zeros(4 * tokens, 3)), owner)
         self.handoff.publish(self.handoff.take())
         return lease
 

@@ -14,7 +14,8 @@ from transformers.models.nemotron_h_omni.configuration_nemotron_h_omni import Ne
 from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import NemotronH_Omni_Reasoning_V3
 
 from encoder.images import decode_image
-from encoder.preprocess import ImagePatches, patchify
+from encoder.item import EncoderItem
+from encoder.preprocess import patchify
 from service.checkpoint import Checkpoint
 
 VOCAB = 97
@@ -52,7 +53,7 @@ class TinyCheckpoint:
         return sequence[len(ids) :], torch.stack(rows)
 
 
-def oracle_images(path: Path, files: list[bytes]) -> list[ImagePatches]:
+def oracle_images(path: Path, files: list[bytes]) -> list[EncoderItem]:
     """Patches by our image rule, which has tests of its own against worked rows; towers are compared by who asks."""
     vision = Checkpoint(path).config.vision
     assert vision is not None

@@ -13,7 +13,7 @@ from transformers.models.nemotron_h_omni.configuration_nemotron_h_omni import Ne
 from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import NemotronH_Omni_Reasoning_V3
 
 from encoder.config import VisionConfig
-from encoder.preprocess import ImagePatches
+from encoder.item import EncoderItem
 
 VISION_PREFIXES = (
     "vision_model.embeddings.",
@@ -32,7 +32,7 @@ class TinyTower:
     weights: dict[str, Tensor]
 
     @torch.no_grad()
-    def features(self, images: Sequence[ImagePatches]) -> list[Tensor]:
+    def features(self, images: Sequence[EncoderItem]) -> list[Tensor]:
         """transformers' rows of each image, all packed in one call."""
         grids = torch.tensor([image.grid for image in images])
         patches = torch.cat([image.patches.to(self.oracle.dtype) for image in images])
@@ -104,10 +104,10 @@ def vision_config(radio: RadioConfig, text_hidden: int, projector: int, final_la
     )
 
 
-def random_image(config: VisionConfig, rows: int, columns: int, seed: int = 0) -> ImagePatches:
+def random_image(config: VisionConfig, rows: int, columns: int, seed: int = 0) -> EncoderItem:
     """Patches of a `rows` x `columns` grid, float32."""
     generator = torch.Generator().manual_seed(1000 * rows + columns + 7919 * seed)
-    return ImagePatches((rows, columns), torch.randn(rows * columns, config.patch_dim, generator=generator))
+    return EncoderItem((rows, columns), torch.randn(rows * columns, config.patch_dim, generator=generator))
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:

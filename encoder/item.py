@@ -1,0 +1,89 @@
+"""What is encoded: an image or a clip, as the attention sequences that a tower sees.
+
+Nothing below asks what an item shows. It says which of the tower's inputs takes its patches, how they divide into
+sequences, and how many rows come of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+
+import torch
+
+from encoder.pruning import check_rate, retained_tokens
+
+Grid = tuple[int, int]
+"""Rows and columns of patches."""
+IMAGE, VIDEO = "image", "video"
+"""Inputs that towers have: patches of one image, and patches that span several frames of a clip."""
+
+
+def num_image_tokens(grid: Grid, *, merge_size: int = 2) -> int:
+    """Image tokens of a patch grid: one per `merge_size` x `merge_size` patches. `ValueError` if the grid is ragged."""
+    rows, columns = grid
+    if rows < 1 or columns < 1 or rows % merge_size or columns % merge_size:
+        raise ValueError(f"a grid of {rows}x{columns} patches is not made of {merge_size}x{merge_size} tokens")
+    return rows * columns // merge_size**2
+
+
+@dataclass(frozen=True)
+class PatchSequence:
+    """One attention sequence: `patches` `[gh * gw, width]`, row-major."""
+
+    grid: Grid
+    patches: torch.Tensor
+    merge_size: int = 2
+
+    @property
+    def tokens(self) -> int:
+        """Rows that the tower makes of it."""
+        return num_image_tokens(self.grid, merge_size=self.merge_size)
+
+
+@dataclass(frozen=True)
+class EncoderItem:
+    """One image or clip, ready for the tower. Raises `ValueError` for patches that are not those of the sequences."""
+
+    grid: Grid
+    """Of every sequence."""
+    patches: torch.Tensor
+    """`[num_sequences * gh * gw, width]`: one sequence after the other, row-major inside."""
+    _: KW_ONLY
+    kind: str = IMAGE
+    """Which of the tower's inputs takes the patches."""
+    num_sequences: int = 1
+    """Attention sequences: one of an image, one for each temporal patch of a clip."""
+    num_frames: int = 0
+    """Frames of a clip, before the last was repeated; 0 for an image."""
+    pruning_rate: float = 0.0
+    """Share of the rows that are dropped after the tower."""
+    merge_size: int = 2
+    """Patches under one row along each side."""
+
+    def __post_init__(self) -> None:
+        check_rate(self.pruning_rate)
+        if self.num_sequences < 1 or self.merge_size < 1:
+            raise ValueError(f"{self.num_sequences} sequences, merge_size {self.merge_size}: both must be positive")
+        rows = self.num_sequences * self.grid[0] * self.grid[1]
+        if self.patches.dim() != 2 or self.patches.shape[0] != rows:
+            shape = tuple(self.patches.shape)
+            raise ValueError(
+                f"a grid of {self.grid[0]}x{self.grid[1]} needs {rows // self.num_sequences} rows of patches for each "
+                f"of {self.num_sequences} sequences, got shape {shape}"
+            )
+
+    @property
+    def sequences(self) -> list[PatchSequence]:
+        """Views of the patches."""
+        parts = self.patches.split(self.grid[0] * self.grid[1])
+        return [PatchSequence(self.grid, patches, self.merge_size) for patches in parts]
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Rows that the tower makes of each sequence, before pruning. `ValueError` for a ragged grid."""
+        return num_image_tokens(self.grid, merge_size=self.merge_size)
+
+    @property
+    def tokens(self) -> int:
+        """Rows that the decoder gets, known before the tower has run. `ValueError` for a ragged grid."""
+        return retained_tokens(self.num_sequences, self.sequence_tokens, self.pruning_rate)
