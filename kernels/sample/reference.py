@@ -91,9 +91,11 @@ def draw_filtered(logits_RV: Tensor, uniform_R: Tensor, top_k_R: Tensor, top_p_R
         sums = weights.cumsum(-1)
         target = uniform_R[todo, None] * sums.gather(1, kept[:, None] - 1)
         place = torch.searchsorted(sums, target, right=True)[:, 0].minimum(kept - 1)
-        # Among equals at the very end of the candidates, topk may have left out lower ids.
-        certain &= (kept < width) & (values.gather(1, kept[:, None] - 1)[:, 0] > values[:, -1]) | (width == vocab)
         out[todo] = ids.gather(1, place[:, None])[:, 0]
+        if width == vocab:  # all there is: also where rounding keeps the sums below what top_p asks for
+            return out
+        # Among equals at the very end of the candidates, topk may have left out lower ids.
+        certain &= (kept < width) & (values.gather(1, kept[:, None] - 1)[:, 0] > values[:, -1])
         if bool(certain.all()):
             return out
         todo, width = todo[~certain], min(vocab, width * 16)

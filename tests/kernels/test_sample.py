@@ -73,6 +73,36 @@ def test_impossible_tokens_are_never_drawn() -> None:
     assert set(draw_filtered(logits, edges, *off).tolist()) <= {10, 300}
 
 
+@pytest.mark.parametrize("vocab", [1, 63, 64, 65, 1024, 1025, 3000])
+@pytest.mark.parametrize("top_p", [0.999999999, 1 - 2**-53])
+def test_a_top_p_that_rounding_puts_out_of_reach_keeps_everything(vocab: int, top_p: float) -> None:
+    """The candidates' sums are float64 and the row's total is of float32 weights: the share may never be reached."""
+    logits, uniforms = torch.randn(40, vocab) * 0.3, torch.linspace(1e-3, 1 - 1e-3, 40, dtype=torch.float64)
+    off = torch.zeros(40, dtype=torch.int64), torch.full((40,), top_p, dtype=torch.float64), torch.zeros(40)
+    order = torch.sort(logits, dim=-1, descending=True, stable=True)
+    bounds = torch.softmax(order.values.double(), -1).cumsum(-1)
+    found = draw_filtered(logits, uniforms, *off)
+    expected = torch.searchsorted(bounds, uniforms[:, None], right=True).clamp(max=vocab - 1)
+    clear = (bounds - uniforms[:, None]).abs().amin(-1) > 1e-6
+    assert torch.equal(found[clear], order.indices.gather(1, expected)[clear, 0]) and int(clear.sum()) > 30
+
+
+@pytest.mark.parametrize("vocab", [65, 1500])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_rows_that_are_no_distribution_end_with_some_token(vocab: int, value: float) -> None:
+    logits = torch.full((4, vocab), value)
+    logits[2:, 3:] = 0.0
+    filters = (
+        torch.tensor([0, 70, 0, 70]),
+        torch.tensor([0.9, 0.9, 1.0, 0.999999999]),
+        torch.tensor([0.0, 0.0, 0.1, 0.0]),
+    )
+    found = draw_filtered(
+        logits, torch.full((4,), 0.7, dtype=torch.float64), filters[0], *(f.double() for f in filters[1:])
+    )
+    assert all(0 <= token < vocab for token in found.tolist())
+
+
 def test_ties_are_ordered_by_id() -> None:
     """500 equal logits: top-k 3 keeps ids 0, 1 and 2, wherever the selection algorithm finds them."""
     logits, edges = torch.zeros(3, 500), torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)

@@ -22,6 +22,8 @@ FILTERS = [
     (300, 1.0, 0.2),
     (0, 0.7, 0.0),
     (0, 0.999, 0.0),
+    (0, 0.999999999, 0.0),
+    (0, 1 - 2**-53, 0.0),
     (0, 1.0, 0.05),
     (0, 1.0, 1e-6),
     (40, 0.9, 0.01),
@@ -37,9 +39,9 @@ def both(
     """What compiled code and the reference draw."""
     rows = logits.shape[0]
     seeds, positions = torch.randint(-(2**63), 2**63 - 1, (rows,)), torch.randint(0, 2**31, (rows,))
-    top_k, top_p, min_p = (torch.tensor(column) for column in zip(*filters, strict=True))
+    top_k, top_p, min_p = (torch.tensor(column, dtype=torch.float64) for column in zip(*filters, strict=True))
     samples, temperatures = torch.arange(rows) % 3, torch.full((rows,), temperature)
-    asked = Wishes(temperatures, top_k, top_p.double(), min_p.double(), seeds, samples, positions)
+    asked = Wishes(temperatures, top_k.long(), top_p, min_p, seeds, samples, positions)
     wishes = [
         Wish(temperature, p, least, 1.0, 0.0, 0.0, k, sample, seed % 2**64, -1)
         for (k, p, least), sample, seed in zip(filters, samples.tolist(), seeds.tolist(), strict=True)

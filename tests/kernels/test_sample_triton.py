@@ -21,6 +21,7 @@ FILTERS = [
     (0, 1.0, 0.05),
     (40, 0.9, 0.01),
     (300, 0.999, 0.0),
+    (0, 0.999999999, 0.0),
     (9999, 1.0, 0.0),
 ]
 NONE = FILTERS[0]
@@ -35,12 +36,12 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def wishes(temperature: float, filters: list[tuple[int, float, float]]) -> Wishes:
-    top_k, top_p, min_p = (torch.tensor(values) for values in zip(*filters, strict=True))
+    top_k, top_p, min_p = (torch.tensor(values, dtype=torch.float64) for values in zip(*filters, strict=True))
     return Wishes(
         temperature_R=torch.full((ROWS,), temperature),
-        top_k_R=top_k,
-        top_p_R=top_p.double(),
-        min_p_R=min_p.double(),
+        top_k_R=top_k.long(),
+        top_p_R=top_p,
+        min_p_R=min_p,
         seeds_R=torch.randint(-(2**63), 2**63 - 1, (ROWS,), device="cpu").to(DEVICE),
         samples_R=torch.arange(ROWS) % 3,
         positions_R=torch.randint(0, 2**31, (ROWS,)),
