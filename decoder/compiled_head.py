@@ -12,22 +12,11 @@ from torch import Tensor
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.operations import MAX_ROUTED, Operations
 from kernels.native import NativeUnavailable
-from kernels.native.structs import Code, Kind, Op, Step, Target
+from kernels.native.structs import Code, Drafting, Kind, Op, Step, Target
 
 if TYPE_CHECKING:
     from decoder.model import HybridModel
     from decoder.mtp import MtpHead
-
-
-class _Drafting(ctypes.Structure):
-    """`Drafting` of kernels/native/draft.h, field by field."""
-
-    _fields_ = [
-        ("due", ctypes.c_int64), ("rows", ctypes.c_int64), ("passes", ctypes.c_int64), ("enter", ctypes.c_int64),
-        ("is_bf16", ctypes.c_int64), ("embeddings", ctypes.c_void_p), ("given", ctypes.c_void_p),
-        ("norm", ctypes.c_void_p), ("ids", ctypes.c_void_p), ("places", ctypes.c_void_p), ("lengths", ctypes.c_void_p),
-        ("counts", ctypes.c_void_p), ("draws", ctypes.c_char_p), ("out", ctypes.c_void_p),
-    ]  # fmt: skip
 
 
 class CompiledHead(Operations):
@@ -97,7 +86,7 @@ class CompiledHead(Operations):
         at, size = table.data_ptr(), table.element_size()
         tokens = len(due) + count
         out, logits = (ctypes.c_int64 * (passes * count))(), torch.empty(count, self.config.vocab_size)
-        drafting = _Drafting(
+        drafting = Drafting(
             len(due), count, passes, self._enter.stop, given_ND.dtype == torch.bfloat16, self._embeddings.data_ptr(),
             given_ND.data_ptr(), self._norm.data_ptr(), at, at + tokens * size, at + 2 * tokens * size,
             at + (2 * tokens + count) * size, draws, ctypes.addressof(out),

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "error"]
 
+SAMPLE_LIMIT = 1 << 32
+"""The random counter has 32 bits for the index of a sample."""
+
 UNREAD = -1
 """Stands in a sequence's tokens for one that has been drawn on the device and not been read."""
 
@@ -96,6 +99,13 @@ class DecoderRequest:
     """
     pooled: bool = False
     """The hidden states of the prompt are wanted; all of it is then computed, whatever the cache holds."""
+
+    def __post_init__(self) -> None:
+        """`ValueError` for numbers that could never be an id or a counter. The runner knows the vocabulary."""
+        if self.eos_token_ids and min(self.eos_token_ids) < 0:
+            raise ValueError(f"eos_token_ids holds {min(self.eos_token_ids)}; ids are at least 0")
+        if not 0 <= self.sample_index < SAMPLE_LIMIT:
+            raise ValueError(f"sample_index must be from 0 to {SAMPLE_LIMIT - 1}, not {self.sample_index}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ The draw itself is `kernels.sample`; `decoder.sampler` holds the state that pena
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -13,7 +12,17 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 MAX_LOGPROBS = 1024
+MAX_TOP_K = (1 << 31) - 1
 SEED_LIMIT = 1 << 64
+MIN_TEMPERATURE = 1e-5
+"""A smaller one is greedy."""
+MAX_TEMPERATURE = 1e6
+MAX_BIAS = 1e6
+"""Magnitude of a bias or an additive penalty."""
+MIN_REPETITION, MAX_REPETITION = 1e-3, 1e3
+"""With these bounds no logit that a model gives (to 1e20) leaves float32's range on its way to a probability, so that
+every back end, all of which calculate in float32, draws the same token.
+"""
 
 
 class Choice(NamedTuple):
@@ -30,7 +39,7 @@ class SamplingParams:
 
     Order of application to the logits: `logit_bias`, repetition, frequency and presence penalties, the `min_tokens`
     mask; then `temperature`, `top_k`, `top_p`, `min_p`; then one uniform number decides. `temperature` 0 takes the
-    largest logit after the penalties (the lowest id wins a tie).
+    largest logit after the penalties (the lowest id wins a tie); one below `MIN_TEMPERATURE` becomes 0.
     """
 
     max_tokens: int | None = None
@@ -66,21 +75,23 @@ class SamplingParams:
         self._check("min_tokens", self.min_tokens >= 0, "at least 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
-        self._check("temperature", 0.0 <= self.temperature < math.inf, "at least 0 and finite")
+        self._check_range("temperature", 0.0, MAX_TEMPERATURE)
+        if self.temperature < MIN_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
         self._check("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1")
-        self._check("top_k", self.top_k >= 0, "at least 0 (0 = off)")
-        self._check("min_p", 0.0 <= self.min_p <= 1.0, "from 0 to 1")
-        self._check("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "above 0 and finite")
-        self._check("presence_penalty", math.isfinite(self.presence_penalty), "finite")
-        self._check("frequency_penalty", math.isfinite(self.frequency_penalty), "finite")
+        self._check_range("top_k", 0, MAX_TOP_K)
+        self._check_range("min_p", 0, 1)
+        self._check_range("repetition_penalty", MIN_REPETITION, MAX_REPETITION)
+        self._check_range("presence_penalty", -MAX_BIAS, MAX_BIAS)
+        self._check_range("frequency_penalty", -MAX_BIAS, MAX_BIAS)
         self._check("seed", 0 <= self.seed < SEED_LIMIT, f"from 0 to {SEED_LIMIT - 1}")
-        limit = f"from 0 to {MAX_LOGPROBS}"
         for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            self._check(name, value is None or 0 <= value <= MAX_LOGPROBS, limit)
+            if getattr(self, name) is not None:
+                self._check_range(name, 0, MAX_LOGPROBS)
         for token, bias in self.logit_bias.items():
-            if token < 0 or math.isnan(bias):
-                raise ValueError(f"logit_bias of token {token} is {bias}; ids are at least 0, biases are numbers")
+            if not (token >= 0 and -MAX_BIAS <= bias <= MAX_BIAS):
+                allowed = f"ids are at least 0, biases from {-MAX_BIAS:g} to {MAX_BIAS:g}"
+                raise ValueError(f"logit_bias of token {token} is {bias}; {allowed}")
         for token in self.stop_token_ids:
             if token < 0:
                 raise ValueError(f"stop_token_ids holds {token}; ids are at least 0")
@@ -97,6 +108,11 @@ class SamplingParams:
     def _check(self, name: str, ok: bool, allowed: str) -> None:
         if not ok:
             raise ValueError(f"{name} must be {allowed}, not {getattr(self, name)}")
+
+    def _check_range(self, name: str, low: float, high: float) -> None:
+        """Both ends belong to it; NaN does not."""
+        value = getattr(self, name)
+        self._check(name, low <= value <= high, f"from {low:g} to {high if isinstance(high, int) else f'{high:g}'}")
 
     @property
     def greedy(self) -> bool:

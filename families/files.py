@@ -42,3 +42,11 @@ def first(source: Mapping[str, Any], *names: str, default: Any = None) -> Any:
         if source.get(name) is not None:
             return source[name]
     return default
+
+
+def token_id(name: str, value: Any, vocab_size: int) -> int:
+    """An id that is going to index rows of logits and embeddings. Raises CheckpointError with the field's `name`."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < vocab_size:
+        allowed = f"a token id from 0 to {vocab_size - 1} (vocab_size {vocab_size})"
+        raise CheckpointError(f"{name} {value!r} is not {allowed}")
+    return value

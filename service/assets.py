@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from decoder.sampling import SamplingParams
 from encoder.config import VisionConfig
+from families import CheckpointError
 from service.chat import ChatTemplate, load_template
 from service.modelconfig import ModelConfig
 from service.tokenizer import Tokenizer
@@ -49,14 +51,20 @@ class ModelAssets:
 
 
 def sampling_defaults(config: ModelConfig) -> dict[str, Any]:
-    """Sampling fields that `generation_config.json` sets. `do_sample: false` means greedy."""
+    """Sampling fields that `generation_config.json` sets. `do_sample: false` means greedy. Raises CheckpointError for
+    values that no request could be served with.
+    """
     source = config.generation
     defaults: dict[str, Any] = {}
     for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
         if source.get(name) is not None:
             defaults[name] = source[name]
     if source.get("max_new_tokens") is not None:
-        defaults["max_tokens"] = int(source["max_new_tokens"])
+        defaults["max_tokens"] = source["max_new_tokens"]
     if source.get("do_sample") is False:
         defaults["temperature"] = 0.0
+    try:
+        SamplingParams(**defaults)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{config.path / 'generation_config.json'}: {error}") from None
     return defaults

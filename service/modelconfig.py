@@ -10,7 +10,7 @@ from typing import Any
 from decoder.config import WEIGHT_KINDS, DecoderConfig
 from encoder.config import VisionConfig
 from families import CheckpointError, Family, FamilyConfig, ModelFiles, Target, family_of
-from families.files import first, optional_json, read_json
+from families.files import first, optional_json, read_json, token_id
 
 WEIGHTS_KEY, WEIGHTS_FORMAT = "saccade_weights", 1
 """Entry of config.json that says how linear layers are stored, and the version of it that is written and read."""
@@ -56,10 +56,11 @@ def _declared_dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
     return "float32" if str(value).endswith("float32") else "bfloat16"
 
 
-def _eos_ids(*sources: Mapping[str, Any]) -> frozenset[int]:
+def _eos_ids(vocab_size: int, *sources: Mapping[str, Any]) -> frozenset[int]:
     for source in sources:
         if (value := source.get("eos_token_id")) is not None:
-            return frozenset(int(v) for v in (value if isinstance(value, list) else [value]))
+            ids = value if isinstance(value, list) else [value]
+            return frozenset(token_id("eos_token_id", each, vocab_size) for each in ids)
     return frozenset()
 
 
@@ -95,7 +96,7 @@ def load_config(path: Path, *, name: str | None = None) -> ModelConfig:
         family=family,
         dtype=_declared_dtype(config, model.text),
         model=model,
-        eos_token_ids=_eos_ids(generation, config, model.text),
+        eos_token_ids=_eos_ids(model.decoder.vocab_size, generation, config, model.text),
         generation=generation,
         weights=_weights_kind(path, config),
     )

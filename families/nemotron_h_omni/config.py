@@ -13,7 +13,7 @@ from typing import Any
 from decoder.config import DecoderConfig
 from encoder.config import CLIP_MEAN, CLIP_STD, VisionConfig
 from families.family import FamilyConfig, ModelFiles
-from families.files import CheckpointError, first
+from families.files import CheckpointError, first, token_id
 from families.nemotron_h.config import decoder_config
 
 # timm names used by `vision_config.args.model` -> (width, layers, heads)
@@ -35,7 +35,7 @@ def read_config(files: ModelFiles) -> FamilyConfig:
         text=text,
         decoder=decoder,
         vision=vision_config(files.config, decoder, files.preprocessor),
-        image_token_id=None if image_token is None else int(image_token),
+        image_token_id=None if image_token is None else token_id("image_token_id", image_token, decoder.vocab_size),
     )
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.linear.quantised import GROUP, Quantised
+from kernels.linear.quantised import Quantised
 from kernels.native import Activation, Kind, NativeUnavailable, Weight, library
+from kernels.native.structs import GROUP, PANEL
 
-PANEL = 64
 STEPS = {Kind.F32: 1, Kind.BF16: 2, Kind.INT8: 16, Kind.INT4: GROUP}
 """Inputs are padded to multiples of these."""
 MOST_INPUTS = 131_071

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-GROUP = 128
-"""Inputs that share a scale in int4."""
+from kernels.native.structs import GROUP
+
 BITS = {"int8": 8, "int4": 4}
 SCALES = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Fractions of the largest scale that are tried for int4."""

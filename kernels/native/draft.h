@@ -12,7 +12,7 @@
 
 extern "C" {
 
-struct Drafting {  // decoder/compiled_head.py mirrors it
+struct Drafting {  // structs.py mirrors it
     int64_t due, rows, passes;  // entries of tokens that are only made; rows that draft; most drafts of a row
     int64_t enter;              // operations up to the one that makes a token's entry
     int64_t is_bf16;            // `embeddings` and `given`; else float32

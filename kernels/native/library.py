@@ -17,6 +17,9 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
+
+from kernels.native.layout import check_layout
 
 log = logging.getLogger(__name__)
 
@@ -63,20 +66,37 @@ def _load() -> ctypes.CDLL:
             loaded = ctypes.CDLL(str(_built(ends)))
     except OSError as error:
         raise NativeUnavailable(str(error)) from None
-    loaded.saccade_step.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-    loaded.saccade_step.restype = None
-    loaded.saccade_draft.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
-    loaded.saccade_draft.restype = None
-    loaded.saccade_varlen_attention.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-    loaded.saccade_varlen_attention.restype = None
-    loaded.saccade_tower.argtypes = loaded.saccade_step.argtypes
-    loaded.saccade_tower.restype = None
-    loaded.saccade_linear.argtypes = [
-        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64,
-        ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p,
-    ]  # fmt: skip
-    loaded.saccade_linear.restype = None
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    _declare(loaded.saccade_layout, [], ctypes.c_char_p)
+    check_layout(loaded.saccade_layout().decode())
+    _declare(loaded.saccade_step, [pointer, pointer, number, number], ctypes.c_char_p, _raise)
+    _declare(loaded.saccade_draft, [pointer, pointer, pointer], ctypes.c_char_p, _raise)
+    _declare(
+        loaded.saccade_sample,
+        [pointer, number, number, pointer, pointer, pointer, pointer, pointer, number, number],
+        ctypes.c_char_p,
+        _raise,
+    )
+    _declare(loaded.saccade_varlen_attention, [pointer, number])
+    _declare(loaded.saccade_tower, [pointer, pointer, number, number])
+    _declare(loaded.saccade_advance, [pointer, number, pointer])
+    _declare(
+        loaded.saccade_linear,
+        [pointer, pointer, number, number, pointer, number, number, number, number, pointer, number, pointer],
+    )
     return loaded
+
+
+def _declare(function: Any, arguments: list[Any], result: Any = None, check: Any = None) -> None:
+    function.argtypes, function.restype = arguments, result
+    if check is not None:
+        function.errcheck = check
+
+
+def _raise(reason: bytes | None, *_: object) -> None:
+    """`IndexError` where compiled code has refused a call, which then has done nothing."""
+    if reason is not None:
+        raise IndexError(f"compiled code: {reason.decode()}")
 
 
 def processor_features() -> set[str]:

@@ -13,6 +13,7 @@
 #include "attention.h"
 #include "draft.h"
 #include "experts.h"
+#include "layout.h"
 #include "mamba.h"
 #include "numbers.h"
 #include "products.h"
@@ -214,9 +215,16 @@ class VarlenJob : public Job {
 
 extern "C" {
 
+// The layout of what Python mirrors; layout.h.
+const char* saccade_layout() { return layout_lines(); }
+
+// Functions that return a string ran unless it is there: it says which index would lie outside.
+
 // Runs the model's operations [first, last) on `m.x`.
-void saccade_step(const Model* model, const Step* step, int64_t first, int64_t last) {
+const char* saccade_step(const Model* model, const Step* step, int64_t first, int64_t last) {
+    if (step->ids && !within(step->ids, step->tokens, model->vocab)) return "a token is not in the vocabulary";
     pool().run(StepJob(*model, *step, first, last), model->threads);
+    return nullptr;
 }
 
 // Runs the tower's operations [first, last) on `step.x`.
@@ -225,10 +233,13 @@ void saccade_tower(const Tower* tower, const TowerStep* step, int64_t first, int
 }
 
 // Entries of a drafting head that are due, then its drafts: `m`'s operations are a pass of the head.
-void saccade_draft(const Model* model, Step* step, const Drafting* drafting) {
+const char* saccade_draft(const Model* model, Step* step, const Drafting* drafting) {
+    if (!within(drafting->ids, drafting->due + drafting->rows, model->vocab)) return "a token is not in the vocabulary";
+    if (const char* reason = why_not(drafting->draws, drafting->rows, model->vocab, model->vocab)) return reason;
     draft(*model, *drafting, *step, [&](int64_t first, int64_t last) {
         pool().run(StepJob(*model, *step, first, last), model->threads);
     });
+    return nullptr;
 }
 
 void saccade_advance(const Model* model, int64_t rows, const int64_t* jobs) {
@@ -238,11 +249,13 @@ void saccade_advance(const Model* model, int64_t rows, const int64_t* jobs) {
 void saccade_varlen_attention(const VarlenAttention* attention, int64_t threads) { pool().run(VarlenJob(*attention), threads); }
 
 // Tokens [rows] of logits [rows, vocab]; of rows that ask for them, log-probabilities [rows] and the likeliest [rows, width].
-void saccade_sample(
+const char* saccade_sample(
     const float* logits, int64_t rows, int64_t vocab, const Draw* draws, int64_t* tokens, float* logprobs, int64_t* top_ids,
     float* top, int64_t width, int64_t threads
 ) {
+    if (const char* reason = why_not(draws, rows, vocab, logprobs ? width : -1)) return reason;
     pool().run(SampleJob(logits, rows, vocab, draws, tokens, logprobs, top_ids, top, width), std::min(rows, threads));
+    return nullptr;
 }
 
 // out[rows, n] = x[rows, k] W^T + b, `x` and `out` both float32 or both bfloat16.

@@ -15,7 +15,7 @@
 
 extern "C" {
 
-struct Wish {  // what a sequence asks for; kernels/sample/compiled.py mirrors this and Draw
+struct Wish {  // what a sequence asks for; structs.py mirrors this and Draw
     double temperature, top_p, min_p, repetition, presence, frequency;  // temperature 0: the largest; 1, 0, 1, 0, 0: off
     int64_t top_k, sample;                                             // top_k 0: off
     uint64_t seed;
@@ -95,6 +95,28 @@ struct Candidate {
     bool operator<(const Candidate& other) const { return value != other.value ? value > other.value : id < other.id; }
 };
 
+bool within(const int64_t* ids, int64_t count, int64_t size) {
+    for (int64_t i = 0; i < count; i++)
+        if (uint64_t(ids[i]) >= uint64_t(size)) return false;
+    return true;
+}
+
+// Why these rows cannot be drawn, or null: ids come from requests and files, and what they name is written to. `width`: room
+// for the likeliest tokens of a row, -1 where nothing is reported.
+const char* why_not(const Draw* draws, int64_t rows, int64_t vocab, int64_t width) {
+    for (int64_t row = 0; draws && row < rows; row++) {
+        const Draw& draw = draws[row];
+        if (!draw.wish) continue;
+        const Wish& wish = *draw.wish;
+        if (!within(wish.bias_ids, wish.bias_count, vocab)) return "a biased token is not in the vocabulary";
+        if (!within(wish.ends, wish.end_count, vocab)) return "an end token is not in the vocabulary";
+        if (!within(draw.tokens, draw.known, vocab)) return "a penalised token is not in the vocabulary";
+        if (draw.prompt < 0 || draw.prompt > draw.known) return "there are more prompt tokens than tokens";
+        if (wish.logprobs >= 0 && std::min(wish.logprobs, vocab) > width) return "there is no room for the log-probabilities";
+    }
+    return nullptr;
+}
+
 class Sampling {  // of one thread; what it keeps is memory
   public:
     // The token of a row. With `wish.logprobs` k >= 0 also its log-probability, and the k likeliest ids and theirs.
@@ -129,8 +151,7 @@ class Sampling {  // of one thread; what it keeps is memory
         for (int64_t i = 0; i < wish.bias_count; i++) x[wish.bias_ids[i]] += wish.bias[i];
         if (seen_.size() < size_t(n)) seen_.resize(n);
         const auto each = [&](int64_t begin, auto&& visit) {
-            for (int64_t i = begin; i < job.known; i++)
-                if (job.tokens[i] < n) visit(x[job.tokens[i]], seen_[job.tokens[i]]);
+            for (int64_t i = begin; i < job.known; i++) visit(x[job.tokens[i]], seen_[job.tokens[i]]);
         };
         const float factor = float(wish.repetition), often = float(wish.frequency), present = float(wish.presence);
         each(job.prompt, [](float&, int32_t& count) { count++; });

@@ -1,9 +1,17 @@
-"""The structs of structs.h, field by field, and enums of the compiled code."""
+"""The structs of structs.h, sample.h and draft.h, field by field, and enums of the compiled code.
+
+`layout.py` compares them with what the compiler made when the library is loaded.
+"""
 
 from __future__ import annotations
 
-from ctypes import Structure, c_float, c_int64, c_void_p
+from ctypes import Structure, c_char_p, c_double, c_float, c_int64, c_uint64, c_void_p
 from enum import IntEnum
+
+PANEL = 64
+"""Outputs of a packed weight that lie together."""
+GROUP = 128
+"""Inputs that share a scale in int4."""
 
 
 class Kind(IntEnum):
@@ -113,4 +121,32 @@ class VarlenAttention(Structure):
         ("head_stride", c_int64), ("out_stride", c_int64), ("stored_bf16", c_int64), ("out_bf16", c_int64),
         ("kind", c_int64), ("heads", c_int64), ("width", c_int64), ("sequences", c_int64), ("bounds", c_void_p),
         ("scale", c_float),
+    ]  # fmt: skip
+
+
+class Wish(Structure):
+    """What a sequence asks for."""
+
+    _fields_ = [
+        ("temperature", c_double), ("top_p", c_double), ("min_p", c_double), ("repetition", c_double),
+        ("presence", c_double), ("frequency", c_double), ("top_k", c_int64), ("sample", c_int64), ("seed", c_uint64),
+        ("logprobs", c_int64), ("bias_count", c_int64), ("end_count", c_int64), ("bias_ids", c_void_p),
+        ("ends", c_void_p), ("bias", c_void_p),
+    ]  # fmt: skip
+
+
+class Draw(Structure):
+    """A row of logits."""
+
+    _fields_ = [
+        ("wish", c_void_p), ("position", c_int64), ("masked", c_int64), ("prompt", c_int64), ("known", c_int64),
+        ("tokens", c_void_p),
+    ]  # fmt: skip
+
+
+class Drafting(Structure):
+    _fields_ = [
+        ("due", c_int64), ("rows", c_int64), ("passes", c_int64), ("enter", c_int64), ("is_bf16", c_int64),
+        ("embeddings", c_void_p), ("given", c_void_p), ("norm", c_void_p), ("ids", c_void_p), ("places", c_void_p),
+        ("lengths", c_void_p), ("counts", c_void_p), ("draws", c_char_p), ("out", c_void_p),
     ]  # fmt: skip

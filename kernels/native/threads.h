@@ -56,8 +56,8 @@ class Pool {
         for (int64_t i = 0; i < phases; i++) {
             const int64_t units = job.units(i);
             for (int64_t lane = 0; lane < threads; lane++)
-                counters_[i * each + lane].start(number, lane_begin(units, threads, lane + 1) - lane_begin(units, threads, lane));
-            counters_[i * each + threads].start(number, units);
+                counters_[i * each + lane].start(number, lane_begin(units, threads, lane + 1) - lane_begin(units, threads, lane), units);
+            counters_[i * each + threads].start(number, units, units);
         }
         job_.store(&job, std::memory_order_relaxed);
         // A helper reads these in the other order: a layout never comes with counters that are too few for it.
@@ -71,13 +71,17 @@ class Pool {
     }
 
   private:
-    struct alignas(64) Counter {  // number of the job << 40 | units << 20 | units taken, or done
+    struct alignas(64) Counter {  // number of the job << 40 | units that are left to take, or to do; 2^40 would take days
         std::atomic<uint64_t> value{0};
+        std::atomic<int64_t> units{0};  // of the phase
         Counter() = default;
         Counter(const Counter&) {}
-        void start(uint64_t number, int64_t units) { value.store(number << 40 | uint64_t(units) << 20, std::memory_order_relaxed); }
+        void start(uint64_t number, int64_t left, int64_t of_phase) {
+            units.store(of_phase, std::memory_order_relaxed);
+            value.store(number << 40 | uint64_t(left), std::memory_order_relaxed);
+        }
     };
-    static constexpr uint64_t NUMBER_MASK = 0xffffff, COUNT_MASK = 0xfffff;
+    static constexpr uint64_t NUMBER_MASK = 0xffffff, LEFT_MASK = (uint64_t(1) << 40) - 1;
     static constexpr int SPINS = 1024, IDLE_SPINS = 1024;  // of some 40 cycles
 
     static std::vector<float>& scratch() {
@@ -98,7 +102,7 @@ class Pool {
             for (int spins = 0;; spins++) {
                 const uint64_t done = all.load(std::memory_order_acquire);
                 if (done >> 40 != number) return;
-                if ((done & COUNT_MASK) == (done >> 20 & COUNT_MASK)) break;
+                if ((done & LEFT_MASK) == 0) break;
                 if (spins < SPINS) _mm_pause();
                 else sched_yield();
             }
@@ -107,18 +111,18 @@ class Pool {
 
     // Whether the job goes on.
     bool work_lane(Counter* counters, int64_t phase, int64_t threads, int64_t lane, uint64_t number) {
-        std::atomic<uint64_t>&taken = counters[lane].value, &all = counters[threads].value;
-        uint64_t seen = taken.load(std::memory_order_acquire);
+        std::atomic<uint64_t>&left = counters[lane].value, &all = counters[threads].value;
+        uint64_t seen = left.load(std::memory_order_acquire);
         for (;;) {
             if (seen >> 40 != number) return false;
-            if ((seen & COUNT_MASK) >= (seen >> 20 & COUNT_MASK)) return true;
-            if (!taken.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel)) continue;
+            if ((seen & LEFT_MASK) == 0) return true;
+            if (!left.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel)) continue;
             // The unit holds the job: its units cannot all be done before this one is.
-            const int64_t units = all.load(std::memory_order_relaxed) >> 20 & COUNT_MASK;
-            const int64_t unit = lane_begin(units, threads, lane) + int64_t(seen & COUNT_MASK);
+            const int64_t units = counters[lane].units.load(std::memory_order_relaxed);
+            const int64_t unit = lane_begin(units, threads, lane + 1) - int64_t(seen & LEFT_MASK);
             job_.load(std::memory_order_relaxed)->run(phase, unit, scratch());
-            all.fetch_add(1, std::memory_order_acq_rel);
-            seen = taken.load(std::memory_order_acquire);
+            all.fetch_sub(1, std::memory_order_acq_rel);
+            seen = left.load(std::memory_order_acquire);
         }
     }
 

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from ctypes import Structure, c_double, c_int64, c_uint64, c_void_p
+from ctypes import c_int64, sizeof
 
 import torch
 from torch import Tensor
 
 from kernels.native import library
+from kernels.native.structs import Draw, Wish
+
+__all__ = ["DrawRow", "Drawing", "Wish", "packed"]
 
 _DRAW = struct.Struct("6q")
-"""One `Draw` of kernels/native/sample.h."""
+"""One `Draw`, six numbers of 64 bits: packed ten times as fast as through ctypes."""
+assert _DRAW.size == sizeof(Draw)
 DrawRow = tuple[int, int, int, int, int, int]
 """Address of the row's `Wish` (0: the largest); position that is drawn; whether `ends` are masked; of the tokens that
 penalties count: those of the prompt, all, their address.
@@ -29,17 +33,6 @@ def packed(rows: Sequence[DrawRow]) -> bytes:
     return b"".join(_DRAW.pack(*row) for row in rows)
 
 
-class Wish(Structure):
-    """`Wish` of kernels/native/sample.h: what a sequence asks for."""
-
-    _fields_ = [
-        ("temperature", c_double), ("top_p", c_double), ("min_p", c_double), ("repetition", c_double),
-        ("presence", c_double), ("frequency", c_double), ("top_k", c_int64), ("sample", c_int64), ("seed", c_uint64),
-        ("logprobs", c_int64), ("bias_count", c_int64), ("end_count", c_int64), ("bias_ids", c_void_p),
-        ("ends", c_void_p), ("bias", c_void_p),
-    ]  # fmt: skip
-
-
 class Drawing:
     """Compiled draws from rows of so many logits. One thread at a time."""
 
@@ -48,10 +41,6 @@ class Drawing:
         self.vocab_size = vocab_size
         self._tokens = (c_int64 * 0)()
         self._draw = library().saccade_sample
-        self._draw.restype = None
-        self._draw.argtypes = [
-            c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64
-        ]  # fmt: skip
 
     def __call__(
         self, logits_RV: Tensor, rows: Sequence[DrawRow] | None = None, likeliest: int | None = None

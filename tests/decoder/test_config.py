@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from tiny_decoder import oracle, tiny_config, weights_of
 
 from decoder.config import DecoderConfig, DecoderOptions
+from decoder.request import DecoderRequest
 from decoder.sampling import SamplingParams
 
 
@@ -85,24 +87,81 @@ def test_attention_biases_are_optional() -> None:
         ("top_k", -1),
         ("min_p", 2.0),
         ("repetition_penalty", 0.0),
+        ("temperature", 1e39),
+        ("temperature", float("inf")),
+        ("top_p", float("nan")),
+        ("top_k", 2**31),
+        ("min_p", -1e-9),
+        ("min_p", float("nan")),
+        ("repetition_penalty", 1e-60),
+        ("repetition_penalty", 1e60),
+        ("repetition_penalty", float("nan")),
         ("presence_penalty", float("inf")),
+        ("presence_penalty", -2e6),
+        ("frequency_penalty", 1e300),
+        ("frequency_penalty", -1e300),
+        ("frequency_penalty", float("nan")),
+        ("seed", -1),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", 1025),
         ("seed", 2**64),
         ("logprobs", -1),
         ("logprobs", 5000),
     ],
 )
 def test_refused_sampling(field: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{field} must be .*{value}"):
+    with pytest.raises(ValueError, match=f"{field} must be .*{re.escape(str(value))}"):
         SamplingParams(**{field: value})
 
 
 def test_refused_sampling_of_ids() -> None:
     with pytest.raises(ValueError, match="token -3"):
         SamplingParams(logit_bias={-3: 1.0})
+    for bias in (float("inf"), float("-inf"), float("nan"), 1.1e6, -1.1e6):
+        with pytest.raises(ValueError, match=f"logit_bias of token 3 is {bias}; .* biases from -1e\\+06 to 1e\\+06"):
+            SamplingParams(logit_bias={3: bias})
     with pytest.raises(ValueError, match="min_tokens 5 is above max_tokens 4"):
         SamplingParams(min_tokens=5, max_tokens=4)
     with pytest.raises(ValueError, match="-1"):
         SamplingParams(stop_token_ids=frozenset({-1}))
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("temperature", (0.0, 1e6)),
+        ("top_p", (1e-300, 1.0)),
+        ("top_k", (0, 2**31 - 1)),
+        ("min_p", (0.0, 1.0)),
+        ("repetition_penalty", (1e-3, 1e3)),
+        ("presence_penalty", (-1e6, 1e6)),
+        ("frequency_penalty", (-1e6, 1e6)),
+        ("logit_bias", ({0: -1e6}, {0: 1e6})),
+        ("seed", (0, 2**64 - 1)),
+        ("logprobs", (0, 1024)),
+        ("prompt_logprobs", (0, 1024)),
+        ("max_tokens", (1,)),
+    ],
+)
+def test_the_bounds_of_sampling_are_allowed(field: str, values: tuple[Any, ...]) -> None:
+    for value in values:
+        assert getattr(SamplingParams(**{field: value}), field) == value
+
+
+def test_a_temperature_too_small_for_float32_is_greedy() -> None:
+    for value in (0.0, -0.0, 1e-320, 1e-39, 9.9e-6):
+        made = SamplingParams(temperature=value)
+        assert made.greedy and made.plain and made.temperature == 0.0
+    assert not SamplingParams(temperature=1e-5).greedy and SamplingParams(temperature=1e-5).temperature == 1e-5
+
+
+def test_refused_numbers_of_a_request() -> None:
+    with pytest.raises(ValueError, match="eos_token_ids holds -1; ids are at least 0"):
+        DecoderRequest("a", [1], SamplingParams(), eos_token_ids=frozenset({5, -1}))
+    for index in (-1, 2**32):
+        with pytest.raises(ValueError, match=f"sample_index must be from 0 to 4294967295, not {index}"):
+            DecoderRequest("a", [1], SamplingParams(), sample_index=index)
+    assert DecoderRequest("a", [1], SamplingParams(), sample_index=2**32 - 1, eos_token_ids=frozenset({0}))
 
 
 def test_sampling_does_not_change_behind_its_back() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -129,15 +128,14 @@ def test_events_are_those_of_a_plain_run(pattern: str, options: dict[str, Any]) 
 )
 def test_what_is_kept_is_what_a_plain_run_keeps(options: dict[str, Any]) -> None:
     """To the key and the number: no state behind an end that is drawn while the next step is being prepared. One
-    request can draw nothing but its end token, from the first one on, and may not end by it before the sixth.
+    request can draw nothing but end tokens, from the first one on, and may not end by one before the sixth.
     """
-    nothing = dict.fromkeys(range(97), -math.inf)
-    forced = greedy_params(9, min_tokens=5, stop_token_ids=frozenset({0}), logit_bias=nothing)
+    forced = greedy_params(9, min_tokens=5, stop_token_ids=frozenset(range(97)))
     kept = []
     for overlap in ("off", "on"):
         runner = make(overlap, **options)
         found = run(runner, *workload(), request("forced", [50, 51, 52], forced))
-        assert tokens(found["forced"]) == [0] * 6
+        assert tokens(found["forced"])[:5] == [0] * 5 and len(tokens(found["forced"])) == 6
         kept.append(cached(runner))
     assert kept[0].keys() == kept[1].keys() and len(kept[0]) > 10
     for key, (count, numbers) in kept[0].items():

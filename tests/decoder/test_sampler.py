@@ -106,6 +106,37 @@ def test_a_batch_draws_what_each_row_draws(
         assert choice.token == naive(logits[row.seat], row)
 
 
+EXTREME = [
+    {"temperature": 1e-5},
+    {"temperature": 1e6},
+    {"temperature": 1e-39, "top_k": 5},
+    {"repetition_penalty": 1e-3, "temperature": 1e-5},
+    {"repetition_penalty": 1e3, "top_p": 0.9},
+    {"frequency_penalty": 1e6, "temperature": 1e-5},
+    {"frequency_penalty": -1e6, "presence_penalty": 1e6},
+    {"logit_bias": {5: 1e6, 6: 1e6}, "temperature": 1e-5},
+    {"logit_bias": {5: 1e6, 6: 1e6}, "min_p": 1e-300},
+    {"logit_bias": {5: -1e6, 299: -1e6}, "top_k": 299},
+    {"top_p": 1e-300},
+    {"top_p": 1 - 2**-53},
+    {"top_k": 2**31 - 1, "temperature": 1e6},
+]
+"""The bounds of what is allowed."""
+
+
+@pytest.mark.parametrize("params", EXTREME, ids=lambda params: "-".join(map(str, params.values())))
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+def test_all_back_ends_draw_the_same_at_the_bounds(params: dict[str, Any], scale: float) -> None:
+    """Of ten seeds each, on the host, in compiled code and in float64."""
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3)) * scale
+    for seed in range(10):
+        row = sequence(0, SamplingParams(**params, seed=seed), [1, 2, 3], [5, 5, 9])
+        drawn = [Sampler(VOCAB, 1, compiled=compiled).sample(logits, [row])[0].token for compiled in (True, False)]
+        assert drawn[0] == drawn[1]
+        if "frequency_penalty" not in params and "logit_bias" not in params:  # these round in float32
+            assert drawn[0] == naive(logits[0], row)
+
+
 def test_penalties_follow_the_tokens(make: Callable[..., Sampler]) -> None:
     """The buffers of a seat keep up with its sequence, and start anew with a new one."""
     params = SamplingParams(temperature=0.0, frequency_penalty=1.0, repetition_penalty=1.1)

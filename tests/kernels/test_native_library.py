@@ -13,8 +13,9 @@ import torch
 from torch.nn import functional as F
 
 from kernels.linear import Linear, quantise
-from kernels.native import NativeUnavailable, library
-from kernels.native.library import FEATURES, _library
+from kernels.native import NativeUnavailable, library, structs
+from kernels.native.layout import check_layout, mirrored
+from kernels.native.library import FEATURES, _library, processor_features
 
 THREADLESS = """
 import resource, torch
@@ -95,4 +96,50 @@ def test_without_more_threads_the_caller_does_the_work() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": ""}
     command = [sys.executable, "-c", THREADLESS]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["True"], done.stderr
+
+
+def test_structs_that_differ_from_the_compiled_ones_are_named() -> None:
+    """A field that has moved, one that is new, a size, an enum's value, a constant."""
+    lines = {name: " ".join(map(str, numbers)) for name, numbers in mirrored().items()}
+    check_layout("\n".join(f"{name} {numbers}" for name, numbers in lines.items()))
+    changes = {
+        "Step.rows": "16 8", "Tower": "8", "Code.EMBED": "14", "PANEL": "32", "Wish.top_p": "8 4",
+        "Drafting.new_field": "112 8", "Draw.known": None,
+    }  # fmt: skip
+    for name, numbers in changes.items():
+        theirs = {**lines, name: numbers}
+        with pytest.raises(AssertionError, match=rf"do not agree: {name} is .* in Python and .* in C\+\+$"):
+            check_layout("\n".join(f"{name} {numbers}" for name, numbers in theirs.items() if numbers is not None))
+
+
+@pytest.mark.skipif(not FEATURES <= processor_features(), reason="the processor has no AVX-512 BF16")
+def test_the_library_is_compared_with_its_mirrors_when_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")  # the build that is there
+    monkeypatch.setattr(structs.Op, "_fields_", [("code", ctypes.c_int64)])
+    monkeypatch.setattr(structs, "GROUP", 64)
+    with pytest.raises(
+        AssertionError, match=r"GROUP is \(64,\) in Python and \(128,\) in C\+\+; Op.a is missing in Python"
+    ):
+        library()
+
+
+MANY_UNITS = """
+import torch
+from kernels.linear import Packed, quantise
+rows = (1 << 20) + 5
+packed = Packed(quantise(torch.randn(1, 2), "int8"), None)
+x = torch.randn(rows, 2)
+torch.set_num_threads(1)
+alone = packed(x)
+torch.set_num_threads(2)
+print(all(torch.equal(packed(x), alone) for _ in range(2)))
+"""
+
+
+@pytest.mark.skipif(not FEATURES <= processor_features(), reason="the processor has no AVX-512 BF16")
+def test_a_phase_may_have_more_than_a_million_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two jobs: the number of one of them is odd, that of the other is even."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    done = subprocess.run([sys.executable, "-c", MANY_UNITS], capture_output=True, text=True, check=False, timeout=100)
     assert done.stdout.split() == ["True"], done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from array import array
 
 import pytest
 import torch
@@ -118,3 +119,45 @@ def test_reported_log_probabilities_are_the_reference_s(count: int) -> None:
     torch.testing.assert_close(torch.tensor(chosen), expected[0])
     assert ids == expected[1].tolist()
     torch.testing.assert_close(torch.tensor(values).view(3, -1), expected[2])
+
+
+def asked_for(**changes: object) -> tuple[Wish, list[DrawRow], list[object]]:
+    """A row that is biased, penalised and masked, with one of its numbers changed; and what it points to."""
+    given: dict[str, list[int]] = {"bias_ids": [3], "ends": [5], "tokens": [1, 2]}
+    given |= {name: [value] for name, value in changes.items() if name in given}  # type: ignore[list-item]
+    kept = {name: array("q", values) for name, values in given.items()}
+    bias = array("f", [1.0])
+    wish = Wish(0.0, 1.0, 0.0, 1.1, 0.0, 0.0, 0, 0, 0, -1, 1, 1)
+    wish.bias_ids, wish.ends = (kept[name].buffer_info()[0] for name in ("bias_ids", "ends"))
+    wish.bias, wish.logprobs = bias.buffer_info()[0], changes.get("logprobs", -1)
+    known = len(kept["tokens"])
+    row = (ctypes.addressof(wish), 3, 1, changes.get("prompt", known), known, kept["tokens"].buffer_info()[0])
+    return wish, [row], [kept, bias]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("name", ["bias_ids", "ends", "tokens"])
+@pytest.mark.parametrize("token", [-1, 300, -(2**63), 2**63 - 1])
+def test_ids_outside_of_the_vocabulary_write_nothing(name: str, token: int) -> None:
+    wish, rows, kept = asked_for(**{name: token})
+    with pytest.raises(IndexError, match="is not in the vocabulary"):
+        Drawing(300)(torch.zeros(1, 300), rows)
+
+
+@pytest.mark.parametrize("name", ["bias_ids", "ends", "tokens"])
+@pytest.mark.parametrize("token", [0, 299])
+def test_the_first_and_the_last_id_are_in_the_vocabulary(name: str, token: int) -> None:
+    wish, rows, kept = asked_for(**{name: token})
+    assert Drawing(300)(torch.zeros(1, 300), rows)[0] == [token if name == "bias_ids" else 3]
+
+
+def test_reports_stay_in_their_room() -> None:
+    for count, likeliest in ((4, 3), (0, None)):
+        wish, rows, kept = asked_for(logprobs=count)
+        with pytest.raises(IndexError, match="no room for the log-probabilities"):
+            Drawing(300)(torch.zeros(1, 300), rows, likeliest)
+    wish, rows, kept = asked_for(logprobs=1000)
+    assert Drawing(300)(torch.zeros(1, 300), rows, 300)[0] == [3]  # as many as there are
+    for prompt in (-1, 3):
+        wish, rows, kept = asked_for(prompt=prompt)
+        with pytest.raises(IndexError, match="more prompt tokens than tokens"):
+            Drawing(300)(torch.zeros(1, 300), rows)

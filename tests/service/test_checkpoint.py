@@ -15,6 +15,7 @@ from decoder.config import DecoderConfig
 from families import CheckpointError, FamilyConfig
 from families.nemotron_h.config import decoder_config
 from families.nemotron_h_omni import FAMILY as OMNI
+from service.assets import sampling_defaults
 from service.checkpoint import Checkpoint, open_checkpoint, resolve_model
 from service.modelconfig import load_config
 
@@ -202,6 +203,48 @@ def test_configurations_that_cannot_be_served(tmp_path: Path, change: dict[str, 
     edit_config(tmp_path, change)
     with pytest.raises(CheckpointError, match=message):
         load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "field", "value"),
+    [
+        ("generation_config.json", "eos_token_id", -1),
+        ("generation_config.json", "eos_token_id", [2, -1]),
+        ("generation_config.json", "eos_token_id", [2, 10**30]),
+        ("generation_config.json", "eos_token_id", True),
+        ("generation_config.json", "eos_token_id", "2"),
+        ("config.json", "image_token_id", -1),
+        ("config.json", "image_token_id", 1.5),
+        ("config.json", "image_token_id", 2**31),
+    ],
+)
+def test_token_ids_lie_in_the_vocabulary(tmp_path: Path, file: str, field: str, value: object) -> None:
+    make_checkpoint(tmp_path, 2, text={"pattern": "M"})
+    content = json.loads((tmp_path / file).read_text())
+    (tmp_path / file).write_text(json.dumps(content | {field: value}))
+    with pytest.raises(CheckpointError, match=rf"{field} .* is not a token id from 0 to \d+"):
+        load_config(tmp_path)
+
+
+def test_the_first_and_the_last_token_may_end(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 2, text={"pattern": "M"})
+    last = load_config(tmp_path).decoder.vocab_size - 1
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, last]}))
+    assert load_config(tmp_path).eos_token_ids == {0, last}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": last + 1}))
+    with pytest.raises(CheckpointError, match=f"from 0 to {last} "):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", -1.0), ("temperature", "hot"), ("top_k", -1), ("repetition_penalty", 0), ("max_new_tokens", 0)],
+)
+def test_sampling_defaults_that_no_request_could_use_are_named(tmp_path: Path, field: str, value: object) -> None:
+    make_checkpoint(tmp_path, 2, text={"pattern": "M"})
+    (tmp_path / "generation_config.json").write_text(json.dumps({field: value}))
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: "):
+        sampling_defaults(load_config(tmp_path))
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "{", "\xff"])

@@ -1,0 +1,172 @@
+// What Python mirrors by hand, as the compiler laid it out: layout.py compares it with structs.py and tower.py when the library
+// is loaded. A line each: "Struct size", "Struct.field offset size", "Enum.NAME value".
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "draft.h"
+#include "products.h"
+#include "sample.h"
+#include "structs.h"
+#include "tower.h"
+
+namespace {
+
+class Layout {
+  public:
+    void add(const char* name, int64_t value) { lines_ += std::string(name) + " " + std::to_string(value) + "\n"; }
+    void add(const char* name, int64_t offset, int64_t size) {
+        lines_ += std::string(name) + " " + std::to_string(offset) + " " + std::to_string(size) + "\n";
+    }
+    const std::string& lines() const { return lines_; }
+
+  private:
+    std::string lines_;
+};
+
+#define STRUCT(S) layout.add(#S, sizeof(S))
+#define FIELD_AS(S, member, name) layout.add(#S "." #name, offsetof(S, member), sizeof(S::member))
+#define FIELD(S, member) FIELD_AS(S, member, member)
+#define VALUE_AS(E, value, name) layout.add(#E "." #name, int64_t(value))
+
+void add_weight(Layout& layout) {
+    STRUCT(Weight);
+    FIELD(Weight, kind); FIELD(Weight, n); FIELD(Weight, k); FIELD(Weight, kpad); FIELD(Weight, data);
+    FIELD(Weight, scale); FIELD(Weight, bias);
+}
+
+void add_experts(Layout& layout) {
+    STRUCT(Experts);
+    FIELD(Experts, count); FIELD(Experts, chosen); FIELD(Experts, groups); FIELD(Experts, kept);
+    FIELD(Experts, normalise); FIELD(Experts, scaling); FIELD(Experts, correction); FIELD(Experts, up);
+    FIELD(Experts, down);
+}
+
+void add_op(Layout& layout) {
+    STRUCT(Op);
+    FIELD(Op, code); FIELD(Op, kind); FIELD(Op, width); FIELD(Op, weight); FIELD(Op, target); FIELD(Op, norm);
+    FIELD(Op, windows); FIELD(Op, window_stride); FIELD(Op, states); FIELD(Op, state_stride); FIELD(Op, conv);
+    FIELD(Op, conv_bias); FIELD(Op, a); FIELD(Op, d); FIELD(Op, dt_bias); FIELD(Op, kv); FIELD(Op, kv_stride);
+    FIELD(Op, ring); FIELD(Op, ring_stride); FIELD(Op, experts); FIELD(Op, first_key);
+}
+
+void add_model(Layout& layout) {
+    STRUCT(Model);
+    FIELD(Model, count); FIELD(Model, ops); FIELD(Model, threads); FIELD(Model, hidden); FIELD(Model, vocab);
+    FIELD(Model, heads); FIELD(Model, head); FIELD(Model, groups); FIELD(Model, state); FIELD(Model, taps);
+    FIELD(Model, conv_dim); FIELD(Model, inner); FIELD(Model, q_heads); FIELD(Model, kv_heads); FIELD(Model, width);
+    FIELD(Model, page); FIELD(Model, stored_bf16); FIELD(Model, eps); FIELD(Model, dt_low); FIELD(Model, dt_high);
+    FIELD(Model, scale); FIELD(Model, x); FIELD(Model, wide); FIELD(Model, mid); FIELD(Model, ld); FIELD(Model, operand);
+    FIELD(Model, operand_ld); FIELD(Model, operand_scale); FIELD(Model, picks); FIELD(Model, places);
+    FIELD(Model, shares); FIELD(Model, runs); FIELD(Model, picked); FIELD(Model, picked_scale);
+    FIELD(Model, picked_wide);
+}
+
+void add_step(Layout& layout) {
+    STRUCT(Step);
+    FIELD(Step, tokens); FIELD(Step, rows); FIELD(Step, starts); FIELD(Step, slots); FIELD(Step, initial);
+    FIELD(Step, save_count); FIELD(Step, saves); FIELD(Step, lengths); FIELD(Step, tables); FIELD(Step, places);
+    FIELD(Step, table_stride); FIELD(Step, logits); FIELD_AS(Step, from, origins); FIELD(Step, seats);
+    FIELD(Step, counts); FIELD(Step, scans); FIELD(Step, scan_computed); FIELD(Step, scan_tables);
+    FIELD(Step, scan_table_stride); FIELD(Step, ids); FIELD(Step, largest);
+}
+
+void add_varlen_attention(Layout& layout) {
+    STRUCT(VarlenAttention);
+    FIELD(VarlenAttention, q); FIELD(VarlenAttention, k); FIELD(VarlenAttention, v); FIELD(VarlenAttention, out);
+    FIELD(VarlenAttention, stride); FIELD(VarlenAttention, head_stride); FIELD(VarlenAttention, out_stride);
+    FIELD(VarlenAttention, stored_bf16); FIELD(VarlenAttention, out_bf16); FIELD(VarlenAttention, kind);
+    FIELD(VarlenAttention, heads); FIELD(VarlenAttention, width); FIELD(VarlenAttention, sequences);
+    FIELD(VarlenAttention, bounds); FIELD(VarlenAttention, scale);
+}
+
+void add_wish(Layout& layout) {
+    STRUCT(Wish);
+    FIELD(Wish, temperature); FIELD(Wish, top_p); FIELD(Wish, min_p); FIELD(Wish, repetition); FIELD(Wish, presence);
+    FIELD(Wish, frequency); FIELD(Wish, top_k); FIELD(Wish, sample); FIELD(Wish, seed); FIELD(Wish, logprobs);
+    FIELD(Wish, bias_count); FIELD(Wish, end_count); FIELD(Wish, bias_ids); FIELD(Wish, ends); FIELD(Wish, bias);
+}
+
+void add_draw(Layout& layout) {
+    STRUCT(Draw);
+    FIELD(Draw, wish); FIELD(Draw, position); FIELD(Draw, masked); FIELD(Draw, prompt); FIELD(Draw, known);
+    FIELD(Draw, tokens);
+}
+
+void add_drafting(Layout& layout) {
+    STRUCT(Drafting);
+    FIELD(Drafting, due); FIELD(Drafting, rows); FIELD(Drafting, passes); FIELD(Drafting, enter);
+    FIELD(Drafting, is_bf16); FIELD(Drafting, embeddings); FIELD(Drafting, given); FIELD(Drafting, norm);
+    FIELD(Drafting, ids); FIELD(Drafting, places); FIELD(Drafting, lengths); FIELD(Drafting, counts);
+    FIELD(Drafting, draws); FIELD(Drafting, out);
+}
+
+void add_tower_op(Layout& layout) {
+    STRUCT(TowerOp);
+    FIELD(TowerOp, code); FIELD(TowerOp, of); FIELD(TowerOp, weight); FIELD_AS(TowerOp, from, source);
+    FIELD_AS(TowerOp, ld_from, ld_source); FIELD_AS(TowerOp, to, target); FIELD_AS(TowerOp, ld_to, ld_target);
+    FIELD(TowerOp, store); FIELD(TowerOp, activation); FIELD(TowerOp, norm); FIELD(TowerOp, bias); FIELD(TowerOp, eps);
+}
+
+void add_tower(Layout& layout) {
+    STRUCT(Tower);
+    FIELD(Tower, count); FIELD(Tower, ops); FIELD(Tower, threads); FIELD(Tower, kind); FIELD(Tower, hidden);
+    FIELD(Tower, heads); FIELD(Tower, merged); FIELD(Tower, scratch); FIELD(Tower, table_rows); FIELD(Tower, table);
+    FIELD(Tower, token_norm); FIELD(Tower, token_eps); FIELD(Tower, scale);
+}
+
+void add_tower_step(Layout& layout) {
+    STRUCT(TowerStep);
+    FIELD(TowerStep, rows); FIELD(TowerStep, patches); FIELD(TowerStep, tokens); FIELD(TowerStep, x);
+    FIELD(TowerStep, pixels); FIELD(TowerStep, positions); FIELD(TowerStep, source); FIELD(TowerStep, token_rows);
+    FIELD(TowerStep, sequences); FIELD(TowerStep, bounds); FIELD(TowerStep, normed); FIELD(TowerStep, wide);
+    FIELD(TowerStep, out);
+}
+
+void add_numbers(Layout& layout) {
+    VALUE_AS(Kind, F32, F32); VALUE_AS(Kind, BF16, BF16); VALUE_AS(Kind, INT8, INT8); VALUE_AS(Kind, INT4, INT4);
+    VALUE_AS(Code, NORM, NORM); VALUE_AS(Code, LINEAR, LINEAR); VALUE_AS(Code, MAMBA, MAMBA);
+    VALUE_AS(Code, ATTENTION, ATTENTION); VALUE_AS(Code, CONVERT, CONVERT); VALUE_AS(Code, RELU_SQUARED, RELU_SQUARED);
+    VALUE_AS(Code, ROUTE, ROUTE); VALUE_AS(Code, GROUP_PICKS, GROUP_PICKS); VALUE_AS(Code, GATHER, GATHER);
+    VALUE_AS(Code, EXPERTS, EXPERTS); VALUE_AS(Code, PICKED_RELU_SQUARED, PICKED_RELU_SQUARED);
+    VALUE_AS(Code, COMBINE, COMBINE); VALUE_AS(Code, NORM_PAIR, NORM_PAIR); VALUE_AS(Code, EMBED, EMBED);
+    VALUE_AS(Code, LARGEST, LARGEST);
+    VALUE_AS(Target, WIDE, WIDE); VALUE_AS(Target, RESIDUAL, RESIDUAL); VALUE_AS(Target, LOGITS, LOGITS);
+    VALUE_AS(Target, MID, MID); VALUE_AS(Target, OPERAND, OPERAND); VALUE_AS(Target, STREAM, STREAM);
+    VALUE_AS(Target, INNER, INNER);
+    VALUE_AS(Activation, int64_t(Activation::NONE), NONE);
+    VALUE_AS(Activation, int64_t(Activation::RELU_SQUARED), RELU_SQUARED);
+    VALUE_AS(Activation, int64_t(Activation::RELU), RELU); VALUE_AS(Activation, int64_t(Activation::GELU), GELU);
+    VALUE_AS(Activation, int64_t(Activation::GELU_TANH), GELU_TANH);
+    VALUE_AS(Activation, int64_t(Activation::GELU_QUICK), GELU_QUICK);
+    VALUE_AS(Activation, int64_t(Activation::SILU), SILU);
+    VALUE_AS(TowerCode, TOWER_LINEAR, LINEAR); VALUE_AS(TowerCode, TOWER_EMBED, EMBED);
+    VALUE_AS(TowerCode, TOWER_NORM, NORM); VALUE_AS(TowerCode, TOWER_GATE, GATE);
+    VALUE_AS(TowerCode, TOWER_TOKEN, TOKEN); VALUE_AS(TowerCode, TOWER_ATTENTION, ATTENTION);
+    VALUE_AS(Of, OF_ROWS, ROWS); VALUE_AS(Of, OF_PATCHES, PATCHES); VALUE_AS(Of, OF_TOKENS, TOKENS);
+    VALUE_AS(Place, IN_PIXELS, PIXELS); VALUE_AS(Place, IN_NORMED, NORMED); VALUE_AS(Place, IN_WIDE, WIDE);
+    VALUE_AS(Place, IN_STREAM, STREAM); VALUE_AS(Place, IN_OUT, OUT);
+    VALUE_AS(Store, STORE, FLOAT32); VALUE_AS(Store, ADD, ADD); VALUE_AS(Store, STORE_BF16, BFLOAT16);
+    layout.add("PANEL", PANEL), layout.add("GROUP", GROUP);
+}
+
+#undef STRUCT
+#undef FIELD
+#undef FIELD_AS
+#undef VALUE_AS
+
+const char* layout_lines() {
+    static const std::string lines = [] {
+        Layout layout;
+        for (auto* add : {add_weight, add_experts, add_op, add_model, add_step, add_varlen_attention, add_wish,
+                          add_draw, add_drafting, add_tower_op, add_tower, add_tower_step, add_numbers})
+            add(layout);
+        return layout.lines();
+    }();
+    return lines.c_str();
+}
+
+}  // namespace

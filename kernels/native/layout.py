@@ -1,0 +1,47 @@
+"""Whether the structs and enums that Python mirrors by hand are those that the compiler made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from ctypes import Structure, sizeof
+from enum import IntEnum
+
+from kernels.native import structs, tower
+
+STRUCTS: tuple[type[Structure], ...] = (
+    structs.Weight, structs.Experts, structs.Op, structs.Model, structs.Step, structs.VarlenAttention, structs.Wish,
+    structs.Draw, structs.Drafting, tower.TowerOp, tower.Tower, tower.TowerStep,
+)  # fmt: skip
+ENUMS: Mapping[str, type[IntEnum]] = {
+    "Kind": structs.Kind, "Code": structs.Code, "Target": structs.Target, "Activation": structs.Activation,
+    "TowerCode": tower.Code, "Of": tower.Of, "Place": tower.Place, "Store": tower.Store,
+}  # fmt: skip
+
+
+def mirrored() -> dict[str, tuple[int, ...]]:
+    """What Python takes for granted: sizes of structs, (offset, size) of fields, values of enums, constants."""
+    found: dict[str, tuple[int, ...]] = {"PANEL": (structs.PANEL,), "GROUP": (structs.GROUP,)}
+    for struct in STRUCTS:
+        found[struct.__name__] = (sizeof(struct),)
+        for name, *_ in struct._fields_:
+            field = getattr(struct, name)
+            found[f"{struct.__name__}.{name}"] = (field.offset, field.size)
+    for enum, values in ENUMS.items():
+        found |= {f"{enum}.{value.name}": (value.value,) for value in values}
+    return found
+
+
+def check_layout(compiled: str) -> None:
+    """`compiled`: what `saccade_layout` of the library says, see layout.h. `AssertionError` names every difference: a
+    call with such structs would read and write the wrong memory.
+    """
+    lines = [line.split() for line in compiled.splitlines()]
+    theirs = {name: tuple(map(int, numbers)) for name, *numbers in lines}
+    ours = mirrored()
+    wrong = [
+        f"{name} is {ours.get(name, 'missing')} in Python and {theirs.get(name, 'missing')} in C++"
+        for name in sorted(ours.keys() | theirs.keys())
+        if ours.get(name) != theirs.get(name)
+    ]
+    if wrong:
+        raise AssertionError(f"structs that are handed to compiled code do not agree: {'; '.join(wrong)}")
