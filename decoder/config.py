@@ -94,18 +94,26 @@ class DecoderConfig:
         if self.num_key_value_heads is None:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         object.__setattr__(self, "time_step_limit", (float(self.time_step_limit[0]), float(self.time_step_limit[1])))
-        if "M" in self.pattern:
+        _require(
+            self.num_nextn_predict_layers >= 0,
+            f"num_nextn_predict_layers must be at least 0, not {self.num_nextn_predict_layers}",
+        )
+        kinds = set(self.pattern)
+        if self.num_nextn_predict_layers:
+            _require(len(self.mtp_pattern) > 0, "mtp_pattern is empty: at least one layer is needed")
+            kinds |= set(self.mtp_pattern)
+        if "M" in kinds:
             self._check_mamba()
-        if "*" in self.pattern or (self.num_nextn_predict_layers > 0 and "*" in self.mtp_pattern):
+        if "*" in kinds:
             self._check_attention()
-        if "-" in self.pattern or "E" in self.pattern:
+        if kinds & set("-E"):
             _require(
                 self.mlp_hidden_act in ACTIVATIONS,
                 f"mlp_hidden_act {self.mlp_hidden_act!r} is not one of {', '.join(ACTIVATIONS)}",
             )
-        if "-" in self.pattern:
+        if "-" in kinds:
             self._positive("intermediate_size")
-        if "E" in self.pattern or (self.num_nextn_predict_layers > 0 and "E" in self.mtp_pattern):
+        if "E" in kinds:
             self._check_experts()
 
     def _positive(self, *names: str) -> None:
@@ -141,6 +149,8 @@ class DecoderConfig:
             "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_shared_expert_intermediate_size"
         )
         self._positive("n_group", "topk_group")
+        latent = self.moe_latent_size
+        _require(latent is None or latent >= 1, f"moe_latent_size must be at least 1, not {latent}")
         experts, groups, kept, chosen = self.n_routed_experts, self.n_group, self.topk_group, self.num_experts_per_tok
         _require(experts % groups == 0, f"n_routed_experts {experts} is not a multiple of n_group {groups}")
         _require(kept <= groups, f"topk_group {kept} is above n_group {groups}")

@@ -38,10 +38,14 @@ class Pools:
         self._sums: dict[str, _Sum] = {}
 
     def add(self, rows: Iterable[Row], hidden_TD: Tensor) -> None:
-        """Takes the rows of a step, before the final norm, in the rows' order. Nobody asked: no work, no sync."""
+        """Takes the rows of a step, before the final norm, in the rows' order. Nobody asked: no work, no sync. Once
+        there is a first token, the sums have been taken: what comes after the prompt, and what is computed once more
+        after a preemption, is not summed.
+        """
         first = 0
         for row in rows:
-            if row.sequence.request.pooled:
+            sequence = row.sequence
+            if sequence.request.pooled and sequence.output_len == len(sequence.request.output_ids):
                 self._add(row, self._norm(hidden_TD[first : first + row.count]))
             first += row.count
 
@@ -55,6 +59,10 @@ class Pools:
         assert known.count == row.start, "a prompt that is pooled was read with a gap"
         known.total += total
         known.last, known.count = last, row.end
+
+    def share(self, leader_id: str, follower_id: str) -> None:
+        """`follower` is a sample of the same prompt, which `leader` has read to its end."""
+        self._sums[follower_id] = self._sums[leader_id]
 
     def take(self, request_id: str) -> Pooled | None:
         """What there is of a request, which is forgotten. None where it did not ask. Waits for the device."""

@@ -31,7 +31,10 @@ class PromptScores:
         """Takes the rows of a step in their order. Nobody asked: no work. One host sync for each block."""
         first = 0
         for row in rows:
-            if row.sequence.request.sampling.prompt_logprobs is not None and row.start < row.sequence.prompt_len:
+            sequence = row.sequence
+            wanted = sequence.request.sampling.prompt_logprobs is not None
+            unreported = sequence.output_len == len(sequence.request.output_ids)
+            if wanted and unreported and row.start < sequence.prompt_len:
                 self._add(row, hidden_TD[first : first + row.count])
             first += row.count
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 
 import torch
@@ -23,7 +23,7 @@ from decoder.flight import Flight, SeatEnds, accepted_drafts, expect
 from decoder.graphs import Forward, graph_bytes
 from decoder.model import HybridModel
 from decoder.mtp import MtpDrafter
-from decoder.pace import DeadlineError, Pace
+from decoder.pace import Pace
 from decoder.pooling import Pools
 from decoder.prefix_cache import COUNTERS, PrefixCache
 from decoder.prompt_scores import PromptScores
@@ -100,34 +100,37 @@ class DecoderRunner:
 
         `others`: further samples of the same prompt, each with image sources of its own; it is read once for all.
         """
-        for sample in (request, *others):
-            if sample.request_id in self._sequences:
-                raise ValueError(f"a request {sample.request_id!r} is here already")
-        vocab = self.config.vocab_size
-        for token in (*request.prompt_ids, *request.output_ids):
-            if not 0 <= token < vocab:
-                raise ValueError(f"token id {token} is not between 0 and {vocab - 1}")
-        sequence = self.scheduler.add(request)
-        if request.timeout is not None:
-            self._check_deadline(sequence, request.timeout)
-        self._sequences[request.request_id] = sequence
-        for sample in others:
-            assert sample.prompt_ids == request.prompt_ids and not sample.output_ids and not request.output_ids
-            self._sequences[sample.request_id] = self.scheduler.add(sample, sequence)
-        for sample in (request, *others):
-            if sample.pooled or sample.sampling.prompt_logprobs is not None:
-                self._read[sample.request_id] = self._sequences[sample.request_id]
+        samples = (request, *others)
+        names = [sample.request_id for sample in samples]
+        for index, name in enumerate(names):
+            if name in self._sequences:
+                raise ValueError(f"a request {name!r} is here already")
+            if name in names[:index]:
+                raise ValueError(f"two samples of one prompt are called {name!r}")
+        _check_ids("", (*request.prompt_ids, *request.output_ids), self.config.vocab_size)
+        for sample in samples:
+            _check_sample(request, sample, self.config.vocab_size)
+        added: list[Sequence] = []
+        try:
+            for sample in samples:
+                added.append(self.scheduler.add(sample, added[0] if added else None))
+            if request.timeout is not None:
+                self._check_deadline(added[0], request.timeout)
+        except Exception:  # nothing of the group stays
+            for sequence in reversed(added):
+                self.scheduler.finish(sequence)
+            raise
+        for sequence in added:
+            self._sequences[sequence.request_id] = sequence
+            if sequence.request.pooled or sequence.request.sampling.prompt_logprobs is not None:
+                self._read[sequence.request_id] = sequence
 
     def _check_deadline(self, sequence: Sequence, timeout: float) -> None:
-        """`DeadlineError`, and the sequence is gone again, when it cannot have its first tokens in time."""
+        """`DeadlineError` when the sequence cannot have its first tokens in time."""
         least = min(sequence.request.sampling.min_tokens, sequence.limit) - sequence.output_len
         if self.pace.meets(timeout, self.scheduler.tokens_ahead(sequence, cached=False), least):
             return
-        try:
-            self.pace.check(timeout, self.scheduler.tokens_ahead(sequence), least)
-        except DeadlineError:
-            self.scheduler.finish(sequence)
-            raise
+        self.pace.check(timeout, self.scheduler.tokens_ahead(sequence), least)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request without an event and frees all it holds. False when there is none of that name.
@@ -309,6 +312,9 @@ class DecoderRunner:
             if row.sequence.followers
             for fork in self.scheduler.fork(row, step)
         ]
+        for fork in step.forks:
+            if fork.follower.request.pooled:
+                self.pools.share(fork.leader.request_id, fork.follower.request_id)
         if shared:
             places = [*range(len(drawing)), *(place for place, _ in shared)]
             logits_LV = logits_LV.index_select(0, upload(places, torch.int64, logits_LV.device))
@@ -405,7 +411,8 @@ class DecoderRunner:
         else:
             sequence.tokens.append(choice.token)
         self._counters["output_tokens"] += 1
-        pooled = self.pools.take(sequence.request_id)
+        pooled, scores = self.pools.take(sequence.request_id), self.prompt_scores.take(sequence.request_id)
+        self._read.pop(sequence.request_id, None)  # all that was to be read of its prompt goes out with this token
         reason, stop = _finish_reason(sequence, at + 1 - sequence.prompt_len, choice.token)
         if reason is not None and sequence.unread:
             del sequence.tokens[at + 1 :]
@@ -419,7 +426,7 @@ class DecoderRunner:
             cached_tokens=sequence.cached_tokens,
             stop_token=stop,
             pooled=pooled,
-            prompt_scores=self.prompt_scores.take(sequence.request_id),
+            prompt_scores=scores,
         )
 
     # -- memory after a step -------------------------------------------------------------------------------------------
@@ -553,6 +560,25 @@ def _placement(config: DecoderConfig, options: DecoderOptions, has_states: bool)
     chunk = config.chunk_size if config.mamba_layers else options.page_size
     block = resolve_state_block(options.state_block, options.page_size, chunk)
     return Placement(options.state_cache, block, chunk, options.page_size, has_states)
+
+
+def _check_ids(name: str, ids: Collection[int], vocab: int) -> None:
+    """`ValueError` for an id that the model has no row for."""
+    if ids and not 0 <= min(ids) <= max(ids) < vocab:
+        bad = next(token for token in ids if not 0 <= token < vocab)
+        raise ValueError(f"{name}token id {bad} is not between 0 and {vocab - 1}")
+
+
+def _check_sample(first: DecoderRequest, sample: DecoderRequest, vocab: int) -> None:
+    """`ValueError` for ids of its own. What samples of one prompt share is the same for all of them."""
+    _check_ids("eos_token_ids: ", sample.eos_token_ids, vocab)
+    _check_ids("stop_token_ids: ", sample.sampling.stop_token_ids, vocab)
+    _check_ids("logit_bias: ", sample.sampling.logit_bias, vocab)
+    if sample is not first:
+        assert sample.prompt_ids == first.prompt_ids and not sample.output_ids and not first.output_ids
+        assert sample.salt == first.salt and sample.pooled == first.pooled
+        spans = [[(span.start, span.length, span.key) for span in each.spans] for each in (first, sample)]
+        assert spans[0] == spans[1], "samples of one prompt have the same images"
 
 
 def _hits(row: Row, choices: SequenceOf[Choice]) -> int:

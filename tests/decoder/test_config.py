@@ -35,6 +35,28 @@ def test_refused_configurations(changes: dict[str, Any], message: str) -> None:
         tiny_config(**{"pattern": "M-*E", **changes})
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        pytest.param({"mlp_hidden_act": "swiglu"}, "mlp_hidden_act 'swiglu' is not one of", id="activation"),
+        pytest.param({"mtp_pattern": "*-", "mlp_hidden_act": "swiglu"}, "'swiglu'", id="activation-of-an-mlp"),
+        pytest.param({"mtp_pattern": "*-", "intermediate_size": 0}, "intermediate_size .* not 0", id="mlp"),
+        pytest.param({"num_experts_per_tok": 5}, "5 is above the 4 experts", id="experts"),
+        pytest.param({"moe_latent_size": 0}, "moe_latent_size .* not 0", id="latent"),
+        pytest.param({"num_key_value_heads": 3}, "num_key_value_heads 3", id="attention"),
+        pytest.param({"mtp_pattern": "M", "chunk_size": 100}, "power of two, not 100", id="mamba"),
+        pytest.param({"mtp_pattern": ""}, "mtp_pattern is empty", id="empty"),
+        pytest.param({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers .* not -1", id="negative"),
+    ],
+)
+def test_layers_of_a_drafting_head_are_checked_where_the_trunk_has_none(changes: dict[str, Any], message: str) -> None:
+    trunk = "*" if "chunk_size" in changes else "M"
+    with pytest.raises(ValueError, match=message):
+        tiny_config(trunk, **{"num_nextn_predict_layers": 1, **changes})
+    if changes.get("num_nextn_predict_layers") is None:
+        assert tiny_config(trunk, **changes).pattern == trunk  # nobody has those layers
+
+
 def test_layers_that_are_not_there_are_not_checked() -> None:
     assert tiny_config("*", n_groups=3, n_group=7).attention_layers == 1
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny_decoder import FakeSource, image, make_runner, random_weights, request, run, tiny_config, tokens
 
+from decoder.pace import DeadlineError
 from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
@@ -135,9 +136,42 @@ def test_a_picture_that_fails_for_the_leader_ends_its_own_sample() -> None:
     assert all(len(tokens(found[name])) == 12 for name in ("s1", "s2"))
 
 
-def test_a_group_that_cannot_be_served_leaves_nothing() -> None:
+def changed(index: int, **changes: Any) -> list[DecoderRequest]:
+    """Three samples, one of which is another."""
+    group = samples(3, 19, pictures=False)
+    group[index] = replace(group[index], **changes)
+    return group
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        pytest.param(samples(3, 29, pictures=False), "max_len 20", id="all-too-long"),
+        pytest.param(changed(2, request_id="s1"), "two samples of one prompt are called 's1'", id="a-b-b"),
+        pytest.param(changed(1, request_id="s0"), "two samples of one prompt are called 's0'", id="a-a-b"),
+        pytest.param(changed(2, request_id="here"), "'here' is here already", id="a-b-known"),
+        pytest.param(changed(0, request_id="here"), "'here' is here already", id="known-b-c"),
+        pytest.param(changed(2, eos_token_ids=frozenset({97})), "eos_token_ids: token id 97", id="eos"),
+        pytest.param(
+            changed(1, sampling=SamplingParams(stop_token_ids=frozenset({3, 97}))),
+            "stop_token_ids: token id 97",
+            id="stop",
+        ),
+        pytest.param(changed(2, sampling=SamplingParams(logit_bias={97: 1.0})), "logit_bias: token id 97", id="bias"),
+        pytest.param(changed(0, timeout=0.0), "deadline", id="deadline"),
+    ],
+)
+def test_a_group_that_cannot_be_served_leaves_nothing(group: list[DecoderRequest], message: str) -> None:
+    """And does not touch what is there: the same names can be used at once."""
     runner = make_runner(CONFIGS["MM"], WEIGHTS["MM"], max_len=20)
-    with pytest.raises(ValueError, match="max_len 20"):
-        runner.add(*samples(3, 29, pictures=False))
-    assert not runner.has_work
+    run(runner, request("first", [1, 2, 3]))  # so that times are known
+    runner.add(request("here", [1, 2, 3]))
+    with pytest.raises((ValueError, DeadlineError), match=message):
+        runner.add(*group)
+    assert [sequence.request_id for sequence in runner.scheduler.sequences] == ["here"] == list(runner._sequences)
     runner.check_integrity()
+    short = samples(3, 9, pictures=False)
+    runner.add(*short)
+    found = run(runner)
+    assert found.keys() == {"here", "s0", "s1", "s2"} and runner.stats()["forks"] == 2
+    assert all(len(tokens(found[sample.request_id])) == 11 for sample in short)

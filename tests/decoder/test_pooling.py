@@ -1,0 +1,95 @@
+"""Hidden states of a prompt: those of a request that ends with its first token, however the prompt is read and whatever
+follows it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tiny_decoder import greedy_params, make_runner, random_weights, request, run, tiny_config, tokens
+
+from decoder.pooling import Pooled
+from decoder.request import DecoderRequest, TokenEvent
+from decoder.runner import DecoderRunner
+
+CONFIG = tiny_config("M-*E")
+WEIGHTS = dict(random_weights(CONFIG))
+PROMPT = [token * 5 % 97 for token in range(23)]
+
+
+def make(**options: Any) -> DecoderRunner:
+    return make_runner(CONFIG, WEIGHTS, page_size=4, **options)
+
+
+def asked(name: str, count: int, **changes: Any) -> DecoderRequest:
+    return request(name, PROMPT, greedy_params(count, prompt_logprobs=1), pooled=True, **changes)
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[list[int], Pooled, int]:
+    """Ten tokens, and what a request of one token is told of its prompt."""
+    runner = make()
+    (event,) = run(runner, asked("a", 1))["a"]
+    assert event.pooled is not None
+    return tokens(run(runner, request("b", PROMPT, greedy_params(10)))["b"]), event.pooled, len(event.prompt_scores)
+
+
+def check(events: list[TokenEvent], expected: tuple[list[int], Pooled, int]) -> None:
+    answer, pooled, scores = expected
+    assert tokens(events) == answer
+    first, *others = events
+    assert first.pooled is not None and len(first.prompt_scores) == scores == len(PROMPT) - 1
+    torch.testing.assert_close(first.pooled.last, pooled.last, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(first.pooled.mean, pooled.mean, rtol=1e-4, atol=1e-4)
+    assert all(event.pooled is None and not event.prompt_scores for event in others)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"max_chunk": 5}, id="chunks"),
+        pytest.param({"max_chunk": 5, "preempt": 3}, id="swapped"),
+        pytest.param({"max_chunk": 9, "preempt": 5, "host_bytes": 0, "state_cache": "none"}, id="recomputed"),
+        pytest.param({"overlap": "on", "native": "off"}, id="overlap"),
+        pytest.param({"speculative": "ngram", "draft_policy": "fixed"}, id="drafts"),
+    ],
+)
+def test_a_request_that_goes_on_is_told_once(options: dict[str, Any], expected: tuple[list[int], Pooled, int]) -> None:
+    every = options.pop("preempt", 0)
+    runner = make(**({"host_bytes": 10**9} | options))
+    found = run(runner, asked("a", 10), request("other", [4, 5], greedy_params(20)), preempt_every=every)
+    check(found["a"], expected)
+    assert len(tokens(found["other"])) == 20
+    assert (runner.stats()["preemptions"] > 2) == (every > 0)
+    assert (runner.stats()["recomputes"] > 0) == ("host_bytes" in options)
+    assert not runner._read, "nothing more is to be read"
+
+
+def test_every_sample_of_a_prompt_is_told(expected: tuple[list[int], Pooled, int]) -> None:
+    runner = make()
+    group = [asked(name, 10) for name in "abc"]
+    runner.add(*group)
+    found = run(runner)
+    assert runner.stats()["forks"] == 2
+    for name, events in found.items():
+        scores = expected[2] if name == "a" else 0  # these are of the prompt that all share
+        assert len(events[0].prompt_scores) == scores
+        check([events[0]._replace(prompt_scores=found["a"][0].prompt_scores), *events[1:]], expected)
+
+
+def test_samples_that_ask_for_different_things_are_no_group() -> None:
+    runner = make()
+    for other in (
+        replace(asked("b", 3), pooled=False),
+        replace(asked("b", 3), salt=b"else"),
+        replace(asked("b", 3), prompt_ids=[1, 2]),
+        replace(asked("b", 3), output_ids=[1]),
+    ):
+        with pytest.raises(AssertionError):
+            runner.add(asked("a", 3), other)
+        runner.check_integrity()
+        assert not runner.has_work
