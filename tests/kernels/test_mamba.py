@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mamba_inputs import NO_LIMIT, Inputs, recurrence
 from torch import Tensor
 
-from kernels.chunk_scan import chunk_scan, plan_chunks
+from kernels.chunk_scan import chunk_scan, chunk_table, plan_chunks
 from kernels.selective_state_update import discretise, selective_state_update
 from kernels.slots import SlotRun
 
@@ -66,12 +66,45 @@ def test_scan(chunk: int, lengths: list[int]) -> None:
     assert torch.equal(pool[others], before[others])
 
 
-def test_scan_does_not_read_what_it_does_not_own() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_scan_does_not_touch_what_it_does_not_own(dtype: torch.dtype) -> None:
+    """Padding has slot -1, in Python the last one; the last of the rows has one of its own or is padding itself."""
     i = Inputs(12)
-    pool = i.pool(4)
-    pool.fill_(float("nan"))
-    out = scan(i, pool, [2, -1, -1], [0, 4, 7, 12], [0, 0, 3], 4)
-    assert out.isfinite().all() and pool[2].isfinite().all() and pool[[0, 1, 3]].isnan().all()
+    for slots in ([2, -1, -1], [-1, 2, -1], [-1, -1, 2]):
+        pool = i.pool(4).to(dtype)
+        pool.fill_(float("nan"))
+        out = scan(i, pool, slots, [0, 4, 7, 12], [0, 0, 3 * (slots[2] < 0)], 4)
+        assert out.isfinite().all() and pool[2].isfinite().all() and pool[[0, 1, 3]].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_static_batch_of_a_scan_is_padded(dtype: torch.dtype) -> None:
+    """Tables with lines of -1, tokens behind the last chunk: those give zeros, and nobody's state is touched."""
+    i = Inputs(12)
+    chunks = plan_chunks([4, 5], [3, 0], 4, [[5], []])
+    pool, table = i.pool(5).to(dtype), torch.full((9, 4), -1, dtype=torch.int64)
+    table[: len(chunks)] = torch.tensor(chunk_table(chunks))
+    dt = discretise(i.dt, i.bias, NO_LIMIT)
+    found = []
+    for told, saves in ((chunks, [(1, 3)]), (table, torch.tensor([[1, 3], [-1, -1], [-1, 0]]))):
+        slots = pool.clone()
+        given = (torch.tensor([2, 1]), torch.tensor([True, False]), i.x, dt, i.A, i.b, i.c, i.D)
+        found.append((chunk_scan(slots, *given, told, saves), slots))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    out, slots = found[0]
+    assert not out[9:].any() and bool(out[:9].any(-1).all())
+    assert torch.equal(slots[[0, 4]], pool[[0, 4]])
+    assert bool((slots[[1, 2, 3]] != pool[[1, 2, 3]]).flatten(1).any(-1).all())
+
+
+@pytest.mark.parametrize("computed", [0, 3])
+def test_a_scan_rounds_a_bfloat16_state_once(computed: int) -> None:
+    i = Inputs(9)
+    exact, rounded = i.pool(2), i.pool(2).bfloat16()
+    exact[:] = rounded.float()
+    for pool in (exact, rounded):
+        scan(i, pool, [1], [0, 9], [computed], 4)
+    assert torch.equal(rounded, exact.bfloat16())
 
 
 @pytest.mark.parametrize("split", [4, 8, 20])
