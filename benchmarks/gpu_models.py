@@ -11,14 +11,15 @@ from torch import Tensor
 from decoder.config import DecoderConfig
 from encoder.config import VisionConfig
 from encoder.item import EncoderItem
+from families.nemotron_h.config import NemotronHConfig
 
-NEMOTRON_9B = DecoderConfig(
+_NEMOTRON_9B = NemotronHConfig(
     pattern="M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
     vocab_size=131072, hidden_size=4480, num_attention_heads=40, num_key_value_heads=8, head_dim=128,
     intermediate_size=15680, mamba_num_heads=128, mamba_head_dim=80, ssm_state_size=128, n_groups=8,
 )  # fmt: skip
 """The 8B-class decoder: the shape of Nemotron Nano V2 9B."""
-NANO_3_30B = DecoderConfig(
+_NANO_3_30B = NemotronHConfig(
     pattern="ME*", vocab_size=131072, hidden_size=2688, num_attention_heads=32, num_key_value_heads=2, head_dim=128,
     mamba_num_heads=64, mamba_head_dim=64, ssm_state_size=128, n_groups=8, n_routed_experts=128,
     num_experts_per_tok=6, moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712,
@@ -26,12 +27,12 @@ NANO_3_30B = DecoderConfig(
 )  # fmt: skip
 """One layer of each kind of Nemotron 3 Nano Omni's decoder."""
 RADIO_H = VisionConfig(text_hidden_size=2688, projector_hidden_size=20480)
-TINY_9B = replace(
-    NEMOTRON_9B, pattern="M-*M-", vocab_size=97, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
+_TINY_9B = replace(
+    _NEMOTRON_9B, pattern="M-*M-", vocab_size=97, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
     head_dim=8, intermediate_size=48, mamba_num_heads=4, mamba_head_dim=8, ssm_state_size=16, n_groups=2, chunk_size=8,
 )  # fmt: skip
-TINY_30B = replace(
-    TINY_9B, pattern="ME*", n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=24,
+_TINY_30B = replace(
+    _TINY_9B, pattern="ME*", n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=24,
     moe_shared_expert_intermediate_size=40, routed_scaling_factor=2.5,
 )  # fmt: skip
 TINY_TOWER = VisionConfig(
@@ -44,8 +45,8 @@ TINY_TOWER = VisionConfig(
 def decoder(scale: str, *, experts: bool = False, layers: bool = False) -> DecoderConfig:
     """The 8B-class decoder, or the one with experts; `layers`: one layer of each kind alone."""
     if experts:
-        return NANO_3_30B if scale == "full" else TINY_30B
-    config = NEMOTRON_9B if scale == "full" else TINY_9B
+        return (_NANO_3_30B if scale == "full" else _TINY_30B).decoder
+    config = _NEMOTRON_9B if scale == "full" else _TINY_9B
     return replace(config, pattern="M-*") if layers else config
 
 

@@ -75,7 +75,7 @@ def decode_step(setting: Setting, ceilings: dict[str, float], runner: DecoderRun
             runner.abort(name)
     shapes, layout = config.expected_weights(), runner.arena.layout
     weights = sum(2 * torch.Size(shape).numel() for name, shape in shapes.items() if "embeddings" not in name)
-    kv = config.attention_layers * 4 * config.kv_heads * config.head_dim * (prompt + 8)
+    kv = sum(2 * page.numbers(prompt + 8) for page in config.pages)
     floor = (weights + batch * (2 * layout.slot_bytes + kv)) / (ceilings["copy_gb_s"] * 1e9)
     return {
         "step_ms": seconds * 1e3, "floor_ms": floor * 1e3, "over_floor": seconds / floor, "idle_share": idle,

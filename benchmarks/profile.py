@@ -25,7 +25,8 @@ from pathlib import Path
 import torch
 
 from benchmarks import machine, models
-from decoder.config import DecoderConfig
+from decoder.layers.mlp import Mlp
+from decoder.native import NativeStep
 from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
@@ -48,7 +49,7 @@ class Part:
     flops: float = 0.0
 
 
-def name_of(op: Op, config: DecoderConfig) -> str:
+def name_of(op: Op, native: NativeStep) -> str:
     """Which part of a layer an operation is."""
     if op.code != Code.LINEAR:
         return {
@@ -56,20 +57,21 @@ def name_of(op: Op, config: DecoderConfig) -> str:
             Code.EXPERTS: "experts",
         }.get(Code(op.code), "norms, activations, conversions")  # fmt: skip
     n, k = op.weight.n, op.weight.k
+    config, inner = native.config, native.mamba.inner
     if n == config.vocab_size:
         return "vocabulary projection"
-    if config.intermediate_size in (n, k):
+    if {n, k} & {mixer.intermediate_size for mixer in config.mixers if isinstance(mixer, Mlp)}:
         return "MLP projections"
-    return "Mamba projections" if config.mamba_inner == k or n > 2 * config.mamba_inner else "attention projections"
+    return "Mamba projections" if inner == k or n > 2 * inner else "attention projections"
 
 
-def cost_of(op: Op, config: DecoderConfig, tokens: int, rows: int) -> tuple[float, float]:
+def cost_of(op: Op, native: NativeStep, tokens: int, rows: int) -> tuple[float, float]:
     """(bytes, FLOPs) that an operation cannot do without. Reference: decoder.md C6."""
     if op.code == Code.LINEAR:
         size = op.weight.n * op.weight.k
         return size * BITS[Kind(op.weight.kind)] / 8, 2.0 * size * tokens
     if op.code == Code.MAMBA:
-        state = config.mamba_inner * config.ssm_state_size
+        state = native.mamba.inner * native.mamba.ssm_state_size
         return 2.0 * 4 * state * rows, 6.0 * state * tokens
     return 0.0, 0.0
 
@@ -89,9 +91,9 @@ class Profile:
         parts: dict[str, Part] = defaultdict(Part)
 
         def hear(op: Op, seconds: float) -> None:
-            part = parts[name_of(op, config)]
+            part = parts[name_of(op, native)]
             head = op.code == Code.LINEAR and op.weight.n == config.vocab_size
-            amount, flops = cost_of(op, config, drawn if head else tokens, rows)
+            amount, flops = cost_of(op, native, drawn if head else tokens, rows)
             part.seconds += seconds
             part.bytes += amount
             part.flops += flops

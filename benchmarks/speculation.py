@@ -33,15 +33,16 @@ from benchmarks import machine
 from decoder.arena import ArenaLayout
 from decoder.config import DecoderConfig, DecoderOptions
 from demo import data
+from families.nemotron_h.config import NemotronHConfig
 from service.checkpoint import open_checkpoint
 from service.plan import AUTO_CHECKPOINTS
 
 RESULTS = Path(__file__).resolve().parent / "results"
-NANO_12B = DecoderConfig(
+NANO_12B = NemotronHConfig(
     pattern="M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M-",
     vocab_size=131072, hidden_size=5120, num_attention_heads=40, num_key_value_heads=8, head_dim=128,
     intermediate_size=20480, ssm_state_size=128, mamba_num_heads=128, mamba_head_dim=80, n_groups=8,
-)  # fmt: skip
+).decoder  # fmt: skip
 NOISE_TOKENS = 96
 SLOWEST = 0.97
 """Of plain speed, where drafting can gain nothing."""

@@ -1,12 +1,13 @@
-"""The decoder's memory: conv windows, SSM states and KV pages of all layers, in one buffer of superblocks.
+"""The decoder's memory: convolution windows, recurrent states and KV pages of all layers, in one buffer of superblocks.
 
-A superblock holds either the windows and states of every Mamba layer of one sequence, or `pages_per_block` pages of
+A superblock holds either the windows and states of every recurrent layer of one sequence, or `pages_per_block` pages of
 keys and values of `page_size` tokens over every attention layer. Each layer sees the buffer through a strided view,
 `[slots, ...]` or `[pages, ...]`; nothing is copied to change what a superblock is.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from decoder.blocks import SuperblockPool
 from decoder.config import RING, DecoderConfig, DecoderOptions
+from decoder.layers.spec import PageSpec
 from kernels.transfer import upload
 
 ALIGNMENT = 64
@@ -30,43 +32,39 @@ def _aligned(size: int) -> int:
     return _cdiv(size, ALIGNMENT) * ALIGNMENT
 
 
-def paged_layers(config: DecoderConfig, options: DecoderOptions) -> int:
-    """Attention layers with pages: the model's, and those of heads that draft."""
-    return config.attention_layers + (config.mtp_pattern.count("*") if options.speculative == "mtp" else 0)
+def paged(config: DecoderConfig, options: DecoderOptions) -> tuple[PageSpec, ...]:
+    """Memory that grows with a sequence: the model's, then that of heads that draft."""
+    return config.pages + (config.mtp_pages if options.speculative == "mtp" else ())
 
 
 @dataclass(frozen=True)
 class ArenaLayout:
     """Byte sizes of one model's memory. Pure arithmetic; `saccade plan` prints it."""
 
-    window_bytes: int
-    """Conv window of one Mamba layer, padded to the alignment."""
-    state_bytes: int
-    """SSM state of one Mamba layer, padded to the alignment."""
-    mamba_layers: int
+    window_bytes: tuple[int, ...]
+    """Of each recurrent layer's convolution window, padded to the alignment."""
+    state_bytes: tuple[int, ...]
+    """Of each recurrent layer's state, padded to the alignment."""
     page_bytes: int
     """One page over all attention layers; 0 without attention."""
     page_size: int
     slots_per_seq: int = 1
     """Slots that a running sequence holds."""
     ring_bytes: int = 0
-    """The last inputs of one running sequence, over all Mamba layers; 0 unless states are replayed."""
+    """The last inputs of one running sequence, over all recurrent layers; 0 unless states are replayed."""
     carry_bytes: int = 0
     """The hidden row that a drafter goes on from, in each slot; 0 without a drafter that needs it."""
 
     @classmethod
     def of(cls, config: DecoderConfig, options: DecoderOptions) -> ArenaLayout:
         element, state_element = options.dtype.itemsize, options.state_dtype.itemsize
-        window = (config.conv_kernel - 1) * config.conv_dim * element
-        state = config.mamba_inner * config.ssm_state_size * state_element
-        page = 2 * options.page_size * config.kv_heads * config.head_dim * element * paged_layers(config, options)
+        page = sum(of.numbers(options.page_size) for of in paged(config, options)) * element
         ring = 0
         if options.num_drafts and options.spec_state == "replay":
-            ring = RING * config.ring_width * 4 * config.mamba_layers
+            ring = RING * sum(slot.inputs for slot in config.slots) * torch.float32.itemsize
         return cls(
-            _aligned(window),
-            _aligned(state),
-            config.mamba_layers,
+            tuple(_aligned(math.prod(slot.window) * element) for slot in config.slots),
+            tuple(_aligned(math.prod(slot.state) * state_element) for slot in config.slots),
             _aligned(page),
             options.page_size,
             options.slots_per_seq,
@@ -77,11 +75,11 @@ class ArenaLayout:
     @property
     def slot_bytes(self) -> int:
         """What one sequence's windows and states take, and its drafter's row; 0 where there are none."""
-        return self.mamba_layers * (self.window_bytes + self.state_bytes) + self.carry_bytes
+        return sum(self.window_bytes) + sum(self.state_bytes) + self.carry_bytes
 
     @property
     def pages_per_block(self) -> int:
-        """Pages of one superblock: as many as cover a slot, 1 without Mamba layers, 0 without attention."""
+        """Pages of one superblock: as many as cover a slot, 1 without recurrent layers, 0 without attention."""
         if self.page_bytes == 0:
             return 0
         return max(1, _cdiv(self.slot_bytes, self.page_bytes))
@@ -169,13 +167,14 @@ class Arena:
         blocks = resolve_blocks(self.layout, options, reserved)
         self.pool = SuperblockPool(blocks, self.layout.pages_per_block, has_slots=self.layout.slot_bytes > 0)
         self.buffer = torch.empty(blocks * self.layout.block_bytes, dtype=torch.uint8, device=options.device)
-        self.windows = [self._window_view(config, options, i) for i in range(config.mamba_layers)]
-        self.states = [self._state_view(config, options, i) for i in range(config.mamba_layers)]
+        self.windows, self.states = self._state_views(config, options)
         self.kv = self._page_views(config, options)
         """Of each attention layer: `[pages, 2, page_size, kv heads, head dim]`; those of a drafter come last."""
-        shape = (options.max_seqs, RING, config.ring_width) if self.layout.ring_bytes else (0, 0, 0)
-        self.rings = [torch.empty(shape, dtype=torch.float32, device=options.device) for _ in self.windows]
-        """Of each Mamba layer, by seat: projected inputs (conv channels, dt) since the state in the slot, unrounded."""
+        rings = options.max_seqs if self.layout.ring_bytes else 0
+        self.rings = [
+            torch.empty(rings, RING, slot.inputs, dtype=torch.float32, device=options.device) for slot in config.slots
+        ]
+        """Of each recurrent layer, by batch slot: inputs since the state in the slot, unrounded."""
         self.carry = self._carry_view(config, options)
         """`[slots, hidden]`: the hidden row after the last token, where a drafter needs it."""
 
@@ -191,13 +190,16 @@ class Arena:
         stride = self.layout.block_bytes // dtype.itemsize
         return flat.as_strided((self.pool.num_blocks, *shape), (stride, *strides), offset // dtype.itemsize)
 
-    def _window_view(self, config: DecoderConfig, options: DecoderOptions, layer: int) -> Tensor:
-        offset = self.layout.mamba_layers * self.layout.state_bytes + layer * self.layout.window_bytes
-        return self._slot_view(options.dtype, offset, (config.conv_kernel - 1, config.conv_dim))
-
-    def _state_view(self, config: DecoderConfig, options: DecoderOptions, layer: int) -> Tensor:
-        shape = (config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size)
-        return self._slot_view(options.state_dtype, layer * self.layout.state_bytes, shape)
+    def _state_views(self, config: DecoderConfig, options: DecoderOptions) -> tuple[list[Tensor], list[Tensor]]:
+        """Windows and states of each recurrent layer: all states come first in a slot."""
+        windows, states = [], []
+        window, state = sum(self.layout.state_bytes), 0
+        for index, slot in enumerate(config.slots):
+            states.append(self._slot_view(options.state_dtype, state, slot.state))
+            windows.append(self._slot_view(options.dtype, window, slot.window))
+            state += self.layout.state_bytes[index]
+            window += self.layout.window_bytes[index]
+        return windows, states
 
     def _carry_view(self, config: DecoderConfig, options: DecoderOptions) -> Tensor | None:
         if not self.layout.carry_bytes:
@@ -209,11 +211,13 @@ class Arena:
         if not self.layout.page_bytes:
             return []
         pages = self.pool.num_blocks * self.layout.pages_per_block
-        shape = (2, options.page_size, config.kv_heads, config.head_dim)
         flat = self.buffer.view(options.dtype).view(pages, -1)
-        size = 2 * options.page_size * config.kv_heads * config.head_dim
-        layers = range(paged_layers(config, options))
-        return [flat[:, i * size : (i + 1) * size].unflatten(1, shape) for i in layers]
+        views, begin = [], 0
+        for of in paged(config, options):
+            end = begin + of.numbers(options.page_size)
+            views.append(flat[:, begin:end].unflatten(1, (2, options.page_size, of.heads, of.width)))
+            begin = end
+        return views
 
     def clear_pages(self, pages: Sequence[int]) -> None:
         """Zeroes pages that are handed out: old state bits read as numbers may be NaN, and NaN x 0 is not 0."""

@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decoder.arena import paged_layers
+from decoder.arena import paged
 from decoder.config import DecoderConfig, DecoderOptions
+from decoder.positions import positions_of
 from decoder.request import Sequence
 from decoder.singles import singles
 from decoder.step import Row
@@ -45,19 +46,19 @@ class ScanRows:
     computed_R: Tensor
     tables_RW: Tensor
     chunks: tuple[Chunk, ...] | Tensor
-    """Empty for a model without Mamba layers. This and what follows are tensors in a graph's batch."""
+    """Empty for a model without recurrent layers. This and what follows are tensors in a graph's batch."""
     state_saves: tuple[tuple[int, int], ...] | Tensor = ()
     """(chunk, slot): the state after that chunk is kept there."""
     window_saves: tuple[tuple[int, int, int], ...] | Tensor = ()
     """(row, end, slot): the conv window after that many of these tokens is kept there."""
     cut: tuple[list[int], list[int], int] | None = None
-    """For each row its tokens and those before them, and the chunk length; `None` without Mamba layers."""
+    """For each row its tokens and those before them, and the chunk length; `None` without recurrent layers."""
     static_tables: ScanTables | None = None
     """A graph's own."""
 
     @cached_property
     def tables(self) -> ScanTables | None:
-        """What the kernels of Mamba layers read instead of the tuples above, made once a step; `None` without them."""
+        """What kernels of recurrent layers read instead of the tuples above, made once a step; `None` without them."""
         if self.static_tables is not None or self.cut is None:
             return self.static_tables
         device = self.slots_R.device
@@ -144,6 +145,8 @@ class Batch:
     scan: ScanRows | None
     samples: Tensor | None
     """Tokens whose logits are wanted; `None` when all are, in order."""
+    positions_TA: Tensor | None = None
+    """Positions of tokens on each axis; `None` for a model whose layers read none."""
 
     @cached_property
     def slot_runs(self) -> tuple[SlotRun, ...] | None:
@@ -221,15 +224,15 @@ class BatchBuilder:
 
     def __init__(self, config: DecoderConfig, options: DecoderOptions) -> None:
         self.config, self.options = config, options
-        self.tables = PageTables(options) if paged_layers(config, options) else None
+        self.tables = PageTables(options) if paged(config, options) else None
         self.states = SeatStates(options)
         self.chunk_size = self.scan_chunk(config, options)
         self._empty = torch.empty(0, dtype=torch.int64, device=options.device)
 
     @staticmethod
     def scan_chunk(config: DecoderConfig, options: DecoderOptions) -> int:
-        """Tokens of a chunk of the scan."""
-        return min(config.chunk_size, CHUNK_LIMIT[implementation(torch.device(options.device).type)[0]])
+        """Tokens of a chunk of the scan; for a model that never scans, of no consequence."""
+        return min(config.scan_chunk or 1, CHUNK_LIMIT[implementation(torch.device(options.device).type)[0]])
 
     def build(
         self,
@@ -278,6 +281,7 @@ class BatchBuilder:
             verify=self._verify(rows[updates:alone]) if updates < alone else None,
             scan=self._scan(rows[alone:], tables[queries:], checkpoints or {}) if alone < len(rows) else None,
             samples=None if len(samples) == len(ids) else self._tensor(samples),
+            positions_TA=self._positions(rows),
         )
         return batch if unread is None else self._filled(batch, rows, unread)
 
@@ -307,7 +311,15 @@ class BatchBuilder:
             verify=None,
             scan=None,
             samples=None,
+            positions_TA=self._positions(rows),
         )
+
+    def _positions(self, rows: SequenceOf[Row]) -> Tensor | None:
+        axes = self.config.position_axes
+        if not axes:
+            return None
+        found = [at for row in rows for at in positions_of(row.sequence.request.positions, row.start, row.end, axes)]
+        return upload(found, torch.int64, self.options.device)
 
     def _filled(self, batch: Batch, rows: SequenceOf[Row], unread: Unread) -> Batch:
         """The batch with the ids that only the device knows, each of a row of one token. A row whose token is the last
@@ -404,7 +416,7 @@ class BatchBuilder:
             starts.append(starts[-1] + row.count)
         chunks: tuple[Chunk, ...] = ()
         inside: dict[tuple[int, int], int] = {}
-        if self.config.mamba_layers:
+        if self.config.slots:
             lengths = [row.count for row in rows]
             for index, row in enumerate(rows):
                 kept = checkpoints.get(row.sequence.arrival, ())
@@ -426,7 +438,7 @@ class BatchBuilder:
             window_saves=tuple(
                 (index, starts[index] + position - computed[index], slot) for (index, position), slot in inside.items()
             ),
-            cut=([row.count for row in rows], computed, self.chunk_size) if self.config.mamba_layers else None,
+            cut=([row.count for row in rows], computed, self.chunk_size) if self.config.slots else None,
         )
 
 

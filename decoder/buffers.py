@@ -39,7 +39,7 @@ class Field:
 
 
 def table_width(config: DecoderConfig, options: DecoderOptions) -> int:
-    return -(-options.max_len // options.page_size) if config.attention_layers else 0
+    return -(-options.max_len // options.page_size) if config.pages else 0
 
 
 def decode_fields(config: DecoderConfig, options: DecoderOptions) -> dict[str, Field]:
@@ -50,9 +50,14 @@ def decode_fields(config: DecoderConfig, options: DecoderOptions) -> dict[str, F
         "slots": Field((), long, -1),
         "lengths": Field((), long, 0),
     }
-    if config.attention_layers:
+    if config.pages:
         fields |= {"tables": Field((table_width(config, options),), long, -1), "places": Field((), long, -1)}
-    return fields
+    return fields | position_fields(config)
+
+
+def position_fields(config: DecoderConfig, rows: Callable[[int], int] = int) -> dict[str, Field]:
+    """Positions of `rows(size)` tokens, where layers read them. Padded tokens: 0."""
+    return {"positions": Field((config.position_axes,), torch.int64, 0, rows)} if config.position_axes else {}
 
 
 def _runs_kernels(options: DecoderOptions) -> bool:
@@ -87,7 +92,7 @@ def mixed_fields(config: DecoderConfig, options: DecoderOptions) -> dict[str, Fi
         "starts": Field((), long, None, lambda size: rows(size) + 1),
         "computed": Field((), long, 0, rows),
     }
-    if config.mamba_layers:
+    if config.slots:
         fields |= {
             "chunks": Field((4,), long, -1, lambda size: size // chunk + 2 * rows(size) + saves(size)),
             "state_saves": Field((2,), long, -1, saves),
@@ -97,9 +102,9 @@ def mixed_fields(config: DecoderConfig, options: DecoderOptions) -> dict[str, Fi
             fields["scan_tables"] = Field(
                 (), torch.int32, -1, lambda size: ScanTables.length(**scan_room(config, options, size))
             )
-    if config.attention_layers:
+    if config.pages:
         fields |= {"tables": Field((table_width(config, options),), long, -1, rows), "places": Field((), long, -1)}
-    return fields
+    return fields | position_fields(config)
 
 
 def verify_fields(config: DecoderConfig, options: DecoderOptions) -> dict[str, Field]:
@@ -120,12 +125,12 @@ def verify_fields(config: DecoderConfig, options: DecoderOptions) -> dict[str, F
         "accepted": Field((), long, 0 if options.spec_state == "replay" else 1),
         "counts": Field((), long, 0),
     }
-    if config.attention_layers:
+    if config.pages:
         fields |= {
             "tables": Field((table_width(config, options),), long, -1, tokens),
             "places": Field((), long, -1, tokens),
         }
-    return fields
+    return fields | position_fields(config, tokens)
 
 
 def graph_fields(kind: str, config: DecoderConfig, options: DecoderOptions) -> dict[str, Field]:
@@ -172,7 +177,11 @@ def decode_values(x_TD: Tensor, batch: Batch) -> dict[str, Tensor]:
         "lengths": batch.lengths_Q,
         "tables": batch.tables_QW,
         "places": batch.places_T,
-    }
+    } | positions_of(batch)
+
+
+def positions_of(batch: Batch) -> dict[str, Tensor]:
+    return {} if batch.positions_TA is None else {"positions": batch.positions_TA}
 
 
 def decode_batch(view: Mapping[str, Tensor], longest: int) -> Batch:
@@ -191,6 +200,7 @@ def decode_batch(view: Mapping[str, Tensor], longest: int) -> Batch:
         verify=None,
         scan=None,
         samples=None,
+        positions_TA=view.get("positions"),
     )
 
 
@@ -227,7 +237,7 @@ def verify_values(
     }
     if "tables" in fields:
         values |= {"tables": spread("tables", batch.tables_QW), "places": spread("places", batch.places_T)}
-    return values
+    return values | {name: spread(name, value) for name, value in positions_of(batch).items()}
 
 
 def verify_batch(view: Mapping[str, Tensor], longest: int, span: int, width: int) -> Batch:
@@ -252,18 +262,22 @@ def mixed_values(x_TD: Tensor, batch: Batch, room: Mapping[str, int] | None) -> 
     scan = batch.scan
     assert scan is not None and not isinstance(scan.chunks, Tensor)
     tables = {} if room is None else {"scan_tables": scan.padded_tables(room, x_TD.device).buffer}
-    return tables | {
-        "x": x_TD,
-        "slots": scan.slots_R,
-        "initial": scan.initial_R,
-        "starts": scan.starts_R,
-        "computed": scan.computed_R,
-        "tables": scan.tables_RW,
-        "places": batch.places_T,
-        "chunks": _rows(chunk_table(scan.chunks), 4, x_TD),
-        "state_saves": _rows(scan.state_saves, 2, x_TD),
-        "window_saves": _rows(scan.window_saves, 3, x_TD),
-    }
+    return (
+        tables
+        | positions_of(batch)
+        | {
+            "x": x_TD,
+            "slots": scan.slots_R,
+            "initial": scan.initial_R,
+            "starts": scan.starts_R,
+            "computed": scan.computed_R,
+            "tables": scan.tables_RW,
+            "places": batch.places_T,
+            "chunks": _rows(chunk_table(scan.chunks), 4, x_TD),
+            "state_saves": _rows(scan.state_saves, 2, x_TD),
+            "window_saves": _rows(scan.window_saves, 3, x_TD),
+        }
+    )
 
 
 def _rows(values: Tensor | SequenceOf[tuple[int, ...]], width: int, like: Tensor) -> Tensor:
@@ -300,4 +314,5 @@ def mixed_batch(view: Mapping[str, Tensor], room: Mapping[str, int], chunk: int)
         verify=None,
         scan=scan,
         samples=None,
+        positions_TA=view.get("positions"),
     )

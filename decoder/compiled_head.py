@@ -24,18 +24,18 @@ class CompiledHead(Operations):
 
     def __init__(self, config: DecoderConfig, options: DecoderOptions, head: MtpHead, model: HybridModel) -> None:
         """Raises NativeUnavailable with the reason."""
-        super().__init__(config, options)
+        super().__init__(config, options, config.mtp)
         fuse, last, hidden = self.packed(head.fuse), self.packed(model.head), config.hidden_size
         pair = torch.cat((head.enorm, head.hnorm))
         ops = [Op(Code.NORM_PAIR, fuse.kind, fuse.k, norm=self.pointer(pair)), self.linear(fuse, Target.STREAM)]
-        ops += self.layer(head.norms[0], head.attention)
+        ops += self.mixer(head.norms[0], head.attention)
         attention = next(index for index, op in enumerate(ops) if op.code == Code.ATTENTION)
         ops[attention].first_key = 1
         self._enter = range(attention + 1)
         for norm, mixer in zip(head.norms[1:], head.experts, strict=True):
-            layer = self.layer(norm, mixer)
+            layer = self.mixer(norm, mixer)
             if not layer:
-                raise NativeUnavailable(f"experts with {config.mlp_hidden_act} have no compiled form")
+                raise NativeUnavailable(f"experts with {mixer.spec.mlp_hidden_act} have no compiled form")
             ops += layer
         ops += [self.norm(head.final, last), self.linear(last, Target.LOGITS)]
         # The float rows that this leaves stand for the hidden states of the next pass.

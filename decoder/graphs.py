@@ -88,7 +88,7 @@ def check_slots(config: DecoderConfig, options: DecoderOptions, layout: ArenaLay
         options.max_seqs,
         blocks,
         concurrent=layout.sequences_for(blocks, options.max_len),
-        has_mamba=config.mamba_layers > 0,
+        has_mamba=bool(config.slots),
         full_graphs=options.graphs_on,
         slots_per_seq=options.slots_per_seq,
     )
@@ -96,16 +96,7 @@ def check_slots(config: DecoderConfig, options: DecoderOptions, layout: ArenaLay
 
 def _widest(config: DecoderConfig) -> int:
     """Numbers of one token that are alive at once in the largest layer."""
-    mamba = 2 * config.mamba_inner + 3 * config.conv_dim + config.mamba_num_heads if config.mamba_layers else 0
-    attention = (3 * config.num_attention_heads + 2 * config.kv_heads) * config.head_dim
-    experts = config.num_experts_per_tok * (config.moe_intermediate_size + (config.moe_latent_size or 0))
-    inner = max(
-        mamba,
-        attention if config.attention_layers else 0,
-        2 * config.intermediate_size if "-" in config.pattern else 0,
-        2 * (experts + config.moe_shared_expert_intermediate_size) if "E" in config.pattern else 0,
-    )
-    return 3 * config.hidden_size + inner
+    return 3 * config.hidden_size + max(sum(mixer.activations for _, mixer in layer.mixers) for layer in config.layers)
 
 
 class DecoderGraphs:
@@ -178,7 +169,7 @@ class DecoderGraphs:
 
         def run(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
             outputs["hidden"].copy_(inputs["x"])
-            hidden = self.model.layers(outputs["hidden"], batch)
+            hidden = self.model.run_layers(outputs["hidden"], batch)
             if hidden is not outputs["hidden"]:
                 outputs["hidden"].copy_(hidden)
 
@@ -326,7 +317,7 @@ class Forward:
         x_TD = self.model.embed(batch)
         if bucket is None or self.graphs is None:
             self._eager += self.graphs is None
-            return batch, self.model.layers(x_TD, batch)
+            return batch, self.model.run_layers(x_TD, batch)
         return batch, self.graphs.run(bucket, x_TD, batch)
 
     def stats(self) -> dict[str, int]:

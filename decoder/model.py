@@ -1,6 +1,6 @@
-"""The `nemotron_h` decoder: embeddings, layers with one mixer each, final norm, vocabulary projection.
+"""A hybrid decoder: embeddings, layers of mixers, final norm, vocabulary projection.
 
-x = embed(ids); for each layer: x += mixer(rms_norm(x)); logits = head(rms_norm(x)). No positions anywhere.
+x = scale * embed(ids); for each layer: x += scale * sum(mixer(rms_norm(x))); logits = scale * head(rms_norm(x)).
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from decoder.arena import Arena
 from decoder.batch import Batch
 from decoder.config import DecoderConfig, DecoderOptions
-from decoder.mixers import AttentionMixer, ExpertsMixer, MambaMixer, Mixer, MlpMixer, Weights, stored_linear
+from decoder.layers.build import BuiltLayer, Recurrent, build_layers
+from decoder.layers.linear import float_vector, stored_linear
 from decoder.native import native_step
 from kernels.linear import Quantised
 from kernels.rms_norm import add_rms_norm, rms_norm
@@ -44,70 +45,68 @@ class HybridModel:
         self.embeddings = embeddings.to(options.device, options.dtype, copy=True)
         head = self.embeddings if config.tie_word_embeddings else tensors.pop("lm_head.weight")
         self.head = stored_linear(head, None, options, owned=config.tie_word_embeddings)
-        self.norm_f = _norm_weight(tensors.pop("model.norm_f.weight"), options)
-        self.norms: list[Tensor] = []
-        self.mixers: list[Mixer] = []
-        views = iter(zip(arena.windows, arena.states, arena.rings, strict=True)), iter(arena.kv)
-        for index, kind in enumerate(config.pattern):
-            prefix = f"model.layers.{index}."
-            layer = {n.removeprefix(prefix): tensors.pop(n) for n in [n for n in tensors if n.startswith(prefix)]}
-            self.norms.append(_norm_weight(layer.pop("norm.weight"), options))
-            mixer = {name.removeprefix("mixer."): tensor for name, tensor in layer.items()}
-            if kind == "M":
-                self.mixers.append(MambaMixer(config, options, mixer, *next(views[0])))
-            elif kind == "*":
-                self.mixers.append(AttentionMixer(config, options, mixer, next(views[1])))
-            else:
-                self.mixers.append(_stateless(kind, config, options, mixer))
+        self.norm_f = float_vector(tensors, "model.norm_f.weight", options)
+        self.layers: list[BuiltLayer] = build_layers(config, options, arena, tensors)
         self.native = native_step(self)
+        mixers: list[Any] = [mixer for layer in self.layers for mixer in layer.mixers]
+        self._advanced = [
+            mixer
+            for mixer in mixers
+            if isinstance(mixer, Recurrent) and (self.native is None or self.native.calls(mixer))
+        ]
+        """Recurrent mixers that compiled code does not advance."""
+
+    def embed_ids(self, ids_T: Tensor) -> Tensor:
+        """`[T, d]`: rows of the table, scaled."""
+        x_TD = F.embedding(ids_T, self.embeddings)
+        return x_TD if self.config.embedding_scale == 1.0 else x_TD * self.config.embedding_scale
 
     def embed(self, batch: Batch) -> Tensor:
         """`[T, d]`: rows of the table, images' rows in their places."""
-        x_TD = F.embedding(batch.ids_T, self.embeddings)
+        x_TD = self.embed_ids(batch.ids_T)
         for first, rows in batch.splices:
             x_TD[first : first + rows.shape[0]] = rows
         return x_TD
 
     def hidden(self, batch: Batch) -> Tensor:
         """Runs all layers and updates the arena. `[T, d]`, before the final norm."""
-        return self.layers(self.embed(batch), batch)
+        return self.run_layers(self.embed(batch), batch)
 
-    def layers(self, x_TD: Tensor, batch: Batch) -> Tensor:
+    def run_layers(self, x_TD: Tensor, batch: Batch) -> Tensor:
         """The same from embedded rows on, which it overwrites unless the residual stream has another dtype."""
         if self.native is not None and self.native.takes(x_TD.shape[0], batch):
             return self.native.layers(x_TD, batch)
         if self.config.residual_in_fp32:
             x_TD = x_TD.float()
-        eps, dtype = self.config.layer_norm_epsilon, self.options.dtype
+        eps, dtype = self.config.norm_eps, self.options.dtype
         delta = None
-        for norm, mixer in zip(self.norms, self.mixers, strict=True):
-            given = (norm, eps, dtype)
+        for layer in self.layers:
+            given = (layer.norm, eps, dtype)
             normed = rms_norm(x_TD, *given) if delta is None else add_rms_norm(x_TD, delta, *given)
-            delta = mixer(normed, batch)
+            delta = layer(normed, batch)
         if delta is not None:
             x_TD += delta
         return x_TD
 
     def advance(self, rows: Sequence[Sequence[int]]) -> None:
-        """Rows of (seat, slot, target, count): in all Mamba layers the state in the slot, after the first `count`
+        """Rows of (seat, slot, target, count): in all recurrent layers the state in the slot, after the first `count`
         inputs of the seat's ring, goes to the target.
         """
         table = upload(rows, torch.int64, self.options.device)
         if self.native is not None:
             self.native.advance(table)
-            return
         seats, slots, targets, counts = table.t()
         span = max(row[3] for row in rows)
-        for mixer in self.mixers:
-            if isinstance(mixer, MambaMixer):
-                mixer.advance(seats, slots, targets, counts, span)
+        for mixer in self._advanced:
+            mixer.advance(seats, slots, targets, counts, span)
 
     def logits(self, hidden_TD: Tensor, samples: Tensor | None = None) -> Tensor:
         """`[L, vocab]` in the compute dtype or float32, of the tokens named in `samples` (default: all)."""
         rows = hidden_TD if samples is None else hidden_TD.index_select(0, samples)
         if self.native is not None and 0 < rows.shape[0] <= self.native.max_tokens:
             return self.native.logits(rows)
-        return self.head(self.final_norm(rows))
+        logits = self.head(self.final_norm(rows))
+        return logits if self.config.logits_scale == 1.0 else logits * self.config.logits_scale
 
     def largest(self, logits: Tensor) -> list[int] | None:
         """Ids of the largest of these logits, where the step that gave them has found them too."""
@@ -117,15 +116,7 @@ class HybridModel:
         """`[T, d]` in the compute dtype: what the vocabulary projection reads."""
         if self.native is not None and 0 < hidden_TD.shape[0] <= self.native.max_tokens:
             return self.native.final_norm(hidden_TD)
-        return rms_norm(hidden_TD, self.norm_f, self.config.layer_norm_epsilon, self.options.dtype)
-
-
-def _stateless(kind: str, config: DecoderConfig, options: DecoderOptions, weights: Weights) -> Mixer:
-    return MlpMixer(config, options, weights) if kind == "-" else ExpertsMixer(config, options, weights)
-
-
-def _norm_weight(weight: Tensor, options: DecoderOptions) -> Tensor:
-    return weight.to(device=options.device, dtype=torch.float32, copy=True)
+        return rms_norm(hidden_TD, self.norm_f, self.config.norm_eps, self.options.dtype)
 
 
 def check_weights(config: DecoderConfig, tensors: Mapping[str, Tensor | Quantised]) -> None:

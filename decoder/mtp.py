@@ -4,11 +4,12 @@
     x = eh_proj(e);  for each layer: x += mixer(norm(x));  m = final_layernorm(x)
     logits of token t + 1 = head(m); for the next token m stands for the hidden state of token t
 
-One step of layers, pattern `*` and then `E`s, is used again for each further token, as released checkpoints are served
-(DeepSeek-V3's layout, arXiv 2412.19437, section 2.2, with NemotronH's layers). Embedding and vocabulary projection are
-the trunk's. The attention's keys and values lie in the sequence's own pages: the entry of token t at place t, so that
-what a shared page holds depends on the tokens up to it and on nothing behind it; place 0 has no entry. The hidden
-state of the last token, which the next entry needs, lies in the state slot (`Arena.carry`) and goes where that goes.
+One step of layers, attention and then experts, is used again for each further token, as released checkpoints are
+served (DeepSeek-V3's layout, arXiv 2412.19437, section 2.2, with layers of a hybrid decoder). Embedding and vocabulary
+projection are the trunk's. The attention's keys and values lie in the sequence's own pages: the entry of token t at
+place t, so that what a shared page holds depends on the tokens up to it and on nothing behind it; place 0 has no entry.
+The hidden state of the last token, which the next entry needs, lies in the state slot (`Arena.carry`) and goes where
+that goes.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from decoder.arena import Arena
 from decoder.batch import Batch, BatchBuilder
 from decoder.compiled_head import CompiledHead
 from decoder.config import DecoderConfig, DecoderOptions
-from decoder.mixers import AttentionMixer, ExpertsMixer, stored_linear
+from decoder.layers.attention import Attention, AttentionMixer
+from decoder.layers.experts import Experts, ExpertsMixer
+from decoder.layers.linear import stored_linear
 from decoder.model import HybridModel
 from decoder.request import Sequence
 from decoder.sampler import Sampler
@@ -49,12 +51,9 @@ class MtpHead:
     def __init__(
         self, config: DecoderConfig, options: DecoderOptions, model: HybridModel, kv_B2SKP: Tensor
     ) -> None:  # fmt: skip
-        """`model.mtp_weights` by the names of `DecoderConfig.mtp_weights`. `ValueError` lists those that are missing or
-        do not fit, and says so where the model has no such heads.
-        """
+        """`model.mtp_weights` by the names of `DecoderConfig.mtp_weights`, as `check_mtp` wants them."""
         weights = model.mtp_weights
-        check_mtp(config, weights)
-        self.eps, self.dtype = config.layer_norm_epsilon, options.dtype
+        self.eps, self.dtype = config.norm_eps, options.dtype
 
         def norm(name: str) -> Tensor:
             return weights[name].to(device=options.device, dtype=torch.float32, copy=True)
@@ -63,13 +62,19 @@ class MtpHead:
             prefix = f"mtp.layers.{index}.mixer."
             return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
 
-        last = len(config.mtp_pattern) - 1
+        last = len(config.mtp) - 1
         self.enorm, self.hnorm = norm("mtp.layers.0.enorm.weight"), norm("mtp.layers.0.hnorm.weight")
         self.fuse = stored_linear(weights["mtp.layers.0.eh_proj.weight"], None, options)
         self.norms = [norm(f"mtp.layers.{index}.norm.weight") for index in range(last + 1)]
         self.final = norm(f"mtp.layers.{last}.final_layernorm.weight")
-        self.attention = AttentionMixer(config, options, layer(0), kv_B2SKP)
-        self.experts = [ExpertsMixer(config, options, layer(index)) for index in range(1, last + 1)]
+        attention, *experts = config.mtp
+        assert isinstance(attention, Attention)
+        self.attention = AttentionMixer(attention, options, layer(0), kv_B2SKP)
+        self.experts = [
+            ExpertsMixer(spec, options, layer(index))
+            for index, spec in enumerate(experts, start=1)
+            if isinstance(spec, Experts)
+        ]
         self.vocabulary = model.head
         self.compiled = _compiled(config, options, self, model)
 
@@ -130,13 +135,14 @@ def _compiled(config: DecoderConfig, options: DecoderOptions, head: MtpHead, mod
 
 def check_mtp(config: DecoderConfig, weights: Mapping[str, Any]) -> None:
     """`ValueError` unless `weights`, tensors or shapes by name, are all that a head of this model needs."""
-    if config.num_nextn_predict_layers < 1:
+    if not config.mtp:
         raise ValueError(
-            f"speculative 'mtp' needs a model with heads for it, and num_nextn_predict_layers is "
-            f"{config.num_nextn_predict_layers}; 'ngram' works with any model"
+            "speculative 'mtp' needs a model with heads for it, and num_nextn_predict_layers is 0; 'ngram' works with "
+            "any model"
         )
-    if not config.mtp_pattern.startswith("*") or set(config.mtp_pattern[1:]) - {"E"}:
-        raise ValueError(f"speculative 'mtp' needs an mtp pattern of one * and then Es, not {config.mtp_pattern!r}")
+    if not isinstance(config.mtp[0], Attention) or not all(isinstance(spec, Experts) for spec in config.mtp[1:]):
+        kinds = ", ".join(type(spec).__name__ for spec in config.mtp)
+        raise ValueError(f"speculative 'mtp' needs heads of attention and then experts, not {kinds}")
     wanted = config.mtp_weights()
     found = {name: tuple(getattr(weight, "shape", weight)) for name, weight in weights.items()}
     missing = [name for name in wanted if name not in found]
@@ -164,8 +170,9 @@ class MtpDrafter:
         self, config: DecoderConfig, options: DecoderOptions, arena: Arena, model: HybridModel, builder: BatchBuilder,
         sampler: Sampler,
     ) -> None:  # fmt: skip
+        check_mtp(config, model.mtp_weights)
         self.model, self.builder, self.sampler = model, builder, sampler
-        kv_B2SKP = arena.kv[config.attention_layers]
+        kv_B2SKP = arena.kv[len(config.pages)]
         self.head = MtpHead(config, options, model, kv_B2SKP)
         assert arena.carry is not None
         self.carry, self.page = arena.carry, options.page_size
@@ -266,7 +273,7 @@ class MtpDrafter:
             sequences = [row.sequence for row in rows]
             places, lengths = zip(*(self._at(row, ahead) for row in rows), strict=True)
             ids, writes, keys = self._ints([tokens, places, lengths]).unbind()
-            embedded = F.embedding(ids, self.model.embeddings)
+            embedded = self.model.embed_ids(ids)
             hidden, logits = self.head.predict(embedded, hidden, writes, tables, keys, max(lengths))
             choices = self.sampler.sample(logits, sequences, [sequence.drafts for sequence in sequences])
             tokens = [choice.token for choice in choices]
@@ -374,7 +381,7 @@ class MtpDrafter:
         hidden = self.model.final_norm(given)
         if due:
             ids, places = self._ints([list(column) for column in zip(*due, strict=True)]).unbind()
-            self.head.enter(F.embedding(ids, self.model.embeddings), hidden[: len(due)], places)
+            self.head.enter(self.model.embed_ids(ids), hidden[: len(due)], places)
         return hidden[len(due) :]
 
     def _given(self, sources: list[int]) -> tuple[Tensor, list[tuple[int, int]]]:

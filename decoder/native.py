@@ -1,8 +1,9 @@
 """A step on a CPU in a few calls of compiled code: the layers; the final norm and the vocabulary projection.
 
-The same maths as `decoder.model` with `decoder.mixers`, on the same weights, states and pages. Layers that have no
-compiled form (other activations, experts of many tokens) are called in between, on the same residual stream; a graph's
-rows of drafts or prompts, states that are not float32, and machines without a compiler or AVX-512 go the other way.
+The same maths as `decoder.model` with `decoder.layers`, on the same weights, states and pages. Layers that have no
+compiled form (rotary positions, gated MLPs, experts of many tokens) are called in between, on the same residual stream;
+a graph's rows of drafts or prompts, states that are not float32, and machines without a compiler or AVX-512 go the
+other way.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from decoder.mixers import ExpertsMixer, Mixer
+from decoder.layers.build import BuiltLayer
+from decoder.layers.experts import ExpertsMixer
 from decoder.operations import MAX_ROUTED, Operations
 from decoder.singles import Singles, SinglesRoom
 from kernels.linear import Quantised
@@ -36,8 +38,7 @@ log = logging.getLogger(__name__)
 class _Layer:
     ops: range
     """Empty where it has no compiled form."""
-    norm: Tensor
-    mixer: Mixer
+    built: BuiltLayer
 
 
 Plan = list[tuple[range, _Layer | None]]
@@ -49,7 +50,7 @@ def _plan(layers: Sequence[_Layer], called: tuple[type, ...]) -> Plan:
     plan: Plan = []
     begin = end = 0
     for layer in layers:
-        if layer.ops and not isinstance(layer.mixer, called):
+        if layer.ops and not isinstance(layer.built.mixers[0], called):
             end = layer.ops.stop
             continue
         plan.append((range(begin, end), layer))
@@ -123,17 +124,19 @@ class NativeStep(Operations):
 
     def __init__(self, model: HybridModel) -> None:
         """Raises NativeUnavailable with the reason."""
-        super().__init__(model.config, model.options)
+        super().__init__(model.config, model.options, model.config.mixers)
         table = Kind.BF16 if model.embeddings.dtype == torch.bfloat16 else Kind.F32
         ops = [Op(Code.EMBED, table, self.config.hidden_size, kv=model.embeddings.data_ptr())]
         layers: list[_Layer] = []
-        for norm, mixer in zip(model.norms, model.mixers, strict=True):
+        for built in model.layers:
             begin = len(ops)
-            ops += self.layer(norm, mixer)
-            layers.append(_Layer(range(begin, len(ops)), norm, mixer))
+            ops += self.layer(built)
+            layers.append(_Layer(range(begin, len(ops)), built))
+        self._called = [mixer for layer in layers if not layer.ops for mixer in layer.built.mixers]
         self._plans = {many: _plan(layers, called=(ExpertsMixer,) * many) for many in (False, True)}
         head, body = self.packed(model.head), len(ops)
-        ops += [self.norm(model.norm_f, head), self.linear(head, Target.LOGITS), Op(Code.LARGEST)]
+        scaled = model.norm_f if self.config.logits_scale == 1.0 else model.norm_f * self.config.logits_scale
+        ops += [self.norm(scaled, head), self.linear(head, Target.LOGITS), Op(Code.LARGEST)]
         self._head = range(body, len(ops))
         ops.append(Op(Code.NORM, Kind.F32, self.config.hidden_size, norm=self.pointer(model.norm_f)))
         self._final = range(len(ops) - 1, len(ops))
@@ -143,8 +146,9 @@ class NativeStep(Operations):
         self._scored = self.x[:0], torch.empty(0)
         """The rows whose logits were computed last, and these."""
         options = model.options
-        self.max_singles = MAX_ROUTED if all(layer.ops for layer in layers) else 0
-        """Rows that `single` takes: none where a layer has to be called."""
+        whole = all(layer.ops for layer in layers) and self.config.embedding_scale == 1.0
+        self.max_singles = MAX_ROUTED if whole else 0
+        """Rows that `single` takes: none where a layer has to be called, or embeddings are scaled."""
         pages = -(-options.max_len // options.page_size)
         self._room = SinglesRoom(options.max_seqs, self.x, self.config.vocab_size, pages, options.page_size)
         self._largest: tuple[Tensor, list[int] | None] = self._scored[1], None
@@ -177,7 +181,7 @@ class NativeStep(Operations):
         if scan is not None and scan.tables_RW.dim() == 2:
             step.scans, step.scan_computed = scan.computed_R.shape[0], scan.computed_R.data_ptr()
             step.scan_tables, step.scan_table_stride = scan.tables_RW.data_ptr(), scan.tables_RW.stride(0)
-        eps, dtype = self.config.layer_norm_epsilon, self.options.dtype
+        eps, dtype = self.config.norm_eps, self.options.dtype
         whole = batch.samples is None and batch.known_slots is not None  # in a graph nobody has asked for logits yet
         if whole:
             step.logits = self._logits_of(x).data_ptr()
@@ -187,7 +191,7 @@ class NativeStep(Operations):
             if ops:
                 self.run(ops, step)
             if layer is not None:
-                x += layer.mixer(rms_norm(x, layer.norm, eps, dtype), batch)
+                x += layer.built(rms_norm(x, layer.built.norm, eps, dtype), batch)
         return x
 
     def single(self, rows: Singles, table_SW: Tensor | None) -> Tensor:
@@ -207,12 +211,16 @@ class NativeStep(Operations):
         return self._largest[1] if logits is self._largest[0] else None
 
     def advance(self, rows_R4: Tensor) -> None:
-        """Rows of (seat, slot, target, count): in all Mamba layers the state in the slot, after the first `count`
+        """Rows of (seat, slot, target, count): in all compiled layers the state in the slot, after the first `count`
         inputs of the seat's ring, goes to the target.
         """
         self.model.threads = torch.get_num_threads()
         rows = ctypes.c_void_p(rows_R4.data_ptr())
         self.library.saccade_advance(ctypes.byref(self.model), ctypes.c_int64(rows_R4.shape[0]), rows)
+
+    def calls(self, mixer: object) -> bool:
+        """Whether this mixer has no compiled form."""
+        return any(mixer is called for called in self._called)
 
     def logits(self, hidden_LD: Tensor) -> Tensor:
         """`[L, vocab]` float32 of at most `max_tokens` rows before the final norm."""

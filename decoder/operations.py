@@ -1,19 +1,28 @@
-"""Operations of compiled code for layers of a decoder, on the weights, states and pages of its mixers."""
+"""Operations of compiled code for layers of a decoder, on the weights, states and pages of its mixers.
+
+Compiled code has one shape of Mamba-2, of attention and of experts in each model, those of its first layers of these
+kinds; layers of other kinds, shapes or activations are called between its operations.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from decoder.config import DecoderConfig, DecoderOptions
-from decoder.mixers import AttentionMixer, ExpertsMixer, MambaMixer, MlpMixer
+from decoder.layers.attention import Attention, AttentionMixer
+from decoder.layers.build import BuiltLayer, Mixer
+from decoder.layers.experts import Experts, ExpertsMixer
+from decoder.layers.mamba2 import Mamba2, Mamba2Mixer
+from decoder.layers.mlp import MlpMixer
+from decoder.layers.spec import MixerSpec
 from kernels.linear import Linear, Packed
-from kernels.native import NativeUnavailable, library
-from kernels.native.structs import Code, Experts, Kind, Model, Op, Step, Target, Weight
+from kernels.native import NativeUnavailable, library, structs
+from kernels.native.structs import Code, Kind, Model, Op, Step, Target, Weight
 
 MAX_ROUTED = 512
 """Tokens whose experts run in compiled code: it keeps a row for each token and expert."""
@@ -25,18 +34,21 @@ MAX_TAPS = 4
 class Operations:
     """A list of operations, and the buffers that they share. One thread at a time."""
 
-    def __init__(self, config: DecoderConfig, options: DecoderOptions) -> None:
-        """Raises NativeUnavailable with the reason."""
+    def __init__(self, config: DecoderConfig, options: DecoderOptions, mixers: Sequence[MixerSpec]) -> None:
+        """`mixers`: of the layers that are to be compiled. Raises NativeUnavailable with the reason."""
         if options.device != "cpu":
             raise NativeUnavailable(f"the decoder is on {options.device}")
         if options.state_dtype != torch.float32:
             raise NativeUnavailable(f"states are {options.state_dtype}")
         if options.dtype not in (torch.bfloat16, torch.float32):
             raise NativeUnavailable(f"the dtype is {options.dtype}")
-        if config.conv_kernel > MAX_TAPS:
-            raise NativeUnavailable(f"convolutions have {config.conv_kernel} taps, of which it takes {MAX_TAPS}")
         self.library = library()
         self.config, self.options = config, options
+        hidden = config.hidden_size
+        self.mamba = next((spec for spec in mixers if isinstance(spec, Mamba2)), Mamba2(hidden))
+        self.attention = next((spec for spec in mixers if isinstance(spec, Attention)), Attention(hidden))
+        self.mixture = next((spec for spec in mixers if isinstance(spec, Experts)), Experts(hidden))
+        """The shapes that there is compiled code for."""
         self.on_operation: Callable[[Op, float], None] | None = None
         """For measurements: operations then run one at a time, and this hears of each and its seconds."""
         self._kept: list[object] = []
@@ -52,23 +64,23 @@ class Operations:
         widest = -(-widest // 16) * 16  # rows begin at the beginning of a cache line
         groups = -(-widest // 128)
         padded = 128 * groups + -(-4 * groups // 32) * 32  # what integers need behind a row
-        picks = min(max_tokens, MAX_ROUTED) * config.num_experts_per_tok * any(op.experts for op in ops)
+        picks = min(max_tokens, MAX_ROUTED) * self.mixture.num_experts_per_tok * any(op.experts for op in ops)
         # Memory that no step has used yet costs nothing.
         self.x, self._scales = torch.empty(max_tokens, config.hidden_size), torch.empty(max_tokens)
         self.wide, self._mid = torch.empty(max_tokens, widest), torch.empty(max_tokens, widest)
         self.operand = torch.empty(max_tokens, padded)
         self._picked = torch.empty(picks, padded), torch.empty(picks), torch.empty(picks, widest)
         self._picks = torch.empty(2, picks, dtype=torch.int64), torch.empty(picks)
-        self._runs = torch.empty(1 + 3 * min(picks, config.n_routed_experts), dtype=torch.int64)
-        low, high = config.time_step_limit
-        attention = any(op.code == Code.ATTENTION for op in ops)
+        self._runs = torch.empty(1 + 3 * min(picks, self.mixture.n_routed_experts), dtype=torch.int64)
+        mamba, attention = self.mamba, self.attention
+        low, high = mamba.time_step_limit
         self.model = Model(
             count=len(ops), ops=ctypes.addressof(self._ops), threads=1, hidden=config.hidden_size,
-            vocab=config.vocab_size, heads=config.mamba_num_heads, head=config.mamba_head_dim, groups=config.n_groups,
-            state=config.ssm_state_size, taps=config.conv_kernel, conv_dim=config.conv_dim, inner=config.mamba_inner,
-            q_heads=config.num_attention_heads, kv_heads=config.kv_heads, width=config.head_dim,
-            page=options.page_size, stored_bf16=int(options.dtype == torch.bfloat16), eps=config.layer_norm_epsilon,
-            dt_low=low, dt_high=high, scale=config.head_dim**-0.5 if attention else 0.0, x=self.x.data_ptr(),
+            vocab=config.vocab_size, heads=mamba.mamba_num_heads, head=mamba.mamba_head_dim, groups=mamba.n_groups,
+            state=mamba.ssm_state_size, taps=mamba.conv_kernel, conv_dim=mamba.conv_dim, inner=mamba.inner,
+            q_heads=attention.num_attention_heads, kv_heads=attention.kv_heads, width=attention.head_dim,
+            page=options.page_size, stored_bf16=int(options.dtype == torch.bfloat16), eps=config.norm_eps,
+            dt_low=low, dt_high=high, scale=attention.multiplier, x=self.x.data_ptr(),
             wide=self.wide.data_ptr(), mid=self._mid.data_ptr(), ld=widest, operand=self.operand.data_ptr(),
             operand_ld=padded, operand_scale=self._scales.data_ptr(), picks=self._picks[0][0].data_ptr(),
             places=self._picks[0][1].data_ptr(), shares=self._picks[1].data_ptr(), runs=self._runs.data_ptr(),
@@ -86,15 +98,21 @@ class Operations:
             self.library.saccade_step(ctypes.byref(self.model), ctypes.byref(step), index, index + 1)
             self.on_operation(self._ops[index], time.perf_counter() - started)
 
-    def layer(self, norm: Tensor, mixer: object) -> list[Op]:
-        """Empty for a mixer that has no compiled form."""
+    def layer(self, layer: BuiltLayer) -> list[Op]:
+        """Empty for a layer that has no compiled form."""
+        if len(layer.mixers) != 1:
+            return []
+        [mixer] = layer.mixers
+        if isinstance(mixer, Mamba2Mixer):
+            return self._mamba(layer.norm, mixer, layer.residual_scale)
+        return self.mixer(layer.norm, mixer) if layer.residual_scale == 1.0 else []
+
+    def mixer(self, norm: Tensor, mixer: Mixer) -> list[Op]:
+        """The same for one mixer without a state."""
         match mixer:
-            case ExpertsMixer() if mixer.shared.squared:
+            case ExpertsMixer() if mixer.plain and mixer.spec == self.mixture:
                 return self._experts(norm, mixer)
-            case MambaMixer():
-                first, last = self.packed(mixer.in_proj), self.packed(mixer.out_proj)
-                middle = self._mamba(mixer, last)
-            case AttentionMixer():
+            case AttentionMixer() if mixer.spec == self.attention and mixer.spec.rope is None:
                 first, last = self.packed(mixer.qkv), self.packed(mixer.o_proj)
                 kv = mixer.kv
                 middle = [Op(Code.ATTENTION, kv=kv.data_ptr(), kv_stride=kv.stride(0))]
@@ -118,17 +136,18 @@ class Operations:
         return [self.norm(norm, up), inner, Op(Code.LINEAR, Kind.F32, down.k, down.descriptor, Target.RESIDUAL)]
 
     def _experts(self, norm: Tensor, mixer: ExpertsMixer) -> list[Op]:
-        config, experts = mixer.config, [expert for expert in mixer.experts if isinstance(expert, MlpMixer)]
-        if len(experts) < config.n_routed_experts:  # stacked, for a kernel
+        spec, experts = mixer.spec, [expert for expert in mixer.experts if isinstance(expert, MlpMixer)]
+        if len(experts) < spec.n_routed_experts:  # stacked, for a kernel
             return []
+        assert isinstance(mixer.shared, MlpMixer)
         gate, ups, downs = (
             Packed(mixer.gate_ED, None),
             *zip(*((self.packed(expert.up), self.packed(expert.down)) for expert in experts), strict=True),
         )
         tables = [(Weight * len(side))(*(packed.descriptor for packed in side)) for side in (ups, downs)]
-        mixture = Experts(
-            config.n_routed_experts, config.num_experts_per_tok, config.n_group, config.topk_group,
-            int(config.norm_topk_prob), config.routed_scaling_factor, self.pointer(mixer.correction_E),
+        mixture = structs.Experts(
+            spec.n_routed_experts, spec.num_experts_per_tok, spec.n_group, spec.topk_group,
+            int(spec.norm_topk_prob), spec.routed_scaling_factor, self.pointer(mixer.correction_E),
             *(ctypes.addressof(table) for table in tables),
         )  # fmt: skip
         self._kept += [gate, *tables, mixture]
@@ -178,14 +197,25 @@ class Operations:
     def linear(self, packed: Packed, target: Target) -> Op:
         return Op(Code.LINEAR, Kind.F32, 0, weight=packed.descriptor, target=target)
 
-    def _mamba(self, mixer: MambaMixer, after: Packed) -> list[Op]:
+    def _mamba(self, norm: Tensor, mixer: Mamba2Mixer, residual_scale: float) -> list[Op]:
+        spec = mixer.spec
+        if spec != self.mamba or spec.conv_kernel > MAX_TAPS or spec.norm_eps != self.config.norm_eps:
+            return []
+        if residual_scale != 1.0 and mixer.out_proj.bias is not None:
+            return []
+        first, last = self.packed(mixer.in_proj), self.packed(mixer.out_proj)
+        # What the layer adds is scaled where its rows are float32 anyway: in the gated norm before the projection.
+        scaled = mixer.norm_weight if residual_scale == 1.0 else mixer.norm_weight * residual_scale
+        return self._between(norm, first, self._recurrence(mixer, scaled, last), last)
+
+    def _recurrence(self, mixer: Mamba2Mixer, norm_weight: Tensor, after: Packed) -> list[Op]:
         """The mixer, and what makes its rows the operand of the product after it: itself, unless a form depends on
         a whole row, of which the mixer sees a group of heads at a time.
         """
         itself = after.kind in (Kind.BF16, Kind.F32) and after.kpad == after.k
         op = Op(
             Code.MAMBA, after.kind, after.k, Weight(), Target.OPERAND if itself else Target.MID,
-            self.pointer(mixer.norm_weight),
+            self.pointer(norm_weight),
             mixer.windows.data_ptr(), mixer.windows.stride(0), mixer.states.data_ptr(), mixer.states.stride(0),
             self.pointer(mixer.conv_WC), self.pointer(mixer.conv_bias_C), self.pointer(mixer.A_H),
             self.pointer(mixer.D_H), self.pointer(mixer.dt_bias_H), None, 0,

@@ -22,6 +22,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from decoder.checkpoints import NEVER
+from decoder.positions import Positions
 from decoder.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ class DecoderRequest:
     """
     pooled: bool = False
     """The hidden states of the prompt are wanted; all of it is then computed, whatever the cache holds."""
+    positions: Positions | None = None
+    """For models that read positions; `None`: tokens count up from 0."""
 
     def __post_init__(self) -> None:
         """`ValueError` for numbers that could never be an id or a counter. The runner knows the vocabulary."""

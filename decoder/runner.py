@@ -557,7 +557,7 @@ class DecoderRunner:
 
 
 def _placement(config: DecoderConfig, options: DecoderOptions, has_states: bool) -> Placement:
-    chunk = config.chunk_size if config.mamba_layers else options.page_size
+    chunk = config.scan_chunk or options.page_size
     block = resolve_state_block(options.state_block, options.page_size, chunk)
     return Placement(options.state_cache, block, chunk, options.page_size, has_states)
 

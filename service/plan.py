@@ -113,7 +113,9 @@ def _decoder_memory(options: EngineOptions, checkpoint: Checkpoint, rows: list[t
     check_slots(checkpoint.config.decoder, decoder, layout, blocks)
     arena = blocks * layout.block_bytes
     rows.append(("state arena", size(arena), f"{blocks} superblocks of {size(layout.block_bytes)}"))
-    rows.append(("  a state slot", size(layout.slot_bytes), f"one sequence, {layout.mamba_layers} Mamba layers"))
+    rows.append(
+        ("  a state slot", size(layout.slot_bytes), f"one sequence, {len(layout.state_bytes)} recurrent layers")
+    )
     rows.append(("  a KV page", size(layout.page_bytes), f"{layout.page_size} tokens, all attention layers"))
     total = arena
     if layout.ring_bytes:
@@ -159,9 +161,7 @@ def states_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
     """What one request of `max_len` can hold of states under each `state_cache`, pictures of it counted as none."""
     decoder, layout = decoder_options(options, checkpoint), arena_layout(options, checkpoint)
     config = checkpoint.config.decoder
-    block = resolve_state_block(
-        decoder.state_block, decoder.page_size, config.chunk_size if config.mamba_layers else decoder.page_size
-    )
+    block = resolve_state_block(decoder.state_block, decoder.page_size, config.scan_chunk or decoder.page_size)
     checkpoints = len(AUTO_CHECKPOINTS)
     drafts = layout.slots_per_seq - 1
     held = state_bytes(layout.slot_bytes, decoder.max_len, block, drafts, checkpoints)

@@ -26,7 +26,9 @@ from service.config import ConfigError
 from service.modelconfig import WEIGHTS_FORMAT, WEIGHTS_KEY
 
 SHARD_BYTES = 2 * 2**30
-_LINEAR = re.compile(r"(in_proj|out_proj|[qkvo]_proj|up_proj|down_proj|fc[12]_latent_proj|^lm_head)(\.weight)?$")
+_LINEAR = re.compile(
+    r"(in_proj|out_proj|[qkvo]_proj|gate_proj|up_proj|down_proj|fc[12]_latent_proj|^lm_head)(\.weight)?$"
+)
 
 
 def quantised_name(native: str) -> bool:

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from decoder.config import DecoderConfig
+from decoder.layers.attention import Attention
+from decoder.layers.experts import Experts
+from decoder.layers.mamba2 import Mamba2
+from decoder.layers.mlp import Mlp
+from decoder.layers.spec import Layer, MixerSpec
 from families.family import FamilyConfig, ModelFiles
 from families.files import CheckpointError, first
 
+LAYER_KINDS = "M*-E"
 _LAYER_LETTERS = {
     "linear_attention": "M",
     "mamba": "M",
@@ -23,7 +30,7 @@ _LAYER_LETTERS = {
     "mlp": "-",
     "moe": "E",
 }
-# Names that older files and transformers' own keyword aliases use -> the name in DecoderConfig.
+# Names that older files and transformers' own keyword aliases use -> the name in NemotronHConfig.
 _TEXT_ALIASES = {
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
@@ -34,6 +41,134 @@ _TEXT_ALIASES = {
     "rms_norm_eps": "layer_norm_epsilon",
     "num_local_experts": "n_routed_experts",
 }
+
+
+@dataclass(frozen=True)
+class NemotronHConfig:
+    """Shape of the model, in elements. Field names are those of `config.json`, so that a reader can hold one beside the
+    other. `ValueError` names the field, and both numbers where two disagree.
+    """
+
+    pattern: str
+    """One letter for each layer, in order: `M` Mamba-2, `*` attention, `-` MLP, `E` mixture of experts."""
+    vocab_size: int
+    hidden_size: int
+    tie_word_embeddings: bool = False
+    layer_norm_epsilon: float = 1e-5
+    residual_in_fp32: bool = False
+    """Keeps the residual stream in float32 whatever the compute dtype is."""
+    max_position_embeddings: int = 4096
+    """Only the length the model was trained for: there are no positions in it."""
+
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    """`None` means as many as query heads."""
+    head_dim: int = 128
+    attention_bias: bool = False
+    """Biases of q, k, v and o are used where the checkpoint has them."""
+
+    intermediate_size: int = 21504
+    mlp_hidden_act: str = "relu2"
+    mlp_bias: bool = False
+
+    ssm_state_size: int = 128
+    mamba_num_heads: int = 128
+    mamba_head_dim: int = 64
+    mamba_hidden_act: str = "silu"
+    n_groups: int = 8
+    conv_kernel: int = 4
+    chunk_size: int = 128
+    """Length of the chunks of the scan; a power of two. It changes rounding, never the result."""
+    time_step_limit: tuple[float, float] = (0.0, float("inf"))
+    """The only clamp put on dt after the softplus."""
+    use_conv_bias: bool = True
+    use_bias: bool = False
+    """Biases of the Mamba input and output projections."""
+
+    n_routed_experts: int = 8
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = 7688
+    moe_shared_expert_intermediate_size: int = 7688
+    moe_latent_size: int | None = None
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+
+    num_nextn_predict_layers: int = 0
+    mtp_pattern: str = "*E"
+
+    @cached_property
+    def decoder(self) -> DecoderConfig:
+        """The layers that this shape stands for."""
+        unknown = sorted(set(self.pattern + self.mtp_pattern) - set(LAYER_KINDS))
+        if unknown:
+            raise ValueError(f"pattern {self.pattern!r} has layer kinds {unknown}; known are {list(LAYER_KINDS)}")
+        if self.num_nextn_predict_layers < 0:
+            raise ValueError(f"num_nextn_predict_layers must be at least 0, not {self.num_nextn_predict_layers}")
+        if self.num_nextn_predict_layers and not self.mtp_pattern:
+            raise ValueError("mtp_pattern is empty: at least one layer is needed")
+        if not self.pattern:
+            raise ValueError("pattern is empty: at least one layer is needed")
+        # Layers are checked as they are made, those of heads that predict further tokens too.
+        makers = {"M": self._mamba, "*": self._attention, "-": self._mlp, "E": self._experts}
+        heads = self.mtp_pattern if self.num_nextn_predict_layers > 0 else ""
+        made = {kind: makers[kind]() for kind in sorted(set(self.pattern + heads))}
+        return DecoderConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            layers=tuple(Layer((("mixer", made[kind]),)) for kind in self.pattern),
+            norm_eps=self.layer_norm_epsilon,
+            tie_word_embeddings=self.tie_word_embeddings,
+            residual_in_fp32=self.residual_in_fp32,
+            max_position_embeddings=self.max_position_embeddings,
+            mtp=tuple(made[kind] for kind in heads),
+        )
+
+    def _mamba(self) -> MixerSpec:
+        if self.mamba_hidden_act not in ("silu", "swish"):
+            raise ValueError(f"mamba_hidden_act {self.mamba_hidden_act!r} is not 'silu'")
+        return Mamba2(
+            hidden_size=self.hidden_size,
+            mamba_num_heads=self.mamba_num_heads,
+            mamba_head_dim=self.mamba_head_dim,
+            n_groups=self.n_groups,
+            ssm_state_size=self.ssm_state_size,
+            conv_kernel=self.conv_kernel,
+            chunk_size=self.chunk_size,
+            time_step_limit=self.time_step_limit,
+            use_conv_bias=self.use_conv_bias,
+            use_bias=self.use_bias,
+            norm_eps=self.layer_norm_epsilon,
+        )
+
+    def _attention(self) -> MixerSpec:
+        return Attention(
+            hidden_size=self.hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            attention_bias=self.attention_bias,
+        )
+
+    def _mlp(self) -> MixerSpec:
+        return Mlp(self.hidden_size, self.intermediate_size, self.mlp_hidden_act, mlp_bias=self.mlp_bias)
+
+    def _experts(self) -> MixerSpec:
+        return Experts(
+            hidden_size=self.hidden_size,
+            n_routed_experts=self.n_routed_experts,
+            num_experts_per_tok=self.num_experts_per_tok,
+            moe_intermediate_size=self.moe_intermediate_size,
+            moe_shared_expert_intermediate_size=self.moe_shared_expert_intermediate_size,
+            moe_latent_size=self.moe_latent_size,
+            mlp_hidden_act=self.mlp_hidden_act,
+            mlp_bias=self.mlp_bias,
+            n_group=self.n_group,
+            topk_group=self.topk_group,
+            norm_topk_prob=self.norm_topk_prob,
+            routed_scaling_factor=self.routed_scaling_factor,
+        )
 
 
 def layer_pattern(text: Mapping[str, Any]) -> str:
@@ -61,9 +196,9 @@ def mtp_pattern(text: Mapping[str, Any]) -> str | None:
     return None if text.get("mtp_hybrid_override_pattern") is None else str(text["mtp_hybrid_override_pattern"])
 
 
-def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
-    """The text part of a config -> DecoderConfig. Unset fields take the defaults of the model family."""
-    known = {f.name: f for f in fields(DecoderConfig)}
+def decoder_config(text: Mapping[str, Any]) -> NemotronHConfig:
+    """The text part of a config -> NemotronHConfig. Unset fields take the defaults of the model family."""
+    known = {f.name: f for f in fields(NemotronHConfig)}
     values: dict[str, Any] = {"pattern": layer_pattern(text)}
     for source, target in _TEXT_ALIASES.items():
         if text.get(source) is not None:
@@ -88,11 +223,13 @@ def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
     if missing:
         raise CheckpointError(f"config.json lacks {', '.join(missing)}")
     try:
-        return DecoderConfig(**values)
+        config = NemotronHConfig(**values)
+        assert config.decoder  # checks the layers
+        return config
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"config.json: {error}") from None
 
 
 def read_config(files: ModelFiles) -> FamilyConfig:
     """Of a text-only model. Raises CheckpointError with the field at fault."""
-    return FamilyConfig(files.config, decoder_config(files.config))
+    return FamilyConfig(files.config, decoder_config(files.config).decoder)

@@ -34,5 +34,5 @@ def decoder_targets(name: str, has_mtp: bool) -> list[Target]:
 
 
 def weights(config: FamilyConfig) -> Callable[[str], list[Target]]:
-    has_mtp = config.decoder.num_nextn_predict_layers > 0
+    has_mtp = bool(config.decoder.mtp)
     return lambda name: decoder_targets(name, has_mtp)

@@ -29,7 +29,7 @@ _VIT_SIZES = {
 def read_config(files: ModelFiles) -> FamilyConfig:
     """Raises CheckpointError with the field at fault."""
     text = first(files.config, "text_config", "llm_config", default={})
-    decoder = decoder_config(text)
+    decoder = decoder_config(text).decoder
     image_token = first(files.config, "image_token_id", "img_context_token_id")
     return FamilyConfig(
         text=text,
@@ -93,7 +93,7 @@ def vision_config(config: Mapping[str, Any], text: DecoderConfig, preprocessor: 
             merge_size=round(1 / downsample),
             projector_hidden_size=int(first(config, "projector_hidden_size", default=4096)),
             text_hidden_size=text.hidden_size,
-            final_layernorm=text.num_nextn_predict_layers > 0,
+            final_layernorm=bool(text.mtp),
         )
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"vision_config: {error}") from None

@@ -38,7 +38,7 @@ _FUSED_QKV = re.compile(r"^(vision_model\..*)\.attn\.qkv\.(weight|bias)$")
 
 
 def weights(config: FamilyConfig) -> Callable[[str], list[Target]]:
-    has_mtp = config.decoder.num_nextn_predict_layers > 0
+    has_mtp = bool(config.decoder.mtp)
 
     def targets(name: str) -> list[Target]:
         if _NOT_SERVED.search(name):

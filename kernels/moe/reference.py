@@ -41,6 +41,12 @@ def route(
     return experts, weights * scaling
 
 
+def route_softmax(x_TD: Tensor, gate_ED: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Experts with the largest scores `[T, K]` int64, and the softmax over their scores `[T, K]` float32."""
+    scores, experts = F.linear(x_TD.float(), gate_ED).topk(top_k, dim=-1)
+    return experts, scores.softmax(-1)
+
+
 def run_experts(
     x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: Sequence[Callable[[Tensor], Tensor]]
 ) -> Tensor:

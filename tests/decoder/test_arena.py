@@ -10,17 +10,18 @@ from tiny_decoder import tiny_config
 
 from decoder.arena import Arena, ArenaLayout
 from decoder.config import DecoderConfig, DecoderOptions
+from families.nemotron_h.config import NemotronHConfig
 
 
 def nano_12b() -> DecoderConfig:
-    return DecoderConfig(
+    return NemotronHConfig(
         pattern="M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M-",
         vocab_size=131072,
         hidden_size=5120,
         num_attention_heads=40,
         num_key_value_heads=8,
         mamba_head_dim=80,
-    )
+    ).decoder
 
 
 def test_a_slot_of_a_released_model() -> None:

@@ -58,7 +58,7 @@ def test_layers_of_a_drafting_head_are_checked_where_the_trunk_has_none(changes:
 
 
 def test_layers_that_are_not_there_are_not_checked() -> None:
-    assert tiny_config("*", n_groups=3, n_group=7).attention_layers == 1
+    assert len(tiny_config("*", n_groups=3, n_group=7).pages) == 1
 
 
 @pytest.mark.parametrize(

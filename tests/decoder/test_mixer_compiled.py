@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mamba_inputs import Inputs, by_definition, recurrence
-from tiny_decoder import random_weights, tiny_config
+from tiny_decoder import greedy_params, make_runner, random_weights, request, run, tiny_config, tokens
 from torch import Tensor
 
 from decoder.config import DecoderConfig, DecoderOptions
-from decoder.mixers import MambaMixer
+from decoder.layers.build import BuiltLayer
+from decoder.layers.mamba2 import Mamba2, Mamba2Mixer
 from decoder.operations import Operations
-from kernels.native import NativeUnavailable
 from kernels.native.structs import Step
 
 SHAPES = {
@@ -32,12 +34,14 @@ class Layer:
         prefix = "model.layers.0."
         self.weights = {n.removeprefix(prefix): w for n, w in random_weights(config) if n.startswith(prefix)}
         weights = {name.removeprefix("mixer."): tensor.to(options.dtype) for name, tensor in self.weights.items()}
-        self.windows = torch.empty(SLOTS, config.conv_kernel - 1, config.conv_dim, dtype=options.dtype)
-        self.states = torch.empty(SLOTS, config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size)
+        [spec] = config.mixers
+        assert isinstance(spec, Mamba2)
+        self.windows = torch.empty(SLOTS, *spec.memory.window, dtype=options.dtype)
+        self.states = torch.empty(SLOTS, *spec.memory.state)
         ring = torch.empty(0, 0, 0)
-        self.mixer = MambaMixer(config, options, weights, self.windows, self.states, ring)
-        self.compiled = Operations(config, options)
-        ops = self.compiled.layer(self.weights["norm.weight"], self.mixer)
+        self.mixer = Mamba2Mixer(spec, options, weights, self.windows, self.states, ring)
+        self.compiled = Operations(config, options, config.mixers)
+        ops = self.compiled.layer(BuiltLayer(self.weights["norm.weight"], [self.mixer], 1.0))
         self.range = range(len(ops))
         self.compiled.complete(ops, TOKENS)
         self.forget()
@@ -83,7 +87,7 @@ def equal(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> bool:
 
 def exact(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
     """(what the layer adds, final state) by the definitions, float64."""
-    config, mixer, eps = layer.config, layer.mixer, layer.config.layer_norm_epsilon
+    config, mixer, eps = layer.mixer.spec, layer.mixer, layer.config.norm_eps
     weights = {name: tensor.double() for name, tensor in layer.weights.items()}
     x = x.double()
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weights["norm.weight"]
@@ -179,6 +183,20 @@ def test_padding_touches_nothing() -> None:
     assert layer.states[:5].isnan().all() and layer.windows[6:].isnan().all()
 
 
-def test_longer_convolutions_have_no_compiled_form() -> None:
-    with pytest.raises(NativeUnavailable, match="convolutions have 5 taps, of which it takes 4"):
-        Operations(tiny_config("M", conv_kernel=5), DecoderOptions())
+def test_layers_without_a_compiled_form_are_called() -> None:
+    """A convolution that is too long, and a second Mamba layer of another shape, between compiled layers."""
+    config = tiny_config("MM", conv_kernel=5)
+    runner = make_runner(config, native="on")
+    assert runner.model.native is not None
+    assert all(runner.model.native.calls(mixer) for layer in runner.model.layers for mixer in layer.mixers)
+    plain, other = tiny_config("M"), tiny_config("M", ssm_state_size=20)
+    mixed = dataclasses.replace(plain, layers=plain.layers + other.layers + plain.layers)
+    for speculative in ("none", "ngram"):
+        answers = []
+        for native in ("on", "off"):
+            runner = make_runner(mixed, native=native, speculative=speculative, draft_policy="fixed")
+            answers.append(tokens(run(runner, request("a", [3, 5] * 20, greedy_params(16)))["a"]))
+            if runner.model.native is not None:
+                called = [runner.model.native.calls(layer.mixers[0]) for layer in runner.model.layers]
+                assert called == [False, True, False]
+        assert answers[0] == answers[1]

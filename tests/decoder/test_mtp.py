@@ -24,6 +24,7 @@ from transformers import NemotronHForCausalLM
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMoE
 
 from decoder.config import DecoderConfig, DecoderOptions
+from decoder.layers.attention import Attention
 from decoder.mtp import check_mtp
 from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner
@@ -47,7 +48,7 @@ class Naive:
         )
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weights[name], self.config.layer_norm_epsilon)
+        return F.rms_norm(x, x.shape[-1:], self.weights[name], self.config.norm_eps)
 
     @torch.no_grad()
     def drafts(self, embedded_ND: Tensor, count: int, first: int = 1) -> list[int]:
@@ -68,15 +69,17 @@ class Naive:
     def look(self, entries: list[Tensor]) -> Tensor:
         config, x = self.config, entries[-1]
         normed = [self.norm(entry, "0.norm.weight") for entry in entries]
-        heads, groups = config.num_attention_heads, config.num_attention_heads // config.kv_heads
+        attention = config.mtp[0]
+        assert isinstance(attention, Attention)
+        heads, groups = attention.num_attention_heads, attention.num_attention_heads // attention.kv_heads
         q = (self.weights["0.mixer.q_proj.weight"] @ normed[-1]).view(heads, -1)
         k, v = (
             torch.stack([self.weights[f"0.mixer.{part}_proj.weight"] @ n for n in normed])
-            .unflatten(1, (config.kv_heads, -1))
+            .unflatten(1, (attention.kv_heads, -1))
             .repeat_interleave(groups, 1)
             for part in "kv"
         )
-        shares = torch.einsum("hp,shp->hs", q, k).mul(config.head_dim**-0.5).softmax(-1)
+        shares = torch.einsum("hp,shp->hs", q, k).mul(attention.head_dim**-0.5).softmax(-1)
         x = x + self.weights["0.mixer.o_proj.weight"] @ torch.einsum("hs,shp->hp", shares, v).flatten()
         x = x + self.experts(self.norm(x, "1.norm.weight")[None, None])[0, 0]
         return self.norm(x, "1.final_layernorm.weight")
@@ -280,5 +283,5 @@ def test_what_is_missing_is_named() -> None:
     plain = tiny_config("M*")
     with pytest.raises(ValueError, match="num_nextn_predict_layers is 0; 'ngram' works with any model"):
         DecoderRunner(plain, options, random_weights(plain))
-    with pytest.raises(ValueError, match=r"one \* and then Es, not 'EE'"):
+    with pytest.raises(ValueError, match="attention and then experts, not Experts, Experts"):
         check_mtp(tiny_config("M*", num_nextn_predict_layers=1, mtp_pattern="EE"), {})

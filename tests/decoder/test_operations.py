@@ -11,7 +11,7 @@ from tiny_decoder import random_weights, tiny_config
 from torch import Tensor
 
 from decoder.config import DecoderConfig, DecoderOptions
-from decoder.mixers import ExpertsMixer
+from decoder.layers.experts import Experts, ExpertsMixer
 from decoder.operations import Operations
 from kernels.native.structs import Code, Kind, Op, Step
 from kernels.rms_norm import rms_norm
@@ -40,10 +40,12 @@ class Layer:
         weights = {n.removeprefix(prefix): w for n, w in random_weights(config) if n.startswith(prefix)}
         self.norm, self.options = weights.pop("norm.weight"), options
         weights = {name.removeprefix("mixer."): tensor.to(options.dtype) for name, tensor in weights.items()}
-        self.mixer = ExpertsMixer(config, options, weights)
-        self.exact = ExpertsMixer(config, replace(options, dtype=torch.float32, weights=None), weights)
-        self.compiled = Operations(config, options)
-        ops = self.compiled.layer(self.norm, self.mixer)
+        [spec] = config.mixers
+        assert isinstance(spec, Experts)
+        self.mixer = ExpertsMixer(spec, options, weights)
+        self.exact = ExpertsMixer(spec, replace(options, dtype=torch.float32, weights=None), weights)
+        self.compiled = Operations(config, options, config.mixers)
+        ops = self.compiled.mixer(self.norm, self.mixer)
         self.range = range(len(ops))
         self.compiled.complete(ops, 64)
 
@@ -54,7 +56,7 @@ class Layer:
         return self.compiled.x[: x.shape[0]] - x
 
     def called(self, mixer: ExpertsMixer, x: Tensor) -> Tensor:
-        return mixer(rms_norm(x, self.norm, self.config.layer_norm_epsilon, mixer.gate_ED.dtype))
+        return mixer(rms_norm(x, self.norm, self.config.norm_eps, mixer.gate_ED.dtype))
 
 
 def rows(config: DecoderConfig, count: int) -> Tensor:
@@ -76,7 +78,7 @@ def test_experts_in_fewer_bits_are_no_further_off_than_the_mixer(shape: str, wei
     layer = Layer(shape, DecoderOptions(dtype=torch.bfloat16, weights=weights))
     x = rows(layer.config, 48)
     exact = layer.called(layer.exact, x)
-    given = rms_norm(x, layer.norm, layer.config.layer_norm_epsilon, torch.bfloat16)
+    given = rms_norm(x, layer.norm, layer.config.norm_eps, torch.bfloat16)
     allowed = (layer.mixer(given).float() - exact).square().mean().sqrt()
     assert 0 < (layer(x) - exact).square().mean().sqrt() <= 1.2 * allowed
 
@@ -117,7 +119,8 @@ class Attention:
         self.q_heads, self.kv_heads = heads
         self.width, self.page, self.first = width, page, first_key
         names = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "head_dim": width}
-        self.operations = Operations(tiny_config("*", **names), DecoderOptions(dtype=dtype, page_size=page))
+        config = tiny_config("*", **names)
+        self.operations = Operations(config, DecoderOptions(dtype=dtype, page_size=page), config.mixers)
         self.order = torch.randperm(200, generator=torch.Generator().manual_seed(page))
         self.clear()
         size = (heads[0] + 2 * heads[1]) * width

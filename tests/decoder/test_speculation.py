@@ -197,7 +197,7 @@ def test_memory_counts_every_slot_of_a_request() -> None:
     assert len(tokens(run(runner, request("a", range(20), greedy_params(44)))["a"])) == 44
     replay = ArenaLayout.of(CONFIG, DecoderOptions(**(base | {"spec_state": "replay"})))
     assert replay.blocks_for(1, 64) == layout.blocks_for(1, 64) - 3
-    assert replay.ring_bytes == 2 * 16 * (CONFIG.conv_dim + CONFIG.mamba_num_heads) * 4
+    assert replay.ring_bytes == 16 * sum(slot.inputs for slot in CONFIG.slots) * 4
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 9])

@@ -11,7 +11,7 @@ from tiny_encoder import random_image, relative_error, tiny_tower
 from triton_kernels import DEVICE
 
 from decoder.config import DecoderOptions
-from decoder.mixers import ExpertsMixer
+from decoder.layers.experts import Experts, ExpertsMixer
 from decoder.sampling import SamplingParams
 from encoder.runner import EncoderOptions, EncoderRunner
 from kernels.dispatch import forced
@@ -62,7 +62,7 @@ def test_encoder(graphs: str, final_layernorm: bool) -> None:
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
-        ({"mlp_hidden_act": "silu"}, {}, "relu2 alone on cpu, and the model has silu"),
+        ({"mlp_hidden_act": "silu"}, {}, "plain relu2 alone on cpu, and the model has silu"),
         ({}, {"weights": "int8"}, "quantised experts run on a CPU alone"),
     ],
 )
@@ -70,5 +70,7 @@ def test_experts_that_no_kernel_has_are_refused(changes: dict[str, Any], options
     config = tiny_config("E", **changes)
     prefix = "model.layers.0.mixer."
     weights = {name.removeprefix(prefix): w for name, w in random_weights(config) if name.startswith(prefix)}
+    [spec] = config.mixers
+    assert isinstance(spec, Experts)
     with forced("triton"), pytest.raises(ValueError, match=message):
-        ExpertsMixer(config, DecoderOptions(**options), weights)
+        ExpertsMixer(spec, DecoderOptions(**options), weights)

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_checkpoint import make_checkpoint
 
-from decoder.config import DecoderConfig
+from decoder.layers.mamba2 import Mamba2
 from families import CheckpointError, FamilyConfig
-from families.nemotron_h.config import decoder_config
+from families.nemotron_h.config import NemotronHConfig, decoder_config
 from families.nemotron_h_omni import FAMILY as OMNI
 from service.assets import sampling_defaults
 from service.checkpoint import Checkpoint, open_checkpoint, resolve_model
@@ -147,7 +147,7 @@ def test_the_revision_follows_the_weights(tmp_path: Path) -> None:
     ],
 )
 def test_names(stored: str, native: str) -> None:
-    config = FamilyConfig({}, DecoderConfig(pattern="M", vocab_size=8, hidden_size=8))
+    config = FamilyConfig({}, NemotronHConfig(pattern="M", vocab_size=8, hidden_size=8).decoder)
     assert [target.name for target in OMNI.weights(config)(stored)] == [native]
 
 
@@ -170,7 +170,8 @@ def test_released_field_names_mean_the_same(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     released = load_config(tmp_path)
     assert released == native
-    assert released.decoder.time_step_limit == (0.0, float("inf"))
+    mamba = released.decoder.mixers[0]
+    assert isinstance(mamba, Mamba2) and mamba.time_step_limit == (0.0, float("inf"))
 
 
 def test_vision_args_of_released_files(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from service.quantise import quantise_checkpoint
 
 def linears(model: HybridModel) -> list[Linear]:
     found = [model.head]
-    for mixer in model.mixers:
+    for mixer in [mixer for layer in model.layers for mixer in layer.mixers]:
         found += [value for value in vars(mixer).values() if isinstance(value, Linear)]
     return found
 

@@ -13,6 +13,7 @@ from decoder.config import DecoderConfig, DecoderOptions
 from decoder.request import DecoderRequest, ImageSpan, TokenEvent
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
+from families.nemotron_h.config import NemotronHConfig as Published
 
 TINY: dict[str, Any] = {
     "vocab_size": 97,
@@ -34,13 +35,19 @@ TINY: dict[str, Any] = {
 }
 
 
+_PUBLISHED: dict[DecoderConfig, Published] = {}
+
+
 def tiny_config(pattern: str = "M-*EM", **changes: Any) -> DecoderConfig:
     """A decoder of a few thousand parameters."""
-    return DecoderConfig(pattern=pattern, **(TINY | changes))
+    published = Published(pattern=pattern, **(TINY | changes))
+    _PUBLISHED[published.decoder] = published
+    return published.decoder
 
 
-def oracle(config: DecoderConfig, seed: int = 0) -> NemotronHForCausalLM:
-    """The same shape in transformers, with random weights that make every term count."""
+def oracle(decoder: DecoderConfig, seed: int = 0) -> NemotronHForCausalLM:
+    """The shape of a `tiny_config` in transformers, with random weights that make every term count."""
+    config = _PUBLISHED[decoder]
     names = NemotronHConfig.__dataclass_fields__
     fields = {name: getattr(config, name) for name in vars(config) if name in names}
     fields["layers_block_type"] = NemotronHConfig._pattern_to_list(config.pattern)

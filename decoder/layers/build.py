@@ -1,0 +1,85 @@
+"""Descriptions of layers, their weights and their memory -> layers that run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from decoder.arena import Arena
+from decoder.batch import Batch
+from decoder.config import DecoderConfig, DecoderOptions
+from decoder.layers.attention import Attention, AttentionMixer
+from decoder.layers.experts import Experts, ExpertsMixer
+from decoder.layers.linear import float_vector
+from decoder.layers.mamba2 import Mamba2, Mamba2Mixer
+from decoder.layers.mlp import Mlp, mlp_of
+from decoder.layers.spec import MixerSpec, Weights
+
+Mixer = Callable[[Tensor, Batch], Tensor]
+"""Normalised rows `[T, d]` of a batch -> what is added to the residual stream; updates its memory in place."""
+
+
+@runtime_checkable
+class Recurrent(Protocol):
+    """A mixer with a state in a slot."""
+
+    def advance(self, seats_R: Tensor, slots_R: Tensor, targets_R: Tensor, counts_R: Tensor, span: int) -> None:
+        """Writes the states after the first `counts` inputs of the batch slots' rings to the target slots."""
+
+
+class BuiltLayer:
+    """A layer's norm and mixers."""
+
+    def __init__(self, norm: Tensor, mixers: list[Mixer], residual_scale: float) -> None:
+        self.norm, self.mixers, self.residual_scale = norm, mixers, residual_scale
+
+    def __call__(self, x_TD: Tensor, batch: Batch) -> Tensor:
+        """What the layer adds to the residual stream, `[T, d]`, given its normalised rows."""
+        delta = self.mixers[0](x_TD, batch)
+        for mixer in self.mixers[1:]:
+            delta = delta + mixer(x_TD, batch)
+        return delta if self.residual_scale == 1.0 else delta * self.residual_scale
+
+
+def build_layers(
+    config: DecoderConfig, options: DecoderOptions, arena: Arena, tensors: dict[str, Any]
+) -> list[BuiltLayer]:
+    """The layers of a model, in order; takes their weights out of `tensors`."""
+    slots = iter(zip(arena.windows, arena.states, arena.rings, strict=True))
+    pages = iter(arena.kv)
+    layers = []
+    for index, layer in enumerate(config.layers):
+        prefix = f"model.layers.{index}."
+        weights = {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+        mixers = [build_mixer(spec, options, _below(weights, f"{name}."), slots, pages) for name, spec in layer.mixers]
+        layers.append(BuiltLayer(float_vector(weights, "norm.weight", options), mixers, layer.residual_scale))
+    return layers
+
+
+def build_mixer(
+    spec: MixerSpec,
+    options: DecoderOptions,
+    weights: Weights,
+    slots: Iterator[tuple[Tensor, Tensor, Tensor]],
+    pages: Iterator[Tensor],
+) -> Mixer:
+    """The mixer of a description. `slots` gives windows, states and rings, `pages` keys and values, of the next mixer
+    that needs them.
+    """
+    match spec:
+        case Mamba2():
+            return Mamba2Mixer(spec, options, weights, *next(slots))
+        case Attention():
+            return AttentionMixer(spec, options, weights, next(pages))
+        case Mlp():
+            return mlp_of(spec, options, weights)
+        case Experts():
+            return ExpertsMixer(spec, options, weights)
+        case _:
+            raise TypeError(f"no layer is made of a {type(spec).__name__}")
+
+
+def _below(weights: Weights, prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}

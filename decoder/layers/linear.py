@@ -1,0 +1,49 @@
+"""Helpers to lay weights out: linear layers in the options' dtype or quantised, vectors in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from decoder.config import DecoderOptions
+from decoder.layers.spec import Weights
+from kernels.linear import Linear, Quantised, quantise
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu2": lambda x: F.relu(x).square(),
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+def stored_linear(
+    weight: Tensor | Quantised, bias: Tensor | None, options: DecoderOptions, *, owned: bool = False
+) -> Linear:
+    """A linear layer with its weights as the options, or the checkpoint, want them. `ValueError` where they differ.
+
+    `owned`: the weight may be kept instead of copied.
+    """
+    if isinstance(weight, Quantised):
+        if options.weights not in (None, weight.kind):
+            raise ValueError(f"weights {options.weights} was asked for and the checkpoint holds {weight.kind}")
+        weight = weight.to(options.device)
+    elif options.weights is not None:
+        weight = quantise(weight, options.weights).to(options.device)
+    else:
+        weight = weight.to(options.device, options.dtype)
+    return Linear(weight, None if bias is None else bias.to(options.device, options.dtype), owned=owned)
+
+
+def named_linear(weights: Weights, name: str, options: DecoderOptions) -> Linear:
+    """The linear layer `name` of these weights, with its bias where there is one."""
+    return stored_linear(weights[f"{name}.weight"], weights.get(f"{name}.bias"), options)
+
+
+def float_vector(weights: Weights, name: str, options: DecoderOptions) -> Tensor:
+    """A copy in float32 on the device."""
+    return weights[name].to(device=options.device, dtype=torch.float32, copy=True)

@@ -1,0 +1,209 @@
+"""Mamba-2: projection, causal convolution, state update or scan, gated norm, projection.
+
+Letters: `T` tokens, `U` update rows, `H` heads, `P` head size, `G` groups, `N` state size, `C` conv channels, `W` taps,
+`S` slots, `X` inputs of the recurrence. The maths is in Dao and Gu, arXiv 2405.21060; kernels/selective_state_update,
+kernels/chunk_scan and kernels/state_replay state it in full.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decoder.batch import Batch, VerifyTensors
+from decoder.config import DecoderOptions
+from decoder.layers.linear import float_vector, named_linear
+from decoder.layers.spec import SlotSpec, Weights, positive, require
+from kernels.causal_conv1d import causal_conv1d, causal_conv1d_tokens, causal_conv1d_update
+from kernels.chunk_scan import chunk_scan
+from kernels.gated_norm import gated_norm
+from kernels.selective_state_update import discretise, selective_state_update, selective_state_update_tokens
+from kernels.state_replay import MambaTerms, replay_advance, replay_tokens
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """Shape of one Mamba-2 mixer, in elements. Field names are those of NVIDIA's and transformers' configurations."""
+
+    hidden_size: int
+    mamba_num_heads: int = 128
+    mamba_head_dim: int = 64
+    n_groups: int = 8
+    ssm_state_size: int = 128
+    conv_kernel: int = 4
+    chunk_size: int = 128
+    """Length of the chunks of the scan; a power of two. It changes rounding, never the result."""
+    time_step_limit: tuple[float, float] = (0.0, float("inf"))
+    """The only clamp put on dt after the softplus."""
+    use_conv_bias: bool = True
+    use_bias: bool = False
+    """Biases of the input and output projections."""
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "time_step_limit", (float(self.time_step_limit[0]), float(self.time_step_limit[1])))
+        positive(
+            self, "ssm_state_size", "mamba_num_heads", "mamba_head_dim", "n_groups", "conv_kernel", "chunk_size"
+        )  # fmt: skip
+        require(
+            self.mamba_num_heads % self.n_groups == 0,
+            f"mamba_num_heads {self.mamba_num_heads} is not a multiple of n_groups {self.n_groups}",
+        )
+        require(self.conv_kernel >= 2, f"conv_kernel must be at least 2, not {self.conv_kernel}")
+        require(
+            self.chunk_size & (self.chunk_size - 1) == 0, f"chunk_size must be a power of two, not {self.chunk_size}"
+        )
+        low, high = self.time_step_limit
+        require(0 <= low <= high, f"time_step_limit must rise from 0 or above, not {low} to {high}")
+
+    @property
+    def inner(self) -> int:
+        """Channels of the inner stream."""
+        return self.mamba_num_heads * self.mamba_head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels that pass through the causal convolution: inner stream, B and C."""
+        return self.inner + 2 * self.n_groups * self.ssm_state_size
+
+    @property
+    def memory(self) -> SlotSpec:
+        state = (self.mamba_num_heads, self.mamba_head_dim, self.ssm_state_size)
+        inputs = self.conv_dim + self.mamba_num_heads
+        return SlotSpec((self.conv_kernel - 1, self.conv_dim), state, inputs, self.chunk_size)
+
+    @property
+    def activations(self) -> int:
+        return 2 * self.inner + 3 * self.conv_dim + self.mamba_num_heads
+
+    def weights(self) -> dict[str, tuple[int, ...]]:
+        d, inner, conv, heads = self.hidden_size, self.inner, self.conv_dim, self.mamba_num_heads
+        found: dict[str, tuple[int, ...]] = {
+            "in_proj.weight": (inner + conv + heads, d),
+            "conv1d.weight": (conv, 1, self.conv_kernel),
+            "A_log": (heads,),
+            "D": (heads,),
+            "dt_bias": (heads,),
+            "norm.weight": (inner,),
+            "out_proj.weight": (d, inner),
+        }
+        if self.use_conv_bias:
+            found["conv1d.bias"] = (conv,)
+        if self.use_bias:
+            found |= {"in_proj.bias": (inner + conv + heads,), "out_proj.bias": (d,)}
+        return found
+
+    def optional_weights(self) -> frozenset[str]:
+        return frozenset()
+
+
+class Mamba2Mixer:
+    """The layer: one call maps normalised rows `[T, d]` of a batch to what is added to the residual stream."""
+
+    def __init__(
+        self,
+        spec: Mamba2,
+        options: DecoderOptions,
+        weights: Weights,
+        windows_SWC: Tensor,
+        states_SHPN: Tensor,
+        ring_SLX: Tensor,
+    ) -> None:
+        self.spec, self.windows, self.states, self.ring = spec, windows_SWC, states_SHPN, ring_SLX
+        self.in_proj = named_linear(weights, "in_proj", options)
+        self.out_proj = named_linear(weights, "out_proj", options)
+        self.conv_WC = float_vector(weights, "conv1d.weight", options)[:, 0].t().contiguous()
+        self.conv_bias_C = float_vector(weights, "conv1d.bias", options) if spec.use_conv_bias else None
+        self.A_H = -torch.exp(float_vector(weights, "A_log", options))
+        self.D_H = float_vector(weights, "D", options)
+        self.dt_bias_H = float_vector(weights, "dt_bias", options)
+        self.norm_weight = float_vector(weights, "norm.weight", options)
+        self.sizes = [spec.inner, spec.conv_dim, spec.mamba_num_heads]
+        self.terms = MambaTerms(
+            self.conv_WC, self.conv_bias_C, self.A_H, self.D_H, self.dt_bias_H, spec.n_groups, spec.ssm_state_size,
+            spec.time_step_limit,
+        )  # fmt: skip
+
+    def __call__(self, x_TD: Tensor, batch: Batch) -> Tensor:
+        projected = self.in_proj(x_TD)
+        gate, conv_in, dt = projected.split(self.sizes, dim=-1)
+        updates, queries = batch.updates, batch.queries
+        parts = []
+        if updates:
+            parts.append(self.update(conv_in[:updates], dt[:updates], batch))
+        if batch.verify is not None:
+            parts.append(self.verify(projected[updates:queries, self.sizes[0] :], batch.verify.tensors))
+        if batch.scan is not None:
+            parts.append(self.scan(conv_in[queries:], dt[queries:], batch))
+        y = parts[0] if len(parts) == 1 else torch.cat(parts)
+        group = self.spec.inner // self.spec.n_groups
+        return self.out_proj(gated_norm(y, gate, self.norm_weight, group, self.spec.norm_eps))
+
+    def _split(self, mixed_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        spec, tokens = self.spec, mixed_TC.shape[0]
+        bc = spec.n_groups * spec.ssm_state_size
+        x, b, c = mixed_TC.split([spec.inner, bc, bc], dim=-1)
+        shape = (tokens, spec.n_groups, spec.ssm_state_size)
+        return x.view(tokens, spec.mamba_num_heads, spec.mamba_head_dim), b.view(shape), c.view(shape)
+
+    def update(self, conv_in_UC: Tensor, dt_UH: Tensor, batch: Batch) -> Tensor:
+        """One token for each row, on top of the state in its slot."""
+        mixed = causal_conv1d_update(
+            conv_in_UC, self.conv_WC, self.conv_bias_C, self.windows, batch.slots_U, batch.slot_runs
+        )
+        x, b, c = self._split(mixed)
+        y = selective_state_update(
+            self.states,
+            batch.slots_U,
+            x,
+            dt_UH,
+            self.A_H,
+            b,
+            c,
+            self.D_H,
+            self.dt_bias_H,
+            self.spec.time_step_limit,
+            batch.slot_runs,
+        )
+        return y.reshape(x.shape[0], -1)
+
+    def verify(self, inputs_NX: Tensor, rows: VerifyTensors) -> Tensor:
+        """Tokens that may be rejected: states are written for each of them, or inputs kept instead of states."""
+        if not self.ring.numel():
+            return rows.pack(self._verify_in_slots(rows.spread(inputs_NX), rows))
+        slots = rows.slots_VT[:, 0]
+        y = replay_tokens(
+            self.states, self.windows, self.ring, rows.seats_V, slots, rows.accepted_V, rows.lengths_V,
+            rows.spread(inputs_NX), self.terms, rows.span, rows.slot_runs,
+        )  # fmt: skip
+        return rows.pack(y.flatten(2))
+
+    def _verify_in_slots(self, inputs_VTX: Tensor, rows: VerifyTensors) -> Tensor:
+        count, tokens = inputs_VTX.shape[:2]
+        conv_in, dt = inputs_VTX.split(self.sizes[1:], dim=-1)
+        given = (rows.slots_VT, rows.accepted_V, rows.lengths_V)
+        mixed = causal_conv1d_tokens(conv_in, self.conv_WC, self.conv_bias_C, self.windows, *given)
+        x, b, c = (part.unflatten(0, (count, tokens)) for part in self._split(mixed.flatten(0, 1)))
+        y = selective_state_update_tokens(
+            self.states, *given, x, dt, self.A_H, b, c, self.D_H, self.dt_bias_H, self.spec.time_step_limit
+        )
+        return y.flatten(2)
+
+    def scan(self, conv_in_TC: Tensor, dt_TH: Tensor, batch: Batch) -> Tensor:
+        """Rows of several tokens, from the state in their slot or from none; keeps checkpoints on the way."""
+        scan = batch.scan
+        assert scan is not None
+        rows = (scan.slots_R, scan.initial_R, scan.starts_R)
+        kept = (scan.window_saves, scan.tables)
+        mixed = causal_conv1d(conv_in_TC, self.conv_WC, self.conv_bias_C, self.windows, *rows, *kept)
+        x, b, c = self._split(mixed)
+        dt = discretise(dt_TH, self.dt_bias_H, self.spec.time_step_limit)
+        given = (x, dt, self.A_H, b, c, self.D_H)
+        y = chunk_scan(self.states, scan.slots_R, scan.initial_R, *given, scan.chunks, scan.state_saves, scan.tables)
+        return y.reshape(x.shape[0], -1)
+
+    def advance(self, seats_R: Tensor, slots_R: Tensor, targets_R: Tensor, counts_R: Tensor, span: int) -> None:
+        """Writes the states after the first `counts` inputs of the batch slots' rings to the target slots."""
+        replay_advance(self.states, self.windows, self.ring, seats_R, slots_R, targets_R, counts_R, self.terms, span)

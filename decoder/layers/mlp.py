@@ -1,0 +1,89 @@
+"""MLP: `down(act(up(x)))`, or gated, `down(act(gate(x)) * up(x))`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decoder.batch import Batch
+from decoder.config import DecoderOptions
+from decoder.layers.linear import ACTIVATIONS, named_linear, stored_linear
+from decoder.layers.spec import Weights, positive, require
+from kernels.linear import concatenate
+
+
+def check_activation(name: str) -> None:
+    """`ValueError` that names the activations there are."""
+    require(name in ACTIVATIONS, f"mlp_hidden_act {name!r} is not one of {', '.join(ACTIVATIONS)}")
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """Shape of one MLP, in elements."""
+
+    hidden_size: int
+    intermediate_size: int = 21504
+    mlp_hidden_act: str = "relu2"
+    gated: bool = False
+    mlp_bias: bool = False
+
+    def __post_init__(self) -> None:
+        check_activation(self.mlp_hidden_act)
+        positive(self, "intermediate_size")
+
+    @property
+    def memory(self) -> None:
+        return None
+
+    @property
+    def activations(self) -> int:
+        return (3 if self.gated else 2) * self.intermediate_size
+
+    def weights(self) -> dict[str, tuple[int, ...]]:
+        inner, names = self.intermediate_size, ("gate_proj", "up_proj") if self.gated else ("up_proj",)
+        found: dict[str, tuple[int, ...]] = {f"{name}.weight": (inner, self.hidden_size) for name in names}
+        found["down_proj.weight"] = (self.hidden_size, inner)
+        if self.mlp_bias:
+            found |= {f"{name}.bias": (inner,) for name in names} | {"down_proj.bias": (self.hidden_size,)}
+        return found
+
+    def optional_weights(self) -> frozenset[str]:
+        return frozenset()
+
+
+class MlpMixer:
+    """The plain layer: `[T, d]` to what is added to the residual stream."""
+
+    def __init__(self, spec: Mlp, options: DecoderOptions, weights: Weights) -> None:
+        assert not spec.gated
+        self.up, self.down = named_linear(weights, "up_proj", options), named_linear(weights, "down_proj", options)
+        self.squared = spec.mlp_hidden_act == "relu2"
+        self.act = ACTIVATIONS[spec.mlp_hidden_act]
+
+    def __call__(self, x_TD: Tensor, batch: Batch | None = None) -> Tensor:
+        return self.down(self.up.relu_squared(x_TD) if self.squared else self.act(self.up(x_TD)))
+
+
+class GatedMlpMixer:
+    """The gated layer; gate and up are one product."""
+
+    def __init__(self, spec: Mlp, options: DecoderOptions, weights: Weights) -> None:
+        assert spec.gated
+        names = ("gate_proj", "up_proj")
+        bias = None
+        if spec.mlp_bias:
+            bias = torch.cat([weights[f"{name}.bias"] for name in names])
+        self.gate_up = stored_linear(concatenate([weights[f"{name}.weight"] for name in names]), bias, options)
+        self.down = named_linear(weights, "down_proj", options)
+        self.act = ACTIVATIONS[spec.mlp_hidden_act]
+
+    def __call__(self, x_TD: Tensor, batch: Batch | None = None) -> Tensor:
+        gate, up = self.gate_up(x_TD).chunk(2, dim=-1)
+        return self.down(self.act(gate) * up)
+
+
+def mlp_of(spec: Mlp, options: DecoderOptions, weights: Weights) -> MlpMixer | GatedMlpMixer:
+    """The layer of either kind."""
+    return (GatedMlpMixer if spec.gated else MlpMixer)(spec, options, weights)

@@ -1,0 +1,89 @@
+"""What a layer is to the machinery around it: its weights, and the memory that it needs for each sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Weights = Mapping[str, Any]
+"""Tensors by name, without the layer's prefix; those of linear layers may be `Quantised`."""
+
+
+@dataclass(frozen=True)
+class SlotSpec:
+    """Memory of fixed size for each sequence: a convolution window and a recurrent state."""
+
+    window: tuple[int, int]
+    """Inputs that a causal convolution looks back at, and its channels; stored in the compute dtype."""
+    state: tuple[int, ...]
+    """Shape of the recurrent state, stored in the dtype of states."""
+    inputs: int
+    """Numbers of one token that the recurrence takes in: what is kept to replay tokens that may be rejected."""
+    chunk: int
+    """Tokens of a chunk of the scan, a power of two. It changes rounding, never the result."""
+
+
+@dataclass(frozen=True)
+class PageSpec:
+    """Memory that grows with a sequence: keys and values of each token, stored in the compute dtype."""
+
+    heads: int
+    width: int
+
+    def numbers(self, tokens: int) -> int:
+        """Of the keys and values of so many tokens."""
+        return 2 * tokens * self.heads * self.width
+
+
+class MixerSpec(Protocol):
+    """Description of one mixer: a frozen dataclass with the fields of its kind."""
+
+    @property
+    def memory(self) -> SlotSpec | PageSpec | None: ...
+
+    @property
+    def activations(self) -> int:
+        """Numbers of one token that are alive at once, beside the residual stream."""
+        ...
+
+    def weights(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of every tensor that a checkpoint may hold for it."""
+        ...
+
+    def optional_weights(self) -> frozenset[str]:
+        """Names of `weights` that a checkpoint may leave out."""
+        ...
+
+
+@dataclass(frozen=True)
+class Layer:
+    """`x += residual_scale * sum(mixer(rms_norm(x)) for mixer in mixers)`.
+
+    Its weights are called `norm.weight` and `{name}.{weight of the mixer}`.
+    """
+
+    mixers: tuple[tuple[str, MixerSpec], ...]
+    """Each with its name."""
+    residual_scale: float = 1.0
+
+    def weights(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        found: dict[str, tuple[int, ...]] = {"norm.weight": (hidden_size,)}
+        for prefix, mixer in self.mixers:
+            found |= {f"{prefix}.{name}": shape for name, shape in mixer.weights().items()}
+        return found
+
+    def optional_weights(self) -> frozenset[str]:
+        return frozenset(f"{prefix}.{name}" for prefix, mixer in self.mixers for name in mixer.optional_weights())
+
+
+def positive(owner: object, *names: str) -> None:
+    """`ValueError` that names the first of these fields that is below 1."""
+    for name in names:
+        require(getattr(owner, name) >= 1, f"{name} must be at least 1, not {getattr(owner, name)}")
+
+
+def require(ok: bool, message: str) -> None:
+    """`ValueError` with the message unless `ok`."""
+    if not ok:
+        raise ValueError(message)
