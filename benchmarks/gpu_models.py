@@ -47,7 +47,7 @@ def decoder(scale: str, *, experts: bool = False, layers: bool = False) -> Decod
     if experts:
         return (_NANO_3_30B if scale == "full" else _TINY_30B).decoder
     config = _NEMOTRON_9B if scale == "full" else _TINY_9B
-    return replace(config, pattern="M-*") if layers else config
+    return (replace(config, pattern="M-*") if layers else config).decoder
 
 
 def tower(scale: str, *, layers: int | None = None) -> VisionConfig:
