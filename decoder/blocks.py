@@ -199,23 +199,26 @@ class SuperblockPool:
         self._held.add(slots=(slot,))
         self.needed.add(slots=(slot,))
 
-    def retain_pages(self, pages: Iterable[int]) -> None:
-        """One more owner of each."""
-        pages = list(pages)
-        assert all(page in self._held.pages for page in pages), f"somebody must have each of the pages {pages}"
+    def retain_pages(self, pages: Iterable[int], *, ceded: bool = False) -> None:
+        """One more owner of each; `ceded`: one that gives way."""
+        pages, held = list(pages), self._held.pages
+        assert all(page in held for page in pages), f"somebody must have each of the pages {pages}"
         self._held.add(pages=pages)
-        self.needed.add(pages=pages)
+        if not ceded:
+            self.needed.add(pages=pages)
 
-    def release_slot(self, slot: int) -> None:
-        """One owner less; the last one frees the superblock."""
-        self.needed.remove(slots=(slot,))
+    def release_slot(self, slot: int, *, ceded: bool = False) -> None:
+        """One owner less, of those that give way if `ceded`; the last one frees the superblock."""
+        if not ceded:
+            self.needed.remove(slots=(slot,))
         for freed in self._held.remove(slots=(slot,))[0]:
             insort(self._free, freed)
 
-    def release_pages(self, pages: Iterable[int]) -> None:
-        """One owner less of each; a superblock without used pages is free again."""
+    def release_pages(self, pages: Iterable[int], *, ceded: bool = False) -> None:
+        """One owner less of each, of those that give way if `ceded`; a superblock without used pages is free again."""
         pages = list(pages)
-        self.needed.remove(pages=pages)
+        if not ceded:
+            self.needed.remove(pages=pages)
         changed = set()
         for page in self._held.remove(pages=pages)[1]:
             block = page // self.pages_per_block
@@ -229,7 +232,7 @@ class SuperblockPool:
                 self._rank(block)
 
     def cede(self, slots: Iterable[int] = (), pages: Iterable[int] = ()) -> None:
-        """One reference to each gives way from now on; whoever has it claims it before releasing it."""
+        """One reference to each gives way from now on."""
         self.needed.remove(slots, pages)
 
     def claim(self, slots: Iterable[int] = (), pages: Iterable[int] = ()) -> None:

@@ -201,8 +201,8 @@ class PrefixCache:
         length = tokens % size
         tail = sequence.pages[tokens // size] if length and self.pool.pages_per_block else -1
         tails = [tail] if tail >= 0 else []
-        self.pool.retain_pages(tails)
-        self.pool.cede([slot], tails)
+        self.pool.retain_pages(tails, ceded=True)
+        self.pool.cede([slot])
         checkpoint = node.checkpoints[key] = Checkpoint(key, node, tokens, slot, tail, gain)
         node.tails[length] = node.tails.get(length, 0) + 1
         self.counters["inserted"] += 1
@@ -216,8 +216,7 @@ class PrefixCache:
         if node is None:
             page = sequence.pages[depth - 1] if depth and self.pool.pages_per_block else -1
             if page >= 0:
-                self.pool.retain_pages([page])
-                self.pool.cede(pages=[page])
+                self.pool.retain_pages([page], ceded=True)
             node = self._nodes[key] = Node(key, parent, page)
             if parent is not None:
                 parent.children += 1
@@ -261,20 +260,16 @@ class PrefixCache:
         """Takes a checkpoint out, if it is still in, and frees what only it needed."""
         if self._live.get(checkpoint.ticket) is not checkpoint:
             return
-        self._claim(checkpoint)
-        self.pool.release_slot(checkpoint.slot)
+        self.pool.release_slot(checkpoint.slot, ceded=True)
         if checkpoint.tail >= 0:
-            self.pool.release_pages([checkpoint.tail])
+            self.pool.release_pages([checkpoint.tail], ceded=True)
         self._unlink(checkpoint)
 
     def hand_over(self, checkpoint: Checkpoint) -> None:
         """Takes a checkpoint out; its references to slot and tail are now the caller's."""
         assert self._live.get(checkpoint.ticket) is checkpoint
-        self._claim(checkpoint)
-        self._unlink(checkpoint)
-
-    def _claim(self, checkpoint: Checkpoint) -> None:
         self.pool.claim([checkpoint.slot], [checkpoint.tail] if checkpoint.tail >= 0 else [])
+        self._unlink(checkpoint)
 
     def _unlink(self, checkpoint: Checkpoint) -> None:
         node, length = checkpoint.node, checkpoint.tokens % self.placement.page
@@ -291,8 +286,7 @@ class PrefixCache:
         while at is not None and not at.children and not at.checkpoints:
             del self._nodes[at.key]
             if at.page >= 0:
-                self.pool.claim(pages=[at.page])
-                self.pool.release_pages([at.page])
+                self.pool.release_pages([at.page], ceded=True)
             at = parent = at.parent
             if parent is None:
                 return

@@ -82,6 +82,21 @@ class PoolMachine(RuleBasedStateMachine):
         self.ceded_pages += self.pages[place:]
         del self.pages[place:]
 
+    @precondition(lambda self: self.pages)
+    @rule(data=st.data())
+    def share_page_to_give_way(self, data: st.DataObject) -> None:
+        page = data.draw(st.sampled_from(self.pages))
+        self.pool.retain_pages([page], ceded=True)
+        self.ceded_pages.append(page)
+
+    @precondition(lambda self: self.ceded_slots or self.ceded_pages)
+    @rule()
+    def release_what_gives_way(self) -> None:
+        for slot in self.ceded_slots:
+            self.pool.release_slot(slot, ceded=True)
+        self.pool.release_pages(self.ceded_pages, ceded=True)
+        self.ceded_slots, self.ceded_pages = [], []
+
     @precondition(lambda self: self.ceded_slots or self.ceded_pages)
     @rule()
     def claim_all(self) -> None:

@@ -1,0 +1,159 @@
+"""What a schedule step costs in Python: 32, 128 and 512 running requests that hold 512 pages each.
+
+    python -m benchmarks.schedule [--requests 32,128,512] [--pages 512] [--steps 64] [--write]
+
+The scheduler alone, without a model. Three situations, each of `--steps` steps in which every request draws one token:
+
+decode    nobody waits: what each step costs anyway
+blocked   one more request waits that finds no room: what judging its admission adds
+reclaim   all memory is in use or cached, so each new superblock of pages takes an eviction
+
+The aim: a step stays flat per request, in each situation, from the smallest number of requests to the largest, within
+`GROWTH` times. Returns 1 where it does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine
+from decoder.blocks import SuperblockPool
+from decoder.checkpoints import Placement
+from decoder.config import DecoderOptions
+from decoder.prefix_cache import PrefixCache
+from decoder.request import DecoderRequest
+from decoder.sampling import SamplingParams
+from decoder.scheduler import Scheduler
+
+RESULTS = Path(__file__).resolve().parent / "results"
+SITUATIONS = ("decode", "blocked", "reclaim")
+PAGE, PER_BLOCK, CHUNK = 16, 8, 128
+GROWTH = 1.5
+"""Microseconds per request at the largest number over those at the smallest, at most."""
+
+
+def request(name: str, tokens: int, output: int) -> DecoderRequest:
+    """Of a salt of its own, so that it shares nothing with others."""
+    return DecoderRequest(name, [1] * tokens, SamplingParams(max_tokens=output), salt=name.encode())
+
+
+def advance(scheduler: Scheduler) -> float:
+    """One step as the runner does it; the seconds that scheduling and committing took."""
+    started = time.perf_counter()
+    step = scheduler.schedule()
+    scheduler.commit(step)
+    spent = time.perf_counter() - started
+    for row in step.rows:
+        if row.samples:
+            row.sequence.tokens.append(1)
+    return spent
+
+
+def running(requests: int, pages: int, steps: int, situation: str) -> Scheduler:
+    """A scheduler whose requests have just read their prompts of `pages` pages."""
+    tokens = pages * PAGE
+    output = 4 * steps
+    own = -(-(tokens + output) // (PAGE * PER_BLOCK)) + 1
+    blocks = requests * own
+    options = DecoderOptions(
+        max_seqs=requests + 1, max_len=2 * blocks * PER_BLOCK * PAGE, max_batched_tokens=max(tokens, 2 * requests),
+        page_size=PAGE, state_cache="auto",
+    )  # fmt: skip
+    pool = SuperblockPool(blocks, PER_BLOCK)
+    scheduler = Scheduler(options, pool, page_bytes=1 << 16, slot_bytes=1 << 20)
+    for number in range(requests):
+        scheduler.add(request(f"r{number}", tokens - number % PAGE, output))  # a page more in any step for some
+    while any(not sequence.decoding for sequence in scheduler.sequences):
+        advance(scheduler)
+    placement = Placement("auto", CHUNK, CHUNK, PAGE)
+    scheduler.cache = PrefixCache(pool, placement, page_bytes=1 << 16, slot_bytes=1 << 20)
+    if situation == "blocked":
+        scheduler.add(request("late", blocks * PER_BLOCK * PAGE, 1))
+    elif situation == "reclaim":
+        fill(scheduler)
+    return scheduler
+
+
+def fill(scheduler: Scheduler) -> None:
+    """Short requests come, leave what they have computed to the cache, and end, until no superblock is free."""
+    number = 0
+    while scheduler.pool.free_blocks > 2:
+        kept = scheduler.add(request(f"cached {number}", CHUNK, 1))
+        scheduler.commit(scheduler.schedule())
+        scheduler.keep(kept)
+        scheduler.finish(kept)
+        number += 1
+        for sequence in scheduler.running:  # those that have advanced meanwhile draw nothing
+            sequence.computed = len(sequence.tokens) - 1
+
+
+def measure(requests: int, pages: int, steps: int, situation: str) -> dict[str, Any]:
+    scheduler = running(requests, pages, steps, situation)
+    assert scheduler.cache is not None
+    evicted = scheduler.cache.counters["evicted"]
+    gc.collect()
+    spent = [advance(scheduler) for _ in range(steps)]
+    assert len(scheduler.running) == requests and not scheduler.preemptions
+    return {
+        "situation": situation,
+        "requests": requests,
+        "pages_held": requests * pages,
+        "evictions": scheduler.cache.counters["evicted"] - evicted,
+        "median_ms": 1e3 * statistics.median(spent),
+        "mean_ms": 1e3 * statistics.mean(spent),
+        "max_ms": 1e3 * max(spent),
+        "median_us_per_request": 1e6 * statistics.median(spent) / requests,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints a table, then one line of JSON. Returns 1 where a step is not flat per request."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", default="32,128,512", help="numbers of running requests, rising")
+    parser.add_argument("--pages", type=int, default=512, help="pages that each holds")
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results")
+    arguments = parser.parse_args(argv)
+    load = machine.load()
+    counts = [int(count) for count in arguments.requests.split(",")]
+    lines = [measure(n, arguments.pages, arguments.steps, what) for what in SITUATIONS for n in counts]
+    growth = {}
+    for what in SITUATIONS:
+        each = [line["median_us_per_request"] for line in lines if line["situation"] == what]
+        growth[what] = each[-1] / each[0]
+    print(f"{'situation':10}{'requests':>9}{'median ms':>11}{'max ms':>8}{'us/request':>12}{'evictions':>11}")
+    for line in lines:
+        print(
+            f"{line['situation']:10}{line['requests']:9}{line['median_ms']:11.3f}{line['max_ms']:8.2f}"
+            f"{line['median_us_per_request']:12.2f}{line['evictions']:11}"
+        )
+    met = {what: value <= GROWTH for what, value in growth.items()}
+    result = {
+        "date": f"{datetime.date.today():%Y-%m-%d}",
+        "command": f"python -m benchmarks.schedule --requests {arguments.requests} --pages {arguments.pages} "
+        f"--steps {arguments.steps}" + " --write" * arguments.write,
+        "machine": machine.describe(),
+        "load_before": load,
+        "growth_per_request": growth,
+        "met": met,
+        "steps": lines,
+    }
+    if arguments.write:
+        RESULTS.mkdir(exist_ok=True)
+        path = RESULTS / f"{datetime.date.today():%Y-%m-%d}-schedule.json"
+        path.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+    return 0 if all(met.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
