@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from encoder.job import EncodeJob
 from encoder.runner import EncoderRunner
+from kernels.streams import on, side_stream
 from service.handoff import EncodingFailed, Work
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,9 @@ class WorkSource(Protocol):
 
 
 class LocalEncoder:
-    """The encoder runner in this process, on the caller's turns or, with `own_thread`, on a thread of its own."""
+    """The encoder runner in this process, on the caller's turns or, with `own_thread`, on a thread of its own; on a GPU
+    either way on a stream of its own, beside the decoder's.
+    """
 
     def __init__(
         self, runner: EncoderRunner, handoff: WorkSource, *, step_tokens: int | None = None, own_thread: bool = False,
@@ -80,6 +83,7 @@ class LocalEncoder:
         self._wake, self._closing = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._own_thread = own_thread
+        self.stream = side_stream(runner.options.device)
 
     def start(self, on_fatal: Callable[[BaseException], None]) -> None:
         if self._own_thread:
@@ -123,6 +127,10 @@ class LocalEncoder:
     def _launch(self) -> bool:
         """A turn at the batch under way and at those that the handoff has space reserved for. False where there is
         nothing to encode."""
+        with on(self.stream):
+            return self._work()
+
+    def _work(self) -> bool:
         started = time.perf_counter()
         left = self._turn_seconds
         if not self._advance(left):
@@ -154,7 +162,7 @@ class LocalEncoder:
         if not (work := self._handoff.take(self._step_tokens)):
             return False
         try:
-            self._batch = work, self.runner.begin([w.image for w in work], [w.rows for w in work])
+            self._batch = work, self.runner.begin([w.image for w in work], [w.space() for w in work])
         except ValueError as error:
             self._encode_alone(work, error)
         return True
@@ -166,7 +174,7 @@ class LocalEncoder:
             log.warning("a batch of %d images could not be encoded; trying each alone", len(work), exc_info=error)
         for item in work:
             try:
-                counts = self.runner.encode([item.image], [item.rows])
+                counts = self.runner.encode([item.image], [item.space()])
             except ValueError as failure:
                 self._handoff.fail(item, failure)
             except Exception as failure:  # reported to each waiter

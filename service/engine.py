@@ -7,11 +7,11 @@
 The same object serves in-process (`service.engine_thread`) and behind the process boundary (`service.engine_process`).
 
 Threads. On a CPU one thread does all three in turn, a few of the tower's layers to a decoder step: both runners want
-every core, and short turns bound what a picture can add to another request's inter-token latency (`encoder_turn` and a
-layer). It must also be the thread that
-built the runners: libgomp keeps a team of threads for each thread that ever did maths, and as soon as there are more of
-them than cores it hardly spins between operations, which costs a decode step half its speed. On a GPU the encoder has
-a thread and a stream of its own.
+every core, and short turns bound what an image can add to another request's inter-token latency (`encoder_turn` and a
+layer). It must also be the thread that built the runners: libgomp keeps a team of threads for each thread that ever did
+maths, and as soon as there are more of them than cores it hardly spins between operations, which costs a decode step
+half its speed. On a GPU the encoder has a thread and a stream of its own, and events put the streams in order: it
+writes rows behind the reservation of their memory, and the decoder reads them behind that writing (service/handoff.py).
 """
 
 from __future__ import annotations

@@ -36,11 +36,13 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import torch
 
 from encoder.item import EncoderItem
 from encoder.schedule import Waiting, choose
+from kernels.streams import behind, mark
 
 MAX_ATTEMPTS = 3
 """Writers that a picture may cost before its waiters are told: one that kills encoders must not have all of them."""
@@ -71,6 +73,12 @@ class Work:
     rows: torch.Tensor
     ticket: int = 0
     """Of this taking: no two are alike."""
+    reserved: Any = None
+    """On a GPU the event behind which the rows' memory is theirs: what it held before may still be in use."""
+
+    def space(self) -> torch.Tensor:
+        """The rows, to be written by the current stream."""
+        return behind(self.reserved, self.rows)
 
 
 @dataclass(eq=False)
@@ -82,6 +90,10 @@ class _Entry:
     image: EncoderItem | None = None
     """The pixels, kept while any lease may still need them encoded (again)."""
     rows: torch.Tensor | None = None
+    reserved: Any = None
+    """As of `Work`."""
+    written: Any = None
+    """On a GPU the event behind which the rows have been written."""
     writer: Work | None = None
     expires: float | None = None
     """When the writer's lease ends; None: never."""
@@ -119,10 +131,10 @@ class Lease:
         return self._entry.counts
 
     def rows(self) -> torch.Tensor:
-        """`[tokens, hidden]`; valid until `release`."""
+        """`[tokens, hidden]`, for the current stream to read, which waits for the encoder's; valid until `release`."""
         rows = self._entry.rows
         assert self.ready and rows is not None, "rows() of a picture that is not READY"
-        return rows
+        return behind(self._entry.written, rows)
 
     def release(self) -> None:
         """Gives the hold back. Idempotent."""
@@ -202,19 +214,21 @@ class Handoff:
                 entry = reserved[position]
                 assert entry.image is not None and entry.rows is not None
                 entry.state = EntryState.WRITING
-                entry.writer = Work(entry.key, entry.image, entry.rows, next(self._tickets))
+                entry.writer = Work(entry.key, entry.image, entry.rows, next(self._tickets), entry.reserved)
                 entry.expires = None if lease is None else self._clock() + lease
                 taken.append(entry.writer)
         return taken
 
     def publish(self, works: Sequence[Work], counts: Sequence[tuple[int, ...] | None] = ()) -> None:
-        """The writer has written the rows of `works`; `counts`: of each, the rows of its attention sequences."""
+        """The writer has written the rows of `works`, on a GPU by what it has asked of the current stream; `counts`: of
+        each, the rows of its attention sequences."""
+        written = mark(self._device)
         with self._lock:
             for work, rows in zip(works, counts or [None] * len(works), strict=True):
                 if (entry := self._end_writing(work)) is not None:
                     # A second encoding keeps the first one's counts: requests have been laid out by them.
                     entry.counts = entry.counts or rows or (entry.tokens,)
-                    entry.state = EntryState.READY
+                    entry.state, entry.written = EntryState.READY, written
                     if not entry.leases:
                         self._to_cache(entry)
             self._reserve()
@@ -440,6 +454,7 @@ class Handoff:
             while self._used + need > self.capacity_bytes:
                 self._evict(next(iter(self._cached.values())))
             entry.rows = torch.empty(entry.tokens, self._hidden, dtype=self._dtype, device=self._device)
+            entry.reserved = mark(self._device)
             self._used += need
             entry.state = EntryState.RESERVED
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from encoder.runner import EncoderOptions, EncoderRunner
 from kernels.graphs import GraphPool, StaticGraph
 from kernels.rms_norm.kernel import rms_norm
+from kernels.streams import behind, mark, on, side_stream
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter, not a GPU")
 SMALL: dict[str, Any] = {
@@ -107,6 +108,39 @@ def test_what_no_capture_may_hold(step: Any, gpu: None) -> None:
     graph = StaticGraph("bad", lambda inputs, outputs: step(inputs["x"]), {"x": x}, {"y": x.clone()})
     with pytest.raises(RuntimeError, match="capture"):
         graph.capture()
+
+
+def test_streams_are_in_no_order_but_by_events(gpu: None) -> None:
+    """What one stream has written, allocated or read, another one may use, or write, behind an event or a wait only."""
+    x = torch.ones(4, device="cuda")
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side), pytest.raises(RuntimeError, match="behind no event"):
+        x + 1
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        y = x + 1
+        read = torch.cuda.Event()
+        read.record()
+    with pytest.raises(RuntimeError, match="written"):
+        y + 1
+    with pytest.raises(RuntimeError, match="used"):
+        x.zero_()
+    torch.cuda.current_stream().wait_event(read)
+    x.zero_()
+    with torch.cuda.stream(side), pytest.raises(RuntimeError, match="written"):
+        x + 1
+    assert (y + x).tolist() == [2.0] * 4
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        assert (x + 1).tolist() == [1.0] * 4
+
+
+def test_a_side_stream_begins_behind_what_is_under_way(gpu: None) -> None:
+    x = torch.ones(4, device="cuda")
+    with on(side_stream("cuda")):
+        y = x + 1
+        event = mark("cuda")
+    assert (behind(event, y) + 1).tolist() == [3.0] * 4
 
 
 def test_devices_do_not_mix(gpu: None) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from pretend_gpu import pretended, recorded
 from tiny_encoder import random_image, relative_error, tiny_tower
 
 from encoder.item import EncoderItem
@@ -100,3 +101,45 @@ def test_a_thread_of_its_own_works_until_it_is_closed(handoff: Handoff) -> None:
     for lease, image in zip(leases, images, strict=True):
         assert relative_error(lease.rows(), alone(image)) <= 1e-5
         lease.release()
+
+
+# -- a stream of its own on a GPU --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("graphs", ["on", "off"])
+def test_on_a_gpu_the_encoder_works_beside_the_decoder(graphs: str) -> None:
+    """Memory comes from the decoder's stream, rows are written on another, and read on the decoder's again: each behind
+    an event, or the pretended GPU refuses it. The host waits for neither stream.
+    """
+    images = [random_image(TINY.config, 4, 4, seed=seed) for seed in range(2)]
+    expected = [alone(image) for image in images]
+    with pretended():
+        options = EncoderOptions(
+            dtype=torch.float32, device=torch.device("cuda"), graphs=graphs, token_budgets=(12,), max_images=4
+        )
+        handoff = Handoff(1000 * WIDTH * 4, WIDTH, torch.float32, "cuda")
+        encoder = LocalEncoder(EncoderRunner(TINY.config, options, TINY.weights.items()), handoff)
+        busy = torch.zeros(4, device="cuda")
+        leases = [handoff.lease(bytes([i]), image, "r") for i, image in enumerate(images)]
+        busy += 1
+        assert torch.cuda.current_stream().number == 0  # type: ignore[attr-defined]
+        while encoder.turn():
+            pass
+        with pytest.raises(RuntimeError, match="behind no event"):  # what `rows()` is for
+            leases[0]._entry.rows + 1  # type: ignore[operator]
+        for lease, exact in zip(leases, expected, strict=True):
+            rows = lease.rows()
+            assert {stream for address, stream in recorded() if address == rows.data_ptr()} == {
+                0,
+                encoder.stream.number,
+            }
+            found = torch.zeros(rows.shape, device="cuda").index_copy_(0, torch.arange(len(rows), device="cuda"), rows)
+            assert relative_error(found.cpu(), exact) <= 1e-5
+            lease.release()
+        handoff.flush()
+        handoff.check_integrity(idle=True)
+        encoder.close()
+
+
+def test_on_a_cpu_there_is_no_stream(handoff: Handoff) -> None:
+    assert LocalEncoder(runner(), handoff).stream is None

@@ -7,13 +7,15 @@ value. A captured graph is the list of operations and launches that were made: a
 same memory, whatever the caller's Python has become meanwhile, which is how addresses and numbers are baked into a real
 one. Memory that a capture allocated is filled with NaN before each replay, since a pool's memory belongs to other
 graphs in between. A copy to the host that does not wait arrives when somebody waits. Kernels run in Triton's
-interpreter. One thread only.
+interpreter. Work is done in the order of the calls, and yet two streams are in no order unless an event or a wait puts
+them in one: what uses memory that another stream has written, or was the last to write or to be given, is refused
+otherwise. One thread only.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,6 +66,9 @@ class GpuTensor(Tensor):
         _wait()
         return self.inner.tolist()
 
+    def record_stream(self, stream: Any) -> None:
+        _order.recorded.add((self.inner.untyped_storage().data_ptr(), stream.number))
+
     # A list of places becomes a tensor of places inside torch, where nothing here sees it.
     def __getitem__(self, index: Any) -> Any:
         return super().__getitem__(_places(index))
@@ -84,6 +89,62 @@ def _places(index: Any) -> Any:
     return torch.tensor(index, device=GPU) if index else torch.empty(0, dtype=torch.int64, device=GPU)
 
 
+Clock = dict[int, int]
+"""Stream -> how many of its operations are over."""
+
+
+def _later(one: Clock, other: Clock) -> None:
+    """`one` knows what `other` knows."""
+    for stream, count in other.items():
+        one[stream] = max(one.get(stream, 0), count)
+
+
+class Order:
+    """Who has used which memory, by streams' clocks. A use must know of all writes before it, a write of all uses."""
+
+    def __init__(self) -> None:
+        self.host: Clock = {}
+        self.current: list[_Stream] = [_Stream()]
+        self.writes: dict[int, Clock] = {}
+        """Address of a storage -> what a use of it must know. Memory that is given out has been written: who had it
+        before may not be done with it."""
+        self.uses: dict[int, Clock] = {}
+        self.recorded: set[tuple[int, int]] = set()
+        """(address, stream) for which the allocator was told."""
+
+    def use(self, read: Iterable[Tensor], written: Iterable[Tensor], fresh: Iterable[Tensor]) -> None:
+        """An operation of the current stream. Raises RuntimeError for one that other streams' are not ordered with."""
+        stream = self.current[-1]
+        _later(stream.clock, self.host)
+        stream.clock[stream.number] = stream.clock.get(stream.number, 0) + 1
+        now = {stream.number: stream.clock[stream.number]}
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in read}
+        targets = {tensor.untyped_storage().data_ptr() for tensor in written}
+        for address in addresses | targets:
+            self._knows(stream, self.writes.get(address, {}), "written")
+            _later(self.uses.setdefault(address, {}), now)
+        for address in targets:
+            self._knows(stream, self.uses[address], "used")
+            self.writes[address] = dict(now)
+        for tensor in fresh:
+            address = tensor.untyped_storage().data_ptr()
+            self.writes[address], self.uses[address] = dict(now), dict(now)
+
+    @staticmethod
+    def _knows(stream: _Stream, needed: Clock, what: str) -> None:
+        for other, count in needed.items():
+            if stream.clock.get(other, 0) < count:
+                raise RuntimeError(f"stream {stream.number} uses what stream {other} has {what}, behind no event")
+
+    def wait(self) -> None:
+        """The host waits for the current stream."""
+        _later(self.host, self.current[-1].clock)
+
+    def wait_all(self) -> None:
+        for stream in _Stream.made:
+            _later(self.host, stream.clock)
+
+
 class Capture:
     """What a graph holds: calls on the memory that they were made on, in order."""
 
@@ -92,8 +153,10 @@ class Capture:
     def __init__(self) -> None:
         self.calls: list[Callable[[], object]] = []
         self.allocated: list[Tensor] = []
+        self.touched: dict[int, Tensor] = {}
 
     def replay(self) -> None:
+        _order.use((), self.touched.values(), ())
         for tensor in self.allocated:
             scramble(tensor)
         for call in self.calls:
@@ -102,6 +165,12 @@ class Capture:
     def reset(self) -> None:
         self.calls.clear()
         self.allocated.clear()
+        self.touched.clear()
+
+    def touch(self, tensors: Iterable[Tensor]) -> None:
+        """A replay uses this memory."""
+        for tensor in tensors:
+            self.touched[tensor.untyped_storage().data_ptr()] = tensor
 
 
 def scramble(tensor: Tensor) -> None:
@@ -142,6 +211,9 @@ def perform(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func is aten._to_copy.default and result is inner_args[0]:
         result = result.clone()
     owners = {id(value.inner): value for value in ours}
+    follow(func, inner_args, inner_kwargs, ours, result)
+    if func in WAITS or not on_gpu:
+        _order.wait()
     if capture is not None:
         record(capture, func, inner_args, inner_kwargs, result, {id(value.inner) for value in ours})
 
@@ -154,11 +226,34 @@ def perform(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return tree_map(outside, result)
 
 
+def follow(func: Any, args: Any, kwargs: Any, ours: list[GpuTensor], result: Any) -> None:
+    """The operation's place among those of other streams."""
+    given = [value.inner for value in ours]
+    if Capture.running is not None:
+        Capture.running.touch(given)
+        return
+    made = [value for value in tree_flatten(result)[0] if isinstance(value, Tensor)]
+    known = {tensor.untyped_storage().data_ptr() for tensor in given}
+    fresh = [tensor for tensor in made if tensor.untyped_storage().data_ptr() not in known]
+    if not fresh and not func._schema.is_mutable:
+        return  # a view
+    named = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
+    targets = [
+        value
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for value in tree_flatten(named.get(argument.name))[0]
+        if isinstance(value, Tensor)
+    ]
+    _order.use(given, targets, fresh)
+
+
 _arriving: list[tuple[Tensor, Tensor]] = []
 
 
 def arrive_later(target: Tensor, source: GpuTensor) -> Tensor:
     """What a copy that does not wait has done by the time it returns: nothing that may be relied upon."""
+    _order.use((source.inner,), (), ())
     _arriving.append((target, source.inner.clone()))
     scramble(target)
     return target
@@ -201,8 +296,12 @@ def _launch(run: Callable[..., Any]) -> Callable[..., Any]:
         if strangers:
             raise ValueError(f"{self.fn.__name__}: {', '.join(strangers)} cannot be accessed from Triton (cpu tensor?)")
         inner = {name: value.inner if isinstance(value, GpuTensor) else value for name, value in kwargs.items()}
+        used = [value.inner for value in tensors.values() if isinstance(value, GpuTensor)]
         if Capture.running is not None:
+            Capture.running.touch(used)
             Capture.running.calls.append(lambda: run(self, *args, **inner))
+        else:
+            _order.use(used, used, ())  # which of them it writes cannot be seen
         return run(self, *args, **inner)
 
     return launch
@@ -232,14 +331,16 @@ def _to(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if here and goal:
             same = dtype == self.dtype and not copy
             return self if same else perform(aten._to_copy.default, (self,), {"dtype": dtype})  # type: ignore[no-any-return]
-        _wait()
         values = original(self.inner if isinstance(self, GpuTensor) else self, dtype, copy=True)
+        if Capture.running is None:
+            _order.use((self.inner,) if isinstance(self, GpuTensor) else (), (), (values,) if goal else ())
+        _wait()
         return GpuTensor(values) if goal else values
 
     return to
 
 
-def _wait(*_: Any) -> None:
+def _arrive() -> None:
     if Capture.running is not None:
         raise RuntimeError("a synchronisation in a capture")
     while _arriving:
@@ -247,29 +348,65 @@ def _wait(*_: Any) -> None:
         target.copy_(values)
 
 
+def _wait(*_: Any) -> None:
+    _arrive()
+    _order.wait()
+
+
+def _wait_all(*_: Any) -> None:
+    _arrive()
+    _order.wait_all()
+
+
 class _Stream:
+    made: ClassVar[list[_Stream]] = []
+
     def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+        self.number = len(self.made)
+        self.made.append(self)
+        self.clock: Clock = {}
 
-    def wait_stream(self, other: Any) -> None:
-        pass
+    def wait_stream(self, other: _Stream) -> None:
+        _later(self.clock, other.clock)
 
-    synchronize = _wait
+    def wait_event(self, event: _Event) -> None:
+        _later(self.clock, event.clock)
+
+    def synchronize(self) -> None:
+        _arrive()
+        _later(_order.host, self.clock)
 
 
 class _Event:
-    def record(self, *_: Any) -> None:
-        pass
+    def __init__(self) -> None:
+        self.clock: Clock = {}
+
+    def record(self, stream: _Stream | None = None) -> None:
+        self.clock = dict((stream or _order.current[-1]).clock)
 
     def query(self) -> bool:
         return not _arriving
 
-    synchronize = _wait
+    def synchronize(self) -> None:
+        _arrive()
+        _later(_order.host, self.clock)
+
+
+_order = Order()
+
+
+def recorded() -> set[tuple[int, int]]:
+    """(address, stream's number) of all memory that the allocator keeps until that stream is done with it."""
+    return _order.recorded
 
 
 @contextmanager
-def _streamed(stream: Any) -> Iterator[None]:
-    yield
+def _streamed(stream: _Stream) -> Iterator[None]:
+    _order.current.append(stream)
+    try:
+        yield
+    finally:
+        _order.current.pop()
 
 
 @contextmanager
@@ -298,12 +435,15 @@ def pretended() -> Iterator[None]:
 
     properties = SimpleNamespace(major=9, minor=0, total_memory=1 << 33, gcnArchName="")
     fakes = {
-        "_lazy_init": lambda: None, "is_available": lambda: True, "synchronize": _wait,
+        "_lazy_init": lambda: None, "is_available": lambda: True, "synchronize": _wait_all,
         "Stream": _Stream, "Event": _Event,
-        "current_stream": lambda *_: _Stream(), "stream": _streamed, "CUDAGraph": Capture, "graph": _graph,
+        "current_stream": lambda *_: _order.current[-1], "stream": _streamed, "CUDAGraph": Capture, "graph": _graph,
         "graph_pool_handle": lambda: (0, 1), "memory_reserved": lambda *_: 0, "empty_cache": lambda: None,
         "get_device_properties": lambda *_: properties,
     }  # fmt: skip
+    global _order
+    _Stream.made.clear()
+    _order = Order()
     _device_constructors()  # torch keeps what it finds the first time, and that must not be what follows
     with ExitStack() as stack:
         stack.enter_context(_guarded())
