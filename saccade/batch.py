@@ -23,10 +23,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from saccade import errors
 from saccade.batch_rows import (
     BATCH_PRIORITY,
+    CHANGED,
     MAX_LINE_BYTES,
     ImageFolder,
     Row,
     output_line,
+    parse_again,
     parse_line,
     request_from,
     status_code,
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 
 MAX_PROBLEMS = 20
 _MAX_MODELS = 20
+_KEY_REFUSED = frozenset({"", "PERMISSION_DENIED", "KEY_REVOKED"})
+"""Reasons of PERMISSION_DENIED that are about the caller. Any other, such as MEDIA_HOST_DENIED, is about one row."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,8 @@ class BatchOptions:
     """Start anew, whatever the output holds."""
     any_model: bool = False
     """Answer rows that name another model, too."""
+    strict: bool = False
+    """Refuse the whole input if a file that it names cannot be read, instead of the row that names it."""
     timeout: float | None = None
     """Seconds for one row. None: the client's."""
     priority: int = BATCH_PRIORITY
@@ -122,8 +128,9 @@ class BatchInput:
             a sentence for each of the first 20, with its line's number.
     """
 
-    def __init__(self, path: Path, folder: ImageFolder) -> None:
-        self.path, self.folder = path, folder
+    def __init__(self, path: Path, folder: ImageFolder, *, strict: bool = False) -> None:
+        """`strict`: see `BatchOptions`."""
+        self.path, self.folder, self._strict = path, folder, strict
         self.total = 0
         self.models: set[str] = set()
         """Those that rows name; not all of them if they are very many."""
@@ -133,7 +140,7 @@ class BatchInput:
         self._db.executescript(
             "PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;"
             "CREATE TABLE input (position INTEGER PRIMARY KEY, line INTEGER, offset INTEGER, length INTEGER,"
-            " custom_id TEXT UNIQUE, digest BLOB, done INTEGER DEFAULT 0);"
+            " custom_id TEXT UNIQUE, line_digest BLOB, digest BLOB, done INTEGER DEFAULT 0);"
         )
         try:
             self._check()
@@ -165,11 +172,12 @@ class BatchInput:
             raise BatchInvalid(f"{self.path}: no requests in it", [])
 
     def _take(self, number: int, offset: int, line: bytes) -> None:
-        row = parse_line(line, self.total, self.folder)
+        row = parse_line(line, self.total, self.folder, strict=self._strict)
         try:
             self._db.execute(
-                "INSERT INTO input (position, line, offset, length, custom_id, digest) VALUES (?, ?, ?, ?, ?, ?)",
-                (self.total, number, offset, len(line), row.custom_id, row.digest),
+                "INSERT INTO input (position, line, offset, length, custom_id, line_digest, digest)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (self.total, number, offset, len(line), row.custom_id, row.line_digest, row.digest),
             )
         except sqlite3.IntegrityError:
             (first,) = self._db.execute("SELECT line FROM input WHERE custom_id = ?", (row.custom_id,)).fetchone()
@@ -198,23 +206,16 @@ class BatchInput:
     def rows(self) -> Generator[Row, None, None]:
         """Those that are not skipped, read again. Raises FailedPrecondition if the file has changed."""
         with open(self.path, "rb") as file:
-            for position, line, offset, length, digest in self._db.execute(
-                "SELECT position, line, offset, length, digest FROM input WHERE done = 0 ORDER BY position"
+            for position, line, offset, length, line_digest, digest in self._db.execute(
+                "SELECT position, line, offset, length, line_digest, digest FROM input WHERE done = 0 ORDER BY position"
             ):
                 file.seek(offset)
                 try:
-                    row = parse_line(file.read(length), position, self.folder)
+                    yield parse_again(file.read(length), position, line_digest, digest)
                 except InvalidArgument as error:
-                    raise self._changed(line) from error
-                if row.digest != digest:
-                    raise self._changed(line)
-                yield row
-
-    def _changed(self, line: int) -> FailedPrecondition:
-        return FailedPrecondition(
-            f"{self.path}: line {line}, or a picture it names, has changed since it was checked",
-            reason="BATCH_INPUT_CHANGED",
-        )
+                    raise FailedPrecondition(
+                        f"{self.path}: line {line} has changed since it was checked", reason=CHANGED
+                    ) from error
 
     def close(self) -> None:
         self._db.close()
@@ -270,7 +271,7 @@ class BatchJob:
         """Reads the whole input. Raises InvalidArgument."""
         if self._output.exists() and self._source.exists() and self._output.samefile(self._source):
             raise InvalidArgument(f"the output would overwrite the input {str(self._source)!r}")
-        self._input = BatchInput(self._source, self._folder)
+        self._input = BatchInput(self._source, self._folder, strict=self.options.strict)
 
     def open(self, model: Model) -> None:
         """Takes stock of what there is. Raises FailedPrecondition and AlreadyExists, see `Journal`."""
@@ -355,7 +356,9 @@ class BatchJob:
 
     def _look_for_trouble(self, result: Generation | SaccadeError) -> None:
         """Stops where the next thousand rows would fail in the same way, leaving the present one for the next run."""
-        if isinstance(result, errors.Unauthenticated | errors.PermissionDenied):
+        if isinstance(result, errors.Unauthenticated):
+            raise result
+        if isinstance(result, errors.PermissionDenied) and result.reason in _KEY_REFUSED:
             raise result
         self._unreachable = self._unreachable + 1 if isinstance(result, errors.Unavailable | errors.Overloaded) else 0
         if isinstance(result, SaccadeError) and self._unreachable > self.options.concurrency:

@@ -6,15 +6,17 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from saccade.batch import BatchInvalid, BatchJob, BatchOptions, BatchSummary, run_sync
+from saccade.batch import BatchInput, BatchInvalid, BatchJob, BatchOptions, BatchSummary, run_sync
+from saccade.batch_rows import ImageFolder
 from saccade.client import Client, SyncClient
-from saccade.errors import InvalidArgument, SaccadeError
+from saccade.errors import AlreadyExists, FailedPrecondition, InvalidArgument, SaccadeError
 from saccade.progress import Progress
 from saccade.transport import TLSConfig
 from saccade.types import Batch
@@ -79,6 +81,7 @@ def _run(options: argparse.Namespace) -> int:
                 max_errors=options.max_errors,
                 overwrite=options.overwrite,
                 any_model=options.any_model,
+                strict=options.strict,
                 timeout=options.timeout,
                 on_start=shown.start,
                 on_progress=shown.add,
@@ -95,8 +98,7 @@ def _run(options: argparse.Namespace) -> int:
         _print(job)
         return 130
     except BatchInvalid as error:
-        for problem in error.problems or [error.message]:
-            print(f"{options.input}: {problem}" if error.problems else f"saccade: {problem}", file=sys.stderr)
+        _print_problems(options, error)
         return 2
     except SaccadeError as error:
         print(f"saccade: {error}", file=sys.stderr)
@@ -106,15 +108,22 @@ def _run(options: argparse.Namespace) -> int:
     return 1 if summary.failed else 0
 
 
+def _print_problems(options: argparse.Namespace, error: BatchInvalid) -> None:
+    for problem in error.problems or [error.message]:
+        print(f"{options.input}: {problem}" if error.problems else f"saccade: {problem}", file=sys.stderr)
+
+
 def _run_server_side(options: argparse.Namespace) -> int:
     """The same command finds the same batch: its id is made of the file and of what was said with it."""
     shown = _Shown(options.quiet)
     try:
         if options.model is not None:
             raise InvalidArgument("--model loads a model here; --server-side is work for a server")
+        fingerprint = _fingerprint(options)
+        target = _Target(Path(options.input), Path(options.output), fingerprint, options.overwrite)
         with _client(options) as client:
             created = client.batches.create(
-                options.input, ordered=options.ordered, max_errors=options.max_errors, request_id=_fingerprint(options)
+                options.input, ordered=options.ordered, max_errors=options.max_errors, request_id=fingerprint
             )
             try:
                 for batch in client.batches.watch(created.batch_id):
@@ -127,10 +136,12 @@ def _run_server_side(options: argparse.Namespace) -> int:
             elif batch.state != "completed":
                 print(f"saccade: batch {batch.batch_id} {batch.state}: {batch.message}", file=sys.stderr)
             if batch.output_bytes:
-                if options.overwrite:
-                    Path(options.output).unlink(missing_ok=True)
-                client.batches.download(batch.batch_id, options.output)
+                target.begin(batch.batch_id)
+                client.batches.download(batch.batch_id, options.output, resume=True)
             print(json.dumps(asdict(batch)), flush=True)
+    except BatchInvalid as error:
+        _print_problems(options, error)
+        return 2
     except KeyboardInterrupt:
         print("saccade: interrupted; the server goes on, and the same command finds the batch again", file=sys.stderr)
         return 130
@@ -138,6 +149,44 @@ def _run_server_side(options: argparse.Namespace) -> int:
         print(f"saccade: {error}", file=sys.stderr)
         return 2
     return 2 if batch.state != "completed" else 1 if batch.failed else 0
+
+
+class _Target:
+    """The output of a batch on the server, and beside it a file that says of which: the same command may be given
+    again, and a download goes on where it was cut off.
+
+    Raises:
+        AlreadyExists: the output holds something else. It is raised before the server is given anything to do.
+        BatchInvalid: the same, and the input has wrong lines, which is worth knowing first.
+        FailedPrecondition: the output cannot be written.
+    """
+
+    def __init__(self, source: Path, output: Path, fingerprint: str, overwrite: bool) -> None:
+        self._output, self._fingerprint = output, fingerprint
+        self._mark = output.with_name(output.name + ".batch")
+        self._held = None if overwrite else self._marked()
+        if output.exists() and self._held is None and not overwrite:
+            BatchInput(source, ImageFolder(None)).close()
+            raise AlreadyExists(
+                f"{str(output)!r} is there, and it is not this job's; name another output, or say --overwrite",
+                reason="BATCH_OUTPUT_FOREIGN",
+            )
+        if not os.access(output if output.exists() else output.absolute().parent, os.W_OK):
+            raise FailedPrecondition(f"cannot write {str(output)!r}")
+
+    def _marked(self) -> str | None:
+        """The batch that the output is known to be of, if that was asked for with this command."""
+        try:
+            mark = json.loads(self._mark.read_text("utf-8"))
+            return str(mark["batch_id"]) if mark["request_id"] == self._fingerprint else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def begin(self, batch_id: str) -> None:
+        """Makes the output ready to be appended to. What is there of another batch goes."""
+        if batch_id != self._held:
+            self._output.unlink(missing_ok=True)
+            self._mark.write_text(json.dumps({"request_id": self._fingerprint, "batch_id": batch_id}), "utf-8")
 
 
 def _fingerprint(options: argparse.Namespace) -> str:

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from saccade import errors
-from saccade.errors import InvalidArgument, SaccadeError
+from saccade.errors import FailedPrecondition, InvalidArgument, SaccadeError
 from saccade.images import decode_data_url
 from saccade.requests import build_request
 from saccade.types import Generation, Sample, TokenLogprob
@@ -31,6 +32,8 @@ URL = "/v1/chat/completions"
 MAX_LINE_BYTES = 96 * 2**20
 """As base64, what the server takes in one message by default."""
 MAX_ID_LENGTH = 512
+UNREADABLE = "IMAGE_UNREADABLE"
+CHANGED = "BATCH_INPUT_CHANGED"
 BATCH_PRIORITY = -10
 """Below that of calls that somebody waits for."""
 
@@ -103,8 +106,10 @@ class Row:
     position: int
     """Counts the rows from 0; blank lines are none."""
     custom_id: str
+    line_digest: bytes
+    """Of the row's content, whatever its spacing and the order of its keys."""
     digest: bytes
-    """Of the row's content, whatever its spacing and the order of its keys, and of the files that it names."""
+    """The same, and of the content of the files that it names: what an answer is an answer to."""
     body: Mapping[str, Any]
 
 
@@ -117,8 +122,8 @@ class ImageFolder:
     def look(self, image: types_pb2.Image, where: str) -> None:
         """At a picture that is no path. Raises InvalidArgument for one that cannot be had."""
 
-    def resolve(self, name: str, where: str) -> tuple[Path, os.stat_result]:
-        """The file and its status. Raises InvalidArgument for one that is outside, absent or not a plain file."""
+    def resolve(self, name: str, where: str) -> Path:
+        """The file. Raises InvalidArgument for one that is outside, absent or not a plain file."""
         if self._root is None:
             raise InvalidArgument(f"{where}: a picture is a data URL or a media id here, not a path")
         try:
@@ -126,16 +131,56 @@ class ImageFolder:
             status = path.stat()
         except (OSError, ValueError, RuntimeError) as error:
             why = (error.strerror if isinstance(error, OSError) else "") or "no such file"
-            raise InvalidArgument(f"{where}: cannot read {name!r}: {why}", reason="IMAGE_UNREADABLE") from error
+            raise InvalidArgument(f"{where}: cannot read {name!r}: {why}", reason=UNREADABLE) from error
         if not path.is_relative_to(self._root):
             raise InvalidArgument(f"{where}: {name!r} lies outside {str(self._root)!r}", reason="IMAGE_OUTSIDE")
         if not stat.S_ISREG(status.st_mode):
-            raise InvalidArgument(f"{where}: {name!r} is not a plain file", reason="IMAGE_UNREADABLE")
-        return path, status
+            raise InvalidArgument(f"{where}: {name!r} is not a plain file", reason=UNREADABLE)
+        return path
+
+    def digest(self, name: str, where: str) -> bytes:
+        """SHA-256 of a file's content. Raises InvalidArgument."""
+        with self._open(name, where) as file:
+            return hashlib.file_digest(file, "sha256").digest()
+
+    def read(self, name: str, where: str) -> bytes:
+        """A file's content. Raises InvalidArgument."""
+        with self._open(name, where) as file:
+            return file.read()
+
+    @contextmanager
+    def _open(self, name: str, where: str) -> Iterator[BufferedReader]:
+        path = self.resolve(name, where)
+        try:
+            with open(path, "rb") as file:
+                yield file
+        except OSError as error:
+            raise InvalidArgument(f"{where}: cannot read {name!r}: {error.strerror}", reason=UNREADABLE) from error
 
 
-def parse_line(line: bytes, position: int, folder: ImageFolder) -> Row:
-    """One line of the file. Raises InvalidArgument with all that is wrong with it in words."""
+class _Content:
+    """The digest of a row, from that of its line and from its files in their order. Dates and places of files do not
+    matter, so that a job may be copied elsewhere and go on there."""
+
+    def __init__(self, line_digest: bytes) -> None:
+        self._line_digest = line_digest
+        self._files: list[bytes] = []
+
+    def add(self, file_digest: bytes) -> None:
+        self._files.append(file_digest)
+
+    def digest(self) -> bytes:
+        return (
+            hashlib.sha256(b"".join((self._line_digest, *self._files))).digest() if self._files else self._line_digest
+        )
+
+
+def parse_line(line: bytes, position: int, folder: ImageFolder, *, strict: bool = True) -> Row:
+    """One line of the file. Raises InvalidArgument with all that is wrong with it in words.
+
+    Args:
+        strict: a file that cannot be read is an error here, and not only in `request_from`.
+    """
     row = _load(line)
     extra = sorted(row.keys() - {"custom_id", "method", "url", "body"})
     if extra:
@@ -150,33 +195,52 @@ def parse_line(line: bytes, position: int, folder: ImageFolder) -> Row:
     body = row.get("body")
     if not isinstance(body, dict):
         raise InvalidArgument(f"body: expected an object, got {type(body).__name__}")
-    digest = hashlib.sha256(_canonical(row))
+    line_digest = hashlib.sha256(_canonical(row)).digest()
+    content = _Content(line_digest)
 
     def look(source: Any, where: str) -> Any:
-        if isinstance(source, str):
-            _, status = folder.resolve(source, where)
-            digest.update(f"\0{status.st_size}\0{status.st_mtime_ns}".encode())
-            return b""
-        folder.look(source, where)
-        return source
+        if not isinstance(source, str):
+            folder.look(source, where)
+            return source
+        try:
+            content.add(folder.digest(source, where))
+        except InvalidArgument as error:
+            if strict or error.reason != UNREADABLE:
+                raise
+            content.add(b"unreadable")
+        return b""
 
     _build(body, look)
-    return Row(position, custom_id, digest.digest(), body)
+    return Row(position, custom_id, line_digest, content.digest(), body)
+
+
+def parse_again(line: bytes, position: int, line_digest: bytes, digest: bytes) -> Row:
+    """A line that `parse_line` has taken. Raises InvalidArgument if it is another one now."""
+    row = _load(line)
+    if hashlib.sha256(_canonical(row)).digest() != line_digest:
+        raise InvalidArgument("the line has changed")
+    return Row(position, row["custom_id"], line_digest, digest, row["body"])
 
 
 def request_from(row: Row, folder: ImageFolder, *, priority: int, model: bool = True) -> inference_pb2.GenerateRequest:
-    """The message for a row. `model`: whether the model that the row names is asked for."""
+    """The message for a row. `model`: whether the model that the row names is asked for.
+
+    Raises:
+        InvalidArgument: a file that the row names cannot be read.
+        FailedPrecondition: one has changed since the row was parsed.
+    """
+    content = _Content(row.line_digest)
 
     def read(source: Any, where: str) -> Any:
         if not isinstance(source, str):
             return source
-        path, _ = folder.resolve(source, where)
-        try:
-            return path.read_bytes()
-        except OSError as error:
-            raise InvalidArgument(f"{where}: cannot read {source!r}: {error.strerror}") from error
+        data = folder.read(source, where)
+        content.add(hashlib.sha256(data).digest())
+        return data
 
     request = _build(row.body, read)
+    if content.digest() != row.digest:
+        raise FailedPrecondition("a file that the row names has changed since it was checked", reason=CHANGED)
     request.priority = priority
     if not model:
         request.model = ""

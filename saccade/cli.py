@@ -124,6 +124,9 @@ def _add_batch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     batch.add_argument("--max-retries", type=int, default=8, metavar="N", help="of a row, while nobody answers")
     batch.add_argument("--timeout", type=float, metavar="SECONDS", help="for each row (default: 600)")
     batch.add_argument("--any-model", action="store_true", help="answer rows that name another model, too")
+    batch.add_argument(
+        "--strict", action="store_true", help="refuse the file if a picture that it names cannot be read"
+    )
     batch.add_argument("--overwrite", action="store_true", help="start anew, whatever the output holds")
     batch.add_argument(
         "--server-side",

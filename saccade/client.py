@@ -271,7 +271,8 @@ class SyncClient(ABC):
         """Answers a file of requests in OpenAI's batch format into another; see `saccade.batch`.
 
         The file is checked whole before the first request. A run that was stopped, however, goes on where it was when
-        it is started again with the same arguments. Rows that fail are rows of the output, not exceptions.
+        it is started again with the same arguments. Rows that fail are rows of the output, not exceptions; so are rows
+        that name a file which cannot be read, unless `strict=True`.
 
         Args:
             source, output: paths. Pictures may be named by paths inside the source's folder.

@@ -131,9 +131,8 @@ class _Download:
         try:
             self.file: BinaryIO = open(self.path, "ab" if resume else "xb")
         except OSError as error:
-            raise FailedPrecondition(
-                f"cannot write {str(self.path)!r}: {error.strerror}; resume=True goes on behind what is there"
-            ) from error
+            hint = "; resume=True goes on behind what is there" if isinstance(error, FileExistsError) else ""
+            raise FailedPrecondition(f"cannot write {str(self.path)!r}: {error.strerror}{hint}") from error
         self.offset = self.file.seek(0, os.SEEK_END)
 
     def request(self) -> batch_pb2.DownloadBatchOutputRequest:

@@ -253,6 +253,126 @@ def test_one_process_at_a_time(run: Run, script: Script, tmp_path: Path, address
     assert isinstance(second[-1], errors.FailedPrecondition) and second[-1].reason == "BATCH_RUNNING"
 
 
+def image_rows(path: Path, names: list[str]) -> Path:
+    """A row for each name of a file or URL."""
+    with open(path, "w") as file:
+        for i, name in enumerate(names):
+            content = [{"type": "image_url", "image_url": {"url": name}}, {"type": "text", "text": f"row {i}"}]
+            body = {"messages": [{"role": "user", "content": content}]}
+            file.write(json.dumps({"custom_id": f"id {i}", "body": body}) + "\n")
+    return path
+
+
+def codes(path: Path) -> list[str | None]:
+    rows = sorted(read(path), key=lambda row: int(row["custom_id"].split()[1]))
+    return [row["error"] and row["error"]["code"] for row in rows]
+
+
+@pytest.mark.parametrize("reason", ["MEDIA_HOST_DENIED", "SOMETHING_NEW"])
+def test_a_row_that_the_server_may_not_answer_is_a_row(run: Run, script: Script, tmp_path: Path, reason: str) -> None:
+    def answer(request: Any) -> list[str]:
+        image = request.chat.messages[0].parts[0].image
+        if image.uri.startswith("https://elsewhere"):
+            raise Failure(Code.PERMISSION_DENIED, "this host is not allowed", reason=reason)
+        return echo(request)
+
+    script.answer = answer
+    names = ["https://here/a.png"] * 20 + ["https://elsewhere/b.png"] + ["https://here/c.png"] * 20
+    source, output = image_rows(tmp_path / "in.jsonl", names), tmp_path / "out.jsonl"
+    for _ in range(2):
+        summary = run(source, output, concurrency=2)
+        assert (summary.completed, summary.failed) == (40, 1)
+        assert codes(output) == [None] * 20 + [reason] + [None] * 20
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [Failure(Code.PERMISSION_DENIED, reason=reason) for reason in ("", "PERMISSION_DENIED", "KEY_REVOKED")]
+    + [Failure(Code.UNAUTHENTICATED, reason="ANY")],
+    ids=lambda failure: f"{failure.code.name}-{failure.reason}",
+)
+def test_what_is_wrong_with_the_key_stops_the_job(run: Run, script: Script, tmp_path: Path, failure: Failure) -> None:
+    script.answer = lambda request: (_ for _ in ()).throw(failure)
+    with pytest.raises((errors.PermissionDenied, errors.Unauthenticated)):
+        run(write_input(tmp_path / "in.jsonl", 30), tmp_path / "out.jsonl", concurrency=2)
+    assert (tmp_path / "out.jsonl").read_bytes() == b""
+
+
+def test_a_file_that_cannot_be_read_is_its_rows_error(run: Run, script: Script, tmp_path: Path) -> None:
+    script.answer = echo
+    for name in ("a", "c", "late"):
+        (tmp_path / f"{name}.png").write_bytes(name.encode())
+    (tmp_path / "folder.png").mkdir()
+    names = ["a.png", "missing.png", "c.png", "folder.png", "late.png"]
+    source, output = image_rows(tmp_path / "in.jsonl", names), tmp_path / "out.jsonl"
+    with pytest.raises(BatchInvalid) as caught:
+        run(source, output, strict=True)
+    assert [problem.split(":")[0] for problem in caught.value.problems] == ["line 2", "line 4"]
+    assert not output.exists() and not script.requests
+
+    summary = run(source, output)
+    assert (summary.completed, summary.failed) == (3, 2)
+    assert codes(output) == [None, "IMAGE_UNREADABLE", None, "IMAGE_UNREADABLE", None]
+    assert [row["response"]["status_code"] for row in read(output) if row["error"]] == [400, 400]
+    script.requests.clear()
+    assert run(source, output).failed == 2 and not script.requests, "nothing has changed"
+    (tmp_path / "missing.png").write_bytes(b"found")
+    assert run(source, output).completed == 4
+    assert [r.chat.messages[0].parts[0].image.data for r in script.requests] == [b"found"]
+    outside = image_rows(tmp_path / "outside.jsonl", ["a.png", "../secret.png"])
+    (tmp_path.parent / "secret.png").write_bytes(b"secret")
+    with pytest.raises(BatchInvalid, match="outside"):
+        run(outside, tmp_path / "other.jsonl")
+    (tmp_path.parent / "secret.png").unlink()
+
+
+@pytest.mark.parametrize("becomes", [None, b"other"])
+def test_a_file_that_changes_underneath_is_its_rows_error(
+    run: Run, script: Script, tmp_path: Path, becomes: bytes | None
+) -> None:
+    names = [f"{i}.png" for i in range(5)]
+    for name in names:
+        (tmp_path / name).write_bytes(name.encode())
+    source, output = image_rows(tmp_path / "in.jsonl", names), tmp_path / "out.jsonl"
+
+    def answer(request: Any) -> list[str]:
+        (tmp_path / "4.png").unlink(missing_ok=True)
+        if becomes is not None:
+            (tmp_path / "4.png").write_bytes(becomes)
+        return echo(request)
+
+    script.answer = answer
+    assert run(source, output, concurrency=1).failed == 1
+    wanted = "IMAGE_UNREADABLE" if becomes is None else "BATCH_INPUT_CHANGED"
+    assert codes(output) == [None] * 4 + [wanted]
+    (tmp_path / "4.png").write_bytes(b"new")
+    script.answer = echo
+    script.requests.clear()
+    assert run(source, output).completed == 5 and len(script.requests) == 1
+
+
+def test_a_job_that_is_copied_elsewhere_goes_on_there(run: Run, script: Script, tmp_path: Path) -> None:
+    """Neither the folder nor the dates of the files are part of what was asked."""
+    script.answer = echo
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    for name in ("a.png", "b.png"):
+        (here / name).write_bytes(name.encode())
+    run(image_rows(here / "in.jsonl", ["a.png", "b.png"]), here / "out.jsonl")
+    there.mkdir()
+    for file in here.iterdir():
+        (there / file.name).write_bytes(file.read_bytes())
+        os.utime(there / file.name, (1, 1))
+    script.requests.clear()
+    assert run(there / "in.jsonl", there / "out.jsonl").resumed == 2
+    (there / "out.jsonl.journal").unlink()
+    assert run(there / "in.jsonl", there / "out.jsonl").resumed == 2 and not script.requests
+    (there / "a.png").write_bytes(b"c.png")  # of the same size and, to be sure, the same date
+    os.utime(there / "a.png", (1, 1))
+    summary = run(there / "in.jsonl", there / "out.jsonl")
+    assert (summary.resumed, summary.completed) == (1, 2) and len(script.requests) == 1
+
+
 # -- crashes -----------------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ import pytest
 from fake_server import Script
 from PIL import Image
 
+import saccade
 from service.cli import ServerProcess
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -107,10 +108,28 @@ def test_the_command_hands_a_batch_over(demo: str, tmp_path: Path) -> None:
 
     first = run()
     assert first.returncode == 0, first.stderr
-    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 5
-    assert run("--ordered").returncode == 2, "another batch, and the output is there"
+    written = (tmp_path / "out.jsonl").read_bytes()
+    assert len(written.splitlines()) == 5
+    again = run()
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "out.jsonl").read_bytes() == written and again.stdout == first.stdout
+    (tmp_path / "out.jsonl").write_bytes(written[:-20])  # a download that was cut off
+    assert run().returncode == 0 and (tmp_path / "out.jsonl").read_bytes() == written
+    other = run("--ordered")
+    assert other.returncode == 2 and "--overwrite" in other.stderr, "another batch, and the output is there"
+    with saccade.Client(demo) as client:
+        assert len(client.batches.list()) == 1, "nothing was handed over for it"
+    (tmp_path / "out.jsonl.batch").unlink()
+    other = run()
+    assert other.returncode == 2 and "--overwrite" in other.stderr and "resume=" not in other.stderr
     again = run("--overwrite")
     assert json.loads(again.stdout)["batch_id"] == json.loads(first.stdout)["batch_id"]
+    assert (tmp_path / "out.jsonl").read_bytes() == written
+    with saccade.Client(demo) as client:
+        client.batches.delete(json.loads(first.stdout)["batch_id"])
+    (tmp_path / "out.jsonl").write_bytes(b"what an earlier batch of the same name has left")
+    once_more = run()
+    assert once_more.returncode == 0 and len((tmp_path / "out.jsonl").read_bytes().splitlines()) == 5
     (tmp_path / "in.jsonl").write_text(rows[0] + "\nnothing")
     wrong = run()
     assert wrong.returncode == 2 and "in.jsonl: line 2: not JSON" in wrong.stderr

@@ -221,6 +221,14 @@ def test_the_first_pieces_time_is_that_of_all_attempts() -> None:
     assert state.out_of_patience().reason == "FIRST_TOKEN_TIMEOUT"
 
 
+@pytest.mark.parametrize(("timeout", "patience"), [(600.0, 2.0), (2.0, 600.0), (None, 2.0), (2.0, None)])
+def test_the_shorter_of_deadline_and_patience_counts(timeout: float | None, patience: float | None) -> None:
+    retries = Retries(None, Deadline(timeout))
+    assert 1 <= retries.delay_after(errors.Unavailable("gone", retryable=True, retry_after=1.0), patience) < 2
+    with pytest.raises(errors.Unavailable):
+        retries.delay_after(errors.Unavailable("gone", retryable=True, retry_after=2.5), patience)
+
+
 def test_each_further_piece_has_its_own_time() -> None:
     state = stream_state(first_token_timeout=2.0, idle_timeout=5.0)
     piece = inference_pb2.StreamGenerateResponse(delta=inference_pb2.Delta(text="a", token_ids=[1]))

@@ -1,0 +1,206 @@
+"""The journal of a batch's output by itself: crashes at each step of a rewrite, and outputs that are not the journaled
+ones."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from saccade.errors import AlreadyExists, FailedPrecondition
+from saccade.journal import Journal, Written
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+ROWS = 12
+
+
+def row_id(position: int, job: str = "a") -> str:
+    return f"batch_req_{job}{position:05}"
+
+
+def identify(custom_id: str) -> tuple[int, str] | None:
+    position = int(custom_id)
+    return (position, row_id(position)) if position < ROWS else None
+
+
+def line(position: int, job: str = "a", status: int = 200, fill: int = 0) -> bytes:
+    usage = {"prompt_tokens": position, "completion_tokens": 2}
+    response = {"status_code": status, "body": {"usage": usage, "fill": "x" * (fill or position)}}
+    row = {"id": row_id(position, job), "custom_id": f"{position}", "response": response, "error": None}
+    return json.dumps(row).encode() + b"\n"
+
+
+def append(journal: Journal, position: int, **options: Any) -> None:
+    written = Written(row_id(position), str(position), position, options.get("status", 200), position, 2)
+    journal.append(line(position, **options), written)
+
+
+@contextmanager
+def opened(output: Path) -> Iterator[Journal]:
+    journal = Journal(output, identify)
+    try:
+        yield journal
+    finally:
+        journal.close()
+
+
+def ids(output: Path) -> list[int]:
+    return [int(json.loads(text)["custom_id"]) for text in output.read_bytes().splitlines()]
+
+
+def shuffled(output: Path) -> list[int]:
+    order = [(7 * i) % ROWS for i in range(ROWS)]
+    with opened(output) as journal:
+        for position in order:
+            append(journal, position)
+    return order
+
+
+CRASHES = {
+    "before the new output has its name": "os.replace = lambda *names: os._exit(9)",
+    "between its name and the journal's word on it": "os.replace = lambda *names: (replace(*names), os._exit(9))",
+    "while it is written": "os.fsync = lambda descriptor: os._exit(9)",
+}
+
+
+@pytest.mark.parametrize("crash", CRASHES)
+def test_a_crash_in_a_rewrite_loses_and_mixes_up_nothing(tmp_path: Path, crash: str) -> None:
+    """The lines have different lengths: places in the old output are none in the new one."""
+    output = tmp_path / "out.jsonl"
+    order = shuffled(output)
+    program = (
+        "import os, sys; from pathlib import Path; from saccade.journal import Journal; replace = os.replace\n"
+        f"journal = Journal(Path(sys.argv[1]), lambda name: (int(name), f'batch_req_a{{int(name):05}}'))\n"
+        f"{CRASHES[crash]}\njournal.sort()"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(output)], cwd=CHECKOUT, capture_output=True, text=True)
+    assert done.returncode == 9, done.stderr
+    renamed = "between" in crash
+    assert ids(output) == (sorted(order) if renamed else order)
+    with opened(output) as journal:
+        assert list(journal.positions()) == ids(output)
+        offset = 0
+        for _, at, length, _ in places(journal):
+            assert at == offset, "each line is where the journal says"
+            offset += length
+        assert offset == output.stat().st_size
+        assert journal.totals() == {
+            "rows": ROWS, "failed": 0, "prompt_tokens": sum(range(ROWS)), "completion_tokens": 2 * ROWS,
+        }  # fmt: skip
+        journal.sort()
+    assert ids(output) == sorted(order)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "out.jsonl.journal"]
+
+
+def places(journal: Journal) -> list[tuple[str, int, int, int]]:
+    return journal._db.execute("SELECT id, offset, length, position FROM rows ORDER BY offset").fetchall()
+
+
+def test_each_line_is_found_where_the_journal_says(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    shuffled(output)
+    with opened(output) as journal:
+        journal.sort()
+        content = output.read_bytes()
+        for name, offset, length, position in places(journal):
+            assert content[offset : offset + length] == line(position) and name == row_id(position)
+
+
+def test_an_output_of_equal_size_with_another_last_line_is_read_again(tmp_path: Path) -> None:
+    """Of another request, and of the same length: its row is asked again, and the others are not."""
+    output = tmp_path / "out.jsonl"
+    with opened(output) as journal:
+        for position in range(5):
+            append(journal, position)
+    lines = output.read_bytes().splitlines(keepends=True)
+    output.write_bytes(b"".join([*lines[:-1], line(4, job="b")]))
+    assert len(line(4, job="b")) == len(lines[-1])
+    with opened(output) as journal:
+        assert list(journal.positions()) == [0, 1, 2, 3]
+    assert ids(output) == [0, 1, 2, 3]
+
+
+def test_another_jobs_output_of_equal_size_is_foreign(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    with opened(output) as journal:
+        for position in range(5):
+            append(journal, position)
+    other = b"".join(line(position, job="b") for position in range(5))
+    assert len(other) == output.stat().st_size
+    output.write_bytes(other)
+    with pytest.raises(AlreadyExists) as caught:
+        Journal(output, identify)
+    assert caught.value.reason == "BATCH_OUTPUT_FOREIGN" and output.read_bytes() == other
+
+
+def test_lines_that_have_changed_places_are_found(tmp_path: Path) -> None:
+    """The size is the same and the last line too; the difference shows when the lines are moved, and is mended."""
+    output = tmp_path / "out.jsonl"
+    with opened(output) as journal:
+        for position in (3, 1, 2, 0, 4):
+            append(journal, position, fill=9)
+    first, second, *rest = output.read_bytes().splitlines(keepends=True)
+    output.write_bytes(b"".join((second, first, *rest)))
+    with opened(output) as journal:
+        journal.sort()
+    assert ids(output) == [0, 1, 2, 3, 4]
+    content = output.read_bytes().splitlines(keepends=True)
+    assert content == [line(position, fill=9) for position in range(5)]
+
+
+CHANGES: dict[str, Callable[[list[bytes]], list[bytes]]] = {
+    "a line more": lambda lines: [*lines, line(9)],
+    "a line twice": lambda lines: [*lines, lines[1]],
+    "a line less": lambda lines: lines[:-1],
+    "half a line more": lambda lines: [*lines, line(9)[:30]],
+    "a whole line without its end": lambda lines: [*lines, line(9)[:-1]],
+    "the first line is gone": lambda lines: lines[1:],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_written_behind_the_journals_back(tmp_path: Path, change: str) -> None:
+    output = tmp_path / "out.jsonl"
+    with opened(output) as journal:
+        for position in range(5):
+            append(journal, position)
+    lines = CHANGES[change](output.read_bytes().splitlines(keepends=True))
+    output.write_bytes(b"".join(lines))
+    wanted = {"a line more": [0, 1, 2, 3, 4, 9], "a line less": [0, 1, 2, 3], "the first line is gone": [1, 2, 3, 4]}
+    with opened(output) as journal:
+        assert list(journal.positions()) == wanted.get(change, [0, 1, 2, 3, 4])
+        append(journal, 10)
+    with opened(output) as journal:
+        assert sorted(journal.positions()) == [*wanted.get(change, [0, 1, 2, 3, 4]), 10]
+    assert output.read_bytes().endswith(line(10))
+
+
+@pytest.mark.parametrize(("status", "kept"), [(200, True), (400, True), (404, True), (501, True), (413, True),
+                                              (403, False), (401, False), (429, False), (499, False), (500, False),
+                                              (503, False)])  # fmt: skip
+def test_which_errors_are_asked_again(tmp_path: Path, status: int, kept: bool) -> None:
+    output = tmp_path / "out.jsonl"
+    with opened(output) as journal:
+        append(journal, 0)
+        append(journal, 1, status=status)
+    with opened(output) as journal:
+        assert list(journal.positions()) == ([0, 1] if kept else [0])
+        assert journal.totals()["failed"] == (kept and status != 200)
+
+
+def test_one_process_at_a_time_and_the_second_changes_nothing(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    with opened(output) as journal:
+        append(journal, 0)
+        with pytest.raises(FailedPrecondition) as caught:
+            Journal(output, identify)
+        assert caught.value.reason == "BATCH_RUNNING"
+        append(journal, 1)
+    with opened(output) as journal:
+        assert list(journal.positions()) == [0, 1]
