@@ -11,10 +11,10 @@ from google.protobuf import json_format
 from saccade.v1 import inference_pb2, model_pb2, types_pb2
 from service import errors
 from service.assets import ModelAssets
+from service.bounds import MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_LENGTH, MAX_STOP_STRINGS, FrontLimits
 from service.chat import Message
 from service.config import ServerOptions
 from service.engine import EngineInfo
-from service.frontend import MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_LENGTH, MAX_STOP_STRINGS, FrontLimits
 from service.types import (
     ChatInput,
     Delta,
@@ -36,8 +36,8 @@ from service.types import (
 )
 
 MAX_REQUEST_ID = 128
-MAX_FPS = 1000
-"""Labels give the length of a frame in whole milliseconds."""
+MIN_FPS, MAX_FPS = 1e-6, 1000
+"""From a frame in eleven days; labels give the length of a frame in whole milliseconds."""
 _ROLES = {
     types_pb2.ROLE_SYSTEM: "system",
     types_pb2.ROLE_USER: "user",
@@ -226,9 +226,9 @@ def _video(video: types_pb2.Video, path: str) -> VideoSource:
             if not frames:
                 raise errors.InvalidArgument(f"{path}.frames is empty", field=f"{path}.frames")
             fps = video.frames.fps if video.frames.HasField("fps") else None
-            if fps is not None and not 0 < fps <= MAX_FPS:
+            if fps is not None and not MIN_FPS <= fps <= MAX_FPS:
                 raise errors.InvalidArgument(
-                    f"{path}.frames.fps is {fps:g}; it must be above 0 and at most {MAX_FPS}",
+                    f"{path}.frames.fps is {fps:g}; it must be above 0: from {MIN_FPS:g} to {MAX_FPS}",
                     field=f"{path}.frames.fps",
                 )
             return VideoSource(b"", path, frames=tuple(frames), fps=fps, max_frames=most)

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from service import errors
+from service.calls import current_call
 from service.config import ConfigError, ServerOptions
 from service.pictures import MediaLimits
 from service.types import MediaSource, VideoSource
@@ -158,8 +159,9 @@ class Fetcher:
                 announced = response.headers.get("content-length", "")
                 if announced.isdecimal() and int(announced) > most:
                     raise _too_large(source, int(announced), most)
-                data = bytearray()
+                data, hold = bytearray(), current_call().hold_bytes
                 async for piece in response.aiter_raw():
+                    hold(len(piece))
                     data += piece
                     if len(data) > most:
                         raise _too_large(source, len(data), most)

@@ -1,6 +1,6 @@
 """The front's work on a request: text to ids, pictures to patches, ids to text, and a watch over what the engine holds.
 
-    prepare    pictures and clips decoded and patched in a pool; messages -> prompt ids with room for their rows
+    prepare    request -> prompt (service/prepare.py)
     submit     one engine request for all samples; from here on the engine holds resources
     relay      engine events -> deltas: detokenise, match stop strings, count
     finally    whatever is not finished is aborted
@@ -11,91 +11,47 @@ Runs on one event loop; everything that takes longer than a millisecond happens 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import Any, TypeVar
 
 from decoder.sampling import SamplingParams
 from service import errors
 from service.assets import ModelAssets
-from service.engine import EngineEvent, EngineHandle, EngineImage, EngineInfo, EngineRequest
-from service.gate import ByteGate, Grant
+from service.bounds import FrontLimits
+from service.engine import EngineEvent, EngineHandle, EngineInfo, EngineRequest
 from service.mailbox import Mailbox
-from service.pictures import Decoder, LocalDecoder, MediaLimits, Prepared, Preparer
-from service.prompts import Prompt, check_room, read, system_end, widen
-from service.stops import StopMatcher
-from service.tokenizer import Detokenizer, Tokenizer
+from service.pictures import Decoder, LocalDecoder
+from service.prepare import Preparation, Resolver, no_references
+from service.prompts import Prompt
+from service.relay import Clock, SampleState, engine_error, read_prompt_scores
 from service.types import (
-    ChatInput,
     Delta,
     Embedded,
     Event,
     Finished,
     GenerateSpec,
-    ImageSource,
     Logprob,
-    MediaSource,
     PictureInput,
     PromptLogprob,
-    RawInput,
     Started,
     Tokenized,
     Usage,
-    VideoSource,
-    files,
 )
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-TEXT_WORKERS = 2
-MAX_SAMPLES = 64
-MAX_LOGPROBS = 100
-MAX_STOP_STRINGS = 32
-MAX_STOP_LENGTH = 256
 DELTA_RATE = 400.0
 """Deltas a second over all streams that the front aims at. Tokens that come faster share one."""
 LONGEST_PAUSE = 0.05
 """Seconds that a token may wait for company: 20 deltas a second read as a steady flow."""
-_POOL_TEXT = 2048
-"""Characters from which tokenising leaves the event loop."""
-
-
-@dataclass(frozen=True)
-class FrontLimits:
-    """What one request may ask for."""
-
-    max_queue: int = 1024
-    max_images: int = 16
-    max_videos: int = 4
-    media: MediaLimits = field(default_factory=MediaLimits)
-    prepared_bytes: int = 2**31
-    """Of decoded and cut pictures and clips that the encoder has not seen yet."""
-    max_answer_bytes: int = 2**31 - 1
-    """Of one message."""
-
-
-Resolver = Callable[[GenerateSpec, bytes], Awaitable[GenerateSpec]]
-"""Fetches the pictures that a request of a tenant only names."""
-
-
-async def no_references(spec: GenerateSpec, salt: bytes) -> GenerateSpec:
-    """The resolver where there is nothing to fetch from. Raises StatusError."""
-    for source in files(spec.media):
-        if source.media_id is not None:
-            raise errors.NotFound(f"{source.field}: no uploaded media {source.media_id!r}", field=source.field)
-        if source.uri is not None:
-            raise errors.InvalidArgument(
-                f"{source.field}: URLs are not fetched here; send the bytes", field=source.field
-            )
-    return spec
+_QUICK = 32
+"""Ids, biases or scores that are dealt with on the event loop; more take longer than a millisecond."""
 
 
 class _Call:
@@ -117,33 +73,6 @@ class _Call:
             self.mail.put(EngineEvent(name, finish_reason="aborted"))
 
 
-class _SampleState:
-    """One sample while it streams."""
-
-    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str], min_tokens: int) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
-        self._stops = StopMatcher(stops)
-        self._min_tokens = min_tokens
-        self.tokens = 0
-        self.sequence = 0
-        self.cached_tokens = 0
-        self.done = False
-
-    @property
-    def stop_string(self) -> str | None:
-        return self._stops.matched
-
-    def push(self, token: int, *, shown: bool = True) -> str:
-        """Counts a token and returns the text that became certain. `shown` is False for an end token."""
-        self.tokens += 1
-        text = self._detokenizer.push([token]) if shown else ""
-        # until min_tokens are there, stop strings pass like any other text
-        return self._stops.push(text) if self.tokens >= self._min_tokens else text
-
-    def flush(self) -> str:
-        return self._stops.push(self._detokenizer.flush()) + self._stops.flush()
-
-
 class Frontend:
     """One model's front over one engine."""
 
@@ -151,14 +80,10 @@ class Frontend:
         self, engine: EngineHandle, assets: ModelAssets, limits: FrontLimits, *, workers: int = 2,
         decoder: Decoder | None = None,
     ) -> None:  # fmt: skip
-        """`workers`: threads that prepare pictures and clips. `decoder`: what decodes them; None: this process. It is
+        """`workers`: threads that prepare pictures. `decoder`: what decodes them and clips; None: this process. It is
         closed with the front."""
         self.engine, self.assets, self.limits = engine, assets, limits
-        self._pool = ThreadPoolExecutor(TEXT_WORKERS, thread_name_prefix="saccade-front")
-        # Apart, so that slow pictures keep nobody's words waiting.
-        self._picture_pool = ThreadPoolExecutor(workers, thread_name_prefix="saccade-pictures")
-        self._gate = ByteGate(limits.prepared_bytes)
-        self._decoder = decoder or LocalDecoder(limits.media)
+        self._preparation = Preparation(engine.info, assets, limits, decoder or LocalDecoder(limits.media), workers)
         self._mail: dict[str, Mailbox] = {}
         self._calls: dict[tuple[bytes, str], _Call] = {}
         self.resolve: Resolver = no_references
@@ -167,10 +92,6 @@ class Frontend:
         self.idle.set()
         self._numbers: Iterator[int] = count()
         self._loop: asyncio.AbstractEventLoop | None = None
-        info = engine.info
-        self._preparer = None if assets.vision is None else Preparer(
-            self._decoder, assets.vision, info.pixel_dtype, limits.media, info.revision
-        )  # fmt: skip
 
     def start(self) -> None:
         """Binds to the running event loop and starts the engine's delivery."""
@@ -180,14 +101,11 @@ class Frontend:
     def close(self) -> None:
         """Stops the engine and the pool. Running calls end with ENGINE_DIED."""
         self.engine.close()
-        self._decoder.close()
-        self._picture_pool.shutdown(wait=True, cancel_futures=True)
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._preparation.close()
 
     def stats(self) -> dict[str, float]:
         """What preparing pictures and clips has taken so far, by stage, and the room that it takes now."""
-        counts = self._preparer.stats() if self._preparer is not None else {}
-        return {**counts, **self._decoder.stats(), "held_bytes": self._gate.used}
+        return self._preparation.stats()
 
     @property
     def live(self) -> int:
@@ -207,7 +125,7 @@ class Frontend:
 
     async def tokenize(self, spec: GenerateSpec, *, salt: bytes = b"") -> Tokenized:
         """What `stream` would make of the prompt. Raises StatusError."""
-        async with self._prepared(spec, salt) as (prompt, _):
+        async with self._preparation.prompt(spec, salt, self.resolve) as (prompt, _):
             return Tokenized(
                 prompt.narrow_ids, len(prompt.ids), prompt.tokens_per_image, prompt.tokens_per_video
             )  # fmt: skip
@@ -221,10 +139,8 @@ class Frontend:
         """
         with self._admitted(spec, salt) as call:
             arrived = time.monotonic()
-            seed = spec.sampling.get("seed")
-            seed = secrets.randbits(63) if seed is None else int(seed)
-            async with self._prepared(spec, salt) as (prompt, pixels):
-                params = self._sampling(spec, prompt, seed)
+            async with self._preparation.prompt(spec, salt, self.resolve) as (prompt, pixels):
+                params = await self._sampling(spec, len(prompt.ids))
                 async for event in self._run(spec, prompt, params, salt, arrived, call, timeout):
                     if isinstance(event, Delta):
                         pixels.release()  # an answer begins when the encoder is done with them
@@ -233,11 +149,11 @@ class Frontend:
     async def embed(self, spec: GenerateSpec, *, salt: bytes = b"") -> Embedded:
         """Hidden states of the prompt, or the tokens of the picture where the input is one. Raises StatusError."""
         with self._admitted(spec, salt) as call:
-            async with self._prepared(spec, salt) as (prompt, _):
+            async with self._preparation.prompt(spec, salt, self.resolve) as (prompt, _):
                 picture = isinstance(spec.input, PictureInput)
-                params = self._sampling(spec, prompt, 0)
+                params = await self._sampling(spec, len(prompt.ids))
                 request = EngineRequest(
-                    f"{next(self._numbers)}:{spec.request_id}", prompt.ids, params, prompt.images,
+                    f"{next(self._numbers)}:{spec.request_id}", prompt.ids, params, prompt.take_images(),
                     priority=spec.priority, salt=salt, embed="picture" if picture else "hidden",
                 )  # fmt: skip
                 embedded = await self._embedded(request, call)
@@ -260,7 +176,7 @@ class Frontend:
                 raise errors.Cancelled("the request was cancelled")
             finished = True
             if event.error is not None:
-                raise _engine_error(event)
+                raise engine_error(event)
             return event.embedded
         finally:
             self._mail.pop(name, None)
@@ -292,93 +208,32 @@ class Frontend:
         """Seconds between two deltas of one answer: none to speak of while few are running."""
         return min(len(self._calls) / DELTA_RATE, LONGEST_PAUSE)
 
-    # -- prepare -------------------------------------------------------------------------------------------------------
+    async def _quick(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
+        """Its result: on the event loop where `size` is small, else by a thread."""
+        return function(*arguments) if size <= _QUICK else await self._preparation.in_thread(function, *arguments)
 
-    async def _in_pool(self, function: Callable[..., T], *arguments: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, functools.partial(function, *arguments))
+    async def _sampling(self, spec: GenerateSpec, prompt_tokens: int) -> SamplingParams:
+        size = sum(len(spec.sampling.get(name, ())) for name in ("logit_bias", "stop_token_ids"))
+        return await self._quick(size, self._make_sampling, spec, prompt_tokens)
 
-    @asynccontextmanager
-    async def _prepared(self, spec: GenerateSpec, salt: bytes) -> AsyncIterator[tuple[Prompt, Grant]]:
-        """The request's prompt, and a hold on the room for its pixels, given back at the end at the latest. Raises
-        StatusError."""
-        self._check(spec)
-        expected = 0 if self._preparer is None else sum(map(self._preparer.most_bytes, spec.media))
-        grant = await self._gate.acquire(expected)
-        try:
-            prompt = await self._prepare(spec, salt)
-            grant.shrink(sum(image.patches.patches.nbytes for image in prompt.images))
-            yield prompt, grant
-        finally:
-            grant.release()
-
-    def _check(self, spec: GenerateSpec) -> None:
-        """What can be said of a request before anything of it is decoded. Raises StatusError."""
-        if spec.model not in ("", self.assets.config.name):
-            raise errors.NotFound(
-                f"no model {spec.model!r}; this server has {self.assets.config.name!r}", field="model"
-            )
-        _check_counts(spec, self.limits)
-        self._check_media(spec)
-
-    async def _prepare(self, spec: GenerateSpec, salt: bytes) -> Prompt:
-        if any(source.elsewhere for source in spec.media):
-            spec = await self.resolve(spec, salt)
-        loop = asyncio.get_running_loop()
-        media = await asyncio.gather(
-            *[loop.run_in_executor(self._picture_pool, self._prepare_one, source, salt) for source in spec.media]
-        )
-        if isinstance(spec.input, PictureInput):
-            return self._picture(spec, media[0])
-        reading = functools.partial(self._read, spec, media)
-        ids, shared = await self._in_pool(reading) if _characters(spec) > _POOL_TEXT else reading()
-        prompt = widen(ids, media, len(spec.continued), self.assets, self.engine.info)
-        return replace(prompt, system_end=shared)
-
-    def _read(self, spec: GenerateSpec, media: Sequence[Prepared]) -> tuple[list[int], int]:
-        ids = read(spec, media, self.assets)
-        return ids, system_end(spec, ids, self.assets)
-
-    def _check_media(self, spec: GenerateSpec) -> None:
-        """Whether the model takes what the request holds. Raises FailedPrecondition."""
-        if spec.media and self._preparer is None:
-            raise errors.FailedPrecondition(f"{self.assets.config.name} takes no images", field=spec.media[0].field)
-        clips = [source.field for source in spec.media if isinstance(source, VideoSource)]
-        if clips and not self.engine.info.takes_video:
-            raise errors.FailedPrecondition(f"{self.assets.config.name} takes no videos", field=clips[0])
-
-    def _prepare_one(self, source: MediaSource, salt: bytes) -> Prepared:
-        assert self._preparer is not None
-        return self._preparer.prepare(source, salt)
-
-    def _picture(self, spec: GenerateSpec, item: Prepared) -> Prompt:
-        """A picture without a prompt, held against what its rows take in the handoff and in a message."""
-        check_room(item, self.engine.info)
-        tokens = item.item.tokens
-        size = tokens * self.assets.config.decoder.hidden_size * 4
-        if size > self.limits.max_answer_bytes:
-            raise errors.InvalidArgument(
-                f"{item.field} has {size} bytes of embeddings, and a message of this server "
-                f"{self.limits.max_answer_bytes}", field=item.field, reason="IMAGE_TOO_LARGE",
-            )  # fmt: skip
-        ids = [self.assets.image_token_id or 0] * tokens
-        return Prompt(ids, (EngineImage(0, item.key, item.item),), tuple(ids[:1]))
-
-    def _sampling(self, spec: GenerateSpec, prompt: Prompt, seed: int) -> SamplingParams:
+    def _make_sampling(self, spec: GenerateSpec, prompt_tokens: int) -> SamplingParams:
+        seed = spec.sampling.get("seed")
+        seed = secrets.randbits(63) if seed is None else int(seed)
         values = {**self.assets.sampling_defaults, **spec.sampling, "seed": seed}
         vocabulary = self.assets.config.decoder.vocab_size
         for name in ("logit_bias", "stop_token_ids"):
-            if bad := [i for i in values.get(name, ()) if i >= vocabulary]:
+            if bad := [i for i in values.get(name, ()) if not 0 <= i < vocabulary]:
                 raise errors.InvalidArgument(
                     f"{name}: token id {bad[0]} is not below the vocabulary size of {vocabulary}",
                     field=f"sampling.{name}",
                 )
-        room = self.engine.info.max_len - len(prompt.ids)
+        room = self.engine.info.max_len - prompt_tokens
         if (wanted := values.get("max_tokens")) is not None and wanted > room and "max_tokens" in spec.sampling:
             raise errors.InvalidArgument(
-                f"max_tokens {wanted} and a prompt of {len(prompt.ids)} tokens are above the context of "
+                f"max_tokens {wanted} and a prompt of {prompt_tokens} tokens are above the context of "
                 f"{self.engine.info.max_len}; at most {room} would fit",
                 reason="CONTEXT_LENGTH_EXCEEDED", field="sampling.max_tokens",
-                metadata={"limit": str(self.engine.info.max_len), "got": str(wanted + len(prompt.ids))},
+                metadata={"limit": str(self.engine.info.max_len), "got": str(wanted + prompt_tokens)},
             )  # fmt: skip
         if wanted is not None:
             values["max_tokens"] = min(wanted, room)
@@ -398,10 +253,10 @@ class Frontend:
             spec.request_id, len(prompt.ids), prompt.image_tokens, info.model, info.revision, params.seed,
             prompt.video_tokens,
         )  # fmt: skip
-        states = [_SampleState(self.assets.tokenizer, spec.stop, params.min_tokens) for _ in range(spec.n)]
+        states = [SampleState(self.assets.tokenizer, spec.stop, params.min_tokens) for _ in range(spec.n)]
         names = [f"{next(self._numbers)}:{spec.request_id}" for _ in range(spec.n)]
         index_of = {name: i for i, name in enumerate(names)}
-        clock = _Clock(arrived)
+        clock = Clock(arrived)
         prompt_scores: list[PromptLogprob] = []
 
         def finished(index: int, reason: Any, stop_token: int | None = None) -> Finished:
@@ -414,8 +269,7 @@ class Frontend:
             scores = tuple(prompt_scores) if index == 0 else ()
             return Finished(index, reason, usage, state.stop_string, stop_token, scores)
 
-        for token in spec.continued:  # shown before: only the state that follows from it matters
-            states[0].push(token)
+        await self._quick(len(spec.continued), states[0].replay, spec.continued)
         if spec.continued and (ending := self._already_ended(spec, params, states[0])):
             yield yield_started
             yield finished(0, *ending)
@@ -424,7 +278,7 @@ class Frontend:
             names[0],
             prompt.ids,
             params,
-            prompt.images,
+            prompt.take_images(),
             spec.continued,
             self._eos(params),
             priority=spec.priority,
@@ -435,10 +289,11 @@ class Frontend:
         )
         self._mail.update(dict.fromkeys(names, call.mail))
         try:
-            if prompt.images:  # copies pixels into shared memory
+            if request.images:  # copies pixels into shared memory
                 await self._submit(request)
             else:
                 self.engine.submit(request)
+            del request  # the pixels are the engine's now
             yield yield_started
             call.begin(names)
             while not all(state.done for state in states):
@@ -446,10 +301,7 @@ class Frontend:
                 clock.tick(batch)
                 for event in batch:
                     if event.prompt_scores and not prompt_scores:
-                        prompt_scores += [
-                            PromptLogprob(score.position, Logprob(score.token, score.logprob, score.top))
-                            for score in event.prompt_scores
-                        ]
+                        prompt_scores += await self._quick(len(event.prompt_scores), read_prompt_scores, event)
                 for name in names:
                     index = index_of[name]
                     events = [event for event in batch if event.request_id == name]
@@ -469,10 +321,11 @@ class Frontend:
 
     async def _submit(self, request: EngineRequest) -> None:
         """In a thread. Where the call ends meanwhile an abort follows: one that went ahead of it would end nothing."""
-        submitting = asyncio.get_running_loop().run_in_executor(self._pool, self.engine.submit, request)
+        submitting = self._preparation.in_thread(self.engine.submit, request)
+        names = request.names
 
         def abort(_: object) -> None:
-            for name in request.names:
+            for name in names:
                 self.engine.abort(name)
 
         try:
@@ -485,7 +338,7 @@ class Frontend:
         return frozenset() if params.ignore_eos else self.assets.config.eos_token_ids
 
     def _already_ended(
-        self, spec: GenerateSpec, params: SamplingParams, state: _SampleState
+        self, spec: GenerateSpec, params: SamplingParams, state: SampleState
     ) -> tuple[str, int | None] | None:
         """Whether an answer that is to be continued has in fact ended: (reason, stop token)."""
         last = spec.continued[-1]
@@ -498,7 +351,7 @@ class Frontend:
         return None
 
     def _relay(
-        self, index: int, state: _SampleState, events: list[EngineEvent]
+        self, index: int, state: SampleState, events: list[EngineEvent]
     ) -> tuple[Delta | None, str | None, int | None]:
         """Events of one sample -> (delta, finish reason, stop token). Raises StatusError for an error event."""
         text: list[str] = []
@@ -508,7 +361,7 @@ class Frontend:
         stop_token: int | None = None
         for event in events:
             if event.error is not None:
-                raise _engine_error(event)
+                raise engine_error(event)
             state.cached_tokens = max(state.cached_tokens, event.cached_tokens)
             if event.token_id is not None:
                 ids.append(event.token_id)
@@ -540,67 +393,3 @@ class Frontend:
         for event in events:
             if (mail := self._mail.get(event.request_id)) is not None:
                 mail.put(event)
-
-
-class _Clock:
-    """Times of one request, in seconds since its arrival."""
-
-    def __init__(self, arrived: float) -> None:
-        self._arrived = arrived
-        self.queue = time.monotonic() - arrived
-        self.first_token = 0.0
-
-    def tick(self, events: list[EngineEvent]) -> None:
-        if not self.first_token and any(e.token_id is not None for e in events):
-            self.first_token = time.monotonic() - self._arrived
-
-
-def _engine_error(event: EngineEvent) -> errors.StatusError:
-    if event.error == "invalid":
-        return errors.InvalidArgument(event.message)
-    if event.error == "deadline":
-        return errors.DeadlineExceeded(event.message, reason="DEADLINE_UNREACHABLE", metadata={"phase": "admission"})
-    if event.error == "unavailable":
-        return errors.Unavailable(event.message, reason="ENCODER_UNAVAILABLE", retry_after=1.0)
-    if event.error == "full":
-        return errors.Unavailable(event.message, reason="SHARED_MEMORY_FULL", retry_after=1.0)
-    if event.error == "died":
-        return errors.Unavailable(
-            "the engine stopped while it worked on this request", reason="ENGINE_DIED", retry_after=1.0
-        )
-    log.error("request %s failed in the engine: %s", event.request_id, event.message)
-    return errors.Internal("the engine failed on this request; the server's log has the details")
-
-
-def _characters(spec: GenerateSpec) -> int:
-    match spec.input:
-        case ChatInput(messages):
-            return sum(len(part or "") for message in messages for part in message.parts)
-        case RawInput(text):
-            return len(text)
-    return 0
-
-
-def _check_counts(spec: GenerateSpec, limits: FrontLimits) -> None:
-    """Bounds on how much one request may ask for."""
-    bounds = (
-        ("sampling.n", spec.n, 1, MAX_SAMPLES),
-        ("sampling.logprobs", spec.sampling.get("logprobs"), 0, MAX_LOGPROBS),
-        ("sampling.prompt_logprobs", spec.sampling.get("prompt_logprobs"), 0, MAX_LOGPROBS),
-        ("images", sum(isinstance(source, ImageSource) for source in spec.media), 0, limits.max_images),
-        ("videos", sum(isinstance(source, VideoSource) for source in spec.media), 0, limits.max_videos),
-        ("sampling.stop", len(spec.stop), 0, MAX_STOP_STRINGS),
-    )
-    for name, value, low, high in bounds:
-        if value is not None and not low <= value <= high:
-            raise errors.InvalidArgument(f"{name} is {value}; it must be from {low} to {high}", field=name)
-    for i, stop in enumerate(spec.stop):
-        if not 1 <= len(stop) <= MAX_STOP_LENGTH:
-            raise errors.InvalidArgument(
-                f"sampling.stop[{i}] has {len(stop)} characters; it must have from 1 to {MAX_STOP_LENGTH}",
-                field=f"sampling.stop[{i}]",
-            )
-    if spec.continued and spec.n != 1:
-        raise errors.InvalidArgument(
-            f"continued_token_ids continue one sample, not n = {spec.n}", field="continued_token_ids"
-        )

@@ -33,6 +33,7 @@ class ByteGate:
 
     async def acquire(self, size: int) -> Grant:
         """Waits for room, unless `size` is 0. More than the whole capacity is granted while nobody else holds any."""
+        assert size >= 0, size
         size = min(size, self.capacity)
         if not size:
             return Grant(self, 0)

@@ -180,9 +180,13 @@ class Spool:
                 with contextlib.suppress(FileNotFoundError):
                     os.utime(self._path((tenant, media_id)), (now, now))
 
+    def size(self, tenant: str, media_id: str) -> int:
+        """Bytes of the file. Raises NotFound."""
+        return self.get(tenant, media_id).size
+
     def read(self, tenant: str, media_id: str) -> bytes:
         """The file. Raises NotFound."""
-        self.get(tenant, media_id)
+        self.size(tenant, media_id)
         try:
             return self._path((tenant, media_id)).read_bytes()
         except FileNotFoundError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import math
 import mmap
 import os
 import queue
@@ -227,8 +228,9 @@ class PicturePool:
             return _WorkerClip(self, data, _number(reply, "frames"))
 
     def describe(self, data: bytes) -> ImageHeader:
-        with self._borrowed(self._video_seconds, ImageError) as worker:
-            reply = worker.ask({"op": "describe"}, data, self._video_seconds)
+        # nothing is decoded for it, so it may not take as long as a video
+        with self._borrowed(self._image_seconds, ImageError) as worker:
+            reply = worker.ask({"op": "describe"}, data, self._image_seconds)
             _check(reply)
             width, height = _number(reply, "width"), _number(reply, "height")
             return ImageHeader(str(reply.get("format"))[:16], width, height, str(reply.get("mode"))[:16])
@@ -311,7 +313,7 @@ class _WorkerClip(Clip):
                 yield self._pool._pixels(worker, reply)
                 command, data = {"op": "next"}, b""
         fps = reply["fps"]
-        self._fps = float(fps) if isinstance(fps, int | float) else None
+        self._fps = float(fps) if isinstance(fps, float) and 1e-9 < fps < math.inf else None
         self._timed = True
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Protocol
@@ -169,10 +170,12 @@ class Preparer:
         with watch("decode"):
             clip = _FrameList(source, self._decoder, self._limits) if source.frames else self._decoder.clip(source.data)
         indices = sample_indices(clip.num_frames, wanted)
-        item = patchify_video(
-            _timed(clip.frames(indices), watch), self._vision, self._dtype, num_frames=len(indices),
-            pruning_rate=self._vision.video_pruning_rate, keep_bytes=True, watch=watch,
-        )  # fmt: skip
+        # closing: what decodes the frames is given back at once, and not when a collector finds the generators
+        with closing(clip.frames(indices)) as frames:
+            item = patchify_video(
+                _timed(frames, watch), self._vision, self._dtype, num_frames=len(indices),
+                pruning_rate=self._vision.video_pruning_rate, keep_bytes=True, watch=watch,
+            )  # fmt: skip
         dated = None if source.frames and len(indices) == clip.num_frames else indices
         labels = frame_labels(len(indices), temporal_patch(self._vision), fps=clip.fps, indices=dated)
         content = [source.data] if not source.frames else [source.frames[index].data for index in indices]

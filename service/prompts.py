@@ -7,7 +7,7 @@ it has rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise, takewhile
 
 from encoder.item import IMAGE, VIDEO
@@ -23,30 +23,27 @@ from service.types import ChatInput, GenerateSpec, RawInput, TokensInput
 SYSTEM_ROLES = ("system", "developer")
 
 
-@dataclass(frozen=True)
 class Prompt:
     """What a request's input becomes."""
 
-    ids: list[int]
-    """As the decoder reads them; of a pruned clip, which of its rows go where is not known yet."""
-    images: tuple[EngineImage, ...]
-    narrow_ids: tuple[int, ...]
-    """With one image token id for each picture and each temporal patch."""
-    frames: int = 0
-    """Of all clips."""
-    system_end: int = 0
-    """Tokens of the system prompt, which other requests are likely to begin with too; 0 for none."""
+    def __init__(
+        self, ids: list[int], images: tuple[EngineImage, ...], narrow_ids: tuple[int, ...], frames: int = 0
+    ) -> None:
+        """`ids`: as the decoder reads them; of a pruned clip, which of its rows go where is not known yet.
+        `narrow_ids`: with one image token id for each picture and each temporal patch. `frames`: of all clips."""
+        self.ids, self.narrow_ids, self.frames = ids, narrow_ids, frames
+        self._images = images
+        items = [image.patches for image in images]
+        self.tokens_per_image = tuple(item.tokens for item in items if item.kind == IMAGE)
+        self.tokens_per_video = tuple(item.tokens for item in items if item.kind == VIDEO)
+        self.pixel_bytes = sum(image.patches.patches.nbytes for image in images)
+        self.system_end = 0
+        """Tokens of the system prompt, which other requests are likely to begin with too; 0 for none."""
 
-    @property
-    def tokens_per_image(self) -> tuple[int, ...]:
-        return self._tokens_of(IMAGE)
-
-    @property
-    def tokens_per_video(self) -> tuple[int, ...]:
-        return self._tokens_of(VIDEO)
-
-    def _tokens_of(self, kind: str) -> tuple[int, ...]:
-        return tuple(image.patches.tokens for image in self.images if image.patches.kind == kind)
+    def take_images(self) -> tuple[EngineImage, ...]:
+        """Its pictures, once: their pixels must not live for as long as the answer is written."""
+        images, self._images = self._images, ()
+        return images
 
     @property
     def image_tokens(self) -> int:
@@ -61,11 +58,7 @@ def read(spec: GenerateSpec, media: Sequence[Prepared], assets: ModelAssets) -> 
     """Prompt ids with one image token id for each picture and each temporal patch (token ids may have one for a clip).
     Raises StatusError."""
     if isinstance(spec.input, TokensInput):
-        vocabulary = assets.config.decoder.vocab_size
-        if bad := [i for i in spec.input.ids if i >= vocabulary]:
-            raise errors.InvalidArgument(
-                f"token id {bad[0]} is not below the vocabulary size of {vocabulary}", field="tokens.ids"
-            )
+        check_ids("tokens.ids", spec.input.ids, assets)
         return list(spec.input.ids)
     if assets.tokenizer is None:
         raise errors.FailedPrecondition(f"{assets.config.name} has no tokenizer: send token ids", field="input")
@@ -78,6 +71,15 @@ def read(spec: GenerateSpec, media: Sequence[Prepared], assets: ModelAssets) -> 
     except ValueError as error:
         raise errors.InvalidArgument(str(error), field="chat") from None
     return assets.wrap_pictures(assets.tokenizer.encode(text))
+
+
+def check_ids(field: str, ids: Sequence[int], assets: ModelAssets) -> None:
+    """Raises InvalidArgument for an id that the model does not have."""
+    vocabulary = assets.config.decoder.vocab_size
+    if bad := next((i for i in ids if not 0 <= i < vocabulary), None):
+        raise errors.InvalidArgument(
+            f"token id {bad} is not below the vocabulary size of {vocabulary}", field=field
+        )  # fmt: skip
 
 
 def system_end(spec: GenerateSpec, ids: Sequence[int], assets: ModelAssets) -> int:

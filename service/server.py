@@ -38,6 +38,7 @@ from service.batch_runs import Uploaded
 from service.batch_servicer import BatchServicer
 from service.batch_store import BatchStore
 from service.batches import Batches, BatchLimits
+from service.bounds import FrontLimits
 from service.build import resolve_vision
 from service.calls import AccessLog, Calls
 from service.checkpoint import open_checkpoint
@@ -45,7 +46,7 @@ from service.config import ConfigError, ServerOptions
 from service.engine import EngineHandle, EngineInfo
 from service.engine_client import EngineDied
 from service.fetch import make_fetcher
-from service.frontend import Frontend, FrontLimits
+from service.frontend import Frontend
 from service.interceptor import FrontDoor
 from service.kserve import KServeServicer
 from service.limits import ByteBudget
@@ -53,6 +54,7 @@ from service.media import Spool
 from service.meters import make_metrics
 from service.picture_pool import PicturePool
 from service.pictures import MediaLimits
+from service.prepare import decoder_processes
 from service.servicer import InferenceServicer, MediaServicer, ModelServicer, media_resolver
 from service.sizes import check_sizes_file, record_sizes
 from service.spans import Spans
@@ -78,7 +80,7 @@ class Server:
         self.options = options
         limits = front_limits(options)
         self.pictures = PicturePool(
-            limits.media, options.image_workers, image_seconds=options.image_timeout,
+            limits.media, decoder_processes(options.image_workers), image_seconds=options.image_timeout,
             video_seconds=options.video_timeout,
         )  # fmt: skip
         self.frontend = Frontend(engine, assets, limits, workers=options.image_workers, decoder=self.pictures)

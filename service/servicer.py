@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
 
@@ -24,6 +25,10 @@ from service.media import Media, Spool, tenant_folder
 from service.types import Event, GenerateSpec, MediaSource, VideoSource
 
 T = TypeVar("T")
+LOOKING = 2
+"""Uploaded files that are looked into at a time."""
+TOGETHER = 4
+"""Files of one request that are fetched at a time."""
 Context: TypeAlias = Any
 """`grpc.aio.ServicerContext`, which ships no type information."""
 
@@ -96,6 +101,8 @@ class MediaServicer(media_pb2_grpc.MediaServiceServicer):
 
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
+        # Apart: looking into a file waits for a process that decodes, and what others do in threads must not wait too.
+        self._looking = ThreadPoolExecutor(LOOKING, thread_name_prefix="saccade-uploads")
 
     async def UploadMedia(
         self, requests: AsyncIterator[media_pb2.UploadMediaRequest], context: Context
@@ -103,17 +110,21 @@ class MediaServicer(media_pb2_grpc.MediaServiceServicer):
         header = await header_of(requests, "an upload")
         async with in_thread(self._spool.upload(_tenant(), header.size_bytes)) as upload:
             await receive(requests, upload.write)
-            media = await to_end(asyncio.ensure_future(asyncio.to_thread(upload.commit, header.media_id)))
+            media = await to_end(self._look(upload.commit, header.media_id))
         return media_pb2.UploadMediaResponse(media=_media_to_proto(media))
 
     async def GetMedia(self, request: media_pb2.GetMediaRequest, context: Context) -> media_pb2.GetMediaResponse:
-        return media_pb2.GetMediaResponse(media=_media_to_proto(self._spool.get(_tenant(), request.media_id)))
+        media = await self._look(self._spool.get, _tenant(), request.media_id)
+        return media_pb2.GetMediaResponse(media=_media_to_proto(media))
 
     async def DeleteMedia(
         self, request: media_pb2.DeleteMediaRequest, context: Context
     ) -> media_pb2.DeleteMediaResponse:
         await asyncio.to_thread(self._spool.delete, _tenant(), request.media_id)
         return media_pb2.DeleteMediaResponse()
+
+    def _look(self, function: Callable[..., Media], *arguments: Any) -> asyncio.Future[Media]:
+        return asyncio.get_running_loop().run_in_executor(self._looking, function, *arguments)
 
 
 def _tenant() -> str:
@@ -155,36 +166,42 @@ def media_resolver(
     spool: Spool, fetch: Callable[[MediaSource], Awaitable[bytes]] | None = None
 ) -> Callable[[GenerateSpec, bytes], Any]:
     """What `Frontend.resolve` is on a server: media ids are read from the spool, URLs are `fetch`ed where that is
-    allowed."""
+    allowed. `fetch` counts its bytes as they come (`CallInfo.hold_bytes`)."""
 
-    async def one(source: MediaSource, tenant: str) -> Any:
+    async def one(source: MediaSource, tenant: str, places: asyncio.Semaphore) -> Any:
         if isinstance(source, VideoSource) and source.frames:
-            return replace(source, frames=tuple([await one(frame, tenant) for frame in source.frames]))
-        try:
-            if source.media_id is not None:
-                data = await asyncio.to_thread(spool.read, tenant, source.media_id)
-                current_call().hold_bytes(len(data))
-                return replace(source, data=data, media_id=None)
-        except errors.NotFound as error:
-            raise errors.NotFound(f"{source.field}: {error}", field=source.field, reason=error.reason) from None
-        if source.uri is not None:
-            if fetch is None:
-                raise errors.PermissionDenied(
-                    f"{source.field}: this server fetches no URLs; send the bytes or upload them",
-                    field=source.field, reason="MEDIA_HOST_DENIED",
-                )  # fmt: skip
-            data = await fetch(source)
-            current_call().hold_bytes(len(data))
-            return replace(source, data=data, uri=None)
-        return source
+            return replace(source, frames=tuple(await together(source.frames, tenant, places)))
+        if not source.elsewhere:
+            return source
+        async with places:
+            return await fetched(source, tenant)
 
-    async def resolve(spec: GenerateSpec, salt: bytes) -> GenerateSpec:
-        tenant = tenant_folder(salt)
+    async def fetched(source: MediaSource, tenant: str) -> Any:
+        if source.media_id is not None:
+            try:
+                # counted before it is read: what does not fit is never in memory
+                current_call().hold_bytes(await asyncio.to_thread(spool.size, tenant, source.media_id))
+                data = await asyncio.to_thread(spool.read, tenant, source.media_id)
+            except errors.NotFound as error:
+                raise errors.NotFound(f"{source.field}: {error}", field=source.field, reason=error.reason) from None
+            return replace(source, data=data, media_id=None)
+        if fetch is None:
+            raise errors.PermissionDenied(
+                f"{source.field}: this server fetches no URLs; send the bytes or upload them",
+                field=source.field, reason="MEDIA_HOST_DENIED",
+            )  # fmt: skip
+        return replace(source, data=await fetch(source), uri=None)
+
+    async def together(sources: Sequence[MediaSource], tenant: str, places: asyncio.Semaphore) -> list[Any]:
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(source, tenant)) for source in spec.media]
+                tasks = [group.create_task(one(source, tenant, places)) for source in sources]
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        return replace(spec, media=tuple(task.result() for task in tasks))
+        return [task.result() for task in tasks]
+
+    async def resolve(spec: GenerateSpec, salt: bytes) -> GenerateSpec:
+        places = asyncio.Semaphore(TOGETHER)
+        return replace(spec, media=tuple(await together(spec.media, tenant_folder(salt), places)))
 
     return resolve

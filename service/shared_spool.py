@@ -39,6 +39,18 @@ class SharedSpool(Spool):
             raise self.unknown(media_id) from None
         return super().get(tenant, media_id)
 
+    def size(self, tenant: str, media_id: str) -> int:
+        """Bytes of the file, which is not looked into. Raises NotFound."""
+        try:
+            if not self.is_id(media_id):
+                raise FileNotFoundError
+            status = self._path((tenant, media_id)).stat()
+        except FileNotFoundError:
+            raise self.unknown(media_id) from None
+        if status.st_mtime + self._ttl <= self._clock():
+            raise self.unknown(media_id)
+        return status.st_size
+
     def delete(self, tenant: str, media_id: str) -> None:
         """Raises NotFound."""
         self.get(tenant, media_id)

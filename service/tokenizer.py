@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +12,10 @@ from families import CheckpointError
 # Code points that Unicode keeps for such use: they never stand in text that is exchanged.
 _LITERAL_OPEN, _LITERAL_CLOSE = "\ufdd0", "\ufdd1"
 _REPLACEMENT = "\ufffd"
+_INCOMPLETE = 3
+"""Bytes of a character that lacks one, at most."""
+_WINDOW = 16
+"""Ids held back from which it is asked whether they can be a character at all."""
 
 
 class Tokenizer:
@@ -29,7 +32,9 @@ class Tokenizer:
         for tokenizer in (self._tokenizer, self._plain):
             tokenizer.no_truncation()
             tokenizer.no_padding()
-        self._lock = threading.Lock()  # `tokenizers` raises "Already borrowed" when a setter meets a reader
+        self.longest = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        """Characters that one token can stand for."""
+        self._silent = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
 
     @property
     def vocab_size(self) -> int:
@@ -51,16 +56,26 @@ class Tokenizer:
         while rest:
             before, mark, after = rest.partition(_LITERAL_OPEN)
             if before:
-                ids.extend(self._tokenizer.encode(before, add_special_tokens=False).ids)
+                ids.extend(_encode(self._tokenizer, before))
             if not mark:
                 break
             plain, _, rest = after.partition(_LITERAL_CLOSE)
-            ids.extend(self._plain.encode(plain, add_special_tokens=False).ids)
+            ids.extend(_encode(self._plain, plain))
         return ids
+
+    def silent(self, token_id: int) -> bool:
+        """Whether a token is no text wherever it stands: a special one, or an id without an entry."""
+        return token_id in self._silent or self._tokenizer.id_to_token(token_id) is None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; special tokens and ids without an entry decode to nothing."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def _encode(tokenizer: _Tokenizer, text: str) -> list[int]:
+    """As a batch of one: `encode` keeps every other thread of the process waiting, a batch does not."""
+    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return ids
 
 
 def literal(text: str, *tokens: str) -> str:
@@ -90,7 +105,10 @@ class Detokenizer:
 
     def push(self, ids: Sequence[int]) -> str:
         """Text that became certain with `ids`."""
-        self._ids.extend(ids)
+        if self._tokenizer is None:
+            return ""
+        # Ids that are no text would only lengthen the window.
+        self._ids.extend(i for i in ids if not self._tokenizer.silent(i))
         return self._advance(final=False)
 
     def flush(self) -> str:
@@ -102,7 +120,23 @@ class Detokenizer:
             return ""
         shown = self._text(self._prefix, self._read)
         text = self._text(self._prefix, len(self._ids))
-        if len(text) <= len(shown) or (text.endswith(_REPLACEMENT) and not final):
+        if len(text) <= len(shown):
             return ""
-        self._prefix, self._read = self._read, len(self._ids)
+        end = len(self._ids)
+        if text.endswith(_REPLACEMENT) and not final:
+            end, text = self._certain(text)
+            if len(text) <= len(shown):
+                return ""
+        self._prefix, self._read = self._read, end
         return text[len(shown) :]
+
+    def _certain(self, text: str) -> tuple[int, str]:
+        """Where a long window ends in bytes that are no characters: (end of what no later byte can change, its text).
+
+        A character that is still incomplete has at most its first three bytes, and so the last three tokens."""
+        end = len(self._ids) - _INCOMPLETE
+        if end - self._read >= _WINDOW:
+            certain = self._text(self._prefix, end)
+            if certain + self._text(end, len(self._ids)) == text:
+                return end, certain
+        return self._read, ""

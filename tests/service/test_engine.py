@@ -14,7 +14,7 @@ from service import errors
 from service.build import build_engine
 from service.config import EngineOptions
 from service.engine import Engine, EngineEvent, EngineRequest
-from service.frontend import _engine_error
+from service.relay import engine_error
 
 
 class Running:
@@ -65,7 +65,7 @@ def test_a_deadline_out_of_reach_is_refused_and_leaves_nothing(running: Running)
     running.engine.submit(EngineRequest("late", [1] * 50, greedy(), timeout=5.0))
     (event,) = running.wait({"late"})["late"]
     assert event.error == "deadline" and "50 prompt tokens" in event.message
-    status = _engine_error(event)
+    status = engine_error(event)
     assert isinstance(status, errors.DeadlineExceeded) and status.reason == "DEADLINE_UNREACHABLE"
     running.engine.submit(EngineRequest("patient", [1] * 50, greedy()))
     assert len(running.wait({"patient"})["patient"]) == 4

@@ -11,10 +11,11 @@ import pytest
 from fake_engine import FakeEngine
 from pictures import picture
 
+from service.bounds import FrontLimits
 from service.chat import Message
 from service.config import ServerOptions
 from service.engine import EngineRequest
-from service.frontend import Frontend, FrontLimits
+from service.frontend import Frontend
 from service.server import load_assets
 from service.servicer import in_thread
 from service.types import ChatInput, GenerateSpec, ImageSource
