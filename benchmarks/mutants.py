@@ -1,0 +1,268 @@
+"""Do the tests notice? One-line changes of behaviour, one at a time, each with the tests that should fail.
+
+    python -m benchmarks.mutants [AREA ...] [--only TEXT] [--jobs 1] [--timeout 300] [--fresh] [--list] [--write]
+
+An area is a file of `benchmarks/mutants_lists`; its entries name a file, a text that stands in it exactly once, what
+takes its place, and test files. The checkout is copied to a temporary folder, the named tests must pass there as they
+are, and then each mutant is put in, tested and taken out. Results are kept in `build/mutants.jsonl` under what they
+depend on (the mutant, its file, its tests), so that a run that was ended goes on where it was, and a second run repeats
+only what has changed; `--fresh` forgets them. Status 1 below `--least` percent caught. The last line on stdout is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import datetime
+import hashlib
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+LISTS = Path(__file__).resolve().parent / "mutants_lists"
+RESULTS = Path(__file__).resolve().parent / "results"
+CAUGHT = {"caught", "hung"}
+"""A mutant that makes its tests hang is noticed too: each test has a timeout."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    area: str
+    path: str
+    """Of the file, from the checkout's root."""
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    """What should fail, as pytest takes it: files, or one test of a file (`file.py::test`)."""
+
+    def applied(self, source: str) -> str:
+        """`ValueError` unless `old` stands in `source` exactly once."""
+        if (count := source.count(self.old)) != 1 or self.old == self.new:
+            raise ValueError(f"{self.area}: {self.path} holds {count} times {self.old!r}, it must be once")
+        return source.replace(self.old, self.new)
+
+    def key(self, root: Path) -> str:
+        """Of the mutant and all that its result depends on directly."""
+        files = [self.path, *(test.partition("::")[0] for test in self.tests)]
+        parts = [repr(self), *((root / file).read_text("utf-8") for file in files)]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def areas(lists: Path = LISTS) -> list[str]:
+    return sorted(path.stem for path in lists.glob("*.toml"))
+
+
+def read(area: str, lists: Path = LISTS) -> list[Mutant]:
+    """`KeyError` or `TypeError` for an entry that lacks something."""
+    content = tomllib.loads((lists / f"{area}.toml").read_text("utf-8"))
+    return [Mutant(area, row["path"], row["old"], row["new"], tuple(row["tests"])) for row in content["mutant"]]
+
+
+@contextlib.contextmanager
+def copied(root: Path) -> Iterator[Path]:
+    """A copy of the files that git tracks or would track; of all where there is no repository."""
+    command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False)
+    with tempfile.TemporaryDirectory(prefix="saccade-mutants-") as folder:
+        to = Path(folder) / "checkout"
+        if listed.returncode:
+            shutil.copytree(root, to)
+        for name in filter(None, listed.stdout.split("\0")):
+            if (root / name).is_file():
+                (to / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(root / name, to / name)
+        yield to
+
+
+def run_tests(folder: Path, tests: Sequence[str], timeout: float) -> tuple[str, str]:
+    """(how it ended, the end of what was said): passed, caught, hung or error. Ends whatever the tests started."""
+    environment = {
+        **os.environ,
+        # An editable install has the checkout on the path, which the tests' own child processes would take.
+        "PYTHONPATH": str(folder),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", *tests]
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=said, stderr=said, start_new_session=True
+        )
+        try:
+            status: int | None = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        said.seek(0)
+        end = said.read()[-2000:]
+    # 1: a test failed; 2: a file could not be collected; negative: the process died, as it may of a wrong index in C++.
+    if status is None:
+        return "hung", end
+    return ("passed" if status == 0 else "caught" if status in (1, 2) or status < 0 else "error"), end
+
+
+def try_mutant(folder: Path, mutant: Mutant, timeout: float) -> tuple[str, float]:
+    """(caught, hung, survived or error; seconds). `folder` is as it was afterwards."""
+    file, started = folder / mutant.path, time.perf_counter()
+    source = file.read_text("utf-8")
+    file.write_text(mutant.applied(source), "utf-8")
+    try:
+        outcome, said = run_tests(folder, mutant.tests, timeout)
+    finally:
+        file.write_text(source, "utf-8")
+    if outcome == "error":
+        print(said, file=sys.stderr)
+    return {"passed": "survived"}.get(outcome, outcome), round(time.perf_counter() - started, 1)
+
+
+class Results:
+    """What is known from earlier runs, kept line by line in a file."""
+
+    def __init__(self, path: Path, *, fresh: bool = False) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if fresh:
+            path.unlink(missing_ok=True)
+        text = path.read_text("utf-8") if path.exists() else ""
+        whole, _, cut = text.rpartition("\n")
+        if cut:  # by the end of a run that was killed
+            path.write_text(whole + "\n", "utf-8")
+        self.known: dict[str, Any] = {}
+        for row in map(json.loads, filter(None, whole.splitlines())):
+            self.known[row["key"]] = row
+
+    def add(self, key: str, **row: Any) -> None:
+        self.known[key] = {"key": key, **row}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(self.known[key]) + "\n")
+
+
+def check_unmutated(folder: Path, mutants: Sequence[Mutant], timeout: float, results: Results) -> list[str]:
+    """The tests among those of `mutants` that do not pass as they are; what is known to pass is not run again."""
+    failed = []
+    for test in sorted({test for mutant in mutants for test in mutant.tests}):
+        sources = {mutant.path for mutant in mutants if test in mutant.tests} | {test.partition("::")[0]}
+        parts = [test, *((folder / source).read_text("utf-8") for source in sorted(sources))]
+        key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+        if key not in results.known:
+            outcome, said = run_tests(folder, [test], timeout)
+            print(f"as it is  {outcome:8} {test}", file=sys.stderr, flush=True)
+            if outcome == "passed":
+                results.add(key, outcome=outcome)
+            else:
+                print(said, file=sys.stderr)
+                failed.append(test)
+    return failed
+
+
+def run(
+    mutants: Sequence[Mutant], root: Path, results: Results, *, jobs: int = 1, timeout: float = 300
+) -> list[dict[str, Any]]:
+    """A row for each mutant. `SystemExit` naming the tests that fail without any."""
+    todo = [mutant for mutant in mutants if mutant.key(root) not in results.known]
+    with contextlib.ExitStack() as ends:
+        folders: queue.Queue[Path] = queue.Queue()
+        for _ in range(min(jobs, len(todo))):
+            folders.put(ends.enter_context(copied(root)))
+        if todo:
+            folder = folders.get()
+            if failed := check_unmutated(folder, todo, timeout, results):
+                raise SystemExit(f"these fail without any mutant: {', '.join(failed)}")
+            folders.put(folder)
+
+        def one(mutant: Mutant) -> None:
+            folder = folders.get()
+            try:
+                outcome, seconds = try_mutant(folder, mutant, timeout)
+            finally:
+                folders.put(folder)
+            results.add(mutant.key(root), outcome=outcome, seconds=seconds)
+            change = f"{mutant.old.strip()!r} -> {mutant.new.strip()!r}"
+            print(f"{outcome:9} {seconds:6.1f} s  {mutant.path}: {change}", file=sys.stderr, flush=True)
+
+        with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+            list(pool.map(one, todo))
+    rows = []
+    for mutant in mutants:
+        known = results.known[mutant.key(root)]
+        rows.append({**asdict(mutant), "outcome": known["outcome"], "seconds": known["seconds"]})
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """A line for each area and one for all, and the survivors by name."""
+    lines = [f"{'area':12} mutants  caught  survived"]
+    for area in [*sorted({row["area"] for row in rows}), "all"]:
+        counts = Counter(row["outcome"] in CAUGHT for row in rows if area in (row["area"], "all"))
+        lines.append(f"{area:12} {counts.total():7}  {counts[True]:6}  {counts[False]:8}")
+    lines += [f"{row['outcome']}: {row['path']}: {row['new'].strip()}" for row in rows if row["outcome"] not in CAUGHT]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """1 where fewer than `--least` percent are caught."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("areas", nargs="*", metavar="AREA", help=f"of {', '.join(areas())}; none named: all")
+    parser.add_argument("--only", default="", help="mutants whose file or change contains this")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time, each in a copy (default: 1)")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for the tests of one mutant (default: 300)")
+    parser.add_argument("--least", type=float, default=85, help="percent that must be caught (default: 85)")
+    parser.add_argument("--fresh", action="store_true", help="forget earlier results")
+    parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
+    parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results")
+    arguments = parser.parse_args(argv)
+    if unknown := sorted(set(arguments.areas) - set(areas())):
+        parser.error(f"{', '.join(unknown)}: no such area; there are {', '.join(areas())}")
+    if arguments.jobs < 1:
+        parser.error(f"--jobs must be at least 1, got {arguments.jobs}")
+    mutants = [mutant for area in arguments.areas or areas() for mutant in read(area)]
+    mutants = [mutant for mutant in mutants if arguments.only in f"{mutant.path} {mutant.old} {mutant.new}"]
+    if arguments.list or not mutants:
+        print("\n".join(f"{m.area}: {m.path}: {m.old.strip()} -> {m.new.strip()}" for m in mutants))
+        return 0
+    from benchmarks import machine
+
+    load, started = machine.load(), time.perf_counter()
+    results = Results(CHECKOUT / "build" / "mutants.jsonl", fresh=arguments.fresh)
+    rows = run(mutants, CHECKOUT, results, jobs=arguments.jobs, timeout=arguments.timeout)
+    print(table(rows), file=sys.stderr)
+    caught = sum(row["outcome"] in CAUGHT for row in rows)
+    result = {
+        "benchmark": "mutants",
+        "mutants": len(rows),
+        "caught": caught,
+        "percent": round(100 * caught / len(rows), 1),
+        "seconds": round(time.perf_counter() - started, 1),
+        "load": load,
+        "machine": machine.describe(),
+        "areas": {area: dict(Counter(r["outcome"] for r in rows if r["area"] == area)) for area in areas()},
+        "rows": [{name: row[name] for name in ("area", "path", "old", "new", "tests", "outcome")} for row in rows],
+    }
+    if arguments.write:
+        RESULTS.mkdir(exist_ok=True)
+        path = RESULTS / f"{datetime.date.today()}-mutants.json"
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        print(path, file=sys.stderr)
+    print(json.dumps({name: result[name] for name in ("mutants", "caught", "percent")}))
+    return int(100 * caught < arguments.least * len(rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
