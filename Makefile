@@ -19,6 +19,11 @@ GPU_PY := PYTHONPATH=$(CURDIR):$(PEERS)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(if $
 OUT ?= build/gpu
 PART ?= ceilings kernels runners service
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+TORCH_CPU := https://download.pytorch.org/whl/cpu
+TORCH_ASKS_FOR_TRITON := 'from importlib.metadata import requires; \
+  exit(not any(name.startswith("triton") for name in requires("torch") or []))'
+SAY_WHAT_IS_INSTALLED := 'from importlib.metadata import version as v; from platform import python_version as p; \
+  print("installed: torch %s and triton %s for Python %s in $(VENV)" % (v("torch"), v("triton"), p()))'
 # The stamp's name says what was installed where: `make setup` does nothing while neither has changed.
 SETUP_HASH := $(shell { cat pyproject.toml saccade/pyproject.toml constraints.txt; echo '$(CURDIR)'; } | sha256sum | cut -c1-16)
 STAMP := $(VENV)/.saccade-setup-$(SETUP_HASH)
@@ -39,16 +44,21 @@ $(STAMP):
 	@# torch goes first and alone, because the index's default build brings gigabytes of CUDA libraries.
 	@cp constraints.txt $(VENV)/constraints.txt
 	@if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then \
-	  echo "NVIDIA GPU found: torch $(TORCH) with CUDA and the triton that it asks for"; \
-	  sed -i '/^triton==/d' $(VENV)/constraints.txt; \
+	  echo "NVIDIA GPU found: torch $(TORCH) with CUDA"; \
 	  $(PY) -m pip install --quiet 'torch==$(TORCH)'; \
 	else \
 	  echo "no NVIDIA GPU: torch $(TORCH) for the CPU"; \
 	  $(PY) -m pip install --quiet 'torch==$(TORCH)+cpu' 2>/dev/null \
-	  || $(PY) -m pip install --quiet --retries 1 --timeout 15 --index-url https://download.pytorch.org/whl/cpu 'torch==$(TORCH)' \
-	  || $(PY) -m pip install --quiet 'torch==$(TORCH)'; \
+	  || $(PY) -m pip install --quiet --retries 1 --timeout 15 --index-url $(TORCH_CPU) 'torch==$(TORCH)' 2>/dev/null \
+	  || { echo "neither the index nor $(TORCH_CPU) has it: the index's default build, with CUDA (gigabytes)"; \
+	       $(PY) -m pip install --quiet 'torch==$(TORCH)'; }; \
+	fi
+	@if $(PY) -c $(TORCH_ASKS_FOR_TRITON); then \
+	  echo "this build of torch, the one with CUDA, gets the triton that it asks for instead of the pinned one"; \
+	  sed -i '/^triton==/d' $(VENV)/constraints.txt; \
 	fi
 	$(PY) -m pip install --quiet -c $(VENV)/constraints.txt -e ./saccade -e '.[dev]'
+	@$(PY) -c $(SAY_WHAT_IS_INSTALLED)
 	@rm -f $(VENV)/.saccade-setup-*
 	@touch $@
 

@@ -34,7 +34,7 @@ def build(tmp_path: Path, seed: int) -> tuple[TinyCheckpoint, list[int], list[by
     return tiny, ids, [picture(seed * 10 + i) for i in range(count)]
 
 
-@pytest.mark.parametrize("seed", range(48))
+@pytest.mark.parametrize("seed", range(len(PATTERNS)))
 def test_logits_greedy_tokens_and_logprobs(tmp_path: Path, seed: int) -> None:
     tiny, ids, files = build(tmp_path, seed)
     with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=2, max_len=512, threads=1) as client:

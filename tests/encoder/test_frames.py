@@ -7,6 +7,7 @@ import itertools
 import sys
 import warnings
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -112,6 +113,30 @@ def test_limits_hold_before_a_frame_is_decoded(kind: str, limits: VideoLimits, n
         open_video(animation(kind, pictures(7)), limits)
 
 
+@pytest.mark.parametrize("data", [animation(kind, pictures(7)) for kind in FORMATS], ids=FORMATS)
+def test_a_clip_at_every_limit_is_served(data: bytes) -> None:
+    exact = VideoLimits(len(data), 7, 240, 7 * 240, 20, 20 / 12)
+    assert len(list(open_video(data, exact).frames(range(7)))) == 7
+
+
+def test_a_frame_that_is_larger_than_the_clip_said_is_refused() -> None:
+    """GIF: a later frame reaches beyond the screen of the header."""
+    data = animation("GIF", [Image.new("P", (8, 8), 1), Image.new("P", (8, 8), 2)])
+    second = data.rindex(b"\x2c" + bytes(4) + b"\x08\0\x08\0")
+    broken = data[: second + 5] + b"\x40\0\x40\0" + data[second + 9 :]
+    with pytest.raises(VideoError, match="64x64"):
+        list(open_video(broken, VideoLimits(max_pixels=100)).frames(range(2)))
+
+
+def test_frames_come_upright() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    buffer = io.BytesIO()
+    first, *rest = pictures(2)
+    first.save(buffer, "PNG", save_all=True, append_images=rest, exif=exif.tobytes())
+    assert next(open_video(buffer.getvalue()).frames([0])).shape == (20, 12, 3)
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
@@ -184,6 +209,32 @@ def test_films(container: str, codec: str) -> None:
 def test_film_limits(limits: VideoLimits, numbers: str) -> None:
     with pytest.raises(VideoError, match=numbers):
         open_video(film("mp4", "mpeg4"), limits)
+
+
+def test_a_film_at_every_limit_is_served() -> None:
+    data = film("mp4", "mpeg4")
+    exact = VideoLimits(len(data), 10, 32 * 48, 10 * 32 * 48, 48, 48 / 32)
+    assert len(list(open_video(data, exact).frames(range(10)))) == 10
+    with pytest.raises(VideoError, match="bytes, more than"):
+        open_video(data, VideoLimits(len(data) - 1))
+
+
+@pytest.mark.parametrize("degrees", [90, 270])
+def test_a_turned_film_comes_upright(degrees: int) -> None:
+    """As a telephone marks it: the matrix of the track's header says how far to turn."""
+    data = bytearray(film("mp4", "mpeg4", frames=2))
+    one = {0: b"\0\1\0\0", 1: b"\xff\xff\0\0"}
+    place = data.index(b"tkhd") + 4 + 40  # version, flags, times, ids, layer, volume
+    sign = (0, 1) if degrees == 90 else (1, 0)
+    zero = bytes(4)
+    matrix = [zero, one[sign[0]], zero, one[sign[1]], zero, zero, zero, zero, b"\x40\0\0\0"]
+    data[place : place + 36] = b"".join(matrix)
+    with av.open(io.BytesIO(bytes(data))) as file:
+        frame = next(file.decode(video=0))
+        turned, plain = round(frame.rotation), frame.to_ndarray(format="rgb24")
+    assert abs(turned) == 90
+    found = next(open_video(bytes(data)).frames([0])).numpy()
+    assert np.array_equal(found, np.rot90(plain, 1 if turned == 90 else 3))
 
 
 def test_broken_films_raise_nothing_else() -> None:

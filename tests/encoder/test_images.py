@@ -109,6 +109,26 @@ def test_sixteen_bit_greys_are_scaled_not_clipped() -> None:
         assert torch.equal(got[:, :, 0], got[:, :, 2])
 
 
+def test_a_sixteen_bit_colour_key_is_white() -> None:
+    header = struct.pack(">IIBBBBB", 2, 1, 16, 0, 0, 0, 0)
+    chunks = [
+        (b"IHDR", header),
+        (b"tRNS", b"\x01\x00"),
+        (b"IDAT", zlib.compress(b"\0\x01\x00\x02\x00")),
+        (b"IEND", b""),
+    ]
+    data = b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(kind, body) for kind, body in chunks)
+    assert decode_image(data)[0, :, 0].tolist() == [255, 2]
+
+
+def test_twelve_bit_tiffs_are_scaled_by_their_own_white() -> None:
+    entries = [(256, 3, 2), (257, 3, 1), (258, 3, 12), (259, 3, 1), (262, 3, 1), (273, 4, 8), (278, 3, 1), (279, 4, 3)]
+    table = b"".join(struct.pack("<HHII", tag, kind, 1, value) for tag, kind, value in entries)
+    pixels = b"\x80\x0f\xff\0"  # 0x800 and 0xfff
+    data = struct.pack("<2sHI", b"II", 42, 12) + pixels + struct.pack("<H", len(entries)) + table + b"\0\0\0\0"
+    assert decode_image(data)[0, :, 0].tolist() == [128, 255]
+
+
 def test_sixteen_bit_tiffs_with_zero_as_white_are_inverted() -> None:
     data = encoded(Image.fromarray(np.array([[0, 65535]], dtype=np.uint16)), "TIFF", tiffinfo={262: 0})
     assert decode_image(data)[0, :, 0].tolist() == [255, 0]
@@ -179,6 +199,16 @@ def test_limits_name_both_numbers(limits: ImageLimits, numbers: tuple[str, ...])
         assert all(number in refused.value.reason for number in numbers), refused.value.reason
     with pytest.raises(ImageError, match="200"):
         decode_image(encoded(Image.new("RGB", (1, 201)), "PNG"))
+
+
+def test_a_picture_at_every_limit_is_served() -> None:
+    data = encoded(RGB, "PNG")  # 34 x 21
+    exact = ImageLimits(max_bytes=len(data), max_pixels=34 * 21, max_side=34, max_aspect=34 / 21)
+    assert decode_image(data, exact).shape == (21, 34, 3)
+    exact.check_size(21, 34)
+    for width, height in ((0, 5), (5, 0)):
+        with pytest.raises(ImageError, match="empty"):
+            exact.check_size(width, height)
 
 
 def png_chunk(kind: bytes, body: bytes) -> bytes:

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from encoder.config import VisionConfig
 from encoder.item import EncoderItem, num_image_tokens
-from encoder.preprocess import as_floats, patchify, target_grid
+from encoder.preprocess import Stopwatch, as_floats, patchify, target_grid
 from encoder.video import patchify_video
 
 torch.set_num_threads(1)
@@ -64,6 +64,7 @@ def released_rule() -> Callable[..., tuple[int, int]]:
     bounds=st.tuples(st.integers(4, 2048), st.integers(4, 16384)).map(sorted),
     merge=st.sampled_from([2, 4]),
 )
+@example(height=24, width=40, patch=8, bounds=[1, 16], merge=2)  # rounding a side up just fills the budget
 def test_grid_equals_the_released_rule(height: int, width: int, patch: int, bounds: list[int], merge: int) -> None:
     try:
         expected = released_rule()(height, width, patch, merge, bounds[0], bounds[1])
@@ -115,6 +116,14 @@ def test_overshoot_of_the_resize_is_kept() -> None:
     config = small_config(image_mean=(0.0, 0.0, 0.0), image_std=(1.0, 1.0, 1.0))
     patches = patchify(image, config, torch.float32).patches
     assert patches.max() > 1.01 and patches.min() < -0.01
+
+
+def test_a_stopwatch_adds_up() -> None:
+    watch = Stopwatch()
+    for _ in range(2):
+        before = watch.seconds["resize"]
+        patchify(picture(33, 57), small_config(), torch.float32, watch=watch)
+        assert watch.seconds["resize"] > before and watch.seconds["patch"] > 0
 
 
 def test_budget_of_a_call_is_clamped() -> None:

@@ -20,6 +20,7 @@ from transformers.models.nemotron_h_omni.video_processing_nemotron_h_omni import
 
 from encoder.config import VisionConfig
 from encoder.item import VIDEO, EncoderItem
+from encoder.preprocess import as_floats
 from encoder.runner import EncoderOptions, EncoderRunner
 from encoder.video import (
     frame_labels,
@@ -100,6 +101,18 @@ def test_a_generator_gives_the_same_patches() -> None:
     assert torch.equal(listed.patches, streamed.patches) and listed.patches.dtype == torch.bfloat16
 
 
+def test_frames_that_need_a_resize_are_not_kept_as_bytes(tiny: TinyTower) -> None:
+    """Bytes are only for what is cut as it is; either way the numbers are the same."""
+    rows, columns = video_grid(32, 32, tiny.config)
+    whole = (rows * tiny.config.patch_size, columns * tiny.config.patch_size)
+    for size, kept in (((40, 56), torch.float32), (whole, torch.uint8)):
+        frames = clip(3, *size)
+        plain = patchify_video(frames, tiny.config, torch.float32)
+        found = patchify_video(frames, tiny.config, torch.float32, keep_bytes=True)
+        assert found.grid == plain.grid and found.patches.dtype == kept
+        assert torch.equal(as_floats(found.patches, tiny.config, torch.float32), plain.patches)
+
+
 def test_bad_clips_name_the_frame_and_the_numbers() -> None:
     config = VisionConfig(patch_size=4, video_target_num_patches=24, video_temporal_patch_size=2)
     made = clip(3, 12, 20)
@@ -157,6 +170,7 @@ def test_pruned_patches_keep_their_labels() -> None:
 def test_frames_are_sampled_evenly(total: int, count: int) -> None:
     indices = sample_indices(total, count)
     assert len(indices) == min(total, count) and indices[0] == 0 and indices[-1] < total
+    assert sample_indices(10, 4) == [0, 2, 5, 7]
     steps = {b - a for a, b in itertools.pairwise(indices)}
     assert not steps or (min(steps) >= 1 and max(steps) - min(steps) <= 1)
 
