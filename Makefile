@@ -8,6 +8,8 @@ VENV ?= .venv
 PYTHON ?= python3
 # Passed on to the program behind a target: make serve ARGS="--port 0", make test ARGS="tests/saccade -k stream"
 ARGS ?=
+# Processes that run tests, each with one thread for torch; a file's tests stay in one of them.
+JOBS ?= 2
 MODEL ?= demo
 PEER ?= transformers
 
@@ -18,6 +20,9 @@ PEERS := $(CURDIR)/build/peers
 GPU_PY := PYTHONPATH=$(CURDIR):$(PEERS)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(if $(wildcard $(PY)),$(PY),$(PYTHON))
 OUT ?= build/gpu
 PART ?= ceilings kernels runners service
+FAST := tests/encoder tests/service $(addprefix tests/decoder/test_,arena.py blocks.py checkpoints.py config.py \
+  metadata.py prefix_cache.py scheduler.py) $(addprefix tests/saccade/test_,client.py images.py requests.py) \
+  tests/test_architecture.py tests/test_protos.py
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 TORCH_ASKS_FOR_TRITON := 'from importlib.metadata import requires; \
@@ -31,7 +36,7 @@ STAMP := $(VENV)/.saccade-setup-$(SETUP_HASH)
 # $(call needs,PATH): stops with a plain sentence where a checkout does not hold PATH.
 needs = @test -e '$(1)' || { echo "make $@: this checkout has no $(1) yet" >&2; exit 1; }
 
-.PHONY: help setup demo serve test lint format protos demo-model bench aot soak gpu-check gpu-bench peers
+.PHONY: help setup demo serve test test-fast lint format protos demo-model bench aot soak gpu-check gpu-bench peers
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -68,8 +73,11 @@ demo: setup  ## start a server on the embedded model and ask it about the shippe
 serve: setup  ## serve MODEL (the embedded model by default)
 	@$(VENV)/bin/saccade serve $(MODEL) $(ARGS)
 
-test: setup  ## run the tests
-	@$(PY) -m pytest -q $(ARGS)
+test: setup  ## run the tests, JOBS (2) at a time; JOBS=0 for one process, which a debugger needs
+	@$(PY) -m pytest -q -n $(JOBS) --dist loadfile $(ARGS)
+
+test-fast: setup  ## the part of the tests that takes less than a minute
+	@$(PY) -m pytest -q -n $(JOBS) --dist loadfile $(FAST) $(ARGS)
 
 lint: setup  ## ruff and mypy
 	@$(PY) -m ruff check .
