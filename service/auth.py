@@ -3,7 +3,7 @@
 A key file is TOML, one table for each key; it holds hashes, never keys:
 
     [[key]]
-    name = "team-a"                  # the tenant: caches and media are shared within it and with nobody else
+    name = "team-a"                  # the tenant: caches, media and rates are shared within it and with nobody else
     sha256 = "9f86d0..."             # of the key; `python -m service.auth team-a` makes a pair
     scopes = ["inference", "batch"]  # these two are the default; there are "admin" and "encoder" too
     requests_per_minute = 600        # optional, as are the next two
@@ -22,7 +22,7 @@ import secrets
 import sys
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from service import errors
@@ -126,11 +126,19 @@ def parse_keys(contents: list[bytes]) -> dict[bytes, Tenant]:
     if set(document) != {"key"} or not isinstance(entries, list) or not entries:
         raise ConfigError("api_keys: the file must hold [[key]] tables and nothing else")
     tenants: dict[bytes, Tenant] = {}
+    first: dict[str, Tenant] = {}
     for number, entry in enumerate(entries, 1):
         digest, tenant = _parse_entry(entry, f"api_keys: key {number}")
         if digest in tenants:
             raise ConfigError(f"api_keys: key {number} has the hash of another one")
-        tenants[digest] = tenant
+        # Keys of one name are one tenant: a second key would else be a second helping of its rates.
+        limits = first.setdefault(tenant.name, tenant).limits
+        if tenant.limits.per_minute != limits.per_minute:
+            raise ConfigError(
+                f"api_keys: key {number} ({tenant.name!r}) has other rates than an earlier key of that name, and "
+                "they are one tenant's"
+            )
+        tenants[digest] = replace(tenant, limits=limits)
     return tenants
 
 

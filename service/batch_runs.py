@@ -18,6 +18,7 @@ from service import convert, errors
 from service.auth import Tenant
 from service.batch_store import BatchRecord, BatchStore
 from service.calls import CallInfo, Calls, set_current_call
+from service.limits import ByteBudget
 from service.media import Spool, tenant_folder
 
 METHOD = "/saccade.v1.BatchService/Row"
@@ -52,6 +53,8 @@ class Inside:
     gate: asyncio.Semaphore
     """Rows in flight, over all batches."""
     row_timeout: float
+    budget: ByteBudget
+    """Of bytes that rows, and the media that they name, hold while they run."""
 
     async def get_model(self) -> Model:
         return self.model
@@ -74,13 +77,16 @@ class Inside:
             await asyncio.sleep(delay)
 
     async def _once(self, request: inference_pb2.GenerateRequest) -> inference_pb2.GenerateResponse:
-        set_current_call(CallInfo(METHOD, self.tenant(), request_bytes=request.ByteSize()))
-        builder = convert.ResponseBuilder()
-        spec = convert.spec_from_proto(request)
-        async with contextlib.aclosing(self.calls.stream(spec, timeout=self.row_timeout)) as events:
-            async for event in events:
-                builder.add(event)
-        return builder.response()
+        tenant, size = self.tenant(), request.ByteSize()
+        with self.budget.hold(tenant.name) as add:
+            add(size)
+            set_current_call(CallInfo(METHOD, tenant, request_bytes=size, hold_bytes=add))
+            builder = convert.ResponseBuilder()
+            spec = convert.spec_from_proto(request)
+            async with contextlib.aclosing(self.calls.stream(spec, timeout=self.row_timeout)) as events:
+                async for event in events:
+                    builder.add(event)
+            return builder.response()
 
 
 async def run_batch(

@@ -23,6 +23,7 @@ from service.auth import Tenant
 from service.batch_runs import Inside, run_batch
 from service.batch_store import BatchRecord, BatchStore
 from service.calls import Calls
+from service.limits import ByteBudget
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +45,13 @@ class Batches:
 
     def __init__(
         self, store: BatchStore, calls: Calls, model: Model, limits: BatchLimits, *,
-        tenant: Callable[[str], Tenant | None], folder: Callable[[Tenant], ImageFolder],
+        budget: ByteBudget, tenant: Callable[[str], Tenant | None], folder: Callable[[Tenant], ImageFolder],
     ) -> None:  # fmt: skip
-        """`tenant`: by name, None where its keys are gone. `folder`: of the pictures that its rows may name."""
+        """`budget`: of what rows hold while they run. `tenant`: by name, None where its keys are gone. `folder`: of the
+        pictures that its rows may name."""
         self.store = store
         self._calls, self._model, self._limits = calls, model, limits
-        self._find_tenant, self._folder = tenant, folder
+        self._budget, self._find_tenant, self._folder = budget, tenant, folder
         self._gate = asyncio.Semaphore(limits.concurrency)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._cancelled: set[str] = set()
@@ -185,7 +187,7 @@ class Batches:
             loop.call_soon_threadsafe(self._count, record.batch_id, tokens, failed)
 
         await self._save(replace(record, state="validating", started=record.started or time.time()))
-        client = Inside(self._calls, self._model, tenant, self._gate, self._limits.row_timeout)
+        client = Inside(self._calls, self._model, tenant, self._gate, self._limits.row_timeout, self._budget)
         summary = await run_batch(
             self.store, record, client, self._folder(tenant()), concurrency=self._limits.concurrency,
             on_start=on_start, on_row=on_row,

@@ -10,10 +10,11 @@ import asyncio
 import contextlib
 import json
 import logging
+import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -21,6 +22,7 @@ import grpc
 from service import errors
 from service.auth import Tenant
 from service.frontend import Frontend
+from service.limits import Places
 from service.meters import make_metrics
 from service.spans import Spans
 from service.tracing import TraceContext
@@ -122,6 +124,15 @@ class _Generation:
         return None
 
 
+def _charge(tenant: Tenant, event: Event) -> None:
+    """Tokens are paid for as they come, so that calls which begin meanwhile see what the running ones have used."""
+    match event:
+        case Started(prompt_tokens=count):
+            tenant.limits.charge("tokens", count)
+        case Delta(token_ids=ids):
+            tenant.limits.charge("tokens", len(ids))
+
+
 async def _nowhere(request_id: str, salt: bytes) -> bool:
     return False
 
@@ -138,11 +149,14 @@ class Calls:
         metrics: Metrics | None = None,
         access: AccessLog | None = None,
         spans: Spans | None = None,
+        places: Places | None = None,
     ) -> None:
+        """`places`: requests that one tenant with a key may have in the server; None: as many as all may have."""
         self.frontend = frontend
         self.metrics = metrics or make_metrics()
         self.access = access or AccessLog()
         self._spans = spans
+        self._places = places
         self._default_timeout = default_timeout
         self._closed = closed
         self.elsewhere: Callable[[str, bytes], Awaitable[bool]] = _nowhere
@@ -158,20 +172,22 @@ class Calls:
         info.generations += 1
         try:
             limit = self._admit(timeout)
-            info.tenant.limits.admit("tokens", 0)
             # Without a deadline of the client's own, a lost peer behind a silent network would hold its slot for ever.
             deadline = asyncio.get_running_loop().time() + limit
-            async with contextlib.aclosing(self.frontend.stream(spec, salt=info.tenant.salt, timeout=limit)) as events:
-                while True:
-                    try:
-                        # around each step, not around the yields: time must not run out in the consumer's hands
-                        async with asyncio.timeout_at(deadline):
-                            event = await anext(events)
-                    except StopAsyncIteration:
-                        return
-                    if (gap := generation.see(event)) is not None:
-                        self.metrics.token_gap(*gap)
-                    yield event
+            events = self.frontend.stream(spec, salt=info.tenant.salt, timeout=limit)
+            with self._place(info.tenant):
+                async with contextlib.aclosing(events):
+                    while True:
+                        try:
+                            # around each step, not around the yields: time must not run out in the consumer's hands
+                            async with asyncio.timeout_at(deadline):
+                                event = await anext(events)
+                        except StopAsyncIteration:
+                            return
+                        if (gap := generation.see(event)) is not None:
+                            self.metrics.token_gap(*gap)
+                        _charge(info.tenant, event)
+                        yield event
         except (asyncio.CancelledError, GeneratorExit):
             if not self._complete(spec, generation):
                 record.code = grpc.StatusCode.CANCELLED.name
@@ -192,7 +208,12 @@ class Calls:
             raise refusal
         if timeout is not None and timeout <= 0:
             raise errors.DeadlineExceeded("the deadline has passed", metadata={"phase": "admission"})
+        current_call().tenant.limits.admit("tokens", 0)
         return self._default_timeout if timeout is None else timeout
+
+    def _place(self, tenant: Tenant) -> contextlib.AbstractContextManager[None]:
+        """One of the tenant's requests. Raises ResourceExhausted where it has all that it may have."""
+        return contextlib.nullcontext() if self._places is None else self._places.hold(tenant.name)
 
     @staticmethod
     def _complete(spec: GenerateSpec, generation: _Generation) -> bool:
@@ -202,7 +223,6 @@ class Calls:
         seconds = time.monotonic() - generation.began
         started, finished = generation.started, generation.finished
         prompt = started.prompt_tokens if started else 0
-        record.tenant.limits.charge("tokens", prompt + generation.tokens)
         queue = finished[0].usage.queue_seconds if finished else None
         cached = max((f.usage.cached_tokens for f in finished), default=0)
         reasons = ",".join(sorted({f.reason for f in finished})) if record.code == "OK" else ""
@@ -236,15 +256,21 @@ class Calls:
         """`timeout` as in `stream`. Raises StatusError."""
         tenant = current_call().tenant
         limit = self._admit(timeout)
-        tenant.limits.admit("tokens", 0)
-        async with asyncio.timeout(limit):
-            embedded = await self.frontend.embed(spec, salt=tenant.salt)
+        with self._place(tenant):
+            async with asyncio.timeout(limit):
+                embedded = await self.frontend.embed(spec, salt=tenant.salt)
         tenant.limits.charge("tokens", embedded.prompt_tokens)
         return embedded
 
-    async def tokenize(self, spec: GenerateSpec) -> Tokenized:
-        """Raises StatusError."""
-        return await self.frontend.tokenize(spec, salt=current_call().tenant.salt)
+    async def tokenize(self, spec: GenerateSpec, *, timeout: float | None) -> Tokenized:
+        """`timeout` as in `stream`. Raises StatusError: it takes a place like any request, since it decodes pictures as
+        they do; it costs no tokens."""
+        tenant = current_call().tenant
+        limit = self._admit(timeout)
+        spec = replace(spec, request_id=spec.request_id or f"tokenize-{secrets.token_hex(8)}")
+        with self._place(tenant):
+            async with asyncio.timeout(limit):
+                return await self.frontend.tokenize(spec, salt=tenant.salt)
 
     async def cancel(self, request_id: str) -> None:
         """Ends a request of the caller's own tenant. Raises NotFound."""

@@ -216,9 +216,19 @@ class ServerOptions(EngineOptions):
     max_queue: int = _option(
         1024, "requests in the server, running and waiting, before new ones are refused", minimum=1
     )
+    max_tenant_requests: int | None = _option(
+        None, "requests of one API key in the server, running and waiting; unset: half of max_queue", minimum=1
+    )
+    max_tenant_calls: int = _option(
+        1024, "calls of one API key at a time, over all its connections and of any method", minimum=1
+    )
+    receive_timeout: float = _option(120.0, "seconds that the message of a call may take to arrive", minimum=0.001)
     max_message_bytes: int = _option(64 * 2**20, "largest request message", minimum=1024, size=True)
     max_inflight_bytes: int = _option(
-        512 * 2**20, "bytes of the request messages of all calls in progress", minimum=1024, size=True
+        512 * 2**20,
+        "bytes of the request messages of all calls in progress; one API key gets half",
+        minimum=1024,
+        size=True,
     )
     max_decoders: int = _option(
         4, "with --role encoder: decoders at a time, which share --max-inflight-bytes for their pixels", minimum=1

@@ -26,14 +26,15 @@ from service.encoder_servicer import EncoderServicer
 from service.encoding import LocalEncoder
 from service.handoff import Handoff
 from service.interceptor import FrontDoor
-from service.limits import ByteBudget
 from service.meters import make_metrics
 from service.partner import Partner
 from service.server import (
     SetHealth,
     add_standard_services,
+    byte_budget,
     channel_options,
     check_exposure,
+    door_limits,
     listen,
     stop_signals,
     until_stopped,
@@ -113,8 +114,7 @@ class EncoderServer:
         self.metrics = make_metrics()
         self.metrics.watch_engine(self._query, self._gauges)
         self._door = FrontDoor(
-            guard, ByteBudget(options.max_inflight_bytes), self.metrics, AccessLog(as_json=options.log_json),
-            stall_timeout=options.stall_timeout,
+            guard, byte_budget(options), self.metrics, AccessLog(as_json=options.log_json), door_limits(options)
         )  # fmt: skip
         self._servicer: EncoderServicer | None = None
         self._server: grpc.aio.Server | None = None

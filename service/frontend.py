@@ -125,10 +125,11 @@ class Frontend:
 
     async def tokenize(self, spec: GenerateSpec, *, salt: bytes = b"") -> Tokenized:
         """What `stream` would make of the prompt. Raises StatusError."""
-        async with self._preparation.prompt(spec, salt, self.resolve) as (prompt, _):
-            return Tokenized(
-                prompt.narrow_ids, len(prompt.ids), prompt.tokens_per_image, prompt.tokens_per_video
-            )  # fmt: skip
+        with self._admitted(spec, salt):
+            async with self._preparation.prompt(spec, salt, self.resolve) as (prompt, _):
+                return Tokenized(
+                    prompt.narrow_ids, len(prompt.ids), prompt.tokens_per_image, prompt.tokens_per_video
+                )  # fmt: skip
 
     async def stream(
         self, spec: GenerateSpec, *, salt: bytes = b"", timeout: float | None = None

@@ -258,6 +258,8 @@ def share(options: ServerOptions, member: int, port: int) -> ServerOptions:
     metrics = options.metrics_port
     return replace(
         options, port=port, max_queue=part(options.max_queue), max_inflight_bytes=part(options.max_inflight_bytes),
+        max_tenant_calls=part(options.max_tenant_calls),
+        max_tenant_requests=None if options.max_tenant_requests is None else part(options.max_tenant_requests),
         media_bytes=part(options.media_bytes), image_workers=part(options.image_workers),
         preprocess_bytes=part(options.preprocess_bytes),
         media_tenant_bytes=None if options.media_tenant_bytes is None else part(options.media_tenant_bytes),

@@ -29,7 +29,7 @@ import re
 import struct
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from saccade.v1 import inference_pb2, model_pb2, types_pb2
 from service import convert, errors
-from service.calls import Calls, current_call
+from service.calls import Calls, current_call, set_current_call
 from service.limits import ByteBudget
 from service.types import Delta, Finished, Started
 
@@ -545,14 +545,21 @@ class KServeServicer:
         """One request of a stream: its failure is a message, and the stream goes on."""
         wrap = message("ModelStreamInferResponse")
         try:
+            call = current_call()
             if not first:  # the first was counted with the call
-                current_call().tenant.limits.admit("requests", 1)
-            with self._budget.hold() as add:
+                call.tenant.limits.admit("requests", 1)
+            with self._budget.hold(call.tenant.name) as add:
                 add(request.ByteSize())
+                # media that it names are this request's, and not the stream's for as long as that lasts
+                mine = replace(call, hold_bytes=add, generations=0)
+                set_current_call(mine)
                 responses = self._responses(request, context.time_remaining(), streaming=True)
-                async with contextlib.aclosing(responses):
-                    async for response in responses:
-                        await out.put(wrap(infer_response=response))
+                try:
+                    async with contextlib.aclosing(responses):
+                        async for response in responses:
+                            await out.put(wrap(infer_response=response))
+                finally:
+                    call.generations += mine.generations
         except Exception as error:  # each becomes a message
             status = errors.to_status(error)
             response = message("ModelInferResponse")(model_name=request.model_name, id=request.id)

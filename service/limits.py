@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from service import errors
 
@@ -51,6 +51,7 @@ class RateLimits:
 
     def __init__(self, per_minute: Mapping[str, float], clock: Clock = time.monotonic) -> None:
         """`per_minute`: limits by kind; a kind without one is not limited."""
+        self.per_minute = dict(per_minute)
         self._buckets = {kind: TokenBucket(limit, clock) for kind, limit in per_minute.items()}
 
     @property
@@ -76,29 +77,79 @@ class RateLimits:
             bucket.charge(amount)
 
 
+def _too_much(what: str, quota: str) -> errors.ResourceExhausted:
+    return errors.ResourceExhausted(what, reason="TENANT_QUEUE_FULL", quota=quota, retry_after=1.0)
+
+
+@dataclass
+class Places:
+    """Of which each tenant with a key may have so many at a time; callers without one share all. On one event loop."""
+
+    limit: int
+    what: str
+    """Of a place: `calls`, `requests`."""
+    _held: dict[str, int] = field(default_factory=dict)
+
+    @contextmanager
+    def hold(self, owner: str) -> Iterator[None]:
+        """One place for a tenant's name. Raises ResourceExhausted where it has them all."""
+        held = self._held.get(owner, 0)
+        if owner and held >= self.limit:
+            raise _too_much(
+                f"this key has {held} {self.what} in the server, the most that one key may have", f"tenant_{self.what}"
+            )
+        self._held[owner] = held + 1
+        try:
+            yield
+        finally:
+            self._held[owner] -= 1
+            if not self._held[owner]:
+                del self._held[owner]
+
+
 @dataclass
 class ByteBudget:
     """Message bytes of all calls in progress. Used on one event loop."""
 
     limit: int
+    share: int | None = None
+    """Of one tenant with a key; None: as much as all."""
     used: int = 0
+    _owned: dict[str, int] = field(default_factory=dict)
 
     @contextmanager
-    def hold(self) -> Iterator[Callable[[int], None]]:
-        """Yields what adds bytes to this call's share; they are given back at the end. Adding raises Unavailable."""
+    def hold(self, owner: str = "") -> Iterator[Callable[[int], None]]:
+        """Yields what adds bytes to a call's share; they are given back at the end. `owner`: the tenant's name, empty
+        without a key. Adding raises ResourceExhausted where the tenant has its share, and Unavailable where the
+        server has no room, with `never_retry` where it never will have."""
         held = 0
+        share = self.limit if self.share is None or not owner else min(self.share, self.limit)
 
         def add(size: int) -> None:
             nonlocal held
-            if self.used + size > self.limit:
+            owned = self._owned.get(owner, 0)
+            if size > 0 and held + size > share:
+                raise errors.Unavailable(
+                    f"the call would hold {held + size} bytes, and {share} is the most it may", reason="QUEUE_FULL",
+                    metadata={"limit": str(share), "got": str(held + size)}, never_retry=True,
+                )  # fmt: skip
+            if size > 0 and owner and owned + size > share:
+                raise _too_much(
+                    f"this key's messages in progress hold {owned} bytes; {size} more would pass the {share} that one "
+                    "key may have", "tenant_bytes",
+                )  # fmt: skip
+            if size > 0 and self.used + size > self.limit:
                 raise errors.Unavailable(
                     f"the messages in progress hold {self.used} bytes; {size} more would pass the server's "
                     f"{self.limit}", reason="QUEUE_FULL", metadata={"limit": str(self.limit)}, retry_after=1.0,
                 )  # fmt: skip
             self.used += size
             held += size
+            self._owned[owner] = owned + size
 
         try:
             yield add
         finally:
-            self.used -= held
+            add(-held)
+            if not self._owned.get(owner):
+                self._owned.pop(owner, None)

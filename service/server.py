@@ -47,9 +47,9 @@ from service.engine import EngineHandle, EngineInfo
 from service.engine_client import EngineDied
 from service.fetch import make_fetcher
 from service.frontend import Frontend
-from service.interceptor import FrontDoor
+from service.interceptor import DoorLimits, FrontDoor
 from service.kserve import KServeServicer
-from service.limits import ByteBudget
+from service.limits import ByteBudget, Places
 from service.media import Spool
 from service.meters import make_metrics
 from service.picture_pool import PicturePool
@@ -88,7 +88,7 @@ class Server:
         fetcher = make_fetcher(options, limits.media)
         self._credentials = server_credentials(options)
         self._guard = Guard(watch_keys(options.api_keys) if options.api_keys else None, admin=options.admin)
-        self.metrics, self.budget = make_metrics(), ByteBudget(options.max_inflight_bytes)
+        self.metrics, self.budget = make_metrics(), byte_budget(options)
         self.metrics.watch_engine(
             lambda: engine.query("stats"), self._gauges, lambda: {"preprocess": self.frontend.stats()}
         )
@@ -98,8 +98,9 @@ class Server:
         self.calls = Calls(
             self.frontend, default_timeout=options.default_timeout, closed=self._refusal,
             metrics=self.metrics, access=access, spans=self._open_spans(),
+            places=Places(options.max_tenant_requests or max(1, options.max_queue // 2), "requests"),
         )  # fmt: skip
-        self._door = FrontDoor(self._guard, self.budget, self.metrics, access, stall_timeout=options.stall_timeout)
+        self._door = FrontDoor(self._guard, self.budget, self.metrics, access, door_limits(options))
         self.spool = self._open_spool(limits.media)
         self.frontend.resolve = media_resolver(self.spool, fetcher)
         self._batch_store = self._open_batches()
@@ -234,6 +235,7 @@ class Server:
                     options.batch_jobs,
                     options.batch_row_timeout,
                 ),
+                budget=self.budget,
                 tenant=lambda name: self._guard.named(name, "batch"),
                 folder=lambda tenant: Uploaded(self.spool, tenant),
             )
@@ -313,6 +315,17 @@ def front_limits(options: ServerOptions) -> FrontLimits:
         max_videos=options.max_videos_per_request, media=MediaLimits(image, video, options.max_video_frames),
         prepared_bytes=options.preprocess_bytes, max_answer_bytes=options.max_message_bytes,
     )  # fmt: skip
+
+
+def byte_budget(options: ServerOptions) -> ByteBudget:
+    """Half of it is the most that one tenant with a key may have, but always a message of the largest size."""
+    return ByteBudget(options.max_inflight_bytes, max(options.max_inflight_bytes // 2, options.max_message_bytes))
+
+
+def door_limits(options: ServerOptions) -> DoorLimits:
+    return DoorLimits(
+        options.stall_timeout, options.receive_timeout, options.max_message_bytes, options.max_tenant_calls
+    )
 
 
 def load_assets(options: ServerOptions) -> ModelAssets:

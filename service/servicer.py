@@ -72,7 +72,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
-        return convert.tokenized_to_proto(await self._calls.tokenize(convert.spec_from_tokenize(request)))
+        spec = convert.spec_from_tokenize(request)
+        return convert.tokenized_to_proto(await self._calls.tokenize(spec, timeout=context.time_remaining()))
 
     async def CancelGeneration(
         self, request: inference_pb2.CancelGenerationRequest, context: Context

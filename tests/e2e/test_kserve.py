@@ -7,6 +7,7 @@ import json
 import queue
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from pictures import picture
 from rpc import ask, connect
 from running import RunningServer
 from tritonclient.utils import InferenceServerException
+
+from service.calls import current_call
 
 
 @pytest.fixture
@@ -190,6 +193,26 @@ def test_many_requests_on_one_stream_and_errors_of_their_own(server: RunningServ
 def _id_of(error: Any) -> str:
     """Triton's client drops the response of an error: the id is in its words."""
     return str(error).partition("[request id: ")[2].partition("]")[0]
+
+
+def test_what_a_request_of_a_stream_has_fetched_is_given_back_at_its_end(
+    server: RunningServer, client: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not at the end of the stream, which may last for days."""
+
+    async def resolve(spec: Any, salt: bytes) -> Any:
+        current_call().hold_bytes(server.options.max_inflight_bytes - 10_000)
+        return replace(spec, media=tuple(replace(source, uri=None, data=picture(1)) for source in spec.media))
+
+    monkeypatch.setattr(server.server.frontend, "resolve", resolve)
+    got = Collector()
+    client.start_stream(got)
+    for i in range(3):
+        sent = [*inputs("x"), tensor("image_url", [b"https://example.org/a.png"])]
+        client.async_stream_infer(name, sent, request_id=str(i), parameters=GREEDY)
+        result, error = got.take()
+        assert error is None and final(result)
+    client.stop_stream()
 
 
 def test_leaving_a_stream_ends_its_requests(server: RunningServer, client: Any, name: str) -> None:

@@ -12,6 +12,7 @@ import grpc
 import pytest
 from certificates import Authority
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from keys import KEYS, bearer, fails, key_file
 from pictures import picture
 from rpc import Stubs, ask, connect, reason, upload
 from running import RunningServer
@@ -21,31 +22,6 @@ from service.config import ConfigError, ServerOptions
 from service.server import check_exposure
 
 SMALL = {"max_seqs": 4, "max_len": 600}
-KEYS = {"one": "sk-secret-one", "two": "sk-secret-two", "boss": "sk-secret-boss", "slow": "sk-secret-slow"}
-FIELDS = {
-    "boss": 'scopes = ["inference", "admin"]', "slow": "requests_per_minute = 3\ntokens_per_minute = 60",
-}  # fmt: skip
-
-
-def key_file(path: Path, keys: dict[str, str] = KEYS) -> str:
-    path.write_text(
-        "".join(
-            f'[[key]]\nname = "{n}"\nsha256 = "{hashlib.sha256(k.encode()).hexdigest()}"\n{FIELDS.get(n, "")}\n'
-            for n, k in keys.items()
-        )
-    )
-    return str(path)
-
-
-def bearer(name: str) -> tuple[tuple[str, str], ...]:
-    return (("authorization", f"Bearer {KEYS[name]}"),)
-
-
-def fails(call: Any, *arguments: Any, **keywords: Any) -> tuple[str, str]:
-    with pytest.raises(grpc.RpcError) as error:
-        call(*arguments, **keywords)
-    return reason(error.value)
-
 
 # -- keys --------------------------------------------------------------------------------------------------------------
 

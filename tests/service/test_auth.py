@@ -95,6 +95,22 @@ def test_the_rate_is_the_keys_own(guard: Guard) -> None:
     guard.admit(GENERATE, {"x-api-key": "sk-1"})
 
 
+def test_keys_of_one_name_share_its_rate(tmp_path: Path) -> None:
+    """A second key, as when one is replaced by another, is no second helping."""
+    keys = tmp_path / "keys.toml"
+    keys.write_text("".join(entry("a", key, requests_per_minute=3) for key in ("old", "new")) + entry("b", "b"))
+    guard = Guard(watch_keys(str(keys)))
+    for key in ("old", "new", "old"):
+        guard.admit(GENERATE, {"x-api-key": key})
+    for key in ("old", "new"):
+        with pytest.raises(errors.ResourceExhausted):
+            guard.admit(GENERATE, {"x-api-key": key})
+    guard.admit(GENERATE, {"x-api-key": "b"})
+    for other in ({"requests_per_minute": 4}, {"requests_per_minute": 3, "bytes_per_minute": 9}, {}):
+        with pytest.raises(ConfigError, match="key 2 .'a'. has other rates"):
+            parse_keys([(entry("a", "old", requests_per_minute=3) + entry("a", "new", **other)).encode()])
+
+
 def test_a_changed_file_is_read_again_and_a_broken_one_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(entry("one", "sk-1"))

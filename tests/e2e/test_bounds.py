@@ -1,0 +1,178 @@
+"""What callers can make the server hold: bodies that are long in coming, one key's share, streams without an end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from keys import bearer, fails, key_file
+from pictures import picture
+from raw_http2 import RawClient
+from rpc import Stubs, ask, connect, reason, upload
+from running import RunningServer
+
+from saccade.v1 import inference_pb2, media_pb2
+from service import interceptor
+
+MESSAGE = 2**18
+GENERATE = "/saccade.v1.InferenceService/Generate"
+UPLOAD = "/saccade.v1.MediaService/UploadMedia"
+CHECK = "/grpc.health.v1.Health/Check"
+
+
+@pytest.fixture(scope="module")
+def bounded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    keys = key_file(tmp_path_factory.mktemp("keys") / "keys.toml")
+    with RunningServer(
+        str(model), max_seqs=8, max_len=9000, api_keys=keys, max_message_bytes=MESSAGE, max_inflight_bytes=6 * MESSAGE,
+        max_queue=6, max_tenant_calls=12,
+    ) as running:  # fmt: skip
+        yield running
+
+
+@pytest.fixture
+def stubs(bounded: RunningServer) -> Iterator[Stubs]:
+    with connect(bounded.address) as stubs:
+        yield stubs
+    bounded.drained()
+    assert held(bounded, 0) == 0
+
+
+def held(running: RunningServer, size: int) -> int:
+    """Bytes on the account, once they are `size`."""
+
+    async def wait() -> int:
+        async with asyncio.timeout(60):
+            while running.server.budget.used != size:
+                await asyncio.sleep(0.005)
+        return running.server.budget.used
+
+    return running.run(wait())
+
+
+def test_a_body_that_is_long_in_coming_is_on_the_account_and_one_key_gets_half(
+    bounded: RunningServer, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC buffers what has come of it and says nothing, so the whole of what may come is counted."""
+    monkeypatch.setattr(interceptor, "QUICK_SECONDS", 0.2)
+    with RawClient(bounded.address) as one, RawClient(bounded.address) as other:
+        first = [one.begin(GENERATE, MESSAGE - 10, b"\n", key="sk-secret-one") for _ in range(5)]
+        assert held(bounded, 3 * MESSAGE) == 3 * MESSAGE
+        # the two that were too much of one key are told so, whatever else is free
+        assert set(one.answers(2)) < set(first)
+        assert stubs.inference.Generate(ask(max_tokens=1), metadata=bearer("two")).samples
+        other.begin(UPLOAD, MESSAGE, key="sk-secret-two")
+        other.begin(CHECK, MESSAGE)
+        assert held(bounded, 5 * MESSAGE) == 5 * MESSAGE
+    assert held(bounded, 0) == 0
+
+
+def test_a_body_has_a_time_to_arrive_in(model: Path) -> None:
+    with RunningServer(str(model), max_seqs=2, max_len=100, receive_timeout=0.3, stall_timeout=0.3) as running:
+        with RawClient(running.address) as raw:
+            numbers = [raw.begin(method, 1000, b"\n") for method in (GENERATE, UPLOAD, CHECK)]
+            assert sorted(raw.answers(3)) == numbers
+        with connect(running.address) as stubs:
+            call = stubs.inference.Generate(ask(max_tokens=50))  # the time is that of the message, not of the call
+            assert len(call.samples[0].token_ids) == 50
+
+
+def test_a_call_without_a_message_is_refused(bounded: RunningServer) -> None:
+    with grpc.insecure_channel(bounded.address) as channel:
+        for method, metadata in ((GENERATE, bearer("one")), (CHECK, ())):
+            call = channel.stream_unary(method)
+            assert fails(call, iter([]), metadata=metadata) == ("INVALID_ARGUMENT", "MALFORMED_MESSAGE")
+
+
+def test_messages_of_a_stream_are_given_back_one_by_one(bounded: RunningServer, stubs: Stubs) -> None:
+    data = picture(5, (900, 700))
+    assert len(data) > 7 * MESSAGE
+    media = stubs.media.UploadMedia(upload(data, chunk=100_000), metadata=bearer("one")).media
+    assert media.size_bytes == len(data)
+    stubs.media.DeleteMedia(media_pb2.DeleteMediaRequest(media_id=media.media_id), metadata=bearer("one"))
+
+
+def test_one_key_cannot_fill_the_server(bounded: RunningServer, stubs: Stubs) -> None:
+    """Neither its queue nor, with calls of any kind, the places of its calls; another key is served all the while."""
+    long = inference_pb2.StreamGenerateRequest(request=ask(max_tokens=8000))
+    calls = [stubs.inference.StreamGenerate(long, metadata=bearer("one")) for _ in range(3)]
+    for call in calls:
+        next(call)
+    full = ("RESOURCE_EXHAUSTED", "TENANT_QUEUE_FULL")
+    assert fails(stubs.inference.Generate, ask(), metadata=bearer("one")) == full
+    tokenize = inference_pb2.TokenizeRequest(prompt=ask().prompt)
+    embed = inference_pb2.EmbedRequest(prompt=ask().prompt)
+    assert fails(stubs.inference.Tokenize, tokenize, metadata=bearer("one")) == full
+    assert fails(stubs.inference.Embed, embed, metadata=bearer("one")) == full
+    assert stubs.inference.Tokenize(tokenize, metadata=bearer("two")).prompt_tokens
+    assert stubs.inference.Generate(ask(max_tokens=1), metadata=bearer("two")).samples
+    more = [stubs.inference.StreamGenerate(long, metadata=bearer("two")) for _ in range(3)]
+    for call in more:
+        next(call)
+    boss = bearer("boss")
+    assert fails(stubs.inference.Tokenize, tokenize, metadata=boss) == ("UNAVAILABLE", "QUEUE_FULL")
+    for call in calls + more:
+        call.cancel()
+    bounded.drained()
+    assert stubs.inference.Generate(ask(max_tokens=1), metadata=bearer("one")).samples
+
+    go_on = threading.Event()
+
+    def endless() -> Iterator[Any]:
+        yield next(upload(b"12345"))
+        go_on.wait(60)
+
+    open_calls = [stubs.media.UploadMedia.future(endless(), metadata=bearer("one")) for _ in range(12)]
+    while bounded.run(_calls(bounded, "one")) < 12:
+        assert not any(call.done() for call in open_calls)
+    assert fails(stubs.inference.Generate, ask(), metadata=bearer("one")) == full
+    assert stubs.inference.Generate(ask(max_tokens=1), metadata=bearer("two")).samples
+    go_on.set()
+    for call in open_calls:
+        assert call.exception(timeout=60) is not None
+    assert stubs.inference.Generate(ask(max_tokens=1), metadata=bearer("one")).samples
+
+
+async def _calls(running: RunningServer, name: str) -> int:
+    return running.server._door._places._held.get(name, 0)
+
+
+def test_tokens_are_paid_for_while_they_come(bounded: RunningServer, stubs: Stubs) -> None:
+    """The key may use 60 a minute: a stream that goes on has used them up for the calls beside it."""
+    long = inference_pb2.StreamGenerateRequest(request=ask(max_tokens=8000))
+    call = stubs.inference.StreamGenerate(long, metadata=bearer("slow"))
+    seen = 0
+    while seen < 60:
+        seen += len(next(call).delta.token_ids)
+    limited = ("RESOURCE_EXHAUSTED", "RATE_LIMITED")
+    tokenize = inference_pb2.TokenizeRequest(prompt=ask().prompt)
+    assert fails(stubs.inference.Tokenize, tokenize, metadata=bearer("slow")) == limited
+    assert next(call).delta.token_ids, "and still goes on"
+    call.cancel()
+
+
+def test_reflection_needs_a_key_and_health_does_not(bounded: RunningServer) -> None:
+    with grpc.insecure_channel(bounded.address) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        denied = fails(lambda **kw: list(stub.ServerReflectionInfo(iter([request]), **kw)))
+        assert denied == ("UNAUTHENTICATED", "UNAUTHENTICATED")
+        (answer,) = stub.ServerReflectionInfo(iter([request]), metadata=bearer("one"))
+        assert "saccade.v1.InferenceService" in [s.name for s in answer.list_services_response.service]
+        health = health_pb2_grpc.HealthStub(channel)
+        serving = health_pb2.HealthCheckResponse.SERVING
+        assert health.Check(health_pb2.HealthCheckRequest()).status == serving
+        assert next(health.Watch(health_pb2.HealthCheckRequest(), timeout=60)).status == serving
+        with pytest.raises(grpc.RpcError) as error:
+            channel.unary_unary(CHECK)(b"\xff\xff")
+        assert reason(error.value) == ("INVALID_ARGUMENT", "MALFORMED_MESSAGE")
+        with pytest.raises(grpc.RpcError) as error:
+            health.Check(health_pb2.HealthCheckRequest(service="no.such"))
+        assert error.value.code() is grpc.StatusCode.NOT_FOUND

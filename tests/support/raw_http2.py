@@ -1,0 +1,72 @@
+"""A gRPC client that sends what no library would: calls whose messages stop in the middle."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, SETTINGS = 0, 1, 4
+END_HEADERS = 4
+
+
+def frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
+    return len(body).to_bytes(3, "big") + struct.pack(">BBI", kind, flags, stream) + body
+
+
+def header(name: str, value: str) -> bytes:
+    """HPACK's literal without indexing, neither part compressed (RFC 7541, 6.2.2). Up to 126 bytes each."""
+    return b"\0" + b"".join(bytes([len(part)]) + part for part in (name.encode(), value.encode()))
+
+
+class RawClient:
+    """One connection. A context manager."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self.socket = socket.create_connection((host, int(port)), timeout=60)
+        self.socket.sendall(PREFACE + frame(SETTINGS, 0, 0, b""))
+        self._stream = -1
+
+    def begin(self, method: str, size: int, data: bytes = b"", key: str | None = None) -> int:
+        """A call whose message is to have `size` bytes, with the first ones of it. Returns the stream's number."""
+        self._stream += 2
+        fields = [(":method", "POST"), (":scheme", "http"), (":path", method), (":authority", "test"),
+                  ("content-type", "application/grpc"), ("te", "trailers")]  # fmt: skip
+        if key is not None:
+            fields.append(("authorization", f"Bearer {key}"))
+        block = b"".join(header(*pair) for pair in fields)
+        self.socket.sendall(
+            frame(HEADERS, END_HEADERS, self._stream, block)
+            + frame(DATA, 0, self._stream, b"\0" + struct.pack(">I", size) + data)
+        )
+        return self._stream
+
+    def answers(self, count: int) -> list[int]:
+        """Numbers of the streams that have ended, in order, once there are `count`."""
+        ended: list[int] = []
+        while len(ended) < count:
+            length, kind, flags, stream = self._head()
+            self._take(length)
+            if kind == HEADERS and flags & 1:
+                ended.append(stream)
+        return ended
+
+    def _head(self) -> tuple[int, int, int, int]:
+        data = self._take(9)
+        kind, flags, stream = struct.unpack(">BBI", data[3:])
+        return int.from_bytes(data[:3], "big"), kind, flags, stream
+
+    def _take(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            part = self.socket.recv(count - len(data))
+            assert part, "the connection was closed"
+            data += part
+        return data
+
+    def __enter__(self) -> RawClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
