@@ -142,6 +142,8 @@ class TokenEvent(NamedTuple):
     """With the first token of a request that asked for it."""
     prompt_scores: tuple[PromptScore, ...] = ()
     """With the first token, where they were asked for."""
+    scheduled: float | None = None
+    """With the first token: when its first step was put together, by `time.monotonic`."""
 
 
 class Status(Enum):
@@ -188,6 +190,8 @@ class Sequence:
     next_span: int = 0
     """First span whose rows are not all consumed; those before are released."""
     cached_tokens: int = 0
+    scheduled: float | None = None
+    """When its first step was put together, until that has been said."""
     rank: int = 0
     """The step it came in, less what its priority is worth in steps: who has the smaller one goes first."""
     last_step: int = -1

@@ -417,6 +417,7 @@ class DecoderRunner:
         if reason is not None and sequence.unread:
             del sequence.tokens[at + 1 :]
             sequence.unread, sequence.computed = 0, min(sequence.computed, at)
+        scheduled, sequence.scheduled = sequence.scheduled, None
         return TokenEvent(
             sequence.request_id,
             choice.token,
@@ -427,6 +428,7 @@ class DecoderRunner:
             stop_token=stop,
             pooled=pooled,
             prompt_scores=scores,
+            scheduled=scheduled,
         )
 
     # -- memory after a step -------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ of S compute again after they were put out, plus one for each time that one is; 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 
 from decoder.blocks import Claims, SuperblockPool
@@ -458,6 +459,8 @@ class Scheduler:
         first, sequence.computed = sequence.admission < 0, max(sequence.computed, hit.tokens)
         sequence.slots, sequence.pages, sequence.seat = slots, [*sequence.pages, *pages], self._seats.pop()
         sequence.admission = self._admissions
+        if first:
+            sequence.scheduled = time.monotonic()
         if self.cache is not None and sequence.status is Status.WAITING:
             self._start_marks(sequence, hit, self.cache)
             if first:

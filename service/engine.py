@@ -105,6 +105,8 @@ class EngineEvent(NamedTuple):
     """Little-endian float32: (last, mean) of `hidden`, (rows,) of `picture`."""
     prompt_scores: tuple[PromptScore, ...] = ()
     """With a first token, where they were asked for."""
+    scheduled: float | None = None
+    """With a first token: when the decoder put its first step together, by `time.monotonic`, one clock of the host."""
 
 
 @dataclass(frozen=True)
@@ -412,7 +414,7 @@ class Engine:
                     event.request_id, event.token_id, event.logprob, event.top, event.finish_reason, event.stop_token,
                     event.cached_tokens, kind, message,
                     () if event.pooled is None else (_bytes(event.pooled.last), _bytes(event.pooled.mean)),
-                    event.prompt_scores,
+                    event.prompt_scores, event.scheduled,
                 )
             )  # fmt: skip
         if out:

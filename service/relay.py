@@ -52,12 +52,20 @@ class Clock:
 
     def __init__(self, arrived: float) -> None:
         self._arrived = arrived
-        self.queue = time.monotonic() - arrived
+        self._scheduled: float | None = None
         self.first_token = 0.0
 
+    @property
+    def queue(self) -> float:
+        """Until its first step was scheduled; of one that has none, until now."""
+        return max(0.0, (time.monotonic() if self._scheduled is None else self._scheduled) - self._arrived)
+
     def tick(self, events: list[EngineEvent]) -> None:
-        if not self.first_token and any(e.token_id is not None for e in events):
-            self.first_token = time.monotonic() - self._arrived
+        for event in events:
+            if self._scheduled is None:
+                self._scheduled = event.scheduled
+            if not self.first_token and event.token_id is not None:
+                self.first_token = time.monotonic() - self._arrived
 
 
 def read_prompt_scores(event: EngineEvent) -> list[PromptLogprob]:

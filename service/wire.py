@@ -98,26 +98,32 @@ def receive_descriptor(connection: Connection) -> int:
         return int(recvfds(sock, 1)[0])
 
 
-PackedEvents = tuple[list[str], list[int], list[int], list[EngineEvent]]
+PackedEvents = tuple[list[str], list[int], list[int], list[tuple[int, float]], list[EngineEvent]]
 
 
 def pack_events(events: list[EngineEvent]) -> PackedEvents:
-    """Events of one step as they cross: plain tokens in three lists, everything else as it is. Most are plain, and
-    pickling each as an object costs the engine's thread more than drawing it did."""
-    names, tokens, cached, others = [], [], [], []
+    """Events of one step as they cross: plain tokens in three lists, with the places of those that are first ones and
+    when they were scheduled; everything else as it is. Most are plain, and pickling each as an object costs the
+    engine's thread more than drawing it did."""
+    packed: PackedEvents = [], [], [], [], []
+    names, tokens, cached, scheduled, others = packed
     for event in events:
         bare = event.logprob is None and not event.embedded and not event.prompt_scores
         if event.token_id is None or event.finish_reason or event.error or not bare:
             others.append(event)
         else:
+            if event.scheduled is not None:
+                scheduled.append((len(names), event.scheduled))
             names.append(event.request_id)
             tokens.append(event.token_id)
             cached.append(event.cached_tokens)
-    return names, tokens, cached, others
+    return packed
 
 
 def unpack_events(packed: PackedEvents) -> list[EngineEvent]:
     """The other side. Of one request's events only the last may differ in kind, so each request keeps its order."""
-    names, tokens, cached, others = packed
+    names, tokens, cached, scheduled, others = packed
     plain = [EngineEvent(n, t, cached_tokens=c) for n, t, c in zip(names, tokens, cached, strict=True)]
+    for place, moment in scheduled:
+        plain[place] = plain[place]._replace(scheduled=moment)
     return plain + others

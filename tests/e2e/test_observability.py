@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from pictures import picture
 from rpc import Stubs, ask, connect
 from running import RunningServer
 
+import saccade
 from saccade.v1 import inference_pb2
 
 METRIC = re.compile(r"saccade_\w+")
@@ -134,3 +137,20 @@ def test_the_plain_form_has_the_same_values(server: RunningServer, caplog: pytes
         server.drained()
         (line,) = [r.getMessage() for r in caplog.records if r.name == "service.access"]
     assert 'code="OK"' in line and r'request_id="odd \"name\""' in line and "completion_tokens=3" in line
+
+
+def test_the_time_in_the_queue_ends_with_the_first_scheduled_step(model: Path) -> None:
+    """Of two requests for one place, the second has waited for as long as the first took."""
+    options: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+    with RunningServer(str(model), max_seqs=1, max_len=600) as server, saccade.Client(server.address) as client:
+        client.generate("warm", max_tokens=2, **options)
+        with client.stream("first", max_tokens=400, **options) as first:
+            next(iter(first))
+            begin = time.monotonic()
+            with ThreadPoolExecutor(1) as pool:
+                waiting = pool.submit(client.generate, "second", max_tokens=2, **options)
+                ahead = first.final().usage
+                waited = time.monotonic() - begin
+                second = waiting.result().usage
+    assert ahead.queue_time < ahead.time_to_first_token
+    assert waited / 2 < second.queue_time < second.time_to_first_token

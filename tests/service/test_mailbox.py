@@ -65,8 +65,9 @@ def test_events_cross_as_they_are() -> None:
         token(1), token(2), EngineEvent("b", 3, cached_tokens=7), EngineEvent("c", 4, -0.5, ((4, -0.5),)),
         EngineEvent("a", 5, finish_reason="stop", stop_token=5),
         EngineEvent("d", finish_reason="error", error="internal", message="x"),
-        EngineEvent("e", finish_reason="length", embedded=(b"1234",)),
+        EngineEvent("e", finish_reason="length", embedded=(b"1234",)), EngineEvent("f", 6, scheduled=2.5),
+        EngineEvent("f", 7),
     ]  # fmt: skip
     back = wire.unpack_events(wire.pack_events(events))
-    for name in "abcde":
+    for name in "abcdef":
         assert [e for e in back if e.request_id == name] == [e for e in events if e.request_id == name]
