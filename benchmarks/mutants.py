@@ -176,7 +176,10 @@ def run(
     mutants: Sequence[Mutant], root: Path, results: Results, *, jobs: int = 1, timeout: float = 300
 ) -> list[dict[str, Any]]:
     """A row for each mutant. `SystemExit` naming the tests that fail without any."""
-    todo = [mutant for mutant in mutants if mutant.key(root) not in results.known]
+    keys = {
+        mutant: mutant.key(root) for mutant in mutants
+    }  # now: the checkout may be edited while the copies are tested
+    todo = [mutant for mutant in mutants if keys[mutant] not in results.known]
     with contextlib.ExitStack() as ends:
         folders: queue.Queue[Path] = queue.Queue()
         for _ in range(min(jobs, len(todo))):
@@ -193,7 +196,7 @@ def run(
                 outcome, seconds = try_mutant(folder, mutant, timeout)
             finally:
                 folders.put(folder)
-            results.add(mutant.key(root), outcome=outcome, seconds=seconds)
+            results.add(keys[mutant], outcome=outcome, seconds=seconds)
             change = f"{mutant.old.strip()!r} -> {mutant.new.strip()!r}"
             print(f"{outcome:9} {seconds:6.1f} s  {mutant.path}: {change}", file=sys.stderr, flush=True)
 
@@ -201,7 +204,7 @@ def run(
             list(pool.map(one, todo))
     rows = []
     for mutant in mutants:
-        known = results.known[mutant.key(root)]
+        known = results.known[keys[mutant]]
         rows.append({**asdict(mutant), "outcome": known["outcome"], "seconds": known["seconds"]})
     return rows
 

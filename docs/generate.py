@@ -1,6 +1,7 @@
 """Writes the parts of the documentation that are made of the sources, between their markers:
 
-docs/api.md          services, methods and messages, from the protos and their comments
+docs/api.md          services, methods and messages, from the protos and their comments; the client's methods and
+                     the reasons of errors, from the Python sources
 docs/operations.md   the table of options, from service/config.py
 
 `python docs/generate.py [FOLDER]`: into FOLDER instead of this one. `make protos` runs it too.
@@ -8,8 +9,11 @@ docs/operations.md   the table of options, from service/config.py
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -117,6 +121,100 @@ def api() -> str:
     return "\n".join(lines)
 
 
+def services() -> str:
+    """A line for each service of the protos: its name and the first sentence about it."""
+    lines = ["| service | for |", "| --- | --- |"]
+    for file in _descriptors():
+        comments = _comments(file)
+        for s, service in enumerate(file.service):
+            sentence = comments.get((6, s), "").partition(". ")[0].rstrip(".:")
+            lines.append(f"| `{file.package}.{service.name}` | {sentence} |")
+    return "\n".join(lines)
+
+
+# -- Python ------------------------------------------------------------------------------------------------------------
+
+
+def _raised(folder: str) -> Iterator[tuple[str, str, bool]]:
+    """(class, reason, whether it says how long to wait) of each error that the sources of a package make."""
+    for path in sorted((CHECKOUT / folder).glob("*.py")):
+        tree = ast.parse(path.read_text("utf-8"))
+        constants = {
+            target.id: node.value.value
+            for node in tree.body
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+            given = {keyword.arg: keyword.value for keyword in call.keywords}
+            for part in ast.walk(given.get("reason", ast.Constant(None))):
+                value = getattr(part, "value", None) if isinstance(part, ast.Constant) else None
+                value = constants.get(part.id) if isinstance(part, ast.Name) else value
+                if isinstance(value, str) and value.isupper():
+                    # f"{kind}_TOO_LARGE" is of pictures and of videos.
+                    for kind in ("IMAGE", "VIDEO") if value.startswith("_") else ("",):
+                        yield name, kind + value, "retry_after" in given
+
+
+def reasons() -> str:
+    """The table of what the server answers: by code, the reasons and whether to try again; from service/errors.py and
+    whatever raises its classes."""
+    sys.path.insert(0, str(CHECKOUT))
+    from service import errors
+
+    kinds = {name: kind for name, kind in vars(errors).items() if getattr(kind, "code", None) and name != "StatusError"}
+    found = {(kind.code.name, kind.reason, False) for kind in kinds.values()}
+    found |= {(target.code.name, reason, False) for _, target, reason, _ in errors.FOREIGN}
+    found |= {(kinds[name].code.name, reason, wait) for name, reason, wait in _raised("service") if name in kinds}
+    waits = {(code, reason) for code, reason, wait in found if wait}
+    lines = ["| code | reasons | with a time to wait (RetryInfo) |", "| --- | --- | --- |"]
+    for code in sorted({code for code, _, _ in found}):
+        told = [sorted({r for c, r, _ in found if c == code and ((c, r) in waits) == wait}) for wait in (False, True)]
+        lines.append(f"| {code} | {', '.join(told[0])} | {', '.join(told[1])} |")
+    return "\n".join(lines)
+
+
+def client_errors() -> str:
+    """The classes of saccade.errors, and the reasons that the client itself gives."""
+    sys.path.insert(0, str(CHECKOUT))
+    from saccade import errors
+
+    kinds = {n: k for n, k in vars(errors).items() if isinstance(k, type) and issubclass(k, errors.SaccadeError)}
+    lines = ["| class | |", "| --- | --- |"]
+    lines += [f"| `{name}` | {inspect.getdoc(kind).splitlines()[0]} |" for name, kind in kinds.items()]
+    own = ", ".join(sorted({reason for _, reason, _ in _raised("saccade")}))
+    return "\n".join([*lines, "", *textwrap.wrap(f"Reasons that the client itself gives: {own}.", 130)])
+
+
+def methods() -> str:
+    """The signatures of the client, without types, from the classes."""
+    sys.path.insert(0, str(CHECKOUT))
+    import saccade
+    from saccade.client import SyncBatches, SyncMedia
+    from saccade.requests import Sampling
+
+    def lines_of(owner: str, function: Any, *, result: bool = True) -> str:
+        signature = inspect.signature(function)
+        bare = [p.replace(annotation=p.empty) for p in list(signature.parameters.values())[1:]]
+        given = str(signature.replace(parameters=bare, return_annotation=signature.empty))
+        text = f"{owner}{given}" + (f" -> {signature.return_annotation}" if result else "")
+        return "\n".join(textwrap.wrap(text, 130, subsequent_indent="    ", break_on_hyphens=False))
+
+    lines = ["```python", lines_of("saccade.Client", saccade.Client.__init__, result=False)]
+    lines.append("saccade.AsyncClient(...)   # the same, for asyncio")
+    lines += [lines_of("saccade.LocalClient", saccade.LocalClient.__init__, result=False), ""]
+    for owner, kind in (
+        ("client", saccade.Client), ("client.batches", SyncBatches), ("client.media", SyncMedia),
+    ):  # fmt: skip
+        for name, function in inspect.getmembers(kind, inspect.isfunction):
+            if not name.startswith("_"):
+                lines.append(lines_of(f"{owner}.{name}", function))
+    further = ", ".join(f"`{name}`" for name in Sampling.__annotations__)
+    return "\n".join([*lines, "```", "", *textwrap.wrap(f"`**sampling` is any of {further}.", 130)])
+
+
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
@@ -134,9 +232,18 @@ def options() -> str:
 
 
 def main(folder: Path) -> None:
-    for file, name, body in (("api.md", "reference", api()), ("operations.md", "options", options())):
+    parts = {
+        "api.md": {
+            "services": services, "reasons": reasons, "methods": methods, "client errors": client_errors,
+            "reference": api,
+        },
+        "operations.md": {"options": options},
+    }  # fmt: skip
+    for file, bodies in parts.items():
         text = (DOCS / file).read_text("utf-8")
-        (folder / file).write_text(replace_between(text, name, body), "utf-8")
+        for name, body in bodies.items():
+            text = replace_between(text, name, body())
+        (folder / file).write_text(text, "utf-8")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,11 @@ def test_it_is_fresh(fresh: Path, name: str) -> None:
 
 def test_every_service_and_option_is_there(fresh: Path) -> None:
     api, operations = (fresh / "api.md").read_text(), (fresh / "operations.md").read_text()
+    for word in (
+        "`saccade.v1.BatchService`", "videos=()", "VIDEO_DECODE_FAILED", "WARMING", "BATCH_SPOOL_FULL", "BATCH_INVALID",
+        "BATCH_INPUT_CHANGED", "KEY_REVOKED", "`RateLimited`", "client.batches.download(", "`prompt_logprobs`",
+    ):  # fmt: skip
+        assert word in api
     for word in ("`StreamGenerate`", "`UploadMedia`", "`FlushCache`", "#### SamplingParams", "`chunk_tokens` = 2"):
         assert word in api
     for word in ("`--tls-client-ca`", "`--max-seqs`", "`MODEL`", "`--metrics-port`"):

@@ -1,0 +1,80 @@
+"""Where rows of a launch lie, and which position embeddings are kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from encoder.budget import EncoderBudgets, graph_shape
+from encoder.layout import layout
+from encoder.pieces import finish
+from encoder.positions import PositionCache
+
+GRIDS = [(2, 4), (4, 2), (2, 2)]
+PREFIX = 3
+
+
+def test_a_launch_of_its_own_size_holds_nothing_else() -> None:
+    found = layout(GRIDS, prefix=PREFIX, merge=2)
+    assert found.cu_seqlens.tolist() == [0, 11, 22, 29] and found.max_seqlen == 11
+    assert (found.patches, found.tokens) == (20, 5)
+    assert found.source_R.tolist()[:5] == [0, 1, 2, 4, 5]
+    assert found.token_rows_NM.tolist()[0] == [3, 4, 7, 8]
+
+
+def test_what_is_left_of_a_static_launch_is_one_sequence_of_padding() -> None:
+    budgets = EncoderBudgets((8,), 4)
+    shape = graph_shape(8, budgets, prefix=PREFIX, patches_per_token=4)
+    found = layout(GRIDS, prefix=PREFIX, merge=2, shape=shape)
+    used = 20 + 3 * PREFIX
+    assert found.cu_seqlens.tolist() == [0, 11, 22, used, used, shape.rows]
+    assert found.source_R[used:].tolist() == [PREFIX] * (shape.rows - used)
+    assert found.token_rows_NM[5:].unique().tolist() == [shape.rows - 1]
+    assert found.max_seqlen == shape.rows  # the padding may be the longest of all
+    assert (found.patches, found.tokens) == (20, 5)
+
+
+def test_the_last_sequence_is_for_padding_alone() -> None:
+    budgets = EncoderBudgets((8,), 3)
+    shape = graph_shape(8, budgets, prefix=PREFIX, patches_per_token=4)
+    layout(GRIDS, prefix=PREFIX, merge=2, shape=shape)
+    with pytest.raises(AssertionError, match="4 images"):
+        layout([*GRIDS, (2, 2)], prefix=PREFIX, merge=2, shape=shape)
+
+
+def cache(places: int) -> PositionCache:
+    """Of float32 rows with 2 numbers, for so many places."""
+    return PositionCache(torch.arange(32.0).view(1, 16, 2), 4, places * 8)
+
+
+def test_positions_fill_their_bound_and_not_a_byte_more() -> None:
+    positions = cache(8)
+    for grid in ((2, 2), (1, 4)):
+        positions.get(grid)
+    positions.check_integrity()
+    assert positions.bytes == 64 and [positions.get(grid) is positions.get(grid) for grid in ((2, 2), (1, 4))]
+    whole = positions.get((2, 4))
+    assert positions.get((2, 4)) is whole and positions.bytes == 64
+    assert positions.get((3, 3)) is not positions.get((3, 3))
+    positions.check_integrity()
+
+
+def test_the_positions_that_were_not_used_for_longest_go_first() -> None:
+    positions = cache(8)
+    first = positions.get((2, 2))
+    positions.get((1, 4))
+    assert positions.get((2, 2)) is first
+    positions.get((4, 1))
+    assert positions.get((2, 2)) is first
+    misses = positions.misses
+    positions.get((1, 4))
+    assert positions.misses == misses + 1
+
+
+def test_pieces_are_taken_to_the_end() -> None:
+    def pieces():  # type: ignore[no-untyped-def]
+        for _ in range(3):
+            yield
+        return "done"
+
+    assert finish(pieces()) == "done"
