@@ -10,6 +10,9 @@ from pathlib import Path
 
 import saccade
 
+if len(sys.argv) < 3:
+    sys.exit(__doc__)
+
 question, *pictures = sys.argv[1:]
 folder = Path(pictures[0]).parent
 

@@ -6,6 +6,9 @@ from math import sqrt
 
 import saccade
 
+if len(sys.argv) < 2:
+    sys.exit(__doc__)
+
 
 def unit(vector: list[float]) -> list[float]:
     length = sqrt(sum(x * x for x in vector))

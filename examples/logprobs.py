@@ -6,6 +6,9 @@ import sys
 
 import saccade
 
+if len(sys.argv) < 3:
+    sys.exit(__doc__)
+
 with saccade.Client(os.environ.get("SACCADE_SERVER", "127.0.0.1:50051")) as client:
     answer = client.generate(sys.argv[2], images=[sys.argv[1]], temperature=0, logprobs=3)
     for token in answer.logprobs or []:

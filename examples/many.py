@@ -5,6 +5,9 @@ import sys
 
 import saccade
 
+if len(sys.argv) < 3:
+    sys.exit(__doc__)
+
 question, *pictures = sys.argv[1:]
 
 with saccade.Client(os.environ.get("SACCADE_SERVER", "127.0.0.1:50051")) as client:

@@ -5,6 +5,9 @@ import sys
 
 import saccade
 
+if len(sys.argv) < 2:
+    sys.exit(__doc__)
+
 *pictures, question = sys.argv[1:]
 
 with (

@@ -11,6 +11,9 @@ from PIL import Image, ImageDraw
 
 import saccade
 
+if len(sys.argv) < 2:
+    sys.exit(__doc__)
+
 *clips, question = sys.argv[1:]
 
 

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from saccade import __version__
 from saccade.errors import InvalidArgument, SaccadeError
 
 SERVER_VARIABLE = "SACCADE_SERVER"
@@ -18,6 +19,10 @@ DEFAULT_SERVER = "127.0.0.1:50051"
 
 VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".webm", ".mkv")
 """Files that `ask` takes for videos."""
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".apng", ".avif", ".heic")
+
+ASK_RETRIES = 4
+"""Somebody waits at a terminal: a restart of the engine is waited for, a wrong address not for ten minutes."""
 
 SERVER_COMMANDS = {
     "serve": "serve a model over gRPC",
@@ -65,6 +70,7 @@ def _server_command(arguments: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="saccade", description="Ask and serve vision-language models.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_ask(commands)
     _add_batch(commands)
@@ -92,7 +98,7 @@ def _add_ask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     ask.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the model's own)")
     ask.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
     ask.add_argument("--timeout", type=float, metavar="SECONDS", help="for the whole answer (default: 600)")
-    ask.set_defaults(run=_ask)
+    ask.set_defaults(run=_ask, refuse=ask.error)
 
 
 def _add_connection(parser: argparse.ArgumentParser) -> None:
@@ -172,9 +178,11 @@ def _ask(options: argparse.Namespace) -> int:
     images = [file for file in files if file not in videos]
     if not question.strip():
         raise InvalidArgument("the question is empty")
+    if _names_a_file(question):
+        options.refuse(f"the question is missing: {question!r}, the last argument, is a file")
     tls = TLSConfig(ca=options.ca) if options.ca else options.tls
     with (
-        Client(options.server, tls=tls) as client,
+        Client(options.server, tls=tls, max_retries=ASK_RETRIES) as client,
         client.stream(
             question,
             images=images,
@@ -191,3 +199,10 @@ def _ask(options: argparse.Namespace) -> int:
         if stream.final().finish_reason == "length":
             print("saccade: the answer was cut off at its token limit", file=sys.stderr)
     return 0
+
+
+def _names_a_file(text: str) -> bool:
+    """Whether an argument is meant as a file, by what it looks like or by what there is."""
+    one_word = not any(character.isspace() for character in text)
+    named = text.lower().endswith((*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)) or "://" in text or text.startswith("data:")
+    return (one_word and named) or os.path.isfile(text)

@@ -5,11 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Self, Unpack
+from typing import Any, NoReturn, Self, Unpack
 
 from saccade.calls import Responses, UnaryCall
 from saccade.client import SyncClient
-from saccade.errors import Cancelled, FailedPrecondition, SaccadeError, StatusDetails, error_from_status
+from saccade.errors import (
+    Cancelled,
+    FailedPrecondition,
+    SaccadeError,
+    StatusDetails,
+    Unimplemented,
+    error_from_status,
+)
 from saccade.transport import CallOptions, CallSettings
 from saccade.v1 import inference_pb2
 
@@ -17,7 +24,8 @@ INSTALL = "LocalClient runs the engine in this process, which needs the server's
 
 
 class LocalClient(SyncClient):
-    """Loads a model and serves this process alone, with the methods of `saccade.Client`.
+    """Loads a model and serves this process alone, with the methods of `saccade.Client`, but for `media` and `batches`,
+    which only a server can keep.
 
     Args:
         model: "demo" for the embedded model, a checkpoint's folder, or a hub id that the local Hugging Face cache
@@ -79,6 +87,22 @@ class LocalClient(SyncClient):
         copy._origin = self._origin or self
         copy._closed = False
         return copy
+
+    @property
+    def media(self) -> NoReturn:
+        raise Unimplemented(
+            "LocalClient.media: uploads are kept by a server, see saccade.Client; here pass the files themselves, as "
+            "in images=[path]",
+            reason="UNIMPLEMENTED",
+        )
+
+    @property
+    def batches(self) -> NoReturn:
+        raise Unimplemented(
+            "LocalClient.batches: batches that go on by themselves are a server's, see saccade.Client; here use "
+            "run_batch",
+            reason="UNIMPLEMENTED",
+        )
 
     def close(self) -> None:
         """Ends the engine and frees what it holds. May be called any number of times."""

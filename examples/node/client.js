@@ -7,6 +7,10 @@ const grpc = require("@grpc/grpc-js");
 const loader = require("@grpc/proto-loader");
 
 const [address, question, picture] = process.argv.slice(2);
+if (!question) {
+  console.error("usage: node client.js HOST:PORT QUESTION [PICTURE]");
+  process.exit(2);
+}
 const protos = path.join(__dirname, "..", "..", "protos");
 const definition = loader.loadSync("saccade/v1/inference.proto", { includeDirs: [protos], keepCase: true, longs: String, enums: String });
 const { saccade } = grpc.loadPackageDefinition(definition);

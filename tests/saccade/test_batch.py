@@ -376,8 +376,15 @@ def test_a_job_that_is_copied_elsewhere_goes_on_there(run: Run, script: Script, 
 # -- crashes -----------------------------------------------------------------------------------------------------------
 
 
+# Whoever runs the tests may ignore SIGINT, as a shell does for what it starts in the background; children inherit it.
+PROGRAM = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from saccade.cli import main; sys.exit(main(sys.argv[1:]))"
+)
+
+
 def start(*arguments: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "saccade", "batch", *map(str, arguments)]
+    command = [sys.executable, "-c", PROGRAM, "batch", *map(str, arguments)]
     return subprocess.Popen(command, cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import grpc
 import pytest
 from fake_server import Failure, Script
 
+import saccade
 from saccade import cli
 
 
@@ -55,6 +57,39 @@ def test_an_error_is_one_line_and_exit_code_1(address: str, script: Script, caps
     first, second, third = capsys.readouterr().err.splitlines()
     assert "too long" in first and "CONTEXT_LENGTH_EXCEEDED" in first
     assert "no/such.png" in second and "empty" in third
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["{picture}"], ["{picture}", "{picture}"], ["cat.png"], ["CAT.JPEG"], ["film.mp4"], ["https://example.org/a"],
+     ["data:image/png;base64,AA=="], ["--video", "{picture}", "b.webm"]],
+    ids=str,
+)  # fmt: skip
+def test_a_file_is_no_question(
+    address: str, script: Script, picture: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["ask", "--server", address, *(argument.format(picture=picture) for argument in arguments)])
+    assert caught.value.code == 2 and not script.requests
+    assert "question is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("question", ["What is in cat.png", "cat", "Why?", "is it 3.5 or a.b"])
+def test_a_question_may_name_a_file(address: str, script: Script, question: str) -> None:
+    assert cli.main(["ask", "--server", address, question]) == 0
+    assert script.requests[0].prompt.text == question
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0 and capsys.readouterr().out == f"saccade {saccade.__version__}\n"
+
+
+def test_nobody_there_is_said_within_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    began = time.monotonic()
+    assert cli.main(["ask", "--server", "127.0.0.1:1", "?"]) == 1
+    assert time.monotonic() - began < 30 and "127.0.0.1" in capsys.readouterr().err
 
 
 def test_wrong_command_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -324,6 +324,17 @@ def test_a_wrong_address_is_refused(address: str) -> None:
         saccade.Client(address)
 
 
+@pytest.mark.parametrize(
+    "target",
+    ["localhost:1", "[::1]:50051", "unix:/tmp/x", "unix-abstract:x", "dns:///host:1", "ipv4:1.2.3.4:5,1.2.3.5:6",
+     "ipv6:[::1]:5", "xds:///saccade", "vsock:2:50051"],
+)  # fmt: skip
+def test_what_grpc_takes_for_a_target_is_taken(target: str) -> None:
+    with saccade.Client(target) as client:
+        assert target in repr(client)
+    assert target in repr(saccade.AsyncClient(target))
+
+
 @pytest.mark.parametrize("wrong", [{"timeout": 0}, {"timeout": -1}, {"max_retries": -1}], ids=str)
 def test_wrong_settings_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(errors.InvalidArgument, match=next(iter(wrong))):

@@ -47,6 +47,18 @@ def test_example(name: str, address: str, script: Script, tmp_path: Path) -> Non
     assert script.requests
 
 
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_an_example_without_arguments_says_how_it_is_called(name: str) -> None:
+    """In any number that is too small, it is one paragraph, and nobody is asked."""
+    environment = {**os.environ, "SACCADE_SERVER": "127.0.0.1:1"}
+    fewest = {"batch.py": 2, "logprobs.py": 2, "many.py": 2, "server_batch.py": 2}.get(name, 1)
+    for count in range(fewest):
+        command = [sys.executable, str(EXAMPLES / name), *["What is it?"] * count]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 1 and done.stdout == ""
+        assert f"python examples/{name}" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_the_readmes_client(address: str, script: Script, tmp_path: Path) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", (EXAMPLES.parent / "README.md").read_text("utf-8"), re.DOTALL)
     for name in ("picture.png", "a.png", "b.png"):

@@ -50,6 +50,15 @@ def test_an_unknown_engine_option_is_an_error() -> None:
         saccade.LocalClient("demo", max_sequences=3)
 
 
+def test_what_only_a_server_keeps_is_said_at_once() -> None:
+    """Before anything is called, and without an engine: a client that has none is one that was never loaded."""
+    client = saccade.LocalClient.__new__(saccade.LocalClient)
+    for name, instead in (("media", "images="), ("batches", "run_batch")):
+        with pytest.raises(errors.Unimplemented, match=instead) as caught:
+            getattr(client, name)
+        assert name in str(caught.value)
+
+
 @pytest.mark.parametrize("call", ["saccade.LocalClient()", "__import__('saccade.cli').cli.main(['serve'])"])
 def test_without_the_servers_package_it_says_what_to_install(call: str) -> None:
     # `None` in sys.modules is Python's own way to make an import fail.

@@ -306,6 +306,7 @@ def test_a_call_cancelled_while_it_is_being_opened_is_cancelled() -> None:
 def test_a_call_cancelled_between_attempts_opens_no_other() -> None:
     class Failing(Attempt):
         def result(self) -> Any:
+            assert len(opened) == 1, "it has been cancelled, and was opened again"
             attempts.cancel()
             raise GONE
 
@@ -365,6 +366,7 @@ def test_an_async_stream_closed_while_it_is_opened_asks_nobody(address: str, scr
             stream = client.stream(Slow([{"role": "user", "content": "?"}]))
             with pytest.raises(errors.Cancelled):
                 await stream.final()
+            await client.generate("behind it on the same connection")
 
     asyncio.run(main())
-    assert not script.requests
+    assert [request.prompt.text for request in script.requests] == ["behind it on the same connection"]
