@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import pytest
@@ -28,6 +29,8 @@ from decoder.layers.attention import Attention
 from decoder.mtp import check_mtp
 from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner
+from kernels.native.structs import Wish
+from kernels.sample.compiled import packed
 
 BASE: dict[str, Any] = {
     "speculative": "mtp", "draft_policy": "fixed", "draft_tokens": 3, "page_size": 4, "state_block": 4,
@@ -267,6 +270,38 @@ def test_a_compiled_pass_is_a_called_one_in_any_batch(dtype: torch.dtype, weight
     # Rows for quantised weights are rounded to 16 bits: what differs in float32's last bits may be a step apart.
     allowed = 0.06 if dtype == torch.bfloat16 else 1e-4 if weights is None else 5e-4
     torch.testing.assert_close(passes([0, 1, 2, 3, 4]).float(), together, rtol=allowed, atol=allowed)
+
+
+@pytest.mark.parametrize("counts", [[1, 3, 2], [3, 1, 1], [2, 2, 2], [1, 1, 3]], ids=str)
+def test_rows_of_one_call_draft_as_many_as_each_wants(counts: list[int]) -> None:
+    """In compiled code: what each row would draft by itself, and no entry of a draft that nobody asked for. Rows go
+    from page to page while they draft; a row that has its drafts is padding in the others' passes.
+    """
+    runner = make("M*", native="on", dtype=torch.float32)[0]
+    assert runner.drafter is not None and runner.drafter.head.compiled is not None
+    compiled, size = runner.drafter.head.compiled, runner.config.hidden_size
+    kv = runner.arena.kv[runner.config.attention_layers]
+    given = torch.randn(len(counts), size, generator=torch.Generator().manual_seed(2))
+    tables = torch.tensor([[3 * row, 3 * row + 1] for row in range(len(counts))])
+    wish = Wish(0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, 0, 0, -1)
+
+    def drafts(chosen: list[int]) -> tuple[list[list[int]], Tensor]:
+        """The last token of a row lies in place 3, the last of its first page: (drafts, which places were written)."""
+        runner.arena.buffer.fill_(255)
+        runner.arena.clear_pages(tables[:, 0].tolist())
+        kv[tables[:, 1]] = float("nan")
+        rows = [(7 + row, 4 * 3 * row + 3, 4, counts[row]) for row in chosen]
+        draws = packed([(ctypes.addressof(wish), 5, 0, 0, 0, 0)] * len(chosen))
+        found = compiled.draft(given[chosen], [], rows, tables[chosen], draws)
+        return found, kv[:, 0, :, 0, 0].isfinite()
+
+    together, written = drafts(list(range(len(counts))))
+    assert [len(of) for of in together] == counts
+    for row, count in enumerate(counts):
+        assert drafts([row])[0] == [together[row]]
+        assert written[3 * row + 1].tolist() == [place < count - 1 for place in range(4)]
+    others = [page for page in range(kv.shape[0]) if page % 3 == 2 or page >= 3 * len(counts)]
+    assert not written[others].any()
 
 
 def test_what_is_missing_is_named() -> None:

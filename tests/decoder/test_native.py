@@ -153,3 +153,20 @@ def test_greedy_and_other_draws_share_a_step() -> None:
 
     alone = {name: of for asked in requests for name, of in tokens(asked).items()}
     assert tokens(*requests) == alone
+
+
+@pytest.mark.parametrize("broken", [0, 2, 3])
+@pytest.mark.parametrize(("groups", "kept"), [(1, 1), (2, 1), (4, 2)])
+def test_a_router_that_gives_no_number_is_seen_in_the_answer(broken: int, groups: int, kept: int) -> None:
+    """An expert whose score is not a number is chosen first, as by the operations, and spoils what follows; experts
+    that have numbers are not chosen in its stead, as if nothing were wrong.
+    """
+    config = tiny_config(pattern="E", n_group=groups, topk_group=kept, num_experts_per_tok=1)
+    weights = dict(random_weights(config))
+    weights["model.layers.0.mixer.gate.weight"][broken] = float("nan")
+    for mode in ("on", "off"):
+        options = DecoderOptions(max_seqs=2, max_len=64, page_size=4, native=mode)
+        (event,) = run(
+            DecoderRunner(config, options, weights.items()), request("a", [3], greedy_params(1, logprobs=0))
+        )["a"]
+        assert event.logprob is not None and event.logprob != event.logprob, mode

@@ -11,9 +11,12 @@ from tiny_decoder import greedy_params, make_runner, random_weights, request, ru
 
 from decoder.arena import ArenaLayout
 from decoder.config import DecoderOptions
-from decoder.request import DecoderRequest
+from decoder.drafting import NgramIndex
+from decoder.request import DecoderRequest, Sequence
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
+from decoder.speculation import Speculation
+from decoder.step import Row, Step
 
 CONFIG = tiny_config("M-*EM*")
 WEIGHTS = dict(random_weights(CONFIG))
@@ -237,3 +240,124 @@ def test_nobody_is_put_out_for_a_draft() -> None:
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DecoderOptions(**options)
+
+
+# -- what is counted, and what is kept ---------------------------------------------------------------------------------
+
+
+def speculation(**options: Any) -> tuple[Speculation, list[Sequence]]:
+    """One that always drafts, and three sequences of which the last is still reading its prompt."""
+    made = Speculation(DecoderOptions(**({"speculative": "ngram", "draft_policy": "fixed"} | options)))
+    sequences = [Sequence(request(str(index), [1, 2, 3] * 4), index, 50) for index in range(3)]
+    for sequence in sequences[:2]:
+        sequence.computed = len(sequence.tokens) - 1
+    return made, sequences
+
+
+@pytest.mark.parametrize(
+    ("accepted", "tried", "hits"),
+    [(0, [1, 0, 0], [0, 0, 0]), (1, [1, 1, 0], [1, 0, 0]), (2, [1, 1, 1], [1, 1, 0]), (3, [1, 1, 1], [1, 1, 1])],
+)
+def test_drafts_behind_a_refused_one_are_not_counted(accepted: int, tried: list[int], hits: list[int]) -> None:
+    made, (sequence, *_) = speculation()
+    for _ in range(2):
+        made.verified(sequence, 3, accepted)
+    stats = made.stats()
+    assert [stats[f"drafted_{place}"] for place in (1, 2, 3)] == [2 * count for count in tried]
+    assert [stats[f"accepted_{place}"] for place in (1, 2, 3)] == [2 * count for count in hits]
+    made.verified(sequence, 0, 0)  # a row that is verified for its ring alone
+    assert made.stats() == stats
+
+
+def test_a_request_that_ends_leaves_nothing_behind() -> None:
+    """Neither its index nor its record; those of others stay."""
+    made, sequences = speculation()
+    asked: list[int] = []
+
+    def new_index(sequence: Sequence) -> NgramIndex:
+        asked.append(sequence.arrival)
+        return NgramIndex()
+
+    made.new_index = new_index
+    made.ask(sequences)
+    made.ask(sequences)
+    assert asked == [0, 1]
+    assert [s.drafts for s in sequences] == [[1, 2, 3], [1, 2, 3], []] and sequences[2].draft_limit == 0
+    assert set(made._indices) == set(made._records) == {0, 1}
+    made.forget(sequences[0])
+    assert set(made._indices) == set(made._records) == {1}
+    made.ask(sequences)
+    assert asked == [0, 1, 0]
+    runner = make_runner(CONFIG, WEIGHTS, speculative="ngram", draft_policy="fixed")
+    run(runner, *(request(name, PROMPT, greedy_params(9)) for name in "abc"))
+    assert runner.speculation is not None
+    assert not runner.speculation._indices and not runner.speculation._records
+
+
+class Heads:
+    """A head that knows enough of some sequences."""
+
+    def __init__(self, ready: set[int]) -> None:
+        self.known, self.attended = ready, list[bool]()
+
+    def attend(self, awake: bool) -> None:
+        self.attended.append(awake)
+
+    def ready(self, sequence: Sequence) -> bool:
+        return sequence.arrival in self.known
+
+
+def test_only_those_that_a_head_knows_are_to_get_drafts() -> None:
+    made, sequences = speculation(speculative="mtp", draft_tokens=2)
+    made.head = head = Heads({1, 2})
+    made.ask(sequences)
+    assert [s.draft_limit for s in sequences] == [0, 2, 0] and head.attended == [True]
+
+
+def test_a_step_that_is_measured_has_no_drafts_for_anybody() -> None:
+    made, sequences = speculation(draft_policy="adaptive")
+    for sequence in sequences:
+        sequence.draft_limit = 3
+    made.ask(sequences)
+    assert [s.draft_limit for s in sequences] == [0, 0, 3]  # the last one does not draw
+
+
+def step_of(sequences: list[Sequence], drafts: list[int], *, prompt: bool = False) -> Step:
+    rows = [Row(s, 1 + count, s.computed, count) for s, count in zip(sequences, drafts, strict=False)]
+    return Step(rows=rows + ([Row(sequences[2], 4, 0)] if prompt else []))
+
+
+def test_a_step_lasts_until_the_next_one_and_only_draws_are_measured() -> None:
+    made, sequences = speculation(draft_policy="adaptive")
+    seen: list[tuple[int, int, float]] = []
+    made.policy.timed = lambda *measured: seen.append(measured)  # type: ignore[method-assign]
+    made.timed(step_of(sequences, [2, 1]), 10.0)
+    made.timed(step_of(sequences, [0, 0], prompt=True), 13.0)  # somebody reads a prompt
+    made.timed(step_of(sequences, [0, 0]), 17.0)
+    made.timed(step_of(sequences, [0]), 18.5)
+    assert seen == [(2, 3, 3.0), (2, 0, 1.5)]
+    made.forget(sequences[0])  # the step before was one of those that do not all go on
+    made.timed(step_of(sequences, [0]), 20.0)
+    made.timed(Step(), 21.0)
+    made.timed(Step(), 22.0)
+    assert seen == [(2, 3, 3.0), (2, 0, 1.5), (1, 0, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [("unfound", "unfound"), ("unready", "unready"), ("refused", "refused"), ("unwanted", "unwanted")],
+)
+def test_a_step_without_drafts_says_why(source: str, reason: str) -> None:
+    """Nothing was found; the head knows too little; these are refused and others would not be; nobody wants any."""
+    made, sequences = speculation(speculative="mtp" if source == "unready" else "ngram")
+    made.head = Heads(set()) if source == "unready" else None
+    policy, told = made.policy, list[str]()
+    policy.idle = told.append  # type: ignore[method-assign]
+    policy.wanted = lambda *_: int(source in ("unfound", "unready"))  # type: ignore[method-assign]
+    policy.best = lambda *_: int(source == "refused")  # type: ignore[method-assign]
+    if source == "unfound":
+        sequences[0].tokens[-1] = sequences[1].tokens[-1] = 50
+    made.ask(sequences)
+    assert told == [reason]
+    made.ask([])  # nobody decodes: nobody is idle
+    assert told == [reason]

@@ -1,0 +1,89 @@
+"""What is known on the device about ends: each seat's own, whoever sat there before and whoever sits elsewhere."""
+
+from __future__ import annotations
+
+import torch
+from tiny_decoder import greedy_params
+
+from decoder.config import DecoderOptions
+from decoder.flight import SeatEnds, accepted_drafts, expect
+from decoder.request import UNREAD, DecoderRequest, Sequence
+from decoder.sampling import SamplingParams
+from decoder.step import Row
+
+
+def owner(
+    seat: int, admission: int, stop: set[int], *, eos: set[int] | None = None, drawn: int = 1, **changes: object
+) -> Sequence:
+    """A sequence of two prompt tokens and `drawn` output tokens."""
+    params: SamplingParams = greedy_params(50, stop_token_ids=frozenset(stop), **changes)
+    made = Sequence(DecoderRequest(str(admission), [1, 2], params, eos_token_ids=frozenset(eos or ())), admission, 50)
+    made.seat, made.admission = seat, admission
+    made.tokens += [3] * drawn
+    return made
+
+
+def reached(ends: SeatEnds, owners: list[Sequence], tokens: list[int]) -> list[bool] | None:
+    found = ends.reached(torch.tensor(tokens), owners)
+    return None if found is None else found.tolist()
+
+
+def test_ends_of_other_seats_stay_when_one_brings_more() -> None:
+    ends = SeatEnds(DecoderOptions(max_seqs=4))
+    first, second, third = owner(0, 0, {5, 6}), owner(2, 1, {7}, eos={8, 9, 10}), owner(3, 2, set())
+    assert reached(ends, [first], [5]) == [True]
+    assert reached(ends, [first, second, third], [6, 10, 5]) == [True, True, False]
+    for token in (5, 6):
+        assert reached(ends, [second, first, third], [token] * 3) == [False, True, False]
+    for token in (7, 8, 9, 10):
+        assert reached(ends, [third, second, first], [token] * 3) == [False, True, False]
+    fourth = owner(1, 3, set(range(20, 31)))
+    assert reached(ends, [fourth, first, second], [30, 5, 9]) == [True, True, True]
+    assert reached(ends, [fourth, first, second], [19, 4, 6]) == [False, False, False]
+
+
+def test_a_seat_forgets_who_sat_there() -> None:
+    ends = SeatEnds(DecoderOptions(max_seqs=2))
+    assert reached(ends, [owner(0, 0, {5, 6, 7}), owner(1, 1, {6})], [7, 6]) == [True, True]
+    later = owner(0, 2, {9})
+    assert [reached(ends, [later], [token]) for token in (5, 6, 7, 9)] == [[False], [False], [False], [True]]
+    assert reached(ends, [owner(0, 3, set())], [9]) == [False]
+    assert reached(ends, [owner(1, 1, {6})], [6]) == [True]
+
+
+def test_nobody_with_an_end_asks_nothing() -> None:
+    ends = SeatEnds(DecoderOptions(max_seqs=2))
+    assert reached(ends, [owner(0, 0, set()), owner(1, 1, set(), eos={4}, ignore_eos=True)], [4, 4]) is None
+    assert reached(ends, [owner(0, 2, set(), eos={4})], [4]) == [True]
+    assert reached(ends, [owner(0, 3, {4}, eos={5}, ignore_eos=True)], [5]) == [False]
+    assert reached(ends, [owner(0, 3, {4}, eos={5}, ignore_eos=True)], [4]) == [True]
+
+
+def test_an_end_before_min_tokens_is_none() -> None:
+    """The token that is asked about is number `drawn` + 1 of the answer."""
+    ends = SeatEnds(DecoderOptions(max_seqs=1))
+    for drawn, ended in ((0, False), (3, False), (4, True), (5, True)):
+        assert reached(ends, [owner(0, 0, {5}, drawn=drawn, min_tokens=4)], [5]) == [ended]
+
+
+def test_what_is_expected_is_unread() -> None:
+    made = [owner(0, 0, set()), owner(1, 1, set())]
+    expect(made)
+    assert [s.tokens for s in made] == [[1, 2, 3, UNREAD]] * 2
+    assert [(s.unread, s.place, s.known, s.output_len) for s in made] == [(1, 0, 3, 2), (1, 1, 3, 2)]
+
+
+def test_drafts_are_accepted_row_by_row_whatever_lies_between() -> None:
+    """A row that does not draw has no token; one of a prompt has one and no draft; the widest row is neither end."""
+    made = [owner(seat, seat, set()) for seat in range(5)]
+    rows = [Row(made[0], 1, 0)]  # in the middle of its prompt
+    assert not rows[0].samples
+    for sequence, drafts in zip(made[1:], ([4], [], [6, 7, 8], [9, 10]), strict=True):
+        sequence.drafts = drafts
+        rows.append(Row(sequence, 1 + len(drafts), 2, len(drafts)))
+    #       of row 1  2   3           4
+    drawn = [4, 50, 60, 6, 7, 0, 70, 9, 10, 80]
+    assert accepted_drafts(torch.tensor(drawn), rows).tolist() == [1, 2, 2]
+    assert accepted_drafts(torch.tensor([0, *drawn[1:]]), rows).tolist() == [0, 2, 2]
+    assert accepted_drafts(torch.tensor([*drawn[:3], 0, *drawn[4:]]), rows).tolist() == [1, 0, 2]
+    assert accepted_drafts(torch.tensor([*drawn[:7], 0, 10, 80]), rows).tolist() == [1, 2, 0]
