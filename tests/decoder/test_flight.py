@@ -75,15 +75,14 @@ def test_what_is_expected_is_unread() -> None:
 
 def test_drafts_are_accepted_row_by_row_whatever_lies_between() -> None:
     """A row that does not draw has no token; one of a prompt has one and no draft; the widest row is neither end."""
-    made = [owner(seat, seat, set()) for seat in range(5)]
-    rows = [Row(made[0], 1, 0)]  # in the middle of its prompt
-    assert not rows[0].samples
-    for sequence, drafts in zip(made[1:], ([4], [], [6, 7, 8], [9, 10]), strict=True):
+    made = [owner(seat, seat, set()) for seat in range(6)]
+    rows = [Row(made[0], 1, 0), Row(made[5], 3, 0)]  # in the middle of a prompt, and at its end
+    assert [row.samples for row in rows] == [False, True]
+    for sequence, drafts in zip(made[1:5], ([4], [], [6, 7, 8], [9, 10]), strict=True):
         sequence.drafts = drafts
         rows.append(Row(sequence, 1 + len(drafts), 2, len(drafts)))
-    #       of row 1  2   3           4
-    drawn = [4, 50, 60, 6, 7, 0, 70, 9, 10, 80]
+    drawn = [40, 4, 50, 60, 6, 7, 0, 70, 9, 10, 80]  # one of the prompt; then of rows with 1, 0, 3 and 2 drafts
     assert accepted_drafts(torch.tensor(drawn), rows).tolist() == [1, 2, 2]
-    assert accepted_drafts(torch.tensor([0, *drawn[1:]]), rows).tolist() == [0, 2, 2]
-    assert accepted_drafts(torch.tensor([*drawn[:3], 0, *drawn[4:]]), rows).tolist() == [1, 0, 2]
-    assert accepted_drafts(torch.tensor([*drawn[:7], 0, 10, 80]), rows).tolist() == [1, 2, 0]
+    for place, expected in ((1, [0, 2, 2]), (4, [1, 0, 2]), (5, [1, 1, 2]), (8, [1, 2, 0]), (9, [1, 2, 1])):
+        others = [*drawn[:place], 99, *drawn[place + 1 :]]
+        assert accepted_drafts(torch.tensor(others), rows).tolist() == expected

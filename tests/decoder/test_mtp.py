@@ -286,19 +286,22 @@ def test_rows_of_one_call_draft_as_many_as_each_wants(counts: list[int]) -> None
     wish = Wish(0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, 0, 0, -1)
 
     def drafts(chosen: list[int]) -> tuple[list[list[int]], Tensor]:
-        """The last token of a row lies in place 3, the last of its first page: (drafts, which places were written)."""
+        """The last token of a row lies in place 3, the last of its first page: (drafts, what the pages then hold)."""
         runner.arena.buffer.fill_(255)
         runner.arena.clear_pages(tables[:, 0].tolist())
         kv[tables[:, 1]] = float("nan")
         rows = [(7 + row, 4 * 3 * row + 3, 4, counts[row]) for row in chosen]
         draws = packed([(ctypes.addressof(wish), 5, 0, 0, 0, 0)] * len(chosen))
         found = compiled.draft(given[chosen], [], rows, tables[chosen], draws)
-        return found, kv[:, 0, :, 0, 0].isfinite()
+        return found, kv.clone()
 
-    together, written = drafts(list(range(len(counts))))
+    together, pages = drafts(list(range(len(counts))))
+    written = pages[:, 0, :, 0, 0].isfinite()
     assert [len(of) for of in together] == counts
     for row, count in enumerate(counts):
-        assert drafts([row])[0] == [together[row]]
+        alone, own = drafts([row])
+        assert alone == [together[row]]
+        torch.testing.assert_close(own[tables[row]], pages[tables[row]], rtol=0, atol=0, equal_nan=True)
         assert written[3 * row + 1].tolist() == [place < count - 1 for place in range(4)]
     others = [page for page in range(kv.shape[0]) if page % 3 == 2 or page >= 3 * len(counts)]
     assert not written[others].any()
