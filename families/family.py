@@ -39,7 +39,9 @@ class Target(NamedTuple):
 
     name: str
     how: Literal["whole", "part", "stack"] = "whole"
-    """The stored tensor as it is, one of `parts` equal parts along its first dimension, or one entry of a stack."""
+    """The stored tensor as it is, one of `parts` equal parts of its rows (the last dimension but one; of a vector, the
+    numbers), or one entry of a stack.
+    """
     place: int = 0
     """Which part, or which entry of the stack."""
     parts: int = 1

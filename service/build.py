@@ -36,9 +36,14 @@ def resolve_device(options: EngineOptions) -> str:
 
 
 def resolve_max_len(options: EngineOptions, checkpoint: Checkpoint) -> int:
-    """The model's context, at most 8192, unless the option says otherwise; a model has no positions that forbid
-    more."""
-    return options.max_len or min(checkpoint.config.decoder.max_position_embeddings, DEFAULT_MAX_LEN)
+    """The model's context, at most 8192, unless the option says otherwise. Raises ConfigError for more than the model
+    was trained for where it reads positions; a model without them has none that forbid more.
+    """
+    decoder = checkpoint.config.decoder
+    trained = decoder.max_position_embeddings
+    if options.max_len and options.max_len > trained and decoder.position_axes:
+        raise ConfigError(f"max_len: {options.max_len} is above the {trained} positions that the model was trained for")
+    return options.max_len or min(trained, DEFAULT_MAX_LEN)
 
 
 def resolve_dtype(options: EngineOptions, checkpoint: Checkpoint) -> torch.dtype:

@@ -102,7 +102,7 @@ class Checkpoint:
         """Names whose tensor is stored as two parts, which become one entry of the logical shape."""
         if self.config.weights is None:
             return set()
-        names = {n.removesuffix(".values") for n in self._shapes if n.endswith(".weight.values")}
+        names = {n.removesuffix(".values") for n in self._shapes if n.endswith(".values")}
         for name in names:
             parts = f"{name}.values", f"{name}.scale"
             if absent := [part for part in parts if part not in self._shapes]:
@@ -203,7 +203,10 @@ class Checkpoint:
     def _shape_of(self, source: _Source) -> tuple[int, ...]:
         first = self._shapes[source.names[0]]
         if source.how == "part":
-            return (first[0] // source.parts, *first[1:]) if first[0] % source.parts == 0 else ()
+            at = max(0, len(first) - 2)
+            rows = first[at]
+            found = (*first[:at], rows // source.parts, *first[at + 1 :])
+            return found if rows % source.parts == 0 else ()
         if source.how == "stack":
             same = all(self._shapes[n] == first for n in source.names)
             return (len(source.names), *first) if same else ()
@@ -239,7 +242,7 @@ class Checkpoint:
                 if source.how == "stack":
                     yield name, stack([load(n) for n in source.names])
                 elif source.how == "part":
-                    yield name, read(source.names[0]).chunk(source.parts)[source.part]
+                    yield name, _row_part(load(source.names[0]), source.part, source.parts)
                 else:
                     yield name, load(source.names[0])
                 done += sum(self._bytes[n] for n in source.names)
@@ -255,6 +258,13 @@ def open_checkpoint(model: str) -> Checkpoint:
     path = resolve_model(model)
     name = model if model == "demo" or not Path(model).expanduser().is_dir() else None
     return Checkpoint(path, name=name)
+
+
+def _row_part(tensor: torch.Tensor | Quantised, place: int, parts: int) -> torch.Tensor | Quantised:
+    """One of `parts` equal parts of the rows, or of the numbers of a vector; aliases the tensor."""
+    if isinstance(tensor, Quantised):
+        return tensor.row_part(place, parts)
+    return tensor.chunk(parts, dim=max(0, tensor.dim() - 2))[place]
 
 
 def _weight_files(path: Path) -> list[Path]:

@@ -124,7 +124,7 @@ def random_vision_config(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def _randomise(model: torch.nn.Module, seed: int) -> None:
+def randomise(model: torch.nn.Module, seed: int) -> None:
     """Weights large enough for every part to matter: fresh models are close to the identity."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -141,7 +141,7 @@ def _randomise(model: torch.nn.Module, seed: int) -> None:
             elif parameter.dim() >= 2 and parameter.is_floating_point():
                 fan_in = parameter.shape[-1] if "conv1d" not in name else parameter.shape[-1] * 2
                 parameter.copy_(noise * fan_in**-0.5)
-            elif parameter.is_floating_point() and "norm_mean" not in name and "norm_std" not in name:
+            elif parameter.is_floating_point() and not name.endswith(("norm_mean", "norm_std", "inv_freq")):
                 parameter.copy_(0.1 * noise)
 
 
@@ -167,7 +167,7 @@ def make_checkpoint(
     else:
         model = NemotronHForCausalLM(NemotronHConfig(**text_config))
     model = model.float().eval()
-    _randomise(model, seed)
+    randomise(model, seed)
     model.save_pretrained(path, save_original_format=naming == "released", max_shard_size=shard or "1GB")
     if vision:
         rule = {"patch_size": vision_config["patch_size"], "min_num_patches": 4, "max_num_patches": 64}

@@ -1,0 +1,95 @@
+"""Fields of `config.json` that several families share, as transformers names them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from decoder.layers.attention import Attention
+from decoder.layers.mamba2 import Mamba2
+from families.files import CheckpointError, first
+from kernels.rotary import Rope
+
+
+def required(text: Mapping[str, Any], *names: str) -> list[Any]:
+    """Values of fields that have no default. Raises CheckpointError that lists those that are missing."""
+    if missing := [name for name in names if text.get(name) is None]:
+        raise CheckpointError(f"config.json lacks {', '.join(missing)}")
+    return [text[name] for name in names]
+
+
+def only(text: Mapping[str, Any], name: str, served: str) -> None:
+    """Raises CheckpointError where a field says something else than the one value that is served."""
+    if text.get(name, served) != served:
+        raise CheckpointError(f"config.json: {name} is {text[name]!r}; this family is served with {served!r}")
+
+
+def layer_kinds(kinds: object, layers: int, field: str) -> list[str]:
+    """`mamba` or `attention` for each layer, from either spelling. Raises CheckpointError."""
+    known = {
+        "mamba": "mamba", "linear_attention": "mamba", "attention": "attention", "full_attention": "attention"
+    }  # fmt: skip
+    if not isinstance(kinds, list) or (unknown := sorted({str(kind) for kind in kinds if kind not in known})):
+        shown = unknown if isinstance(kinds, list) else kinds
+        raise CheckpointError(f"config.json: {field} holds {shown}; known kinds are {sorted(known)}")
+    if len(kinds) != layers:
+        raise CheckpointError(f"config.json: {field} names {len(kinds)} layers and num_hidden_layers is {layers}")
+    return [known[kind] for kind in kinds]
+
+
+def mamba2(text: Mapping[str, Any], hidden_size: int, norm_eps: float) -> Mamba2:
+    """From the fields `mamba_*` and `time_step_limit`."""
+    heads, expand = int(first(text, "mamba_n_heads", default=128)), int(first(text, "mamba_expand", default=2))
+    width = first(text, "mamba_d_head", default="auto")
+    if heads < 1 or (expand * hidden_size) % heads:
+        raise CheckpointError(
+            f"config.json: mamba_n_heads {heads} does not divide {expand} x hidden_size {hidden_size}"
+        )
+    each = expand * hidden_size // heads
+    if width not in ("auto", each):
+        raise CheckpointError(
+            f"config.json: mamba_d_head is {width}, and mamba_expand and mamba_n_heads make it {each}"
+        )
+    low, high = first(text, "time_step_limit", default=(0.0, math.inf))
+    return Mamba2(
+        hidden_size=hidden_size,
+        mamba_num_heads=heads,
+        mamba_head_dim=each,
+        n_groups=int(first(text, "mamba_n_groups", default=1)),
+        ssm_state_size=int(first(text, "mamba_d_state", default=256)),
+        conv_kernel=int(first(text, "mamba_d_conv", default=4)),
+        chunk_size=int(first(text, "mamba_chunk_size", default=256)),
+        time_step_limit=(float(low), math.inf if high is None else float(high)),
+        use_conv_bias=bool(first(text, "mamba_conv_bias", default=True)),
+        use_bias=bool(first(text, "mamba_proj_bias", default=False)),
+        norm_eps=norm_eps,
+    )
+
+
+def attention(
+    text: Mapping[str, Any], hidden_size: int, *, rotated: float = 0.0, scale: float | None = None
+) -> Attention:
+    """From the usual fields. `rotated`: share of each head that takes rotary positions."""
+    heads = int(first(text, "num_attention_heads", default=32))
+    width = int(first(text, "head_dim", default=hidden_size // max(1, heads)))
+    return Attention(
+        hidden_size=hidden_size,
+        num_attention_heads=heads,
+        num_key_value_heads=int(first(text, "num_key_value_heads", default=heads)),
+        head_dim=width,
+        attention_bias=bool(first(text, "attention_bias", default=False)),
+        scale=scale,
+        rope=rope(text, int(width * rotated)) if rotated else None,
+    )
+
+
+def rope(text: Mapping[str, Any], dims: int) -> Rope:
+    """From `rope_parameters`, or from `rope_theta` and `rope_scaling` in older files. Raises CheckpointError for a
+    `rope_type` that is not served.
+    """
+    parameters = first(text, "rope_parameters", "rope_scaling", default={})
+    kind = first(parameters, "rope_type", "type", default="default")
+    if kind != "default":
+        raise CheckpointError(f"config.json: rope_type {kind!r} is not served; 'default' is")
+    return Rope(dims, float(first(parameters, "rope_theta", default=first(text, "rope_theta", default=10000.0))))

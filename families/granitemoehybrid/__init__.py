@@ -1,0 +1,7 @@
+"""Granite 4.0-H (IBM): Mamba-2 and attention, each followed by SwiGLU experts and a shared SwiGLU MLP. Text only."""
+
+from families.family import Family
+from families.granitemoehybrid.config import read_config
+from families.granitemoehybrid.names import weights
+
+FAMILY = Family(name="granitemoehybrid", read_config=read_config, weights=weights)

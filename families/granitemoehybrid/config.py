@@ -1,0 +1,87 @@
+"""`config.json` -> `DecoderConfig`. Reference: transformers, models/granitemoehybrid/modeling_granitemoehybrid.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from decoder.config import DecoderConfig
+from decoder.layers.experts import Experts
+from decoder.layers.mlp import Mlp
+from decoder.layers.spec import Layer, MixerSpec
+from families import fields
+from families.family import FamilyConfig, ModelFiles
+from families.files import CheckpointError, first
+
+
+def read_config(files: ModelFiles) -> FamilyConfig:
+    """Raises CheckpointError with the field at fault."""
+    try:
+        return FamilyConfig(files.config, decoder_config(files.config))
+    except CheckpointError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"config.json: {error}") from None
+
+
+def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
+    vocab, hidden, layers, shared = fields.required(
+        text, "vocab_size", "hidden_size", "num_hidden_layers", "shared_intermediate_size"
+    )
+    fields.only(text, "hidden_act", "silu")
+    eps = float(first(text, "rms_norm_eps", default=1e-6))
+    rotary = _rotary(text)
+    scale = float(first(text, "attention_multiplier", default=1.0))
+    mixers: dict[str, MixerSpec] = {
+        "mamba": fields.mamba2(text, hidden, eps),
+        "attention": fields.attention(text, hidden, rotated=float(rotary), scale=scale),
+    }
+    kinds = first(text, "layer_types", "layers_block_type", default=["mamba"] * layers)
+    kinds = fields.layer_kinds(kinds, layers, "layer_types")
+    residual = float(first(text, "residual_multiplier", default=1.0))
+    feed_forward = _feed_forward(text, hidden, shared)
+    found = []
+    for kind in kinds:
+        found += [Layer((("mixer", mixers[kind]),), residual), Layer(feed_forward, residual)]
+    logits_scaling = float(first(text, "logits_scaling", default=1.0))
+    if not logits_scaling > 0:
+        raise CheckpointError(f"config.json: logits_scaling must be above 0, not {logits_scaling}")
+    return DecoderConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        layers=tuple(found),
+        norm_eps=eps,
+        tie_word_embeddings=bool(first(text, "tie_word_embeddings", default=False)),
+        embedding_scale=float(first(text, "embedding_multiplier", default=1.0)),
+        logits_scale=1.0 / logits_scaling,
+        max_position_embeddings=int(first(text, "max_position_embeddings", default=2048)),
+        position_axes=int(rotary and "attention" in kinds),
+    )
+
+
+def _rotary(text: Mapping[str, Any]) -> bool:
+    """Whether attention has rotary positions; else it has none."""
+    kind = text.get("position_embedding_type")
+    if kind not in (None, "nope", "rope"):
+        raise CheckpointError(f"config.json: position_embedding_type is {kind!r}; 'rope', 'nope' and null are served")
+    return kind == "rope"
+
+
+def _feed_forward(text: Mapping[str, Any], hidden: int, shared: int) -> tuple[tuple[str, MixerSpec], ...]:
+    """What follows each mixer: experts where the model has some, and the MLP that every token takes."""
+    count = int(first(text, "num_local_experts", default=8))
+    mlp = ("shared_mlp", Mlp(hidden, shared, "silu", gated=True))
+    if count == 0:
+        return (mlp,)
+    [inner] = fields.required(text, "intermediate_size")
+    experts = Experts(
+        hidden_size=hidden,
+        n_routed_experts=count,
+        num_experts_per_tok=int(first(text, "num_experts_per_tok", default=2)),
+        moe_intermediate_size=inner,
+        moe_shared_expert_intermediate_size=None,
+        mlp_hidden_act="silu",
+        gated=True,
+        routing="softmax",
+    )
+    return ("moe", experts), mlp

@@ -1,0 +1,116 @@
+"""Text-only families against transformers in float32, on random tiny checkpoints, with every option of the decoder."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from speculation import pairwise
+from text_families import FAMILIES, make_text_checkpoint
+from tiny_checkpoint import VOCAB
+from tiny_decoder import greedy_params, request, run, tokens
+
+from decoder.config import DecoderOptions
+from decoder.runner import DecoderRunner
+from families import CheckpointError
+from kernels.native import NativeUnavailable, library
+from service.checkpoint import Checkpoint
+from service.modelconfig import load_config
+from service.quantise import quantise_checkpoint
+
+SEEDS = 40
+STEPS = 10
+
+
+def compiled() -> list[str]:
+    try:
+        library()
+    except NativeUnavailable:
+        return ["off"]
+    return ["on", "off"]
+
+
+OPTIONS = pairwise(
+    {
+        "state_cache": ["none", "align", "all", "auto"],
+        "speculative": ["none", "ngram"],
+        "spec_state": ["replay", "slots"],
+        "max_chunk": [None, 5],
+        "graphs": ["off", "on"],
+        "native": compiled(),
+        "preempt_every": [0, 3],
+    }
+)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_and_logprobs_with_any_options(tmp_path: Path, family: str, seed: int) -> None:
+    """Two prompts with a common beginning, one after the other: the second finds what the first has left."""
+    tiny = make_text_checkpoint(tmp_path, family, seed)
+    checkpoint = Checkpoint(tmp_path)
+    chosen: dict[str, Any] = dict(OPTIONS[seed % len(OPTIONS)])
+    preempt_every = chosen.pop("preempt_every")
+    block = {"state_block": 8} if chosen["state_cache"] in ("align", "all") else {}
+    options = DecoderOptions(
+        max_seqs=3,
+        max_len=128,
+        max_batched_tokens=64,
+        page_size=4,
+        host_bytes=2**24,
+        draft_policy="fixed",
+        **block,
+        **chosen,
+    )
+    runner = DecoderRunner(checkpoint.config.decoder, options, checkpoint.decoder_weights())
+    rng = random.Random(seed)
+    common = [rng.randint(3, 9) for _ in range(rng.choice([9, 24, 33]))]
+    for name in ("first", "second"):
+        ids = [*common, *(rng.randint(3, VOCAB - 2) for _ in range(rng.randint(1, 12)))]
+        asked = request(name, ids, greedy_params(STEPS, logprobs=3))
+        events = run(runner, asked, preempt_every=preempt_every)[name]
+        drawn = tokens(events)
+        oracle = tiny.logits(ids + drawn[:-1])[len(ids) - 1 :]
+        expected = torch.log_softmax(oracle, -1)
+        scale = max(1.0, float(oracle.abs().max()))
+        for row, event in zip(expected, events, strict=True):
+            assert event.logprob == pytest.approx(float(row[event.token_id]), abs=1e-4 * scale)
+            assert float(row.max() - row[event.token_id]) <= 1e-4 * scale
+    runner.check_integrity()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_quantised_files_are_read_back(tmp_path: Path, family: str) -> None:
+    """Fused tensors are quantised as they are stored and split when they are read."""
+    make_text_checkpoint(tmp_path / "model", family, 0)
+    checkpoint = Checkpoint(tmp_path / "model")
+    quantise_checkpoint(checkpoint, tmp_path / "small", "int8")
+
+    def answer(of: Checkpoint, weights: str | None) -> list[int]:
+        options = DecoderOptions(max_seqs=1, max_len=64, weights=weights)
+        runner = DecoderRunner(of.config.decoder, options, of.decoder_weights())
+        return tokens(run(runner, request("a", [5, 7, 9], greedy_params(12)))["a"])
+
+    assert answer(Checkpoint(tmp_path / "small"), None) == answer(checkpoint, "int8")
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("granitemoehybrid", {"layer_types": ["mamba", "sliding"]}, "sliding"),
+        ("granitemoehybrid", {"layer_types": ["mamba"] * 9}, "names 9 layers and num_hidden_layers is"),
+        ("granitemoehybrid", {"position_embedding_type": "alibi"}, "'alibi'"),
+        ("granitemoehybrid", {"logits_scaling": 0}, "logits_scaling must be above 0"),
+        ("granitemoehybrid", {"num_local_experts": 2, "num_experts_per_tok": 3}, "3 is above the 2 experts"),
+    ],
+)
+def test_configurations_that_are_refused(tmp_path: Path, family: str, change: dict[str, Any], message: str) -> None:
+    make_text_checkpoint(tmp_path, family, 1)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(CheckpointError, match=message):
+        load_config(tmp_path)

@@ -1,0 +1,71 @@
+"""Random tiny checkpoints of text-only families, made and judged by transformers."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_checkpoint import VOCAB, TinyCheckpoint, randomise
+from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+
+def _shared(rng: random.Random, layers: int) -> dict[str, Any]:
+    """Fields that both families have."""
+    kv = rng.choice([1, 2])
+    heads = kv * rng.choice([1, 2, 4])
+    mamba_heads, groups = rng.choice([(2, 1), (4, 1), (4, 2), (8, 2)])
+    hidden = heads * rng.choice([8, 16])
+    hidden = hidden if 2 * hidden % mamba_heads == 0 else hidden * mamba_heads
+    return {
+        "vocab_size": VOCAB,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "intermediate_size": rng.choice([24, 40]),
+        "mamba_n_heads": mamba_heads,
+        "mamba_d_head": "auto",
+        "mamba_n_groups": groups,
+        "mamba_d_state": rng.choice([4, 16]),
+        "mamba_d_conv": rng.choice([2, 4, 5]),
+        "mamba_chunk_size": rng.choice([8, 16]),
+        "mamba_conv_bias": rng.random() < 0.8,
+        "mamba_proj_bias": rng.random() < 0.3,
+        "attention_bias": rng.random() < 0.3,
+        "rms_norm_eps": rng.choice([1e-5, 1e-6]),
+        "tie_word_embeddings": rng.random() < 0.3,
+        "max_position_embeddings": 512,
+        "eos_token_id": 2,
+    }
+
+
+def granite(rng: random.Random) -> Any:
+    layers = rng.randint(1, 4)
+    experts = rng.choice([0, 4, 6])
+    config = GraniteMoeHybridConfig(
+        **_shared(rng, layers),
+        layer_types=[rng.choice(["linear_attention", "full_attention"]) for _ in range(layers)],
+        position_embedding_type=rng.choice([None, "rope"]),
+        num_local_experts=experts,
+        num_experts_per_tok=rng.choice([1, 2]) if experts else 0,
+        shared_intermediate_size=rng.choice([24, 32]),
+        embedding_multiplier=rng.choice([1.0, 12.0]),
+        logits_scaling=rng.choice([1.0, 8.0]),
+        residual_multiplier=rng.choice([1.0, 0.22]),
+        attention_multiplier=rng.choice([0.125, 0.3]),
+    )
+    return GraniteMoeHybridForCausalLM(config)
+
+
+FAMILIES = {"granitemoehybrid": granite}
+
+
+def make_text_checkpoint(path: Path, family: str, seed: int) -> TinyCheckpoint:
+    """Writes a random tiny model of the family."""
+    torch.manual_seed(seed)
+    model = FAMILIES[family](random.Random(seed)).float().eval()
+    randomise(model, seed)
+    model.save_pretrained(path)
+    return TinyCheckpoint(path, model, False)
