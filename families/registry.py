@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from families import granitemoehybrid, nemotron_h, nemotron_h_omni
+from families import bamba, granitemoehybrid, nemotron_h, nemotron_h_omni
 from families.family import Family
 from families.files import CheckpointError
 
-FAMILIES: tuple[Family, ...] = (nemotron_h_omni.FAMILY, nemotron_h.FAMILY, granitemoehybrid.FAMILY)
+FAMILIES: tuple[Family, ...] = (nemotron_h_omni.FAMILY, nemotron_h.FAMILY, granitemoehybrid.FAMILY, bamba.FAMILY)
 
 
 def served_model_types() -> tuple[str, ...]:

@@ -101,6 +101,12 @@ def test_quantised_files_are_read_back(tmp_path: Path, family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
+        ("bamba", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' is not served"),
+        ("bamba", {"attn_layer_indices": [7]}, "attn_layer_indices names layer 7 of"),
+        ("bamba", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("bamba", {"vocab_size": None}, "lacks vocab_size"),
+        ("bamba", {"mamba_d_head": 3}, "mamba_d_head is 3"),
+        ("bamba", {"mamba_n_heads": 0}, "mamba_n_heads 0 does not divide"),
         ("granitemoehybrid", {"layer_types": ["mamba", "sliding"]}, "sliding"),
         ("granitemoehybrid", {"layer_types": ["mamba"] * 9}, "names 9 layers and num_hidden_layers is"),
         ("granitemoehybrid", {"position_embedding_type": "alibi"}, "'alibi'"),

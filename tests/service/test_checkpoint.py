@@ -192,7 +192,7 @@ def test_vision_args_of_released_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "llama"}, "served are nemotron_h_omni, nemotron_h"),
+        ({"model_type": "llama"}, "served are nemotron_h_omni, nemotron_h, granitemoehybrid, bamba"),
         ({"downsample_ratio": 0.3}, "downsample_ratio"),
         ({"vision_hidden_size": 7}, r"vision_hidden_size \(7\)"),
         ({"text_config": {"layers_block_type": ["mamba", "conv"]}}, "conv"),

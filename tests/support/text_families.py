@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from tiny_checkpoint import VOCAB, TinyCheckpoint, randomise
-from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+from transformers import BambaConfig, BambaForCausalLM, GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
 
 def _shared(rng: random.Random, layers: int) -> dict[str, Any]:
@@ -41,6 +41,14 @@ def _shared(rng: random.Random, layers: int) -> dict[str, Any]:
     }
 
 
+def bamba(rng: random.Random) -> Any:
+    layers = rng.randint(1, 4)
+    attention = [index for index in range(layers) if rng.random() < 0.5]
+    return BambaForCausalLM(
+        BambaConfig(**_shared(rng, layers), attn_layer_indices=attention, mlp_bias=rng.random() < 0.3)
+    )
+
+
 def granite(rng: random.Random) -> Any:
     layers = rng.randint(1, 4)
     experts = rng.choice([0, 4, 6])
@@ -59,7 +67,7 @@ def granite(rng: random.Random) -> Any:
     return GraniteMoeHybridForCausalLM(config)
 
 
-FAMILIES = {"granitemoehybrid": granite}
+FAMILIES = {"bamba": bamba, "granitemoehybrid": granite}
 
 
 def make_text_checkpoint(path: Path, family: str, seed: int) -> TinyCheckpoint:

@@ -1,0 +1,7 @@
+"""Bamba (IBM, Princeton, UIUC): Mamba-2, and attention with half-rotated heads, each followed by SwiGLU. Text only."""
+
+from families.bamba.config import read_config
+from families.bamba.names import weights
+from families.family import Family
+
+FAMILY = Family(name="bamba", read_config=read_config, weights=weights)

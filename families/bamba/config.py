@@ -1,0 +1,55 @@
+"""`config.json` -> `DecoderConfig`. Reference: transformers, models/bamba/modeling_bamba.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from decoder.config import DecoderConfig
+from decoder.layers.mlp import Mlp
+from decoder.layers.spec import Layer, MixerSpec
+from families import fields
+from families.family import FamilyConfig, ModelFiles
+from families.files import CheckpointError, first
+
+ROTATED = 0.5
+"""Share of each head that takes rotary positions; the same for all published models."""
+
+
+def read_config(files: ModelFiles) -> FamilyConfig:
+    """Raises CheckpointError with the field at fault."""
+    try:
+        return FamilyConfig(files.config, decoder_config(files.config))
+    except CheckpointError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"config.json: {error}") from None
+
+
+def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
+    vocab, hidden, layers, inner = fields.required(
+        text, "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size"
+    )
+    fields.only(text, "hidden_act", "silu")
+    eps = float(first(text, "rms_norm_eps", default=1e-5))
+    kinds: dict[str, MixerSpec] = {
+        "mamba": fields.mamba2(text, hidden, eps),
+        "attention": fields.attention(text, hidden, rotated=ROTATED),
+    }
+    mlp = Mlp(hidden, inner, "silu", gated=True, mlp_bias=bool(first(text, "mlp_bias", default=False)))
+    attention_layers = set(first(text, "attn_layer_indices", default=()))
+    if beyond := sorted(index for index in attention_layers if not 0 <= index < layers):
+        raise CheckpointError(f"config.json: attn_layer_indices names layer {beyond[0]} of {layers}")
+    found = []
+    for index in range(layers):
+        mixer = kinds["attention" if index in attention_layers else "mamba"]
+        found += [Layer((("mixer", mixer),)), Layer((("mixer", mlp),))]
+    return DecoderConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        layers=tuple(found),
+        norm_eps=eps,
+        tie_word_embeddings=bool(first(text, "tie_word_embeddings", default=False)),
+        max_position_embeddings=int(first(text, "max_position_embeddings", default=262144)),
+        position_axes=int(bool(attention_layers)),
+    )
