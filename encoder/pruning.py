@@ -8,6 +8,7 @@ and graphs are replayed as ever; only which rows they are depends on the picture
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -27,7 +28,8 @@ def retained_tokens(sequences: int, tokens: int, rate: float) -> int:
     check_rate(rate)
     if sequences < 1 or tokens < 1:
         raise ValueError(f"{sequences} temporal patches of {tokens} tokens: both must be positive")
-    return max(tokens, int(sequences * tokens * (1 - rate))) if rate else sequences * tokens
+    # In float32, as the rule's own tensor arithmetic: in float64, 0.2 of 15 rows would be 2.
+    return max(tokens, int(np.float32(sequences * tokens) * np.float32(1 - rate))) if rate else sequences * tokens
 
 
 def retained_rows(rows_TND: Tensor, rate: float) -> Tensor:

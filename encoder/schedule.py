@@ -4,6 +4,7 @@ Order. Each picture has a moment at which it falls due:
 
     due = max(arrival, min(deadline, arrival + patience)) - priority * head_start
 
+with priorities beyond 100 or -100 counted as these, as in the decoder's scheduler.
 Earlier dues go first, and of equal ones the earlier arrival: first in, first out among equals, a deadline or a priority
 moves a picture ahead. A due never changes while a picture waits, and no newcomer's due is before its own arrival less
 its head start, so nothing that arrives after `due + newcomer's priority * head_start` is ever put before it.
@@ -30,6 +31,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+MAX_LEVEL = 100
+"""Priorities beyond this count as this: nobody goes first, or last, for ever."""
 SMALL_SHARE = 8
 """Small pictures have an eighth of a step to themselves, and what fits that is small."""
 
@@ -63,7 +66,8 @@ def due(item: Waiting, policy: SchedulePolicy) -> float:
     """The moment that orders the queue."""
     latest = item.arrival + policy.patience
     moment = latest if item.deadline is None else min(item.deadline, latest)
-    return max(item.arrival, moment) - item.priority * policy.head_start
+    level = max(-MAX_LEVEL, min(MAX_LEVEL, item.priority))
+    return max(item.arrival, moment) - level * policy.head_start
 
 
 def small_share(step_tokens: int) -> int:

@@ -13,9 +13,10 @@ from decoder.buffers import BatchBuffers, Field
 from decoder.capture import Bucket
 from decoder.config import DecoderOptions
 from decoder.graphs import DecoderGraphs, graph_bytes
-from decoder.request import DecoderRequest
+from decoder.request import DecoderRequest, Sequence
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
+from decoder.step import Row
 from kernels.graphs import ReplayError, StaticGraph
 
 PATTERNS = ["M-*EM*", "MM", "*-*", "ME"]
@@ -118,6 +119,21 @@ def test_graphs_count_before_the_arena_is_sized() -> None:
     taken = graph_bytes(config, on.options)
     assert taken >= on.stats()["graph_bytes"] > 0
     assert off.arena.total_bytes - on.arena.total_bytes == pytest.approx(taken, abs=2 * on.arena.layout.block_bytes)
+
+
+def test_more_checkpoints_than_a_mixed_graph_holds_run_eagerly_and_are_counted() -> None:
+    """Those inside of rows count; one at a row's end is the row's own state."""
+    graphs = graphs_of(make_runner(tiny_config("MM"), graphs="on", state_cache="all", page_size=4, state_block=4))
+    row = Row(Sequence(request("a", [1] * 40, SamplingParams(max_tokens=1)), 7, 1), 20, 0)
+    bucket = graphs.choose([row], {})
+    assert bucket is not None and bucket.kind == "mixed"
+    room = graphs.buffers["mixed"].fields["state_saves"].rows(bucket.size)
+    inside = [(1 + number % 19, number) for number in range(room + 1)]
+    assert graphs.choose([row], {7: [*inside[:room], (20, 99)]}) == bucket
+    assert graphs.choose([row], {8: inside, 7: inside[:1]}) == bucket, "of other rows"
+    assert not graphs.eager
+    assert graphs.choose([row], {7: inside}) is None
+    assert graphs.eager == {"checkpoints": 1}
 
 
 # -- the guard ---------------------------------------------------------------------------------------------------------

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from counting import lines_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_decoder import FakeSource
@@ -261,6 +260,95 @@ def test_priorities_are_bounded() -> None:
     assert high.rank == higher.rank
 
 
+def test_priorities_are_bounded_from_below_too() -> None:
+    scheduler = make(ageing=1)
+    low, lower, above = (scheduler.add(request(str(p), 4, priority=p)) for p in (-100, -(2**31), -99))
+    assert low.rank == lower.rank == 100 and above.rank == 99
+
+
+def decoding(scheduler: Scheduler, count: int, output: int = 20, length: int = 3) -> list[Sequence]:
+    """Requests that have each drawn a token."""
+    found = [scheduler.add(request(f"r{number}", length, output)) for number in range(count)]
+    advance(scheduler)
+    assert all(sequence.decoding for sequence in found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("budget", "drafts"),
+    [(3, [0, 0, 0]), (4, [1, 0, 0]), (5, [2, 0, 0]), (9, [4, 2, 0]), (11, [4, 4, 0]), (15, [4, 4, 4]), (16, [4, 4, 4])],
+)
+def test_drafts_take_only_what_the_others_leave(budget: int, drafts: list[int]) -> None:
+    """Each of three requests has its row first; what the budget has beyond that goes to drafts, first come first."""
+    scheduler = make(blocks=30, max_batched_tokens=16)
+    sequences = decoding(scheduler, 3)
+    scheduler.options = dataclasses.replace(scheduler.options, max_batched_tokens=budget)
+    for sequence in sequences:
+        sequence.draft_limit = 4
+    rows = {row.sequence.request_id: row for row in scheduler.schedule().rows}
+    assert [rows[f"r{number}"].drafts for number in range(3)] == drafts
+    assert all(row.count == 1 + row.drafts for row in rows.values())
+
+
+def test_with_more_requests_than_budget_nobody_drafts() -> None:
+    scheduler = make(blocks=30, max_batched_tokens=16)
+    for sequence in decoding(scheduler, 4):
+        sequence.draft_limit = 4
+    scheduler.options = dataclasses.replace(scheduler.options, max_batched_tokens=3)
+    assert [(row.count, row.drafts) for row in scheduler.schedule().rows] == [(1, 0)] * 3
+
+
+@pytest.mark.parametrize(("output", "drafts"), [(2, 0), (3, 1), (4, 2), (6, 4), (7, 4)])
+def test_no_draft_stands_for_a_token_that_could_not_come(output: int, drafts: int) -> None:
+    """One token is drawn, the row itself draws another: only those in between can be drafts."""
+    scheduler = make(blocks=30)
+    (sequence,) = decoding(scheduler, 1, output)
+    sequence.draft_limit = 4
+    (row,) = scheduler.schedule().rows
+    assert (row.count, row.drafts) == (1 + drafts, drafts)
+
+
+def test_nobody_is_put_out_for_a_draft() -> None:
+    """The page that the row itself needs is there; the one that its drafts would need is not."""
+    scheduler = make(blocks=2 + 8, per_block=1, max_seqs=2)
+    first, _ = decoding(scheduler, 2)
+    scheduler.pool.take_pages(scheduler.pool.free_blocks)
+    first.draft_limit = 4
+    rows = {row.sequence.request_id: row.drafts for row in scheduler.schedule().rows}
+    assert rows == {"r0": 0, "r1": 0} and scheduler.preemptions == 0
+
+
+def test_one_that_waits_for_an_image_is_put_out_before_less_urgent_ones_that_run() -> None:
+    """Four run; the second needs a page. The first waits for an image, the fourth is the least urgent: the first goes.
+    Once nobody waits, it is the least urgent of those behind it, and never one before it.
+    """
+    scheduler = make(blocks=4 + 16, per_block=1, host_bytes=0, max_batched_tokens=32)
+    stuck, *others = (
+        scheduler.add(item)
+        for item in (request("stuck", 16, 4, (span(12, 4, False),)), *(request(n, 3, 9) for n in "abc"))
+    )
+    advance(scheduler)
+    assert len(scheduler.running) == 4
+    assert scheduler._victim(others[0], {}) is stuck
+    assert scheduler._victim(others[2], {}) is stuck, "also by the least urgent"
+    source(stuck.request.spans[0]).ready = True
+    assert scheduler._victim(others[0], {}) is others[2]
+    assert scheduler._victim(stuck, {}) is others[2]
+    assert scheduler._victim(others[2], {}) is others[2], "itself, rather than one that is more urgent"
+
+
+def test_of_two_that_wait_for_images_the_less_urgent_is_put_out() -> None:
+    scheduler = make(blocks=20, per_block=1, host_bytes=0, max_batched_tokens=32)
+    first = scheduler.add(request("first", 16, 4, (span(8, 4, False),)))
+    second = scheduler.add(request("second", 16, 4, (span(8, 4, False),)))
+    runs = scheduler.add(request("runs", 3, 9))
+    advance(scheduler)
+    assert scheduler._victim(runs, {}) is second
+    scheduler.preempt(second)
+    advance(scheduler)
+    assert scheduler._victim(runs, {}) is first
+
+
 def test_a_stream_of_urgent_requests_starves_nobody() -> None:
     """One seat, a request of a level above each step: the other one ends all the same."""
     scheduler = make(max_seqs=1, ageing=6)
@@ -284,24 +372,6 @@ def test_a_request_enters_only_with_room_for_those_that_run_to_grow() -> None:
         assert len(step.rows) == 1
         ended += finished
     assert ended == ["first", "second"] and scheduler.preemptions == 0
-
-
-def lines_run(call: Callable[[], object]) -> int:
-    """Lines of Python that a call executes, in whatever function: what it costs, without a clock."""
-    count = 0
-
-    def trace(*_: object) -> Any:
-        nonlocal count
-        count += 1
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 @pytest.mark.parametrize("cache", [False, True], ids=["plain", "cache"])

@@ -171,6 +171,35 @@ def test_large_batches_stay_within_the_stated_bound(budgets: EncoderBudgets, cou
     assert cost(pack(counts, budgets, launch_cost=launch_cost), launch_cost) <= bound
 
 
+QUALITY = [
+    pytest.param((512, 1024, 1536, 2048), 3, 0, [461, 1555, 30, 3, 1091, 1301, 10, 888, 449, 955], 7168, id="best-fit"),
+    pytest.param((100, 300, 700), 16, 0, [390, 17, 642, 66, 100, 59, 20, 68, 31], 1400, id="exactly-full"),
+    pytest.param((64, 200), 4, 0, [38, 57, 141, 35, 64, 56, 158, 155, 48, 82, 32, 95], 1000, id="full-budget"),
+    pytest.param((512, 1024, 1536, 2048), 4, 0, [110, 518, 131, 307, 647, 66, 257, 12, 176], 2560, id="runs"),
+    pytest.param(
+        (100, 300, 700), 8, 50, [59, 6, 13, 94, 41, 601, 119, 698, 56, 38, 489, 84, 41, 93], 2750, id="launches"
+    ),
+    pytest.param(
+        (512, 1024, 1536, 2048), 8, 50,
+        [2006, 265, 304, 308, 1031, 346, 1456, 83, 433, 1367, 152, 865, 657, 302], 10540, id="fewer-launches",
+    ),
+    pytest.param((64, 200), 16, 0, [19, 38, 67, 37, 37, 36, 86, 63], 400, id="eight-are-exact"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ladder", "images", "launch_cost", "counts", "least"), QUALITY)
+def test_how_good_the_packing_is(
+    ladder: tuple[int, ...], images: int, launch_cost: float, counts: list[int], least: int
+) -> None:
+    """The cost of lists that one of the two ways packs better than the other, to the token: a best fit that is left
+    out, picks smaller images, stops early or aims at another budget costs more; so do runs alone, or the best fit.
+    """
+    budgets = EncoderBudgets(ladder, images)
+    got = pack(counts, budgets, launch_cost=launch_cost)
+    check(got, counts, budgets, [1] * len(counts))
+    assert cost(got, launch_cost) == least
+
+
 def test_a_launch_cost_merges_batches() -> None:
     budgets = doublings(4096, 64)
     assert len(pack([1000, 100], budgets)) == 2

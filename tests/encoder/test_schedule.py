@@ -54,6 +54,15 @@ def test_a_far_deadline_puts_nothing_off_and_a_missed_one_is_no_licence() -> Non
     assert due(Waiting(1, 5.0, deadline=-1e9), POLICY) == 5.0
 
 
+def test_priorities_are_bounded_on_both_sides() -> None:
+    """A client's 2**31 is worth as much as 100, and what it costs the others ends; so does -2**31."""
+    at = {level: due(Waiting(1, 5.0, priority=level), POLICY) for level in (-(2**31), -100, -99, 0, 99, 100, 2**31)}
+    assert at[2**31] == at[100] == 15.0 - 100 and at[-(2**31)] == at[-100] == 15.0 + 100
+    assert at[100] < at[99] < at[0] < at[-99] < at[-100]
+    late = [Waiting(60, 500.0, priority=2**31 - 1), Waiting(60, 0.0), Waiting(60, 200.0, priority=-(2**31))]
+    assert choose(late, 60)[0] == 1 and choose([late[2], Waiting(60, 400.0)], 60)[0] == 0
+
+
 def test_pictures_of_one_request_are_taken_in_several_steps() -> None:
     waiting = [Waiting(60, 1.0) for _ in range(5)]
     assert choose(waiting, 130) == [0, 1]

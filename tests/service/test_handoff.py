@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from hypothesis import settings
@@ -190,6 +192,88 @@ def test_the_space_of_a_writer_that_is_late_is_not_used_until_it_is_over() -> No
     assert lease.ready and (lease.rows() == 3).all()
     lease.release()
     handoff.check_integrity(idle=True)
+
+
+def test_what_is_taken_back_from_late_writers_goes_on_in_order_of_arrival() -> None:
+    """Two that were being written and one that waited for their space: the oldest is first, the newcomer last."""
+    clock = Clock()
+    handoff = Handoff(12 * ROW, HIDDEN, torch.float32, clock=clock)
+    leases = []
+    for clock.now, key in enumerate((b"a", b"b", b"c")):  # type: ignore[assignment]
+        leases.append(handoff.lease(key, image(6), "r"))
+    late = handoff.take(lease=5.0)
+    assert [work.key for work in late] == [b"a", b"b"]
+    clock.now = 7.0
+    assert {work.key for work in handoff.expire()} == {b"a", b"b"}
+    order = []
+    for work in late:
+        handoff.publish([work])  # its space is free now, for whoever is first
+        order += encode(handoff)
+    assert order == [b"a", b"b"] and not leases[2].ready
+    for lease in leases:
+        lease.release()
+    assert handoff.take() == []
+    handoff.check_integrity(idle=True)
+
+
+def test_only_a_lease_that_has_run_out_is_taken_back() -> None:
+    clock = Clock()
+    handoff = Handoff(20 * ROW, HIDDEN, torch.float32, clock=clock)
+    for key, seconds in ((b"a", 2.0), (b"b", 5.0), (b"c", None)):
+        handoff.lease(key, image(3), "r")
+        assert len(handoff.take(lease=seconds)) == 1
+    assert handoff.next_expiry() == 2.0
+    clock.now = 1.999
+    assert handoff.expire() == []
+    clock.now = 2.0
+    assert [work.key for work in handoff.expire()] == [b"a"] and handoff.next_expiry() == 5.0
+    assert (handoff.stats()["writing"], handoff.stats()["quarantined"]) == (2, 1)
+
+
+def test_pixels_are_kept_while_they_may_be_needed_and_freed_once_the_rows_are_cached() -> None:
+    handoff = Handoff(20 * ROW, HIDDEN, torch.float32)
+
+    def waiting(owner: str) -> tuple[Lease, weakref.ref[EncoderItem]]:
+        pixels = image(6)
+        return handoff.lease(b"a", pixels, owner), weakref.ref(pixels)
+
+    lease, first = waiting("r1")
+    encode(handoff)
+    assert first() is not None, "somebody still holds the rows, which may be taken back and encoded again"
+    lease.release()
+    assert first() is None, "cached rows need no pixels"
+    lease, second = waiting("r2")
+    assert lease.ready and second() is not None
+    lease.release()
+    assert second() is None
+    handoff.flush()
+    lease, third = waiting("r3")
+    lease.release()
+    assert third() is None, "given up before it was encoded"
+    lease, fourth = waiting("r4")
+    (work,) = handoff.take()
+    handoff.fail(work, RuntimeError("broken"))
+    del work
+    assert fourth() is None, "failed"
+
+
+def test_a_second_encoding_keeps_the_first_one_s_counts() -> None:
+    """Requests have been laid out by them: other counts would put rows in other places."""
+    handoff = Handoff(12 * ROW, HIDDEN, torch.float32)
+    clip, other = handoff.lease(b"a", image(6), "r1"), handoff.lease(b"b", image(6), "r2")
+    blocked = handoff.lease(b"c", image(6), "r1")
+    assert clip.counts is None
+    for work in handoff.take():
+        handoff.publish([work], [(2, 4)])
+    assert clip.counts == other.counts == (2, 4)
+    assert handoff.unblock(), "rows are taken back for the picture that waits longest"
+    assert not clip.ready and clip.counts == (2, 4)
+    assert encode(handoff) == [b"c"] and blocked.counts == (6,)
+    blocked.release()
+    (again,) = handoff.take()
+    assert again.key == b"a"
+    handoff.publish([again], [(5, 1)])
+    assert clip.ready and clip.counts == (2, 4)
 
 
 def test_another_encoder_gets_other_space_while_the_late_one_may_still_write() -> None:
