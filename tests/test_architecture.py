@@ -46,7 +46,9 @@ NEVER = {
 
 
 def sources(package: str) -> list[Path]:
-    return sorted(path for path in (CHECKOUT / package).rglob("*.py") if "_pb2" not in path.name)
+    build = CHECKOUT / package / "build"  # what `pip install` leaves behind
+    found = (CHECKOUT / package).rglob("*.py")
+    return sorted(path for path in found if "_pb2" not in path.name and not path.is_relative_to(build))
 
 
 def imports(path: Path) -> Iterator[tuple[str, bool]]:

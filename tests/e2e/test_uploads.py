@@ -56,6 +56,26 @@ def test_large_pictures_travel_once(model: Path) -> None:
             plain.media.get(media.media_id)
 
 
+def test_replicas_behind_one_name_need_not_share_what_is_uploaded(model: Path) -> None:
+    """Calls go to the two in turn, and each call of an upload too: the caller sees nothing of it."""
+    one, other = picture(1, (40, 40)), picture(2, (20, 20))
+    with RunningServer(str(model), **LIMITS) as first, RunningServer(str(model), **LIMITS) as second:
+        address = f"ipv4:{first.address},{second.address}"
+        options = {"grpc.lb_policy_name": "round_robin"}
+        with saccade.Client(address, channel_options=options) as plain:
+            client = plain.with_options(upload_above=10)
+            wanted = plain.generate("x", images=[one, other], **ASK).text
+            for _ in range(3):
+                assert client.generate("x", images=[one, other], **ASK).text == wanted
+                assert client.stream("x", images=[one, other], **ASK).final().text == wanted
+            assert client.tokenize("x", images=[one]) == plain.tokenize("x", images=[one])
+        with saccade.Client(first.address) as plain:
+            client = plain.with_options(upload_above=10)
+            stream = client.stream("x", images=[one], **ASK)
+            plain.media.delete(hashlib.sha256(one).hexdigest())  # forgotten, as by a restart
+            assert stream.final() == plain.generate("x", images=[one], **ASK)
+
+
 def test_a_full_spool_gets_pictures_as_they_are(model: Path) -> None:
     first, second = picture(1, (20, 20)), picture(2, (20, 20))
     room = len(first) + len(second) // 2

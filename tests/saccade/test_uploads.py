@@ -35,7 +35,7 @@ class Replica(media_pb2_grpc.MediaServiceServicer):
         """Of each request, how its files came: "data", "media_id"."""
         self.inline_bytes = 10_000
         self.full = False
-        self.uploads = 0
+        self.uploads = self.refused = 0
         self.script.see = self._see  # type: ignore[method-assign]
 
     def _see(self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext) -> None:
@@ -56,7 +56,8 @@ class Replica(media_pb2_grpc.MediaServiceServicer):
         self, request_iterator: Iterator[media_pb2.UploadMediaRequest], context: grpc.ServicerContext
     ) -> media_pb2.UploadMediaResponse:
         if self.full:
-            Failure(Code.RESOURCE_EXHAUSTED, reason="MEDIA_SPOOL_FULL", retry_after=5).abort(context)
+            self.refused += 1
+            Failure(Code.RESOURCE_EXHAUSTED, reason="MEDIA_SPOOL_FULL", retry_after=0.05).abort(context)
         data = b"".join(message.chunk for message in request_iterator)
         self.uploads += 1
         self.held[hashlib.sha256(data).hexdigest()] = data
@@ -156,7 +157,8 @@ def test_a_full_spool_is_not_waited_for(ask: Ask, replicas: tuple[list[Replica],
     both, address = replicas
     for replica in both:
         replica.full = True
-    ask(address, 2, images=[LARGE], timeout=4)
+    ask(address, 2, images=[LARGE])
+    assert sum(replica.refused for replica in both) == 2, "once for each request"
     assert [seen for replica in both for seen in replica.seen] == [["data"], ["data"]]
 
 

@@ -1,0 +1,118 @@
+"""`client.batches` against a scripted server: streams that break off and are opened anew."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import grpc
+import pytest
+from fake_server import Failure, Script, serve
+
+import saccade
+from saccade import errors
+from saccade.jobs import _Again
+from saccade.transport import CallSettings
+from saccade.v1 import batch_pb2, batch_pb2_grpc
+
+OUTPUT = bytes(range(97, 123))
+GONE = errors.Unavailable("gone", retryable=True, retry_after=0.0)
+
+
+class Batches(batch_pb2_grpc.BatchServiceServicer):
+    """Sends `OUTPUT` three bytes at a time and breaks off after each `breaks` messages."""
+
+    def __init__(self) -> None:
+        self.breaks = 2
+        self.offsets: list[int] = []
+        self.watched = 0
+
+    def _break(self, context: grpc.ServicerContext) -> None:
+        Failure(grpc.StatusCode.UNAVAILABLE, reason="ENGINE_DIED", retry_after=0.001).abort(context)
+
+    def DownloadBatchOutput(
+        self, request: batch_pb2.DownloadBatchOutputRequest, context: grpc.ServicerContext
+    ) -> Iterator[batch_pb2.DownloadBatchOutputResponse]:
+        self.offsets.append(request.offset)
+        for count, start in enumerate(range(request.offset, len(OUTPUT), 3)):
+            if count == self.breaks:
+                self._break(context)
+            yield batch_pb2.DownloadBatchOutputResponse(data=OUTPUT[start : start + 3])
+
+    def WatchBatch(
+        self, request: batch_pb2.WatchBatchRequest, context: grpc.ServicerContext
+    ) -> Iterator[batch_pb2.WatchBatchResponse]:
+        for _ in range(self.breaks):
+            self.watched += 1
+            state = batch_pb2.BATCH_STATE_COMPLETED if self.watched > 9 else batch_pb2.BATCH_STATE_RUNNING
+            yield batch_pb2.WatchBatchResponse(batch=batch_pb2.Batch(batch_id="b", state=state, total=self.watched))
+        self._break(context)
+
+
+@pytest.fixture
+def batches() -> Iterator[tuple[Batches, str]]:
+    servicer = Batches()
+
+    def add_port(server: grpc.Server) -> int:
+        batch_pb2_grpc.add_BatchServiceServicer_to_server(servicer, server)
+        port: int = server.add_insecure_port("127.0.0.1:0")
+        return port
+
+    with ExitStack() as ends:
+        yield servicer, ends.enter_context(serve(Script(), add_port=add_port))
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_download_goes_on_where_it_broke_off(batches: tuple[Batches, str], tmp_path: Path, kind: str) -> None:
+    """More often than any count of retries: each piece is progress."""
+    servicer, address = batches
+    target = tmp_path / "out"
+
+    async def by_asyncio() -> None:
+        async with saccade.AsyncClient(address, max_retries=1) as client:
+            await client.batches.download("b", target)
+
+    if kind == "sync":
+        with saccade.Client(address, max_retries=1) as client:
+            client.batches.download("b", target)
+            with pytest.raises(errors.FailedPrecondition, match="resume=True"):
+                client.batches.download("b", target)
+            with pytest.raises(errors.FailedPrecondition) as caught:
+                client.batches.download("b", tmp_path / "nowhere" / "out")
+            assert "resume" not in str(caught.value)
+    else:
+        asyncio.run(by_asyncio())
+    assert target.read_bytes() == OUTPUT and servicer.offsets == [0, 6, 12, 18, 24]
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_watching_goes_on_until_the_batch_is_over(batches: tuple[Batches, str], kind: str) -> None:
+    _, address = batches
+
+    async def by_asyncio() -> list[saccade.Batch]:
+        async with saccade.AsyncClient(address, max_retries=1) as client:
+            return [batch async for batch in client.batches.watch("b")]
+
+    if kind == "sync":
+        with saccade.Client(address, max_retries=1) as client:
+            seen = list(client.batches.watch("b"))
+    else:
+        seen = asyncio.run(by_asyncio())
+    assert [batch.total for batch in seen] == list(range(1, 11)) and [batch.over for batch in seen] == [False] * 9 + [
+        True
+    ]
+
+
+def test_without_progress_it_ends() -> None:
+    again = _Again(CallSettings(max_retries=2))
+    for _ in range(2):
+        again.delay(GONE)
+    with pytest.raises(errors.Unavailable):
+        again.delay(GONE)
+    again.progress()
+    again.delay(GONE)
+    short = _Again(CallSettings(timeout=0.05))
+    with pytest.raises(errors.Unavailable):
+        short.delay(errors.Unavailable("gone", retryable=True, retry_after=1.0))
