@@ -17,7 +17,7 @@ SEED_LIMIT = 1 << 64
 MIN_TEMPERATURE = 1e-5
 """A smaller one is greedy."""
 MAX_TEMPERATURE = 1e6
-MAX_BIAS = 1e6
+MAX_BIAS = 1e10
 """Magnitude of a bias or an additive penalty."""
 MIN_REPETITION, MAX_REPETITION = 1e-3, 1e3
 """With these bounds no logit that a model gives (to 1e20) leaves float32's range on its way to a probability, so that
