@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as RawTokenizer
 
 from families import CheckpointError
-from service.chat import ChatTemplate, Message, load_template
+from service.chat import ChatTemplate, Marked, Message, load_template
 from service.stops import StopMatcher
 from service.tokenizer import Detokenizer, Tokenizer, literal
 
@@ -125,6 +125,88 @@ def test_templates_are_found_where_checkpoints_keep_them(tmp_path: Path) -> None
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(CheckpointError, match="line 1"):
         load_template(tmp_path, image_token=None)
+
+
+def test_the_default_template_is_chosen_by_its_name(tmp_path: Path) -> None:
+    named = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D{{ eos_token }}"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named, "eos_token": "</s>"}))
+    assert load_template(tmp_path, image_token=None).render([Message("user", ("a",))]) == "D</s>"
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments", "text"),
+    [
+        ("{{ messages[0].content }}", {"messages": []}, "a"),
+        ("{{ bos_token }}", {"bos_token": "<t>"}, "<t>"),
+        ("{{ add_generation_prompt }}", {}, "True"),
+        ("{{ add_generation_prompt }}", {"add_generation_prompt": False}, "False"),
+        ("x\n  {% if true %}\nA\n  {% endif %}\nB", {}, "x\nA\nB"),
+        ("{{ {'a': 'é'} | tojson }}", {}, '{"a": "é"}'),
+        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", {}, "01"),
+    ],
+)
+def test_what_templates_see_and_how_they_are_read(source: str, arguments: dict[str, object], text: str) -> None:
+    """As transformers does it; and a caller's arguments are not the messages."""
+    assert template(source).render([Message("user", ("a",))], arguments) == text
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% set _ = messages.append(messages[0]) %}",
+        "{% set _ = messages[0].update(role='system') %}",
+        "{{ ''.__class__ }}",
+    ],
+)
+def test_templates_change_nothing_and_reach_nothing(source: str) -> None:
+    with pytest.raises(ValueError, match="chat template: .*(unsafe|not safely)"):
+        template(source + "{{ messages.__class__.__mro__ }}").render([Message("user", ("a",))])
+
+
+def test_a_model_without_pictures_refuses_them() -> None:
+    text_only = ChatTemplate(None, image_token=None, special_tokens={})
+    assert text_only.render([Message("user", ("a",))]) == "a"
+    with pytest.raises(ValueError, match="hold 2 pictures and this model takes none"):
+        text_only.render([Message("user", (None, "a", None))])
+
+
+def test_the_words_of_a_clip_may_hold_image_tokens(tokenizer: Tokenizer) -> None:
+    words = Marked("Frame 1: <img><image></img>")
+    for source in (TEMPLATE, "{% for m in messages %}{{ m.content }}{% endfor %}", None):
+        ids = tokenizer.encode(template(source).render([Message("user", (words, "and <image>", None))]))
+        assert ids.count(tokenizer.token_id("<image>")) == 2  # type: ignore[arg-type]
+
+
+def test_marks_of_ours_in_a_users_text_are_dropped(tokenizer: Tokenizer) -> None:
+    assert literal("a\ufdd0b\ufdd1c") == "abc"
+    image = tokenizer.token_id("<image>")
+    for text in ("\ufdd1<image>", "\ufdd0x\ufdd1<image>", "<ima\ufdd1ge>", "<ima\ufdd0ge>"):
+        assert image not in tokenizer.encode(literal(text, "<image>"))
+
+
+def test_special_tokens_are_no_text(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode(tokenizer.encode("a<|im_end|>b")) == "ab"
+
+
+def test_a_file_s_truncation_padding_and_own_tokens_are_not_applied(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "tokenizer.json"
+    raw = RawTokenizer(models.WordLevel({"a": 0, "<s>": 1}, unk_token="a"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    raw.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    raw.enable_truncation(2)
+    raw.enable_padding(length=9, pad_id=1)
+    raw.save(str(path))
+    assert Tokenizer(path).encode("a a a") == Tokenizer(path).encode(literal("a a a", "a a a")) == [0, 0, 0]
+
+
+def test_the_longest_of_the_stop_strings_that_begin_first_matches() -> None:
+    for stops in (["ab", "abc"], ["abc", "ab"]):
+        matcher = StopMatcher([*stops, "c"])
+        assert matcher.push("xabcd") == "x" and matcher.matched == "abc"
+        assert matcher.push("more") == matcher.flush() == ""
+    matcher = StopMatcher(["abcd", "x"])
+    assert matcher.push("zab") == "z" and matcher.push("c") == "" and matcher.push("e") == "abce"
+    assert matcher.flush() == "" and matcher.matched is None
 
 
 def test_a_file_that_is_no_tokenizer(tmp_path: Path) -> None:
