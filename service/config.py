@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import re
 import tomllib
@@ -331,7 +332,9 @@ def parse_value(options: type, name: str, raw: Any) -> Any:
             raise ValueError("not a whole number")
         else:
             value = kind(raw)
-    except (TypeError, ValueError):
+            if kind is float and not math.isfinite(value):
+                raise ValueError("not finite")
+    except (TypeError, ValueError, OverflowError):
         raise ConfigError(f"{name}: {raw!r} is not {_describe(kind, spec.metadata['size'])}") from None
     if spec.metadata["choices"] and value not in spec.metadata["choices"]:
         raise ConfigError(f"{name}: {value!r} is not one of {', '.join(spec.metadata['choices'])}")
@@ -346,6 +349,8 @@ def parse_size(raw: Any) -> int:
     """`1048576`, `1Mi`, `64MiB` or `2g` -> bytes. Raises ValueError."""
     text = str(raw).strip().lower().removesuffix("b")
     digits = text.rstrip("kmgi")
+    if not math.isfinite(float(digits)):
+        raise ValueError(f"{raw!r} is not finite")
     return int(float(digits) * _UNITS[text[len(digits) :]]) if text[len(digits) :] in _UNITS else int(text)
 
 

@@ -331,27 +331,3 @@ def test_the_media_of_rows_are_on_the_account(model: Path) -> None:
             batch = client.batches.wait(client.batches.create(lines(rows)).batch_id)
             assert (batch.state, batch.completed, batch.failed) == ("completed", 2, 1)
         assert server.server.budget.used == 0
-
-
-def test_one_request_id_of_two_tenants_makes_two_batches(tmp_path: Path) -> None:
-    """And of one tenant the same batch again, or an error where the file is another."""
-    store = BatchStore(tmp_path, 10**6, 100.0)
-
-    def make(tenant: str, data: bytes, request_id: str) -> str:
-        with store.upload(tenant, len(data)) as upload:
-            upload.write(data)
-            return upload.commit(request_id).batch_id
-
-    one, two = make("a", b"first", "same"), make("b", b"other", "same")
-    assert one != two and store.get("a", one).tenant == "a" and store.get("b", two).tenant == "b"
-    assert make("a", b"first", "same") == one and make("b", b"other", "same") == two
-    for tenant, data in (("a", b"other"), ("b", b"first")):
-        with pytest.raises(service.errors.AlreadyExists):
-            make(tenant, data, "same")
-    assert make("a", b"first", "another") != one
-    assert make("a", b"first", "") != make("a", b"first", ""), "no name is no name to share"
-    for tenant, batch_id in (("a", two), ("b", one), ("", one), ("a", "batch_0")):
-        with pytest.raises(service.errors.NotFound):
-            store.get(tenant, batch_id)
-    store.check_integrity()
-    assert len(store.page("a", 10, "")[0]) == 4 and len(store.page("b", 10, "")[0]) == 1

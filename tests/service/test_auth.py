@@ -95,6 +95,41 @@ def test_the_rate_is_the_keys_own(guard: Guard) -> None:
     guard.admit(GENERATE, {"x-api-key": "sk-1"})
 
 
+def test_what_a_key_may_without_saying_so(tmp_path: Path) -> None:
+    (tmp_path / "keys.toml").write_text(entry("plain", "k"))
+    guard, key = Guard(watch_keys(str(tmp_path / "keys.toml"))), {"x-api-key": "k"}
+    batch, attach = "/saccade.v1.BatchService/CreateBatch", "/saccade.v1.EncoderService/Attach"
+    for method in (GENERATE, batch, "/saccade.v1.MediaService/GetMedia", "/saccade.v1.ModelService/GetModel"):
+        assert guard.admit(method, key).name == "plain"
+    for method in (DRAIN, attach):
+        with pytest.raises(errors.PermissionDenied):
+            guard.admit(method, key)
+    anyone = Guard(None)
+    assert anyone.admit(attach, {}).scopes >= {"inference", "batch", "encoder"}
+    assert anyone.admit(batch, {"x-api-key": "whatever"}).name == ""
+    assert guard.named("plain", "batch") and not guard.named("plain", "admin") and not guard.named("", "batch")
+
+
+def test_whoever_shows_a_wrong_token_is_not_asked_for_another(guard: Guard) -> None:
+    with pytest.raises(errors.Unauthenticated):
+        guard.admit(GENERATE, {"authorization": "Bearer nonsense", "x-api-key": "sk-1"})
+    assert guard.admit(GENERATE, {"authorization": b"Bearer sk-1", "x-api-key": "nonsense"}).name == "one"
+
+
+def test_a_refused_call_costs_nothing_of_the_rate(guard: Guard) -> None:
+    for _ in range(5):
+        with pytest.raises(errors.PermissionDenied):
+            guard.admit(DRAIN, {"x-api-key": "sk-3"})
+    guard.admit(GENERATE, {"x-api-key": "sk-3"})
+
+
+def test_tenants_have_salts_of_their_own(tmp_path: Path) -> None:
+    text = entry("a", "1") + entry("a", "2", scopes=["admin"]) + entry("b", "3")
+    one, same, other = parse_keys([text.encode()]).values()
+    assert one.salt == same.salt != other.salt and len(other.salt) == 32
+    assert one.scopes == {"inference", "batch"} and same.scopes == {"admin"}
+
+
 def test_keys_of_one_name_share_its_rate(tmp_path: Path) -> None:
     """A second key, as when one is replaced by another, is no second helping."""
     keys = tmp_path / "keys.toml"
@@ -138,6 +173,12 @@ def test_a_changed_file_is_read_again_and_a_broken_one_is_not(tmp_path: Path, ca
         ("[[key]]\nname = 'x'\nsha256 = 'zz'", "64 hexadecimal"),
         (entry("x", "k", scopes=["root"]), "inference, batch, admin"),
         (entry("x", "k", colour="red"), "colour"),
+        (entry("x", "k", scopes=[]), "inference, batch, admin"),
+        (entry("x", "k", scopes="inference"), "inference, batch, admin"),
+        (entry("", "k"), "no name"),
+        (entry("x", "k", requests_per_minute=0), "above 0"),
+        (entry("x", "k", bytes_per_minute="1e400k"), "above 0"),
+        (entry("x", "k") + "[other]\na = 1\n", "nothing else"),
         (entry("x", "k", tokens_per_minute=-1), "above 0"),
         (entry("x", "k") + entry("y", "k"), "another"),
     ],

@@ -60,6 +60,17 @@ def test_help_says_what_each_option_takes(capsys: pytest.CaptureFixture[str], mo
         ),
         (["--encoder-turn", "0.2", "--role", "encoder"], {}, "encoder_turn: 0.2 would not be used by --role encoder"),
         (["--max-connection-age-grace", "5"], {}, "max_connection_age_grace: 5 would not be used without"),
+        (["--grace", "nan"], {}, "grace: 'nan' is not a number"),
+        (["--stall-timeout", "inf"], {}, "stall_timeout: 'inf' is not a number"),
+        (["--handoff-bytes", "1e400k"], {}, "handoff_bytes: '1e400k' is not a number of bytes"),
+        (["--handoff-bytes=-1k"], {}, "handoff_bytes: -1000 is below"),
+        (["--handoff-bytes", "1kk"], {}, "handoff_bytes: '1kk' is not"),
+        (["--grace", "-0.5"], {}, "grace: -0.5 is below the minimum of 0"),
+        (["--role", "decoder"], {}, "encoders: --role decoder needs"),
+        (["--encoders", "a:1"], {}, "encoders: a:1 would not be used by --role all"),
+        (["--role", "decoder", "--encoders", "a:1,b"], {}, "encoders: 'b' is not HOST:PORT"),
+        (["--role", "decoder", "--encoders", "a:1,a:1"], {}, "encoders: an address is there twice"),
+        (["--role", "encoder", "--encoder-process"], {}, "encoder_process: it would have nothing to do"),
         (["--max-seqs", "many"], {}, "max_seqs: 'many' is not a whole number"),
         (["--dtype", "int3"], {}, "dtype: 'int3' is not one of float32, bfloat16"),
         (["--token-budgets", "64,0"], {}, "token_budgets: 0 is below"),
@@ -125,3 +136,23 @@ def test_keywords_of_the_local_client() -> None:
 @pytest.mark.parametrize(("text", "value"), [("64MiB", 64 * 2**20), ("1k", 1000), (17, 17), ("2 G", 2 * 10**9)])
 def test_sizes(text: Any, value: int) -> None:
     assert parse_size(text) == value
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"), [("true", "max_seqs: True"), ("1.0", "max_seqs: 1.0"), ('"1.5"', "max_seqs: '1.5'")]
+)
+def test_a_whole_number_is_one_in_toml_too(tmp_path: Path, raw: str, words: str) -> None:
+    file = tmp_path / "saccade.toml"
+    file.write_text(f"max_seqs = {raw}")
+    with pytest.raises(ConfigError, match=f"{words} is not a whole number"):
+        parse("--config", str(file))
+
+
+def test_the_file_may_be_named_in_the_environment_and_the_least_is_enough(tmp_path: Path) -> None:
+    file = tmp_path / "saccade.toml"
+    file.write_text('max_seqs = 1\ngrace = 0\nwarmup = "off"\nencoders = []\n')
+    options = parse(env={"SACCADE_CONFIG": str(file)})
+    assert (options.max_seqs, options.grace, options.warmup) == (1, 0.0, False)
+    # the engine's options alone, where variables of the server are set too
+    assert resolve(EngineOptions, {}, {"SACCADE_MAX_QUEUE": "3", "SACCADE_MAX_SEQS": "2"}) == EngineOptions(max_seqs=2)
+    assert resolve(ServerOptions, {"max_queue": None, "unknown": 1}, {"SACCADE_MAX_QUEUE": "3"}).max_queue == 3

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from encoder.images import ImageError
 from service import errors
+from service.engine_client import EngineDied
 
 SUBCLASSES = errors.StatusError.__subclasses__()
 
@@ -32,6 +33,7 @@ def test_each_class_has_its_own_code(kind: type[errors.StatusError]) -> None:
         (DecodeError("secret"), "INVALID_ARGUMENT", "MALFORMED_MESSAGE"),
         (RuntimeError("secret"), "INTERNAL", "INTERNAL"),
         (KeyError("secret"), "INTERNAL", "INTERNAL"),
+        (EngineDied("the engine stopped"), "UNAVAILABLE", "ENGINE_DIED"),
         (MemoryError("secret"), "INTERNAL", "INTERNAL"),
         (OSError(28, "secret"), "INTERNAL", "INTERNAL"),
     ],
@@ -65,3 +67,23 @@ def test_details_can_be_read_back() -> None:
     assert [packed.Unpack(kind) for packed, kind in zip(status.details, kinds, strict=True)] == [True] * 5
     assert kinds[0].reason == "RATE_LIMITED" and kinds[1].request_id == "id-1"
     assert dict(errors.trailers(errors.Unavailable("x", never_retry=True), ""))["grpc-retry-pushback-ms"] == "-1"
+    both = dict(errors.trailers(errors.Unavailable("x", never_retry=True, retry_after=2.0), ""))
+    assert both["grpc-retry-pushback-ms"] == "-1"
+    assert dict(errors.trailers(errors.Unavailable("x", retry_after=0.0), ""))["grpc-retry-pushback-ms"] == "0"
+    assert "grpc-retry-pushback-ms" not in dict(errors.trailers(errors.Unavailable("x"), ""))
+    plain = status_pb2.Status.FromString(dict(errors.trailers(errors.Unavailable("x"), ""))["grpc-status-details-bin"])
+    assert len(plain.details) == 2 and plain.message == "x"
+
+
+def test_long_texts_are_cut_where_they_must_be_and_not_before() -> None:
+    assert errors.NotFound("x" * errors.MAX_MESSAGE).message == "x" * errors.MAX_MESSAGE
+    assert errors.NotFound("x" * (errors.MAX_MESSAGE + 1)).message == "x" * (errors.MAX_MESSAGE - 3) + "..."
+    error = errors.NotFound("x", field="f" * 200, metadata={"a": "v" * 200})
+    assert len(error.field or "") == len(error.metadata["a"]) == errors.MAX_METADATA
+    assert errors.NotFound("x", field="").field == "" and errors.NotFound("x").field is None
+
+
+def test_half_a_character_does_not_keep_a_status_from_leaving() -> None:
+    error = errors.NotFound("a\ud800b", field="\udfff", metadata={"a": "\ud800"})
+    assert (error.message, error.field, error.metadata) == ("a?b", "?", {"a": "?"})
+    errors.trailers(error, "id")

@@ -194,3 +194,97 @@ def test_random_requests_are_taken_or_refused_by_name() -> None:
         else:
             taken += 1
     assert 100 < taken < 2900, "the generator has lost its aim"
+
+
+def with_images(messages: Any, *images: bytes, urls: tuple[str, ...] = ()) -> Any:
+    message = chat(messages)
+    for name, values in (("image", images), ("image_url", [url.encode() for url in urls])):
+        if values:
+            message.inputs.add(name=name, datatype="BYTES", shape=[len(values)])
+            message.raw_input_contents.append(b"".join(map(element, values)))
+    return message
+
+
+def test_pictures_go_to_their_places_in_order() -> None:
+    parts = [{"type": "image"}, {"type": "text", "text": "t"}, {"type": "image"},
+             {"type": "image_url", "image_url": {"url": "https://x/y"}},
+             {"type": "image_url", "image_url": "data:image/png;base64,YWI="}]  # fmt: skip
+    message = with_images([{"role": "user", "content": parts}], b"one", urls=("data:;base64,dHdv",))
+    found = kserve.read_request(message).request.chat.messages[0].parts
+    assert [(p.text, p.image.data, p.image.uri) for p in found] == [
+        ("", b"one", ""), ("t", b"", ""), ("", b"two", ""), ("", b"", "https://x/y"), ("", b"ab", ""),
+    ]  # fmt: skip
+    prompt_images = prompt()
+    prompt_images.inputs.add(name="image", datatype="BYTES", shape=[1])
+    prompt_images.raw_input_contents.append(element(b"one"))
+    assert [i.data for i in kserve.read_request(prompt_images).request.prompt.images] == [b"one"]
+
+
+IMAGE = {"role": "user", "content": [{"type": "image"}]}
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (with_images([IMAGE]), "more image parts than there are images"),
+        (with_images([USER], b"one"), "more images than image parts"),
+        (with_images([IMAGE], b"one", b"two"), "more images than image parts"),
+        (with_images([IMAGE], urls=("data:image/png,ab",)), "without valid base64"),
+        (with_images([IMAGE], urls=("data:;base64",)), "without valid base64"),
+        (with_images([IMAGE], urls=("data:;base64,a",)), "without valid base64"),
+        (with_images([IMAGE], urls=("data:;base64,YW I=",)), "without valid base64"),
+        (request(), "one of text_input and messages"),
+        (
+            request(text_input=("BYTES", [1], element(b"a")), messages=("BYTES", [1], element(b"[]"))),
+            "one of text_input",
+        ),
+        (request(text_input=("BYTES", [2], element(b"a") * 2)), "has 2 elements; it must have one"),
+        (request(text_input=("BYTES", [2], element(b"a"))), "has the shape [2] and 1 elements"),
+        (request(text_input=("BYTES", [-1], element(b"a"))), "has the shape [-1]"),
+        (request(text_input=("BOOL", [1], b"a")), "must be BYTES"),
+        (request(stream=("BYTES", [1], element(b"a"))), "must be BOOL"),
+        (request(other=("BYTES", [1], element(b"a"))), "no input 'other'"),
+        (prompt(n=2), "no parameter 'n'"),
+        (prompt(max_tokens="many"), "max_tokens cannot be 'many'"),
+    ],
+)
+def test_inputs_that_do_not_fit_together(message: Any, words: str) -> None:
+    with pytest.raises(errors.InvalidArgument) as refused:
+        kserve.read_request(message)
+    assert words in str(refused.value)
+
+
+def test_what_is_sent_twice_or_beside_itself() -> None:
+    twice = request(text_input=("BYTES", [1], element(b"a")))
+    twice.inputs.add(name="text_input", datatype="BYTES", shape=[1])
+    twice.raw_input_contents.append(element(b"b"))
+    beside = prompt()
+    beside.inputs[0].contents.bytes_contents.append(b"a")
+    short = prompt()
+    short.inputs.add(name="image", datatype="BYTES", shape=[0])
+    unset, output = prompt(), prompt()
+    unset.parameters["seed"].SetInParent()
+    output.outputs.add(name="logits")
+    cases = [
+        (twice, "there twice"), (beside, "has contents beside"), (short, "1 raw_input_contents for 2"),
+        (unset, "has no value"), (output, "no output 'logits'"),
+    ]  # fmt: skip
+    for message, words in cases:
+        with pytest.raises(errors.InvalidArgument, match=words):
+            kserve.read_request(message)
+
+
+def test_values_of_parameters_and_of_the_tensor() -> None:
+    message = prompt(
+        max_tokens=5, temperature=0.5, stop="end", ignore_eos=True, triton_enable_empty_final_response=True
+    )
+    message.outputs.add(name="token_ids")
+    raw = json.dumps({"max_tokens": 9, "top_k": 3, "stop_token_ids": 7, "logit_bias": {"4": -1.5}}).encode()
+    message.inputs.add(name="sampling_parameters", datatype="BYTES", shape=[1])
+    message.raw_input_contents.append(element(raw))
+    question = kserve.read_request(message)
+    sampling = question.request.sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_k, sampling.ignore_eos) == (5, 0.5, 3, True)
+    assert (list(sampling.stop), list(sampling.stop_token_ids), dict(sampling.logit_bias)) == (["end"], [7], {4: -1.5})
+    assert question.outputs == ("token_ids",) and question.empty_final
+    assert kserve.read_request(prompt()).outputs == ("text_output", "token_ids", "finish_reason")
