@@ -170,7 +170,7 @@ def test_pruned_patches_keep_their_labels() -> None:
 def test_frames_are_sampled_evenly(total: int, count: int) -> None:
     indices = sample_indices(total, count)
     assert len(indices) == min(total, count) and indices[0] == 0 and indices[-1] < total
-    assert sample_indices(10, 4) == [0, 2, 5, 7]
+    assert sample_indices(10, 4) == [0, 2, 5, 7] and sample_indices(5, 6) == sample_indices(5, 5) == [0, 1, 2, 3, 4]
     steps = {b - a for a, b in itertools.pairwise(indices)}
     assert not steps or (min(steps) >= 1 and max(steps) - min(steps) <= 1)
 
