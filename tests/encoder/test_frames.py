@@ -222,7 +222,7 @@ def test_a_film_at_every_limit_is_served() -> None:
 @pytest.mark.parametrize("degrees", [90, 270])
 def test_a_turned_film_comes_upright(degrees: int) -> None:
     """As a telephone marks it: the matrix of the track's header says how far to turn."""
-    data = bytearray(film("mp4", "mpeg4", frames=2))
+    data = bytearray(film("mp4", "mpeg4", frames=2, ramp=200))
     one = {0: b"\0\1\0\0", 1: b"\xff\xff\0\0"}
     place = data.index(b"tkhd") + 4 + 40  # version, flags, times, ids, layer, volume
     sign = (0, 1) if degrees == 90 else (1, 0)

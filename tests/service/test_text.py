@@ -155,12 +155,12 @@ def test_what_templates_see_and_how_they_are_read(source: str, arguments: dict[s
     [
         "{% set _ = messages.append(messages[0]) %}",
         "{% set _ = messages[0].update(role='system') %}",
-        "{{ ''.__class__ }}",
+        "{{ ''.__class__.__mro__ }}",
     ],
 )
 def test_templates_change_nothing_and_reach_nothing(source: str) -> None:
     with pytest.raises(ValueError, match="chat template: .*(unsafe|not safely)"):
-        template(source + "{{ messages.__class__.__mro__ }}").render([Message("user", ("a",))])
+        template(source).render([Message("user", ("a",))])
 
 
 def test_a_model_without_pictures_refuses_them() -> None:
@@ -197,6 +197,15 @@ def test_a_file_s_truncation_padding_and_own_tokens_are_not_applied(tmp_path: Pa
     raw.enable_padding(length=9, pad_id=1)
     raw.save(str(path))
     assert Tokenizer(path).encode("a a a") == Tokenizer(path).encode(literal("a a a", "a a a")) == [0, 0, 0]
+
+
+def test_a_token_s_text_may_depend_on_what_is_before_it(tmp_path: Path) -> None:
+    """A decoder that drops the space before the first word: it is dropped once, however the ids come."""
+    raw = RawTokenizer(models.WordLevel({"\u2581one": 0, "\u2581two": 1}, unk_token="\u2581one"))
+    raw.decoder = decoders.Metaspace()
+    raw.save(str(tmp_path / "tokenizer.json"))
+    detokenizer = Detokenizer(Tokenizer(tmp_path / "tokenizer.json"))
+    assert [detokenizer.push([i]) for i in (0, 1, 0)] == ["one", " two", " one"]
 
 
 def test_the_longest_of_the_stop_strings_that_begin_first_matches() -> None:

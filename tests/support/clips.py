@@ -41,14 +41,15 @@ def animation(frames: list[torch.Tensor], form: str) -> bytes:
     return buffer.getvalue()
 
 
-def film(container: str, codec: str, frames: int = 10, height: int = 32, width: int = 48) -> bytes:
-    """A film whose frame i is about grey 20 i."""
+def film(container: str, codec: str, frames: int = 10, height: int = 32, width: int = 48, ramp: int = 0) -> bytes:
+    """A film whose frame i is about grey 20 i, and `ramp` more at its right edge."""
     buffer = io.BytesIO()
     with av.open(buffer, "w", format=container) as file:
         stream = file.add_stream(codec, rate=Fraction(5))
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         for index in range(frames):
             grey = np.full((height, width, 3), 20 * index, np.uint8)
+            grey += (np.arange(width) * ramp // width).astype(np.uint8)[None, :, None]
             for packet in stream.encode(av.VideoFrame.from_ndarray(grey, format="rgb24")):
                 file.mux(packet)
         for packet in stream.encode(None):
