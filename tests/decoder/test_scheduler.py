@@ -488,6 +488,31 @@ def cached(blocks: int = 12, per_block: int = 2, **options: Any) -> Scheduler:
     return Scheduler(DecoderOptions(**chosen), pool, page_bytes=10, slot_bytes=20, cache=cache)
 
 
+def test_nothing_is_evicted_for_what_would_not_fit_anyway() -> None:
+    scheduler = cached(blocks=12, per_block=2, state_block=4)
+    scheduler.add(request("a", 17, 2))
+    while [*scheduler.sequences]:
+        advance(scheduler)
+    assert scheduler.cache is not None and scheduler.cache.lengths()
+    kept = scheduler.cache.lengths()
+    assert not scheduler._reclaim(0, 2 * 12 + 1) and not scheduler._reclaim(13, 0) and not scheduler._reclaim(12, 1)
+    assert scheduler.cache.lengths() == kept
+    assert scheduler._reclaim(11, 2) and not scheduler.cache.lengths()
+
+
+def test_no_more_is_evicted_than_room_takes() -> None:
+    scheduler = cached(blocks=12, per_block=2, state_block=4)
+    for name in "ab":
+        wanted = dataclasses.replace(request(name, 9, 1), salt=name.encode())
+        scheduler.add(wanted)
+        advance(scheduler)
+    assert scheduler.cache is not None and scheduler.cache.lengths() == [8, 8]
+    free = scheduler.pool.free_blocks
+    assert scheduler._reclaim(free, 0) and scheduler.cache.lengths() == [8, 8]
+    assert scheduler._reclaim(free + 1, 0) and scheduler.cache.lengths() == [8]
+    scheduler.check_integrity()
+
+
 # -- deadlines ---------------------------------------------------------------------------------------------------------
 
 
