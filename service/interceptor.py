@@ -30,8 +30,9 @@ from google.protobuf.message import DecodeError
 from service import errors
 from service.auth import Guard
 from service.calls import AccessLog, CallInfo, set_current_call
-from service.limits import ByteBudget, Places
+from service.limits import ByteBudget, Held, Places
 from service.tracing import from_metadata
+from service.weigh import LIGHT, MIN_IDS, weigh
 
 if TYPE_CHECKING:
     from service.metrics import Metrics
@@ -54,6 +55,8 @@ class DoorLimits:
     """That the message of a call may take."""
     max_message_bytes: int
     max_tenant_calls: int
+    max_ids: int = MIN_IDS
+    """Numbers in one list of a message."""
 
 
 class FrontDoor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -89,9 +92,7 @@ class FrontDoor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return _as_streams(handler, unary, stream)
 
     @contextlib.asynccontextmanager
-    async def _admitted(
-        self, info: CallInfo, metadata: dict[str, Any], context: Any
-    ) -> AsyncIterator[Callable[[int], None]]:
+    async def _admitted(self, info: CallInfo, metadata: dict[str, Any], context: Any) -> AsyncIterator[Held]:
         """Lets the call in, and ends it with the status of whatever is raised, a refusal among others."""
         try:
             info.tenant = self._guard.admit(info.method, metadata)
@@ -205,12 +206,12 @@ class _Call:
         method = self.handler.stream_unary if self.handler.request_streaming else self.handler.unary_unary
         return await method(await self._requests(source, add), context)
 
-    async def stream(self, source: Any, context: Any, add: Callable[[int], None]) -> None:
+    async def stream(self, source: Any, context: Any, add: Held) -> None:
         method = self.handler.stream_stream if self.handler.request_streaming else self.handler.unary_stream
         # aclosing: the engine must hear of a call's end at once, not when the garbage collector comes by
         async with contextlib.aclosing(method(await self._requests(source, add), context)) as responses:
             timeout = self.reader.limits.stall_timeout
-            watch = _Stall(responses, timeout)
+            watch = _Stall(responses, timeout, add)
             async for response in responses:
                 with watch:
                     await context.write(response)
@@ -223,19 +224,22 @@ class _Call:
         """The parsed request, or an iterator of them."""
         if self.handler.request_streaming:
             return self._each(source, add)
-        return self._parsed(await self.reader.only(source, add), add)
+        return await self._parsed(await self.reader.only(source, add), add)
 
-    def _parsed(self, data: bytes, add: Callable[[int], None]) -> Any:
+    async def _parsed(self, data: bytes, add: Callable[[int], None]) -> Any:
         self.info.request_bytes += len(data)
         add(len(data))
         self.info.tenant.limits.admit("bytes", len(data))
-        request = self.handler.request_deserializer(data)
+        parse = self.handler.request_deserializer
+        if len(data) >= LIGHT:
+            await asyncio.to_thread(weigh, data, parse.__self__.DESCRIPTOR, self.reader.limits.max_ids)
+        request = parse(data)
         self.info.request_id = self.info.request_id or _request_id(request)
         return request
 
     async def _each(self, source: AsyncIterator[bytes], add: Callable[[int], None]) -> AsyncIterator[Any]:
         while (data := await self.reader.next(source, add)) is not None:
-            request = self._parsed(data, add)
+            request = await self._parsed(data, add)
             # A stream's messages are consumed one by one: what they hold is counted by whoever keeps it.
             add(-len(data))
             yield request
@@ -245,8 +249,9 @@ class _Stall:
     """Watches over the writes of one stream. Where nobody reads for too long, what feeds the stream is closed, so that
     it holds nothing any more; the message that is stuck stays, because no status can overtake it."""
 
-    def __init__(self, responses: Any, timeout: float) -> None:
-        self._responses, self._timeout = responses, timeout
+    def __init__(self, responses: Any, timeout: float, held: Held) -> None:
+        """`held`: the call's share of the budget, given back as soon as its work is dropped."""
+        self._responses, self._timeout, self._held = responses, timeout, held
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -264,7 +269,13 @@ class _Stall:
 
     def _close(self) -> None:
         log.warning("a stream's reader has not read for %g s: its work is dropped", self._timeout)
-        self._closing = self._loop.create_task(self._responses.aclose())
+        self._closing = self._loop.create_task(self._drop())
+
+    async def _drop(self) -> None:
+        try:
+            await self._responses.aclose()
+        finally:
+            self._held.release()
 
 
 def _request_id(request: Any) -> str:

@@ -43,6 +43,7 @@ from saccade.v1 import inference_pb2, model_pb2, types_pb2
 from service import convert, errors
 from service.calls import Calls, current_call, set_current_call
 from service.limits import ByteBudget
+from service.servicer import read
 from service.types import Delta, Finished, Started
 
 SERVICE = "inference.GRPCInferenceService"
@@ -573,12 +574,12 @@ class KServeServicer:
         began, ok, queue = time.monotonic(), False, 0.0
         try:
             self._check_model(request.model_name, request.model_version)
-            question = read_request(request)
+            question = await read(read_request, request)
             question.stream &= streaming
             question.empty_final &= streaming
             answer = _Answer(question, request.id, self._model.name)
             timeout = min((t for t in (remaining, question.timeout) if t is not None), default=None)
-            spec = convert.spec_from_proto(question.request)
+            spec = await read(convert.spec_from_proto, question.request)
             async with contextlib.aclosing(self._calls.stream(spec, timeout=timeout)) as events:
                 async for event in events:
                     if (response := answer.add(event)) is not None:

@@ -118,38 +118,50 @@ class ByteBudget:
     _owned: dict[str, int] = field(default_factory=dict)
 
     @contextmanager
-    def hold(self, owner: str = "") -> Iterator[Callable[[int], None]]:
+    def hold(self, owner: str = "") -> Iterator[Held]:
         """Yields what adds bytes to a call's share; they are given back at the end. `owner`: the tenant's name, empty
         without a key. Adding raises ResourceExhausted where the tenant has its share, and Unavailable where the
         server has no room, with `never_retry` where it never will have."""
-        held = 0
         share = self.limit if self.share is None or not owner else min(self.share, self.limit)
-
-        def add(size: int) -> None:
-            nonlocal held
-            owned = self._owned.get(owner, 0)
-            if size > 0 and held + size > share:
-                raise errors.Unavailable(
-                    f"the call would hold {held + size} bytes, and {share} is the most it may", reason="QUEUE_FULL",
-                    metadata={"limit": str(share), "got": str(held + size)}, never_retry=True,
-                )  # fmt: skip
-            if size > 0 and owner and owned + size > share:
-                raise _too_much(
-                    f"this key's messages in progress hold {owned} bytes; {size} more would pass the {share} that one "
-                    "key may have", "tenant_bytes",
-                )  # fmt: skip
-            if size > 0 and self.used + size > self.limit:
-                raise errors.Unavailable(
-                    f"the messages in progress hold {self.used} bytes; {size} more would pass the server's "
-                    f"{self.limit}", reason="QUEUE_FULL", metadata={"limit": str(self.limit)}, retry_after=1.0,
-                )  # fmt: skip
-            self.used += size
-            held += size
-            self._owned[owner] = owned + size
-
+        held = Held(self, owner, share)
         try:
-            yield add
+            yield held
         finally:
-            add(-held)
-            if not self._owned.get(owner):
-                self._owned.pop(owner, None)
+            held.release()
+
+
+class Held:
+    """What one call holds of a budget."""
+
+    def __init__(self, budget: ByteBudget, owner: str, share: int) -> None:
+        self._budget, self._owner, self._share = budget, owner, share
+        self._held = 0
+
+    def __call__(self, size: int) -> None:
+        """Adds bytes, or gives some back where `size` is negative. Raises as `ByteBudget.hold` says."""
+        budget, owner, share = self._budget, self._owner, self._share
+        owned = budget._owned.get(owner, 0)
+        if size > 0 and self._held + size > share:
+            raise errors.Unavailable(
+                f"the call would hold {self._held + size} bytes, and {share} is the most it may", reason="QUEUE_FULL",
+                metadata={"limit": str(share), "got": str(self._held + size)}, never_retry=True,
+            )  # fmt: skip
+        if size > 0 and owner and owned + size > share:
+            raise _too_much(
+                f"this key's messages in progress hold {owned} bytes; {size} more would pass the {share} that one "
+                "key may have", "tenant_bytes",
+            )  # fmt: skip
+        if size > 0 and budget.used + size > budget.limit:
+            raise errors.Unavailable(
+                f"the messages in progress hold {budget.used} bytes; {size} more would pass the server's "
+                f"{budget.limit}", reason="QUEUE_FULL", metadata={"limit": str(budget.limit)}, retry_after=1.0,
+            )  # fmt: skip
+        budget.used += size
+        self._held += size
+        budget._owned[owner] = owned + size
+
+    def release(self) -> None:
+        """Gives everything back. Idempotent."""
+        self(-self._held)
+        if not self._budget._owned.get(self._owner):
+            self._budget._owned.pop(self._owner, None)

@@ -61,6 +61,7 @@ from service.spans import Spans
 from service.supervisor import SupervisedEngine
 from service.tls import server_credentials
 from service.warmup import warm_up
+from service.weigh import MIN_IDS
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,9 @@ class Server:
             metrics=self.metrics, access=access, spans=self._open_spans(),
             places=Places(options.max_tenant_requests or max(1, options.max_queue // 2), "requests"),
         )  # fmt: skip
-        self._door = FrontDoor(self._guard, self.budget, self.metrics, access, door_limits(options))
+        self._door = FrontDoor(
+            self._guard, self.budget, self.metrics, access, door_limits(options, engine.info.max_len)
+        )
         self.spool = self._open_spool(limits.media)
         self.frontend.resolve = media_resolver(self.spool, fetcher)
         self._batch_store = self._open_batches()
@@ -322,10 +325,12 @@ def byte_budget(options: ServerOptions) -> ByteBudget:
     return ByteBudget(options.max_inflight_bytes, max(options.max_inflight_bytes // 2, options.max_message_bytes))
 
 
-def door_limits(options: ServerOptions) -> DoorLimits:
+def door_limits(options: ServerOptions, max_len: int = 0) -> DoorLimits:
+    """`max_len`: tokens of the model's context, where messages may hold as many ids."""
     return DoorLimits(
-        options.stall_timeout, options.receive_timeout, options.max_message_bytes, options.max_tenant_calls
-    )
+        options.stall_timeout, options.receive_timeout, options.max_message_bytes, options.max_tenant_calls,
+        max(max_len, MIN_IDS),
+    )  # fmt: skip
 
 
 def load_assets(options: ServerOptions) -> ModelAssets:

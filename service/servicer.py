@@ -22,7 +22,8 @@ from service.arriving import header_of, receive
 from service.calls import Calls, current_call
 from service.coalesce import coalesce
 from service.media import Media, Spool, tenant_folder
-from service.types import Event, GenerateSpec, MediaSource, VideoSource
+from service.types import Event, Finished, GenerateSpec, MediaSource, VideoSource
+from service.weigh import LIGHT
 
 T = TypeVar("T")
 LOOKING = 2
@@ -31,6 +32,20 @@ TOGETHER = 4
 """Files of one request that are fetched at a time."""
 Context: TypeAlias = Any
 """`grpc.aio.ServicerContext`, which ships no type information."""
+
+
+async def read(convert_request: Callable[[Any], T], request: Any) -> T:
+    """What the current call's message is as a request of ours, off the event loop where it is a large one."""
+    if current_call().request_bytes < LIGHT:
+        return convert_request(request)
+    return await asyncio.to_thread(convert_request, request)
+
+
+async def converted(event: Event, convert_event: Callable[[Event], T]) -> T:
+    """An event as a message, off the event loop where it carries the scores of a prompt."""
+    if isinstance(event, Finished) and event.prompt_logprobs:
+        return await asyncio.to_thread(convert_event, event)
+    return convert_event(event)
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -43,36 +58,36 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> inference_pb2.GenerateResponse:
         builder = convert.ResponseBuilder()
-        async with contextlib.aclosing(self._events(request, context)) as events:
+        async with contextlib.aclosing(await self._events(request, context)) as events:
             async for event in events:
-                builder.add(event)
+                await converted(event, builder.add)
         return builder.response()
 
     async def StreamGenerate(
         self, request: inference_pb2.StreamGenerateRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.StreamGenerateResponse, None]:
         chunk_tokens, max_delay = convert.chunking_from_proto(request)
-        events = self._events(request.request, context)
+        events = await self._events(request.request, context)
         if chunk_tokens is not None or max_delay is not None:
             events = coalesce(events, chunk_tokens=chunk_tokens, max_delay=max_delay)
         async with contextlib.aclosing(events):
             async for event in events:
-                yield convert.event_to_proto(event)
+                yield await converted(event, convert.event_to_proto)
 
-    def _events(self, request: inference_pb2.GenerateRequest, context: Context) -> AsyncGenerator[Event, None]:
-        spec = convert.spec_from_proto(request)
+    async def _events(self, request: inference_pb2.GenerateRequest, context: Context) -> AsyncGenerator[Event, None]:
+        spec = await read(convert.spec_from_proto, request)
         current_call().request_id = spec.request_id
         return self._calls.stream(spec, timeout=context.time_remaining())
 
     async def Embed(self, request: inference_pb2.EmbedRequest, context: Context) -> inference_pb2.EmbedResponse:
-        spec = convert.spec_from_embed(request)
+        spec = await read(convert.spec_from_embed, request)
         current_call().request_id = spec.request_id
         return convert.embedded_to_proto(await self._calls.embed(spec, timeout=context.time_remaining()))
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
-        spec = convert.spec_from_tokenize(request)
+        spec = await read(convert.spec_from_tokenize, request)
         return convert.tokenized_to_proto(await self._calls.tokenize(spec, timeout=context.time_remaining()))
 
     async def CancelGeneration(

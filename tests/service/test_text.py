@@ -65,6 +65,37 @@ def test_ids_without_an_entry_decode_to_nothing(tokenizer: Tokenizer) -> None:
     assert Detokenizer(None).push([1, 2]) == ""
 
 
+@given(ids=st.lists(st.integers(0, 262) | st.integers(100, 230), max_size=60))
+def test_ids_that_are_no_text_are_streamed_as_they_decode(tokenizer: Tokenizer, ids: list[int]) -> None:
+    """Bytes of no character, special tokens and ids without an entry, in any order."""
+    detokenizer = Detokenizer(tokenizer)
+    assert "".join(detokenizer.push([i]) for i in ids) + detokenizer.flush() == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("token", ["\u0122", "<|im_end|>", None], ids=["half a character", "special", "no entry"])
+def test_a_long_answer_of_no_text_costs_no_more_for_each_token(tokenizer: Tokenizer, token: str | None) -> None:
+    """Going on with one of 8,000 tokens took two seconds."""
+    decoded = 0
+
+    class Counting:
+        silent = tokenizer.silent
+
+        def decode(self, ids: list[int]) -> str:
+            nonlocal decoded
+            decoded += len(ids)
+            return tokenizer.decode(ids)
+
+    detokenizer = Detokenizer(Counting())  # type: ignore[arg-type]
+    one = 5000 if token is None else tokenizer.token_id(token)
+    assert one is not None
+    text = "".join(detokenizer.push([one]) for _ in range(1000)) + detokenizer.flush()
+    assert text == tokenizer.decode([one] * 1000) and decoded <= 150 * 1000
+
+
+def test_the_longest_token_bounds_what_one_can_stand_for(tokenizer: Tokenizer) -> None:
+    assert tokenizer.longest == len("<|im_start|>")
+
+
 def test_literal_image_tokens_are_characters(tokenizer: Tokenizer) -> None:
     image = tokenizer.token_id("<image>")
     assert tokenizer.encode("a<image>b").count(image) == 1  # type: ignore[arg-type]
