@@ -177,8 +177,8 @@ class Spool:
         with self._lock:
             if (tenant, media_id) in self._media:
                 self._media[tenant, media_id] = replace(media, expires=now + self._ttl)
-                with contextlib.suppress(FileNotFoundError):
-                    os.utime(self._path((tenant, media_id)), (now, now))
+            with contextlib.suppress(FileNotFoundError):  # another front may know of it alone, and delete it
+                os.utime(self._path((tenant, media_id)), (now, now))
 
     def size(self, tenant: str, media_id: str) -> int:
         """Bytes of the file. Raises NotFound."""

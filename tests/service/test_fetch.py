@@ -18,6 +18,7 @@ import saccade
 from encoder.frames import VideoLimits
 from encoder.images import ImageLimits
 from service import errors
+from service.calls import CallInfo, set_current_call
 from service.config import ConfigError
 from service.fetch import Fetcher, Resolve
 from service.pictures import MediaLimits
@@ -150,6 +151,77 @@ def test_the_name_is_resolved_once_and_the_connection_goes_there(authority: Auth
         assert await one(source(url)) == FILE and asked == ["localhost"]
         await denied(one, url, "not public")
         assert site.connections == 1
+
+    with_site(authority, body)
+
+
+def test_the_connection_goes_to_the_address_that_was_checked(authority: Authority) -> None:
+    """Not to the name, which a name server may answer for differently a moment later."""
+
+    async def body(site: Site, fetcher: Callable[..., Fetcher]) -> None:
+        site.says("/a.png", FILE)
+        one = fetcher(hosts=[f"site.test:{site.port}"])
+        assert await one(source(f"https://site.test:{site.port}/a.png")) == FILE
+        assert f"host: site.test:{site.port}\r\n".encode() in site.requests[0].lower()
+        # and of several that are allowed to the first, whatever localhost may be here
+        elsewhere = fetcher(resolve=everything_is("127.0.0.77", "127.0.0.1"))
+        await refused(
+            elsewhere, f"https://localhost:{site.port}/a.png", errors.Unavailable, "cannot be reached",
+            "MEDIA_FETCH_FAILED",
+        )  # fmt: skip
+        assert site.connections == 1
+
+    with_site(authority, body)
+
+
+def test_nothing_of_this_machine_s_settings_is_used(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its proxies nor its passwords."""
+    netrc = authority.folder / "netrc"
+    netrc.write_text("machine 127.0.0.1 login me password secret\nmachine localhost login me password secret\n")
+    monkeypatch.setenv("NETRC", str(netrc))
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+    async def body(site: Site, fetcher: Callable[..., Fetcher]) -> None:
+        site.says("/a.png", FILE)
+        assert await fetcher()(source(f"https://localhost:{site.port}/a.png")) == FILE
+        assert b"authorization" not in site.requests[0].lower()
+
+    with_site(authority, body)
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 3])
+def test_redirects_are_followed_as_often_as_is_allowed_and_no_further(authority: Authority, allowed: int) -> None:
+    async def body(site: Site, fetcher: Callable[..., Fetcher]) -> None:
+        site.says("/0", FILE)
+        for step in range(1, allowed + 2):
+            site.says(f"/{step}", status=302, Location=f"/{step - 1}")
+        one, here = fetcher(redirects=allowed), f"https://localhost:{site.port}"
+        assert await one(source(f"{here}/{allowed}")) == FILE and site.connections == allowed + 1
+        words = f"redirects more than {allowed} times"
+        await refused(one, f"{here}/{allowed + 1}", errors.Unavailable, words, "MEDIA_FETCH_FAILED")
+        assert site.connections == 2 * (allowed + 1), "the last place that it names is not asked"
+
+    with_site(authority, body)
+
+
+def test_bytes_are_on_the_call_s_account_as_they_come(authority: Authority) -> None:
+    held: list[int] = []
+
+    def hold(size: int) -> None:
+        held.append(size)
+        if sum(held) > 2000:
+            raise errors.Unavailable("no room", reason="QUEUE_FULL")
+
+    async def body(site: Site, fetcher: Callable[..., Fetcher]) -> None:
+        set_current_call(CallInfo(hold_bytes=hold))
+        site.says("/fits", bytes(2000))
+        assert len(await fetcher()(source(f"https://localhost:{site.port}/fits"))) == sum(held) == 2000
+        with pytest.raises(errors.Unavailable, match="no room"):
+            await fetcher()(source(f"https://localhost:{site.port}/endless"))
+        assert sum(held) < 4500, "and the rest is not waited for"
 
     with_site(authority, body)
 

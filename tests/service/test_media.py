@@ -14,6 +14,7 @@ from encoder.images import ImageLimits
 from service import errors
 from service.arriving import MAX_CHUNK
 from service.media import Media, Spool
+from service.shared_spool import SharedSpool
 
 
 class Clock:
@@ -100,6 +101,87 @@ def test_refusals(tmp_path: Path) -> None:
     assert full.value.reason == "MEDIA_SPOOL_FULL" and full.value.retry_after is None
     assert spool.used_bytes == 0
     spool.check_integrity()
+
+
+def test_uploads_of_one_tenant_share_its_part(tmp_path: Path) -> None:
+    """Two at a time cannot each have what is left; another tenant has its own part, and all together the whole."""
+    clock = Clock()
+    spool = Spool(tmp_path, 5000, 100.0, ImageLimits(max_bytes=10**5), clock, tenant_capacity=2000)
+    with spool.upload("a", 1500):
+        with pytest.raises(errors.ResourceExhausted, match="your uploads fill 1500 of 2000 bytes") as full:
+            with spool.upload("a", 501):
+                pass
+        assert full.value.retry_after is None
+        with spool.upload("a", 500), spool.upload("b", 2000), spool.upload("c", 1000):
+            assert spool.used_bytes == 5000
+            with pytest.raises(errors.ResourceExhausted, match="fill 5000 of 5000"), spool.upload("d", 1):
+                pass
+        with spool.upload("b", 2000):  # what ends is free at once
+            pass
+        assert spool.used_bytes == 1500
+    kept = put(spool, picture(1, (8, 8)), "a")
+    clock.now += 40
+    with pytest.raises(errors.ResourceExhausted, match=f"your uploads fill {kept.size} of 2000") as full:
+        with spool.upload("a", 2001 - kept.size):
+            pass
+    assert full.value.retry_after == pytest.approx(60)
+    with spool.upload("b", 2000), spool.upload("a", 2000 - kept.size):
+        pass
+    with spool.upload("b", 2000), spool.upload("c", 2000), pytest.raises(errors.ResourceExhausted) as full:
+        with spool.upload("d", 1001 - kept.size):
+            pass
+    assert full.value.retry_after == pytest.approx(60), "until something of anybody's expires"
+    spool.check_integrity()
+
+
+def test_a_file_s_time_begins_anew_where_it_is_asked_for(tmp_path: Path) -> None:
+    clock = Clock()
+    spool = make(tmp_path, clock=clock)
+    media = put(spool, picture(1))
+    clock.now += 99.0
+    spool.renew("t", media.media_id)
+    clock.now += 99.0
+    assert spool.get("t", media.media_id).expires == clock.now + 1.0
+    assert make(tmp_path, clock=clock).get("t", media.media_id), "also after a restart"
+    clock.now += 1.0
+    for asked in (spool.get, spool.read, spool.size, spool.delete, spool.renew):
+        with pytest.raises(errors.NotFound) as gone:
+            asked("t", media.media_id)
+        assert gone.value.reason == "MEDIA_NOT_FOUND"
+
+
+def test_fronts_share_their_files(tmp_path: Path) -> None:
+    clock = Clock()
+
+    def member(number: int) -> SharedSpool:
+        return SharedSpool(tmp_path, 10**6, 100.0, ImageLimits(max_bytes=10**5), clock, member=number)
+
+    one, other = member(0), member(1)
+    media, data = put(one, picture(1)), picture(1)
+    os.utime(tmp_path / "t" / media.media_id, (clock.now, clock.now))
+    assert other.get("t", media.media_id) == media
+    assert other.size("t", media.media_id) == len(data) and other.read("t", media.media_id) == data
+    for owner, name in (("u", media.media_id), ("t", "0" * 64), ("t", "../t/" + media.media_id), ("t", "incoming-0")):
+        for asked in (other.get, other.size, other.read, other.delete):
+            with pytest.raises(errors.NotFound):
+                asked(owner, name)
+    assert other.used_bytes == 0 and one.used_bytes == len(data), "each counts what it has taken itself"
+    clock.now += 99.0
+    other.renew("t", media.media_id)
+    clock.now += 99.0
+    assert one.sweep() == 0 and one.get("t", media.media_id)
+    clock.now += 1.0
+    for asked in (one.get, other.get, other.size, other.read):
+        with pytest.raises(errors.NotFound):
+            asked("t", media.media_id)
+    # what a front that has died took is deleted by the first, and by no other
+    (tmp_path / "t" / ("1" * 64)).write_bytes(data)
+    os.utime(tmp_path / "t" / ("1" * 64), (clock.now - 100.0, clock.now - 100.0))
+    assert other.sweep() == 0 and (tmp_path / "t" / ("1" * 64)).exists()
+    assert one.sweep() == 2 * len(data) and not (tmp_path / "t" / ("1" * 64)).exists()
+    again = put(other, picture(2))
+    one.delete("t", again.media_id)
+    assert not (tmp_path / "t" / again.media_id).exists()
 
 
 def test_a_full_disk_is_an_error_of_its_own(tmp_path: Path) -> None:

@@ -31,10 +31,10 @@ class Authority:
         return self.folder / "ca.pem"
 
     def issue(self, name: str) -> tuple[Path, Path]:
-        """(certificate, key) for 127.0.0.1 and localhost."""
+        """(certificate, key) for 127.0.0.1, localhost and site.test, which no name server knows."""
         certificate, key, request = (self.folder / f"{name}.{kind}" for kind in ("pem", "key", "csr"))
         extensions = self.folder / f"{name}.cnf"
-        extensions.write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
+        extensions.write_text("subjectAltName=IP:127.0.0.1,DNS:localhost,DNS:site.test\n")
         _openssl(
             "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", f"/CN={name}", "-keyout",
             str(key), "-out", str(request),
