@@ -167,6 +167,24 @@ def test_details_reach_the_error(address: str, script: Script) -> None:
     assert error.message == "too long [chat.messages: is wrong]"
 
 
+def test_what_a_pushback_says_of_retries(address: str, script: Script) -> None:
+    """gRPC's rule: a number, 0 among them, is a time to wait; anything else forbids it. RetryInfo is more exact."""
+    for pushback, retried in (("0", True), ("20", True), ("-1", False), ("soon", False), ("", False)):
+        script.requests.clear()
+        script.failures = [Failure(Code.UNAVAILABLE, pushback=pushback)]
+        with saccade.Client(address, timeout=20) as client:
+            if retried:
+                client.generate("?")
+            else:
+                with pytest.raises(errors.Unavailable):
+                    client.generate("?")
+        assert len(script.requests) == 1 + retried
+    script.failures = [Failure(Code.UNAVAILABLE, retry_after=1.5, pushback="20")]
+    with saccade.Client(address, max_retries=0) as client, pytest.raises(errors.Unavailable) as caught:
+        client.generate("?")
+    assert caught.value.retry_after == 1.5
+
+
 def test_a_message_does_not_say_the_same_twice() -> None:
     def message(text: str, *fields: tuple[str, str]) -> str:
         return errors.error_from_status("INVALID_ARGUMENT", text, errors.StatusDetails(fields=list(fields))).message

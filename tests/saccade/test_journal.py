@@ -54,11 +54,17 @@ def ids(output: Path) -> list[int]:
     return [int(json.loads(text)["custom_id"]) for text in output.read_bytes().splitlines()]
 
 
-def shuffled(output: Path) -> list[int]:
+def shuffled(output: Path, fill: int = 0) -> list[int]:
+    """With `fill` all lines are equally long, and the last one is that of the last row in either order."""
     order = [(7 * i) % ROWS for i in range(ROWS)]
+    if fill:
+        order.append(order.pop(order.index(ROWS - 1)))
     with opened(output) as journal:
         for position in order:
-            append(journal, position)
+            journal.append(
+                line(position, fill=fill and fill - (position > 9) * 2),
+                Written(row_id(position), str(position), position, 200, position, 2),
+            )
     return order
 
 
@@ -70,10 +76,14 @@ CRASHES = {
 
 
 @pytest.mark.parametrize("crash", CRASHES)
-def test_a_crash_in_a_rewrite_loses_and_mixes_up_nothing(tmp_path: Path, crash: str) -> None:
-    """The lines have different lengths: places in the old output are none in the new one."""
+@pytest.mark.parametrize("fill", [0, 30])
+def test_a_crash_in_a_rewrite_loses_and_mixes_up_nothing(tmp_path: Path, crash: str, fill: int) -> None:
+    """Where lines have different lengths, places in the old output are none in the new one; where they are equal, they
+    are places of other lines, and nothing about size or end gives it away."""
     output = tmp_path / "out.jsonl"
-    order = shuffled(output)
+    order = shuffled(output, fill)
+    if fill:
+        assert len({len(text) for text in output.read_bytes().splitlines()}) == 1
     program = (
         "import os, sys; from pathlib import Path; from saccade.journal import Journal; replace = os.replace\n"
         f"journal = Journal(Path(sys.argv[1]), lambda name: (int(name), f'batch_req_a{{int(name):05}}'))\n"
@@ -86,8 +96,10 @@ def test_a_crash_in_a_rewrite_loses_and_mixes_up_nothing(tmp_path: Path, crash: 
     with opened(output) as journal:
         assert list(journal.positions()) == ids(output)
         offset = 0
-        for _, at, length, _ in places(journal):
+        content = output.read_bytes()
+        for name, at, length, _ in places(journal):
             assert at == offset, "each line is where the journal says"
+            assert json.loads(content[at : at + length])["id"] == name
             offset += length
         assert offset == output.stat().st_size
         assert journal.totals() == {
@@ -110,6 +122,9 @@ def test_each_line_is_found_where_the_journal_says(tmp_path: Path) -> None:
         content = output.read_bytes()
         for name, offset, length, position in places(journal):
             assert content[offset : offset + length] == line(position) and name == row_id(position)
+        file = output.stat().st_ino
+        journal.sort()
+        assert output.stat().st_ino == file, "what is in order is left alone"
 
 
 def test_an_output_of_equal_size_with_another_last_line_is_read_again(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ tests."""
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -181,6 +182,31 @@ def test_pieces_are_cut_where_the_delivered_part_ends() -> None:
     assert stream.assembler.text(0) == "abcé!" and stream.assembler.token_ids(1) == [9, 8]
 
 
+def test_text_that_comes_later_than_its_ids_is_cut_too() -> None:
+    stream = state(n=2)
+    for message in (started(), delta(0, "ab", [1, 2])):
+        stream.take(message)
+    stream.next_request()
+    assert stream.take(delta(0, "a", [1, 2])) is None, "the ids are all there, and a part of the text is not"
+    assert stream.take(delta(0, "bc", [3])) == saccade.Delta("c", [3], 0, None, 1)
+
+
+def test_logprobs_are_cut_with_their_ids() -> None:
+    from saccade.v1 import types_pb2
+
+    def scored(text: str, ids: list[int]) -> Any:
+        message = delta(0, text, ids)
+        message.delta.logprobs.extend(types_pb2.TokenLogprob(token_id=i, logprob=-float(i)) for i in ids)
+        return message
+
+    stream = state(n=2, logprobs=0)
+    for message in (started(), scored("ab", [1, 2])):
+        stream.take(message)
+    stream.next_request()
+    piece = stream.take(scored("abc", [1, 2, 3]))
+    assert piece is not None and [item.token_id for item in piece.logprobs or ()] == piece.token_ids == [3]
+
+
 def test_an_answer_whose_end_has_come_needs_no_attempt_more() -> None:
     from saccade.calls import Stream
     from saccade.v1 import inference_pb2
@@ -264,6 +290,36 @@ def test_a_watchdog_ends_with_its_call() -> None:
     del call
     thread.join(timeout=10)
     assert not thread.is_alive() and not watchdog.expired
+
+
+class Cancellable:
+    def __init__(self) -> None:
+        self.cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+def test_a_watchdog_that_is_disarmed_does_not_bite() -> None:
+    call = Cancellable()
+    watchdog = Watchdog(call)
+    watchdog.arm(0.1)
+    watchdog.disarm()
+    assert not call.cancelled.wait(0.4) and not watchdog.expired
+    watchdog.arm(0.01)
+    assert call.cancelled.wait(10) and watchdog.expired
+
+
+def test_a_watchdog_wakes_for_an_earlier_time() -> None:
+    call = Cancellable()
+    watchdog = Watchdog(call)
+    watchdog.arm(60)
+    thread = watchdog._thread
+    assert thread is not None
+    while watchdog._wakes == float("inf"):  # until it sleeps for a minute
+        pass
+    watchdog.arm(0.01)
+    assert call.cancelled.wait(10) and watchdog.expired
 
 
 # -- options and further methods ---------------------------------------------------------------------------------------
