@@ -1,6 +1,6 @@
 """Do the tests notice? One-line changes of behaviour, one at a time, each with the tests that should fail.
 
-    python -m benchmarks.mutants [AREA ...] [--only TEXT] [--jobs 1] [--timeout 300] [--fresh] [--list] [--write]
+    python -m benchmarks.mutants [AREA ...] [--only TEXT] [--jobs 1] [--timeout 300] [--seconds S] [--fresh] [--write]
 
 An area is a file of `benchmarks/mutants_lists`; its entries name a file, a text that stands in it exactly once, what
 takes its place, and test files. The checkout is copied to a temporary folder, the named tests must pass there as they
@@ -173,13 +173,17 @@ def check_unmutated(folder: Path, mutants: Sequence[Mutant], timeout: float, res
 
 
 def run(
-    mutants: Sequence[Mutant], root: Path, results: Results, *, jobs: int = 1, timeout: float = 300
-) -> list[dict[str, Any]]:
-    """A row for each mutant. `SystemExit` naming the tests that fail without any."""
+    mutants: Sequence[Mutant], root: Path, results: Results, *, jobs: int = 1, timeout: float = 300,
+    seconds: float = float("inf"),
+) -> list[dict[str, Any]]:  # fmt: skip
+    """A row for each mutant that is known or was tried; none is begun after `seconds`. `SystemExit` naming the tests
+    that fail without any mutant.
+    """
+    end = time.monotonic() + seconds
     keys = {
         mutant: mutant.key(root) for mutant in mutants
     }  # now: the checkout may be edited while the copies are tested
-    todo = [mutant for mutant in mutants if keys[mutant] not in results.known]
+    todo = [mutant for mutant in mutants if keys[mutant] not in results.known and seconds > 0]
     with contextlib.ExitStack() as ends:
         folders: queue.Queue[Path] = queue.Queue()
         for _ in range(min(jobs, len(todo))):
@@ -191,6 +195,8 @@ def run(
             folders.put(folder)
 
         def one(mutant: Mutant) -> None:
+            if time.monotonic() > end:
+                return
             folder = folders.get()
             try:
                 outcome, seconds = try_mutant(folder, mutant, timeout)
@@ -204,7 +210,8 @@ def run(
             list(pool.map(one, todo))
     rows = []
     for mutant in mutants:
-        known = results.known[keys[mutant]]
+        if (known := results.known.get(keys[mutant])) is None:
+            continue
         rows.append({**asdict(mutant), "outcome": known["outcome"], "seconds": known["seconds"]})
     return rows
 
@@ -226,6 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="mutants whose file or change contains this")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time, each in a copy (default: 1)")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for the tests of one mutant (default: 300)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no mutant after this long")
     parser.add_argument("--least", type=float, default=85, help="percent that must be caught (default: 85)")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
@@ -244,13 +252,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     load, started = machine.load(), time.perf_counter()
     results = Results(CHECKOUT / "build" / "mutants.jsonl", fresh=arguments.fresh)
-    rows = run(mutants, CHECKOUT, results, jobs=arguments.jobs, timeout=arguments.timeout)
+    rows = run(mutants, CHECKOUT, results, jobs=arguments.jobs, timeout=arguments.timeout, seconds=arguments.seconds)
     print(table(rows), file=sys.stderr)
+    if not rows:
+        parser.error(f"none of {len(mutants)} mutants was tried in {arguments.seconds:g} s")
     caught = sum(row["outcome"] in CAUGHT for row in rows)
     result = {
         "benchmark": "mutants",
         "mutants": len(rows),
         "caught": caught,
+        "not_tried": len(mutants) - len(rows),
         "percent": round(100 * caught / len(rows), 1),
         "seconds": round(time.perf_counter() - started, 1),
         "load": load,
@@ -263,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         path = RESULTS / f"{datetime.date.today()}-mutants.json"
         path.write_text(json.dumps(result, indent=1) + "\n")
         print(path, file=sys.stderr)
-    print(json.dumps({name: result[name] for name in ("mutants", "caught", "percent")}))
+    print(json.dumps({name: result[name] for name in ("mutants", "caught", "not_tried", "percent")}))
     return int(100 * caught < arguments.least * len(rows))
 
 

@@ -63,6 +63,7 @@ def test_caught_and_survived(checkout: Path, tmp_path: Path, capsys: pytest.Capt
     capsys.readouterr()
     assert mutants.run(tried, checkout, Results(state)) == rows
     assert capsys.readouterr().err == ""
+    assert mutants.run([*tried, mutant("x, 9", "x, 5")], checkout, Results(state), seconds=0) == rows
     (checkout / "test_thing.py").write_text("from thing import clamp\n\ndef test_below():\n    assert clamp(-1) == 0\n")
     assert mutants.run(tried[1:2], checkout, Results(state))[0]["outcome"] == "caught"
 
@@ -95,7 +96,8 @@ def test_the_last_line_is_json_and_few_caught_is_a_failure(
     monkeypatch.setattr(mutants, "Results", lambda *given, **named: None)
     monkeypatch.setattr(mutants, "RESULTS", tmp_path)
     assert mutants.main(["--write"]) == 1
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"mutants": 2, "caught": 1, "percent": 50.0}
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (told["mutants"], told["caught"], told["percent"]) == (2, 1, 50.0) and told["not_tried"] == len(MUTANTS) - 2
     (written,) = tmp_path.glob("*-mutants.json")
     assert json.loads(written.read_text())["rows"][1]["outcome"] == "survived"
     assert mutants.main(["--least", "50"]) == 0
