@@ -150,3 +150,12 @@ def test_nothing_overtakes_after_the_stated_moment() -> None:
         newcomer = Waiting(50, latest + 1e-6, deadline=latest + 1e-6, priority=priority)
         assert choose([newcomer, old], 50)[0] == 1
         assert choose([Waiting(50, latest - 1e-6, deadline=0, priority=priority), old], 50)[0] == 0
+
+
+def test_a_step_ends_before_the_first_that_does_not_fit() -> None:
+    """What comes behind it waits as well, though it would fit: an order that may be passed over is no order."""
+    waiting = [Waiting(tokens, arrival) for arrival, tokens in enumerate((60, 50, 30))]
+    assert choose(waiting, 100) == [0]
+    assert choose(waiting, 110) == [0, 1]
+    assert choose(waiting, 140) == [0, 1, 2]
+    assert choose([Waiting(500, 0.0), *waiting], 100) == [0]

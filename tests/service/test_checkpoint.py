@@ -263,6 +263,9 @@ def test_hub_ids_resolve_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.
     (repository / "refs" / "main").write_text("abc\n")
     assert resolve_model("some/model") == repository / "snapshots" / "abc"
     assert open_checkpoint("some/model").config.name == "some/model"
+    (repository / "refs" / "main").write_text("gone\n")  # as after a download that was cut short
+    (repository / "snapshots" / "abd").mkdir()
+    assert resolve_model("some/model") == repository / "snapshots" / "abd"
     with pytest.raises(CheckpointError, match="never downloads"):
         resolve_model("some/other")
 

@@ -54,6 +54,7 @@ def test_later_turns_are_not_shared(assets: ModelAssets) -> None:
 def test_a_picture_ends_it(assets: ModelAssets) -> None:
     spec = GenerateSpec("r", "", ChatInput((Message("system", ("look", None)), Message("user", ("at",)))))
     assert system_end(spec, [7] * 40, assets) == 0
+    assert system_end(spec, read(spec, [prepared()], assets), assets) == 0
 
 
 def test_raw_text_has_none(assets: ModelAssets) -> None:
@@ -130,6 +131,7 @@ def test_image_tokens_in_raw_text_are_places_only_where_there_are_as_many_pictur
         ("ab", 1, 1),
         (f"{token}a{token}b", 1, 2),
         (f"{token}a{token}b", 2, 2),
+        (f"a\ufdd0b{token}c", 1, 1),  # a mark of ours, which no text may hold
     ):
         spec = GenerateSpec("r", "", RawInput(text))
         assert read(spec, [prepared()] * pictures, assets).count(image) == places, (text, pictures)
