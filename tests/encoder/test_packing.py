@@ -222,6 +222,12 @@ def test_batches_follow_deadlines_or_arrival() -> None:
     assert [batch.indices for batch in urgent] == [(2,), (1,), (0,)]
 
 
+def test_a_batch_is_as_urgent_as_its_most_urgent_image() -> None:
+    budgets = EncoderBudgets((128,), 2)
+    got = pack([64, 64, 128], budgets, deadlines=[1.0, 9.0, 5.0])
+    assert [batch.indices for batch in got] == [(0, 1), (2,)]
+
+
 def test_misuse_names_the_numbers() -> None:
     budgets = EncoderBudgets((64,), 1)
     for arguments in ({"frames": [1]}, {"deadlines": [1.0]}, {"launch_cost": -1}, {"frames": [1, 0]}):

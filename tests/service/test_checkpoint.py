@@ -42,7 +42,7 @@ def test_text_only_models_have_no_vision_weights(tmp_path: Path) -> None:
 
 
 def test_progress_reaches_the_total(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, 1, text={"pattern": "M"})
+    make_checkpoint(tmp_path, 1, naming="released", text={"pattern": "ME"})  # experts one by one, to be stacked
     seen: list[tuple[int, int]] = []
     list(Checkpoint(tmp_path).decoder_weights(lambda done, total: seen.append((done, total))))
     assert seen[-1][0] == seen[-1][1] > 0
@@ -105,6 +105,24 @@ def test_missing_expert_is_a_shape_error(tmp_path: Path) -> None:
     edit_weights(tmp_path, {"language_model.backbone.layers.0.mixer.experts.1.up_proj.weight": None})
     with pytest.raises(CheckpointError, match=r"experts\.up_proj has shape"):
         Checkpoint(tmp_path)
+
+
+def test_experts_of_different_shapes_are_a_shape_error(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 4, naming="released", text={"pattern": "E"})
+    name = "language_model.backbone.layers.0.mixer.experts.1.up_proj.weight"
+    edit_weights(tmp_path, {name: load_file(tmp_path / "model.safetensors")[name][:-1].contiguous()})
+    with pytest.raises(CheckpointError, match=r"experts\.up_proj has shape"):
+        Checkpoint(tmp_path)
+
+
+def test_what_two_hosts_compare_follows_the_numbers_of_the_vision_weights(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 4, naming="released", text={"pattern": "M"})
+    before = Checkpoint(tmp_path).vision_digest()
+    weights = load_file(tmp_path / "model.safetensors")
+    edit_weights(tmp_path, {n: t + 1 for n, t in weights.items() if n.startswith("language_model.")})
+    assert Checkpoint(tmp_path).vision_digest() == before
+    edit_weights(tmp_path, {n: t + 1 for n, t in weights.items() if n.startswith("vision_model.")})
+    assert Checkpoint(tmp_path).vision_digest() != before
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, -10])
