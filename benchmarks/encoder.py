@@ -38,13 +38,12 @@ from PIL import Image
 
 from benchmarks import machine, models
 from encoder.budget import resolve_budgets
-from encoder.config import VisionConfig
 from encoder.images import decode_image
 from encoder.item import EncoderItem
 from encoder.packing import pack
-from encoder.preprocess import patchify
 from encoder.runner import EncoderOptions, EncoderRunner
 from encoder.tune import packed_ladder, tuned_ladder
+from families.nemotron_h_omni.vision import RadioVision
 from kernels.host_memory import keep_freed_memory
 from kernels.native.tower import Code, TowerOp, TowerStep
 from service.checkpoint import open_checkpoint
@@ -82,7 +81,7 @@ MIXES: dict[str, Callable[[random.Random], tuple[int, int]]] = {
 }
 
 
-def pictures(kind: str, count: int, config: VisionConfig) -> list[EncoderItem]:
+def pictures(kind: str, count: int, config: RadioVision) -> list[EncoderItem]:
     """`count` pictures of random patches, the same each time."""
     rng = random.Random(f"{kind} {count}")
     generator = torch.Generator().manual_seed(count)
@@ -94,7 +93,7 @@ def pictures(kind: str, count: int, config: VisionConfig) -> list[EncoderItem]:
     return made
 
 
-def flops(images: Sequence[EncoderItem], config: VisionConfig) -> float:
+def flops(images: Sequence[EncoderItem], config: RadioVision) -> float:
     """Of the products that these pictures need: projections, MLP and attention of each layer, patches, projector."""
     width, inner, total = config.hidden_size, config.intermediate_size, 0.0
     mlp = (3 if config.use_swiglu_ffn else 2) * width * inner
@@ -107,7 +106,7 @@ def flops(images: Sequence[EncoderItem], config: VisionConfig) -> float:
     return total
 
 
-def destinations(images: Sequence[EncoderItem], config: VisionConfig) -> list[torch.Tensor]:
+def destinations(images: Sequence[EncoderItem], config: RadioVision) -> list[torch.Tensor]:
     return [torch.empty(image.tokens, config.text_hidden_size, dtype=DTYPE) for image in images]
 
 
@@ -137,7 +136,7 @@ def measure_mixes(path: Path, count: int, rounds: int, rates: list[float]) -> li
     """`rates`: of a large product, FLOP/s; one more is measured in each round, and the best is the ceiling."""
     rows = []
     eager = make_runner(path, graphs="off")
-    config = eager.config
+    config = eager.spec
     for mix in MIXES:
         images = pictures(mix, count, config)
         out = destinations(images, config)
@@ -190,7 +189,7 @@ def measure_mixes(path: Path, count: int, rounds: int, rates: list[float]) -> li
 def measure_operations(path: Path, rounds: int, rates: list[float]) -> list[dict[str, Any]]:
     """`rates` as in `measure_mixes`. Operations run one at a time for this, so that a share is of their sum."""
     runner = make_runner(path, graphs="off", native="on")
-    config, images = runner.config, pictures("uniform", 8, runner.config)
+    config, images = runner.spec, pictures("uniform", 8, runner.spec)
     out = destinations(images, config)
     times: Counter[str] = Counter()
     work: Counter[str] = Counter()
@@ -225,8 +224,8 @@ def measure_peer(path: Path, rounds: int) -> dict[str, Any]:
     kind: Any = NemotronH_Omni_Reasoning_V3
     peer = kind.from_pretrained(path, dtype=DTYPE, attn_implementation="sdpa").eval()
     runner = make_runner(path, graphs="auto")
-    images = pictures("uniform", 16, runner.config)
-    out = destinations(images, runner.config)
+    images = pictures("uniform", 16, runner.spec)
+    out = destinations(images, runner.spec)
     patches = torch.cat([image.patches for image in images])
     grids = torch.tensor([image.grid for image in images])
 
@@ -295,7 +294,7 @@ def scene(height: int, width: int) -> Image.Image:
 
 def measure_preprocessing(rounds: int) -> list[dict[str, Any]]:
     """The released rule: patches of 16, 1024 to 13312 of them. One thread."""
-    config = VisionConfig()
+    config = RadioVision()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     rows = []
@@ -308,7 +307,8 @@ def measure_preprocessing(rounds: int) -> list[dict[str, Any]]:
                 repeats = rounds if height * width < 1 << 20 else 1
                 decode = min(seconds(functools.partial(decode_image, data)) for _ in range(repeats))
                 pixels = decode_image(data)
-                patch = min(seconds(functools.partial(patchify, pixels, config, DTYPE)) for _ in range(repeats))
+                cut = functools.partial(config.image_rule.patchify, pixels, DTYPE)
+                patch = min(seconds(cut) for _ in range(repeats))
                 row = {
                     "size": f"{width}x{height}", "format": kind, "bytes": len(data), "decode_s": decode,
                     "patchify_s": patch, "images_s": 1 / (decode + patch),

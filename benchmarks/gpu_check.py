@@ -34,8 +34,8 @@ from decoder.config import DecoderConfig, DecoderOptions
 from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
-from encoder.config import VisionConfig
 from encoder.runner import EncoderOptions, EncoderRunner
+from families.nemotron_h_omni.vision import RadioVision
 from kernels.dispatch import forced
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -123,9 +123,7 @@ def logprobs(config: DecoderConfig, device: str, dtype: torch.dtype, lengths: Se
     return torch.tensor([found[str(index)] for index in range(len(lengths))], dtype=torch.float64)
 
 
-def rows_of(
-    config: VisionConfig, device: str, dtype: torch.dtype, grids: Sequence[tuple[int, int]], graphs: str
-) -> Any:
+def rows_of(config: RadioVision, device: str, dtype: torch.dtype, grids: Sequence[tuple[int, int]], graphs: str) -> Any:
     """Rows of pictures of noise, all together, float64 on the host."""
     weights = gpu_models.weights(config.expected_weights(), device, dtype)
     tokens = sum(rows * columns for rows, columns in grids) // config.merge_size**2

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from decoder.config import DecoderConfig
-from encoder.config import VisionConfig
 from encoder.item import EncoderItem
 from families.nemotron_h.config import NemotronHConfig
+from families.nemotron_h_omni.vision import RadioVision
 
 _NEMOTRON_9B = NemotronHConfig(
     pattern="M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
@@ -26,7 +26,7 @@ _NANO_3_30B = NemotronHConfig(
     routed_scaling_factor=2.5,
 )  # fmt: skip
 """One layer of each kind of Nemotron 3 Nano Omni's decoder."""
-RADIO_H = VisionConfig(text_hidden_size=2688, projector_hidden_size=20480)
+RADIO_H = RadioVision(text_hidden_size=2688, projector_hidden_size=20480)
 _TINY_9B = replace(
     _NEMOTRON_9B, pattern="M-*M-", vocab_size=97, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
     head_dim=8, intermediate_size=48, mamba_num_heads=4, mamba_head_dim=8, ssm_state_size=16, n_groups=2, chunk_size=8,
@@ -35,7 +35,7 @@ _TINY_30B = replace(
     _TINY_9B, pattern="ME*", n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=24,
     moe_shared_expert_intermediate_size=40, routed_scaling_factor=2.5,
 )  # fmt: skip
-TINY_TOWER = VisionConfig(
+TINY_TOWER = RadioVision(
     hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64, patch_size=4, max_img_size=64, num_cls_tokens=2,
     num_registers=2, min_num_patches=16, max_num_patches=256, max_model_len=512, projector_hidden_size=48,
     text_hidden_size=32,
@@ -50,7 +50,7 @@ def decoder(scale: str, *, experts: bool = False, layers: bool = False) -> Decod
     return (replace(config, pattern="M-*") if layers else config).decoder
 
 
-def tower(scale: str, *, layers: int | None = None) -> VisionConfig:
+def tower(scale: str, *, layers: int | None = None) -> RadioVision:
     """RADIO-H, or its first layers."""
     config = RADIO_H if scale == "full" else TINY_TOWER
     return config if layers is None else replace(config, num_layers=layers)
@@ -72,7 +72,7 @@ def weights(shapes: dict[str, tuple[int, ...]], device: str, dtype: torch.dtype)
         yield name, tensor.to(dtype)
 
 
-def picture(config: VisionConfig, rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> EncoderItem:
+def picture(config: RadioVision, rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> EncoderItem:
     """Patches of a picture of noise."""
     generator = torch.Generator().manual_seed(1000 * rows + columns + 7919 * seed)
     patches = torch.randn(rows * columns, config.patch_dim, generator=generator).to(dtype)

@@ -86,10 +86,9 @@ class Peer:
         if not files:
             return {"input_ids": torch.tensor([prompt], device=self.device)}
         from encoder.images import decode_image
-        from encoder.preprocess import patchify
 
         assert self.vision is not None
-        images = [patchify(decode_image(Path(f).read_bytes()), self.vision, torch.bfloat16) for f in files]
+        images = [self.vision.image_rule.patchify(decode_image(Path(f).read_bytes()), torch.bfloat16) for f in files]
         token = self.model.config.image_token_id
         sizes = iter(images)
         widened = [i for t in prompt for i in ([t] * next(sizes).tokens if t == token else [t])]

@@ -26,8 +26,8 @@ import torch
 from PIL import Image
 
 from benchmarks import machine
-from encoder.config import VisionConfig
-from encoder.preprocess import Stopwatch, patchify
+from encoder.preprocess import Stopwatch
+from families.nemotron_h_omni.vision import RadioVision
 from service.picture_pool import PicturePool
 from service.pictures import LocalDecoder, MediaLimits
 
@@ -61,7 +61,7 @@ def in_turn(ways: dict[str, Callable[[], object]], seconds: float) -> dict[str, 
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def measure(config: VisionConfig, dtype: torch.dtype, seconds: float) -> list[dict[str, Any]]:
+def measure(config: RadioVision, dtype: torch.dtype, seconds: float) -> list[dict[str, Any]]:
     limits = MediaLimits()
     here = LocalDecoder(limits)
     pool = PicturePool(limits, 1, image_seconds=60, video_seconds=60)
@@ -72,7 +72,7 @@ def measure(config: VisionConfig, dtype: torch.dtype, seconds: float) -> list[di
         watch = Stopwatch()
 
         def cut(pixels: torch.Tensor = pixels, watch: Stopwatch = watch) -> None:
-            patchify(pixels, config, dtype, keep_bytes=True, watch=watch)
+            config.image_rule.patchify(pixels, dtype, keep_bytes=True, watch=watch)
 
         found = in_turn(
             {"here": lambda data=data: here.image(data), "worker": lambda data=data: pool.image(data), "cut": cut},
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=1.0, help="for each size and format")
     parser.add_argument("--write", action="store_true", help="leave a dated file in benchmarks/results")
     arguments = parser.parse_args(argv)
-    config = VisionConfig()
+    config = RadioVision()
     if arguments.model:
         from service.checkpoint import open_checkpoint
 

@@ -1,1 +1,1 @@
-"""Images to embedding rows: decoding, patching, packing under token budgets and the RADIO vision tower."""
+"""Images and clips to embedding rows: decoding, cutting, packing under token budgets, and running a vision tower."""

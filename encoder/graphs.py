@@ -19,9 +19,9 @@ from torch import Tensor
 from encoder.budget import EncoderBudgets, GraphShape, graph_shape
 from encoder.item import IMAGE, PatchSequence
 from encoder.layout import Layout, layout
-from encoder.model import PackedBatch, VisionTower
 from encoder.plan import buffer_sizes
 from encoder.positions import PositionCache
+from encoder.tower import PackedBatch, Tower
 from kernels.graphs import GraphPool, StaticGraph
 
 log = logging.getLogger(__name__)
@@ -41,22 +41,22 @@ class EncoderArena:
     Bytes are counted once: the views own nothing. Host code writes it between replays, a graph reads it during one.
     """
 
-    def __init__(self, tower: VisionTower, budgets: EncoderBudgets, kinds: Collection[str] = (IMAGE,)) -> None:
+    def __init__(self, tower: Tower, budgets: EncoderBudgets, kinds: Collection[str] = (IMAGE,)) -> None:
         """`kinds`: of the items whose graphs share the memory, wide enough for the patches of each."""
-        config = tower.config
+        sizes = tower.sizes
         self.kinds = frozenset(kinds)
         self.pool = GraphPool(tower.device)
         self._tower = tower
-        self._merge = config.merge_size
-        self._prefix = config.num_prefix_tokens
+        self._merge = sizes.merge_size
+        self._prefix = sizes.num_prefix_tokens
         self.shapes = {
-            budget: graph_shape(budget, budgets, prefix=self._prefix, patches_per_token=config.patches_per_token)
+            budget: graph_shape(budget, budgets, prefix=self._prefix, patches_per_token=sizes.patches_per_token)
             for budget in budgets.token_budgets
         }
-        sizes = buffer_sizes(self.shapes[budgets.largest], config, kinds)
+        buffers = buffer_sizes(self.shapes[budgets.largest], sizes, kinds)
         self.buffers = {
             name: torch.zeros(size, dtype=kind or tower.dtype, device=tower.device)
-            for name, (size, kind) in sizes.items()
+            for name, (size, kind) in buffers.items()
         }
         # Leading elements of each buffer that some earlier batch may have left non-zero.
         self._dirty = {"patches": 0, "positions": 0}
@@ -68,7 +68,7 @@ class EncoderArena:
     def view(self, budget: int, *, kind: str = IMAGE) -> dict[str, Tensor]:
         """The buffers of one budget and kind, `rows` being the output; they alias those of every other."""
         assert kind in self.kinds, (kind, self.kinds)
-        sizes = buffer_sizes(self.shapes[budget], self._tower.config, (kind,))
+        sizes = buffer_sizes(self.shapes[budget], self._tower.sizes, (kind,))
         return {name: self.buffers[name].view(-1)[: math.prod(size)].view(size) for name, (size, _) in sizes.items()}
 
     def fill(
@@ -100,9 +100,7 @@ class EncoderArena:
         self._dirty[name] = dirty if dirty > room else written
 
 
-def _step(
-    tower: VisionTower, shape: GraphShape, kind: str
-) -> Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]:
+def _step(tower: Tower, shape: GraphShape, kind: str) -> Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]:
     """The tower over one budget's buffers. `max_seqlen` is baked: the padding sequence may take every row."""
 
     def run(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
@@ -132,7 +130,7 @@ class EncoderGraphs:
     """The graphs of all budgets, for one kind of item. `run` replays; `calibrate` says which pay."""
 
     def __init__(
-        self, tower: VisionTower, budgets: EncoderBudgets, positions: PositionCache, arena: EncoderArena, *,
+        self, tower: Tower, budgets: EncoderBudgets, positions: PositionCache, arena: EncoderArena, *,
         kind: str = IMAGE,
     ) -> None:  # fmt: skip
         """Captures every budget, largest first, so that the smaller ones fit the pool's memory."""
@@ -157,7 +155,7 @@ class EncoderGraphs:
             self._graphs[budget] = graph
 
     def run(self, budget: int, sequences: Sequence[PatchSequence]) -> Tensor:
-        """Rows of `sequences` in their order, `[tokens, text_hidden]`: a view of the arena until the next `run`."""
+        """Rows of `sequences` in their order, `[tokens, row_width]`: a view of the arena until the next `run`."""
         placed = self.arena.fill(budget, sequences, self._positions, kind=self._kind)
         view = self.arena.view(budget, kind=self._kind)
         outputs = self._graphs[budget].replay({name: view[name] for name in INPUTS})
@@ -165,11 +163,11 @@ class EncoderGraphs:
 
     def _sample(self, tokens: int) -> PatchSequence:
         """A made-up sequence of at most `tokens` image tokens, about square."""
-        config = self._tower.config
+        sizes = self._tower.sizes
         rows = max(math.isqrt(tokens), 1)
-        grid = (rows * config.merge_size, tokens // rows * config.merge_size)
-        patches = torch.zeros(grid[0] * grid[1], config.patch_widths[self._kind], dtype=self._tower.dtype)
-        return PatchSequence(grid, patches, config.merge_size)
+        grid = (rows * sizes.merge_size, tokens // rows * sizes.merge_size)
+        patches = torch.zeros(grid[0] * grid[1], sizes.patch_widths[self._kind], dtype=self._tower.dtype)
+        return PatchSequence(grid, patches, sizes.merge_size)
 
     def calibrate(self, eager: Callable[[Sequence[PatchSequence]], Tensor], *, seconds: float) -> dict[int, Verdict]:
         """Time each budget's replay against `eager` on a batch half way between the budget below and this one.

@@ -12,9 +12,9 @@ from encoder.budget import EncoderBudgets
 from encoder.graphs import EncoderArena, EncoderGraphs, Verdict
 from encoder.item import IMAGE, PatchSequence
 from encoder.layout import layout
-from encoder.model import PackedBatch, VisionTower
 from encoder.pieces import Pieces, finish
 from encoder.positions import PositionCache
+from encoder.tower import PackedBatch, Tower
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Lane:
     """Runs packed batches of one kind. Without an arena it is eager, for the reason given."""
 
     def __init__(
-        self, tower: VisionTower, budgets: EncoderBudgets, positions: PositionCache, *, kind: str,
+        self, tower: Tower, budgets: EncoderBudgets, positions: PositionCache, *, kind: str,
         arena: EncoderArena | None, eager_reason: str = "", calibrate: bool = False,
     ) -> None:  # fmt: skip
         """`calibrate`: time each graph against eager and keep those that win; else every graph is used."""
@@ -103,8 +103,8 @@ class Lane:
 
     def batch(self, sequences: Sequence[PatchSequence]) -> PackedBatch:
         """`sequences` as a launch of exactly their size."""
-        config, device = self.tower.config, self.tower.device
-        placed = layout([part.grid for part in sequences], prefix=config.num_prefix_tokens, merge=config.merge_size)
+        sizes, device = self.tower.sizes, self.tower.device
+        placed = layout([part.grid for part in sequences], prefix=sizes.num_prefix_tokens, merge=sizes.merge_size)
         return PackedBatch(
             patches_TP=torch.cat([part.patches.to(device, self.tower.dtype) for part in sequences]),
             positions_TD=torch.cat([self._positions.get(part.grid) for part in sequences]),

@@ -1,7 +1,7 @@
-"""The tower on a CPU in compiled code: a call for each layer, and one before and after them.
+"""A `ViT` on a CPU in compiled code: a call for each layer, and one before and after them.
 
-The same maths as `encoder.model`. Between operations a row is float32 (the residual stream) or the operand of a product
-(in the tower's dtype). Each row is computed in an order of its own, so that a picture gets the same numbers
+The same maths as `encoder.vit`. Between operations a row is float32 (the residual stream) or the operand of a product
+(in the tower's dtype). Each row is computed in an order of its own, so that an image gets the same numbers
 alone, beside others and with any number of threads. A graph's replay on a CPU is the same calls on its padded buffers.
 
 R tower rows, T patches, N image tokens, D features.
@@ -13,26 +13,20 @@ import ctypes
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from encoder.config import VisionConfig
-from encoder.item import IMAGE
 from encoder.pieces import Pieces
-from encoder.plan import scratch_sizes
+from encoder.tower import PackedBatch
+from encoder.vit import Norm, ViT, ViTSizes
 from kernels.linear import Linear, Packed
 from kernels.native import Activation, Kind, NativeUnavailable, library
 from kernels.native.tower import Code, Of, Place, Store, Tower, TowerOp, TowerStep
 from kernels.varlen_attention.reference import check_offsets
 
-if TYPE_CHECKING:
-    from encoder.model import Norm, PackedBatch, VisionTower
-
 log = logging.getLogger(__name__)
 
-NATIVE_MODES = ("auto", "on", "off")
 ACTIVATIONS = {
     "gelu": Activation.GELU,
     "gelu_new": Activation.GELU_TANH,
@@ -45,13 +39,13 @@ ACTIVATIONS = {
 }
 
 
-def runs_compiled(config: VisionConfig, dtype: torch.dtype, device: torch.device, mode: str) -> bool:
+def runs_compiled(sizes: ViTSizes, dtype: torch.dtype, device: torch.device, mode: str) -> bool:
     """Whether such a tower runs in compiled code; a line in the log where it might have. `ValueError` where it must
     (`mode` "on") and cannot."""
     if mode == "off":
         return False
     try:
-        _check(config, dtype, device)
+        _check(sizes, dtype, device)
         library()
     except NativeUnavailable as reason:
         if mode == "on":
@@ -61,29 +55,41 @@ def runs_compiled(config: VisionConfig, dtype: torch.dtype, device: torch.device
     return True
 
 
-def _check(config: VisionConfig, dtype: torch.dtype, device: torch.device) -> None:
+def _check(sizes: ViTSizes, dtype: torch.dtype, device: torch.device) -> None:
     if device.type != "cpu":
         raise NativeUnavailable(f"the encoder is on {device}")
     if dtype not in (torch.bfloat16, torch.float32):
         raise NativeUnavailable(f"the dtype is {dtype}")
-    for name in ("hidden_size", "intermediate_size", "patch_dim", "projector_hidden_size"):
-        if dtype == torch.bfloat16 and getattr(config, name) % 2:
-            raise NativeUnavailable(f"{name} {getattr(config, name)} is odd, and bfloat16 is multiplied in pairs")
+    widths = {name: getattr(sizes, name) for name in ("hidden_size", "intermediate_size", "projector_hidden_size")}
+    widths |= {f"the width of {kind} patches": width for kind, width in sizes.patch_widths.items()}
+    for name, width in widths.items():
+        if dtype == torch.bfloat16 and width % 2:
+            raise NativeUnavailable(f"{name} {width} is odd, and bfloat16 is multiplied in pairs")
 
 
-class NativeTower:
+def scratch_sizes(rows: int, sizes: ViTSizes, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes of what is kept between two operations of a launch of so many tower rows: what was normed, and what the
+    wide products make of it. At most as many patches as rows have float32 embeddings."""
+    tokens = rows // sizes.patches_per_token
+    inner = sizes.intermediate_size * (2 if sizes.use_swiglu_ffn else 1)
+    wide = rows * max(3 * sizes.hidden_size, inner), tokens * sizes.projector_hidden_size
+    embedded = rows * sizes.hidden_size * torch.float32.itemsize
+    return rows * sizes.hidden_size * dtype.itemsize, max(embedded, max(wide) * dtype.itemsize)
+
+
+class NativeViT:
     """The operations of one tower, and the memory between them. One thread at a time."""
 
-    def __init__(self, tower: VisionTower, max_rows: int) -> None:
+    def __init__(self, vit: ViT, max_rows: int) -> None:
         """`max_rows`: tower rows of a launch that memory is set aside for; a larger one is given more, for good."""
-        self._config, self._dtype = tower.config, tower.dtype
+        self._sizes, self._dtype = vit.sizes, vit.dtype
         self._library = library()
         self.on_operation: Callable[[TowerOp, TowerStep, float], None] | None = None
         """For measurements: operations then run one at a time, and this hears of each, its launch and its seconds."""
         self._kept: list[object] = []
         """What the operations point to."""
-        self._kind = Kind.BF16 if tower.dtype == torch.bfloat16 else Kind.F32
-        self._store = Store.BFLOAT16 if tower.dtype == torch.bfloat16 else Store.FLOAT32
+        self._kind = Kind.BF16 if vit.dtype == torch.bfloat16 else Kind.F32
+        self._store = Store.BFLOAT16 if vit.dtype == torch.bfloat16 else Store.FLOAT32
         ops: list[TowerOp] = []
 
         def stretch(*parts: TowerOp) -> range:
@@ -95,42 +101,42 @@ class NativeTower:
                 self._linear(projection, Place.PIXELS, Place.WIDE, of=Of.PATCHES, store=Store.FLOAT32),
                 TowerOp(Code.EMBED),
             )
-            for kind, projection in tower.projections.items()
+            for kind, projection in vit.projections.items()
         }
         self._layers = [
             stretch(
-                self._norm(layer.norm1),
-                self._linear(layer.qkv, Place.NORMED, Place.WIDE),
+                self._norm(block.norm1),
+                self._linear(block.qkv, Place.NORMED, Place.WIDE),
                 TowerOp(Code.ATTENTION),
-                self._linear(layer.out, Place.NORMED, Place.STREAM, store=Store.ADD),
-                self._norm(layer.norm2),
-                *self._mlp(layer.up, layer.down),
+                self._linear(block.out, Place.NORMED, Place.STREAM, store=Store.ADD),
+                self._norm(block.norm2),
+                *self._mlp(block.up, block.down),
             )
-            for layer in tower.layers
+            for block in vit.blocks
         ]
-        token = TowerOp(Code.TOKEN, Of.TOKENS) if tower.final_norm is None else self._norm(tower.final_norm, Code.TOKEN)
+        token = TowerOp(Code.TOKEN, Of.TOKENS) if vit.final_norm is None else self._norm(vit.final_norm, Code.TOKEN)
         token.of = Of.TOKENS
         squared = Activation.RELU_SQUARED
         self._project = stretch(
             token,
-            self._linear(tower.linear_1, Place.NORMED, Place.WIDE, of=Of.TOKENS, activation=squared),
-            self._linear(tower.linear_2, Place.WIDE, Place.OUT, of=Of.TOKENS),
+            self._linear(vit.linear_1, Place.NORMED, Place.WIDE, of=Of.TOKENS, activation=squared),
+            self._linear(vit.linear_2, Place.WIDE, Place.OUT, of=Of.TOKENS),
         )
         self._ops = (TowerOp * len(ops))(*ops)
-        config = tower.config
-        merged = config.patches_per_token
+        sizes = vit.sizes
+        merged = sizes.patches_per_token
         self._native = Tower(
-            len(ops), ctypes.addressof(self._ops), 1, self._kind, config.hidden_size, config.num_heads, merged,
-            max(config.hidden_size * merged, 2 * config.intermediate_size), tower.table_KD.shape[0],
-            self._floats(tower.table_KD), self._floats(tower.projector_norm), config.projector_eps,
-            config.head_dim**-0.5,
+            len(ops), ctypes.addressof(self._ops), 1, self._kind, sizes.hidden_size, sizes.num_heads, merged,
+            max(sizes.hidden_size * merged, 2 * sizes.intermediate_size), vit.table_KD.shape[0],
+            self._floats(vit.table_KD), self._floats(vit.projector_norm), sizes.projector_eps,
+            (sizes.hidden_size // sizes.num_heads) ** -0.5,
         )  # fmt: skip
         self._reserve(max_rows)
 
     def _reserve(self, rows: int) -> None:
         """Memory that no launch has used yet costs nothing."""
-        sizes = scratch_sizes(rows, self._config, self._dtype)
-        self._normed, self._wide = (torch.empty(size, dtype=torch.uint8) for size in sizes)
+        held = scratch_sizes(rows, self._sizes, self._dtype)
+        self._normed, self._wide = (torch.empty(size, dtype=torch.uint8) for size in held)
         self._max_rows = rows
 
     @property
@@ -138,16 +144,16 @@ class NativeTower:
         """Of the memory between operations."""
         return self._normed.nbytes + self._wide.nbytes
 
-    def pieces(self, batch: PackedBatch, *, kind: str = IMAGE) -> Pieces[Tensor]:
-        """`VisionTower.pieces`. Raises `ValueError`, with the offsets, for `cu_seqlens` that leave rows out.
+    def pieces(self, batch: PackedBatch, *, kind: str) -> Pieces[Tensor]:
+        """As `ViT.pieces`. Raises `ValueError`, with the offsets, for `cu_seqlens` that leave rows out.
 
         The residual stream and the result are new memory; the rest is shared with launches that begin in between.
         """
         rows, tokens = batch.source_R.shape[0], batch.token_rows_NM.shape[0]
         if rows > self._max_rows:
             self._reserve(rows)
-        x_RD = torch.empty(rows, self._config.hidden_size)
-        out = torch.empty(tokens, self._config.text_hidden_size, dtype=self._dtype)
+        x_RD = torch.empty(rows, self._sizes.hidden_size)
+        out = torch.empty(tokens, self._sizes.row_width, dtype=self._dtype)
         check_offsets(batch.cu_seqlens.tolist(), rows, rows)
         bounds = batch.cu_seqlens.contiguous()
         patches, positions = batch.patches_TP.contiguous(), batch.positions_TD.contiguous()
@@ -192,13 +198,12 @@ class NativeTower:
         return TowerOp(Code.LINEAR, of, packed.descriptor, source, ld or packed.k, target, packed.n, store, activation)
 
     def _mlp(self, up: Linear, down: Linear) -> list[TowerOp]:
-        config = self._config
-        if config.use_swiglu_ffn:
+        if self._sizes.use_swiglu_ffn:
             both = up.out_features
             gate = TowerOp(Code.GATE, ld_source=both, activation=Activation.SILU)
             first = self._linear(up, Place.NORMED, Place.WIDE)
             return [first, gate, self._linear(down, Place.WIDE, Place.STREAM, ld=both, store=Store.ADD)]
-        first = self._linear(up, Place.NORMED, Place.WIDE, activation=ACTIVATIONS[config.hidden_act])
+        first = self._linear(up, Place.NORMED, Place.WIDE, activation=ACTIVATIONS[self._sizes.hidden_act])
         return [first, self._linear(down, Place.WIDE, Place.STREAM, store=Store.ADD)]
 
     def _norm(self, norm: Norm, code: Code = Code.NORM) -> TowerOp:

@@ -8,32 +8,32 @@ from dataclasses import dataclass
 import torch
 
 from encoder.budget import EncoderBudgets, GraphShape, graph_shape, rows_per_image
-from encoder.config import VisionConfig
 from encoder.item import IMAGE
+from encoder.tower import TowerSizes
 from encoder.tune import Histogram, check_histogram, ladder_work, packed_work, real_tokens
 
 INT64, INT32 = 8, 4
 
 
 def buffer_sizes(
-    shape: GraphShape, config: VisionConfig, kinds: Collection[str] = (IMAGE,)
+    shape: GraphShape, sizes: TowerSizes, kinds: Collection[str] = (IMAGE,)
 ) -> Mapping[str, tuple[tuple[int, ...], torch.dtype | None]]:
     """Shape and dtype (None: the tower's) of each static buffer of one budget, wide enough for patches of `kinds`."""
-    width = max(config.patch_widths[kind] for kind in kinds)
+    width = max(sizes.patch_widths[kind] for kind in kinds)
     return {
         "patches": ((shape.patches, width), None),
-        "positions": ((shape.patches, config.hidden_size), None),
+        "positions": ((shape.patches, sizes.position_width), None),
         "source": ((shape.rows,), torch.int64),
         "cu_seqlens": ((shape.sequences + 1,), torch.int32),
-        "token_rows": ((shape.capacity, config.patches_per_token), torch.int64),
-        "rows": ((shape.capacity, config.text_hidden_size), None),
+        "token_rows": ((shape.capacity, sizes.patches_per_token), torch.int64),
+        "rows": ((shape.capacity, sizes.row_width), None),
     }
 
 
-def buffer_bytes(shape: GraphShape, config: VisionConfig, dtype: torch.dtype, kinds: Collection[str] = (IMAGE,)) -> int:
+def buffer_bytes(shape: GraphShape, sizes: TowerSizes, dtype: torch.dtype, kinds: Collection[str] = (IMAGE,)) -> int:
     """Bytes of one budget's static buffers; those of the largest are the arena's, the others are views of it."""
     total = 0
-    for size, kind in buffer_sizes(shape, config, kinds).values():
+    for size, kind in buffer_sizes(shape, sizes, kinds).values():
         items = 1
         for length in size:
             items *= length
@@ -41,22 +41,9 @@ def buffer_bytes(shape: GraphShape, config: VisionConfig, dtype: torch.dtype, ki
     return total
 
 
-def activation_bytes(shape: GraphShape, config: VisionConfig, dtype: torch.dtype) -> int:
-    """An estimate of what one block holds at once: the residual, the fused q, k, v and the attention's output, or the
-    residual, its norm and the MLP before and after its activation. Graphs of one pool share it."""
-    attention = 5 * config.hidden_size
-    mlp = 2 * config.hidden_size + 2 * config.intermediate_size
-    return shape.rows * max(attention, mlp) * dtype.itemsize
-
-
-def scratch_sizes(rows: int, config: VisionConfig, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes of what the compiled tower keeps between two operations of a launch of so many tower rows: what was normed,
-    and what the wide products make of it. At most as many patches as rows have float32 embeddings."""
-    tokens = rows // config.patches_per_token
-    inner = config.intermediate_size * (2 if config.use_swiglu_ffn else 1)
-    wide = rows * max(3 * config.hidden_size, inner), tokens * config.projector_hidden_size
-    embedded = rows * config.hidden_size * torch.float32.itemsize
-    return rows * config.hidden_size * dtype.itemsize, max(embedded, max(wide) * dtype.itemsize)
+def activation_bytes(shape: GraphShape, sizes: TowerSizes, dtype: torch.dtype) -> int:
+    """An estimate of what one block holds at once. Graphs of one pool share it."""
+    return shape.rows * sizes.activation_width * dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -79,14 +66,12 @@ class PlanRow:
 
 
 def describe(
-    config: VisionConfig, budgets: EncoderBudgets, dtype: torch.dtype, kinds: Collection[str] = (IMAGE,)
+    sizes: TowerSizes, budgets: EncoderBudgets, dtype: torch.dtype, kinds: Collection[str] = (IMAGE,)
 ) -> list[PlanRow]:
     """One row per budget, ascending. `kinds`: of the items that the buffers take."""
     rows = []
     for budget in budgets.token_budgets:
-        shape = graph_shape(
-            budget, budgets, prefix=config.num_prefix_tokens, patches_per_token=config.patches_per_token
-        )
+        shape = graph_shape(budget, budgets, prefix=sizes.num_prefix_tokens, patches_per_token=sizes.patches_per_token)
         rows.append(
             PlanRow(
                 budget=budget,
@@ -94,8 +79,8 @@ def describe(
                 capacity=shape.capacity,
                 tower_rows=shape.rows,
                 sequences=shape.sequences,
-                buffer_bytes=buffer_bytes(shape, config, dtype, kinds),
-                activation_bytes=activation_bytes(shape, config, dtype),
+                buffer_bytes=buffer_bytes(shape, sizes, dtype, kinds),
+                activation_bytes=activation_bytes(shape, sizes, dtype),
             )
         )
     return rows
@@ -123,11 +108,11 @@ def expected_padding(histogram: Histogram, budgets: EncoderBudgets) -> ExpectedP
 
 
 def render(
-    config: VisionConfig, budgets: EncoderBudgets, dtype: torch.dtype, kinds: Collection[str] = (IMAGE,), *,
+    sizes: TowerSizes, budgets: EncoderBudgets, dtype: torch.dtype, kinds: Collection[str] = (IMAGE,), *,
     histogram: Histogram | None = None,
 ) -> str:  # fmt: skip
     """The encoder's part of a printed plan, as text of several lines."""
-    rows = describe(config, budgets, dtype, kinds)
+    rows = describe(sizes, budgets, dtype, kinds)
     head = ("budget", "rows/image", "capacity", "tower rows", "sequences", "buffers", "activations")
     table: list[tuple[str, ...]] = [head]
     for row in rows:
@@ -138,7 +123,7 @@ def render(
     arena, activations = rows[-1].buffer_bytes, rows[-1].activation_bytes
     apart = sum(row.buffer_bytes for row in rows)
     lines += [
-        f"image tokens: {config.min_image_tokens} to {config.max_image_tokens} a picture, up to {budgets.max_images} "
+        f"image tokens: {sizes.min_image_tokens} to {sizes.max_image_tokens} a picture, up to {budgets.max_images} "
         f"pictures and {budgets.largest} tokens a launch",
         f"graph memory: {mebibytes(arena + activations)} = one arena of {mebibytes(arena)} (buffers apart would take "
         f"{mebibytes(apart)}) + about {mebibytes(activations)} of activations, shared by all graphs",

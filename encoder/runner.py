@@ -15,17 +15,14 @@ import torch
 from torch import Tensor
 
 from encoder.budget import EncoderBudgets, GraphShape, graph_shape, resolve_budgets
-from encoder.config import VisionConfig
 from encoder.graphs import EncoderArena
 from encoder.item import IMAGE, VIDEO, EncoderItem, PatchSequence, num_image_tokens
 from encoder.job import EncodeJob, Launch
 from encoder.lane import Lane
-from encoder.model import VisionTower
-from encoder.native import NATIVE_MODES
 from encoder.packing import Packed, pack
 from encoder.pieces import Pieces
 from encoder.positions import PositionCache
-from encoder.preprocess import as_floats
+from encoder.tower import NATIVE_MODES, TowerSpec
 from encoder.tune import TokenHistogram
 from kernels.varlen_attention import reads_host
 
@@ -68,40 +65,40 @@ class EncoderOptions:
         if self.max_tokens_per_step is not None and self.max_tokens_per_step < 1:
             raise ValueError(f"max_tokens_per_step must be at least 1, got {self.max_tokens_per_step}")
 
-    def budgets(self, config: VisionConfig) -> EncoderBudgets:
+    def budgets(self, spec: TowerSpec) -> EncoderBudgets:
         """The resolved budgets; `ValueError` with both numbers where they cannot hold."""
-        hi = self.max_tokens_per_step or config.max_image_tokens
-        lo = config.min_image_tokens
+        hi = self.max_tokens_per_step or spec.max_image_tokens
+        lo = spec.min_image_tokens
         return resolve_budgets(lo, hi, token_budgets=self.token_budgets, max_images=self.max_images)
 
 
 class EncoderRunner:
     """Owns the tower, the graphs and the position cache; `encode` is the whole job, `begin` the same in steps."""
 
-    def __init__(self, config: VisionConfig, options: EncoderOptions, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """`weights`: (name, tensor) pairs as `config.expected_weights` names them, copied, never kept.
+    def __init__(self, spec: TowerSpec, options: EncoderOptions, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """`weights`: (name, tensor) pairs as `spec.expected_weights` names them, copied, never kept.
 
         Raises `ValueError` for budgets that cannot hold, missing weights, or `graphs="on"` where nothing can capture.
         """
-        self.config = config
+        self.spec = spec
         self.options = options
-        self.budgets = options.budgets(config)
+        self.budgets = options.budgets(spec)
         device = torch.device(options.device)
         with torch.inference_mode():
-            self.tower = VisionTower(
-                config, weights, dtype=options.dtype, device=device, native=options.native, max_rows=self._max_rows()
+            self.tower = spec.build(
+                weights, dtype=options.dtype, device=device, native=options.native, max_rows=self._max_rows()
             )
-            self.positions = PositionCache(self.tower.position_table, config.table_side, options.position_cache_bytes)
+            self.positions = PositionCache(self.tower.positions, options.position_cache_bytes)
             self._counts: Counter[str] = Counter()
             self._seconds = 0.0
-            self._sizes = TokenHistogram(max(config.max_image_tokens, self.budgets.largest))
+            self._sizes = TokenHistogram(max(spec.max_image_tokens, self.budgets.largest))
             self.lanes = self._make_lanes()
             """Per kind of item that the weights can take."""
 
     def _shape(self, budget: int) -> GraphShape:
-        config = self.config
+        spec = self.spec
         return graph_shape(
-            budget, self.budgets, prefix=config.num_prefix_tokens, patches_per_token=config.patches_per_token
+            budget, self.budgets, prefix=spec.num_prefix_tokens, patches_per_token=spec.patches_per_token
         )
 
     def _max_rows(self) -> int:
@@ -118,8 +115,8 @@ class EncoderRunner:
                 raise ValueError(f"graphs=on: {reason}")
             log.info("encoder graphs are off: %s", reason)
             no_graph = "host_reads"
-        wanted = tower.projections if options.graph_kinds is None else options.graph_kinds
-        graphed = [kind for kind in tower.projections if kind in wanted]
+        wanted = tower.kinds if options.graph_kinds is None else options.graph_kinds
+        graphed = [kind for kind in tower.kinds if kind in wanted]
         arena = None if no_graph or not graphed else EncoderArena(tower, self.budgets, graphed)
         lanes = {
             kind: Lane(
@@ -131,7 +128,7 @@ class EncoderRunner:
                 eager_reason=no_graph or f"no_{kind}_graphs",
                 calibrate=options.graphs == "auto",
             )
-            for kind in tower.projections
+            for kind in tower.kinds
         }
         self._arena_bytes = arena.bytes if arena is not None and any(lane.graphs for lane in lanes.values()) else 0
         return lanes
@@ -139,7 +136,7 @@ class EncoderRunner:
     # -- work -----------------------------------------------------------------------------------------------------
 
     def encode(self, items: Sequence[EncoderItem], out: Sequence[Tensor]) -> list[tuple[int, ...]]:
-        """Write item i's `[tokens, text_hidden]` rows, in the options' dtype, into `out[i]`.
+        """Write item i's `[tokens, row_width]` rows, in the options' dtype, into `out[i]`.
 
         Each row is what the item gets alone, whatever shares its batch. Returns for each item how many rows belong to
         each of its attention sequences, less what pruning dropped.
@@ -163,20 +160,20 @@ class EncoderRunner:
         return pack(tokens, self.lanes[kind].budgets)
 
     def _check(self, index: int, item: EncoderItem, rows: Tensor) -> None:
-        config = self.config
+        spec = self.spec
         name = item.kind
         if name not in self.lanes:
             raise ValueError(f"{name} {index}: this checkpoint has no projection for items of kind {name!r}")
         try:
-            num_image_tokens(item.grid, merge_size=config.merge_size)
+            num_image_tokens(item.grid, merge_size=spec.merge_size)
         except ValueError as error:
             raise ValueError(f"{name} {index}: {error}") from error
-        wanted = (item.num_sequences * item.grid[0] * item.grid[1], config.patch_widths[name])
+        wanted = (item.num_sequences * item.grid[0] * item.grid[1], spec.patch_widths[name])
         if tuple(item.patches.shape) != wanted:
             raise ValueError(f"{name} {index}: patches of shape {tuple(item.patches.shape)}, expected {wanted}")
-        if item.merge_size != config.merge_size:
-            raise ValueError(f"{name} {index}: merge_size {item.merge_size}, the tower's is {config.merge_size}")
-        expected = (item.tokens, config.text_hidden_size)
+        if item.merge_size != spec.merge_size:
+            raise ValueError(f"{name} {index}: merge_size {item.merge_size}, the tower's is {spec.merge_size}")
+        expected = (item.tokens, spec.row_width)
         if tuple(rows.shape) != expected or rows.dtype != self.options.dtype:
             raise ValueError(
                 f"destination {index}: {tuple(rows.shape)} {rows.dtype}, expected {expected} {self.options.dtype}"
@@ -225,7 +222,7 @@ class EncoderRunner:
         """The same with patches as the tower takes them; bytes become floats on its own device."""
         if part.patches.dtype != torch.uint8:
             return part
-        patches = as_floats(part.patches.to(self.tower.device), self.config, self.options.dtype)
+        patches = self.tower.as_floats(part.patches.to(self.tower.device))
         return PatchSequence(part.grid, patches, part.merge_size)
 
     # -- what it is and what it did -------------------------------------------------------------------------------
@@ -239,7 +236,7 @@ class EncoderRunner:
             "capacity": [shape.capacity for shape in shapes],
             "rows": [shape.rows for shape in shapes],
             "arena_bytes": self._arena_bytes,
-            "scratch_bytes": 0 if self.tower.native is None else self.tower.native.bytes,
+            "scratch_bytes": self.tower.scratch_bytes,
             "graphs": self.options.graphs,
             "used_budgets": self.lanes[IMAGE].used_budgets,
             "unused_budgets": self.lanes[IMAGE].unused_budgets,

@@ -3,7 +3,7 @@
 One folder per family; nothing outside this package names one.
 """
 
-from families.family import Family, FamilyConfig, ModelFiles, Target
+from families.family import Family, FamilyConfig, ImageRule, ModelFiles, Target, VideoRule, VisionSpec
 from families.files import CheckpointError
 from families.registry import family_of, served_model_types
 
@@ -11,8 +11,11 @@ __all__ = [
     "CheckpointError",
     "Family",
     "FamilyConfig",
+    "ImageRule",
     "ModelFiles",
     "Target",
+    "VideoRule",
+    "VisionSpec",
     "family_of",
     "served_model_types",
 ]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
 
 from decoder.config import DecoderConfig
-from encoder.config import VisionConfig
+from encoder.item import EncoderItem, Grid
+from encoder.preprocess import Stopwatch
+from encoder.tower import TowerSpec
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,68 @@ class ModelFiles:
     """`preprocessor_config.json`, the image processor's part where it is nested."""
 
 
+class ImageRule(Protocol):
+    """How an image becomes patches."""
+
+    def grid(self, height: int, width: int) -> Grid:
+        """The patch grid of an image of that many pixels. Raises ValueError for a size that has none."""
+
+    def patchify(
+        self, image_HWC: torch.Tensor, dtype: torch.dtype, *, keep_bytes: bool = False, watch: Stopwatch | None = None
+    ) -> EncoderItem:
+        """`[H, W, 3]` uint8 pixels as an item in new memory, its patches in `dtype`; or in uint8, where `keep_bytes`
+        allows it and no pixel changes. `watch` counts the stages. Raises ValueError for what the tower cannot take."""
+
+
+class VideoRule(Protocol):
+    """How frames of a clip become patches, and what stands between them in a prompt."""
+
+    @property
+    def pruning_rate(self) -> float:
+        """Share of a clip's rows that are dropped after the tower."""
+
+    def sample(self, total: int, count: int) -> list[int]:
+        """Which of `total` frames to take for at most `count`, ascending. Both positive, else ValueError."""
+
+    def tokens(self, num_frames: int, height: int, width: int) -> int:
+        """Rows that a clip gives the decoder, before anything is decoded."""
+
+    def most_numbers(self, num_frames: int) -> int:
+        """In the patches of a clip of so many frames, at most, whatever their size."""
+
+    def patchify(
+        self, frames: Iterable[torch.Tensor], dtype: torch.dtype, *, num_frames: int | None = None,
+        keep_bytes: bool = False, watch: Stopwatch | None = None,
+    ) -> EncoderItem:  # fmt: skip
+        """As of an image. `frames`: `[H, W, 3]` uint8, all of one size; a generator says in `num_frames` how many it
+        yields. Raises ValueError naming the frame at fault."""
+
+    def labels(self, num_frames: int, *, fps: float | None = None, indices: Sequence[int] | None = None) -> list[str]:
+        """The text before each attention sequence. `fps`: of the source; `indices`: of the frames there."""
+
+    def text(self, labels: Sequence[str], rows: Sequence[int], *, start: str, token: str, end: str) -> str:
+        """A clip in a prompt: for each attention sequence its label and `rows` times `token` between the wrappers."""
+
+
+class VisionSpec(TowerSpec, Protocol):
+    """A family's vision part: the tower's sizes, how it is made, and the rules that feed it."""
+
+    @property
+    def image_rule(self) -> ImageRule:
+        """How images become patches."""
+
+    @property
+    def video_rule(self) -> VideoRule | None:
+        """None for a tower that can take no clips."""
+
+    def limited(self, *, max_model_len: int, video_pruning_rate: float | None = None) -> VisionSpec:
+        """The same for a context of at most so many tokens, and with another pruning rate where one is given. Raises
+        ValueError for a rate that is not at least 0 and below 1."""
+
+    def describe_preprocessing(self) -> str:
+        """What decides the pixels of a patch, in one line: equal on two hosts that may exchange patches."""
+
+
 @dataclass(frozen=True)
 class FamilyConfig:
     """What a family reads from a model directory."""
@@ -29,7 +95,8 @@ class FamilyConfig:
     text: Mapping[str, Any] = field(compare=False)
     """The section of `config.json` about the decoder; the whole file for text-only models."""
     decoder: DecoderConfig
-    vision: VisionConfig | None = None
+    vision: VisionSpec | None = None
+    """None for text-only models."""
     image_token_id: int | None = None
     """The placeholder that the prompt holds for each image; None for text-only models."""
 

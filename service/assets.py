@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from decoder.sampling import SamplingParams
-from encoder.config import VisionConfig
-from families import CheckpointError
+from families import CheckpointError, VisionSpec
 from service.chat import ChatTemplate, load_template
 from service.modelconfig import ModelConfig
 from service.tokenizer import Tokenizer
@@ -15,7 +14,7 @@ from service.tokenizer import Tokenizer
 class ModelAssets:
     """Of one model directory."""
 
-    def __init__(self, config: ModelConfig, vision: VisionConfig | None) -> None:
+    def __init__(self, config: ModelConfig, vision: VisionSpec | None) -> None:
         self.config, self.vision = config, vision
         file = config.path / "tokenizer.json"
         self.tokenizer = Tokenizer(file) if file.exists() else None

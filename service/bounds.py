@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from encoder.video import sample_indices
 from service import errors
 from service.pictures import MediaLimits
-from service.types import ChatInput, GenerateSpec, ImageSource, MediaSource, RawInput, TokensInput, VideoSource
+from service.types import ChatInput, GenerateSpec, ImageSource, RawInput, TokensInput, VideoSource
 
 MAX_SAMPLES = 64
 MAX_LOGPROBS = 100
@@ -102,15 +101,3 @@ def characters(spec: GenerateSpec) -> int:
         case RawInput(text):
             return len(text)
     return 0
-
-
-def looked_at(source: MediaSource, limits: MediaLimits) -> MediaSource:
-    """A video given as frames, without what has still to be fetched of those that nobody will look at."""
-    if not isinstance(source, VideoSource) or not source.elsewhere or not source.frames:
-        return source
-    wanted = set(sample_indices(len(source.frames), source.max_frames or limits.video_frames))
-    frames = (
-        frame if index in wanted or not frame.elsewhere else ImageSource(b"", frame.field)
-        for index, frame in enumerate(source.frames)
-    )
-    return VideoSource(source.data, source.field, frames=tuple(frames), fps=source.fps, max_frames=source.max_frames)

@@ -7,14 +7,14 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 
 from decoder.config import DecoderOptions
 from decoder.runner import DecoderRunner
-from encoder.config import VisionConfig
+from encoder.item import IMAGE, VIDEO
 from encoder.runner import EncoderOptions, EncoderRunner
+from families import VisionSpec
 from service.checkpoint import Checkpoint, Progress, open_checkpoint
 from service.config import ConfigError, EngineOptions
 from service.encoder_pool import EncoderPool
@@ -50,16 +50,15 @@ def resolve_dtype(options: EngineOptions, checkpoint: Checkpoint) -> torch.dtype
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[options.dtype or checkpoint.config.dtype]
 
 
-def resolve_vision(options: EngineOptions, checkpoint: Checkpoint) -> VisionConfig | None:
+def resolve_vision(options: EngineOptions, checkpoint: Checkpoint) -> VisionSpec | None:
     """The vision configuration with the image budget that the context leaves. None for text-only models."""
     vision = checkpoint.config.vision
     if vision is None:
         return None
-    rate = vision.video_pruning_rate if options.video_pruning_rate is None else options.video_pruning_rate
-    if not 0 <= rate < 1:
+    rate = options.video_pruning_rate
+    if rate is not None and not 0 <= rate < 1:
         raise ConfigError(f"video_pruning_rate: {rate:g} is not at least 0 and below 1; 0.5 drops half")
-    max_model_len = min(vision.max_model_len, resolve_max_len(options, checkpoint))
-    return replace(vision, max_model_len=max_model_len, video_pruning_rate=rate)
+    return vision.limited(max_model_len=resolve_max_len(options, checkpoint), video_pruning_rate=rate)
 
 
 def decoder_options(options: EngineOptions, checkpoint: Checkpoint) -> DecoderOptions:
@@ -96,9 +95,9 @@ def encoder_options(options: EngineOptions, checkpoint: Checkpoint) -> EncoderOp
     )
 
 
-def check_handoff(options: EngineOptions, vision: VisionConfig, hidden: int, dtype: torch.dtype) -> None:
+def check_handoff(options: EngineOptions, vision: VisionSpec, dtype: torch.dtype) -> None:
     """Raises ConfigError where not even the smallest picture fits the handoff."""
-    row = hidden * dtype.itemsize
+    row = vision.row_width * dtype.itemsize
     if options.handoff_bytes // row < vision.min_image_tokens:
         raise ConfigError(
             f"handoff_bytes: {options.handoff_bytes} holds {options.handoff_bytes // row} image tokens and the "
@@ -114,7 +113,6 @@ def build_engine(options: EngineOptions) -> Engine:
     check_role(options, checkpoint)
     dtype = resolve_dtype(options, checkpoint)
     vision = resolve_vision(options, checkpoint)
-    hidden = checkpoint.config.decoder.hidden_size
     with _progress("decoder") as progress:
         decoder = DecoderRunner(
             checkpoint.config.decoder, decoder_options(options, checkpoint), checkpoint.decoder_weights(progress)
@@ -122,8 +120,8 @@ def build_engine(options: EngineOptions) -> Engine:
     handoff: Handoff | None = None
     encoding: Encoding | None = None
     if vision is not None:
-        check_handoff(options, vision, hidden, dtype)
-        handoff = Handoff(options.handoff_bytes, hidden, dtype, decoder.options.device)
+        check_handoff(options, vision, dtype)
+        handoff = Handoff(options.handoff_bytes, vision.row_width, dtype, decoder.options.device)
         if options.role == "decoder":
             encoding = connect_encoders(options, checkpoint, vision, handoff)
         elif options.encoder_process:
@@ -138,7 +136,7 @@ def build_engine(options: EngineOptions) -> Engine:
         max_image_tokens=handoff.max_tokens if handoff else 0,
         dtype=str(dtype).removeprefix("torch."),
         pixel_dtype=dtype,
-        takes_video=vision is not None and checkpoint.has_video_projection,
+        takes_video=VIDEO in checkpoint.encoder_kinds,
     )
     log.info(
         "%s (%s, revision %s): %.1f M parameters on %s, up to %d requests of %d tokens",
@@ -149,7 +147,7 @@ def build_engine(options: EngineOptions) -> Engine:
 
 
 def local_encoder(
-    options: EngineOptions, checkpoint: Checkpoint, vision: VisionConfig, handoff: Handoff, *, shared: bool = False
+    options: EngineOptions, checkpoint: Checkpoint, vision: VisionSpec, handoff: Handoff, *, shared: bool = False
 ) -> LocalEncoder:
     """The encoder in this process: on a GPU it has a thread, on a CPU whoever built it gives it turns; short ones where
     the thread is `shared` with a decoder."""
@@ -163,17 +161,17 @@ def local_encoder(
     )  # fmt: skip
 
 
-def _encoder_runner(options: EngineOptions, checkpoint: Checkpoint, vision: VisionConfig) -> EncoderRunner:
+def _encoder_runner(options: EngineOptions, checkpoint: Checkpoint, vision: VisionSpec) -> EncoderRunner:
     with _progress("encoder") as progress:
         return EncoderRunner(vision, encoder_options(options, checkpoint), checkpoint.vision_weights(progress))
 
 
-def step_tokens(options: EngineOptions, vision: VisionConfig) -> int:
+def step_tokens(options: EngineOptions, vision: VisionSpec) -> int:
     return options.encoder_step_tokens or vision.max_image_tokens
 
 
 def connect_encoders(
-    options: EngineOptions, checkpoint: Checkpoint, vision: VisionConfig, handoff: Handoff
+    options: EngineOptions, checkpoint: Checkpoint, vision: VisionSpec, handoff: Handoff
 ) -> EncoderPool:
     """The encoders of `--encoders`. One that is not there yet is waited for later; raises PartnerRefused for one of
     another model."""
@@ -182,11 +180,11 @@ def connect_encoders(
 
     dtype = resolve_dtype(options, checkpoint)
     partner = partner_of(checkpoint, vision, dtype)
-    patches = max(vision.max_num_patches, vision.min_num_patches)
+    patches = vision.max_image_tokens * vision.patches_per_token
     credentials = channel_credentials(options)
     links = [
         GrpcLink(
-            address, partner, pixel_bytes=patches * vision.patch_dim * dtype.itemsize,
+            address, partner, pixel_bytes=patches * vision.patch_widths[IMAGE] * dtype.itemsize,
             max_tokens=min(vision.max_image_tokens, handoff.max_tokens), credentials=credentials,
             api_key=options.encoder_api_key,
         )
@@ -195,7 +193,7 @@ def connect_encoders(
     return EncoderPool(handoff, links, lease=options.encoder_lease, step_tokens=step_tokens(options, vision))
 
 
-def encoder_process(options: EngineOptions, vision: VisionConfig, handoff: Handoff) -> EncoderPool:
+def encoder_process(options: EngineOptions, vision: VisionSpec, handoff: Handoff) -> EncoderPool:
     """The encoder in a process of its own on this host. Raises ConfigError in that process's words."""
     from service.process_link import ProcessLink
 
@@ -228,10 +226,9 @@ def build_encoder(options: EngineOptions) -> tuple[LocalEncoder, Handoff, Partne
     dtype = resolve_dtype(options, checkpoint)
     vision = resolve_vision(options, checkpoint)
     assert vision is not None
-    hidden = checkpoint.config.decoder.hidden_size
-    check_handoff(options, vision, hidden, dtype)
+    check_handoff(options, vision, dtype)
     # What is encoded leaves by the network: the rows are kept where that begins.
-    handoff = Handoff(options.handoff_bytes, hidden, dtype)
+    handoff = Handoff(options.handoff_bytes, vision.row_width, dtype)
     return local_encoder(options, checkpoint, vision, handoff), handoff, partner_of(checkpoint, vision, dtype)
 
 

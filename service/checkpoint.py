@@ -123,9 +123,10 @@ class Checkpoint:
         return self._stream(vision.expected_weights() if vision else {}, progress)
 
     @property
-    def has_video_projection(self) -> bool:
-        """Whether the vision weights can take clips."""
-        return any("video_patch_projection" in name for name in self._plan)
+    def encoder_kinds(self) -> tuple[str, ...]:
+        """Kinds of items that the vision weights can take; none for text-only models."""
+        vision = self.config.vision
+        return vision.kinds(self._plan) if vision else ()
 
     def vision_digest(self) -> str:
         """Digest over names, shapes and samples of the vision weights: what two hosts compare of them."""

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from decoder.config import WEIGHT_KINDS, DecoderConfig
-from encoder.config import VisionConfig
-from families import CheckpointError, Family, FamilyConfig, ModelFiles, Target, family_of
+from families import CheckpointError, Family, FamilyConfig, ModelFiles, Target, VisionSpec, family_of
 from families.files import first, optional_json, read_json, token_id
 
 WEIGHTS_KEY, WEIGHTS_FORMAT = "saccade_weights", 1
@@ -38,7 +37,7 @@ class ModelConfig:
         return self.model.decoder
 
     @property
-    def vision(self) -> VisionConfig | None:
+    def vision(self) -> VisionSpec | None:
         """None for text-only models."""
         return self.model.vision
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from encoder.config import VisionConfig
+from families import VisionSpec
 from service.checkpoint import Checkpoint
 from service.config import ConfigError
 
@@ -43,7 +43,7 @@ class Partner:
             raise PartnerRefused(f"{name} ({other.model}) is no partner of {self.model}: {'; '.join(differences)}")
 
 
-def partner_of(checkpoint: Checkpoint, vision: VisionConfig, dtype: torch.dtype) -> Partner:
+def partner_of(checkpoint: Checkpoint, vision: VisionSpec, dtype: torch.dtype) -> Partner:
     """The identity of a side that serves `checkpoint`. The name may differ: it is a folder's, and each host has its
     own."""
     return Partner(
@@ -51,20 +51,7 @@ def partner_of(checkpoint: Checkpoint, vision: VisionConfig, dtype: torch.dtype)
         model=checkpoint.config.name,
         revision=checkpoint.revision,
         weights_digest=checkpoint.vision_digest(),
-        preprocessing=describe_preprocessing(vision),
+        preprocessing=vision.describe_preprocessing(),
         dtype=str(dtype).removeprefix("torch."),
-        hidden_size=vision.text_hidden_size,
+        hidden_size=vision.row_width,
     )
-
-
-def describe_preprocessing(vision: VisionConfig) -> str:
-    """What decides the pixels of a patch, in one line."""
-    return (
-        f"patch {vision.patch_size}, merge {vision.merge_size}, {vision.min_num_patches} to {vision.max_num_patches} "
-        f"patches, mean {_numbers(vision.image_mean)}, deviation {_numbers(vision.image_std)}, "
-        f"{vision.video_temporal_patch_size or 'no'} frames a patch"
-    )
-
-
-def _numbers(values: tuple[float, ...]) -> str:
-    return " ".join(f"{value:g}" for value in values)

@@ -15,14 +15,13 @@ from typing import Protocol
 
 import torch
 
-from encoder.config import VisionConfig
 from encoder.frames import Clip, VideoError, VideoLimits, describe, open_video
 from encoder.images import ImageError, ImageHeader, ImageLimits, Pixels, decode_pixels
-from encoder.item import EncoderItem
-from encoder.preprocess import Stopwatch, patchify
-from encoder.video import frame_labels, patchify_video, sample_indices, temporal_patch
+from encoder.item import IMAGE, EncoderItem
+from encoder.preprocess import Stopwatch
+from families import VideoRule, VisionSpec
 from service import errors
-from service.types import MediaSource, VideoSource
+from service.types import ImageSource, MediaSource, VideoSource
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ class Preparer:
     """Makes `Prepared` of what requests hold. Thread-safe."""
 
     def __init__(
-        self, decoder: Decoder, vision: VisionConfig, dtype: torch.dtype, limits: MediaLimits, revision: str
+        self, decoder: Decoder, vision: VisionSpec, dtype: torch.dtype, limits: MediaLimits, revision: str
     ) -> None:
         """`dtype`: of the patches. `revision`: the model's, part of every key."""
         self._decoder, self._vision, self._dtype, self._limits = decoder, vision, dtype, limits
@@ -128,7 +127,9 @@ class Preparer:
                 return self._clip(source, salt, watch)
             with watch("decode"):
                 pixels_HWC = self._decoder.image(source.data)
-            item = patchify(torch.from_numpy(pixels_HWC), self._vision, self._dtype, keep_bytes=True, watch=watch)
+            item = self._vision.image_rule.patchify(
+                torch.from_numpy(pixels_HWC), self._dtype, keep_bytes=True, watch=watch
+            )
             return Prepared(source.field, item, self._key(salt, b"image", source.data))
         except ImageError as error:
             kind = "VIDEO" if isinstance(source, VideoSource) else "IMAGE"
@@ -140,14 +141,36 @@ class Preparer:
         finally:
             self._count(source, watch)
 
+    def looked_at(self, source: MediaSource) -> MediaSource:
+        """A video given as frames, without what has still to be fetched of those that nobody will look at."""
+        if not isinstance(source, VideoSource) or not source.elsewhere or not source.frames:
+            return source
+        rule = self._vision.video_rule
+        if rule is None:  # refused later, with the field's name
+            return source
+        wanted = set(rule.sample(len(source.frames), source.max_frames or self._limits.video_frames))
+        frames = (
+            frame if index in wanted or not frame.elsewhere else ImageSource(b"", frame.field)
+            for index, frame in enumerate(source.frames)
+        )
+        return VideoSource(
+            source.data, source.field, frames=tuple(frames), fps=source.fps, max_frames=source.max_frames
+        )
+
     def most_bytes(self, source: MediaSource) -> int:
         """The most that the patches of a picture or clip can take, before anything is known of it."""
         vision = self._vision
-        patch = vision.patch_dim * self._dtype.itemsize
         if not isinstance(source, VideoSource):
-            return vision.max_image_tokens * vision.patches_per_token * patch
+            patches = vision.max_image_tokens * vision.patches_per_token
+            return patches * vision.patch_widths[IMAGE] * self._dtype.itemsize
         frames = self._limits.video_frames if source.max_frames is None else source.max_frames
-        return (frames + temporal_patch(vision) - 1) * vision.video_target_num_patches * patch
+        return self._video_rule().most_numbers(frames) * self._dtype.itemsize
+
+    def _video_rule(self) -> VideoRule:
+        rule = self._vision.video_rule
+        if rule is None:
+            raise ValueError("this model takes no video: its tower has no projection for temporal patches")
+        return rule
 
     def stats(self) -> dict[str, float]:
         """Pictures, clips and frames since the start, and the seconds that each stage took."""
@@ -167,17 +190,17 @@ class Preparer:
         wanted = most if source.max_frames is None else source.max_frames
         if not 1 <= wanted <= most:
             raise ValueError(f"max_frames is {wanted}; it must be from 1 to {most}")
+        rule = self._video_rule()
         with watch("decode"):
             clip = _FrameList(source, self._decoder, self._limits) if source.frames else self._decoder.clip(source.data)
-        indices = sample_indices(clip.num_frames, wanted)
+        indices = rule.sample(clip.num_frames, wanted)
         # closing: what decodes the frames is given back at once, and not when a collector finds the generators
         with closing(clip.frames(indices)) as frames:
-            item = patchify_video(
-                _timed(frames, watch), self._vision, self._dtype, num_frames=len(indices),
-                pruning_rate=self._vision.video_pruning_rate, keep_bytes=True, watch=watch,
-            )  # fmt: skip
+            item = rule.patchify(
+                _timed(frames, watch), self._dtype, num_frames=len(indices), keep_bytes=True, watch=watch
+            )
         dated = None if source.frames and len(indices) == clip.num_frames else indices
-        labels = frame_labels(len(indices), temporal_patch(self._vision), fps=clip.fps, indices=dated)
+        labels = rule.labels(len(indices), fps=clip.fps, indices=dated)
         content = [source.data] if not source.frames else [source.frames[index].data for index in indices]
         key = self._key(salt, b"video%d" % len(indices), *content)
         return Prepared(source.field, item, key, tuple(labels), len(indices))

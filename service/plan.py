@@ -13,9 +13,7 @@ from decoder.arena import ArenaLayout, resolve_blocks
 from decoder.checkpoints import resolve_state_block, state_bytes, state_slots
 from decoder.graphs import capture_plan, check_slots, graph_bytes
 from decoder.mtp import check_mtp
-from encoder.item import VIDEO
 from encoder.plan import describe
-from encoder.video import video_grid, video_tokens
 from kernels.linear import quantised_bytes
 from service.build import (
     check_handoff,
@@ -97,7 +95,7 @@ def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
     if options.role != "encoder":
         total += _decoder_memory(options, checkpoint, rows)
     if checkpoint.config.vision is not None:
-        row = checkpoint.config.decoder.hidden_size * item
+        row = checkpoint.config.vision.row_width * item
         rows.append(("handoff", size(options.handoff_bytes), f"{options.handoff_bytes // row} image tokens"))
         total += options.handoff_bytes
     rows.append(("together", size(total), "without activations"))
@@ -199,7 +197,7 @@ def encoder_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
     vision = resolve_vision(options, checkpoint)
     assert vision is not None
     dtype = resolve_dtype(options, checkpoint)
-    check_handoff(options, vision, checkpoint.config.decoder.hidden_size, dtype)
+    check_handoff(options, vision, dtype)
     budgets = encoder_options(options, checkpoint).budgets(vision)
     rows: list[tuple[str, ...]] = [("budget", "rows/image", "capacity", "ViT rows", "sequences", "buffers")]
     described = describe(vision, budgets, dtype, vision.patch_widths)
@@ -207,11 +205,9 @@ def encoder_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
         numbers = (row.budget, row.rows_per_image, row.capacity, row.tower_rows, row.sequences)
         rows.append((*map(str, numbers), size(row.buffer_bytes)))
     clip = ""
-    if VIDEO in vision.patch_widths:
-        tokens = video_tokens(
-            CLIP_FRAMES, video_grid(9, 16, vision), vision, pruning_rate=vision.video_pruning_rate
-        )  # fmt: skip
-        clip = f", {tokens} for {CLIP_FRAMES} frames of 16:9 at a pruning rate of {vision.video_pruning_rate:g}"
+    if (rule := vision.video_rule) is not None:
+        tokens = rule.tokens(CLIP_FRAMES, 9, 16)
+        clip = f", {tokens} for {CLIP_FRAMES} frames of 16:9 at a pruning rate of {rule.pruning_rate:g}"
     return Table(
         f"encoder, graphs {options.graphs}: {vision.min_image_tokens} to {vision.max_image_tokens} tokens a picture"
         f"{clip}, up to {budgets.max_images} pictures a batch, one arena of {size(described[-1].buffer_bytes)} for all "

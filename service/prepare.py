@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from service import errors
 from service.assets import ModelAssets
-from service.bounds import FrontLimits, characters, check_counts, check_size, looked_at
+from service.bounds import FrontLimits, characters, check_counts, check_size
 from service.engine import EngineImage, EngineInfo
 from service.gate import ByteGate, Grant
 from service.pictures import Decoder, Prepared, Preparer
@@ -155,7 +155,8 @@ class Preparation:
 
     async def _make(self, spec: GenerateSpec, salt: bytes, resolve: Resolver) -> Prompt:
         if any(source.elsewhere for source in spec.media):
-            spec = replace(spec, media=tuple(looked_at(source, self._limits.media) for source in spec.media))
+            if self._preparer is not None:
+                spec = replace(spec, media=tuple(map(self._preparer.looked_at, spec.media)))
             spec = await resolve(spec, salt)
         media: list[Prepared] = []
         if self._preparer is not None:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from itertools import pairwise, takewhile
 
 from encoder.item import IMAGE, VIDEO
-from encoder.video import video_text
 from service import errors
 from service.assets import ModelAssets
 from service.chat import Marked, Message
@@ -107,9 +106,11 @@ def _words(item: Prepared, assets: ModelAssets) -> Marked | None:
     """What stands for a clip in text; None for a picture."""
     if not item.labels:
         return None
+    rule = None if assets.vision is None else assets.vision.video_rule
+    assert rule is not None, "a clip of a model without a rule for them"
     start, end = assets.image_wrappers
     ones = [1] * len(item.labels)
-    return Marked(video_text(item.labels, ones, start=start, token=assets.image_token or "", end=end))
+    return Marked(rule.text(item.labels, ones, start=start, token=assets.image_token or "", end=end))
 
 
 def _with_clips(messages: Sequence[Message], clips: Sequence[Marked | None]) -> list[Message]:

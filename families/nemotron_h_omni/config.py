@@ -1,4 +1,4 @@
-"""`nemotron_h_omni`'s `config.json` and `preprocessor_config.json` -> `DecoderConfig` and `VisionConfig`.
+"""`nemotron_h_omni`'s `config.json` and `preprocessor_config.json` -> `DecoderConfig` and `RadioVision`.
 
 Two generations of field names are in circulation: the ones that transformers writes (`text_config`,
 `vision_hidden_size`, `image_token_id`) and the ones in NVIDIA's released files (`llm_config`, `vit_hidden_size`,
@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from decoder.config import DecoderConfig
-from encoder.config import CLIP_MEAN, CLIP_STD, VisionConfig
 from families.family import FamilyConfig, ModelFiles
 from families.files import CheckpointError, first, token_id
 from families.nemotron_h.config import decoder_config
+from families.nemotron_h_omni.vision import RadioVision
+from families.nemotron_h_omni.vision_config import CLIP_MEAN, CLIP_STD
 
 # timm names used by `vision_config.args.model` -> (width, layers, heads)
 _VIT_SIZES = {
@@ -39,8 +40,8 @@ def read_config(files: ModelFiles) -> FamilyConfig:
     )
 
 
-def vision_config(config: Mapping[str, Any], text: DecoderConfig, preprocessor: Mapping[str, Any]) -> VisionConfig:
-    """The vision part of a config plus `preprocessor_config.json` -> VisionConfig."""
+def vision_config(config: Mapping[str, Any], text: DecoderConfig, preprocessor: Mapping[str, Any]) -> RadioVision:
+    """The vision part of a config plus `preprocessor_config.json` -> RadioVision."""
     vision: Mapping[str, Any] = config.get("vision_config") or {}
     args: Mapping[str, Any] = vision.get("args") or {}
     width, layers, heads = _VIT_SIZES["vit_huge"]
@@ -67,11 +68,11 @@ def vision_config(config: Mapping[str, Any], text: DecoderConfig, preprocessor: 
     mean = first(preprocessor, "image_mean", "norm_mean", default=first(config, "norm_mean")) or CLIP_MEAN
     std = first(preprocessor, "image_std", "norm_std", default=first(config, "norm_std")) or CLIP_STD
     try:
-        return VisionConfig(
+        return RadioVision(
             hidden_size=hidden,
             num_layers=int(first(vision, "num_hidden_layers", default=layers)),
             num_heads=int(first(vision, "num_attention_heads", default=heads)),
-            intermediate_size=VisionConfig.swiglu_size(inner) if swiglu else inner,
+            intermediate_size=RadioVision.swiglu_size(inner) if swiglu else inner,
             hidden_act=str(first(vision, "hidden_act", default="gelu")),
             use_swiglu_ffn=swiglu,
             qkv_bias=bool(first(vision, "qkv_bias", default=True)),

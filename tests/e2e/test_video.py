@@ -21,8 +21,8 @@ from tiny_checkpoint import TinyCheckpoint
 from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import compute_retention_mask
 
 import saccade
-from encoder.config import VisionConfig
 from encoder.frames import open_video
+from families.nemotron_h_omni.vision import RadioVision
 from service.checkpoint import Checkpoint
 from service.tokenizer import Tokenizer
 
@@ -42,7 +42,7 @@ def video_model(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
     return make_video_model(tmp_path_factory.mktemp("video") / "tiny", 21)
 
 
-def vision_of(tiny: TinyCheckpoint) -> VisionConfig:
+def vision_of(tiny: TinyCheckpoint) -> RadioVision:
     vision = Checkpoint(tiny.path).config.vision
     assert vision is not None
     return vision

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from encoder.config import VisionConfig
 from encoder.frames import VideoError, VideoLimits, open_video, sniff_container
-from encoder.video import patchify_video, sample_indices
+from families.nemotron_h_omni.video_rule import OmniVideoRule, sample_indices
+from families.nemotron_h_omni.vision import RadioVision
 
 FORMATS = ["GIF", "PNG", "WEBP"]
 
@@ -87,12 +87,12 @@ def test_transparency_is_laid_on_white() -> None:
 
 
 def test_frames_go_straight_into_patches() -> None:
-    config = VisionConfig(patch_size=4, video_target_num_patches=24, video_temporal_patch_size=2)
+    config = RadioVision(patch_size=4, video_target_num_patches=24, video_temporal_patch_size=2)
     frames = pictures(5)
     clip = open_video(animation("PNG", frames))
     indices = sample_indices(clip.num_frames, 3)
-    video = patchify_video(clip.frames(indices), config, torch.float32, num_frames=3)
-    listed = patchify_video([tensors(frames)[i] for i in indices], config, torch.float32)
+    video = OmniVideoRule(config).patchify(clip.frames(indices), torch.float32, num_frames=3)
+    listed = OmniVideoRule(config).patchify([tensors(frames)[i] for i in indices], torch.float32)
     assert torch.equal(video.patches, listed.patches)
 
 

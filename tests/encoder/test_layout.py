@@ -42,9 +42,17 @@ def test_the_last_sequence_is_for_padding_alone() -> None:
         layout([*GRIDS, (2, 2)], prefix=PREFIX, merge=2, shape=shape)
 
 
+def test_an_exact_layout_has_no_padding() -> None:
+    placed = layout([(2, 4), (2, 2)], prefix=3, merge=2)
+    assert placed.cu_seqlens.tolist() == [0, 11, 18]
+    assert placed.source_R.tolist() == [0, 1, 2, *range(4, 12), 0, 1, 2, *range(12, 16)]
+    assert placed.token_rows_NM.tolist() == [[3, 4, 7, 8], [5, 6, 9, 10], [14, 15, 16, 17]]
+    assert (placed.patches, placed.tokens, placed.max_seqlen) == (12, 3, 11)
+
+
 def cache(places: int) -> PositionCache:
     """Of float32 rows with 2 numbers, for so many places."""
-    return PositionCache(torch.arange(32.0).view(1, 16, 2), 4, places * 8)
+    return PositionCache(lambda grid: torch.zeros(grid[0] * grid[1], 2), places * 8)
 
 
 def test_positions_fill_their_bound_and_not_a_byte_more() -> None:

@@ -13,12 +13,14 @@ import torch
 from compiled import needs_compiled
 from tiny_encoder import TinyTower, random_image, relative_error, tiny_tower
 
-from encoder.config import ACTIVATIONS, VisionConfig
 from encoder.item import EncoderItem
-from encoder.model import VisionTower
 from encoder.native import ACTIVATIONS as COMPILED_ACTIVATIONS
-from encoder.plan import scratch_sizes
+from encoder.native import scratch_sizes
 from encoder.runner import EncoderOptions, EncoderRunner
+from encoder.vit import ACTIVATIONS as TORCH_ACTIVATIONS
+from families.nemotron_h_omni.tower import RadioTower
+from families.nemotron_h_omni.vision import RadioVision
+from families.nemotron_h_omni.vision_config import ACTIVATIONS
 
 pytestmark = needs_compiled
 torch.set_num_threads(1)
@@ -31,12 +33,12 @@ def make(tiny: TinyTower, dtype: torch.dtype = torch.bfloat16, **options: Any) -
 
 
 def encode(runner: EncoderRunner, images: list[EncoderItem]) -> list[torch.Tensor]:
-    out = [torch.full((i.tokens, runner.config.text_hidden_size), math.nan, dtype=runner.options.dtype) for i in images]
+    out = [torch.full((i.tokens, runner.spec.row_width), math.nan, dtype=runner.options.dtype) for i in images]
     runner.encode(images, out)
     return out
 
 
-def pictures(config: VisionConfig, dtype: torch.dtype, grids: list[tuple[int, int]] = GRIDS) -> list[EncoderItem]:
+def pictures(config: RadioVision, dtype: torch.dtype, grids: list[tuple[int, int]] = GRIDS) -> list[EncoderItem]:
     made = [random_image(config, *grid, seed=seed) for seed, grid in enumerate(grids)]
     return [EncoderItem(image.grid, image.patches.to(dtype)) for image in made]
 
@@ -77,7 +79,7 @@ def test_random_towers_equal_the_operations(seed: int) -> None:
 
 
 def test_every_activation_has_a_compiled_form() -> None:
-    assert COMPILED_ACTIVATIONS.keys() == ACTIVATIONS
+    assert COMPILED_ACTIVATIONS.keys() == TORCH_ACTIVATIONS.keys() == ACTIVATIONS
 
 
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
@@ -148,7 +150,7 @@ def test_what_has_no_compiled_tower_says_why(caplog: pytest.LogCaptureFixture) -
 
 def test_no_tower_is_compiled_for_a_gpu() -> None:
     with pytest.raises(ValueError, match="the encoder is on meta"):
-        VisionTower(replace(VisionConfig()), [], dtype=torch.bfloat16, device=torch.device("meta"), native="on")
+        RadioTower(replace(RadioVision()), [], dtype=torch.bfloat16, device=torch.device("meta"), native="on")
 
 
 def test_offsets_that_leave_rows_out_are_refused() -> None:

@@ -9,9 +9,9 @@ import torch
 from tiny_encoder import TinyTower, tiny_tower
 
 from encoder.budget import EncoderBudgets, graph_shape, resolve_budgets
-from encoder.config import VisionConfig
 from encoder.plan import activation_bytes, buffer_bytes, buffer_sizes, describe, expected_padding, render
 from encoder.runner import EncoderOptions, EncoderRunner
+from families.nemotron_h_omni.vision import RadioVision
 
 torch.set_num_threads(1)
 
@@ -39,7 +39,7 @@ def test_planned_bytes_are_the_arena_s(tiny: TinyTower, dtype: torch.dtype) -> N
 
 
 def test_worked_bytes_of_the_released_tower() -> None:
-    config = VisionConfig()
+    config = RadioVision()
     budgets = resolve_budgets(config.min_image_tokens, config.max_image_tokens)
     rows = describe(config, budgets, torch.bfloat16)
     assert [row.budget for row in rows] == [256, 512, 1024, 2048, 3328]
@@ -51,13 +51,13 @@ def test_worked_bytes_of_the_released_tower() -> None:
 
 def test_one_arena_takes_less_than_buffers_apart() -> None:
     """On doublings the largest budget is about half of all budgets together."""
-    config = VisionConfig(min_num_patches=256, max_num_patches=32768, max_model_len=16384)
+    config = RadioVision(min_num_patches=256, max_num_patches=32768, max_model_len=16384)
     rows = describe(config, resolve_budgets(64, 8192), torch.bfloat16)
     assert sum(row.buffer_bytes for row in rows) > 1.9 * rows[-1].buffer_bytes
 
 
 def test_video_widens_the_patches_only() -> None:
-    config = VisionConfig(video_temporal_patch_size=2)
+    config = RadioVision(video_temporal_patch_size=2)
     shape_rows = describe(config, EncoderBudgets((256,), 1), torch.float32)
     wide = describe(config, EncoderBudgets((256,), 1), torch.float32, ("image", "video"))
     assert wide[0].buffer_bytes - shape_rows[0].buffer_bytes == 4 * 1024 * config.patch_dim
@@ -92,7 +92,7 @@ def test_bytes_grow_with_the_dtype(tiny: TinyTower) -> None:
 
 def test_worked_bytes_of_one_arena_against_buffers_apart() -> None:
     """A tower of 1,152 features, temporal patches of two frames, rows of 4 x 4,096: 845 MiB apart, 424 in one."""
-    config = VisionConfig(hidden_size=1152, video_temporal_patch_size=2, text_hidden_size=4 * 4096)
+    config = RadioVision(hidden_size=1152, video_temporal_patch_size=2, text_hidden_size=4 * 4096)
     budgets = resolve_budgets(64, 8192)
     sizes = [
         buffer_sizes(graph_shape(budget, budgets, prefix=0, patches_per_token=4), config, ("video",))

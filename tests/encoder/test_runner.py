@@ -14,12 +14,11 @@ from tiny_encoder import TinyTower, random_image, relative_error, tiny_tower
 
 from encoder import lane as lane_module
 from encoder.budget import EncoderBudgets, graph_shape
-from encoder.config import VisionConfig
 from encoder.graphs import INPUTS, EncoderArena, EncoderGraphs, Verdict
 from encoder.item import EncoderItem, num_image_tokens
 from encoder.layout import layout
-from encoder.preprocess import image_grid
 from encoder.runner import EncoderOptions, EncoderRunner
+from families.nemotron_h_omni.vision import RadioVision
 from kernels.graphs import ReplayError
 
 torch.set_num_threads(1)
@@ -48,7 +47,7 @@ def on(tiny: TinyTower) -> Iterator[EncoderRunner]:
 
 
 def destinations(runner: EncoderRunner, images: list[EncoderItem]) -> list[torch.Tensor]:
-    width = runner.config.text_hidden_size
+    width = runner.spec.row_width
     return [torch.full((image.tokens, width), float("nan"), dtype=runner.options.dtype) for image in images]
 
 
@@ -347,9 +346,9 @@ def test_a_part_filled_budget_of_a_nine_step_ladder_gives_numbers(tiny: TinyTowe
 
 
 def test_the_default_step_covers_the_largest_legal_picture() -> None:
-    config = VisionConfig()
+    config = RadioVision()
     budgets = EncoderOptions().budgets(config)
     largest = config.max_image_tokens
     assert budgets.largest == largest == 3328
     for height, width in ((3024, 4032), (1080, 1920), (100, 2000), (6000, 6000)):
-        assert budgets.fit(num_image_tokens(image_grid(height, width, config))) is not None
+        assert budgets.fit(num_image_tokens(config.image_rule.grid(height, width))) is not None

@@ -1,35 +1,20 @@
-"""Clips: the released rules for grids, patches and labels, and rows against transformers' video features."""
+"""Clips through the runner: rows against transformers' video features, packing, graphs and pruning."""
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from clips import released_pixels
 from tiny_encoder import TinyTower, random_image, relative_error, tiny_tower
 from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import compute_retention_mask
-from transformers.models.nemotron_h_omni.processing_nemotron_h_omni import NemotronH_Omni_Reasoning_V3Processor
-from transformers.models.nemotron_h_omni.video_processing_nemotron_h_omni import (
-    NemotronH_Omni_Reasoning_V3VideoProcessor,
-)
 
-from encoder.config import VisionConfig
-from encoder.item import VIDEO, EncoderItem
-from encoder.preprocess import as_floats
+from encoder.item import EncoderItem
 from encoder.runner import EncoderOptions, EncoderRunner
-from encoder.video import (
-    frame_labels,
-    patchify_video,
-    sample_indices,
-    video_grid,
-    video_text,
-    video_tokens,
-)
+from families.nemotron_h_omni.video_rule import OmniVideoRule, video_grid
+from families.nemotron_h_omni.vision import RadioVision
 
 torch.set_num_threads(1)
 
@@ -37,16 +22,6 @@ torch.set_num_threads(1)
 @pytest.fixture(scope="module")
 def tiny() -> TinyTower:
     return tiny_tower(21, final_layernorm=True)
-
-
-def released(config: VisionConfig) -> Any:
-    """transformers' own video processor on the numbers of `config`."""
-    made = object.__new__(NemotronH_Omni_Reasoning_V3VideoProcessor)  # its constructor wants torchvision
-    made.norm_mean, made.norm_std = list(config.image_mean), list(config.image_std)
-    made.patch_size, made.downsample_ratio = config.patch_size, 1 / config.merge_size
-    made.video_target_num_patches = config.video_target_num_patches
-    made.video_maintain_aspect_ratio = config.video_maintain_aspect_ratio
-    return made
 
 
 def clip(frames: int, height: int, width: int, seed: int = 0, *, still: bool = False) -> list[torch.Tensor]:
@@ -58,125 +33,6 @@ def clip(frames: int, height: int, width: int, seed: int = 0, *, still: bool = F
     return made
 
 
-def pixels(config: VisionConfig, frames: list[torch.Tensor]) -> torch.Tensor:
-    """`[F, C, H, W]` as the released processor hands them to the model."""
-    return released(config)._preprocess([torch.stack(frames).permute(0, 3, 1, 2)])["pixel_values_videos"]
-
-
-# -- the rules of the processor ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("keep_aspect", [True, False])
-@settings(deadline=None, max_examples=150)
-@given(height=st.integers(1, 5000), width=st.integers(1, 5000), target=st.sampled_from([1, 16, 64, 1000, 1024, 1037]))
-def test_grid_is_the_released_one(keep_aspect: bool, height: int, width: int, target: int) -> None:
-    config = VisionConfig(video_target_num_patches=target, video_maintain_aspect_ratio=keep_aspect)
-    columns, rows = released(config)._compute_target_patches(height, width)
-    assert video_grid(height, width, config) == (rows, columns)
-
-
-@pytest.mark.parametrize(("height", "width"), [(40, 40), (24, 60), (61, 23), (8, 9), (16, 16)])
-@pytest.mark.parametrize("frames", [1, 2, 5])
-def test_patches_are_the_released_ones(height: int, width: int, frames: int) -> None:
-    config = VisionConfig(patch_size=4, video_target_num_patches=24, video_temporal_patch_size=2)
-    made = clip(frames, height, width)
-    got = patchify_video(made, config, torch.float32)
-    expected = pixels(config, made)
-    expected = torch.cat([expected, expected[-1:]])[: 2 * got.num_sequences]
-    rows, columns = got.grid
-    assert expected.shape[-2:] == (4 * rows, 4 * columns)
-    cut = (
-        expected.reshape(got.num_sequences, 6, rows, 4, columns, 4).permute(0, 2, 4, 1, 3, 5).reshape(got.patches.shape)
-    )
-    assert relative_error(got.patches, cut) <= 1e-6
-    assert got.num_frames == frames and got.num_sequences == -(-frames // 2)
-    assert got.tokens == got.num_sequences * rows * columns // 4 == video_tokens(frames, got.grid, config)
-
-
-def test_a_generator_gives_the_same_patches() -> None:
-    config = VisionConfig(patch_size=4, video_target_num_patches=24, video_temporal_patch_size=3)
-    made = clip(5, 12, 20)
-    listed = patchify_video(made, config, torch.bfloat16)
-    streamed = patchify_video(iter(made), config, torch.bfloat16, num_frames=5)
-    assert torch.equal(listed.patches, streamed.patches) and listed.patches.dtype == torch.bfloat16
-
-
-def test_frames_that_need_a_resize_are_not_kept_as_bytes(tiny: TinyTower) -> None:
-    """Bytes are only for what is cut as it is; either way the numbers are the same."""
-    rows, columns = video_grid(32, 32, tiny.config)
-    whole = (rows * tiny.config.patch_size, columns * tiny.config.patch_size)
-    for size, kept in (((40, 56), torch.float32), (whole, torch.uint8)):
-        frames = clip(3, *size)
-        plain = patchify_video(frames, tiny.config, torch.float32)
-        found = patchify_video(frames, tiny.config, torch.float32, keep_bytes=True)
-        assert found.grid == plain.grid and found.patches.dtype == kept
-        assert torch.equal(as_floats(found.patches, tiny.config, torch.float32), plain.patches)
-
-
-def test_bad_clips_name_the_frame_and_the_numbers() -> None:
-    config = VisionConfig(patch_size=4, video_target_num_patches=24, video_temporal_patch_size=2)
-    made = clip(3, 12, 20)
-    with pytest.raises(ValueError, match="frame 2 has 12x16 pixels, the first 12x20"):
-        patchify_video([*made[:2], made[2][:, :16]], config, torch.float32)
-    with pytest.raises(ValueError, match="frame 1: .*float32"):
-        patchify_video([made[0], made[1].float()], config, torch.float32)
-    with pytest.raises(ValueError, match="got 0"):
-        patchify_video([], config, torch.float32)
-    with pytest.raises(ValueError, match="3 frames of a clip of 4"):
-        patchify_video(iter(made), config, torch.float32, num_frames=4)
-    with pytest.raises(ValueError, match="frame 2 of a clip of 2"):
-        patchify_video(iter(made), config, torch.float32, num_frames=2)
-    with pytest.raises(ValueError, match="1.0"):
-        patchify_video(made, config, torch.float32, pruning_rate=1.0)
-    with pytest.raises(ValueError, match="takes no video"):
-        patchify_video(made, VisionConfig(), torch.float32)
-    with pytest.raises(ValueError, match="0x5"):
-        video_grid(0, 5, config)
-    with pytest.raises(ValueError, match="2x4 needs 8"):
-        EncoderItem((2, 4), torch.zeros(14, 96), kind=VIDEO, num_sequences=2)
-
-
-@pytest.mark.parametrize("together", [1, 2, 3])
-@pytest.mark.parametrize("frames", [1, 2, 3, 7])
-@pytest.mark.parametrize(
-    ("fps", "indices"),
-    [(None, None), (24.0, None), (29.97, [0, 15, 30, 46, 61, 77, 92]), (2.0, [0, 3]), (0.0, None), (None, [0, 1])],
-)
-def test_labels_are_the_released_text(together: int, frames: int, fps: float | None, indices: list[int] | None) -> None:
-    processor = SimpleNamespace(
-        image_start_token="<img>", image_token="<image>", image_end_token="</img>", video_temporal_patch_dim=together
-    )
-    expected = NemotronH_Omni_Reasoning_V3Processor.replace_video_token(
-        processor,  # type: ignore[arg-type]
-        {"num_tokens": [3]},
-        0,
-        num_frames=frames,
-        video_metadata=SimpleNamespace(fps=fps, frames_indices=indices),
-    )
-    labels = frame_labels(frames, together, fps=fps, indices=indices)
-    assert video_text(labels, [3] * len(labels), start="<img>", token="<image>", end="</img>") == expected
-
-
-def test_pruned_patches_keep_their_labels() -> None:
-    text = video_text(["a: ", "b: "], [2, 0], start="<", token=".", end=">")
-    assert text == "a: <..>\nb: <>"
-    with pytest.raises(ValueError, match="2 labels for 1"):
-        video_text(["a", "b"], [1], start="", token="", end="")
-    with pytest.raises(ValueError, match="0 frames"):
-        frame_labels(0, 2)
-
-
-@given(total=st.integers(1, 500), count=st.integers(1, 500))
-def test_frames_are_sampled_evenly(total: int, count: int) -> None:
-    indices = sample_indices(total, count)
-    assert len(indices) == min(total, count) and indices[0] == 0 and indices[-1] < total
-    assert sample_indices(10, 4) == [0, 2, 5, 7] and sample_indices(5, 6) == sample_indices(5, 5) == [0, 1, 2, 3, 4]
-    steps = {b - a for a, b in itertools.pairwise(indices)}
-    assert not steps or (min(steps) >= 1 and max(steps) - min(steps) <= 1)
-
-
-# -- the tower --------------------------------------------------------------------------------------------------------
-
 CLIPS = [(5, 40, 40, 0.0), (2, 24, 60, 0.0), (7, 61, 23, 0.5), (1, 16, 16, 0.9), (4, 30, 50, 0.8)]
 
 
@@ -186,14 +42,16 @@ def make(tiny: TinyTower, graphs: str, **options: Any) -> EncoderRunner:
     )
 
 
-def video_config(tiny: TinyTower) -> VisionConfig:
+def video_config(tiny: TinyTower) -> RadioVision:
     return replace(tiny.config, video_target_num_patches=24)
 
 
 def prepared(tiny: TinyTower) -> list[EncoderItem]:
     config = video_config(tiny)
     return [
-        patchify_video(clip(frames, height, width, seed=i, still=True), config, torch.float32, pruning_rate=rate)
+        OmniVideoRule(replace(config, video_pruning_rate=rate)).patchify(
+            clip(frames, height, width, seed=i, still=True), torch.float32
+        )
         for i, (frames, height, width, rate) in enumerate(CLIPS)
     ]
 
@@ -204,7 +62,7 @@ def oracle(tiny: TinyTower) -> list[tuple[torch.Tensor, list[int]]]:
     results = []
     config = video_config(tiny)
     for i, (frames, height, width, rate) in enumerate(CLIPS):
-        values = pixels(config, clip(frames, height, width, seed=i, still=True))
+        values = released_pixels(config, clip(frames, height, width, seed=i, still=True))
         features = tiny.oracle.get_video_features(values).pooler_output
         groups, tokens, _ = features.shape
         flat = features.flatten(0, 1)
@@ -218,7 +76,7 @@ def oracle(tiny: TinyTower) -> list[tuple[torch.Tensor, list[int]]]:
 
 
 def encode(runner: EncoderRunner, items: list[Any]) -> tuple[list[torch.Tensor], list[tuple[int, ...]]]:
-    width = runner.config.text_hidden_size
+    width = runner.spec.row_width
     out = [torch.full((item.tokens, width), float("nan")) for item in items]
     rows = runner.encode(items, out)
     runner.check_integrity()
@@ -249,10 +107,10 @@ def test_three_frames_in_a_patch() -> None:
     tiny = tiny_tower(4, video_temporal_patch_size=3)
     config = video_config(tiny)
     frames = clip(7, 20, 36)
-    video = patchify_video(frames, config, torch.float32)
+    video = OmniVideoRule(config).patchify(frames, torch.float32)
     (got,), _ = encode(make(tiny, "off"), [video])
     with torch.no_grad():
-        expected = tiny.oracle.get_video_features(pixels(config, frames)).pooler_output
+        expected = tiny.oracle.get_video_features(released_pixels(config, frames)).pooler_output
     assert relative_error(got, expected.flatten(0, 1)) <= 1e-5
 
 
@@ -296,7 +154,9 @@ def test_the_arena_grows_by_the_wider_patches_only(tiny: TinyTower) -> None:
 
 def test_a_long_clip_takes_several_launches_with_turns_between(tiny: TinyTower) -> None:
     runner = make(tiny, "on", graph_kinds=None, max_tokens_per_step=16)
-    video = patchify_video(clip(13, 40, 40, still=True), video_config(tiny), torch.float32, pruning_rate=0.5)
+    video = OmniVideoRule(replace(video_config(tiny), video_pruning_rate=0.5)).patchify(
+        clip(13, 40, 40, still=True), torch.float32
+    )
     image = random_image(tiny.config, 4, 6)
     out = [torch.full((item.tokens, tiny.config.text_hidden_size), float("nan")) for item in (video, image)]
     job = runner.begin([video, image], out)
@@ -336,7 +196,7 @@ def test_a_launch_never_holds_more_sequences_than_its_graph(tiny: TinyTower) -> 
     """Five clips of sixteen temporal patches whose tokens fit one launch, and whose sequences do not."""
     config = replace(video_config(tiny), video_target_num_patches=4)
     runner = make(tiny, "on", graph_kinds=None, token_budgets=(40,), max_images=8, max_tokens_per_step=64)
-    clips = [patchify_video(clip(32, 8, 8, seed=i), config, torch.float32) for i in range(5)]
+    clips = [OmniVideoRule(config).patchify(clip(32, 8, 8, seed=i), torch.float32) for i in range(5)]
     assert [video.tokens for video in clips] == [16] * 5
     got, _ = encode(runner, clips)
     stats = runner.stats()
@@ -353,7 +213,7 @@ def test_bytes_and_floats_share_a_launch(tiny: TinyTower, graphs: str) -> None:
     runner = make(tiny, graphs, graph_kinds=None)
     config = video_config(tiny)
     fitting = clip(5, 16, 24, seed=3)
-    items = [patchify_video(fitting, config, torch.float32, keep_bytes=keep) for keep in (True, False)]
+    items = [OmniVideoRule(config).patchify(fitting, torch.float32, keep_bytes=keep) for keep in (True, False)]
     assert [item.patches.dtype for item in items] == [torch.uint8, torch.float32]
     other = prepared(tiny)[1]
     (as_bytes, _), _ = encode(runner, [items[0], other])

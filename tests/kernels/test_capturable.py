@@ -15,10 +15,10 @@ from tiny_encoder import tiny_tower
 
 from decoder.graphs import DecoderGraphs
 from encoder.budget import EncoderBudgets, graph_shape
-from encoder.config import VisionConfig
 from encoder.graphs import _step
-from encoder.model import VisionTower
 from encoder.plan import buffer_sizes
+from families.nemotron_h_omni.tower import RadioTower
+from families.nemotron_h_omni.vision import RadioVision
 from kernels.dispatch import forced
 from kernels.launch import Launch, recording
 
@@ -53,8 +53,8 @@ def test_decoder_steps(kind: str, spec_state: str, launches: list[Launch], monke
 @pytest.mark.parametrize("final_layernorm", [True, False])
 def test_encoder_steps(final_layernorm: bool, launches: list[Launch]) -> None:
     given = tiny_tower(final_layernorm=final_layernorm)
-    config: VisionConfig = given.config
-    tower = VisionTower(config, given.weights.items(), dtype=torch.bfloat16, device=META)
+    config: RadioVision = given.config
+    tower = RadioTower(config, given.weights.items(), dtype=torch.bfloat16, device=META)
     budgets = EncoderBudgets((12, 20), 2)
     shape = graph_shape(20, budgets, prefix=config.num_prefix_tokens, patches_per_token=config.patches_per_token)
     sizes = buffer_sizes(shape, config)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from google.protobuf import json_format
 
-from encoder.video import frame_labels
+from families.nemotron_h_omni.prompt import frame_labels
 from saccade.v1 import inference_pb2, types_pb2
 from service import convert, errors
 from service.types import ChatInput, ImageSource, RawInput, TokensInput, VideoSource

@@ -16,7 +16,7 @@ from transformers.models.nemotron_h_omni.video_processing_nemotron_h_omni import
     NemotronH_Omni_Reasoning_V3VideoProcessor,
 )
 
-from encoder.config import VisionConfig
+from families.nemotron_h_omni.vision import RadioVision
 
 FPS = 4.0
 
@@ -57,14 +57,19 @@ def film(container: str, codec: str, frames: int = 10, height: int = 32, width: 
     return buffer.getvalue()
 
 
-def released_pixels(config: VisionConfig, frames: list[torch.Tensor]) -> torch.Tensor:
-    """`[F, C, H, W]` as the released processor hands them to the model."""
+def released_processor(config: RadioVision) -> Any:
+    """transformers' own video processor on the numbers of `config`."""
     made: Any = object.__new__(NemotronH_Omni_Reasoning_V3VideoProcessor)  # its constructor wants torchvision
     made.norm_mean, made.norm_std = list(config.image_mean), list(config.image_std)
     made.patch_size, made.downsample_ratio = config.patch_size, 1 / config.merge_size
     made.video_target_num_patches = config.video_target_num_patches
     made.video_maintain_aspect_ratio = config.video_maintain_aspect_ratio
-    return made._preprocess([torch.stack(frames).permute(0, 3, 1, 2)])["pixel_values_videos"]
+    return made
+
+
+def released_pixels(config: RadioVision, frames: list[torch.Tensor]) -> torch.Tensor:
+    """`[F, C, H, W]` as the released processor hands them to the model."""
+    return released_processor(config)._preprocess([torch.stack(frames).permute(0, 3, 1, 2)])["pixel_values_videos"]
 
 
 def released_words(frames: int, *, tokens: int, fps: float | None, indices: list[int] | None = None) -> str:

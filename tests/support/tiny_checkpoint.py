@@ -15,7 +15,6 @@ from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import Nemotro
 
 from encoder.images import decode_image
 from encoder.item import EncoderItem
-from encoder.preprocess import patchify
 from service.checkpoint import Checkpoint
 
 VOCAB = 97
@@ -57,7 +56,7 @@ def oracle_images(path: Path, files: list[bytes]) -> list[EncoderItem]:
     """Patches by our image rule, which has tests of its own against worked rows; towers are compared by who asks."""
     vision = Checkpoint(path).config.vision
     assert vision is not None
-    return [patchify(decode_image(file), vision, torch.float32) for file in files]
+    return [vision.image_rule.patchify(decode_image(file), torch.float32) for file in files]
 
 
 def random_text_config(rng: random.Random, **fixed: Any) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from transformers import NemotronHConfig, RadioConfig
 from transformers.models.nemotron_h_omni.configuration_nemotron_h_omni import NemotronH_Omni_Reasoning_V3_Config
 from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import NemotronH_Omni_Reasoning_V3
 
-from encoder.config import VisionConfig
 from encoder.item import EncoderItem
+from families.nemotron_h_omni.vision import RadioVision
 
 VISION_PREFIXES = (
     "vision_model.embeddings.",
@@ -28,7 +28,7 @@ class TinyTower:
     """The oracle and what our runner is given for the same weights."""
 
     oracle: NemotronH_Omni_Reasoning_V3
-    config: VisionConfig
+    config: RadioVision
     weights: dict[str, Tensor]
 
     @torch.no_grad()
@@ -78,13 +78,13 @@ def tiny_tower(seed: int = 0, *, dtype: torch.dtype = torch.float32, **changes: 
     return TinyTower(oracle, vision_config(radio, text_hidden, projector, final_layernorm), weights)
 
 
-def vision_config(radio: RadioConfig, text_hidden: int, projector: int, final_layernorm: bool) -> VisionConfig:
+def vision_config(radio: RadioConfig, text_hidden: int, projector: int, final_layernorm: bool) -> RadioVision:
     mlp = int(radio.hidden_size * radio.mlp_ratio)
-    return VisionConfig(
+    return RadioVision(
         hidden_size=radio.hidden_size,
         num_layers=radio.num_hidden_layers,
         num_heads=radio.num_attention_heads,
-        intermediate_size=VisionConfig.swiglu_size(mlp) if radio.use_swiglu_ffn else mlp,
+        intermediate_size=RadioVision.swiglu_size(mlp) if radio.use_swiglu_ffn else mlp,
         hidden_act=radio.hidden_act,
         use_swiglu_ffn=radio.use_swiglu_ffn,
         qkv_bias=radio.qkv_bias,
@@ -104,7 +104,7 @@ def vision_config(radio: RadioConfig, text_hidden: int, projector: int, final_la
     )
 
 
-def random_image(config: VisionConfig, rows: int, columns: int, seed: int = 0) -> EncoderItem:
+def random_image(config: RadioVision, rows: int, columns: int, seed: int = 0) -> EncoderItem:
     """Patches of a `rows` x `columns` grid, float32."""
     generator = torch.Generator().manual_seed(1000 * rows + columns + 7919 * seed)
     return EncoderItem((rows, columns), torch.randn(rows * columns, config.patch_dim, generator=generator))

@@ -1,22 +1,22 @@
-"""What the vision side of a checkpoint looks like: tower shape, prefix tokens, projector and image preprocessing."""
+"""What the vision side of a checkpoint looks like: tower sizes, prefix tokens, projector, weights and preprocessing."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from encoder.item import IMAGE, VIDEO
+from encoder.preprocess import RGB
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-RGB = 3
-"""Channels of a decoded picture; the tower knows no other count."""
 
 ACTIVATIONS = frozenset({"gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu", "relu2", "silu"})
 
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """Shape of a packed RADIO tower with its projector, and the image rule that feeds it.
+    """Sizes of a RADIO tower with its projector, and the numbers of the image and video rules that feed it.
 
     Raises `ValueError`, with the numbers, for a combination that no tower can have.
     """
@@ -36,16 +36,16 @@ class VisionConfig:
     patch_size: int = 16
     """Side of a patch, in pixels."""
     max_img_size: int = 2048
-    """Side, in pixels, of the square picture that the position table was made for."""
+    """Side, in pixels, of the square image that the position table was made for."""
     num_cls_tokens: int = 3
     num_registers: int = 7
     video_temporal_patch_size: int | None = None
     """Frames in one video patch, or None for a tower without a video projection."""
     min_num_patches: int = 1024
     max_num_patches: int = 13312
-    """Largest patch grid of one picture; 0 leaves only the context length as a bound."""
+    """Largest patch grid of one image; 0 leaves only the context length as a bound."""
     max_model_len: int = 16384
-    """Context length, in tokens, which bounds what the pictures of one call may take."""
+    """Context length, in tokens, which bounds what the images of one call may take."""
     image_mean: tuple[float, float, float] = CLIP_MEAN
     image_std: tuple[float, float, float] = CLIP_STD
     """Mean and deviation per channel of pixels scaled to 0..1."""
@@ -96,10 +96,6 @@ class VisionConfig:
         return (int(mlp_size * 2 / 3) + 7) // 8 * 8
 
     @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
-
-    @property
     def num_prefix_tokens(self) -> int:
         """Class and register tokens ahead of the patches of each image."""
         return self.num_cls_tokens + self.num_registers
@@ -122,6 +118,22 @@ class VisionConfig:
         return self.merge_size**2
 
     @property
+    def position_width(self) -> int:
+        """Positions are added to the embedded patches."""
+        return self.hidden_size
+
+    @property
+    def row_width(self) -> int:
+        """The decoder's width: the projector leads there."""
+        return self.text_hidden_size
+
+    @property
+    def activation_width(self) -> int:
+        """The residual, the fused q, k, v and the attention's output, or the residual, its norm and the MLP before and
+        after its activation."""
+        return max(5 * self.hidden_size, 2 * self.hidden_size + 2 * self.intermediate_size)
+
+    @property
     def table_side(self) -> int:
         """Rows, and columns, of the stored position table."""
         return self.max_img_size // self.patch_size
@@ -141,7 +153,7 @@ class VisionConfig:
 
     @property
     def max_image_tokens(self) -> int:
-        """Tokens of the largest picture that the image rule aims at: the default `hi` of the encoder's budgets."""
+        """Tokens of the largest image that the image rule aims at: the default `hi` of the encoder's budgets."""
         return max(-(-self.patch_budget // self.patches_per_token), self.min_image_tokens)
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
@@ -188,3 +200,8 @@ class VisionConfig:
             for name in self.expected_weights()
             if ".layer_scale" in name or name.startswith("vision_final_layernorm.") or "video_patch_projection" in name
         )
+
+    def kinds(self, weights: Collection[str]) -> tuple[str, ...]:
+        """Images, and clips where the projection for temporal patches is there."""
+        video = "vision_model.embeddings.video_patch_projection.weight" in weights
+        return (IMAGE, VIDEO) if VIDEO in self.patch_widths and video else (IMAGE,)

@@ -10,16 +10,15 @@ import torch
 from tiny_encoder import TinyTower, random_image, relative_error, tiny_tower
 
 from encoder.item import EncoderItem
-from encoder.layout import layout
-from encoder.positions import PositionCache, interpolate_positions
 from encoder.runner import EncoderOptions, EncoderRunner
+from families.nemotron_h_omni.tower import interpolate_positions
 
 torch.set_num_threads(1)
 OFF = EncoderOptions(dtype=torch.float32, graphs="off")
 
 
 def encode(runner: EncoderRunner, images: list[EncoderItem]) -> list[torch.Tensor]:
-    width, dtype = runner.config.text_hidden_size, runner.options.dtype
+    width, dtype = runner.spec.row_width, runner.options.dtype
     out = [torch.full((image.tokens, width), float("nan"), dtype=dtype) for image in images]
     runner.encode(images, out)
     runner.check_integrity()
@@ -128,38 +127,10 @@ def test_positions_equal_the_oracle_s(grid: tuple[int, int], dtype: torch.dtype)
     embeddings = tiny.oracle.vision_model.embeddings
     with torch.no_grad():
         expected = embeddings._interpolate_position_embedding(grid, dtype)[0]
-    table = tiny.weights["vision_model.embeddings.position_embedding"]
-    cache = PositionCache(table, tiny.config.table_side, 1 << 20)
-    assert torch.equal(cache.get(grid), expected)
-
-
-def test_position_cache_is_bounded_and_drops_the_oldest() -> None:
-    tiny = tiny_tower(0)
-    table = tiny.weights["vision_model.embeddings.position_embedding"]
-    one = 4 * 4 * 48 * 4
-    cache = PositionCache(table, tiny.config.table_side, 2 * one)
-    first, _ = cache.get((4, 4)), cache.get((2, 8))
-    assert cache.get((4, 4)) is first
-    cache.get((8, 2))
-    cache.check_integrity()
-    assert cache.bytes == 2 * one
-    assert cache.get((4, 4)) is first
-    assert (cache.hits, cache.misses) == (2, 3)
-    cache.get((2, 8))
-    assert cache.misses == 4
-    cache.get((30, 30))
-    cache.check_integrity()
-    assert cache.get((2, 8)) is not None and cache.misses == 5
+    tower = tiny.config.build(tiny.weights.items(), dtype=dtype, device=torch.device("cpu"))
+    assert torch.equal(tower.positions(grid), expected)
 
 
 def test_interpolation_is_of_the_square_cropped() -> None:
     table = torch.arange(16.0).view(1, 1, 4, 4)
     assert torch.equal(interpolate_positions(table, (2, 4), torch.float32)[:, 0], torch.arange(8.0))
-
-
-def test_an_exact_layout_has_no_padding() -> None:
-    placed = layout([(2, 4), (2, 2)], prefix=3, merge=2)
-    assert placed.cu_seqlens.tolist() == [0, 11, 18]
-    assert placed.source_R.tolist() == [0, 1, 2, *range(4, 12), 0, 1, 2, *range(12, 16)]
-    assert placed.token_rows_NM.tolist() == [[3, 4, 7, 8], [5, 6, 9, 10], [14, 15, 16, 17]]
-    assert (placed.patches, placed.tokens, placed.max_seqlen) == (12, 3, 11)

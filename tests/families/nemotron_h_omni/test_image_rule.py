@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from encoder.config import VisionConfig
-from encoder.item import EncoderItem, num_image_tokens
-from encoder.preprocess import Stopwatch, as_floats, patchify, target_grid
-from encoder.video import patchify_video
+from encoder.preprocess import Stopwatch, as_floats
+from families.nemotron_h_omni.image_rule import target_grid
+from families.nemotron_h_omni.video_rule import OmniVideoRule
+from families.nemotron_h_omni.vision import RadioVision
 
 torch.set_num_threads(1)
 
@@ -79,13 +79,13 @@ def test_grid_equals_the_released_rule(height: int, width: int, patch: int, boun
     assert got[0] % merge == got[1] % merge == 0
 
 
-def small_config(**changes: Any) -> VisionConfig:
+def small_config(**changes: Any) -> RadioVision:
     fields: dict[str, Any] = {
         "hidden_size": 32, "num_layers": 1, "num_heads": 2, "intermediate_size": 64, "patch_size": 8,
         "max_img_size": 128, "min_num_patches": 16, "max_num_patches": 256, "max_model_len": 512,
         "projector_hidden_size": 48, "text_hidden_size": 40,
     }  # fmt: skip
-    return VisionConfig(**{**fields, **changes})
+    return RadioVision(**{**fields, **changes})
 
 
 def picture(height: int, width: int, seed: int = 0) -> torch.Tensor:
@@ -96,7 +96,7 @@ def picture(height: int, width: int, seed: int = 0) -> torch.Tensor:
 def test_patches_equal_the_rule_written_out(height: int, width: int) -> None:
     config = small_config()
     image = picture(height, width)
-    got = patchify(image, config, torch.float32)
+    got = config.image_rule.patchify(image, torch.float32)
     size = (got.grid[0] * 8, got.grid[1] * 8)
     pixels = image.permute(2, 0, 1)[None].float()
     if size != (height, width):
@@ -114,7 +114,7 @@ def test_overshoot_of_the_resize_is_kept() -> None:
     image = torch.zeros(20, 20, 3, dtype=torch.uint8)
     image[:, 10:] = 255
     config = small_config(image_mean=(0.0, 0.0, 0.0), image_std=(1.0, 1.0, 1.0))
-    patches = patchify(image, config, torch.float32).patches
+    patches = config.image_rule.patchify(image, torch.float32).patches
     assert patches.max() > 1.01 and patches.min() < -0.01
 
 
@@ -122,7 +122,7 @@ def test_a_stopwatch_adds_up() -> None:
     watch = Stopwatch()
     for _ in range(2):
         before = watch.seconds["resize"]
-        patchify(picture(33, 57), small_config(), torch.float32, watch=watch)
+        small_config().image_rule.patchify(picture(33, 57), torch.float32, watch=watch)
         assert watch.seconds["resize"] > before and watch.seconds["patch"] > 0
 
 
@@ -131,26 +131,22 @@ def test_budget_of_a_call_is_clamped() -> None:
     assert small_config(max_model_len=24).patch_budget == 80
     assert small_config(max_model_len=5).patch_budget == 16
     assert small_config(max_num_patches=0, max_model_len=104).patch_budget == 400
-    assert VisionConfig().patch_budget == 13312
+    assert RadioVision().patch_budget == 13312
 
 
 def test_a_lower_budget_shrinks_the_grid() -> None:
     config = small_config()
-    full, small = (patchify(picture(120, 120), config, torch.float32, max_patches=n) for n in (None, 64))
+    full, small = (config.image_rule.patchify(picture(120, 120), torch.float32, max_patches=n) for n in (None, 64))
     assert full.grid == (16, 16) and small.grid == (8, 8)
 
 
 def test_misuse_names_the_numbers() -> None:
     with pytest.raises(ValueError, match="0x5"):
         target_grid(0, 5, patch_size=8, min_patches=4, max_patches=8)
-    with pytest.raises(ValueError, match="3x4"):
-        num_image_tokens((3, 4))
     with pytest.raises(ValueError, match=r"\(5, 5\)"):
-        patchify(torch.zeros(5, 5, dtype=torch.uint8), small_config(), torch.float32)
+        small_config().image_rule.patchify(torch.zeros(5, 5, dtype=torch.uint8), torch.float32)
     with pytest.raises(ValueError, match="float32"):
-        patchify(torch.zeros(5, 5, 3), small_config(), torch.float32)
-    with pytest.raises(ValueError, match="24 rows"):
-        EncoderItem((4, 6), torch.zeros(23, 192))
+        small_config().image_rule.patchify(torch.zeros(5, 5, 3), torch.float32)
     with pytest.raises(ValueError, match="33.*2"):
         small_config(hidden_size=33)
     with pytest.raises(ValueError, match="nope"):
@@ -160,17 +156,17 @@ def test_misuse_names_the_numbers() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_become_the_same_numbers(dtype: torch.dtype) -> None:
     """A picture or clip that needs no resize stays uint8 on its way, and nothing is lost or gained by it."""
-    config = VisionConfig(
+    config = RadioVision(
         patch_size=4, min_num_patches=4, max_num_patches=64, video_target_num_patches=24, video_temporal_patch_size=2
     )  # fmt: skip
     generator = torch.Generator().manual_seed(1)
     fitting = torch.randint(0, 256, (16, 24, 3), dtype=torch.uint8, generator=generator)
-    kept, whole = (patchify(fitting, config, dtype, keep_bytes=keep) for keep in (True, False))
+    kept, whole = (config.image_rule.patchify(fitting, dtype, keep_bytes=keep) for keep in (True, False))
     assert kept.patches.dtype == torch.uint8 and whole.patches.dtype == dtype
-    assert torch.equal(as_floats(kept.patches, config, dtype), whole.patches)
+    assert torch.equal(as_floats(kept.patches, 4, config.image_mean, config.image_std, dtype), whole.patches)
     odd = torch.randint(0, 256, (23, 21, 3), dtype=torch.uint8, generator=generator)
-    assert patchify(odd, config, dtype, keep_bytes=True).patches.dtype == dtype
+    assert config.image_rule.patchify(odd, dtype, keep_bytes=True).patches.dtype == dtype
     frames = [torch.randint(0, 256, (16, 24, 3), dtype=torch.uint8, generator=generator) for _ in range(3)]
-    cut, resized = (patchify_video(frames, config, dtype, keep_bytes=keep) for keep in (True, False))
+    cut, resized = (OmniVideoRule(config).patchify(frames, dtype, keep_bytes=keep) for keep in (True, False))
     assert cut.patches.dtype == torch.uint8 and cut.grid == resized.grid == (4, 6)
-    assert torch.equal(as_floats(cut.patches, config, dtype), resized.patches)
+    assert torch.equal(as_floats(cut.patches, 4, config.image_mean, config.image_std, dtype), resized.patches)

@@ -1,0 +1,163 @@
+"""A tower made of standard parts, over packed sequences: embedded patches with learned positions and prefix tokens,
+pre-norm transformer blocks, pixel shuffle and a projector of two linear layers. A family reads the weights into it.
+
+T patches, K table rows (prefix tokens and one of zeros for padding), R tower rows, D features, H heads, N image tokens.
+The block is that of "An Image is Worth 16x16 Words" (arXiv 2010.11929), MLP or SwiGLU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from encoder.pieces import Pieces
+from encoder.tower import PackedBatch
+from kernels.linear import Linear
+from kernels.patch_embed import patch_embed
+from kernels.pixel_shuffle import shuffle_norm
+from kernels.varlen_attention import varlen_attention
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def _tanh_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _relu_squared(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": F.gelu,
+    "gelu_new": _tanh_gelu,
+    "gelu_pytorch_tanh": _tanh_gelu,
+    "gelu_fast": _tanh_gelu,
+    "quick_gelu": _quick_gelu,
+    "relu": F.relu,
+    "relu2": _relu_squared,
+    "silu": F.silu,
+}
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A layer norm."""
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+    def __call__(self, x_RD: Tensor) -> Tensor:
+        return F.layer_norm(x_RD, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+@dataclass(frozen=True)
+class Block:
+    """`x + out(attention(norm1(x)))`, then `x + down(act(up(norm2(x))))`; layer scales are folded into the weights."""
+
+    norm1: Norm
+    qkv: Linear
+    out: Linear
+    norm2: Norm
+    up: Linear
+    """With SwiGLU the gates come first, then what they let through."""
+    down: Linear
+
+
+class ViTSizes(Protocol):
+    """The numbers of such a tower."""
+
+    @property
+    def patch_widths(self) -> Mapping[str, int]:
+        """Numbers in one flattened patch, per kind of item."""
+
+    @property
+    def hidden_size(self) -> int:
+        """D."""
+
+    @property
+    def num_heads(self) -> int:
+        """Attention heads, each `hidden_size / num_heads` wide."""
+
+    @property
+    def intermediate_size(self) -> int:
+        """Inner width of the MLP."""
+
+    @property
+    def use_swiglu_ffn(self) -> bool:
+        """Whether the MLP is gated: SiLU of the gates times what they let through."""
+
+    @property
+    def hidden_act(self) -> str:
+        """One of `ACTIVATIONS`: of an MLP that is not gated."""
+
+    @property
+    def patches_per_token(self) -> int:
+        """Tower rows that the projector joins to one row."""
+
+    @property
+    def projector_hidden_size(self) -> int:
+        """Between the projector's linear layers."""
+
+    @property
+    def projector_eps(self) -> float:
+        """Of the projector's norm."""
+
+    @property
+    def row_width(self) -> int:
+        """Width of the rows that leave."""
+
+
+@dataclass(frozen=True)
+class ViT:
+    """Weights fused and cast. `pieces` is a pure function of the batch, in torch operations and kernels."""
+
+    sizes: ViTSizes
+    dtype: torch.dtype
+    projections: Mapping[str, Linear]
+    """Of patches, per kind of item."""
+    table_KD: Tensor
+    """Prefix tokens, and a row of zeros for padding."""
+    blocks: Sequence[Block]
+    final_norm: Norm | None
+    """Between the last block and the pixel shuffle."""
+    projector_norm: Tensor
+    """float32 weight of the RMS norm of joined rows."""
+    linear_1: Linear
+    """Squared ReLU follows it."""
+    linear_2: Linear
+
+    def pieces(self, batch: PackedBatch, *, kind: str) -> Pieces[Tensor]:
+        """`[N, row_width]` rows in the tower's dtype, one per entry of `token_rows_NM`; new memory. May be left after
+        each block. `kind`: whose projection the patches pass. One host read of `cu_seqlens` in the torch attention.
+        """
+        projection = self.projections[kind]
+        x_RD = patch_embed(batch.patches_TP, projection, batch.positions_TD, self.table_KD, batch.source_R)
+        for block in self.blocks:
+            x_RD = self._block(block, x_RD, batch)
+            yield
+        norm = self.final_norm
+        final = None if norm is None else (norm.weight, norm.bias, norm.eps)
+        normed = shuffle_norm(x_RD, batch.token_rows_NM, self.projector_norm, self.sizes.projector_eps, final)
+        return self.linear_2(self.linear_1.relu_squared(normed))
+
+    def _block(self, block: Block, x_RD: Tensor, batch: PackedBatch) -> Tensor:
+        rows, heads, width = x_RD.shape[0], self.sizes.num_heads, self.sizes.hidden_size // self.sizes.num_heads
+        q_RHD, k_RHD, v_RHD = block.qkv(block.norm1(x_RD)).view(rows, 3, heads, width).unbind(1)
+        mixed_RHD = varlen_attention(q_RHD, k_RHD, v_RHD, batch.cu_seqlens, batch.max_seqlen, scale=width**-0.5)
+        x_RD = block.out(mixed_RHD.view(rows, heads * width)).add_(x_RD)
+        inner = block.up(block.norm2(x_RD))
+        if self.sizes.use_swiglu_ffn:
+            gates, inner = inner.chunk(2, -1)
+            return block.down(F.silu(gates).mul_(inner)).add_(x_RD)
+        return block.down(ACTIVATIONS[self.sizes.hidden_act](inner)).add_(x_RD)

@@ -1,0 +1,101 @@
+"""From a decoded image to flattened patches: the released image processor's grid rule, resize and normalisation.
+
+Shapes: H, W pixels; C = 3 channels; p the patch side; gh, gw the patch grid; T = gh * gw patches.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from encoder.item import EncoderItem, Grid
+from encoder.preprocess import RGB, Stopwatch, cut_patches, normalise, resize_pixels
+from families.nemotron_h_omni.vision_config import VisionConfig
+
+
+@dataclass(frozen=True)
+class OmniImageRule:
+    """`families.family.ImageRule` with the numbers of `config`."""
+
+    config: VisionConfig
+
+    def grid(self, height: int, width: int, *, max_patches: int | None = None) -> Grid:
+        """`target_grid` of an image of that many pixels; `max_patches` lowers the budget of one image."""
+        config = self.config
+        return target_grid(
+            height,
+            width,
+            patch_size=config.patch_size,
+            min_patches=config.min_num_patches,
+            max_patches=max_patches or config.patch_budget,
+            merge_size=config.merge_size,
+        )
+
+    def patchify(
+        self, image_HWC: torch.Tensor, dtype: torch.dtype, *, max_patches: int | None = None, keep_bytes: bool = False,
+        watch: Stopwatch | None = None,
+    ) -> EncoderItem:  # fmt: skip
+        """Resize, normalise and cut one image.
+
+        `image_HWC`: `[H, W, 3]` uint8. The resize is bicubic with antialiasing in float32 on 0..255 and its overshoot
+        is kept. Returns new memory, patches in `dtype`. Raises `ValueError` for another shape or dtype.
+        `watch` counts the stages. `keep_bytes`: an image that needs no resize is only cut, and its patches stay uint8
+        for the tower's `as_floats` to make the same numbers of: a quarter to half of the memory on their way.
+        """
+        if image_HWC.dim() != 3 or image_HWC.shape[2] != RGB or image_HWC.dtype != torch.uint8:
+            raise ValueError(f"expected [H, W, 3] uint8 pixels, got {tuple(image_HWC.shape)} {image_HWC.dtype}")
+        config = self.config
+        grid = self.grid(image_HWC.shape[0], image_HWC.shape[1], max_patches=max_patches)
+        size = (grid[0] * config.patch_size, grid[1] * config.patch_size)
+        watch = watch or Stopwatch()
+        if keep_bytes and tuple(image_HWC.shape[:2]) == size:
+            with watch("patch"):
+                patches = cut_patches(image_HWC.permute(2, 0, 1), config.patch_size, torch.uint8)
+            return EncoderItem(grid, patches, merge_size=config.merge_size)
+        with watch("resize"):
+            pixels_CHW = resize_pixels(image_HWC.permute(2, 0, 1)[None], size)[0]
+        with watch("patch"):
+            scaled_CHW = normalise(pixels_CHW, config.image_mean, config.image_std)
+            patches = cut_patches(scaled_CHW, config.patch_size, dtype)
+        return EncoderItem(grid, patches, merge_size=config.merge_size)
+
+
+def target_grid(
+    height: int, width: int, *, patch_size: int, min_patches: int, max_patches: int, merge_size: int = 2
+) -> Grid:
+    """The patch grid `(gh, gw)` that an image of `height` x `width` pixels is resized to.
+
+    The rule of the released processor: about one patch per `patch_size` pixels, shrunk to at most `max_patches`, grown
+    to at least `min_patches`, both sides made multiples of `merge_size`. Rounding a side of 1 up to `merge_size` may
+    leave a very flat image above `max_patches`, as it does there.
+
+    Raises `ValueError` if a size is not positive or the shape is so flat that the rule gives it no rows at all.
+    """
+    if height < 1 or width < 1:
+        raise ValueError(f"an image needs at least one pixel each way, got {height}x{width}")
+    if patch_size < 1 or min_patches < 1 or max_patches < 1:
+        numbers = f"patch_size {patch_size}, min_patches {min_patches}, max_patches {max_patches}"
+        raise ValueError(f"{numbers}: all must be positive")
+    # Python's round (half to even) is part of the rule: 224 / 16 + 0.5 = 14.5 -> 14, but 15.5 -> 16.
+    rows = round(height / patch_size + 0.5)
+    columns = round(width / patch_size + 0.5)
+    shrink = min(math.sqrt(max_patches / (rows * columns)), 1.0)
+    rows, columns = math.floor(shrink * rows), math.floor(shrink * columns)
+    if rows == 0 or columns == 0:
+        raise ValueError(f"an image of {height}x{width} pixels is too flat for a grid of at most {max_patches} patches")
+    if max_patches > min_patches and rows * columns < min_patches:
+        grow = math.sqrt(min_patches / (rows * columns))
+        rows, columns = math.ceil(grow * rows), math.ceil(grow * columns)
+    rows = _to_multiple(rows, columns, merge_size, max_patches)
+    columns = _to_multiple(columns, rows, merge_size, max_patches)
+    return rows, columns
+
+
+def _to_multiple(side: int, other: int, multiple: int, max_area: int) -> int:
+    over = side % multiple
+    if not over:
+        return side
+    up = side + multiple - over
+    return up if up * other <= max_area else max(multiple, side - over)

@@ -1,0 +1,41 @@
+"""The text around a clip's frames, as the released processor writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def frame_labels(
+    num_frames: int, together: int, *, fps: float | None = None, indices: Sequence[int] | None = None
+) -> list[str]:
+    """The words before each temporal patch, as the released processor writes them: `Frame 1 and frame 2: `.
+
+    With `fps` of the source they say when: by the frames' `indices` in the source, in whole milliseconds of a frame,
+    where those are given, else as if the frames followed each other at that rate.
+    """
+    if num_frames < 1 or together < 1:
+        raise ValueError(f"{num_frames} frames in groups of {together}: both must be positive")
+
+    def moment(frame: int) -> str:
+        if not fps:
+            return ""
+        known = indices is not None and frame < len(indices)
+        seconds = indices[frame] * int(1000.0 / fps) / 1000.0 if indices is not None and known else frame / fps
+        return f" sampled at {seconds:.2f} seconds"
+
+    labels = []
+    for first in range(0, num_frames, together):
+        group = range(first, min(first + together, num_frames))
+        words = (f"{'frame' if frame > first else 'Frame'} {frame + 1}{moment(frame)}" for frame in group)
+        labels.append(" and ".join(words) + ": ")
+    return labels
+
+
+def video_text(labels: Sequence[str], rows: Sequence[int], *, start: str, token: str, end: str) -> str:
+    """A clip in a prompt: each label, then `start`, one `token` for each row of that temporal patch, and `end`.
+
+    `rows` are what the runner says stayed of each. Pruned to nothing, a temporal patch keeps its label and its pair.
+    """
+    if len(labels) != len(rows):
+        raise ValueError(f"{len(labels)} labels for {len(rows)} temporal patches")
+    return "\n".join(label + start + token * count + end for label, count in zip(labels, rows))

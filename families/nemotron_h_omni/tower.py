@@ -1,0 +1,155 @@
+"""The RADIO tower with Nemotron Omni's projector: reading the published weights, and positions.
+
+The maths follows transformers' `RadioModel` and `NemotronH_Omni_Reasoning_V3.get_image_features`. D features, S the
+side of the stored position table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from encoder.item import IMAGE, VIDEO, Grid
+from encoder.native import NativeViT, runs_compiled
+from encoder.pieces import Pieces, finish
+from encoder.preprocess import as_floats
+from encoder.tower import PackedBatch
+from encoder.vit import Block, Norm, ViT
+from families.nemotron_h_omni.vision_config import VisionConfig
+from kernels.linear import Linear
+
+_EMBEDDINGS = "vision_model.embeddings."
+PROJECTIONS = {IMAGE: _EMBEDDINGS + "patch_projection", VIDEO: _EMBEDDINGS + "video_patch_projection"}
+"""Names of the linear layers that patches pass, per kind of item."""
+
+
+class RadioTower:
+    """`encoder.tower.Tower`. Raises `ValueError` for missing names."""
+
+    def __init__(
+        self, spec: VisionConfig, weights: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype, device: torch.device,
+        native: str = "off", max_rows: int = 0,
+    ) -> None:  # fmt: skip
+        """`native`: whether it runs in compiled code, as `encoder.native` says, with memory for launches of `max_rows`
+        tower rows."""
+        compiled = runs_compiled(spec, dtype, device, native)
+        self.sizes = spec
+        self.dtype = dtype
+        self.device = device
+        reader = _Reader(spec, dict(weights), dtype, device, compiled)
+        self.vit = reader.vit()
+        self.kinds = tuple(self.vit.projections)
+        # float32, and a place's features side by side: the interpolation then reads four rows for each place. With its
+        # features a plane apart, each number is a cache miss of its own, and a grid takes a hundred times as long.
+        table_1ND = reader.take(_EMBEDDINGS + "position_embedding").to(torch.float32, copy=True)
+        self._table_1DSS = table_1ND.view(1, spec.table_side, spec.table_side, -1).permute(0, 3, 1, 2)
+        self.native = NativeViT(self.vit, max_rows) if compiled else None
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory between the operations of compiled code."""
+        return 0 if self.native is None else self.native.bytes
+
+    def positions(self, grid: Grid) -> Tensor:
+        """`[gh * gw, D]` in the tower's dtype, row-major; new memory."""
+        return interpolate_positions(self._table_1DSS, grid, self.dtype)
+
+    def as_floats(self, patches: Tensor) -> Tensor:
+        """uint8 patches normalised, in the tower's dtype."""
+        return as_floats(patches, self.sizes.patch_size, self.sizes.image_mean, self.sizes.image_std, self.dtype)
+
+    def forward(self, batch: PackedBatch, *, kind: str = IMAGE) -> Tensor:
+        """`[N, row_width]` rows in the tower's dtype, one per entry of `token_rows_NM`; new memory."""
+        return finish(self.pieces(batch, kind=kind))
+
+    def pieces(self, batch: PackedBatch, *, kind: str = IMAGE) -> Pieces[Tensor]:
+        """The same, to be left after each layer."""
+        return self.vit.pieces(batch, kind=kind) if self.native is None else self.native.pieces(batch, kind=kind)
+
+
+def interpolate_positions(table_1DSS: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
+    """`[gh * gw, D]`: the square table resized bilinearly to the grid's longer side and cropped (RADIO's rule)."""
+    rows, columns = grid
+    side = max(grid)
+    square = F.interpolate(table_1DSS, size=(side, side), mode="bilinear", align_corners=False)
+    return square[0].permute(1, 2, 0)[:rows, :columns].to(dtype).reshape(rows * columns, -1)
+
+
+class _Reader:
+    """Weights by their names, fused and cast into the parts of a `ViT`."""
+
+    def __init__(
+        self, spec: VisionConfig, given: dict[str, Tensor], dtype: torch.dtype, device: torch.device, compiled: bool
+    ) -> None:
+        missing = spec.expected_weights().keys() - spec.optional_weights() - given.keys()
+        if missing:
+            raise ValueError(f"{len(missing)} vision weights are missing, such as {sorted(missing)[:3]}")
+        self._spec, self._given, self._dtype, self._device, self._compiled = spec, given, dtype, device, compiled
+
+    def vit(self) -> ViT:
+        prefix_KD = self.take(_EMBEDDINGS + "cls_register_token")
+        layers = range(self._spec.num_layers)
+        return ViT(
+            sizes=self._spec,
+            dtype=self._dtype,
+            projections={kind: self._linear(PROJECTIONS[kind]) for kind in self._spec.kinds(self._given)},
+            table_KD=torch.cat([prefix_KD, prefix_KD.new_zeros(1, self._spec.hidden_size)]),
+            blocks=[self._block(f"vision_model.encoder.layer.{index}.") for index in layers],
+            final_norm=self._final_norm(),
+            projector_norm=self.take("multi_modal_projector.layer_norm.weight").float().clone(),
+            linear_1=self._linear("multi_modal_projector.linear_1"),
+            linear_2=self._linear("multi_modal_projector.linear_2"),
+        )
+
+    def take(self, name: str, scale: Tensor | None = None) -> Tensor:
+        tensor = self._given[name]
+        if scale is not None:
+            # A layer scale belongs to the rows of the layer before it: one rounding, and no work at run time.
+            tensor = scale.view(-1, *[1] * (tensor.dim() - 1)) * tensor.float()
+        return tensor.to(self._device, self._dtype)
+
+    def _linear(self, name: str, scale: Tensor | None = None) -> Linear:
+        bias = self.take(name + ".bias", scale) if name + ".bias" in self._given else None
+        return Linear(self.take(name + ".weight", scale), bias, compiled=self._compiled)
+
+    def _stacked(self, names: list[str], *, biased: bool = True) -> Linear:
+        weight = torch.cat([self.take(name + ".weight") for name in names])
+        bias = torch.cat([self.take(name + ".bias") for name in names]) if biased else None
+        return Linear(weight, bias, compiled=self._compiled)
+
+    def _norm(self, name: str) -> Norm:
+        # clone: the norm must not keep the checkpoint's memory map alive
+        return Norm(self.take(name + ".weight").clone(), self.take(name + ".bias").clone(), self._spec.layer_norm_eps)
+
+    def _final_norm(self) -> Norm | None:
+        if not self._spec.final_layernorm:
+            return None
+        if "vision_final_layernorm.weight" in self._given:
+            return self._norm("vision_final_layernorm")
+        ones = torch.ones(self._spec.hidden_size, dtype=self._dtype, device=self._device)
+        return Norm(ones, torch.zeros_like(ones), self._spec.layer_norm_eps)
+
+    def _layer_scale(self, name: str) -> Tensor | None:
+        stored = self._given.get(name)
+        value = self._spec.layerscale_value
+        if stored is not None:
+            return None if bool((stored == 1).all()) else stored.to(self._dtype).float()
+        return None if value == 1.0 else torch.full((self._spec.hidden_size,), value)
+
+    def _block(self, prefix: str) -> Block:
+        scale1, scale2 = (self._layer_scale(f"{prefix}layer_scale{index}.lambda1") for index in (1, 2))
+        parts = [f"{prefix}attention.{part}_proj" for part in "qkv"]
+        up, down = prefix + "mlp.fc1", prefix + "mlp.fc2"
+        if swiglu := self._spec.use_swiglu_ffn:
+            gate, up, down = (f"{prefix}mlp.{part}_proj" for part in ("gate", "up", "down"))
+        return Block(
+            norm1=self._norm(prefix + "norm1"),
+            qkv=self._stacked(parts, biased=self._spec.qkv_bias),
+            out=self._linear(prefix + "attention.o_proj", scale1),
+            norm2=self._norm(prefix + "norm2"),
+            up=self._stacked([gate, up]) if swiglu else self._linear(up),
+            down=self._linear(down, scale2),
+        )

@@ -1,0 +1,146 @@
+"""From decoded frames to temporal patches.
+
+The released processor resizes every frame of a clip to one grid near a target, keeping the shape of the frame, and
+the tower takes frames in groups: the patch of a group is the same patch of each of its frames, one frame after the
+other. A clip's last frame is repeated until its group is full. Each group is one attention sequence, on its own in the
+tower, so a long clip passes in as many launches as it needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from encoder.item import VIDEO, EncoderItem, Grid, num_image_tokens
+from encoder.preprocess import RGB, Stopwatch, cut_patches, normalise, resize_pixels
+from encoder.pruning import retained_tokens
+from families.nemotron_h_omni.prompt import frame_labels, video_text
+from families.nemotron_h_omni.vision_config import VisionConfig
+
+
+@dataclass(frozen=True)
+class OmniVideoRule:
+    """`families.family.VideoRule` with the numbers of `config`. `ValueError` where that has no video projection."""
+
+    config: VisionConfig
+
+    def __post_init__(self) -> None:
+        if self.config.video_temporal_patch_size is None:
+            raise ValueError("this model takes no video: its tower has no projection for temporal patches")
+
+    @property
+    def together(self) -> int:
+        """Frames in one temporal patch."""
+        assert self.config.video_temporal_patch_size is not None
+        return self.config.video_temporal_patch_size
+
+    @property
+    def pruning_rate(self) -> float:
+        """Share of a clip's rows that are dropped after the tower."""
+        return self.config.video_pruning_rate
+
+    def sample(self, total: int, count: int) -> list[int]:
+        """Evenly spaced frames from the first."""
+        return sample_indices(total, count)
+
+    def tokens(self, num_frames: int, height: int, width: int) -> int:
+        """Rows that a clip gives the decoder, before anything is decoded. `ValueError` without frames."""
+        if num_frames < 1:
+            raise ValueError(f"a clip needs a frame, got {num_frames}")
+        tokens = num_image_tokens(video_grid(height, width, self.config), merge_size=self.config.merge_size)
+        return retained_tokens(-(-num_frames // self.together), tokens, self.pruning_rate)
+
+    def most_numbers(self, num_frames: int) -> int:
+        """In the patches of a clip of so many frames, at most, whatever their size."""
+        return (num_frames + self.together - 1) * self.config.video_target_num_patches * self.config.patch_dim
+
+    def labels(self, num_frames: int, *, fps: float | None = None, indices: Sequence[int] | None = None) -> list[str]:
+        """`frame_labels` of its temporal patches."""
+        return frame_labels(num_frames, self.together, fps=fps, indices=indices)
+
+    def text(self, labels: Sequence[str], rows: Sequence[int], *, start: str, token: str, end: str) -> str:
+        """`video_text`."""
+        return video_text(labels, rows, start=start, token=token, end=end)
+
+    def patchify(
+        self, frames: Iterable[torch.Tensor], dtype: torch.dtype, *, num_frames: int | None = None,
+        keep_bytes: bool = False, watch: Stopwatch | None = None,
+    ) -> EncoderItem:  # fmt: skip
+        """Resize, normalise and cut a clip, one group of frames at a time.
+
+        `frames`: `[H, W, 3]` uint8, all of one size; taken one by one, so a generator keeps a single group in memory,
+        and then says in `num_frames` how many it yields. Returns new memory in `dtype`; with `keep_bytes` in uint8
+        where no frame needs a resize, as for images. Raises `ValueError` naming the first frame that does not fit, or
+        both counts where they differ.
+        """
+        config, together = self.config, self.together
+        if num_frames is None:
+            frames = list(frames)
+            num_frames = len(frames)
+        if num_frames < 1:
+            raise ValueError(f"a clip needs a frame, got {num_frames}")
+        watch = watch or Stopwatch()
+        grid, patches, size, kept, cut_only = (0, 0), torch.empty(0), (0, 0), dtype, False
+        first: tuple[int, ...] = ()
+        index = -1
+        for index, frame_HWC in enumerate(frames):
+            shape = tuple(frame_HWC.shape)
+            if len(shape) != 3 or shape[2] != RGB or frame_HWC.dtype != torch.uint8:
+                raise ValueError(f"frame {index}: expected [H, W, 3] uint8 pixels, got {shape} {frame_HWC.dtype}")
+            if not index:
+                first, grid = shape, video_grid(shape[0], shape[1], config)
+                groups = -(-num_frames // together)
+                size = (grid[0] * config.patch_size, grid[1] * config.patch_size)
+                cut_only = keep_bytes and size == shape[:2]
+                kept = torch.uint8 if cut_only else dtype
+                patches = torch.empty(groups, grid[0] * grid[1], together, config.patch_dim, dtype=kept)
+            if shape != first:
+                raise ValueError(f"frame {index} has {shape[0]}x{shape[1]} pixels, the first {first[0]}x{first[1]}")
+            if index >= num_frames:
+                raise ValueError(f"frame {index} of a clip of {num_frames} frames")
+            pixels_CHW = frame_HWC.permute(2, 0, 1)
+            if not cut_only:
+                with watch("resize"):
+                    pixels_CHW = resize_pixels(pixels_CHW[None], size)[0]
+            with watch("patch"):
+                if not cut_only:
+                    pixels_CHW = normalise(pixels_CHW, config.image_mean, config.image_std)
+                cut = cut_patches(pixels_CHW, config.patch_size, kept)
+                patches[index // together, :, index % together] = cut
+        if index + 1 != num_frames:
+            raise ValueError(f"{index + 1} frames of a clip of {num_frames}")
+        last = index % together
+        patches[-1, :, last + 1 :] = patches[-1, :, last : last + 1]
+        return EncoderItem(
+            grid, patches.view(-1, together * config.patch_dim), kind=VIDEO, num_sequences=len(patches),
+            num_frames=num_frames, pruning_rate=self.pruning_rate, merge_size=config.merge_size,
+        )  # fmt: skip
+
+
+def video_grid(height: int, width: int, config: VisionConfig) -> Grid:
+    """The patch grid `(gh, gw)` of every frame of a clip of `height` x `width` pixels."""
+    if height < 1 or width < 1:
+        raise ValueError(f"a frame needs at least one pixel each way, got {height}x{width}")
+    target, merge = config.video_target_num_patches, config.merge_size
+    if not config.video_maintain_aspect_ratio:
+        side = max(merge, int(math.sqrt(target)) // merge * merge)
+        return side, side
+    aspect = width / height
+    rows = max(round(math.sqrt(target / aspect)), 1)
+    columns = max(round(math.sqrt(target * aspect)), 1)
+    up = (-(-rows // merge) * merge, -(-columns // merge) * merge)
+    if up[0] * up[1] <= target:
+        return up
+    return max(merge, rows // merge * merge), max(merge, columns // merge * merge)
+
+
+def sample_indices(total: int, count: int) -> list[int]:
+    """Which of `total` frames to take for at most `count`: evenly spaced from the first, all where they are few."""
+    if total < 1 or count < 1:
+        raise ValueError(f"{count} of {total} frames: both must be positive")
+    if count >= total:
+        return list(range(total))
+    return [index * total // count for index in range(count)]

@@ -1,0 +1,48 @@
+"""What the family's vision part is to encoder and service: its sizes, its tower and its rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from families.nemotron_h_omni.image_rule import OmniImageRule
+from families.nemotron_h_omni.tower import RadioTower
+from families.nemotron_h_omni.video_rule import OmniVideoRule
+from families.nemotron_h_omni.vision_config import VisionConfig
+
+
+class RadioVision(VisionConfig):
+    """`families.family.VisionSpec` of this family."""
+
+    def build(
+        self, weights: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype, device: torch.device, native: str = "off",
+        max_rows: int = 0,
+    ) -> RadioTower:  # fmt: skip
+        return RadioTower(self, weights, dtype=dtype, device=device, native=native, max_rows=max_rows)
+
+    @property
+    def image_rule(self) -> OmniImageRule:
+        return OmniImageRule(self)
+
+    @property
+    def video_rule(self) -> OmniVideoRule | None:
+        return None if self.video_temporal_patch_size is None else OmniVideoRule(self)
+
+    def limited(self, *, max_model_len: int, video_pruning_rate: float | None = None) -> RadioVision:
+        length = min(self.max_model_len, max_model_len)
+        rate = self.video_pruning_rate if video_pruning_rate is None else video_pruning_rate
+        return replace(self, max_model_len=length, video_pruning_rate=rate)
+
+    def describe_preprocessing(self) -> str:
+        return (
+            f"patch {self.patch_size}, merge {self.merge_size}, {self.min_num_patches} to {self.max_num_patches} "
+            f"patches, mean {_numbers(self.image_mean)}, deviation {_numbers(self.image_std)}, "
+            f"{self.video_temporal_patch_size or 'no'} frames a patch"
+        )
+
+
+def _numbers(values: tuple[float, ...]) -> str:
+    return " ".join(f"{value:g}" for value in values)
