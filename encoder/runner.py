@@ -30,8 +30,11 @@ log = logging.getLogger(__name__)
 
 GRAPH_MODES = ("auto", "on", "off")
 COUNTED = ("batches", "image_batches", "video_batches", "images", "temporal_patches", "real_tokens", "padded_tokens")
-SEQUENCES = {IMAGE: "images", VIDEO: "temporal_patches"}
-"""What the attention sequences of a kind of item are counted as."""
+
+
+def counted_as(kind: str) -> str:
+    """The counter of the attention sequences of a kind of item."""
+    return {IMAGE: "images", VIDEO: "temporal_patches"}.get(kind, f"{kind}_sequences")
 
 
 @dataclass(frozen=True)
@@ -215,7 +218,7 @@ class EncoderRunner:
             first = end
         self._counts["batches"] += 1
         self._counts[f"{launch.kind}_batches"] += 1
-        self._counts[SEQUENCES[launch.kind]] += len(parts)
+        self._counts[counted_as(launch.kind)] += len(parts)
         self._counts["real_tokens"] += tokens
 
     def _floats(self, part: PatchSequence) -> PatchSequence:
@@ -266,7 +269,7 @@ class EncoderRunner:
         replays = sum(count for name, count in self._counts.items() if name.startswith("replays_"))
         eager = sum(count for name, count in self._counts.items() if name.startswith("eager_"))
         assert replays + eager == self._counts["batches"], self._counts
-        sequences = sum(self._counts[name] for name in SEQUENCES.values())
+        sequences = sum(self._counts[counted_as(kind)] for kind in self.lanes)
         assert sum(self._sizes.counts().values()) == sequences, self._counts
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -89,6 +90,42 @@ def test_imports_follow_the_arrows(package: str) -> None:
             if (ours and not allowed) or top in NEVER[package]:
                 wrong.append(f"{name} imports {module}")
     assert not wrong
+
+
+@pytest.mark.parametrize("package", ["encoder", "families", "kernels"])
+def test_no_two_files_import_each_other(package: str) -> None:
+    """By whatever way, imports for type checkers included."""
+    files = {
+        ".".join(path.relative_to(CHECKOUT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in sources(package)
+    }
+    arrows = {
+        name: {
+            target
+            for node in ast.walk(ast.parse(path.read_text("utf-8")))
+            if isinstance(node, ast.ImportFrom) and not node.level
+            for target in (f"{node.module}.{alias.name}" for alias in node.names)
+            for target in (target if target in files else target.rpartition(".")[0],)
+            if target in files and target != name
+        }
+        for name, path in files.items()
+    }
+    while leaves := [name for name, targets in arrows.items() if not targets & arrows.keys()]:
+        for name in leaves:
+            del arrows[name]
+    assert not arrows, f"a cycle among {sorted(arrows)}"
+
+
+@pytest.mark.parametrize("package", ["encoder", "service"])
+def test_only_families_name_families(package: str) -> None:
+    names = "|".join(
+        word
+        for path in (CHECKOUT / "families").iterdir()
+        if path.is_dir() and not path.name.startswith("_")
+        for word in (path.name, path.name.partition("_")[0])
+    )
+    found = [path.name for path in sources(package) if re.search(names + "|radio", path.read_text("utf-8"), re.I)]
+    assert not found
 
 
 def test_the_sdk_opens_its_doors_to_the_server_only_when_called() -> None:
