@@ -7,20 +7,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decoder.drafting import (
+    BASELINE_AGE,
     BASELINE_STEPS,
     DRY_REST,
+    FIRST_EACH,
+    FIRST_FIXED,
     FIRST_PAUSE,
+    FIRST_RATE,
     FIRST_REST,
+    FORGET,
+    FORGET_ALL,
+    LAST_PAUSE,
     LAST_REST,
     LONGEST,
     PROBE_DISTANCE,
     QUIET,
+    REST_SAMPLES,
     SHORTEST,
     TRIALS,
     WORTH,
     DraftPolicy,
     NgramIndex,
     Record,
+    StepTimes,
 )
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
@@ -187,3 +196,189 @@ def test_fixed_is_fixed() -> None:
         made.learn(record, 0, 4, 0)
         made.idle("unwanted")
     assert made.awake()
+
+
+# -- what steps take ---------------------------------------------------------------------------------------------------
+
+
+def test_plain_steps_are_measured_again_when_they_are_old() -> None:
+    times = StepTimes(3)
+    for number in range(BASELINE_STEPS):
+        assert times.wants_plain(2, 10)
+        times.add(2, 0, 1.0 + number % 2, 10)
+    assert not times.wants_plain(2, 10 + BASELINE_AGE) and times.wants_plain(2, 11 + BASELINE_AGE)
+    assert times.wants_plain(1, 10) and times.plain(2) == 1.5
+    times.add(2, 0, 5.0, 10 + BASELINE_AGE)  # not old yet: one of several
+    assert times.plain(2) == 2.0 or times.plain(2) == 1.0
+    times.add(2, 0, 7.0, 11 + 2 * BASELINE_AGE)  # what was known is forgotten
+    assert times.plain(2) == 7.0 and times.wants_plain(2, 11 + 2 * BASELINE_AGE)
+
+
+def test_a_plain_step_takes_no_longer_than_one_of_more_rows() -> None:
+    times = StepTimes(3)
+    for rows, seconds in ((1, 2.0), (4, 1.5), (3, 1.0)):
+        times.add(rows, 0, seconds, 1)
+    assert [times.plain(rows) for rows in (1, 3, 4)] == [1.0, 1.0, 1.5]
+
+
+def measured(*points: tuple[int, int, float], limit: int = 3) -> list[float]:
+    """What drafts add to steps of two rows, which take a second without, from (rows, drafts, seconds)."""
+    times = StepTimes(limit)
+    times.add(2, 0, 1.0, 1)
+    times.add(3, 0, 1.0, 1)
+    for rows, drafts, seconds in points:
+        times.add(rows, drafts, seconds, 1)
+    return times.extra(2)
+
+
+def test_what_drafts_add_is_a_line_through_what_was_measured() -> None:
+    assert measured() == pytest.approx([FIRST_FIXED + FIRST_EACH * k for k in (1, 2, 3)])
+    assert measured((2, 3, 1.6)) == pytest.approx([0.5, 0.7, 0.9])  # 1.5 drafts a row: half fixed, half for each
+    assert measured((2, 1, 1.6)) == pytest.approx([0.9, 1.5, 2.1])  # half a draft a row
+    assert measured((2, 2, 1.6), (2, 6, 1.2)) == pytest.approx([0.4, 0.4, 0.4])  # more drafts take no less
+    assert measured((2, 2, 0.5), (2, 6, 1.6)) == pytest.approx([0.0, 0.3, 0.6])  # and none gives time back
+    assert measured((3, 3, 1.2), (2, 6, 1.6)) == pytest.approx([0.2, 0.4, 0.6])  # 2 and 3 rows are of one size
+    assert measured((4, 4, 9.0), (2, 4, 1.4)) == pytest.approx([0.3, 0.4, 0.5])  # 4 rows have no plain step to compare
+
+
+def test_new_measurements_count_at_once_and_old_ones_not_for_ever() -> None:
+    times = StepTimes(1)
+    times.add(1, 0, 1.0, 1)
+    for _ in range(15):
+        times.add(1, 1, 1.4, 1)
+    assert times.extra(1) == pytest.approx([0.4])
+    for _ in range(8):
+        times.add(1, 1, 1.8, 1)
+    assert times.extra(1) == pytest.approx([0.8])
+    for _ in range(31):
+        times.add(1, 0, 1.0, 1)
+    for _ in range(16):
+        times.add(1, 0, 3.0, 1)
+    assert times.plain(1) == 3.0
+
+
+# -- what is remembered ------------------------------------------------------------------------------------------------
+
+
+def test_only_drafts_that_were_looked_at_are_learned_from() -> None:
+    made, record = DraftPolicy(4), Record()
+    made.learn(record, 9, 4, 1)
+    assert (record.hits, record.trials) == (made.all.hits, made.all.trials) == (1, 2)
+    made.learn(record, 9, 2, 2)
+    assert (record.hits, record.trials) == pytest.approx((FORGET + 2, 2 * FORGET + 2))
+    assert (made.all.hits, made.all.trials) == pytest.approx((FORGET_ALL + 2, 2 * FORGET_ALL + 2))
+    made.learn(record, 9, 3, 0)
+    assert record.trials == pytest.approx((2 * FORGET + 2) * FORGET + 1)
+
+
+def test_a_request_that_nobody_knows_is_taken_for_all_others() -> None:
+    made = DraftPolicy(4)
+    assert made.rate(Record()) == FIRST_RATE
+    for _ in range(300):
+        made.learn(Record(), 0, 1, 0)
+    assert made.rate(Record()) < 0.02
+    assert 0.4 < made.rate(Record(hits=6.0, trials=9.0)) < 0.6
+
+
+def test_pauses_grow_to_a_limit_and_end_with_a_hit() -> None:
+    made, record = policy(0.1, 0.1, rate=0.0), Record(resume_at=100)
+    assert not made.on_trial
+    length, pauses = 100, []
+    for _ in range(5):
+        made.learn(record, length, 1, 0)
+        assert record.resume_at == length + record.pause
+        pauses.append(record.pause)
+        length = record.resume_at
+    assert pauses == [128, 256, LAST_PAUSE, LAST_PAUSE, LAST_PAUSE]
+    made.learn(record, length, 1, 1)
+    assert (record.pause, record.resume_at) == (FIRST_PAUSE, 0)
+    made.learn(record, length, 1, 0)  # it is not being probed
+    assert (record.pause, record.resume_at) == (FIRST_PAUSE, 0)
+
+
+def test_a_probe_waits_for_its_length_and_for_a_quiet_time_to_end() -> None:
+    made, record = policy(0.1, 0.1, rate=1.0), Record()
+    for _ in range(40):
+        made.learn(record, 0, 1, 0)
+    for _ in range(100):
+        made.learn(Record(), 0, 2, 2)
+    made.awake()
+    made.drafts()
+    assert made.wanted(record, 50, 1) == 0 and record.resume_at == 50 + FIRST_PAUSE
+    assert made.wanted(record, 49 + FIRST_PAUSE, 1) == 0
+    made.idle("refused")
+    assert made.wanted(record, 50 + FIRST_PAUSE, 1) == 0
+    made.drafts()
+    assert made.wanted(record, 50 + FIRST_PAUSE, 1) == 1
+
+
+# -- rests -------------------------------------------------------------------------------------------------------------
+
+
+def rest_of(made: DraftPolicy, reason: str) -> int:
+    """Steps of the rest that begins after as many idle ones as that takes."""
+    for _ in range(QUIET[reason] - 1):
+        assert made.awake()
+        made.idle(reason)
+    made.awake()
+    assert not made.resting
+    made.idle(reason)
+    assert made.resting
+    steps = 1
+    while not made.awake():
+        steps += 1
+    return steps
+
+
+@pytest.mark.parametrize("reason", ["unwanted", "refused", "unready"])
+def test_a_rest_begins_after_so_many_quiet_steps_and_the_next_one_is_longer(reason: str) -> None:
+    made = DraftPolicy(3)
+    assert [rest_of(made, reason) for _ in range(5)] == [1024, 2048, 4096, LAST_REST, LAST_REST]
+
+
+def test_a_step_with_drafts_ends_a_quiet_time() -> None:
+    made = DraftPolicy(3)
+    for _ in range(3):
+        for _ in range(QUIET["unwanted"] - 1):
+            made.idle("unwanted")
+        made.drafts()
+    assert not made.resting
+
+
+def test_after_a_rest_everything_is_found_out_anew() -> None:
+    made = policy(0.1, 0.1, rate=0.0)
+    assert not made.on_trial and made.rate(Record()) < 0.05
+    rest_of(made, "unwanted")
+    assert made.on_trial and made.rate(Record()) == FIRST_RATE
+    assert made.wanted(Record(), 9, 1) == 1
+
+
+def test_drafts_that_gain_make_the_next_rest_short() -> None:
+    made = DraftPolicy(3)
+    assert [rest_of(made, "unwanted") for _ in range(3)] == [1024, 2048, 4096]
+    for _ in range(BASELINE_STEPS):
+        made.timed(1, 0, 1.0)
+    made.timed(1, 1, 1.1)
+    for _ in range(2 * TRIALS):
+        made.learn(Record(), 9, made.wanted(Record(), 9, 1), made.wanted(Record(), 9, 1))
+    assert not made.on_trial and made.wanted(Record(), 9, 1) > 0
+    made.drafts()
+    assert rest_of(made, "unwanted") == FIRST_REST
+
+
+def test_a_rest_is_measured_now_and_then() -> None:
+    made = DraftPolicy(3)
+    for _ in range(QUIET["unwanted"]):
+        assert made.measuring
+        made.idle("unwanted")
+    found = [made.measuring for _ in range(4 * REST_SAMPLES) if not made.awake()]
+    assert len(found) == 4 * REST_SAMPLES and sum(found) == 4
+
+
+def test_a_trial_of_at_most_one_draft_has_one_part() -> None:
+    for limit, more in ((1, False), (2, True)):
+        made = DraftPolicy(limit)
+        for _ in range(TRIALS):
+            assert made.on_trial
+            made.learn(Record(), 9, 1, 1)
+        assert made.on_trial == more
