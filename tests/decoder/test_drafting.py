@@ -209,7 +209,7 @@ def test_plain_steps_are_measured_again_when_they_are_old() -> None:
     assert not times.wants_plain(2, 10 + BASELINE_AGE) and times.wants_plain(2, 11 + BASELINE_AGE)
     assert times.wants_plain(1, 10) and times.plain(2) == 1.5
     times.add(2, 0, 5.0, 10 + BASELINE_AGE)  # not old yet: one of several
-    assert times.plain(2) == 2.0 or times.plain(2) == 1.0
+    assert times.plain(2) == 2.0
     times.add(2, 0, 7.0, 11 + 2 * BASELINE_AGE)  # what was known is forgotten
     assert times.plain(2) == 7.0 and times.wants_plain(2, 11 + 2 * BASELINE_AGE)
 
