@@ -343,6 +343,23 @@ def test_a_copy_shares_the_connection_and_leaves_it_open(address: str, script: S
         copy.generate("?")
 
 
+def test_a_copy_of_a_copy_outlives_it(address: str) -> None:
+    with saccade.Client(address, timeout=20) as client:
+        first = client.with_options(timeout=5)
+        second = first.with_options(idle_timeout=3)
+        first.close()
+        assert second.generate("?").text == "a red square"
+
+    async def main() -> None:
+        async with saccade.AsyncClient(address, timeout=20) as client:
+            first = client.with_options(timeout=5)
+            second = first.with_options(idle_timeout=3)
+            await first.close()
+            assert (await second.generate("?")).text == "a red square"
+
+    asyncio.run(main())
+
+
 def test_a_cancelled_call_does_not_wait_for_its_next_attempt(address: str, script: Script) -> None:
     script.failures = [Failure(Code.UNAVAILABLE, retry_after=15)] * 3
     with saccade.Client(address, timeout=60) as client:
