@@ -421,6 +421,96 @@ def test_the_first_in_order_is_never_put_out_for_want_of_a_place_in_host_memory(
     assert scheduler.preemptions > 0 and scheduler.recomputes == 0
 
 
+@pytest.mark.parametrize(("host_bytes", "saved"), [(49, False), (50, True), (99, True), (None, True)])
+def test_host_memory_holds_exactly_what_fits(host_bytes: int | None, saved: bool) -> None:
+    """A state of 20 bytes and three pages of 10."""
+    scheduler = make(blocks=20, host_bytes=host_bytes)
+    first, second = (scheduler.add(request(name, 12, 4)) for name in ("first", "second"))
+    scheduler.options = dataclasses.replace(scheduler.options, max_batched_tokens=24)
+    advance(scheduler)
+    for sequence in (first, second):
+        scheduler.preempt(sequence)
+    step = scheduler.schedule()
+    if host_bytes is None:
+        assert scheduler.host_limit == 20 * 20 // 4 == 100 and len(step.saves) == 2
+    else:
+        assert [save.sequence for save in step.saves] == [first] * saved, "there is room for one, or none"
+    assert scheduler.recomputes == 2 - len(step.saves) and scheduler.preemptions == 2
+
+
+def test_put_out_twice_at_once_is_put_out_once() -> None:
+    scheduler = make()
+    sequence = scheduler.add(request("a", 4))
+    assert not scheduler.preempt(sequence), "it does not run"
+    advance(scheduler)
+    assert scheduler.preempt(sequence) and scheduler.preempt(sequence)
+    scheduler.schedule()
+    assert scheduler.preemptions == 1
+    scheduler.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "max_tokens", "message"),
+    [
+        (0, 0, 4, "prompt is empty"),
+        (48, 0, 4, "48 tokens with 0 output tokens .* max_len 48: at most 47 "),
+        (44, 4, 9, "44 tokens with 4 output tokens .* at most 43 "),
+        (10, 4, 4, "max_tokens 4 is not above the 4 output"),
+    ],
+)
+def test_what_can_never_be_served_is_refused_with_the_numbers(
+    prompt: int, output: int, max_tokens: int, message: str
+) -> None:
+    wanted = dataclasses.replace(request("a", prompt, max_tokens), output_ids=[1] * output)
+    scheduler = make()
+    with pytest.raises(ValueError, match=message):
+        scheduler.add(wanted)
+    assert not [*scheduler.sequences]
+
+
+@pytest.mark.parametrize(("prompt", "output", "max_tokens", "limit"), [(47, 0, 9, 1), (43, 4, 9, 5), (10, 3, 4, 4)])
+def test_what_can_just_be_served_is_taken(prompt: int, output: int, max_tokens: int, limit: int) -> None:
+    wanted = dataclasses.replace(request("a", prompt, max_tokens), output_ids=[1] * output)
+    assert make().add(wanted).limit == limit
+
+
+@pytest.mark.parametrize(
+    ("spans", "ok"),
+    [
+        ([(0, 4), (4, 4)], True),
+        ([(0, 8)], True),
+        ([(0, 9)], False),
+        ([(0, 4), (3, 4)], False),
+        ([(4, 2), (0, 2)], False),
+        ([(2, 0)], False),
+    ],
+)
+def test_image_rows_lie_in_the_prompt_in_order_and_apart(spans: list[tuple[int, int]], ok: bool) -> None:
+    wanted = request("a", 8, 4, tuple(span(start, length, False) for start, length in spans))
+    if ok:
+        make().add(wanted)
+        return
+    with pytest.raises(ValueError, match="do not lie in the prompt of 8 tokens"):
+        make().add(wanted)
+
+
+@pytest.mark.parametrize(("output", "kept"), [(4, [8]), (5, [8, 12])])
+def test_an_answer_is_kept_where_it_saves_a_page(output: int, kept: list[int]) -> None:
+    """The prompt of nine tokens leaves a state after eight; the answer's is kept from four more on."""
+    scheduler = cached(blocks=40, state_block=4)
+    assert scheduler.cache is not None
+    scheduler.cache.placement = dataclasses.replace(scheduler.cache.placement, mode="auto", chunk=4)
+    sequence = scheduler.add(request("a", 9, 9))
+    while sequence.computed < 8 + output - 1:
+        step = scheduler.schedule()
+        scheduler.commit(step)
+        sequence.tokens.append(1)
+    scheduler.keep(sequence)
+    scheduler.finish(sequence)
+    assert scheduler.cache.lengths() == kept
+    scheduler.check_integrity()
+
+
 # -- chunks and images -------------------------------------------------------------------------------------------------
 
 
