@@ -15,7 +15,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from itertools import count
 from typing import Any, TypeVar
 
@@ -142,10 +142,12 @@ class Frontend:
             arrived = time.monotonic()
             async with self._preparation.prompt(spec, salt, self.resolve) as (prompt, pixels):
                 params = await self._sampling(spec, len(prompt.ids))
-                async for event in self._run(spec, prompt, params, salt, arrived, call, timeout):
-                    if isinstance(event, Delta):
-                        pixels.release()  # an answer begins when the encoder is done with them
-                    yield event
+                # aclosing: the engine hears of the end before the room is given back
+                async with aclosing(self._run(spec, prompt, params, salt, arrived, call, timeout)) as events:
+                    async for event in events:
+                        if isinstance(event, Delta):
+                            pixels.release()  # an answer begins when the encoder is done with them
+                        yield event
 
     async def embed(self, spec: GenerateSpec, *, salt: bytes = b"") -> Embedded:
         """Hidden states of the prompt, or the tokens of the picture where the input is one. Raises StatusError."""
