@@ -177,9 +177,11 @@ def run(
     seconds: float = float("inf"),
 ) -> list[dict[str, Any]]:  # fmt: skip
     """A row for each mutant that is known or was tried; none is begun after `seconds`. `SystemExit` naming the tests
-    that fail without any mutant.
+    that fail without any mutant, `ValueError` for an entry that does not fit its file.
     """
     end = time.monotonic() + seconds
+    for mutant in mutants:
+        mutant.applied((root / mutant.path).read_text("utf-8"))  # a stale entry is told now, not after an hour
     keys = {
         mutant: mutant.key(root) for mutant in mutants
     }  # now: the checkout may be edited while the copies are tested
