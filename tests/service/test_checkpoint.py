@@ -125,7 +125,15 @@ def test_what_two_hosts_compare_follows_the_numbers_of_the_vision_weights(tmp_pa
     assert Checkpoint(tmp_path).vision_digest() != before
 
 
-@pytest.mark.parametrize("keep", [0, 5, 100, -10])
+def test_experts_are_stacked_by_their_numbers(tmp_path: Path) -> None:
+    """A file lists its tensors by name, in which 10 comes before 2."""
+    tiny = make_checkpoint(tmp_path, 4, naming="released", text={"pattern": "E", "n_routed_experts": 12})
+    name = "model.layers.0.mixer.experts.up_proj"
+    found = dict(Checkpoint(tmp_path).decoder_weights())[name]
+    assert torch.equal(found, tiny.model.state_dict()[f"language_model.{name}"])
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -10, -1])
 def test_truncated_files_are_named(tmp_path: Path, keep: int) -> None:
     make_checkpoint(tmp_path, 2, text={"pattern": "M"})
     file = tmp_path / "model.safetensors"
@@ -148,8 +156,11 @@ def test_the_revision_follows_the_weights(tmp_path: Path) -> None:
     before, twin = Checkpoint(tmp_path / "a").revision, Checkpoint(tmp_path / "b").revision
     assert before == twin
     weights = load_file(tmp_path / "a" / "model.safetensors")
+    for path in ("a", "b"):
+        edit_weights(tmp_path / path, {})  # the same numbers under another header
+    assert Checkpoint(tmp_path / "a").revision == Checkpoint(tmp_path / "b").revision
     edit_weights(tmp_path / "a", {n: t + 1 for n, t in weights.items()})
-    assert Checkpoint(tmp_path / "a").revision != before
+    assert Checkpoint(tmp_path / "a").revision != Checkpoint(tmp_path / "b").revision
 
 
 @pytest.mark.parametrize(
@@ -281,8 +292,9 @@ def test_hub_ids_resolve_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.
     (repository / "refs" / "main").write_text("abc\n")
     assert resolve_model("some/model") == repository / "snapshots" / "abc"
     assert open_checkpoint("some/model").config.name == "some/model"
-    (repository / "refs" / "main").write_text("gone\n")  # as after a download that was cut short
     (repository / "snapshots" / "abd").mkdir()
+    assert resolve_model("some/model") == repository / "snapshots" / "abc"
+    (repository / "refs" / "main").write_text("gone\n")  # as after a download that was cut short
     assert resolve_model("some/model") == repository / "snapshots" / "abd"
     with pytest.raises(CheckpointError, match="never downloads"):
         resolve_model("some/other")
