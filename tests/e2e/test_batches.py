@@ -331,3 +331,28 @@ def test_the_media_of_rows_are_on_the_account(model: Path) -> None:
             batch = client.batches.wait(client.batches.create(lines(rows)).batch_id)
             assert (batch.state, batch.completed, batch.failed) == ("completed", 2, 1)
         assert server.server.budget.used == 0
+
+
+def test_numbers_of_batches_that_make_no_sense(server: RunningServer) -> None:
+    with connect(server.address) as stubs:
+        header = batch_pb2.BatchHeader(size_bytes=5, max_errors=-1)
+        wrong = [
+            (stubs.batch.ListBatches, batch_pb2.ListBatchesRequest(page_size=-1), "page_size is -1"),
+            (stubs.batch.CreateBatch, iter([batch_pb2.CreateBatchRequest(header=header)]), "max_errors is -1"),
+        ]
+        for call, request, words in wrong:
+            with pytest.raises(grpc.RpcError, match=words) as caught:
+                call(request)
+            assert reason(caught.value)[0] == "INVALID_ARGUMENT"
+        data = lines([row(0)])
+        header = batch_pb2.BatchHeader(size_bytes=len(data), max_errors=0)
+        parts = [batch_pb2.CreateBatchRequest(header=header), batch_pb2.CreateBatchRequest(chunk=data)]
+        batch = stubs.batch.CreateBatch(iter(parts)).batch
+        *_, last = stubs.batch.WatchBatch(batch_pb2.WatchBatchRequest(batch_id=batch.batch_id))
+        assert last.batch.state == batch_pb2.BATCH_STATE_COMPLETED
+        for offset in (-1, last.batch.output_bytes + 1):
+            request = batch_pb2.DownloadBatchOutputRequest(batch_id=batch.batch_id, offset=offset)
+            with pytest.raises(grpc.RpcError) as caught:
+                list(stubs.batch.DownloadBatchOutput(request))
+            assert reason(caught.value)[0] == "OUT_OF_RANGE"
+        stubs.batch.DeleteBatch(batch_pb2.DeleteBatchRequest(batch_id=batch.batch_id))

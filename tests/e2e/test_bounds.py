@@ -19,7 +19,7 @@ from rpc import Stubs, ask, connect, reason, upload
 from running import RunningServer
 
 from saccade.v1 import inference_pb2, media_pb2
-from service import interceptor
+from service import interceptor, kserve
 
 MESSAGE = 2**18
 GENERATE = "/saccade.v1.InferenceService/Generate"
@@ -156,6 +156,25 @@ def test_tokens_are_paid_for_while_they_come(bounded: RunningServer, stubs: Stub
     assert fails(stubs.inference.Tokenize, tokenize, metadata=bearer("slow")) == limited
     assert next(call).delta.token_ids, "and still goes on"
     call.cancel()
+
+
+def test_each_request_of_a_stream_is_one_for_the_key_s_rate(bounded: RunningServer, model: Path) -> None:
+    """The first of them is counted as the call that the stream is."""
+    message = kserve.message
+    with grpc.insecure_channel(bounded.address) as channel:
+        stream = channel.stream_stream(
+            "/inference.GRPCInferenceService/ModelStreamInfer", message("ModelInferRequest").SerializeToString,
+            message("ModelStreamInferResponse").FromString,
+        )  # fmt: skip
+        requests = []
+        for number in range(5):
+            request = message("ModelInferRequest")(model_name=model.name, id=str(number))
+            request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"x")
+            request.parameters["max_tokens"].int64_param = 2
+            requests.append(request)
+        answers = list(stream(iter(requests), metadata=bearer("metered")))
+    refused = [a.error_message for a in answers if a.error_message]
+    assert len(answers) == 5 and len(refused) == 2 and all("requests per minute" in words for words in refused)
 
 
 def test_reflection_needs_a_key_and_health_does_not(bounded: RunningServer) -> None:

@@ -120,6 +120,8 @@ def test_the_input_before_the_output_where_it_is_asked_for(client: Any, name: st
                      [tensor("exclude_input_in_output", [False], "BOOL")])
     ]  # fmt: skip
     assert texts == [texts[0], texts[0], "what is it?" + texts[0]]
+    # and a call that has one answer gets the whole of it, whatever it says of streams
+    assert text_of(client.infer(name, inputs("what is it?", stream=True), parameters=GREEDY)) == texts[0]
     assert "exclude_input_in_output" in [i.name for i in client.get_model_metadata(name).inputs]
 
 

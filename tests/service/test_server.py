@@ -15,6 +15,7 @@ from running import RunningServer
 from served import VOCAB, make_served
 
 from service.config import ConfigError, ServerOptions
+from service.fronts import share
 from service.server import LIVENESS, byte_budget, channel_options, door_limits
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -91,3 +92,19 @@ def test_what_grpc_is_told() -> None:
     assert told["grpc.max_concurrent_streams"] == 7 and told["grpc.so_reuseport"] == 0
     assert told["grpc.http2.max_ping_strikes"] == 0 and told["grpc.keepalive_permit_without_calls"] == 1
     assert dict(channel_options(ServerOptions(fronts=2)))["grpc.so_reuseport"] == 1
+
+
+def test_fronts_divide_what_all_may_hold_and_each_gets_something() -> None:
+    bounds = {
+        "max_queue": 2, "max_tenant_calls": 9, "max_tenant_requests": 7, "max_inflight_bytes": 6000, "media_bytes": 30,
+        "media_tenant_bytes": 8, "image_workers": 4, "preprocess_bytes": 10, "metrics_port": 9100,
+    }  # fmt: skip
+    part = share(ServerOptions(fronts=3, **bounds), 1, 77)
+    assert {name: getattr(part, name) for name in bounds} == {
+        "max_queue": 1, "max_tenant_calls": 3, "max_tenant_requests": 2, "max_inflight_bytes": 2000, "media_bytes": 10,
+        "media_tenant_bytes": 2, "image_workers": 1, "preprocess_bytes": 3, "metrics_port": 9101,
+    }  # fmt: skip
+    assert part.port == 77
+    unset = share(ServerOptions(fronts=3), 2, 77)
+    assert unset.max_tenant_requests is unset.media_tenant_bytes is unset.metrics_port is None
+    assert share(ServerOptions(fronts=3, metrics_port=0), 2, 77).metrics_port == 0

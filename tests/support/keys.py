@@ -10,9 +10,16 @@ import grpc
 import pytest
 from rpc import reason
 
-KEYS = {"one": "sk-secret-one", "two": "sk-secret-two", "boss": "sk-secret-boss", "slow": "sk-secret-slow"}
+KEYS = {
+    "one": "sk-secret-one",
+    "two": "sk-secret-two",
+    "boss": "sk-secret-boss",
+    "slow": "sk-secret-slow",
+    "metered": "sk-secret-metered",
+}
 FIELDS = {
     "boss": 'scopes = ["inference", "admin"]', "slow": "requests_per_minute = 3\ntokens_per_minute = 60",
+    "metered": "requests_per_minute = 3",
 }  # fmt: skip
 
 
