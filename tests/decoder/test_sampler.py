@@ -106,6 +106,21 @@ def test_a_batch_draws_what_each_row_draws(
         assert choice.token == naive(logits[row.seat], row)
 
 
+@pytest.mark.parametrize("minimum", [0, 3, 4, 5])
+def test_tokens_ahead_count_as_if_they_were_drawn(make: Callable[..., Sampler], minimum: int) -> None:
+    """One of them twice; with them the answer has four tokens, so that the fifth may be an end or not."""
+    params = SamplingParams(temperature=0.0, frequency_penalty=0.5, presence_penalty=0.2, min_tokens=minimum)
+    logits = torch.linspace(3.0, 2.4, VOCAB)[None]
+    rest = {"eos_token_ids": frozenset({8})}
+    for ahead in ([5, 5, 0], [0, 1, 2], [1, 0, 1]):
+        drawn = make(VOCAB, 1).sample(logits, [sequence(0, params, [7], [3], **rest)], [ahead])
+        assert drawn[0].token == naive(logits[0], sequence(0, params, [7], [3, *ahead], **rest))
+        bumped = logits.clone()
+        bumped[0, 8] = 9.0
+        drawn = make(VOCAB, 1).sample(bumped, [sequence(0, params, [7], [3], **rest)], [ahead])
+        assert (drawn[0].token == 8) == (minimum <= 4)
+
+
 EXTREME = [
     {"temperature": 1e-5},
     {"temperature": 1e6},
