@@ -17,7 +17,8 @@ from saccade.v1 import inference_pb2, types_pb2
 from service import convert, errors
 from service.auth import Tenant
 from service.batch_store import BatchRecord, BatchStore
-from service.calls import CallInfo, Calls, set_current_call
+from service.call_context import CallInfo, set_current_call
+from service.calls import Calls
 from service.limits import ByteBudget
 from service.media import Spool, tenant_folder
 

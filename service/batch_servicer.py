@@ -12,7 +12,7 @@ from service import errors
 from service.arriving import MAX_CHUNK, header_of, receive
 from service.batch_store import BatchRecord, BatchStore
 from service.batches import Batches
-from service.calls import current_call
+from service.call_context import current_call
 from service.servicer import in_thread, to_end
 
 MAX_PAGE = 100

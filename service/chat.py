@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from families import CheckpointError
 from families.files import read_json
 from service.tokenizer import literal
+from service.types import Message
 
 
 class Marked(str):
     """Text of ours, in which image tokens are meant as such: the words of a clip."""
-
-
-@dataclass(frozen=True)
-class Message:
-    """One turn. `parts` is the content in order: text as str, None where a picture stands."""
-
-    role: str
-    parts: tuple[str | None, ...]
 
 
 class ChatTemplate:

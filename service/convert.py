@@ -12,7 +12,6 @@ from saccade.v1 import inference_pb2, model_pb2, types_pb2
 from service import errors
 from service.assets import ModelAssets
 from service.bounds import MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_LENGTH, MAX_STOP_STRINGS, FrontLimits
-from service.chat import Message
 from service.config import ServerOptions
 from service.engine import EngineInfo
 from service.types import (
@@ -25,6 +24,7 @@ from service.types import (
     ImageSource,
     Logprob,
     MediaSource,
+    Message,
     PictureInput,
     PromptLogprob,
     RawInput,

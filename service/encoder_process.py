@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from kernels.host_memory import keep_freed_memory
-from service import wire
+from service.channel import receive_descriptor
 from service.config import EngineOptions
 from service.encoding import LocalEncoder
 from service.handoff import Work
@@ -47,7 +47,7 @@ class SegmentWork:
             while True:
                 match self._connection.recv():
                     case ("segment", number):
-                        self._segments[number] = open_segment(number, wire.receive_descriptor(self._connection))
+                        self._segments[number] = open_segment(number, receive_descriptor(self._connection))
                     case ("forget", number):
                         self._segments.pop(number).close()
                     case ("encode", item, number, rows):

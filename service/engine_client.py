@@ -13,10 +13,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from service import wire
+from service.channel import Outbox
 from service.config import ConfigError, EngineOptions
 from service.engine import EngineEvent, EngineInfo, EngineRequest, EventSink, Query
+from service.errors import EngineDied
 from service.helper_process import start_helper
-from service.outbox import Outbox
 
 log = logging.getLogger(__name__)
 
@@ -25,10 +26,6 @@ BEAT_SECONDS = 1.0
 BEAT_PARTS = 10
 """Waits that the time for an answer is divided into: where both processes were stopped together and go on, as when a
 container is paused, only one of them is over before the engine has had its chance."""
-
-
-class EngineDied(RuntimeError):
-    """The engine process ended."""
 
 
 class EngineLink:

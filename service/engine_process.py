@@ -21,6 +21,7 @@ from typing import Any
 
 from kernels.host_memory import keep_freed_memory
 from service import wire
+from service.channel import receive_descriptor
 from service.config import EngineOptions
 
 
@@ -63,7 +64,7 @@ def _serve(connection: Connection, options: EngineOptions) -> int:
             while True:
                 match connection.recv():
                     case ("submit", request, has_pixels):
-                        pixels = wire.receive_descriptor(connection) if has_pixels else None
+                        pixels = receive_descriptor(connection) if has_pixels else None
                         engine.submit(wire.unpack_pixels(request, pixels))
                     case ("abort", request_id):
                         engine.abort(request_id)

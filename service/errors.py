@@ -14,7 +14,6 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from encoder.images import ImageError
-from service.engine_client import EngineDied
 
 DOMAIN = "saccade"
 MAX_MESSAGE = 1024
@@ -22,6 +21,10 @@ MAX_MESSAGE = 1024
 replace the status by RESOURCE_EXHAUSTED, and the message is in them up to three times."""
 MAX_METADATA = 128
 """Characters of one value of ErrorInfo's metadata, and of a field's path."""
+
+
+class EngineDied(RuntimeError):
+    """The engine process ended."""
 
 
 class StatusError(Exception):

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from service import errors
-from service.calls import current_call
+from service.call_context import current_call
 from service.config import ConfigError, ServerOptions
 from service.pictures import MediaLimits
 from service.types import MediaSource, VideoSource

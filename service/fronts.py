@@ -30,10 +30,10 @@ from typing import Any
 
 from service import wire
 from service.auth import watch_keys
+from service.channel import Outbox, receive_descriptor
 from service.config import ConfigError, ServerOptions
 from service.engine import EngineEvent
 from service.helper_process import start_helper
-from service.outbox import Outbox
 from service.server import check_exposure, stop_signals, until_stopped
 from service.supervisor import SupervisedEngine
 from service.tls import server_credentials
@@ -160,7 +160,7 @@ class Hub:
     def _handle(self, front: _Front, message: Any) -> None:
         match message:
             case ("submit", bare, has_pixels):
-                pixels = wire.receive_descriptor(front.connection) if has_pixels else None
+                pixels = receive_descriptor(front.connection) if has_pixels else None
                 with self._lock:
                     self._owners.update((name, (front, bare.salt)) for name in bare.names)
                 self.engine.submit_packed(bare, pixels)

@@ -29,7 +29,8 @@ from google.protobuf.message import DecodeError
 
 from service import errors
 from service.auth import Guard
-from service.calls import AccessLog, CallInfo, set_current_call
+from service.call_context import CallInfo, set_current_call
+from service.calls import AccessLog
 from service.limits import ByteBudget, Held, Places
 from service.tracing import from_metadata
 from service.weigh import LIGHT, MIN_IDS, weigh

@@ -41,7 +41,8 @@ from google.protobuf.message_factory import GetMessageClass
 
 from saccade.v1 import inference_pb2, model_pb2, types_pb2
 from service import convert, errors
-from service.calls import Calls, current_call, set_current_call
+from service.call_context import current_call, set_current_call
+from service.calls import Calls
 from service.limits import ByteBudget
 from service.servicer import read
 from service.types import Delta, Finished, Started

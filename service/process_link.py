@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from service import wire
+from service.channel import send
 from service.config import ConfigError, EngineOptions
 from service.encoder_pool import LinkOwner
 from service.handoff import EncoderUnavailable, EncodingFailed, Work
@@ -195,7 +195,7 @@ class ProcessLink:
         """The lock is held. A broken connection is the reader's to notice."""
         if self._connection is not None:
             with contextlib.suppress(OSError, ValueError):
-                wire.send(self._connection, message, descriptor)
+                send(self._connection, message, descriptor)
 
     # -- from the encoder ----------------------------------------------------------------------------------------------
 

@@ -13,11 +13,11 @@ from itertools import pairwise, takewhile
 from encoder.item import IMAGE, VIDEO
 from service import errors
 from service.assets import ModelAssets
-from service.chat import Marked, Message
+from service.chat import Marked
 from service.engine import EngineImage, EngineInfo
 from service.pictures import Prepared
 from service.tokenizer import Tokenizer, literal
-from service.types import ChatInput, GenerateSpec, RawInput, TokensInput
+from service.types import ChatInput, GenerateSpec, Message, RawInput, TokensInput
 
 SYSTEM_ROLES = ("system", "developer")
 

@@ -44,7 +44,7 @@ from service.calls import AccessLog, Calls
 from service.checkpoint import open_checkpoint
 from service.config import ConfigError, ServerOptions
 from service.engine import EngineHandle, EngineInfo
-from service.engine_client import EngineDied
+from service.errors import EngineDied
 from service.fetch import make_fetcher
 from service.frontend import Frontend
 from service.interceptor import DoorLimits, FrontDoor

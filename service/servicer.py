@@ -19,7 +19,8 @@ from saccade.v1 import (
 )
 from service import convert, errors
 from service.arriving import header_of, receive
-from service.calls import Calls, current_call
+from service.call_context import current_call
+from service.calls import Calls
 from service.coalesce import coalesce
 from service.media import Media, Spool, tenant_folder
 from service.types import Event, Finished, GenerateSpec, MediaSource, VideoSource

@@ -8,11 +8,39 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from encoder.tune import check_histogram
 from service.config import ConfigError, ServerOptions
-from service.tune import read_histogram
 
 log = logging.getLogger(__name__)
+
+
+def read_histogram(path: Path) -> dict[int, int]:
+    """Image tokens -> pictures. Accepts that object itself or one that holds it under `image_tokens`.
+
+    Raises `ValueError` naming the file and what is wrong with it.
+    """
+    try:
+        content: Any = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if isinstance(content, dict) and "image_tokens" in content:
+        content = content["image_tokens"]
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no object of image tokens -> pictures")
+    histogram: dict[int, int] = {}
+    for key, value in content.items():
+        if not key.isascii() or not key.isdigit() or not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"{path}: {key!r}: {value!r} is no count of pictures of a number of tokens")
+        histogram[int(key)] = histogram.get(int(key), 0) + value
+    try:
+        check_histogram(histogram)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return histogram
 
 
 def check_sizes_file(options: ServerOptions) -> None:

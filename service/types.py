@@ -6,9 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from service.chat import Message
-
 FinishReason = Literal["stop", "length", "aborted"]
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn. `parts` is the content in order: text as str, None where an image stands."""
+
+    role: str
+    parts: tuple[str | None, ...]
 
 
 @dataclass(frozen=True)

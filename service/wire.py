@@ -9,10 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
-import socket
 from dataclasses import fields, replace
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import recvfds, sendfds
 from typing import Any
 
 import torch
@@ -82,20 +79,6 @@ def unpack_pixels(request: EngineRequest, descriptor: int | None) -> EngineReque
         offset += _aligned(count * bare.dtype.itemsize)
         images.append(EngineImage(patches=bare.kind(patches=patches, **bare.item), **bare.image))
     return replace(request, images=tuple(images))
-
-
-def send(connection: Connection, message: Any, descriptor: int | None = None) -> None:
-    """One message and, where its tuple says so, one descriptor. The caller holds the connection's send lock."""
-    connection.send(message)
-    if descriptor is not None:
-        with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            sendfds(sock, [descriptor])
-
-
-def receive_descriptor(connection: Connection) -> int:
-    """The descriptor that follows the message just received."""
-    with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        return int(recvfds(sock, 1)[0])
 
 
 PackedEvents = tuple[list[str], list[int], list[int], list[tuple[int, float]], list[EngineEvent]]

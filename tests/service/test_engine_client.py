@@ -13,7 +13,8 @@ import pytest
 from decoder.sampling import SamplingParams
 from service import wire
 from service.engine import EngineEvent, EngineRequest
-from service.engine_client import EngineDied, EngineLink
+from service.engine_client import EngineLink
+from service.errors import EngineDied
 
 
 class Far:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from encoder.images import ImageError
 from service import errors
-from service.engine_client import EngineDied
+from service.errors import EngineDied
 
 SUBCLASSES = errors.StatusError.__subclasses__()
 

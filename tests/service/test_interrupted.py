@@ -12,13 +12,12 @@ from fake_engine import FakeEngine
 from pictures import picture
 
 from service.bounds import FrontLimits
-from service.chat import Message
 from service.config import ServerOptions
 from service.engine import EngineRequest
 from service.frontend import Frontend
 from service.server import load_assets
 from service.servicer import in_thread
-from service.types import ChatInput, GenerateSpec, ImageSource
+from service.types import ChatInput, GenerateSpec, ImageSource, Message
 
 
 def test_what_was_entered_is_left_where_the_call_ends_in_the_middle() -> None:

@@ -21,7 +21,6 @@ from encoder.images import ImageError, ImageHeader, Pixels
 from service import errors
 from service.assets import ModelAssets
 from service.bounds import FrontLimits
-from service.chat import Message
 from service.config import ServerOptions
 from service.engine import EngineEvent, EngineRequest
 from service.frontend import Frontend
@@ -34,6 +33,7 @@ from service.types import (
     GenerateSpec,
     ImageSource,
     MediaSource,
+    Message,
     PictureInput,
     RawInput,
     TokensInput,

@@ -9,12 +9,11 @@ from served import make_served
 from encoder.item import EncoderItem
 from service import errors
 from service.assets import ModelAssets
-from service.chat import Message
 from service.checkpoint import open_checkpoint
 from service.engine import EngineInfo
 from service.pictures import Prepared
 from service.prompts import read, system_end, widen
-from service.types import ChatInput, GenerateSpec, RawInput, TokensInput
+from service.types import ChatInput, GenerateSpec, Message, RawInput, TokensInput
 
 
 @pytest.fixture(scope="module")

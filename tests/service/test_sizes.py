@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from service.config import ConfigError, ServerOptions
-from service.sizes import check_sizes_file, record_sizes
-from service.tune import read_histogram
+from service.sizes import check_sizes_file, read_histogram, record_sizes
 
 
 def test_runs_add_up(tmp_path: Path) -> None:

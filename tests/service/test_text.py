@@ -12,9 +12,10 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, proc
 from tokenizers import Tokenizer as RawTokenizer
 
 from families import CheckpointError
-from service.chat import ChatTemplate, Marked, Message, load_template
+from service.chat import ChatTemplate, Marked, load_template
 from service.stops import StopMatcher
 from service.tokenizer import Detokenizer, Tokenizer, literal
+from service.types import Message
 
 SPECIAL = ["<image>", "<img>", "</img>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = (

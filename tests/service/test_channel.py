@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from service import wire
-from service.outbox import Outbox
+from service.channel import Outbox, receive_descriptor
 
 
 def is_open(descriptor: int) -> bool:
@@ -30,7 +29,7 @@ def test_nobody_waits_for_a_reader_and_the_order_stays() -> None:
     descriptor = os.memfd_create("x")
     outbox.put("with a descriptor", descriptor)
     assert theirs.recv() == "with a descriptor"
-    os.close(wire.receive_descriptor(theirs))
+    os.close(receive_descriptor(theirs))
     outbox.put("last")
     outbox.close()
     assert theirs.recv() == "last" and not is_open(descriptor)

@@ -8,12 +8,26 @@ from __future__ import annotations
 
 import os
 import queue
+import socket
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recvfds, sendfds
 from typing import Any
 
-from service import wire
+
+def send(connection: Connection, message: Any, descriptor: int | None = None) -> None:
+    """One message and, where its tuple says so, one descriptor. The caller holds the connection's send lock."""
+    connection.send(message)
+    if descriptor is not None:
+        with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sendfds(sock, [descriptor])
+
+
+def receive_descriptor(connection: Connection) -> int:
+    """The descriptor that follows the message just received."""
+    with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        return int(recvfds(sock, 1)[0])
 
 
 class Outbox:
@@ -53,7 +67,7 @@ class Outbox:
         while (entry := self._queue.get()) is not None:
             message, descriptor = entry
             try:
-                wire.send(self._connection, message, descriptor)
+                send(self._connection, message, descriptor)
             except (OSError, ValueError):  # closed or broken
                 self._on_lost(message)
             finally:
