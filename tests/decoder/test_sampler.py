@@ -119,6 +119,10 @@ def test_tokens_ahead_count_as_if_they_were_drawn(make: Callable[..., Sampler], 
         bumped[0, 8] = 9.0
         drawn = make(VOCAB, 1).sample(bumped, [sequence(0, params, [7], [3], **rest)], [ahead])
         assert (drawn[0].token == 8) == (minimum <= 4)
+    close = logits.clone()
+    close[0, 5] = 3.9  # the largest after one draw of it, and not after two
+    for ahead, expected in (([5, 9, 10], 5), ([5, 5, 10], 0)):
+        assert make(VOCAB, 1).sample(close, [sequence(0, params, [7], [3], **rest)], [ahead])[0].token == expected
 
 
 EXTREME = [
