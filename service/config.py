@@ -248,7 +248,9 @@ class ServerOptions(EngineOptions):
         2**34, "pixels of one video: width x height x frames of what has to be decoded", minimum=1, size=True
     )
     image_workers: int = _option(
-        2, "processes that decode pictures and videos, and threads that resize and cut them", minimum=1
+        2,
+        "processes that decode pictures and videos, at least 2 so that videos leave one, and threads that cut them",
+        minimum=1,
     )
     image_timeout: float = _option(20.0, "seconds that decoding one picture may take", minimum=0.001)
     video_timeout: float = _option(120.0, "seconds that decoding one video may take", minimum=0.001)

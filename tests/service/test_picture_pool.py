@@ -193,3 +193,29 @@ def test_a_worker_imports_no_torch_and_ends_with_its_server(tmp_path: Path) -> N
     theirs.close()
     ours.close()
     assert process.wait(timeout=60) == 0
+
+
+def test_a_worker_sees_no_secret_of_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SACCADE_ADMIN_KEY", "the secret of the house")
+    monkeypatch.setenv("LD_PRELOAD_NOT", "nor this")
+    pool = PicturePool(LIMITS, 1, image_seconds=60, video_seconds=60)
+    try:
+        assert pool.image(picture(1)).any()
+        pid = pool.workers[0].pid
+        names = {entry.partition(b"=")[0] for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")}
+        assert b"PYTHONPATH" in names and b"OMP_NUM_THREADS" in names
+        assert not names & {b"SACCADE_ADMIN_KEY", b"LD_PRELOAD_NOT"}
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("fps", [b"1e-320", b"NaN", b"Infinity", b"-3.0", b"0.0", b'"5"', b"1" + b"0" * 400])
+def test_a_rate_that_no_clip_has_is_not_believed(fps: bytes) -> None:
+    pool = PicturePool(LIMITS, 1, image_seconds=30, video_seconds=30)
+    try:
+        with lying(pool, b'{"frames": 2}'):
+            clip = pool.clip(b"a clip")
+        with lying(pool, b'{"fps": %b}' % fps):
+            assert clip.fps is None
+    finally:
+        pool.close()

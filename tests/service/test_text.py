@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,25 @@ def test_a_long_answer_of_no_text_costs_no_more_for_each_token(tokenizer: Tokeni
     assert one is not None
     text = "".join(detokenizer.push([one]) for _ in range(1000)) + detokenizer.flush()
     assert text == tokenizer.decode([one] * 1000) and decoded <= 150 * 1000
+
+
+def test_a_long_text_lets_other_threads_run(tokenizer: Tokenizer) -> None:
+    """The event loop is one of them."""
+    over, beats = threading.Event(), 0
+    seen: list[int] = []
+
+    def encode() -> None:
+        seen.append(beats)
+        tokenizer.encode("word " * 60_000)
+        seen.append(beats)
+        over.set()
+
+    worker = threading.Thread(target=encode)
+    worker.start()
+    while not over.wait(0.001):
+        beats += 1
+    worker.join()
+    assert seen[1] - seen[0] >= 3
 
 
 def test_the_longest_token_bounds_what_one_can_stand_for(tokenizer: Tokenizer) -> None:
