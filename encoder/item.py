@@ -7,6 +7,7 @@ sequences, and how many rows come of them.
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 
 import torch
 
@@ -34,7 +35,7 @@ class PatchSequence:
     patches: torch.Tensor
     merge_size: int = 2
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Rows that the tower makes of it."""
         return num_image_tokens(self.grid, merge_size=self.merge_size)
@@ -75,15 +76,15 @@ class EncoderItem:
     @property
     def sequences(self) -> list[PatchSequence]:
         """Views of the patches."""
-        parts = self.patches.split(self.grid[0] * self.grid[1])
+        parts = (self.patches,) if self.num_sequences == 1 else self.patches.split(self.grid[0] * self.grid[1])
         return [PatchSequence(self.grid, patches, self.merge_size) for patches in parts]
 
-    @property
+    @cached_property
     def sequence_tokens(self) -> int:
         """Rows that the tower makes of each sequence, before pruning. `ValueError` for a ragged grid."""
         return num_image_tokens(self.grid, merge_size=self.merge_size)
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Rows that the decoder gets, known before the tower has run. `ValueError` for a ragged grid."""
         return retained_tokens(self.num_sequences, self.sequence_tokens, self.pruning_rate)

@@ -78,7 +78,8 @@ class EncodeJob:
         if item.tokens != item.num_sequences * tokens:
             out = torch.empty(item.num_sequences * tokens, out.shape[1], dtype=out.dtype, device=out.device)
             self._gathered[index] = out
-        return [Part(index, part, rows) for part, rows in zip(item.sequences, out.split(tokens), strict=True)]
+        rows = (out,) if item.num_sequences == 1 else out.split(tokens)
+        return [Part(index, part, own) for part, own in zip(item.sequences, rows, strict=True)]
 
     @property
     def launches_left(self) -> int:

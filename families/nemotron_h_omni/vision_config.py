@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 
 from encoder.item import IMAGE, VIDEO
 from encoder.preprocess import RGB
@@ -105,7 +106,7 @@ class VisionConfig:
         """Numbers in one flattened image patch."""
         return RGB * self.patch_size**2
 
-    @property
+    @cached_property
     def patch_widths(self) -> dict[str, int]:
         """Numbers in one flattened patch of each kind of item that such a tower can take."""
         widths = {IMAGE: self.patch_dim}
