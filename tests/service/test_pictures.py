@@ -9,7 +9,6 @@ import torch
 from clips import animation, moving_frames
 from pictures import picture
 
-from encoder.video import temporal_patch
 from service.config import ServerOptions
 from service.pictures import LocalDecoder, MediaLimits, Prepared, Preparer
 from service.server import load_assets
@@ -62,7 +61,7 @@ def test_no_clip_takes_more_than_was_expected_of_it(wanted: int | None) -> None:
         made: Prepared = one.prepare(replace(source, max_frames=wanted), b"")
         assert made.frames == (wanted or LIMITS.video_frames)
         assert made.item.patches.nbytes <= one.most_bytes(replace(source, max_frames=wanted))
-        assert VISION is not None and len(made.labels) == -(-made.frames // temporal_patch(VISION))
+        assert len(made.labels) == len(made.item.patches)
 
 
 def test_no_picture_takes_more_than_was_expected_of_it() -> None:

@@ -74,6 +74,14 @@ def test_ids_that_are_no_text_are_streamed_as_they_decode(tokenizer: Tokenizer, 
     assert "".join(detokenizer.push([i]) for i in ids) + detokenizer.flush() == tokenizer.decode(ids)
 
 
+def test_a_character_among_bytes_of_none_is_not_cut_in_two(tokenizer: Tokenizer) -> None:
+    garbage = [tokenizer.token_id("\u0122")] * 20
+    for text in ("é", "€", "😀"):
+        ids: list[int] = [*garbage, *tokenizer.encode(text), *garbage[:2]]  # type: ignore[list-item]
+        detokenizer = Detokenizer(tokenizer)
+        assert detokenizer.push(ids) + detokenizer.flush() == tokenizer.decode(ids)
+
+
 @pytest.mark.parametrize("token", ["\u0122", "<|im_end|>", None], ids=["half a character", "special", "no entry"])
 def test_a_long_answer_of_no_text_costs_no_more_for_each_token(tokenizer: Tokenizer, token: str | None) -> None:
     """Going on with one of 8,000 tokens took two seconds."""
