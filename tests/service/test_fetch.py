@@ -18,7 +18,7 @@ import saccade
 from encoder.frames import VideoLimits
 from encoder.images import ImageLimits
 from service import errors
-from service.calls import CallInfo, set_current_call
+from service.call_context import CallInfo, set_current_call
 from service.config import ConfigError
 from service.fetch import Fetcher, Resolve
 from service.pictures import MediaLimits

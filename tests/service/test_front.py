@@ -13,7 +13,8 @@ from fake_engine import FakeEngine
 from service import errors
 from service.assets import ModelAssets
 from service.bounds import FrontLimits
-from service.calls import CallInfo, Calls, set_current_call
+from service.call_context import CallInfo, set_current_call
+from service.calls import Calls
 from service.coalesce import coalesce
 from service.config import ServerOptions
 from service.engine import EngineEvent, EngineRequest
