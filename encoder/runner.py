@@ -47,11 +47,11 @@ class EncoderOptions:
     graphs: str = "auto"
     """auto: replay a budget where that was measured to beat eager; on: always; off: never."""
     token_budgets: tuple[int, ...] | None = None
-    """Image tokens per graph; None derives doublings from the smallest picture to the step."""
+    """Image tokens per graph; None derives doublings from the smallest image to the step."""
     max_images: int | None = None
     """Images per batch; None derives it from the budgets."""
     max_tokens_per_step: int | None = None
-    """Image tokens of one launch, the upper end of the budgets; None covers the largest picture the rule aims at."""
+    """Image tokens of one launch, the upper end of the budgets; None covers the largest image the rule aims at."""
     graph_kinds: tuple[str, ...] | None = (IMAGE,)
     """Kinds of items that get graphs, all in one arena as wide as the widest patches; None: all that the tower takes.
     The others run eagerly."""
@@ -105,7 +105,7 @@ class EncoderRunner:
         )
 
     def _max_rows(self) -> int:
-        """Tower rows of the largest launch, but for a picture above every budget."""
+        """Tower rows of the largest launch, but for an image above every budget."""
         return self._shape(self.budgets.largest).rows
 
     def _make_lanes(self) -> dict[str, Lane]:
@@ -259,7 +259,7 @@ class EncoderRunner:
         return counts
 
     def histogram(self) -> dict[int, int]:
-        """Image tokens -> pictures and temporal patches encoded since the start, in at most 1024 bins: what budgets are
+        """Image tokens -> images and temporal patches encoded since the start, in at most 1024 bins: what budgets are
         tuned on."""
         return self._sizes.counts()
 

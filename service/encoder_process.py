@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from encoder.item import EncoderItem
 from kernels.host_memory import keep_freed_memory
 from service.channel import receive_descriptor
 from service.config import EngineOptions
@@ -68,7 +69,7 @@ class SegmentWork:
 
     def _add(self, item: PlacedItem, segment: Segment, rows: PlacedRows) -> None:
         pixels = segment.tensor(0, item.shape, item.dtype)
-        picture = item.kind(patches=pixels, **item.fields)
+        picture = EncoderItem(patches=pixels, **item.fields)
         self._waiting[item.ticket] = Work(
             b"", picture, segment.tensor(rows.offset, rows.shape, rows.dtype), item.ticket
         )

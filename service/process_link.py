@@ -15,7 +15,7 @@ import logging
 import subprocess
 import threading
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -41,8 +41,8 @@ class PlacedItem:
     """A picture or clip without its pixels, as it crosses."""
 
     ticket: int
-    kind: type
     fields: dict[str, Any]
+    """Of `EncoderItem`."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -183,8 +183,9 @@ class ProcessLink:
         if is_new:
             self._post(("segment", segment.number), segment.descriptor)
         segment.tensor(0, tuple(pixels.shape), pixels.dtype).copy_(pixels)
-        fields = {name: value for name, value in vars(work.image).items() if name != "patches"}
-        item = PlacedItem(work.ticket, type(work.image), fields, tuple(pixels.shape), pixels.dtype)
+        names = (field.name for field in fields(work.image))
+        values = {name: getattr(work.image, name) for name in names if name != "patches"}
+        item = PlacedItem(work.ticket, values, tuple(pixels.shape), pixels.dtype)
         self._segments[work.ticket] = segment
         self._post(
             ("encode", item, segment.number, PlacedRows(offset, tuple(work.rows.shape), work.rows.dtype)),
