@@ -137,7 +137,7 @@ def services() -> str:
 
 def _raised(folder: str) -> Iterator[tuple[str, str, bool]]:
     """(class, reason, whether it says how long to wait) of each error that the sources of a package make."""
-    for path in sorted((CHECKOUT / folder).glob("*.py")):
+    for path in sorted((CHECKOUT / folder).rglob("*.py")):
         tree = ast.parse(path.read_text("utf-8"))
         constants = {
             target.id: node.value.value
@@ -192,8 +192,8 @@ def methods() -> str:
     """The signatures of the client, without types, from the classes."""
     sys.path.insert(0, str(CHECKOUT))
     import saccade
+    from saccade._core.requests import Sampling
     from saccade.client import SyncBatches, SyncMedia
-    from saccade.requests import Sampling
 
     def lines_of(owner: str, function: Any, *, result: bool = True) -> str:
         signature = inspect.signature(function)

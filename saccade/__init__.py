@@ -34,13 +34,13 @@ from saccade.types import (
 )
 
 if TYPE_CHECKING:
+    from saccade._core.settings import TLSConfig
+    from saccade._core.videos import Video
+    from saccade._jobs.job import BatchSummary
     from saccade.aio import AsyncClient, AsyncStream
-    from saccade.batch import BatchSummary
     from saccade.calls import Stream
     from saccade.client import Client
     from saccade.local import LocalClient
-    from saccade.transport import TLSConfig
-    from saccade.videos import Video
 
 __version__ = "0.1.0"
 
@@ -74,12 +74,12 @@ __all__ = [
 _LAZY = {
     "AsyncClient": "saccade.aio",
     "AsyncStream": "saccade.aio",
-    "BatchSummary": "saccade.batch",
+    "BatchSummary": "saccade._jobs.job",
     "Client": "saccade.client",
     "Stream": "saccade.calls",
     "LocalClient": "saccade.local",
-    "TLSConfig": "saccade.transport",
-    "Video": "saccade.videos",
+    "TLSConfig": "saccade._core.settings",
+    "Video": "saccade._core.videos",
 }
 
 

@@ -22,13 +22,9 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
-from saccade.client import _left_to_the_parent
-from saccade.errors import Cancelled, FailedPrecondition, error_from_rpc
-from saccade.images import ImageInput
-from saccade.jobs import AsyncBatches
-from saccade.mapping import check_concurrency, map_async, outcome, prepare_mapping
-from saccade.media import AsyncMedia
-from saccade.methods import (
+from saccade._core.images import ImageInput
+from saccade._core.mapping import check_concurrency, map_async, outcome, prepare_mapping
+from saccade._core.methods import (
     embed_image_steps,
     embed_steps,
     generate_steps,
@@ -36,7 +32,7 @@ from saccade.methods import (
     models_steps,
     tokenize_steps,
 )
-from saccade.requests import (
+from saccade._core.requests import (
     GenerateOptions,
     Prompt,
     Sampling,
@@ -46,27 +42,23 @@ from saccade.requests import (
     embed_request,
     tokenize_request,
 )
-from saccade.results import generation_from
-from saccade.resuming import StreamState, stream_settings
-from saccade.retrying import Retries
-from saccade.steps import Call, Steps, drive_async
-from saccade.transport import (
-    CallOptions,
-    CallSettings,
-    Deadline,
-    Settings,
-    TLSConfig,
-    channel_credentials,
-    make_settings,
-    stub_class,
-)
+from saccade._core.results import generation_from
+from saccade._core.resuming import StreamState, stream_settings
+from saccade._core.retrying import Deadline, Retries
+from saccade._core.settings import CallOptions, CallSettings, Settings, TLSConfig, make_settings
+from saccade._core.steps import Call, Steps, drive_async
+from saccade._core.uploads import Uploads
+from saccade._core.videos import VideoInput
+from saccade._transport.channel import channel_credentials, stub_class
+from saccade.client import _left_to_the_parent
+from saccade.errors import Cancelled, FailedPrecondition, error_from_rpc
+from saccade.jobs import AsyncBatches
+from saccade.media import AsyncMedia
 from saccade.types import Delta, Embedding, Generation, Model, Outcome, Tensor, Tokens
-from saccade.uploads import Uploads
 from saccade.v1 import inference_pb2
-from saccade.videos import VideoInput
 
 if TYPE_CHECKING:
-    from saccade.batch import BatchSummary
+    from saccade._jobs.job import BatchSummary
 
 
 T = TypeVar("T")
@@ -462,7 +454,7 @@ class AsyncClient:
         **options: Any,
     ) -> BatchSummary:
         """Answers a file of requests into another; see `saccade.Client.run_batch`."""
-        from saccade.batch import BatchJob, BatchOptions, run_async
+        from saccade._jobs.job import BatchJob, BatchOptions, run_async
 
         job = BatchJob(source, output, BatchOptions.of(options))
         return await run_async(self.with_options(max_retries=max_retries), job)

@@ -13,12 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from saccade.batch import BatchInput, BatchInvalid, BatchJob, BatchOptions, BatchSummary, run_sync
-from saccade.batch_rows import ImageFolder
+from saccade._core.settings import TLSConfig
+from saccade._jobs.job import BatchInput, BatchInvalid, BatchJob, BatchOptions, BatchSummary, run_sync
+from saccade._jobs.rows import ImageFolder
 from saccade.client import Client, SyncClient
 from saccade.errors import AlreadyExists, FailedPrecondition, InvalidArgument, SaccadeError
 from saccade.progress import Progress
-from saccade.transport import TLSConfig
 from saccade.types import Batch
 
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from saccade._core.resuming import StreamState
+from saccade._core.retrying import Deadline, Retries
+from saccade._core.settings import CallSettings
+from saccade._core.steps import Call, Steps, drive
 from saccade.errors import Cancelled, SaccadeError
-from saccade.resuming import StreamState
-from saccade.retrying import Retries
-from saccade.steps import Call, Steps, drive
-from saccade.transport import CallSettings, Deadline
 from saccade.types import Delta, Generation
 from saccade.v1 import inference_pb2
 

@@ -11,13 +11,9 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
-from saccade.calls import Attempts, Responses, Stream, UnaryCall
-from saccade.errors import Cancelled, FailedPrecondition, Unimplemented, error_from_rpc
-from saccade.images import ImageInput
-from saccade.jobs import SyncBatches
-from saccade.mapping import check_concurrency, map_sync, outcome, prepare_mapping
-from saccade.media import SyncMedia
-from saccade.methods import (
+from saccade._core.images import ImageInput
+from saccade._core.mapping import check_concurrency, map_sync, outcome, prepare_mapping
+from saccade._core.methods import (
     embed_image_steps,
     embed_steps,
     generate_steps,
@@ -26,7 +22,7 @@ from saccade.methods import (
     one_call,
     tokenize_steps,
 )
-from saccade.requests import (
+from saccade._core.requests import (
     GenerateOptions,
     Prompt,
     Sampling,
@@ -36,31 +32,28 @@ from saccade.requests import (
     embed_request,
     tokenize_request,
 )
-from saccade.results import generation_from
-from saccade.resuming import StreamState, stream_settings
-from saccade.steps import Call, Steps
-from saccade.transport import (
-    CallOptions,
-    CallSettings,
-    Deadline,
-    Settings,
-    TLSConfig,
-    channel_credentials,
-    make_settings,
-    stub_class,
-)
+from saccade._core.results import generation_from
+from saccade._core.resuming import StreamState, stream_settings
+from saccade._core.retrying import Deadline
+from saccade._core.settings import CallOptions, CallSettings, Settings, TLSConfig, make_settings
+from saccade._core.steps import Call, Steps
+from saccade._core.uploads import Uploads
+from saccade._core.videos import VideoInput
+from saccade._transport.channel import channel_credentials, stub_class
+from saccade._transport.watchdog import Watchdog
+from saccade.calls import Attempts, Responses, Stream, UnaryCall
+from saccade.errors import Cancelled, FailedPrecondition, Unimplemented, error_from_rpc
+from saccade.jobs import SyncBatches
+from saccade.media import SyncMedia
 from saccade.types import Embedding, Generation, Model, Outcome, Tensor, Tokens
-from saccade.uploads import Uploads
 from saccade.v1 import inference_pb2
-from saccade.videos import VideoInput
-from saccade.watchdog import Watchdog
 
 T = TypeVar("T")
 
 if TYPE_CHECKING:
     import grpc
 
-    from saccade.batch import BatchSummary
+    from saccade._jobs.job import BatchSummary
 
 # Channels that a fork has copied into this process: closing them, or letting them be collected, would disturb the
 # connections of the process they belong to.
@@ -268,7 +261,7 @@ class SyncClient(ABC):
         max_retries: int | None = 8,
         **options: Any,
     ) -> BatchSummary:
-        """Answers a file of requests in OpenAI's batch format into another; see `saccade.batch`.
+        """Answers a file of requests in OpenAI's batch format into another; see `saccade batch`.
 
         The file is checked whole before the first request. A run that was stopped, however, goes on where it was when
         it is started again with the same arguments. Rows that fail are rows of the output, not exceptions; so are rows
@@ -278,7 +271,7 @@ class SyncClient(ABC):
             source, output: paths. Pictures may be named by paths inside the source's folder.
             max_retries: how often a row is tried again while the server is unavailable; None: as often as its timeout
                 allows.
-            options: the fields of `saccade.batch.BatchOptions`.
+            options: the fields of `BatchOptions`.
 
         Raises:
             InvalidArgument: the source is wrong; `problems` of the error has a sentence for each line.
@@ -287,7 +280,7 @@ class SyncClient(ABC):
                 written.
             Unavailable: nobody answers any more; starting it again goes on.
         """
-        from saccade.batch import BatchJob, BatchOptions, run_sync
+        from saccade._jobs.job import BatchJob, BatchOptions, run_sync
 
         job = BatchJob(source, output, BatchOptions.of(options))
         job.check()

@@ -160,6 +160,18 @@ def error_from_status(code: str, message: str, details: StatusDetails, *, reques
     )
 
 
+def error_from_service(error: Any, request_id: str) -> SaccadeError:
+    """The client's error for a `service.errors.StatusError`."""
+    details = StatusDetails(
+        reason=error.reason,
+        retry_after=getattr(error, "retry_after", None),
+        metadata={str(key): str(value) for key, value in (getattr(error, "metadata", None) or {}).items()},
+        no_retry=bool(getattr(error, "never_retry", False)),
+        fields=[(name, "") for name in [getattr(error, "field", None)] if name],
+    )
+    return error_from_status(error.code.name, error.message, details, request_id=request_id)
+
+
 def _with_fields(message: str, fields: list[tuple[str, str]]) -> str:
     """The message, and of each wrong field what it does not say itself."""
     notes = []

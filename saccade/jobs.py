@@ -8,12 +8,12 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from saccade._core.retrying import Deadline, Retries
+from saccade._core.settings import CallSettings
+from saccade._core.steps import Call, Steps
+from saccade._core.uploads import CHUNK_BYTES, chunks
 from saccade.errors import FailedPrecondition, InvalidArgument, SaccadeError
-from saccade.retrying import Retries
-from saccade.steps import Call, Steps
-from saccade.transport import CallSettings, Deadline
 from saccade.types import Batch
-from saccade.uploads import CHUNK_BYTES, chunks
 from saccade.v1 import batch_pb2
 
 if TYPE_CHECKING:

@@ -7,17 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, Self, Unpack
 
+from saccade._core.settings import CallOptions, CallSettings
 from saccade.calls import Responses, UnaryCall
 from saccade.client import SyncClient
 from saccade.errors import (
     Cancelled,
     FailedPrecondition,
     SaccadeError,
-    StatusDetails,
     Unimplemented,
-    error_from_status,
+    error_from_service,
 )
-from saccade.transport import CallOptions, CallSettings
 from saccade.v1 import inference_pb2
 
 INSTALL = "LocalClient runs the engine in this process, which needs the server's package: pip install saccade-server"
@@ -196,15 +195,3 @@ class _translated:
 
         if isinstance(error, StatusError):
             raise error_from_service(error, self.request_id) from error
-
-
-def error_from_service(error: Any, request_id: str) -> SaccadeError:
-    """The client's error for a `service.errors.StatusError`."""
-    details = StatusDetails(
-        reason=error.reason,
-        retry_after=getattr(error, "retry_after", None),
-        metadata={str(key): str(value) for key, value in (getattr(error, "metadata", None) or {}).items()},
-        no_retry=bool(getattr(error, "never_retry", False)),
-        fields=[(name, "") for name in [getattr(error, "field", None)] if name],
-    )
-    return error_from_status(error.code.name, error.message, details, request_id=request_id)

@@ -1,15 +1,15 @@
 """Files that are sent once and named from then on: `client.media` of the two gRPC clients. Large files of any request
-go this way by themselves, see `saccade.uploads`."""
+go this way by themselves, see `saccade._core.uploads`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from saccade._core.images import ImageInput, image_message
+from saccade._core.steps import Call, Steps
+from saccade._core.uploads import media_from, upload_steps
 from saccade.errors import InvalidArgument
-from saccade.images import ImageInput, image_message
-from saccade.steps import Call, Steps
 from saccade.types import Media
-from saccade.uploads import media_from, upload_steps
 from saccade.v1 import media_pb2
 
 if TYPE_CHECKING:

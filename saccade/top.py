@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from saccade._core.settings import TLSConfig
 from saccade.client import Client
-from saccade.transport import TLSConfig
 from saccade.v1 import admin_pb2
 
 BAR = 30

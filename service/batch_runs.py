@@ -1,4 +1,4 @@
-"""One batch on its way: the client's own job (`saccade.batch`), over a client that has no wire."""
+"""One batch on its way: the client's own job (`saccade._jobs.job`), over a client that has no wire."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from saccade.batch import BatchJob, BatchOptions, BatchSummary, run_async
-from saccade.batch_rows import ImageFolder
-from saccade.errors import InvalidArgument
-from saccade.local import error_from_service
-from saccade.transport import Deadline, retry_delay
+from saccade._core.retrying import Deadline, retry_delay
+from saccade._jobs.job import BatchJob, BatchOptions, BatchSummary, run_async
+from saccade._jobs.rows import ImageFolder
+from saccade.errors import InvalidArgument, error_from_service
 from saccade.types import Model
 from saccade.v1 import inference_pb2, types_pb2
 from service import convert, errors

@@ -2,7 +2,7 @@
 
     DIRECTORY/<batch id>/batch.json              what is known of it, replaced whole at each change of state
     DIRECTORY/<batch id>/input.jsonl             as it came
-    DIRECTORY/<batch id>/output.jsonl[.journal]  lines of answers, and which rows they are of: `saccade.journal`
+    DIRECTORY/<batch id>/output.jsonl[.journal]  lines of answers, and which rows they are of: `saccade._jobs.journal`
     DIRECTORY/incoming/<random>/                 one that is still arriving
 
 A batch appears by the renaming of its folder, so it is there whole or not at all. The folders are all there is: a

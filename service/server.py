@@ -22,7 +22,7 @@ import grpc
 
 from encoder.frames import VideoLimits, video_formats
 from encoder.images import ImageLimits
-from saccade.results import model_from
+from saccade._core.results import model_from
 from saccade.v1 import (
     admin_pb2_grpc,
     batch_pb2_grpc,

@@ -15,7 +15,7 @@ from fake_server import Failure, Script, serve
 
 import saccade
 from saccade import errors
-from saccade.transport import Deadline, retry_delay
+from saccade._core.retrying import Deadline, retry_delay
 
 Code = grpc.StatusCode
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from saccade import errors
-from saccade.images import image_message, image_messages
+from saccade._core.images import image_message, image_messages
 
 
 def jpeg(**options: object) -> bytes:

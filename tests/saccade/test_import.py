@@ -39,7 +39,9 @@ def test_naming_a_client_loads_nothing_heavy(name: str) -> None:
 
 
 def test_a_request_with_files_needs_no_numpy_and_no_pillow() -> None:
-    modules, _ = loaded("from saccade.requests import build_request; build_request('?', images=[b'x', sys.executable])")
+    modules, _ = loaded(
+        "from saccade._core.requests import build_request; build_request('?', images=[b'x', sys.executable])"
+    )
     assert not modules & set(HEAVY)
 
 

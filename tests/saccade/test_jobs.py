@@ -13,8 +13,8 @@ from fake_server import Failure, Script, serve
 
 import saccade
 from saccade import errors
+from saccade._core.settings import CallSettings
 from saccade.jobs import _Again
-from saccade.transport import CallSettings
 from saccade.v1 import batch_pb2, batch_pb2_grpc
 
 OUTPUT = bytes(range(97, 123))

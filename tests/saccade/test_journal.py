@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from saccade._jobs.journal import Journal, Written
 from saccade.errors import AlreadyExists, FailedPrecondition
-from saccade.journal import Journal, Written
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 ROWS = 12
@@ -85,7 +85,7 @@ def test_a_crash_in_a_rewrite_loses_and_mixes_up_nothing(tmp_path: Path, crash: 
     if fill:
         assert len({len(text) for text in output.read_bytes().splitlines()}) == 1
     program = (
-        "import os, sys; from pathlib import Path; from saccade.journal import Journal; replace = os.replace\n"
+        "import os, sys; from pathlib import Path; from saccade._jobs.journal import Journal; replace = os.replace\n"
         f"journal = Journal(Path(sys.argv[1]), lambda name: (int(name), f'batch_req_a{{int(name):05}}'))\n"
         f"{CRASHES[crash]}\njournal.sort()"
     )

@@ -10,8 +10,7 @@ import pytest
 
 import saccade
 from saccade import errors
-from saccade.errors import error_from_status, parse_trailers
-from saccade.local import error_from_service
+from saccade.errors import error_from_service, error_from_status, parse_trailers
 from service import errors as service_errors
 
 FAILURES = [

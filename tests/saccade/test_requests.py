@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import saccade
 from saccade import errors
-from saccade.requests import build_request
+from saccade._core.requests import build_request
 from saccade.v1 import types_pb2
 
 PNG = b"\x89PNG any bytes"

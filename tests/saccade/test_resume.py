@@ -15,10 +15,11 @@ from fake_server import Failure, Script
 
 import saccade
 from saccade import errors
+from saccade._core.resuming import StreamState
+from saccade._core.retrying import Deadline
+from saccade._core.settings import CallSettings
+from saccade._transport.watchdog import Watchdog
 from saccade.calls import Attempts
-from saccade.resuming import StreamState
-from saccade.transport import CallSettings, Deadline
-from saccade.watchdog import Watchdog
 
 Code = grpc.StatusCode
 Streamed = Callable[..., tuple[saccade.Generation, list[saccade.Delta]]]
@@ -150,7 +151,7 @@ def test_an_attempt_that_the_server_thinks_is_running_is_waited_for(streamed: St
 
 
 def state(**options: Any) -> StreamState:
-    from saccade.requests import build_request
+    from saccade._core.requests import build_request
 
     request = build_request("?", **options)
     return StreamState(request, CallSettings(), Deadline(None), resume=True)
@@ -363,7 +364,7 @@ def test_a_copy_of_a_copy_outlives_it(address: str) -> None:
 def test_a_cancelled_call_does_not_wait_for_its_next_attempt(address: str, script: Script) -> None:
     script.failures = [Failure(Code.UNAVAILABLE, retry_after=15)] * 3
     with saccade.Client(address, timeout=60) as client:
-        from saccade.requests import build_request
+        from saccade._core.requests import build_request
 
         attempts: Attempts = client._attempts(build_request("?"), None)
         attempts._cancelled.set()

@@ -13,12 +13,12 @@ from fake_server import Failure, Script
 
 import saccade
 from saccade import errors
+from saccade._core.requests import build_request
+from saccade._core.resuming import StreamState
+from saccade._core.retrying import Deadline, Retries, delay_within
+from saccade._core.settings import CallSettings
+from saccade._core.steps import Call
 from saccade.calls import Attempts, Stream
-from saccade.requests import build_request
-from saccade.resuming import StreamState
-from saccade.retrying import Retries
-from saccade.steps import Call
-from saccade.transport import CallSettings, Deadline, delay_within
 from saccade.v1 import inference_pb2
 
 Code = grpc.StatusCode

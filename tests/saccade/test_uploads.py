@@ -14,10 +14,10 @@ from fake_server import Failure, Script, serve
 
 import saccade
 from saccade import errors
-from saccade.images import image_message
-from saccade.requests import build_request
-from saccade.steps import Call, drive
-from saccade.uploads import Uploads, files
+from saccade._core.images import image_message
+from saccade._core.requests import build_request
+from saccade._core.steps import Call, drive
+from saccade._core.uploads import Uploads, files
 from saccade.v1 import inference_pb2, media_pb2, media_pb2_grpc
 
 Code = grpc.StatusCode

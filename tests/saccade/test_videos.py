@@ -11,10 +11,10 @@ import pytest
 from PIL import Image
 
 import saccade
+from saccade._core.requests import build_request
+from saccade._core.videos import video_message, video_messages
 from saccade.errors import InvalidArgument
-from saccade.requests import build_request
 from saccade.v1 import types_pb2
-from saccade.videos import video_message, video_messages
 
 FRAME = np.zeros((4, 6, 3), np.uint8)
 

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from saccade import errors
+from saccade._core.images import decode_data_url
+from saccade._core.requests import build_request
 from saccade.errors import FailedPrecondition, InvalidArgument, SaccadeError
-from saccade.images import decode_data_url
-from saccade.requests import build_request
 from saccade.types import Generation, Sample, TokenLogprob
 from saccade.v1 import inference_pb2, types_pb2
 

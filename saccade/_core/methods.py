@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from saccade.results import embedding_from, model_from, tensor_from, tokens_from
-from saccade.steps import Call, Steps
+from saccade._core.results import embedding_from, model_from, tensor_from, tokens_from
+from saccade._core.steps import Call, Steps
+from saccade._core.uploads import call_steps
 from saccade.types import Embedding, Model, Tensor, Tokens
-from saccade.uploads import call_steps
 from saccade.v1 import inference_pb2, model_pb2
 
 

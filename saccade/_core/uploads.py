@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from saccade._core.steps import Call, Steps
 from saccade.errors import MessageTooLarge, NotFound, PermissionDenied, RateLimited, SaccadeError, Unimplemented
-from saccade.steps import Call, Steps
 from saccade.types import Media
 from saccade.v1 import media_pb2, types_pb2
 

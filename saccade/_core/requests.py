@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, TypeAlias, TypedDict, cast
 
 from google.protobuf import json_format, struct_pb2
 
+from saccade._core.images import ImageInput, image_message, image_messages
+from saccade._core.videos import VideoInput, video_from_part, video_messages
 from saccade.errors import InvalidArgument
-from saccade.images import ImageInput, image_message, image_messages
 from saccade.v1 import inference_pb2, types_pb2
-from saccade.videos import VideoInput, video_from_part, video_messages
 
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
 

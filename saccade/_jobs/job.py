@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from saccade import errors
-from saccade.batch_rows import (
+from saccade._core.mapping import Answers, Prepared, check_concurrency, map_async, map_sync
+from saccade._jobs.journal import Journal, Written
+from saccade._jobs.rows import (
     BATCH_PRIORITY,
     CHANGED,
     MAX_LINE_BYTES,
@@ -33,10 +35,8 @@ from saccade.batch_rows import (
     request_from,
     status_code,
 )
+from saccade._transport.feeding import Shared
 from saccade.errors import FailedPrecondition, InvalidArgument, SaccadeError, Unavailable
-from saccade.feeding import Shared
-from saccade.journal import Journal, Written
-from saccade.mapping import Answers, Prepared, check_concurrency, map_async, map_sync
 from saccade.types import Generation, Model
 
 if TYPE_CHECKING:

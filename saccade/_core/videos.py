@@ -1,6 +1,6 @@
 """Clips in the forms that users hold them, turned into `Video` messages.
 
-A file passes through untouched. Frames that are held one by one travel as pictures, each like one of `saccade.images`.
+A file passes through untouched. Frames that are held one by one travel as pictures, each like one of `_core.images`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from saccade._core.images import ImageInput, image_message, is_array, is_pillow
 from saccade.errors import InvalidArgument
-from saccade.images import ImageInput, image_message, is_array, is_pillow
 from saccade.v1 import types_pb2
 
 

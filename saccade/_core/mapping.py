@@ -11,10 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
+from saccade._core.requests import build_request
+from saccade._core.results import generation_from
+from saccade._transport.feeding import End, Fed, Feeder, Item
 from saccade.errors import Cancelled, InvalidArgument, SaccadeError
-from saccade.feeding import End, Fed, Feeder, Item
-from saccade.requests import build_request
-from saccade.results import generation_from
 from saccade.types import Generation, Outcome
 from saccade.v1 import inference_pb2
 

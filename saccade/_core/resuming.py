@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from saccade._core.results import Assembler
+from saccade._core.retrying import Deadline, Retries
+from saccade._core.settings import CallSettings
+from saccade._core.steps import Steps
+from saccade._core.uploads import Uploads
 from saccade.errors import DeadlineExceeded, SaccadeError, Unavailable
-from saccade.results import Assembler
-from saccade.retrying import Retries
-from saccade.steps import Steps
-from saccade.transport import CallSettings, Deadline
 from saccade.types import Delta
-from saccade.uploads import Uploads
 from saccade.v1 import inference_pb2
 
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import random
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, TypedDict
 
-from saccade.errors import InvalidArgument, SaccadeError
+from saccade.errors import InvalidArgument
 
 API_KEY_VARIABLE = "SACCADE_API_KEY"
 
@@ -137,91 +133,3 @@ def make_settings(
         calls=CallSettings(timeout=timeout, max_retries=max_retries),
         channel_options=tuple((channel_options or {}).items()),
     )
-
-
-def channel_credentials(tls: TLSConfig) -> Any:
-    """`grpc.ChannelCredentials`; reads the files now, so that renewed ones are seen by the next channel."""
-    import grpc
-
-    def content(item: str | os.PathLike[str] | bytes | None, name: str) -> bytes | None:
-        try:
-            return item if item is None or isinstance(item, bytes) else Path(item).read_bytes()
-        except OSError as error:
-            raise InvalidArgument(f"tls.{name}: cannot read {item!r}: {error.strerror}") from error
-
-    return grpc.ssl_channel_credentials(
-        root_certificates=content(tls.ca, "ca"),
-        private_key=content(tls.key, "key"),
-        certificate_chain=content(tls.certificate, "certificate"),
-    )
-
-
-def stub_class(service: str) -> Any:
-    """The stub of "inference", "model" or another of our services, loaded now: importing gRPC takes its time."""
-    module = importlib.import_module(f"saccade.v1.{service}_pb2_grpc")
-    return getattr(module, f"{service.capitalize()}ServiceStub")
-
-
-_LONGEST_WAIT = 8.0
-_SHORTEST_ATTEMPT = 0.1
-"""Seconds. With less than this left after the wait there is no further attempt."""
-
-
-class Deadline:
-    """A total time that all attempts of one call share."""
-
-    def __init__(self, timeout: float | None, clock: Callable[[], float] = time.monotonic) -> None:
-        if timeout is not None and not timeout > 0:
-            raise InvalidArgument(f"timeout: expected more than 0 seconds, got {timeout}")
-        self._clock = clock
-        self._end = None if timeout is None else clock() + timeout
-
-    def remaining(self) -> float | None:
-        """Seconds left, never negative; None if there is no limit."""
-        return None if self._end is None else max(0.0, self._end - self._clock())
-
-    def left(self) -> float | None:
-        """The same as the timeout of a further call: one that has run out is left a millisecond to say so."""
-        remaining = self.remaining()
-        return None if remaining is None else max(0.001, remaining)
-
-
-def retry_delay(
-    error: SaccadeError,
-    attempt: int,
-    max_retries: int | None,
-    deadline: Deadline,
-    random_unit: Callable[[], float] = random.random,
-) -> float | None:
-    """`delay_within` for what is left of a deadline."""
-    return delay_within(error, attempt, max_retries, deadline.remaining(), random_unit)
-
-
-def delay_within(
-    error: SaccadeError,
-    attempt: int,
-    max_retries: int | None,
-    remaining: float | None,
-    random_unit: Callable[[], float] = random.random,
-) -> float | None:
-    """Seconds to wait before trying again, or None if the call has failed for good.
-
-    The wait doubles from half a second to 8, with jitter, and is never shorter than the server asked for. Where little
-    time is left it is half of that. It is None where it would leave no time for an attempt: the caller then gets the
-    error that says why, not a deadline that says nothing.
-
-    Args:
-        attempt: how many attempts have failed, this one included.
-        max_retries: None for any number.
-        remaining: seconds until the call has to be over; None for no limit.
-    """
-    if not error.retryable or (max_retries is not None and attempt > max_retries):
-        return None
-    delay = min(_LONGEST_WAIT, 0.5 * 2 ** min(attempt - 1, 10)) * (0.5 + 0.5 * random_unit())
-    asked = max(0.0, error.retry_after or 0.0)
-    if error.retry_after is not None:
-        delay = asked + delay * 0.2
-    if remaining is None or delay < remaining:
-        return delay
-    delay = max(asked, remaining / 2)
-    return delay if remaining - delay >= _SHORTEST_ATTEMPT else None

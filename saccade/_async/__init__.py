@@ -1,0 +1,1 @@
+"""The asyncio façade: the one that is written by hand."""

@@ -1,0 +1,131 @@
+"""Whether a call is tried again after a failure, and when. Decisions alone: who waits and who calls is elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+
+from saccade.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, SaccadeError, Unavailable
+
+_LOG = logging.getLogger("saccade")
+_WARN_AT = 4
+"""A call that has failed this often is logged, once: it may go on failing for as long as its deadline allows."""
+
+_LONGEST_WAIT = 8.0
+_SHORTEST_ATTEMPT = 0.1
+"""Seconds. With less than this left after the wait there is no further attempt."""
+
+
+class Deadline:
+    """A total time that all attempts of one call share."""
+
+    def __init__(self, timeout: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        if timeout is not None and not timeout > 0:
+            raise InvalidArgument(f"timeout: expected more than 0 seconds, got {timeout}")
+        self._clock = clock
+        self._end = None if timeout is None else clock() + timeout
+
+    def remaining(self) -> float | None:
+        """Seconds left, never negative; None if there is no limit."""
+        return None if self._end is None else max(0.0, self._end - self._clock())
+
+    def left(self) -> float | None:
+        """The same as the timeout of a further call: one that has run out is left a millisecond to say so."""
+        remaining = self.remaining()
+        return None if remaining is None else max(0.001, remaining)
+
+
+def retry_delay(
+    error: SaccadeError,
+    attempt: int,
+    max_retries: int | None,
+    deadline: Deadline,
+    random_unit: Callable[[], float] = random.random,
+) -> float | None:
+    """`delay_within` for what is left of a deadline."""
+    return delay_within(error, attempt, max_retries, deadline.remaining(), random_unit)
+
+
+def delay_within(
+    error: SaccadeError,
+    attempt: int,
+    max_retries: int | None,
+    remaining: float | None,
+    random_unit: Callable[[], float] = random.random,
+) -> float | None:
+    """Seconds to wait before trying again, or None if the call has failed for good.
+
+    The wait doubles from half a second to 8, with jitter, and is never shorter than the server asked for. Where little
+    time is left it is half of that. It is None where it would leave no time for an attempt: the caller then gets the
+    error that says why, not a deadline that says nothing.
+
+    Args:
+        attempt: how many attempts have failed, this one included.
+        max_retries: None for any number.
+        remaining: seconds until the call has to be over; None for no limit.
+    """
+    if not error.retryable or (max_retries is not None and attempt > max_retries):
+        return None
+    delay = min(_LONGEST_WAIT, 0.5 * 2 ** min(attempt - 1, 10)) * (0.5 + 0.5 * random_unit())
+    asked = max(0.0, error.retry_after or 0.0)
+    if error.retry_after is not None:
+        delay = asked + delay * 0.2
+    if remaining is None or delay < remaining:
+        return delay
+    delay = max(asked, remaining / 2)
+    return delay if remaining - delay >= _SHORTEST_ATTEMPT else None
+
+
+class Retries:
+    """The failures of one call.
+
+    Args:
+        max_retries: the most retries without progress between them; None: as many as the deadline allows.
+        registers: the server keeps the call's request id while it works on it. Then ALREADY_EXISTS after a failure
+            means that the server has not noticed yet that the failed attempt is over.
+    """
+
+    def __init__(
+        self,
+        max_retries: int | None,
+        deadline: Deadline,
+        *,
+        registers: bool = False,
+        random_unit: Callable[[], float] = random.random,
+    ) -> None:
+        self._max_retries = max_retries
+        self._deadline = deadline
+        self._registers = registers
+        self._random_unit = random_unit
+        self._failures = 0
+        self._last: SaccadeError | None = None
+
+    def progress(self) -> None:
+        """The call has brought something: failures count anew."""
+        self._failures = 0
+
+    def delay_after(self, error: SaccadeError, patience: float | None = None) -> float:
+        """Seconds to wait before the next attempt. Raises the error that the caller is to see if there is to be none.
+
+        Args:
+            patience: seconds that the reader is willing to wait at all, beside the call's deadline; None for no limit.
+        """
+        judged = seen = error
+        if self._registers and self._last is not None and isinstance(error, AlreadyExists):
+            judged, seen = Unavailable(error.message, retryable=True), self._last
+        elif isinstance(error, DeadlineExceeded) and self._last is not None:
+            error.add_note(f"the last of {self._failures} failed attempts before it: {self._last}")
+        self._failures += 1
+        limits = [limit for limit in (self._deadline.remaining(), patience) if limit is not None]
+        delay = delay_within(
+            judged, self._failures, self._max_retries, min(limits, default=None), random_unit=self._random_unit
+        )
+        if delay is None:
+            raise seen from seen.__cause__
+        self._last = seen
+        if self._failures == _WARN_AT:
+            level = logging.WARNING if type(seen) is Unavailable else logging.INFO
+            _LOG.log(level, "%d attempts have failed and further ones follow: %s", self._failures, seen)
+        return delay

@@ -1,0 +1,1 @@
+"""Files of requests: checked line by line, answered into another file, resumed after any interruption."""

@@ -1,0 +1,1 @@
+"""The synchronous façade, generated from `saccade/_async`."""

@@ -1,0 +1,1 @@
+"""What carries calls: gRPC in threads, gRPC in asyncio, and the engine in this process."""
