@@ -21,6 +21,7 @@ from decoder.config import DecoderConfig, DecoderOptions
 from decoder.positions import positions_of
 from decoder.request import Sequence
 from decoder.singles import singles
+from decoder.slot_tables import PageTables, SlotStates
 from decoder.step import Row
 from kernels.chunk_scan import Chunk, plan_chunks
 from kernels.dispatch import Implementation, implementation
@@ -163,69 +164,13 @@ class Unread(NamedTuple):
     ended_M: Tensor | None
 
 
-class PageTables:
-    """Page numbers of every seat `[max_seqs, width]` int64, on the device; a row is brought up to date before it is
-    used.
-    """
-
-    def __init__(self, options: DecoderOptions) -> None:
-        width = -(-options.max_len // options.page_size)
-        self.table = torch.full((options.max_seqs, width), -1, dtype=torch.int64, device=options.device)
-        self._written: list[tuple[int, int]] = [(-1, 0)] * options.max_seqs
-
-    def update(self, sequence: Sequence) -> None:
-        """Writes the pages that the seat's row lacks."""
-        owner, count = self._written[sequence.seat]
-        stamp = sequence.admission
-        if owner != stamp:
-            self.table[sequence.seat].fill_(-1)
-            count = 0
-        pages = sequence.pages[count:]
-        if pages:
-            self.table[sequence.seat, count : count + len(pages)] = upload(pages, torch.int64, self.table.device)
-        if pages or owner != stamp:
-            self._written[sequence.seat] = (stamp, len(sequence.pages))
-
-
-class SeatStates:
-    """Slots of every seat and how many of its last tokens were accepted, on the device. A row belongs to one admission
-    and is written anew for the next, so nothing of a request that ended or was put out is ever read.
-    """
-
-    def __init__(self, options: DecoderOptions) -> None:
-        self.replayed = options.spec_state == "replay"
-        shape = (options.max_seqs, options.slots_per_seq)
-        self.slots = torch.full(shape, -1, dtype=torch.int64, device=options.device)
-        self.accepted = torch.ones(options.max_seqs, dtype=torch.int64, device=options.device)
-        self._accepted = self.accepted.numpy() if options.device == "cpu" else self.accepted
-        """The same memory; a number is written there in a tenth of the time."""
-        self._written = [-1] * options.max_seqs
-
-    def update(self, sequence: Sequence) -> None:
-        """Writes a seat's row if its sequence has come since."""
-        if self._written[sequence.seat] != sequence.admission:
-            self._written[sequence.seat] = sequence.admission
-            self.slots[sequence.seat] = upload(sequence.slots, torch.int64, self.slots.device)
-            self.accept(sequence)
-
-    def stay(self, rows: SequenceOf[Row], accepted_V: Tensor) -> None:
-        """So many drafts of these rows stay, as only the device knows yet."""
-        before = [row.sequence.replayed if self.replayed else 0 for row in rows]
-        seats, before_V = upload([[row.sequence.seat for row in rows], before], torch.int64, self.accepted.device)
-        self.accepted.index_copy_(0, seats, before_V + accepted_V + 1)
-
-    def accept(self, sequence: Sequence) -> None:
-        """The seat's count is what its sequence has now."""
-        self._accepted[sequence.seat] = sequence.replayed if self.replayed else sequence.accepted
-
-
 class BatchBuilder:
     """Makes a `Batch` of rows; holds what outlives a step."""
 
     def __init__(self, config: DecoderConfig, options: DecoderOptions) -> None:
         self.config, self.options = config, options
         self.tables = PageTables(options) if paged(config, options) else None
-        self.states = SeatStates(options)
+        self.states = SlotStates(options)
         self.chunk_size = self.scan_chunk(config, options)
         self._empty = torch.empty(0, dtype=torch.int64, device=options.device)
 

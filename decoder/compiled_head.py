@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from decoder.config import DecoderConfig, DecoderOptions
+from decoder.head_weights import HeadWeights
 from decoder.operations import MAX_ROUTED, Operations
+from decoder.trunk import Trunk
 from kernels.native import NativeUnavailable
 from kernels.native.structs import Code, Drafting, Kind, Op, Step, Target
-
-if TYPE_CHECKING:
-    from decoder.model import HybridModel
-    from decoder.mtp import MtpHead
 
 
 class CompiledHead(Operations):
     """The operations of a head, and its vocabulary projection."""
 
-    def __init__(self, config: DecoderConfig, options: DecoderOptions, head: MtpHead, model: HybridModel) -> None:
+    def __init__(self, head: HeadWeights, trunk: Trunk) -> None:
         """Raises NativeUnavailable with the reason."""
-        super().__init__(config, options, config.mtp)
-        fuse, last, hidden = self.packed(head.fuse), self.packed(model.head), config.hidden_size
+        config = trunk.config
+        super().__init__(config, trunk.options, config.mtp)
+        fuse, last, hidden = self.packed(head.fuse), self.packed(trunk.head), config.hidden_size
         pair = torch.cat((head.enorm, head.hnorm))
         ops = [Op(Code.NORM_PAIR, fuse.kind, fuse.k, norm=self.pointer(pair)), self.linear(fuse, Target.STREAM)]
         ops += self.mixer(head.norms[0], head.attention)
@@ -42,7 +39,7 @@ class CompiledHead(Operations):
         ops.append(Op(Code.NORM, Kind.F32, hidden, norm=self.pointer(head.final)))
         self._all = range(len(ops))
         self.complete(ops, MAX_ROUTED)
-        self._embeddings, self._norm = model.embeddings, model.norm_f
+        self._embeddings, self._norm = trunk.embeddings, trunk.norm_f
         self._starts, self._zeros = torch.arange(MAX_ROUTED + 1), torch.zeros(MAX_ROUTED, dtype=torch.int64)
 
     def enter(self, embedded_TD: Tensor, hidden_TD: Tensor, places_T: Tensor) -> None:

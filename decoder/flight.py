@@ -9,52 +9,16 @@ is padding, like the spare rows of a graph, and its state stays what it was at t
 from __future__ import annotations
 
 from collections.abc import Iterable
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from decoder.config import DecoderOptions
 from decoder.request import UNREAD, Sequence
 from decoder.sampler import Choice, Drawn
 from decoder.step import Row, Step
 from kernels.sample import accept_drafts
 from kernels.transfer import Download, upload
-
-
-class SeatEnds:
-    """End and stop tokens of every seat `[max_seqs, width]`, -1 beyond what each has, on the device. A row belongs to
-    one admission and is written anew for the next.
-    """
-
-    def __init__(self, options: DecoderOptions) -> None:
-        self.ends = torch.full((options.max_seqs, 0), -1, dtype=torch.int64, device=options.device)
-        self._written = [-1] * options.max_seqs
-
-    def reached(self, tokens_L: Tensor, owners: SequenceOf[Sequence]) -> Tensor | None:
-        """`[L]` bool: does the token end its owner, whose last one it is to be? `None` where none of them can."""
-        for owner in owners:
-            self._update(owner)
-        width = self.ends.shape[1]
-        if width == 0:
-            return None
-        open_ = [owner.output_len >= owner.request.sampling.min_tokens for owner in owners]
-        seats, able = upload([[owner.seat for owner in owners], open_], torch.int64, self.ends.device)
-        return (self.ends.index_select(0, seats) == tokens_L[:, None]).any(-1).logical_and_(able)
-
-    def _update(self, owner: Sequence) -> None:
-        if self._written[owner.seat] == owner.admission:
-            return
-        self._written[owner.seat] = owner.admission
-        params = owner.request.sampling
-        ends = list(params.stop_token_ids | (frozenset() if params.ignore_eos else owner.request.eos_token_ids))
-        if len(ends) > self.ends.shape[1]:
-            wider = self.ends.new_full((self.ends.shape[0], len(ends)), -1)
-            wider[:, : self.ends.shape[1]] = self.ends
-            self.ends = wider
-        ends += [-1] * (self.ends.shape[1] - len(ends))
-        self.ends[owner.seat] = upload(ends, torch.int64, self.ends.device)
 
 
 @dataclass

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ from decoder.capture import Bucket, CapturePlan, capture_sizes, check_state_slot
 from decoder.config import RING, DecoderConfig, DecoderOptions
 from decoder.metadata import pad_rows, prefilling_rows, split_rows
 from decoder.model import HybridModel
-from decoder.singles import Singles, singles
+from decoder.singles import singles
 from decoder.step import Row
 from kernels.graphs import GraphPool, ReplayError, StaticGraph
 
@@ -256,6 +257,17 @@ class DecoderGraphs:
             graph.close()
 
 
+class Computed(NamedTuple):
+    """What a forward pass returns."""
+
+    hidden_TD: Tensor
+    """`[T, d]` before the final norm, in memory that the next pass may overwrite."""
+    samples: Tensor | None = None
+    """Tokens whose logits are wanted; `None` when all are, in order."""
+    batch: Batch | None = None
+    """What was computed; `None` for rows of one token that went to compiled code without a batch."""
+
+
 class Forward:
     """All layers over a step, by replay where there is a graph for it."""
 
@@ -281,16 +293,16 @@ class Forward:
 
     def __call__(
         self, rows: SequenceOf[Row], images: Images, checkpoints: Checkpoints, unread: Unread | None = None
-    ) -> tuple[Batch | Singles, Tensor]:
-        """The step's batch and its rows `[T, d]` before the final norm, which the next call may overwrite."""
+    ) -> Computed:
         if self._native is not None and len(rows) <= self._native.max_singles and not (unread or any(images.values())):
             tables = self.builder.tables
             if (found := singles(rows, tables, self.builder.options.page_size)) is not None:
                 self._eager += 1
-                return found, self._native.single(found, None if tables is None else tables.table)
+                return Computed(self._native.single(found, None if tables is None else tables.table))
         alone = sum(1 for row in rows if row.alone)
         if self.graphs is None or alone == len(rows) or not any(row.verified for row in rows[:alone]):
-            return self._part(rows, images, checkpoints, unread)
+            batch, hidden = self._part(rows, images, checkpoints, unread)
+            return Computed(hidden, batch.samples, batch)
         first, hidden = self._part(rows[:alone], images, checkpoints, unread)
         hidden = hidden.clone()  # the second part may be computed in the same memory
         second, more = self._part(rows[alone:], images, checkpoints, unread)
@@ -303,9 +315,8 @@ class Forward:
             ids_T=torch.cat((first.ids_T, second.ids_T)),
             splices=first.splices + moved,
             places_T=torch.cat((first.places_T, second.places_T)),
-            samples=samples,
         )
-        return whole, torch.cat((hidden, more))
+        return Computed(torch.cat((hidden, more)), samples, whole)
 
     def _part(
         self, rows: SequenceOf[Row], images: Images, checkpoints: Checkpoints, unread: Unread | None

@@ -18,6 +18,7 @@ from decoder.config import DecoderConfig, DecoderOptions
 from decoder.layers.build import BuiltLayer, Recurrent, build_layers
 from decoder.layers.linear import float_vector, stored_linear
 from decoder.native import native_step
+from decoder.trunk import Trunk
 from kernels.linear import Quantised
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.transfer import upload
@@ -47,7 +48,8 @@ class HybridModel:
         self.head = stored_linear(head, None, options, owned=config.tie_word_embeddings)
         self.norm_f = float_vector(tensors, "model.norm_f.weight", options)
         self.layers: list[BuiltLayer] = build_layers(config, options, arena, tensors)
-        self.native = native_step(self)
+        self.trunk = Trunk(config, options, self.embeddings, self.layers, self.norm_f, self.head)
+        self.native = native_step(self.trunk)
         mixers: list[Any] = [mixer for layer in self.layers for mixer in layer.mixers]
         self._advanced = [
             mixer

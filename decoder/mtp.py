@@ -23,17 +23,18 @@ import torch
 from torch import Tensor
 
 from decoder.arena import Arena
-from decoder.batch import Batch, BatchBuilder
+from decoder.batch import BatchBuilder
 from decoder.compiled_head import CompiledHead
 from decoder.config import DecoderConfig, DecoderOptions
-from decoder.layers.attention import Attention, AttentionMixer
-from decoder.layers.experts import Experts, ExpertsMixer
-from decoder.layers.linear import stored_linear
+from decoder.graphs import Computed
+from decoder.head_weights import HeadWeights
+from decoder.layers.attention import Attention
+from decoder.layers.experts import Experts
 from decoder.model import HybridModel
 from decoder.request import Sequence
 from decoder.sampler import Sampler
-from decoder.singles import Singles
 from decoder.step import Fork, Row, Step
+from decoder.trunk import Trunk
 from kernels.native import NativeUnavailable
 from kernels.paged_attention import decode_attention_after, write_kv
 from kernels.rms_norm import rms_norm
@@ -46,37 +47,12 @@ PENDING = 512
 
 
 class MtpHead:
-    """The weights of one step, and its entries in the pages."""
+    """One step of layers, in compiled code where there is some, and its entries in the pages."""
 
-    def __init__(
-        self, config: DecoderConfig, options: DecoderOptions, model: HybridModel, kv_B2SKP: Tensor
-    ) -> None:  # fmt: skip
-        """`model.mtp_weights` by the names of `DecoderConfig.mtp_weights`, as `check_mtp` wants them."""
-        weights = model.mtp_weights
-        self.eps, self.dtype = config.norm_eps, options.dtype
-
-        def norm(name: str) -> Tensor:
-            return weights[name].to(device=options.device, dtype=torch.float32, copy=True)
-
-        def layer(index: int) -> dict[str, Tensor]:
-            prefix = f"mtp.layers.{index}.mixer."
-            return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
-
-        last = len(config.mtp) - 1
-        self.enorm, self.hnorm = norm("mtp.layers.0.enorm.weight"), norm("mtp.layers.0.hnorm.weight")
-        self.fuse = stored_linear(weights["mtp.layers.0.eh_proj.weight"], None, options)
-        self.norms = [norm(f"mtp.layers.{index}.norm.weight") for index in range(last + 1)]
-        self.final = norm(f"mtp.layers.{last}.final_layernorm.weight")
-        attention, *experts = config.mtp
-        assert isinstance(attention, Attention)
-        self.attention = AttentionMixer(attention, options, layer(0), kv_B2SKP)
-        self.experts = [
-            ExpertsMixer(spec, options, layer(index))
-            for index, spec in enumerate(experts, start=1)
-            if isinstance(spec, Experts)
-        ]
-        self.vocabulary = model.head
-        self.compiled = _compiled(config, options, self, model)
+    def __init__(self, weights: HeadWeights, trunk: Trunk) -> None:
+        self.weights, self.vocabulary = weights, trunk.head
+        self.eps, self.dtype = trunk.config.norm_eps, trunk.options.dtype
+        self.compiled = _compiled(weights, trunk)
 
     def enter(self, embedded_TD: Tensor, hidden_TD: Tensor, places_T: Tensor) -> None:
         """Writes the entries of tokens, given the hidden states before them: place -1 for none."""
@@ -87,13 +63,13 @@ class MtpHead:
 
     def _enter(self, embedded_TD: Tensor, hidden_TD: Tensor, places_T: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the residual rows `[T, d]` and the queries `[T, Q, P]`."""
-        of, eps = self.attention, self.eps
+        weights, of, eps = self.weights, self.weights.attention, self.eps
         token, before = (
-            rms_norm(embedded_TD, self.enorm, eps, self.dtype),
-            rms_norm(hidden_TD, self.hnorm, eps, self.dtype),
+            rms_norm(embedded_TD, weights.enorm, eps, self.dtype),
+            rms_norm(hidden_TD, weights.hnorm, eps, self.dtype),
         )
-        x = self.fuse(torch.cat((token, before), -1))
-        qkv = of.qkv(rms_norm(x, self.norms[0], eps, self.dtype)).view(x.shape[0], -1, of.width)
+        x = weights.fuse(torch.cat((token, before), -1))
+        qkv = of.qkv(rms_norm(x, weights.norms[0], eps, self.dtype)).view(x.shape[0], -1, of.width)
         q, k, v = qkv.split([of.heads, of.kv_heads, of.kv_heads], dim=1)
         write_kv(of.kv, k, v, places_T)
         return x, q
@@ -112,22 +88,22 @@ class MtpHead:
         """
         if self.compiled is not None and embedded_RD.shape[0] <= self.compiled.max_tokens:
             return self.compiled.predict(embedded_RD, hidden_RD, places_R, tables_RW, lengths_R)
-        of = self.attention
+        weights, of = self.weights, self.weights.attention
         x, q = self._enter(embedded_RD, hidden_RD, places_R)
         out = decode_attention_after(q, of.kv, tables_RW, lengths_R, 1, of.scale, longest)
         x = x + of.o_proj(out.reshape(x.shape[0], -1))
-        for norm, mixer in zip(self.norms[1:], self.experts, strict=True):
+        for norm, mixer in zip(weights.norms[1:], weights.experts, strict=True):
             x = x + mixer(rms_norm(x, norm, self.eps, self.dtype))
-        hidden = rms_norm(x, self.final, self.eps, self.dtype)
+        hidden = rms_norm(x, weights.final, self.eps, self.dtype)
         return hidden, self.vocabulary(hidden)
 
 
-def _compiled(config: DecoderConfig, options: DecoderOptions, head: MtpHead, model: HybridModel) -> CompiledHead | None:
+def _compiled(weights: HeadWeights, trunk: Trunk) -> CompiledHead | None:
     """A head's compiled form, where there is one; whether there has to be is the trunk's to say."""
-    if options.native == "off":
+    if trunk.options.native == "off":
         return None
     try:
-        return CompiledHead(config, options, head, model)
+        return CompiledHead(weights, trunk)
     except NativeUnavailable as reason:
         log.info("drafts are made operation by operation: %s", reason)
         return None
@@ -173,7 +149,7 @@ class MtpDrafter:
         check_mtp(config, model.mtp_weights)
         self.model, self.builder, self.sampler = model, builder, sampler
         kv_B2SKP = arena.kv[len(config.pages)]
-        self.head = MtpHead(config, options, model, kv_B2SKP)
+        self.head = MtpHead(HeadWeights.of(config, options, model.mtp_weights, kv_B2SKP), model.trunk)
         assert arena.carry is not None
         self.carry, self.page = arena.carry, options.page_size
         """Of each slot: the trunk's row of its last token, before the final norm."""
@@ -299,11 +275,12 @@ class MtpDrafter:
 
     # -- entries -------------------------------------------------------------------------------------------------------
 
-    def observe(self, rows: SequenceOf[Row], batch: Batch | Singles, hidden_TD: Tensor) -> None:
-        """The trunk has computed a batch, `hidden_TD` before its final norm: the entries of all its tokens are due."""
+    def observe(self, rows: SequenceOf[Row], computed: Computed) -> None:
+        """The trunk has computed these rows: the entries of all their tokens are due."""
+        hidden_TD, batch = computed.hidden_TD, computed.batch
         count = hidden_TD.shape[0]
         fits = count + len(rows) <= self._kept.shape[0]
-        if isinstance(batch, Singles) or (all(row.alone for row in rows) and not batch.splices and fits):
+        if batch is None or (all(row.alone for row in rows) and not batch.splices and fits):
             self._room(count + len(rows))
             before = [self._row(row.sequence.slot) for row in rows]
             self._observed, self._hidden = (rows, before, self._used), None

@@ -12,24 +12,21 @@ import ctypes
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from decoder.batch import Batch
 from decoder.layers.build import BuiltLayer
 from decoder.layers.experts import ExpertsMixer
 from decoder.operations import MAX_ROUTED, Operations
 from decoder.singles import Singles, SinglesRoom
+from decoder.trunk import Trunk
 from kernels.linear import Quantised
 from kernels.native import NativeUnavailable
 from kernels.native.structs import Code, Kind, Op, Step, Target
 from kernels.rms_norm import rms_norm
-
-if TYPE_CHECKING:
-    from decoder.batch import Batch
-    from decoder.model import HybridModel
 
 log = logging.getLogger(__name__)
 
@@ -122,30 +119,30 @@ def _verified(batch: Batch, single: _Rows) -> _Rows:
 class NativeStep(Operations):
     """The operations of one model."""
 
-    def __init__(self, model: HybridModel) -> None:
+    def __init__(self, trunk: Trunk) -> None:
         """Raises NativeUnavailable with the reason."""
-        super().__init__(model.config, model.options, model.config.mixers)
-        table = Kind.BF16 if model.embeddings.dtype == torch.bfloat16 else Kind.F32
-        ops = [Op(Code.EMBED, table, self.config.hidden_size, kv=model.embeddings.data_ptr())]
+        super().__init__(trunk.config, trunk.options, trunk.config.mixers)
+        table = Kind.BF16 if trunk.embeddings.dtype == torch.bfloat16 else Kind.F32
+        ops = [Op(Code.EMBED, table, self.config.hidden_size, kv=trunk.embeddings.data_ptr())]
         layers: list[_Layer] = []
-        for built in model.layers:
+        for built in trunk.layers:
             begin = len(ops)
             ops += self.layer(built)
             layers.append(_Layer(range(begin, len(ops)), built))
         self._called = [mixer for layer in layers if not layer.ops for mixer in layer.built.mixers]
         self._plans = {many: _plan(layers, called=(ExpertsMixer,) * many) for many in (False, True)}
-        head, body = self.packed(model.head), len(ops)
-        scaled = model.norm_f if self.config.logits_scale == 1.0 else model.norm_f * self.config.logits_scale
+        head, body = self.packed(trunk.head), len(ops)
+        scaled = trunk.norm_f if self.config.logits_scale == 1.0 else trunk.norm_f * self.config.logits_scale
         ops += [self.norm(scaled, head), self.linear(head, Target.LOGITS), Op(Code.LARGEST)]
         self._head = range(body, len(ops))
-        ops.append(Op(Code.NORM, Kind.F32, self.config.hidden_size, norm=self.pointer(model.norm_f)))
+        ops.append(Op(Code.NORM, Kind.F32, self.config.hidden_size, norm=self.pointer(trunk.norm_f)))
         self._final = range(len(ops) - 1, len(ops))
-        self.complete(ops, max(model.options.max_seqs, model.options.max_batched_tokens))
+        self.complete(ops, max(trunk.options.max_seqs, trunk.options.max_batched_tokens))
         starts, none = torch.arange(self.max_tokens + 1), torch.empty(0, 3, dtype=torch.int64)
         self._single = _Rows(starts, none, torch.ones_like(starts), none, None)
         self._scored = self.x[:0], torch.empty(0)
         """The rows whose logits were computed last, and these."""
-        options = model.options
+        options = trunk.options
         whole = all(layer.ops for layer in layers) and self.config.embedding_scale == 1.0
         self.max_singles = MAX_ROUTED if whole else 0
         """Rows that `single` takes: none where a layer has to be called, or embeddings are scaled."""
@@ -250,16 +247,16 @@ class NativeStep(Operations):
         self.model.x = self.x.data_ptr()
 
 
-def native_step(model: HybridModel) -> NativeStep | None:
+def native_step(trunk: Trunk) -> NativeStep | None:
     """The compiled step of a model; None, with a line in the log, where it has none. `ValueError` where it has to."""
-    if model.options.native == "off":
+    if trunk.options.native == "off":
         return None
     try:
-        return NativeStep(model)
+        return NativeStep(trunk)
     except NativeUnavailable as reason:
-        if model.options.native == "on":
+        if trunk.options.native == "on":
             raise ValueError(f"native: 'on' cannot be had: {reason}; 'auto' would work") from None
         log.info("the decoder steps operation by operation: %s", reason)
-        if isinstance(model.head.weight, Quantised):
+        if isinstance(trunk.head.weight, Quantised):
             log.warning("quantised weights are expanded for each product: slower than plain ones, and only smaller")
         return None

@@ -11,15 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from decoder.request import Pooled
 from decoder.step import Row
-
-
-@dataclass(frozen=True)
-class Pooled:
-    """After the final norm, `[d]` float32 on the host."""
-
-    last: Tensor
-    mean: Tensor
 
 
 @dataclass

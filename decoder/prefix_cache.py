@@ -21,67 +21,16 @@ from __future__ import annotations
 import heapq
 import struct
 from array import array
-from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from decoder.blocks import SuperblockPool
+from decoder.cached import MISS, Checkpoint, Hit, Node
 from decoder.checkpoints import Placement
 from decoder.request import Sequence
 
 KEY_BYTES = 16
 COUNTERS = ("hits", "misses", "hit_tokens", "lost_tokens", "inserted", "evicted")
 """Requests that found a prefix or none, tokens they need not compute, tokens whose pages were there without a state."""
-
-
-@dataclass(eq=False)
-class Node:
-    key: bytes
-    parent: Node | None
-    page: int
-    """-1 for a root, and in models without attention."""
-    children: int = 0
-    checkpoints: dict[bytes, Checkpoint] = field(default_factory=dict)
-    tails: dict[int, int] = field(default_factory=dict)
-    """Tail length -> checkpoints of that length."""
-
-
-@dataclass(eq=False)
-class Checkpoint:
-    key: bytes
-    node: Node
-    tokens: int
-    slot: int
-    """-1 in models without Mamba layers."""
-    tail: int
-    """Page that begins with the tail's tokens, or -1."""
-    gain: int
-    """Tokens that it saves over the next shorter checkpoint of its prefix."""
-    uses: int = 1
-    worth: float = 0.0
-    ticket: int = 0
-
-
-@dataclass(frozen=True)
-class Hit:
-    """How much of a sequence is there."""
-
-    tokens: int = 0
-    matched: int = 0
-    """Tokens whose pages are there: at least `tokens` less a tail."""
-    pages: tuple[int, ...] = ()
-    """Full pages of the first `tokens`."""
-    checkpoint: Checkpoint | None = None
-
-    @property
-    def slot(self) -> int:
-        return -1 if self.checkpoint is None else self.checkpoint.slot
-
-    @property
-    def tail(self) -> int:
-        return -1 if self.checkpoint is None else self.checkpoint.tail
-
-
-MISS = Hit()
 
 
 class PrefixCache:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
+from decoder.cached import Checkpoint, Hit
 from decoder.checkpoints import NEVER
 from decoder.positions import Positions
 from decoder.sampling import SamplingParams
@@ -28,8 +29,6 @@ from decoder.sampling import SamplingParams
 if TYPE_CHECKING:
     import torch
 
-    from decoder.pooling import Pooled
-    from decoder.prefix_cache import Checkpoint, Hit
 
 FinishReason = Literal["stop", "length", "error"]
 
@@ -109,6 +108,16 @@ class DecoderRequest:
             raise ValueError(f"eos_token_ids holds {min(self.eos_token_ids)}; ids are at least 0")
         if not 0 <= self.sample_index < SAMPLE_LIMIT:
             raise ValueError(f"sample_index must be from 0 to {SAMPLE_LIMIT - 1}, not {self.sample_index}")
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """Hidden states of a prompt after the final norm, `[d]` float32 on the host."""
+
+    last: torch.Tensor
+    """Of its last token."""
+    mean: torch.Tensor
+    """The mean of all tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from decoder.arena import Arena, Saved
 from decoder.batch import BatchBuilder, Unread, image_rows
 from decoder.checkpoints import Placement, resolve_state_block
 from decoder.config import RING, DecoderConfig, DecoderOptions
-from decoder.flight import Flight, SeatEnds, accepted_drafts, expect
+from decoder.flight import Flight, accepted_drafts, expect
 from decoder.graphs import Forward, graph_bytes
 from decoder.model import HybridModel
 from decoder.mtp import MtpDrafter
@@ -30,6 +30,7 @@ from decoder.prompt_scores import PromptScores
 from decoder.request import DecoderRequest, FinishReason, Sequence, Status, TokenEvent
 from decoder.sampler import Choice, Sampler
 from decoder.scheduler import Scheduler
+from decoder.slot_tables import EndTokens
 from decoder.speculation import Speculation
 from decoder.step import Row, Step
 from kernels.linear import Quantised
@@ -77,7 +78,7 @@ class DecoderRunner:
         self.pools = Pools(self.model.final_norm)
         self.prompt_scores = PromptScores(self.model.logits)
         self.pace, self.clock = Pace(), time.perf_counter
-        self.ends = SeatEnds(options)
+        self.ends = EndTokens(options)
         self._flight: Flight | None = None
         self._collected = 0.0
         self._overlaps = options.overlap_on and self.speculation is None
@@ -291,13 +292,13 @@ class DecoderRunner:
         drafter = self.drafter if self.drafter is not None and self.drafter.awake else None
         if drafter is not None:
             drafter.draft(step.rows)
-        batch, hidden = self.forward(step.rows, images, step.checkpoints, unread)
+        computed = self.forward(step.rows, images, step.checkpoints, unread)
         if drafter is not None:
-            drafter.observe(step.rows, batch, hidden)
-        self.pools.add(step.rows, hidden)
-        self.prompt_scores.add(step.rows, hidden)
+            drafter.observe(step.rows, computed)
+        self.pools.add(step.rows, computed.hidden_TD)
+        self.prompt_scores.add(step.rows, computed.hidden_TD)
         if any(row.samples for row in step.rows):
-            self._draw(flight, self.model.logits(hidden, batch.samples), unread)
+            self._draw(flight, self.model.logits(computed.hidden_TD, computed.samples), unread)
         elif not self._at_once:
             flight.send(self.options.device, None, None, None)
 

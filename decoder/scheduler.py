@@ -22,9 +22,10 @@ import time
 from collections.abc import Iterable, Iterator
 
 from decoder.blocks import Claims, SuperblockPool
+from decoder.cached import MISS, Hit
 from decoder.config import DecoderOptions
 from decoder.metadata import chunk_end
-from decoder.prefix_cache import MISS, Hit, PrefixCache
+from decoder.prefix_cache import PrefixCache
 from decoder.request import DecoderRequest, Sequence, Status
 from decoder.step import Fork, Row, Save, Step
 

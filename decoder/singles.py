@@ -9,16 +9,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from decoder.slot_tables import PageTables
+from decoder.step import Row
 from kernels.native.structs import Step
-
-if TYPE_CHECKING:
-    from decoder.batch import PageTables
-    from decoder.step import Row
 
 
 @dataclass(frozen=True)
@@ -34,8 +31,6 @@ class Singles:
     """Where each token's key and value go; empty in a model without pages."""
     greedy: bool
     """The largest logit decides in every row, and nothing else is asked for."""
-    samples: None = None
-    """As in `Batch`: all tokens' logits are wanted."""
 
 
 def singles(rows: SequenceOf[Row], tables: PageTables | None, page_size: int) -> Singles | None:

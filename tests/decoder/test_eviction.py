@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from decoder.blocks import SuperblockPool
+from decoder.cached import Checkpoint
 from decoder.checkpoints import Placement
-from decoder.prefix_cache import Checkpoint, PrefixCache
+from decoder.prefix_cache import PrefixCache
 from decoder.request import DecoderRequest, Sequence
 from decoder.sampling import SamplingParams
 

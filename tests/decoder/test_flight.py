@@ -6,9 +6,10 @@ import torch
 from tiny_decoder import greedy_params
 
 from decoder.config import DecoderOptions
-from decoder.flight import SeatEnds, accepted_drafts, expect
+from decoder.flight import accepted_drafts, expect
 from decoder.request import UNREAD, DecoderRequest, Sequence
 from decoder.sampling import SamplingParams
+from decoder.slot_tables import EndTokens
 from decoder.step import Row
 
 
@@ -23,13 +24,13 @@ def owner(
     return made
 
 
-def reached(ends: SeatEnds, owners: list[Sequence], tokens: list[int]) -> list[bool] | None:
+def reached(ends: EndTokens, owners: list[Sequence], tokens: list[int]) -> list[bool] | None:
     found = ends.reached(torch.tensor(tokens), owners)
     return None if found is None else found.tolist()
 
 
 def test_ends_of_other_seats_stay_when_one_brings_more() -> None:
-    ends = SeatEnds(DecoderOptions(max_seqs=4))
+    ends = EndTokens(DecoderOptions(max_seqs=4))
     first, second, third = owner(0, 0, {5, 6}), owner(2, 1, {7}, eos={8, 9, 10}), owner(3, 2, set())
     assert reached(ends, [first], [5]) == [True]
     assert reached(ends, [first, second, third], [6, 10, 5]) == [True, True, False]
@@ -43,7 +44,7 @@ def test_ends_of_other_seats_stay_when_one_brings_more() -> None:
 
 
 def test_a_seat_forgets_who_sat_there() -> None:
-    ends = SeatEnds(DecoderOptions(max_seqs=2))
+    ends = EndTokens(DecoderOptions(max_seqs=2))
     assert reached(ends, [owner(0, 0, {5, 6, 7}), owner(1, 1, {6})], [7, 6]) == [True, True]
     later = owner(0, 2, {9})
     assert [reached(ends, [later], [token]) for token in (5, 6, 7, 9)] == [[False], [False], [False], [True]]
@@ -52,7 +53,7 @@ def test_a_seat_forgets_who_sat_there() -> None:
 
 
 def test_nobody_with_an_end_asks_nothing() -> None:
-    ends = SeatEnds(DecoderOptions(max_seqs=2))
+    ends = EndTokens(DecoderOptions(max_seqs=2))
     assert reached(ends, [owner(0, 0, set()), owner(1, 1, set(), eos={4}, ignore_eos=True)], [4, 4]) is None
     assert reached(ends, [owner(0, 2, set(), eos={4})], [4]) == [True]
     assert reached(ends, [owner(0, 3, {4}, eos={5}, ignore_eos=True)], [5]) == [False]
@@ -61,7 +62,7 @@ def test_nobody_with_an_end_asks_nothing() -> None:
 
 def test_an_end_before_min_tokens_is_none() -> None:
     """The token that is asked about is number `drawn` + 1 of the answer."""
-    ends = SeatEnds(DecoderOptions(max_seqs=1))
+    ends = EndTokens(DecoderOptions(max_seqs=1))
     for drawn, ended in ((0, False), (3, False), (4, True), (5, True)):
         assert reached(ends, [owner(0, 0, {5}, drawn=drawn, min_tokens=4)], [5]) == [ended]
 

@@ -280,7 +280,7 @@ def test_rows_of_one_call_draft_as_many_as_each_wants(counts: list[int]) -> None
     runner = make("M*", native="on", dtype=torch.float32)[0]
     assert runner.drafter is not None and runner.drafter.head.compiled is not None
     compiled, size = runner.drafter.head.compiled, runner.config.hidden_size
-    kv = runner.arena.kv[runner.config.attention_layers]
+    kv = runner.arena.kv[len(runner.config.pages)]
     given = torch.randn(len(counts), size, generator=torch.Generator().manual_seed(2))
     tables = torch.tensor([[3 * row, 3 * row + 1] for row in range(len(counts))])
     wish = Wish(0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, 0, 0, -1)

@@ -11,8 +11,7 @@ import pytest
 import torch
 from tiny_decoder import greedy_params, make_runner, random_weights, request, run, tiny_config, tokens
 
-from decoder.pooling import Pooled
-from decoder.request import DecoderRequest, TokenEvent
+from decoder.request import DecoderRequest, Pooled, TokenEvent
 from decoder.runner import DecoderRunner
 
 CONFIG = tiny_config("M-*E")

@@ -1,0 +1,61 @@
+"""The weights of a drafting head ("multi-token prediction"), laid out for every way of computing it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decoder.config import DecoderConfig, DecoderOptions
+from decoder.layers.attention import Attention, AttentionMixer
+from decoder.layers.experts import Experts, ExpertsMixer
+from decoder.layers.linear import stored_linear
+from kernels.linear import Linear
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """One step of layers: attention, then experts. Norms are `[d]` float32."""
+
+    enorm: Tensor
+    hnorm: Tensor
+    """Of the token's embedding and of the hidden state before it."""
+    fuse: Linear
+    """`[d, 2 d]`: both of these to one residual row."""
+    norms: list[Tensor]
+    """One for each layer."""
+    attention: AttentionMixer
+    experts: list[ExpertsMixer]
+    final: Tensor
+
+    @classmethod
+    def of(
+        cls, config: DecoderConfig, options: DecoderOptions, weights: Mapping[str, Tensor], kv_B2SKP: Tensor
+    ) -> HeadWeights:
+        """`weights` by the names of `DecoderConfig.mtp_weights`, as `check_mtp` wants them; `kv` are its pages."""
+
+        def norm(name: str) -> Tensor:
+            return weights[name].to(device=options.device, dtype=torch.float32, copy=True)
+
+        def layer(index: int) -> dict[str, Tensor]:
+            prefix = f"mtp.layers.{index}.mixer."
+            return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+
+        last = len(config.mtp) - 1
+        attention, *experts = config.mtp
+        assert isinstance(attention, Attention)
+        return cls(
+            enorm=norm("mtp.layers.0.enorm.weight"),
+            hnorm=norm("mtp.layers.0.hnorm.weight"),
+            fuse=stored_linear(weights["mtp.layers.0.eh_proj.weight"], None, options),
+            norms=[norm(f"mtp.layers.{index}.norm.weight") for index in range(last + 1)],
+            attention=AttentionMixer(attention, options, layer(0), kv_B2SKP),
+            experts=[
+                ExpertsMixer(spec, options, layer(index))
+                for index, spec in enumerate(experts, start=1)
+                if isinstance(spec, Experts)
+            ],
+            final=norm(f"mtp.layers.{last}.final_layernorm.weight"),
+        )

@@ -1,0 +1,107 @@
+"""What the device holds about each batch slot, from step to step: pages, state slots, end tokens.
+
+A row of a table belongs to one admission and is written anew for the next, so nothing of a request that has ended or
+was preempted is ever read. A row is brought up to date just before a step uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import torch
+from torch import Tensor
+
+from decoder.config import DecoderOptions
+from decoder.request import Sequence
+from decoder.step import Row
+from kernels.transfer import upload
+
+
+class PageTables:
+    """Page numbers of every seat `[max_seqs, width]` int64, on the device; a row is brought up to date before it is
+    used.
+    """
+
+    def __init__(self, options: DecoderOptions) -> None:
+        width = -(-options.max_len // options.page_size)
+        self.table = torch.full((options.max_seqs, width), -1, dtype=torch.int64, device=options.device)
+        self._written: list[tuple[int, int]] = [(-1, 0)] * options.max_seqs
+
+    def update(self, sequence: Sequence) -> None:
+        """Writes the pages that the seat's row lacks."""
+        owner, count = self._written[sequence.seat]
+        stamp = sequence.admission
+        if owner != stamp:
+            self.table[sequence.seat].fill_(-1)
+            count = 0
+        pages = sequence.pages[count:]
+        if pages:
+            self.table[sequence.seat, count : count + len(pages)] = upload(pages, torch.int64, self.table.device)
+        if pages or owner != stamp:
+            self._written[sequence.seat] = (stamp, len(sequence.pages))
+
+
+class SlotStates:
+    """Slots of every seat and how many of its last tokens were accepted, on the device. A row belongs to one admission
+    and is written anew for the next, so nothing of a request that ended or was put out is ever read.
+    """
+
+    def __init__(self, options: DecoderOptions) -> None:
+        self.replayed = options.spec_state == "replay"
+        shape = (options.max_seqs, options.slots_per_seq)
+        self.slots = torch.full(shape, -1, dtype=torch.int64, device=options.device)
+        self.accepted = torch.ones(options.max_seqs, dtype=torch.int64, device=options.device)
+        self._accepted = self.accepted.numpy() if options.device == "cpu" else self.accepted
+        """The same memory; a number is written there in a tenth of the time."""
+        self._written = [-1] * options.max_seqs
+
+    def update(self, sequence: Sequence) -> None:
+        """Writes a seat's row if its sequence has come since."""
+        if self._written[sequence.seat] != sequence.admission:
+            self._written[sequence.seat] = sequence.admission
+            self.slots[sequence.seat] = upload(sequence.slots, torch.int64, self.slots.device)
+            self.accept(sequence)
+
+    def stay(self, rows: SequenceOf[Row], accepted_V: Tensor) -> None:
+        """So many drafts of these rows stay, as only the device knows yet."""
+        before = [row.sequence.replayed if self.replayed else 0 for row in rows]
+        seats, before_V = upload([[row.sequence.seat for row in rows], before], torch.int64, self.accepted.device)
+        self.accepted.index_copy_(0, seats, before_V + accepted_V + 1)
+
+    def accept(self, sequence: Sequence) -> None:
+        """The seat's count is what its sequence has now."""
+        self._accepted[sequence.seat] = sequence.replayed if self.replayed else sequence.accepted
+
+
+class EndTokens:
+    """End and stop tokens of every seat `[max_seqs, width]`, -1 beyond what each has, on the device. A row belongs to
+    one admission and is written anew for the next.
+    """
+
+    def __init__(self, options: DecoderOptions) -> None:
+        self.ends = torch.full((options.max_seqs, 0), -1, dtype=torch.int64, device=options.device)
+        self._written = [-1] * options.max_seqs
+
+    def reached(self, tokens_L: Tensor, owners: SequenceOf[Sequence]) -> Tensor | None:
+        """`[L]` bool: does the token end its owner, whose last one it is to be? `None` where none of them can."""
+        for owner in owners:
+            self._update(owner)
+        width = self.ends.shape[1]
+        if width == 0:
+            return None
+        open_ = [owner.output_len >= owner.request.sampling.min_tokens for owner in owners]
+        seats, able = upload([[owner.seat for owner in owners], open_], torch.int64, self.ends.device)
+        return (self.ends.index_select(0, seats) == tokens_L[:, None]).any(-1).logical_and_(able)
+
+    def _update(self, owner: Sequence) -> None:
+        if self._written[owner.seat] == owner.admission:
+            return
+        self._written[owner.seat] = owner.admission
+        params = owner.request.sampling
+        ends = list(params.stop_token_ids | (frozenset() if params.ignore_eos else owner.request.eos_token_ids))
+        if len(ends) > self.ends.shape[1]:
+            wider = self.ends.new_full((self.ends.shape[0], len(ends)), -1)
+            wider[:, : self.ends.shape[1]] = self.ends
+            self.ends = wider
+        ends += [-1] * (self.ends.shape[1] - len(ends))
+        self.ends[owner.seat] = upload(ends, torch.int64, self.ends.device)
