@@ -160,3 +160,8 @@ def run(
 
 def tokens(events: Sequence[TokenEvent]) -> list[int]:
     return [event.token_id for event in events if event.token_id is not None]
+
+
+def timeless(events: Sequence[TokenEvent]) -> list[TokenEvent]:
+    """The events without the moment at which the request was first scheduled."""
+    return [event._replace(scheduled=None) for event in events]
