@@ -33,7 +33,7 @@ from PIL import Image
 
 import saccade
 from benchmarks import machine, models, plot
-from service.cli import ServerProcess
+from service.commands.cli import ServerProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

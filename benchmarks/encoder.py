@@ -46,7 +46,7 @@ from encoder.tune import packed_ladder, tuned_ladder
 from families.nemotron_h_omni.vision import RadioVision
 from kernels.host_memory import keep_freed_memory
 from kernels.native.tower import Code, TowerOp, TowerStep
-from service.checkpoint import open_checkpoint
+from service.model.checkpoint import open_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -212,7 +212,7 @@ def check_graphs(device: str, scale: str) -> dict[str, Any]:
 def check_service(device: str, scale: str) -> dict[str, Any]:
     """The embedded model behind gRPC: answers right, and the same however many are asked at once."""
     import saccade
-    from service.cli import ServerProcess
+    from service.commands.cli import ServerProcess
 
     questions = json.loads((ROOT / "demo/questions.json").read_text())
     questions = questions if scale == "full" else questions[:3]

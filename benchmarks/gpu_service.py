@@ -16,7 +16,7 @@ from typing import Any
 import saccade
 from benchmarks import machine
 from benchmarks.gpu_setting import Record, Setting
-from service.cli import ServerProcess
+from service.commands.cli import ServerProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "demo/pictures/shapes.png"

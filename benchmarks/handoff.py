@@ -40,14 +40,14 @@ import torch
 from benchmarks import machine, models
 from decoder.sampling import SamplingParams
 from encoder.item import EncoderItem
-from service.build import connect_encoders, encoder_process, local_encoder, resolve_vision
-from service.checkpoint import open_checkpoint
-from service.cli import ServerProcess
-from service.config import EngineOptions
-from service.encoding import Encoding
-from service.engine import EngineEvent, EngineImage, EngineRequest
-from service.engine_client import EngineProcess
-from service.handoff import Handoff
+from service.commands.cli import ServerProcess
+from service.common.config import EngineOptions
+from service.encoding.encoder import Encoding
+from service.encoding.handoff import Handoff
+from service.engine.build import connect_encoders, encoder_process, local_encoder, resolve_vision
+from service.engine.engine_client import EngineProcess
+from service.engine.types import EngineEvent, EngineImage, EngineRequest
+from service.model.checkpoint import open_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -54,7 +54,7 @@ class Peer:
         self.model = kind.from_pretrained(path, dtype=torch.bfloat16).eval().to(self.device)
         self.vision = None
         if omni:
-            from service.checkpoint import Checkpoint
+            from service.model.checkpoint import Checkpoint
 
             self.vision = Checkpoint(Path(path)).config.vision
 

@@ -28,8 +28,8 @@ from PIL import Image
 from benchmarks import machine
 from encoder.preprocess import Stopwatch
 from families.nemotron_h_omni.vision import RadioVision
-from service.picture_pool import PicturePool
-from service.pictures import LocalDecoder, MediaLimits
+from service.media.image_pool import PicturePool
+from service.media.images import LocalDecoder, MediaLimits
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SIZES = ((64, 64), (224, 224), (512, 512), (1080, 1920), (3024, 4032))
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     config = RadioVision()
     if arguments.model:
-        from service.checkpoint import open_checkpoint
+        from service.model.checkpoint import open_checkpoint
 
         found = open_checkpoint(arguments.model).config.vision
         if found is None:

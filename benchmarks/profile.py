@@ -31,9 +31,9 @@ from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
 from kernels.native.structs import Code, Kind, Op
-from service.build import decoder_options
-from service.checkpoint import Checkpoint
-from service.config import EngineOptions
+from service.common.config import EngineOptions
+from service.engine.build import decoder_options
+from service.model.checkpoint import Checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "profile.md"

@@ -34,7 +34,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import saccade
 from benchmarks import machine
-from service.cli import ServerProcess
+from service.commands.cli import ServerProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -123,8 +123,8 @@ def ceiling(model: str, scale: float) -> dict[str, Any]:
     from fake_engine import FakeEngine
     from running import RunningServer
 
-    from service.config import ServerOptions
-    from service.server import load_assets
+    from service.common.config import ServerOptions
+    from service.servers.limits import load_assets
 
     vocabulary = load_assets(ServerOptions(model=model)).config.decoder.vocab_size
     tokens, streams, readers = max(50, round(2000 * scale)), 32, 2
@@ -253,7 +253,7 @@ def resident(pid: int) -> int:
 def _engine_of(pid: int) -> int:
     """The engine among the server's children."""
     children = [int(c) for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split()]
-    (engine,) = [c for c in children if b"service.engine_process" in Path(f"/proc/{c}/cmdline").read_bytes()]
+    (engine,) = [c for c in children if b"service.servers.engine_process" in Path(f"/proc/{c}/cmdline").read_bytes()]
     return engine
 
 

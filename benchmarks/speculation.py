@@ -34,8 +34,8 @@ from decoder.arena import ArenaLayout
 from decoder.config import DecoderConfig, DecoderOptions
 from demo import data
 from families.nemotron_h.config import NemotronHConfig
-from service.checkpoint import open_checkpoint
-from service.plan import AUTO_CHECKPOINTS
+from service.commands.plan import AUTO_CHECKPOINTS
+from service.model.checkpoint import open_checkpoint
 
 RESULTS = Path(__file__).resolve().parent / "results"
 NANO_12B = NemotronHConfig(

@@ -24,7 +24,7 @@ from PIL import Image
 
 import saccade
 from demo import data
-from service.cli import ServerProcess
+from service.commands.cli import ServerProcess
 
 MODEL = Path(__file__).parent / "model"
 MAX_TOKENS = 64

@@ -2,7 +2,7 @@
 
 docs/api.md          services, methods and messages, from the protos and their comments; the client's methods and
                      the reasons of errors, from the Python sources
-docs/operations.md   the table of options, from service/config.py
+docs/operations.md   the table of options, from service/common/config.py
 
 `python docs/generate.py [FOLDER]`: into FOLDER instead of this one. `make protos` runs it too.
 """
@@ -159,10 +159,10 @@ def _raised(folder: str) -> Iterator[tuple[str, str, bool]]:
 
 
 def reasons() -> str:
-    """The table of what the server answers: by code, the reasons and whether to try again; from service/errors.py and
-    whatever raises its classes."""
+    """The table of what the server answers: by code, the reasons and whether to try again; from
+    service/common/errors.py and whatever raises its classes."""
     sys.path.insert(0, str(CHECKOUT))
-    from service import errors
+    from service.common import errors
 
     kinds = {name: kind for name, kind in vars(errors).items() if getattr(kind, "code", None) and name != "StatusError"}
     found = {(kind.code.name, kind.reason, False) for kind in kinds.values()}
@@ -221,7 +221,7 @@ def methods() -> str:
 def options() -> str:
     """The table of all options of `saccade serve`."""
     sys.path.insert(0, str(CHECKOUT))
-    from service.config import ServerOptions, flag_of, value_words
+    from service.common.config import ServerOptions, flag_of, value_words
 
     lines = ["| option | value | default | |", "| --- | --- | --- | --- |"]
     for spec in dataclasses.fields(ServerOptions):

@@ -1,7 +1,7 @@
 """The `saccade` command.
 
 `ask`, `batch` and `top` need nothing but this package (`batch --model` excepted). The other commands belong to the
-server and are handed to `service.cli` as they are.
+server and are handed to `service.commands.cli` as they are.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ SERVER_COMMANDS = {
     "plan": "print what a configuration will do before it runs",
     "tune": "measure this machine and suggest options",
     "quantize": "write a checkpoint with weights of 8 or 4 bits",
+    "key": "make an API key for a key file",
+    "probe": "ask a server whether it is healthy",
 }
 
 
@@ -59,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _server_command(arguments: list[str]) -> int:
     try:
-        from service.cli import main as service_main
+        from service.commands.cli import main as service_main
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "service":
             raise

@@ -161,7 +161,7 @@ def error_from_status(code: str, message: str, details: StatusDetails, *, reques
 
 
 def error_from_service(error: Any, request_id: str) -> SaccadeError:
-    """The client's error for a `service.errors.StatusError`."""
+    """The client's error for a `service.common.errors.StatusError`."""
     details = StatusDetails(
         reason=error.reason,
         retry_after=getattr(error, "retry_after", None),

@@ -55,7 +55,7 @@ class LocalClient(SyncClient):
 
     def _load(self) -> None:
         try:
-            from service.local import LocalService
+            from service.servers.local import LocalService
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] != "service":
                 raise
@@ -191,7 +191,7 @@ class _translated:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None or isinstance(error, SaccadeError):
             return
-        from service.errors import StatusError
+        from service.common.errors import StatusError
 
         if isinstance(error, StatusError):
             raise error_from_service(error, self.request_id) from error

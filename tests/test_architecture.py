@@ -29,11 +29,11 @@ MAY_IMPORT = {
 EXCEPTIONS = {
     ("saccade/local.py", "service"),
     ("saccade/cli.py", "service"),
-    ("service/cli.py", "saccade"),
+    ("service/commands/cli.py", "saccade"),
     # A batch on the server is the client's own job over a client that has no wire: one set of rules for both.
-    ("service/batches.py", "saccade"),
-    ("service/batch_runs.py", "saccade"),
-    ("service/server.py", "saccade"),
+    ("service/batches/batches.py", "saccade"),
+    ("service/batches/batch_runs.py", "saccade"),
+    ("service/servers/server.py", "saccade"),
 }
 PROTOCOLS = {"grpc", "grpc_health", "grpc_reflection", "grpc_status", "google"}
 NEVER = {
@@ -92,7 +92,7 @@ def test_imports_follow_the_arrows(package: str) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("package", ["encoder", "families", "kernels"])
+@pytest.mark.parametrize("package", ["service", "encoder", "families", "kernels"])
 def test_no_two_files_import_each_other(package: str) -> None:
     """By whatever way, imports for type checkers included."""
     files = {
@@ -114,6 +114,29 @@ def test_no_two_files_import_each_other(package: str) -> None:
         for name in leaves:
             del arrows[name]
     assert not arrows, f"a cycle among {sorted(arrows)}"
+
+
+# Rooms of service/, each of which may import those before it.
+ROOMS = (
+    "common", "telemetry", "model", "media", "encoding", "engine", "answers", "batches", "rpc", "servers", "commands",
+)  # fmt: skip
+
+
+def test_rooms_of_the_server_import_one_way() -> None:
+    assert {path.name for path in (CHECKOUT / "service").iterdir() if (path / "__init__.py").exists()} == set(ROOMS)
+    wrong = []
+    for path in sources("service"):
+        room = path.relative_to(CHECKOUT / "service").parts[0]
+        if room not in ROOMS:
+            continue
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or not within(node.module or "", "service"):
+                continue
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            for target in {name.split(".")[1] for name in names if name and "." in name}:
+                if target in ROOMS and ROOMS.index(target) > ROOMS.index(room):
+                    wrong.append(f"{path.relative_to(CHECKOUT)} imports {target}")
+    assert not wrong
 
 
 @pytest.mark.parametrize("package", ["encoder", "service"])
@@ -150,14 +173,14 @@ def test_the_walk_sees_what_it_should(tmp_path: Path, monkeypatch: pytest.Monkey
     file.parent.mkdir()
     file.write_text(
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import hidden\nfrom decoder import request\n"
-        "from . import budget\nclass A:\n    import asyncio\ndef f():\n    import service.errors\n"
+        "from . import budget\nclass A:\n    import asyncio\ndef f():\n    import service.common.errors\n"
     )
     assert set(imports(file)) == {
         ("typing.TYPE_CHECKING", True),
         ("decoder.request", True),
         ("encoder.budget", True),
         ("asyncio", True),
-        ("service.errors", False),
+        ("service.common.errors", False),
     }
 
 

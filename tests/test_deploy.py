@@ -11,9 +11,9 @@ import pytest
 import yaml
 from running import RunningServer
 
-from service.config import ENV_PREFIX, ServerOptions, resolve
-from service.probe import main as probe
-from service.server import LIVENESS
+from service.commands.probe import main as probe
+from service.common.config import ENV_PREFIX, ServerOptions, resolve
+from service.servers.health import LIVENESS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
@@ -81,7 +81,7 @@ def test_manifests_fit_together(path: Path) -> None:
                 asked[kind] = check["grpc"].get("service", "")
             else:
                 command = check["exec"]["command"]
-                assert command[:3] == ["python", "-m", "service.probe"]
+                assert command[:3] == ["python", "-m", "service", "probe"]
                 asked[kind] = command[command.index("--service") + 1] if "--service" in command else ""
         assert asked["livenessProbe"] == LIVENESS, "a drain would be a reason to kill the pod"
         assert LIVENESS not in (asked["readinessProbe"], asked["startupProbe"])

@@ -24,7 +24,7 @@ from PIL import Image
 
 import saccade
 from benchmarks.soak import Outcome
-from service.cli import ServerProcess
+from service.commands.cli import ServerProcess
 
 HERD, ROUNDS, CROWD = 1000, 100, 8
 LEASE = 5.0

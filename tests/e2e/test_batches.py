@@ -21,11 +21,11 @@ from rpc import connect, reason, upload
 from running import RunningServer
 
 import saccade
-import service.errors
+import service.common.errors
 from saccade import errors
 from saccade.v1 import batch_pb2, media_pb2
-from service.batch_store import BatchRecord, BatchStore
-from service.config import ConfigError
+from service.batches.batch_store import BatchRecord, BatchStore
+from service.common.config import ConfigError
 
 LIMITS: dict[str, Any] = {"max_seqs": 8, "max_len": 400}
 
@@ -191,7 +191,7 @@ def test_batches_that_are_cancelled_before_their_turn_never_run(server: RunningS
         for batch_id in made:
             assert [record.state async for record in batches.watch("", batch_id)] == ["cancelled"]
             await batches.delete("", batch_id)
-            with pytest.raises(service.errors.NotFound):
+            with pytest.raises(service.common.errors.NotFound):
                 await anext(batches.watch("", batch_id))
         assert not batches._tasks and not batches._cancelled and not batches._changes
 

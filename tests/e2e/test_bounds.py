@@ -19,7 +19,7 @@ from rpc import Stubs, ask, connect, reason, upload
 from running import RunningServer
 
 from saccade.v1 import inference_pb2, media_pb2
-from service import interceptor, kserve
+from service.rpc import interceptor, kserve
 
 MESSAGE = 2**18
 GENERATE = "/saccade.v1.InferenceService/Generate"

@@ -19,12 +19,12 @@ from running import RunningServer, children
 import saccade
 import saccade.errors
 from encoder.item import VIDEO, EncoderItem
-from service.build import encoder_process, resolve_vision
-from service.checkpoint import open_checkpoint
-from service.config import ConfigError, EngineOptions
-from service.handoff import EncoderUnavailable, Handoff
-from service.process_link import ProcessLink
-from service.segments import SegmentPool, create_segment, open_segment, rounded
+from service.common.config import ConfigError, EngineOptions
+from service.encoding.handoff import EncoderUnavailable, Handoff
+from service.encoding.process_link import ProcessLink
+from service.encoding.segments import SegmentPool, create_segment, open_segment, rounded
+from service.engine.build import encoder_process, resolve_vision
+from service.model.checkpoint import open_checkpoint
 
 OPTIONS = {"max_seqs": 8, "max_len": 600, "encoder_process": True}
 
@@ -35,7 +35,7 @@ def ask(client: Any, number: int) -> list[int]:
 
 
 def encoder_of(running: RunningServer) -> int:
-    (pid,) = children(running.engine.pid, "service.encoder_process")  # type: ignore[attr-defined]
+    (pid,) = children(running.engine.pid, "service.servers.encoder_process")  # type: ignore[attr-defined]
     return pid
 
 

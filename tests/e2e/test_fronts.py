@@ -24,9 +24,9 @@ from running import RunningServer, children
 import saccade
 from saccade import errors
 from saccade.v1 import admin_pb2, inference_pb2
-from service.cli import ServerProcess
-from service.config import ConfigError, ServerOptions
-from service.fronts import check, reserved_port, share
+from service.commands.cli import ServerProcess
+from service.common.config import ConfigError, ServerOptions
+from service.servers.fronts import check, reserved_port, share
 
 ROOT = Path(__file__).resolve().parents[2]
 FRONTS = 2
@@ -72,7 +72,7 @@ def test_all_fronts_answer_as_one(fronts: ServerProcess, server: RunningServer) 
         wanted = [open_stream(single, request).final() for request in requests]
         pairs = list(zip(many, requests, strict=True))
         check_same(list(pool.map(lambda pair: open_stream(*pair).final(), pairs)), wanted)
-    held = owners(children(fronts.pid, "service.front_process"), port)
+    held = owners(children(fronts.pid, "service.servers.front_process"), port)
     assert len(held) == FRONTS and all(held.values()), held
     # a picture that one front has taken is there for all, and gone for all
     media = many[0].media.upload(picture(3))
@@ -101,7 +101,7 @@ def test_a_killed_front_is_replaced_and_an_engine_too(fronts: ServerProcess) -> 
     requests = long_requests(12)
     many = clients(fronts.address, 12, max_retries=60)
     wanted = [open_stream(many[0], request).final() for request in requests]
-    for victim in ("service.front_process", "service.engine_process"):
+    for victim in ("service.servers.front_process", "service.servers.engine_process"):
         before = children(fronts.pid, victim)
         begun = threading.Barrier(13)
 
@@ -128,9 +128,9 @@ def test_a_killed_front_is_replaced_and_an_engine_too(fronts: ServerProcess) -> 
 
 
 def test_a_front_that_hangs_is_replaced(fronts: ServerProcess) -> None:
-    first, second = children(fronts.pid, "service.front_process")
+    first, second = children(fronts.pid, "service.servers.front_process")
     os.kill(first, signal.SIGSTOP)
-    while first in (now := children(fronts.pid, "service.front_process")) or len(now) < FRONTS:
+    while first in (now := children(fronts.pid, "service.servers.front_process")) or len(now) < FRONTS:
         pass
     assert second in now, "the other one, which had always answered, lives on"
 
@@ -169,7 +169,7 @@ def test_what_several_fronts_cannot_keep(model: Path, tmp_path: Path) -> None:
 
 def test_the_end_is_that_of_all(fronts: ServerProcess) -> None:
     """Drained through one front, all refuse; SIGTERM leaves no process."""
-    engines, workers = (children(fronts.pid, f"service.{name}_process") for name in ("engine", "front"))
+    engines, workers = (children(fronts.pid, f"service.servers.{name}_process") for name in ("engine", "front"))
     with connect(fronts.address) as stubs:
         stubs.admin.Drain(admin_pb2.DrainRequest())
     for client in clients(fronts.address, 8, max_retries=0):

@@ -15,7 +15,7 @@ from rpc import Stubs, ask, connect
 from running import RunningServer
 
 from saccade.v1 import inference_pb2, media_pb2
-from service import kserve
+from service.rpc import kserve
 
 
 @pytest.fixture(scope="module")

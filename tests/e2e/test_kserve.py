@@ -21,7 +21,7 @@ from rpc import ask, connect
 from running import RunningServer
 from tritonclient.utils import InferenceServerException
 
-from service.calls import current_call
+from service.answers.calls import current_call
 
 
 @pytest.fixture

@@ -21,11 +21,12 @@ from running import RunningServer, children
 
 import saccade
 import saccade.errors
-from service import supervisor
-from service.cli import ServerProcess
-from service.config import ServerOptions
-from service.server import LIVENESS, channel_options
-from service.supervisor import SupervisedEngine
+from service.commands.cli import ServerProcess
+from service.common.config import ServerOptions
+from service.engine import supervisor
+from service.engine.supervisor import SupervisedEngine
+from service.servers.exposure import channel_options
+from service.servers.health import LIVENESS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -79,7 +80,7 @@ def test_a_killed_engine_comes_back_and_health_follows(model: Path) -> None:
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
             states = (response.status for response in watch)
             assert next(states) == health_pb2.HealthCheckResponse.SERVING
-            (engine,) = children(server.pid, "service.engine_process")
+            (engine,) = children(server.pid, "service.servers.engine_process")
             long: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True, "seed": 1}
             whole = client.generate("y", **long)
             stream = client.stream("y", **long)
@@ -251,7 +252,8 @@ def test_local_client_needs_no_main_module(model: Path, way: str) -> None:
 
 def test_the_server_starts_from_another_folder(model: Path, tmp_path: Path) -> None:
     """Helper processes find the checkout by themselves."""
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from service.cli import ServerProcess; import saccade\n"
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nimport saccade\n"
+    code += "from service.commands.cli import ServerProcess\n"
     code += f"with ServerProcess([{str(model)!r}, '--threads', '1']) as s, saccade.Client(s.address) as c: "
     code += "print(c.generate('a', max_tokens=2).usage)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)

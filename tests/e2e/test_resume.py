@@ -23,8 +23,8 @@ from served import IMAGE_TOKEN, make_served
 
 import saccade
 import saccade.errors
-from service.config import ServerOptions
-from service.supervisor import SupervisedEngine
+from service.common.config import ServerOptions
+from service.engine.supervisor import SupervisedEngine
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS: dict[str, Any] = {"max_seqs": 16, "max_len": 600}

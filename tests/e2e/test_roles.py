@@ -22,12 +22,12 @@ from served import make_served
 import saccade
 import saccade.errors
 from encoder.item import VIDEO, EncoderItem
-from service.build import connect_encoders, resolve_vision
-from service.checkpoint import open_checkpoint
-from service.cli import ServerProcess
-from service.config import ConfigError, EngineOptions
-from service.encoder_pool import EncoderPool
-from service.handoff import EncoderUnavailable, Handoff, Lease
+from service.commands.cli import ServerProcess
+from service.common.config import ConfigError, EngineOptions
+from service.encoding.encoder_pool import EncoderPool
+from service.encoding.handoff import EncoderUnavailable, Handoff, Lease
+from service.engine.build import connect_encoders, resolve_vision
+from service.model.checkpoint import open_checkpoint
 
 SMALL = {"max_seqs": 8, "max_len": 600}
 LEASE = 2.0
@@ -410,7 +410,7 @@ def test_roles_that_make_no_sense_are_refused(options: dict[str, Any], message: 
 
 def test_sizes_are_recorded_for_tune(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two runs of either kind of server add to one file; `saccade tune` reads it."""
-    from service.cli import main
+    from service.commands.cli import main
 
     sizes = tmp_path / "sizes.json"
     for number in range(2):

@@ -18,8 +18,8 @@ from rpc import Stubs, ask, connect, reason, upload
 from running import RunningServer
 
 from saccade.v1 import admin_pb2, inference_pb2, media_pb2, model_pb2
-from service.config import ConfigError, ServerOptions
-from service.server import check_exposure
+from service.common.config import ConfigError, ServerOptions
+from service.servers.exposure import check_exposure
 
 SMALL = {"max_seqs": 4, "max_len": 600}
 
@@ -202,7 +202,7 @@ def test_clients_with_certificates(model: Path, tmp_path: Path) -> None:
 
 
 def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
-    from service.tls import server_credentials
+    from service.common.tls import server_credentials
 
     one, two = Authority.create(tmp_path / "one"), Authority.create(tmp_path / "two")
     certificate, key = str(one.issue("a")[0]), str(two.issue("b")[1])

@@ -18,8 +18,8 @@ from served import VOCAB
 from stalls import watched
 
 from saccade.v1 import inference_pb2, media_pb2, types_pb2
-from service import kserve
-from service.weigh import MAX_FIELDS
+from service.answers.weigh import MAX_FIELDS
+from service.rpc import kserve
 
 LONGEST = 0.020
 MAX_LEN = 20_000
@@ -128,8 +128,8 @@ def test_files_hold_up_nobody(quick: RunningServer) -> None:
 
 
 def test_fields_are_counted_wherever_they_are() -> None:
-    from service import errors
-    from service.weigh import weigh
+    from service.answers.weigh import weigh
+    from service.common import errors
 
     kind = inference_pb2.StreamGenerateRequest.DESCRIPTOR
 

@@ -23,8 +23,8 @@ from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import compute
 import saccade
 from encoder.frames import open_video
 from families.nemotron_h_omni.vision import RadioVision
-from service.checkpoint import Checkpoint
-from service.tokenizer import Tokenizer
+from service.model.checkpoint import Checkpoint
+from service.model.tokenizer import Tokenizer
 
 QUESTION = "what moves?"
 LIMITS: dict[str, Any] = {"max_seqs": 4, "max_len": 900, "threads": 1}

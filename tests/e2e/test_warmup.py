@@ -14,9 +14,10 @@ from served import make_served
 
 import saccade
 import saccade.errors
-from service.config import ConfigError, ServerOptions
-from service.engine_client import EngineProcess
-from service.server import Server, load_assets
+from service.common.config import ConfigError, ServerOptions
+from service.engine.engine_client import EngineProcess
+from service.servers.limits import load_assets
+from service.servers.server import Server
 
 
 class SlowToStart(EngineProcess):

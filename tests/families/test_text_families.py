@@ -18,9 +18,9 @@ from decoder.config import DecoderOptions
 from decoder.runner import DecoderRunner
 from families import CheckpointError
 from kernels.native import NativeUnavailable, library
-from service.checkpoint import Checkpoint
-from service.modelconfig import load_config
-from service.quantise import quantise_checkpoint
+from service.model.checkpoint import Checkpoint
+from service.model.modelconfig import load_config
+from service.model.quantise import quantise_checkpoint
 
 SEEDS = 40
 STEPS = 10

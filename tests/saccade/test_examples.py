@@ -15,7 +15,7 @@ from fake_server import Script
 from PIL import Image
 
 import saccade
-from service.cli import ServerProcess
+from service.commands.cli import ServerProcess
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CASES = {

@@ -11,7 +11,7 @@ import pytest
 import saccade
 from saccade import errors
 from saccade.errors import error_from_service, error_from_status, parse_trailers
-from service import errors as service_errors
+from service.common import errors as service_errors
 
 FAILURES = [
     service_errors.InvalidArgument("bad picture", reason="IMAGE_DECODE_FAILED", field="images[0]"),

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from service.engine import EngineEvent, EngineInfo, EngineRequest, EventSink, Query
+from service.engine.types import EngineEvent, EngineInfo, EngineRequest, EventSink, Query
 
 
 class FakeEngine:
-    """The methods of `service.engine.EngineHandle`."""
+    """The methods of `service.engine.engine.EngineHandle`."""
 
     def __init__(self, *, vocabulary: int, max_len: int = 100_000, model: str = "demo") -> None:
         self.info = EngineInfo(model, "fake", max_len, 1024, 10_000, "float32", torch.float32)

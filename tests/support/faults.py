@@ -32,9 +32,9 @@ from running import RunningServer, children
 import saccade
 import saccade.errors
 from saccade.v1 import inference_pb2
-from service.cli import ServerProcess
-from service.config import ServerOptions
-from service.supervisor import SupervisedEngine
+from service.commands.cli import ServerProcess
+from service.common.config import ServerOptions
+from service.engine.supervisor import SupervisedEngine
 
 ROOT = Path(__file__).resolve().parents[2]
 Numbers = dict[str, Any]
@@ -118,7 +118,7 @@ def front_killed(model: str, streams: int) -> Numbers:
     started: list[ServerProcess] = []
     with ServerProcess(arguments) as first, saccade.Client(first.address, max_retries=60) as client:
         wanted = [open_stream(client, request).final() for request in requests]
-        engines = children(first.pid, "service.engine_process")
+        engines = children(first.pid, "service.servers.engine_process")
 
         def strike() -> None:
             os.kill(first.pid, signal.SIGKILL)
@@ -333,7 +333,7 @@ JUMPING = """
 import sys, time, pathlib
 real, offset = time.time, pathlib.Path(sys.argv.pop(1))
 time.time = lambda: real() + float(offset.read_text())
-from service.cli import main
+from service.commands.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 

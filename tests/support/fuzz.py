@@ -9,7 +9,7 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from pictures import picture
 
-from service import kserve
+from service.rpc import kserve
 
 _F = FieldDescriptor
 _RANGES = {

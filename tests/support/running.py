@@ -8,11 +8,12 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from service.config import ServerOptions
-from service.encoder_server import EncoderServer, EncoderThread
-from service.engine import EngineHandle
-from service.engine_client import EngineProcess
-from service.server import Server, load_assets
+from service.common.config import ServerOptions
+from service.engine.engine_client import EngineProcess
+from service.engine.types import EngineHandle
+from service.servers.encoder_server import EncoderServer, EncoderThread
+from service.servers.limits import load_assets
+from service.servers.server import Server
 
 T = TypeVar("T")
 

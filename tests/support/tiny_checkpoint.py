@@ -15,7 +15,7 @@ from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import Nemotro
 
 from encoder.images import decode_image
 from encoder.item import EncoderItem
-from service.checkpoint import Checkpoint
+from service.model.checkpoint import Checkpoint
 
 VOCAB = 97
 IMAGE_TOKEN = 96

@@ -1,0 +1,1 @@
+"""A request becomes an answer: admission, prompt, stream, stop strings, detokenizing."""

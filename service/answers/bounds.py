@@ -1,0 +1,103 @@
+"""What one request may ask for: counted before anything is decoded, tokenised or copied for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from service.common import errors
+from service.common.types import ChatInput, GenerateSpec, ImageSource, RawInput, TokensInput, VideoSource
+from service.media.images import MediaLimits
+
+MAX_SAMPLES = 64
+MAX_LOGPROBS = 100
+MAX_STOP_STRINGS = 32
+MAX_STOP_LENGTH = 256
+
+
+@dataclass(frozen=True)
+class FrontLimits:
+    """What one request may ask for."""
+
+    max_queue: int = 1024
+    max_images: int = 16
+    max_videos: int = 4
+    media: MediaLimits = field(default_factory=MediaLimits)
+    prepared_bytes: int = 2**31
+    """Of decoded and cut pictures and clips that the encoder has not seen yet."""
+    max_answer_bytes: int = 2**31 - 1
+    """Of one message."""
+
+
+def check_counts(spec: GenerateSpec, limits: FrontLimits) -> None:
+    """Bounds on how much one request may ask for. Raises InvalidArgument."""
+    bounds = [
+        ("sampling.n", spec.n, 1, MAX_SAMPLES),
+        ("sampling.logprobs", spec.sampling.get("logprobs"), 0, MAX_LOGPROBS),
+        ("sampling.prompt_logprobs", spec.sampling.get("prompt_logprobs"), 0, MAX_LOGPROBS),
+        ("images", sum(isinstance(source, ImageSource) for source in spec.media), 0, limits.max_images),
+        ("videos", sum(isinstance(source, VideoSource) for source in spec.media), 0, limits.max_videos),
+        ("sampling.stop", len(spec.stop), 0, MAX_STOP_STRINGS),
+    ]
+    for source in spec.media:
+        if isinstance(source, VideoSource):
+            bounds += _bounds_of(source, limits.media)
+    for name, value, low, high in bounds:
+        if value is not None and not low <= value <= high:
+            raise errors.InvalidArgument(f"{name} is {value}; it must be from {low} to {high}", field=name)
+    for i, stop in enumerate(spec.stop):
+        if not 1 <= len(stop) <= MAX_STOP_LENGTH:
+            raise errors.InvalidArgument(
+                f"sampling.stop[{i}] has {len(stop)} characters; it must have from 1 to {MAX_STOP_LENGTH}",
+                field=f"sampling.stop[{i}]",
+            )
+    if spec.continued and spec.n != 1:
+        raise errors.InvalidArgument(
+            f"continued_token_ids continue one sample, not n = {spec.n}", field="continued_token_ids"
+        )
+
+
+def _bounds_of(source: VideoSource, limits: MediaLimits) -> list[tuple[str, int | None, int, int]]:
+    if len(source.frames) > limits.video.max_frames:
+        raise errors.InvalidArgument(
+            f"{source.field}.frames are {len(source.frames)}; at most {limits.video.max_frames} are allowed",
+            field=f"{source.field}.frames", reason="VIDEO_TOO_LARGE",
+        )  # fmt: skip
+    return [(f"{source.field}.max_frames", source.max_frames, 1, limits.video_frames)]
+
+
+def check_size(spec: GenerateSpec, limits: FrontLimits, max_len: int, longest_token: int) -> None:
+    """Refuses what cannot fit a context of `max_len` tokens whatever it says, by counts that cost next to nothing.
+
+    A message, and a part of one, counts as a token at least, and no token stands for more than `longest_token`
+    characters. Raises InvalidArgument."""
+    videos = sum(isinstance(source, VideoSource) for source in spec.media)
+    counts = [("continued_token_ids", len(spec.continued), max_len, "tokens")]
+    match spec.input:
+        case ChatInput(messages):
+            counts.append(("chat.messages", len(messages), max_len, "messages"))
+            counts.append(("chat.messages", sum(len(message.parts) for message in messages), max_len, "parts"))
+        case TokensInput(ids):
+            # of a pruned video fewer rows may stay than it has ids
+            counts.append(("tokens.ids", len(ids), max_len + videos * limits.media.video_frames, "tokens"))
+    counts.append(("input", characters(spec), max_len * longest_token, "characters"))
+    for name, count, most, what in counts:
+        if count > most:
+            raise too_long(
+                f"{name}: {count} {what}, and a context of {max_len} tokens can hold {most} at most", name, most, count
+            )
+
+
+def too_long(message: str, name: str, limit: int, got: int) -> errors.InvalidArgument:
+    return errors.InvalidArgument(
+        message, reason="CONTEXT_LENGTH_EXCEEDED", field=name, metadata={"limit": str(limit), "got": str(got)}
+    )
+
+
+def characters(spec: GenerateSpec) -> int:
+    """Of the input's text."""
+    match spec.input:
+        case ChatInput(messages):
+            return sum(len(part or "") for message in messages for part in message.parts)
+        case RawInput(text):
+            return len(text)
+    return 0

@@ -1,0 +1,244 @@
+"""What is known of a call while it runs, and the one door from the gRPC services to the frontend.
+
+`Calls` adds to `Frontend.stream` what every service needs: refusal while draining, deadlines, the tenant's rates and
+salt, and, once per generation, metrics and a line in the log. The line holds no prompt and no answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from service.answers.frontend import Frontend
+from service.common import errors
+from service.common.auth import Tenant
+from service.common.limits import Places
+from service.common.types import Delta, Embedded, Event, Finished, GenerateSpec, Started, Tokenized
+from service.telemetry.call_context import CallInfo, current_call
+from service.telemetry.meters import make_metrics
+from service.telemetry.spans import Spans
+
+if TYPE_CHECKING:
+    from service.telemetry.metrics import Metrics
+
+log = logging.getLogger("service.access")
+
+
+class AccessLog:
+    """One line for each request: `key=value` pairs, or a JSON object."""
+
+    def __init__(self, *, as_json: bool = False) -> None:
+        self._as_json = as_json
+
+    def write(self, info: CallInfo, **values: Any) -> None:
+        entry: dict[str, Any] = {
+            "method": info.method,
+            "code": info.code,
+            "reason": info.reason,
+            "tenant": info.tenant.name,
+            "request_id": info.request_id,
+            "trace_id": info.trace.trace_id if info.trace else "",
+            "request_bytes": info.request_bytes,
+            **values,
+        }
+        entry = {k: round(v, 6) if isinstance(v, float) else v for k, v in entry.items() if v not in ("", None)}
+        if self._as_json:
+            log.info("%s", json.dumps(entry))
+        else:
+            log.info("%s", " ".join(f"{k}={json.dumps(v) if isinstance(v, str) else v}" for k, v in entry.items()))
+
+
+class _Generation:
+    """Counts and times of one generation."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self.started: Started | None = None
+        self.finished: list[Finished] = []
+        self.tokens = 0
+        self.prepared: float | None = None
+        self.first_token: float | None = None
+        self.last_token: dict[int, float] = {}
+
+    def see(self, event: Event) -> tuple[float, int] | None:
+        """Takes note of an event; for a delta after the first of its sample: (seconds since the last, tokens)."""
+        match event:
+            case Started():
+                self.started = event
+                self.prepared = time.monotonic() - self.began
+            case Finished():
+                self.finished.append(event)
+            case Delta(token_ids=ids) if ids:
+                now = time.monotonic()
+                self.tokens += len(ids)
+                if self.first_token is None:
+                    self.first_token = now - self.began
+                previous = self.last_token.get(event.index)
+                self.last_token[event.index] = now
+                if previous is not None:
+                    return now - previous, len(ids)
+        return None
+
+
+def _charge(tenant: Tenant, event: Event) -> None:
+    """Tokens are paid for as they come, so that calls which begin meanwhile see what the running ones have used."""
+    match event:
+        case Started(prompt_tokens=count):
+            tenant.limits.charge("tokens", count)
+        case Delta(token_ids=ids):
+            tenant.limits.charge("tokens", len(ids))
+
+
+async def _nowhere(request_id: str, salt: bytes) -> bool:
+    return False
+
+
+class Calls:
+    """The door. Used on the server's event loop."""
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        *,
+        default_timeout: float,
+        closed: Callable[[], errors.StatusError | None] = lambda: None,
+        metrics: Metrics | None = None,
+        access: AccessLog | None = None,
+        spans: Spans | None = None,
+        places: Places | None = None,
+    ) -> None:
+        """`places`: requests that one tenant with a key may have in the server; None: as many as all may have."""
+        self.frontend = frontend
+        self.metrics = metrics or make_metrics()
+        self.access = access or AccessLog()
+        self._spans = spans
+        self._places = places
+        self._default_timeout = default_timeout
+        self._closed = closed
+        self.elsewhere: Callable[[str, bytes], Awaitable[bool]] = _nowhere
+        """Ends a request of another front of the same engine."""
+
+    async def stream(self, spec: GenerateSpec, *, timeout: float | None) -> AsyncGenerator[Event, None]:
+        """The events of an answer. `timeout`: seconds that the caller has left; None: it has set no deadline, and gets
+        the server's default. Raises StatusError."""
+        info, generation = current_call(), _Generation()
+        record = CallInfo(
+            info.method, info.tenant, info.trace, request_bytes=info.request_bytes, request_id=spec.request_id
+        )
+        info.generations += 1
+        try:
+            limit = self._admit(timeout)
+            # Without a deadline of the client's own, a lost peer behind a silent network would hold its slot for ever.
+            deadline = asyncio.get_running_loop().time() + limit
+            events = self.frontend.stream(spec, salt=info.tenant.salt, timeout=limit)
+            with self._place(info.tenant):
+                async with contextlib.aclosing(events):
+                    while True:
+                        try:
+                            # around each step, not around the yields: time must not run out in the consumer's hands
+                            async with asyncio.timeout_at(deadline):
+                                event = await anext(events)
+                        except StopAsyncIteration:
+                            return
+                        if (gap := generation.see(event)) is not None:
+                            self.metrics.token_gap(*gap)
+                        _charge(info.tenant, event)
+                        yield event
+        except (asyncio.CancelledError, GeneratorExit):
+            if not self._complete(spec, generation):
+                record.code = grpc.StatusCode.CANCELLED.name
+            raise
+        except Exception as error:
+            status = errors.to_status(error)
+            record.fail(status)
+            if isinstance(status, errors.DeadlineExceeded) and not status.metadata:
+                status.metadata["phase"] = "generating" if generation.tokens else "queued"
+            if status is error:
+                raise
+            raise status from error
+        finally:
+            self._end(record, generation)
+
+    def _admit(self, timeout: float | None) -> float:
+        if (refusal := self._closed()) is not None:
+            raise refusal
+        if timeout is not None and timeout <= 0:
+            raise errors.DeadlineExceeded("the deadline has passed", metadata={"phase": "admission"})
+        current_call().tenant.limits.admit("tokens", 0)
+        return self._default_timeout if timeout is None else timeout
+
+    def _place(self, tenant: Tenant) -> contextlib.AbstractContextManager[None]:
+        """One of the tenant's requests. Raises ResourceExhausted where it has all that it may have."""
+        return contextlib.nullcontext() if self._places is None else self._places.hold(tenant.name)
+
+    @staticmethod
+    def _complete(spec: GenerateSpec, generation: _Generation) -> bool:
+        return len(generation.finished) == spec.n
+
+    def _end(self, record: CallInfo, generation: _Generation) -> None:
+        seconds = time.monotonic() - generation.began
+        started, finished = generation.started, generation.finished
+        prompt = started.prompt_tokens if started else 0
+        queue = finished[0].usage.queue_seconds if finished else None
+        cached = max((f.usage.cached_tokens for f in finished), default=0)
+        reasons = ",".join(sorted({f.reason for f in finished})) if record.code == "OK" else ""
+        self.metrics.generation(
+            record.code, prompt=prompt, image=started.image_tokens if started else 0,
+            video=started.video_tokens if started else 0, cached=cached,
+            generated=generation.tokens, queue=queue, first_token=generation.first_token, seconds=seconds,
+        )  # fmt: skip
+        self.access.write(
+            record, finish=reasons, prompt_tokens=prompt, image_tokens=started.image_tokens if started else 0,
+            video_tokens=started.video_tokens if started else 0,
+            cached_tokens=cached, completion_tokens=generation.tokens, queue_seconds=queue,
+            first_token_seconds=generation.first_token,
+            seconds=seconds,
+        )  # fmt: skip
+        if self._spans is not None:
+            attributes = {
+                "rpc.method": record.method, "saccade.request_id": record.request_id,
+                "saccade.tenant": record.tenant.name, "saccade.finish": reasons,
+                "saccade.prompt_tokens": prompt, "saccade.cached_tokens": cached,
+                "saccade.image_tokens": started.image_tokens if started else 0,
+                "saccade.completion_tokens": generation.tokens,
+            }  # fmt: skip
+            failed = "" if record.code == "OK" else record.reason or record.code
+            self._spans.generation(
+                record.trace, attributes, seconds=seconds, prepared=generation.prepared,
+                first_token=generation.first_token, failed=failed,
+            )  # fmt: skip
+
+    async def embed(self, spec: GenerateSpec, *, timeout: float | None) -> Embedded:
+        """`timeout` as in `stream`. Raises StatusError."""
+        tenant = current_call().tenant
+        limit = self._admit(timeout)
+        with self._place(tenant):
+            async with asyncio.timeout(limit):
+                embedded = await self.frontend.embed(spec, salt=tenant.salt)
+        tenant.limits.charge("tokens", embedded.prompt_tokens)
+        return embedded
+
+    async def tokenize(self, spec: GenerateSpec, *, timeout: float | None) -> Tokenized:
+        """`timeout` as in `stream`. Raises StatusError: it takes a place like any request, since it decodes pictures as
+        they do; it costs no tokens."""
+        tenant = current_call().tenant
+        limit = self._admit(timeout)
+        spec = replace(spec, request_id=spec.request_id or f"tokenize-{secrets.token_hex(8)}")
+        with self._place(tenant):
+            async with asyncio.timeout(limit):
+                return await self.frontend.tokenize(spec, salt=tenant.salt)
+
+    async def cancel(self, request_id: str) -> None:
+        """Ends a request of the caller's own tenant. Raises NotFound."""
+        salt = current_call().tenant.salt
+        if not self.frontend.cancel(request_id, salt=salt) and not await self.elsewhere(request_id, salt):
+            raise errors.NotFound(f"no request {request_id!r} is running", field="request_id")

@@ -1,0 +1,395 @@
+"""Protos <-> domain, both ways, and nowhere else."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from google.protobuf import json_format
+
+from saccade.v1 import inference_pb2, model_pb2, types_pb2
+from service.answers.bounds import MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_LENGTH, MAX_STOP_STRINGS, FrontLimits
+from service.common import errors
+from service.common.config import ServerOptions
+from service.common.types import (
+    ChatInput,
+    Delta,
+    Embedded,
+    Event,
+    Finished,
+    GenerateSpec,
+    ImageSource,
+    Logprob,
+    MediaSource,
+    Message,
+    PictureInput,
+    PromptLogprob,
+    RawInput,
+    Started,
+    Tokenized,
+    TokensInput,
+    Usage,
+    VideoSource,
+)
+from service.engine.types import EngineInfo
+from service.model.assets import ModelAssets
+
+MAX_REQUEST_ID = 128
+MIN_FPS, MAX_FPS = 1e-6, 1000
+"""From a frame in eleven days; labels give the length of a frame in whole milliseconds."""
+_ROLES = {
+    types_pb2.ROLE_SYSTEM: "system",
+    types_pb2.ROLE_USER: "user",
+    types_pb2.ROLE_ASSISTANT: "assistant",
+    types_pb2.ROLE_TOOL: "tool",
+}
+_REASONS = {
+    "stop": types_pb2.FINISH_REASON_STOP,
+    "length": types_pb2.FINISH_REASON_LENGTH,
+    "aborted": types_pb2.FINISH_REASON_ABORTED,
+}
+_SCALARS = (
+    "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "seed", "ignore_eos", "logprobs", "prompt_logprobs",
+)  # fmt: skip
+
+
+def spec_from_proto(request: inference_pb2.GenerateRequest) -> GenerateSpec:
+    """Raises InvalidArgument with the path of the field that makes no sense."""
+    value, media = _input(request)
+    sampling = request.sampling
+    return GenerateSpec(
+        request_id=_request_id(request.request_id),
+        model=request.model,
+        input=value,
+        media=media,
+        sampling=_sampling(sampling),
+        stop=tuple(sampling.stop),
+        n=sampling.n if sampling.HasField("n") else 1,
+        continued=tuple(request.continued_token_ids),
+        priority=request.priority,
+    )
+
+
+def _request_id(given: str) -> str:
+    if len(given) > MAX_REQUEST_ID:
+        raise errors.InvalidArgument(
+            f"request_id has {len(given)} characters; at most {MAX_REQUEST_ID} are taken", field="request_id"
+        )
+    return given or secrets.token_hex(8)
+
+
+def spec_from_embed(request: inference_pb2.EmbedRequest) -> GenerateSpec:
+    """The prompt or the picture, as a request for one token. Raises InvalidArgument as `spec_from_proto`."""
+    value: ChatInput | RawInput | TokensInput | PictureInput = PictureInput()
+    if request.WhichOneof("input") == "image":
+        media: tuple[MediaSource, ...] = (_image(request.image, "image"),)
+    else:
+        value, media = _input(request)
+    return GenerateSpec(
+        request_id=_request_id(request.request_id), model=request.model, input=value, media=media,
+        sampling={"max_tokens": 1, "temperature": 0.0}, priority=request.priority,
+    )  # fmt: skip
+
+
+def embedded_to_proto(embedded: Embedded) -> inference_pb2.EmbedResponse:
+    response = inference_pb2.EmbedResponse(
+        request_id=embedded.request_id, model=embedded.model, model_version=embedded.version,
+        prompt_tokens=embedded.prompt_tokens, image_tokens=embedded.image_tokens,
+    )  # fmt: skip
+    for target, data in (("last_hidden", embedded.last), ("mean_hidden", embedded.mean)):
+        if data:
+            getattr(response, target).CopyFrom(inference_pb2.Tensor(shape=[embedded.hidden_size], data=data))
+    if embedded.rows:
+        shape = [embedded.image_tokens, embedded.hidden_size]
+        response.image_embedding.CopyFrom(inference_pb2.Tensor(shape=shape, data=embedded.rows))
+    return response
+
+
+def spec_from_tokenize(request: inference_pb2.TokenizeRequest) -> GenerateSpec:
+    """A request that only its prompt matters of. Raises InvalidArgument as `spec_from_proto`."""
+    value, media = _input(request)
+    return GenerateSpec(request_id="", model=request.model, input=value, media=media)
+
+
+def chunking_from_proto(request: inference_pb2.StreamGenerateRequest) -> tuple[int | None, float | None]:
+    """(chunk_tokens, max_chunk_delay in seconds), None where they are not asked for. Raises InvalidArgument."""
+    tokens = request.chunk_tokens if request.HasField("chunk_tokens") and request.chunk_tokens > 1 else None
+    if not request.HasField("max_chunk_delay"):
+        return tokens, None
+    delay = request.max_chunk_delay.seconds + request.max_chunk_delay.nanos / 1e9
+    if delay < 0:
+        raise errors.InvalidArgument(f"max_chunk_delay is {delay:g} s; it cannot be negative", field="max_chunk_delay")
+    return tokens, delay or None
+
+
+def tokenized_to_proto(tokenized: Tokenized) -> inference_pb2.TokenizeResponse:
+    return inference_pb2.TokenizeResponse(
+        token_ids=tokenized.ids, prompt_tokens=tokenized.prompt_tokens, image_tokens=tokenized.image_tokens,
+        tokens_per_image=tokenized.tokens_per_image, video_tokens=tokenized.video_tokens,
+        tokens_per_video=tokenized.tokens_per_video,
+    )  # fmt: skip
+
+
+def _input(
+    request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest | inference_pb2.EmbedRequest,
+) -> tuple[ChatInput | RawInput | TokensInput, tuple[MediaSource, ...]]:
+    media: list[MediaSource] = []
+    match request.WhichOneof("input"):
+        case "chat":
+            value: ChatInput | RawInput | TokensInput = _chat(request.chat, media)
+        case "prompt":
+            value = _prompt(request.prompt, media)
+        case "tokens":
+            media += _media(request.tokens, "tokens")
+            value = TokensInput(tuple(request.tokens.ids))
+        case _:
+            also = ", image" if isinstance(request, inference_pb2.EmbedRequest) else ""
+            raise errors.InvalidArgument(f"one of chat, prompt, tokens{also} must be set", field="input")
+    return value, tuple(media)
+
+
+def _chat(chat: inference_pb2.ChatInput, media: list[MediaSource]) -> ChatInput:
+    if not chat.messages:
+        raise errors.InvalidArgument("chat.messages is empty", field="chat.messages")
+    messages = []
+    for i, message in enumerate(chat.messages):
+        if message.role not in _ROLES:
+            raise errors.InvalidArgument(
+                f"chat.messages[{i}].role is {message.role}; known are {', '.join(_ROLES.values())}",
+                field=f"chat.messages[{i}].role",
+            )
+        parts: list[str | None] = []
+        for j, part in enumerate(message.parts):
+            path = f"chat.messages[{i}].parts[{j}]"
+            match part.WhichOneof("part"):
+                case "text":
+                    parts.append(part.text)
+                case "image":
+                    parts.append(None)
+                    media.append(_image(part.image, f"{path}.image"))
+                case "video":
+                    parts.append(None)
+                    media.append(_video(part.video, f"{path}.video"))
+                case _:
+                    raise errors.InvalidArgument(f"{path} is empty", field=path)
+        messages.append(Message(_ROLES[message.role], tuple(parts)))
+    return ChatInput(tuple(messages), _template_arguments(chat.chat_template_kwargs))
+
+
+def _prompt(prompt: inference_pb2.PromptInput, media: list[MediaSource]) -> ChatInput | RawInput:
+    media += _media(prompt, "prompt")
+    if prompt.raw:
+        if prompt.chat_template_kwargs.fields:
+            raise errors.InvalidArgument("raw text passes no chat template", field="prompt.chat_template_kwargs")
+        return RawInput(prompt.text)
+    parts = (*[None] * len(media), prompt.text)
+    return ChatInput((Message("user", parts),), _template_arguments(prompt.chat_template_kwargs))
+
+
+def _template_arguments(struct: Any) -> Mapping[str, Any]:
+    arguments: dict[str, Any] = json_format.MessageToDict(struct)
+    if bad := sorted({"messages", "add_generation_prompt"} & set(arguments)):
+        raise errors.InvalidArgument(f"chat_template_kwargs may not set {', '.join(bad)}", field="chat_template_kwargs")
+    # Struct knows only doubles: whole ones were meant as integers
+    return {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in arguments.items()}
+
+
+def _image(image: types_pb2.Image, path: str) -> ImageSource:
+    match image.WhichOneof("source"):
+        case "data":
+            return ImageSource(image.data, path)
+        case "uri":
+            return ImageSource(b"", path, uri=image.uri)
+        case "media_id":
+            return ImageSource(b"", path, media_id=image.media_id)
+    raise errors.InvalidArgument(f"{path} has no source", field=path)
+
+
+def _media(holder: inference_pb2.PromptInput | inference_pb2.TokensInput, path: str) -> list[MediaSource]:
+    images = [_image(image, f"{path}.images[{i}]") for i, image in enumerate(holder.images)]
+    return [*images, *(_video(video, f"{path}.videos[{i}]") for i, video in enumerate(holder.videos))]
+
+
+def _video(video: types_pb2.Video, path: str) -> VideoSource:
+    most = video.max_frames if video.HasField("max_frames") else None
+    match video.WhichOneof("source"):
+        case "data":
+            return VideoSource(video.data, path, max_frames=most)
+        case "uri":
+            return VideoSource(b"", path, uri=video.uri, max_frames=most)
+        case "media_id":
+            return VideoSource(b"", path, media_id=video.media_id, max_frames=most)
+        case "frames":
+            frames = [_image(image, f"{path}.frames.images[{i}]") for i, image in enumerate(video.frames.images)]
+            if not frames:
+                raise errors.InvalidArgument(f"{path}.frames is empty", field=f"{path}.frames")
+            fps = video.frames.fps if video.frames.HasField("fps") else None
+            if fps is not None and not MIN_FPS <= fps <= MAX_FPS:
+                raise errors.InvalidArgument(
+                    f"{path}.frames.fps is {fps:g}; it must be above 0: from {MIN_FPS:g} to {MAX_FPS}",
+                    field=f"{path}.frames.fps",
+                )
+            return VideoSource(b"", path, frames=tuple(frames), fps=fps, max_frames=most)
+    raise errors.InvalidArgument(f"{path} has no source", field=path)
+
+
+def _sampling(sampling: types_pb2.SamplingParams) -> dict[str, Any]:
+    fields: Any = sampling
+    values: dict[str, Any] = {name: getattr(fields, name) for name in _SCALARS if fields.HasField(name)}
+    if sampling.logit_bias:
+        values["logit_bias"] = dict(sampling.logit_bias)
+    if sampling.stop_token_ids:
+        values["stop_token_ids"] = frozenset(sampling.stop_token_ids)
+    return values
+
+
+def event_to_proto(event: Event) -> inference_pb2.StreamGenerateResponse:
+    match event:
+        case Started():
+            started = inference_pb2.Started(
+                request_id=event.request_id, prompt_tokens=event.prompt_tokens, image_tokens=event.image_tokens,
+                model=event.model, model_version=event.version, seed=event.seed,
+                video_tokens=event.video_tokens,
+            )  # fmt: skip
+            return inference_pb2.StreamGenerateResponse(started=started)
+        case Delta():
+            delta = inference_pb2.Delta(
+                index=event.index, text=event.text, token_ids=event.token_ids,
+                logprobs=[_logprob(p) for p in event.logprobs], sequence=event.sequence,
+            )  # fmt: skip
+            return inference_pb2.StreamGenerateResponse(delta=delta)
+    finished = inference_pb2.Finished(
+        index=event.index, finish_reason=_REASONS[event.reason], usage=_usage(event.usage),
+        prompt_logprobs=[_prompt_logprob(p) for p in event.prompt_logprobs],
+    )  # fmt: skip
+    _set_stop(finished, event)
+    return inference_pb2.StreamGenerateResponse(finished=finished)
+
+
+def _set_stop(target: Any, event: Finished) -> None:
+    if event.stop_string is not None:
+        target.stop_string = event.stop_string
+    elif event.stop_token is not None:
+        target.stop_token_id = event.stop_token
+
+
+def _logprob(value: Logprob) -> types_pb2.TokenLogprob:
+    top = [types_pb2.TopLogprob(token_id=t, logprob=p) for t, p in value.top]
+    return types_pb2.TokenLogprob(token_id=value.token_id, logprob=value.logprob, top=top)
+
+
+def _prompt_logprob(value: PromptLogprob) -> types_pb2.PromptLogprob:
+    return types_pb2.PromptLogprob(position=value.position, token=_logprob(value.token))
+
+
+def _usage(usage: Usage) -> types_pb2.Usage:
+    proto = types_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens, image_tokens=usage.image_tokens, cached_tokens=usage.cached_tokens,
+        completion_tokens=usage.completion_tokens, video_tokens=usage.video_tokens, video_frames=usage.video_frames,
+    )  # fmt: skip
+    proto.queue_time.FromMicroseconds(round(usage.queue_seconds * 1e6))
+    proto.time_to_first_token.FromMicroseconds(round(usage.first_token_seconds * 1e6))
+    return proto
+
+
+class ResponseBuilder:
+    """The events of a stream -> the response of a unary call."""
+
+    def __init__(self) -> None:
+        self._started: Started | None = None
+        self._samples: dict[int, inference_pb2.Sample] = {}
+        self._text: dict[int, list[str]] = {}
+        self._prompt: list[types_pb2.PromptLogprob] = []
+
+    def add(self, event: Event) -> None:
+        match event:
+            case Started():
+                self._started = event
+            case Delta():
+                sample = self._sample(event.index)
+                sample.token_ids.extend(event.token_ids)
+                sample.logprobs.extend(_logprob(p) for p in event.logprobs)
+                self._text.setdefault(event.index, []).append(event.text)
+            case Finished():
+                sample = self._sample(event.index)
+                sample.finish_reason = _REASONS[event.reason]
+                sample.usage.CopyFrom(_usage(event.usage))
+                _set_stop(sample, event)
+                self._prompt += [_prompt_logprob(p) for p in event.prompt_logprobs]
+
+    def _sample(self, index: int) -> inference_pb2.Sample:
+        return self._samples.setdefault(index, inference_pb2.Sample(index=index))
+
+    def response(self) -> inference_pb2.GenerateResponse:
+        assert self._started is not None, "a stream without Started"
+        for index, pieces in self._text.items():
+            self._samples[index].text = "".join(pieces)
+        return inference_pb2.GenerateResponse(
+            request_id=self._started.request_id,
+            model=self._started.model,
+            model_version=self._started.version,
+            seed=self._started.seed,
+            samples=[self._samples[i] for i in sorted(self._samples)],
+            prompt_logprobs=self._prompt,
+        )
+
+
+def model_to_proto(
+    info: EngineInfo, assets: ModelAssets, limits: FrontLimits, options: ServerOptions | None = None
+) -> model_pb2.Model:
+    """What clients need to know before they send anything."""
+    from encoder.images import FORMATS
+
+    vision = assets.vision
+    modalities = [model_pb2.MODALITY_TEXT] + ([model_pb2.MODALITY_IMAGE] if vision else [])
+    modalities += [model_pb2.MODALITY_VIDEO] if info.takes_video else []
+    defaults = types_pb2.SamplingParams()
+    for name, value in assets.sampling_defaults.items():
+        setattr(defaults, name, value)
+    return model_pb2.Model(
+        name=info.model,
+        version=info.revision,
+        model_type=assets.config.family.name,
+        dtype=info.dtype,
+        input_modalities=modalities,
+        default_sampling=defaults,
+        image_token_id=assets.image_token_id,
+        eos_token_ids=sorted(assets.config.eos_token_ids),
+        vocab_size=assets.config.decoder.vocab_size,
+        has_tokenizer=assets.tokenizer is not None,
+        has_chat_template=assets.template.present,
+        limits=model_pb2.Limits(
+            context_length=info.max_len,
+            max_message_bytes=options.max_message_bytes if options else 0,
+            max_images=limits.max_images if vision else 0,
+            max_image_bytes=limits.media.image.max_bytes,
+            max_image_pixels=limits.media.image.max_pixels,
+            min_image_tokens=vision.min_image_tokens if vision else 0,
+            max_image_tokens=min(vision.max_image_tokens, info.max_image_tokens) if vision else 0,
+            image_formats=sorted(FORMATS) if vision else [],
+            uri_schemes=["https"] if vision and options and options.image_url_hosts else [],
+            max_samples=MAX_SAMPLES,
+            max_logprobs=MAX_LOGPROBS,
+            max_stop_strings=MAX_STOP_STRINGS,
+            max_stop_string_length=MAX_STOP_LENGTH,
+            **_video_limits(limits, info),
+        ),
+    )
+
+
+def _video_limits(limits: FrontLimits, info: EngineInfo) -> dict[str, Any]:
+    from encoder.frames import video_formats
+
+    if not info.takes_video:
+        return {}
+    video = limits.media.video
+    return {
+        "max_videos": limits.max_videos,
+        "max_video_bytes": video.max_bytes,
+        "max_video_frames": limits.media.video_frames,
+        "max_video_file_frames": video.max_frames,
+        "max_video_pixels": video.max_total_pixels,
+        "video_formats": video_formats(),
+    }

@@ -1,0 +1,200 @@
+"""From a request to its prompt: pictures and clips decoded and patched, messages to ids with room for their rows.
+
+Runs on one event loop; what takes longer than a millisecond runs in threads. Whatever a request decodes is on its
+account from before it is decoded until the encoder is done with it, also where the request has failed meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from service.answers.bounds import FrontLimits, characters, check_counts, check_size
+from service.answers.prompts import Prompt, check_ids, check_room, read, system_end, widen
+from service.common import errors
+from service.common.types import ChatInput, GenerateSpec, MediaSource, PictureInput, TokensInput, VideoSource, files
+from service.engine.types import EngineImage, EngineInfo
+from service.media.gate import ByteGate, Grant
+from service.media.images import Decoder, Prepared, Preparer
+from service.model.assets import ModelAssets
+
+T = TypeVar("T")
+Resolver = Callable[[GenerateSpec, bytes], Awaitable[GenerateSpec]]
+"""Fetches the pictures that a request of a tenant only names."""
+
+TEXT_WORKERS = 2
+_LIGHT = 2048
+"""Characters that are tokenised on the event loop; more take longer than a millisecond."""
+_PART, _IDS = 32, 8
+"""Characters that take as long as a message or a part of one, and ids that take as long as a character."""
+
+
+async def no_references(spec: GenerateSpec, salt: bytes) -> GenerateSpec:
+    """The resolver where there is nothing to fetch from. Raises StatusError."""
+    for source in files(spec.media):
+        if source.media_id is not None:
+            raise errors.NotFound(f"{source.field}: no uploaded media {source.media_id!r}", field=source.field)
+        if source.uri is not None:
+            raise errors.InvalidArgument(
+                f"{source.field}: URLs are not fetched here; send the bytes", field=source.field
+            )
+    return spec
+
+
+def decoder_processes(workers: int) -> int:
+    """Processes for `workers` threads: videos never take all of them, so that one is left for pictures."""
+    return max(2, workers)
+
+
+class MediaThreads:
+    """Threads that prepare pictures, and apart from them those for videos, each of which may take minutes."""
+
+    def __init__(self, workers: int) -> None:
+        self._images = ThreadPoolExecutor(workers, thread_name_prefix="saccade-pictures")
+        self._videos = ThreadPoolExecutor(decoder_processes(workers) - 1, thread_name_prefix="saccade-videos")
+
+    async def map(self, function: Callable[[MediaSource], T], sources: Sequence[MediaSource]) -> list[T]:
+        """In order. Where one fails, or the caller gives up, those that have not begun never do; the error is raised
+        when those that have begun are over."""
+        jobs = [
+            (self._videos if isinstance(source, VideoSource) else self._images).submit(function, source)
+            for source in sources
+        ]
+        waiting = [asyncio.wrap_future(job) for job in jobs]
+        try:
+            if waiting:  # and not gather, which returns at the first error and leaves the others to themselves
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            await _end(jobs, waiting)
+        for done in waiting:
+            if not done.cancelled() and (error := done.exception()) is not None:
+                raise error
+        return [done.result() for done in waiting]
+
+    def close(self) -> None:
+        self._videos.shutdown(wait=True, cancel_futures=True)
+        self._images.shutdown(wait=True, cancel_futures=True)
+
+
+async def _end(jobs: Sequence[Future[Any]], waiting: Sequence[asyncio.Future[Any]]) -> None:
+    """Until no job runs: those that have not begun are taken back. A cancellation of the caller waits too."""
+    cancelled: asyncio.CancelledError | None = None
+    for job in jobs:
+        job.cancel()
+    while pending := [future for future in waiting if not future.done()]:
+        try:
+            await asyncio.wait(pending)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+
+
+class Preparation:
+    """One model's prompts. Used on one event loop."""
+
+    def __init__(
+        self, info: EngineInfo, assets: ModelAssets, limits: FrontLimits, decoder: Decoder, workers: int
+    ) -> None:
+        """`workers`: threads that prepare pictures. `decoder` is closed with this."""
+        self._info, self._assets, self._limits, self._decoder = info, assets, limits, decoder
+        self._text = ThreadPoolExecutor(TEXT_WORKERS, thread_name_prefix="saccade-front")
+        # Apart, so that slow pictures keep nobody's words waiting.
+        self._media = MediaThreads(workers)
+        self._gate = ByteGate(limits.prepared_bytes)
+        self._longest = assets.tokenizer.longest if assets.tokenizer is not None else 1
+        self._preparer = None if assets.vision is None else Preparer(
+            decoder, assets.vision, info.pixel_dtype, limits.media, info.revision
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self._decoder.close()
+        self._media.close()
+        self._text.shutdown(wait=True, cancel_futures=True)
+
+    def stats(self) -> dict[str, float]:
+        """What preparing pictures and clips has taken so far, by stage, and the room that it takes now."""
+        counts = self._preparer.stats() if self._preparer is not None else {}
+        return {**counts, **self._decoder.stats(), "held_bytes": self._gate.used}
+
+    def in_thread(self, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+        """For words and ids: what takes a while, but not as long as a picture may."""
+        return asyncio.get_running_loop().run_in_executor(self._text, functools.partial(function, *arguments))
+
+    @asynccontextmanager
+    async def prompt(self, spec: GenerateSpec, salt: bytes, resolve: Resolver) -> AsyncIterator[tuple[Prompt, Grant]]:
+        """The request's prompt, and a hold on the room for its pixels, given back at the end at the latest. Raises
+        StatusError."""
+        self._check(spec)
+        expected = 0 if self._preparer is None else sum(map(self._preparer.most_bytes, spec.media))
+        grant = await self._gate.acquire(expected)
+        try:
+            prompt = await self._make(spec, salt, resolve)
+            grant.shrink(prompt.pixel_bytes)
+            yield prompt, grant
+        finally:
+            grant.release()
+
+    def _check(self, spec: GenerateSpec) -> None:
+        """What can be said of a request before anything of it is decoded. Raises StatusError."""
+        name = self._assets.config.name
+        if spec.model not in ("", name):
+            raise errors.NotFound(f"no model {spec.model!r}; this server has {name!r}", field="model")
+        check_counts(spec, self._limits)
+        check_size(spec, self._limits, self._info.max_len, self._longest)
+        if spec.media and self._preparer is None:
+            raise errors.FailedPrecondition(f"{name} takes no images", field=spec.media[0].field)
+        clips = [source.field for source in spec.media if isinstance(source, VideoSource)]
+        if clips and not self._info.takes_video:
+            raise errors.FailedPrecondition(f"{name} takes no videos", field=clips[0])
+
+    async def _make(self, spec: GenerateSpec, salt: bytes, resolve: Resolver) -> Prompt:
+        if any(source.elsewhere for source in spec.media):
+            if self._preparer is not None:
+                spec = replace(spec, media=tuple(map(self._preparer.looked_at, spec.media)))
+            spec = await resolve(spec, salt)
+        media: list[Prepared] = []
+        if self._preparer is not None:
+            media = await self._media.map(functools.partial(self._preparer.prepare, salt=salt), spec.media)
+        if isinstance(spec.input, PictureInput):
+            return self._picture(media[0])
+        if _weight(spec) > _LIGHT:
+            return await self.in_thread(self._read, spec, media)
+        return self._read(spec, media)
+
+    def _read(self, spec: GenerateSpec, media: Sequence[Prepared]) -> Prompt:
+        check_ids("continued_token_ids", spec.continued, self._assets)
+        ids = read(spec, media, self._assets)
+        shared = system_end(spec, ids, self._assets)
+        prompt = widen(ids, media, len(spec.continued), self._assets, self._info)
+        prompt.system_end = shared
+        return prompt
+
+    def _picture(self, item: Prepared) -> Prompt:
+        """A picture without a prompt, held against what its rows take in the handoff and in a message."""
+        check_room(item, self._info)
+        tokens = item.item.tokens
+        size = tokens * self._assets.config.decoder.hidden_size * 4
+        if size > self._limits.max_answer_bytes:
+            raise errors.InvalidArgument(
+                f"{item.field} has {size} bytes of embeddings, and a message of this server "
+                f"{self._limits.max_answer_bytes}", field=item.field, reason="IMAGE_TOO_LARGE",
+            )  # fmt: skip
+        ids = [self._assets.image_token_id or 0] * tokens
+        return Prompt(ids, (EngineImage(0, item.key, item.item),), tuple(ids[:1]))
+
+
+def _weight(spec: GenerateSpec) -> int:
+    """How long the request's words take to read, in characters."""
+    parts, ids = 0, len(spec.continued)
+    match spec.input:
+        case ChatInput(messages):
+            parts = sum(1 + len(message.parts) for message in messages)
+        case TokensInput(given):
+            ids += len(given)
+    return characters(spec) + _PART * parts + ids // _IDS

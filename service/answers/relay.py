@@ -1,0 +1,91 @@
+"""What is known of an answer while it is written: each sample's text, the request's times, how its engine fails."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from service.answers.stops import StopMatcher
+from service.common import errors
+from service.common.types import Logprob, PromptLogprob
+from service.engine.types import EngineEvent
+from service.model.tokenizer import Detokenizer, Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+class SampleState:
+    """One sample while it streams."""
+
+    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str], min_tokens: int) -> None:
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stops = StopMatcher(stops)
+        self._min_tokens = min_tokens
+        self.tokens = 0
+        self.sequence = 0
+        self.cached_tokens = 0
+        self.done = False
+
+    @property
+    def stop_string(self) -> str | None:
+        return self._stops.matched
+
+    def push(self, token: int, *, shown: bool = True) -> str:
+        """Counts a token and returns the text that became certain. `shown` is False for an end token."""
+        self.tokens += 1
+        text = self._detokenizer.push([token]) if shown else ""
+        # until min_tokens are there, stop strings pass like any other text
+        return self._stops.push(text) if self.tokens >= self._min_tokens else text
+
+    def replay(self, tokens: Sequence[int]) -> None:
+        """Tokens that were shown before: only the state that follows from them matters."""
+        for token in tokens:
+            self.push(token)
+
+    def flush(self) -> str:
+        return self._stops.push(self._detokenizer.flush()) + self._stops.flush()
+
+
+class Clock:
+    """Times of one request, in seconds since its arrival."""
+
+    def __init__(self, arrived: float) -> None:
+        self._arrived = arrived
+        self._scheduled: float | None = None
+        self.first_token = 0.0
+
+    @property
+    def queue(self) -> float:
+        """Until its first step was scheduled; of one that has none, until now."""
+        return max(0.0, (time.monotonic() if self._scheduled is None else self._scheduled) - self._arrived)
+
+    def tick(self, events: list[EngineEvent]) -> None:
+        for event in events:
+            if self._scheduled is None:
+                self._scheduled = event.scheduled
+            if not self.first_token and event.token_id is not None:
+                self.first_token = time.monotonic() - self._arrived
+
+
+def read_prompt_scores(event: EngineEvent) -> list[PromptLogprob]:
+    return [
+        PromptLogprob(score.position, Logprob(score.token, score.logprob, score.top)) for score in event.prompt_scores
+    ]
+
+
+def engine_error(event: EngineEvent) -> errors.StatusError:
+    if event.error == "invalid":
+        return errors.InvalidArgument(event.message)
+    if event.error == "deadline":
+        return errors.DeadlineExceeded(event.message, reason="DEADLINE_UNREACHABLE", metadata={"phase": "admission"})
+    if event.error == "unavailable":
+        return errors.Unavailable(event.message, reason="ENCODER_UNAVAILABLE", retry_after=1.0)
+    if event.error == "full":
+        return errors.Unavailable(event.message, reason="SHARED_MEMORY_FULL", retry_after=1.0)
+    if event.error == "died":
+        return errors.Unavailable(
+            "the engine stopped while it worked on this request", reason="ENGINE_DIED", retry_after=1.0
+        )
+    log.error("request %s failed in the engine: %s", event.request_id, event.message)
+    return errors.Internal("the engine failed on this request; the server's log has the details")

@@ -1,0 +1,1 @@
+"""Files of requests that the server works on by itself."""

@@ -1,0 +1,112 @@
+"""One batch on its way: the client's own job (`saccade._jobs.job`), over a client that has no wire."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from saccade._core.retrying import Deadline, retry_delay
+from saccade._jobs.job import BatchJob, BatchOptions, BatchSummary, run_async
+from saccade._jobs.rows import ImageFolder
+from saccade.errors import InvalidArgument, error_from_service
+from saccade.types import Model
+from saccade.v1 import inference_pb2, types_pb2
+from service.answers import convert
+from service.answers.calls import Calls
+from service.batches.batch_store import BatchRecord, BatchStore
+from service.common import errors
+from service.common.auth import Tenant
+from service.common.limits import ByteBudget
+from service.media.media import Spool, tenant_folder
+from service.telemetry.call_context import CallInfo, set_current_call
+
+METHOD = "/saccade.v1.BatchService/Row"
+"""What rows are called in metrics and logs."""
+
+
+class Uploaded(ImageFolder):
+    """Of the pictures that a row may name: a tenant's uploaded media, which live on from here."""
+
+    def __init__(self, spool: Spool, tenant: Tenant) -> None:
+        super().__init__(None)
+        self._spool, self._tenant = spool, tenant_folder(tenant.salt)
+
+    def look(self, image: types_pb2.Image, where: str) -> None:
+        if image.WhichOneof("source") == "uri":
+            raise InvalidArgument(f"{where}: a picture is a data URL or a media id here, not a URL")
+        if image.WhichOneof("source") == "media_id":
+            try:
+                self._spool.renew(self._tenant, image.media_id)
+            except errors.NotFound as error:
+                raise InvalidArgument(f"{where}: {error}", reason=error.reason) from None
+
+
+@dataclass(frozen=True)
+class Inside:
+    """The two methods of a client that a batch needs, on the server's own calls."""
+
+    calls: Calls
+    model: Model
+    tenant: Callable[[], Tenant]
+    """Looked up for each row: keys are read again while the server runs. Raises StatusError."""
+    gate: asyncio.Semaphore
+    """Rows in flight, over all batches."""
+    row_timeout: float
+    budget: ByteBudget
+    """Of bytes that rows, and the media that they name, hold while they run."""
+
+    async def get_model(self) -> Model:
+        return self.model
+
+    async def _generate(
+        self, request: inference_pb2.GenerateRequest, timeout: float | None
+    ) -> inference_pb2.GenerateResponse:
+        """Tries for as long as it may help: a full queue, a dead engine and an empty rate are no row's fault."""
+        failures = 0
+        while True:
+            try:
+                async with self.gate:
+                    return await self._once(request)
+            except errors.StatusError as status:
+                error = error_from_service(status, request.request_id)
+            failures += 1
+            delay = retry_delay(error, min(failures, 10), 10, Deadline(None))
+            if delay is None:
+                raise error from error.__cause__
+            await asyncio.sleep(delay)
+
+    async def _once(self, request: inference_pb2.GenerateRequest) -> inference_pb2.GenerateResponse:
+        tenant, size = self.tenant(), request.ByteSize()
+        with self.budget.hold(tenant.name) as add:
+            add(size)
+            set_current_call(CallInfo(METHOD, tenant, request_bytes=size, hold_bytes=add))
+            builder = convert.ResponseBuilder()
+            spec = convert.spec_from_proto(request)
+            async with contextlib.aclosing(self.calls.stream(spec, timeout=self.row_timeout)) as events:
+                async for event in events:
+                    builder.add(event)
+            return builder.response()
+
+
+async def run_batch(
+    store: BatchStore, record: BatchRecord, client: Inside, folder: ImageFolder, *, concurrency: int,
+    on_start: Callable[[BatchSummary], None], on_row: Callable[[int, bool], None],
+) -> BatchSummary:  # fmt: skip
+    """Answers what is not answered yet. Raises SaccadeError. `on_start` and `on_row(tokens, failed)` are called from
+    another thread."""
+
+    def progress(summary: BatchSummary, tokens: int, failed: bool) -> None:
+        on_row(tokens, failed)
+        try:
+            store.check_output(record)
+        except errors.StatusError as error:
+            raise error_from_service(error, "") from error
+
+    where = store.folder(record.batch_id)
+    options = BatchOptions(
+        concurrency=concurrency, ordered=record.ordered, max_errors=record.max_errors, on_start=on_start,
+        on_progress=progress,
+    )  # fmt: skip
+    return await run_async(client, BatchJob(where / "input.jsonl", where / "output.jsonl", options, folder))

@@ -1,0 +1,317 @@
+"""Batches on disk, bounded in bytes and time.
+
+    DIRECTORY/<batch id>/batch.json              what is known of it, replaced whole at each change of state
+    DIRECTORY/<batch id>/input.jsonl             as it came
+    DIRECTORY/<batch id>/output.jsonl[.journal]  lines of answers, and which rows they are of: `saccade._jobs.journal`
+    DIRECTORY/incoming/<random>/                 one that is still arriving
+
+A batch appears by the renaming of its folder, so it is there whole or not at all. The folders are all there is: a
+restart reads them. Methods block and may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+from service.common import errors
+from service.common.disk import disk_trouble
+from service.media.arriving import ArrivingFile
+
+log = logging.getLogger(__name__)
+
+MAX_BATCHES = 1000
+"""Of one tenant: each costs a little memory for as long as it is there."""
+ENDED = frozenset({"completed", "failed", "cancelled"})
+
+
+@dataclass(frozen=True)
+class BatchRecord:
+    """What is known of a batch. Times are Unix time; 0 where there is none yet."""
+
+    batch_id: str
+    """Sorts by age."""
+    tenant: str
+    request_id: str
+    digest: str
+    """Of the input and of what was said with it."""
+    input_bytes: int
+    ordered: bool = False
+    max_errors: int | None = None
+    state: str = "validating"
+    created: float = 0.0
+    started: float = 0.0
+    ended: float = 0.0
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    output_bytes: int = 0
+    reason: str = ""
+    message: str = ""
+    problems: tuple[str, ...] = ()
+    model: str = ""
+    version: str = ""
+
+    @property
+    def over(self) -> bool:
+        return self.state in ENDED
+
+    @property
+    def bytes(self) -> int:
+        return self.input_bytes + self.output_bytes
+
+
+class BatchStore:
+    """The batches of all tenants."""
+
+    def __init__(
+        self, directory: Path, capacity: int, ttl: float, *, tenant_capacity: int | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:  # fmt: skip
+        """Takes over what an earlier run has left in `directory`. Capacities in bytes, of all tenants and of each;
+        `ttl` in seconds after the end."""
+        self._directory, self._capacity, self._ttl, self._clock = directory, capacity, ttl, clock
+        self._tenant_capacity = capacity if tenant_capacity is None else tenant_capacity
+        self._lock = threading.RLock()  # of the books; the event loop takes it, so nobody waits for a disk in it
+        self._writing = threading.Lock()
+        self._records: dict[str, BatchRecord] = {}
+        self._reserved: dict[str, int] = {}
+        self._incoming = directory / "incoming"
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        shutil.rmtree(self._incoming, ignore_errors=True)
+        self._incoming.mkdir(mode=0o700)
+        for path in sorted(directory.glob("*/batch.json")):
+            try:
+                known = {f.name for f in fields(BatchRecord)}
+                values = {k: v for k, v in json.loads(path.read_bytes()).items() if k in known}
+                record = BatchRecord(**{**values, "problems": tuple(values["problems"])})
+            except (ValueError, KeyError, TypeError) as error:
+                log.error("%s cannot be read and is left alone: %s", path, error)
+                continue
+            self._records[record.batch_id] = record
+        self.sweep()
+
+    @property
+    def used_bytes(self) -> int:
+        """Of inputs and outputs, and of what has been promised to uploads."""
+        with self._lock:
+            return sum(r.bytes for r in self._records.values()) + sum(self._reserved.values())
+
+    def folder(self, batch_id: str) -> Path:
+        return self._directory / batch_id
+
+    def sweep(self) -> None:
+        """Deletes what ended long enough ago."""
+        with self._lock:
+            now = self._clock()
+            gone = [self._hide(r) for r in list(self._records.values()) if r.over and self.expires(r) <= now]
+        for folder in gone:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def expires(self, record: BatchRecord) -> float:
+        return record.ended + self._ttl if record.over else 0.0
+
+    # -- arriving ------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def upload(self, tenant: str, size: int) -> Iterator[BatchUpload]:
+        """Reserves `size` bytes for an input. Whatever is not committed is gone afterwards. Raises InvalidArgument or
+        ResourceExhausted."""
+        if size < 1:
+            raise errors.InvalidArgument(f"size_bytes is {size}; a file has at least 1 byte", field="header.size_bytes")
+        self.sweep()
+        with self._lock:
+            self._check_room(tenant, size)
+            self._reserved[tenant] = self._reserved.get(tenant, 0) + size
+        folder = self._incoming / secrets.token_hex(16)
+        try:
+            with _disk():
+                folder.mkdir(mode=0o700)
+            with contextlib.closing(BatchUpload(self, folder, tenant, size)) as upload:
+                yield upload
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            with self._lock:
+                self._reserved[tenant] -= size
+
+    def _check_room(self, tenant: str, size: int) -> None:
+        mine = [r for r in self._records.values() if r.tenant == tenant]
+        if len(mine) >= MAX_BATCHES:
+            raise _full(f"there are {len(mine)} batches, the most that one tenant may have; delete some")
+        if (used := self.used_bytes) + size > self._capacity:
+            raise _full(f"batches fill {used} of {self._capacity} bytes, and this one has {size}")
+        used = sum(r.bytes for r in mine) + self._reserved.get(tenant, 0)
+        if used + size > self._tenant_capacity:
+            raise _full(f"your batches fill {used} of {self._tenant_capacity} bytes, and this one has {size}")
+
+    def _keep(self, folder: Path, record: BatchRecord) -> BatchRecord:
+        """The upload's folder becomes the batch, unless the request that made it made one before."""
+        with _disk():
+            _write_whole(folder / "batch.json", record)
+            with self._lock:
+                for other in self._records.values():
+                    if (other.tenant, other.request_id) == (record.tenant, record.request_id):
+                        if other.digest != record.digest:
+                            raise errors.AlreadyExists(
+                                f"request {record.request_id!r} has made a batch of another file",
+                                field="header.request_id",
+                            )
+                        return other
+                os.rename(folder, self.folder(record.batch_id))
+                self._records[record.batch_id] = record
+            _sync_folder(self._directory)
+        return record
+
+    # -- looking in ----------------------------------------------------------------------------------------------------
+
+    def get(self, tenant: str, batch_id: str) -> BatchRecord:
+        """Raises NotFound."""
+        with self._lock:
+            record = self._records.get(batch_id)
+        if record is None or record.tenant != tenant:
+            raise errors.NotFound(f"no batch {batch_id!r}", field="batch_id", reason="BATCH_NOT_FOUND")
+        return record
+
+    def record(self, batch_id: str) -> BatchRecord:
+        """Of a batch that is there."""
+        with self._lock:
+            return self._records[batch_id]
+
+    def output_size(self, batch_id: str) -> int:
+        """Bytes that are written now."""
+        try:
+            return (self.folder(batch_id) / "output.jsonl").stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def page(self, tenant: str, size: int, token: str) -> tuple[list[BatchRecord], str]:
+        """The newest first, from behind the batch that `token` names; and the next token, empty at the end."""
+        with self._lock:
+            mine = [i for i, r in sorted(self._records.items(), reverse=True) if r.tenant == tenant]
+            chosen = [i for i in mine if not token or i < token][: size + 1]
+            records = [self._records[i] for i in chosen[:size]]
+        return records, chosen[size - 1] if len(chosen) > size else ""
+
+    def unfinished(self) -> list[BatchRecord]:
+        """The oldest first."""
+        with self._lock:
+            return [record for _, record in sorted(self._records.items()) if not record.over]
+
+    # -- changing ------------------------------------------------------------------------------------------------------
+
+    def save(self, record: BatchRecord, *, on_disk: bool = True) -> BatchRecord:
+        """Replaces what is known; without `on_disk`, or with a disk that is full, only until the next restart, which
+        then goes on with the batch."""
+        with self._lock:
+            if record.batch_id in self._records:
+                self._records[record.batch_id] = record
+        if on_disk:
+            self._write(record.batch_id)
+        return record
+
+    def _write(self, batch_id: str) -> None:
+        """What is known now, so that of two writers the later one writes the newest."""
+        with self._writing:
+            with self._lock:
+                record = self._records.get(batch_id)
+            if record is None:
+                return
+            try:
+                _write_whole(self.folder(batch_id) / "batch.json", record)
+            except OSError as error:
+                with self._lock:
+                    if batch_id in self._records:  # else it has been deleted meanwhile
+                        log.error("batch %s: its state cannot be written: %s", batch_id, error.strerror)
+
+    def check_output(self, record: BatchRecord) -> int:
+        """Bytes of its output now. Raises ResourceExhausted where all batches together are above the bound."""
+        size = self.output_size(record.batch_id)
+        with self._lock:
+            self._records[record.batch_id] = replace(self._records[record.batch_id], output_bytes=size)
+            mine = sum(r.bytes for r in self._records.values() if r.tenant == record.tenant)
+            if self.used_bytes > self._capacity or mine > self._tenant_capacity:
+                raise _full(
+                    f"the answers of batches fill the {min(self._capacity, self._tenant_capacity)} bytes allowed"
+                )
+        return size
+
+    def delete(self, record: BatchRecord) -> None:
+        with self._lock:
+            if record.batch_id not in self._records:
+                return
+            gone = self._hide(record)
+        shutil.rmtree(gone, ignore_errors=True)
+
+    def _hide(self, record: BatchRecord) -> Path:
+        """Out of sight at once. Returns the folder that remains to be removed; a crash leaves it to the next start."""
+        gone = self._incoming / secrets.token_hex(16)
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self.folder(record.batch_id), gone)
+        del self._records[record.batch_id]
+        return gone
+
+    def check_integrity(self) -> None:
+        """The books agree with the disk."""
+        with self._lock:
+            folders = {path.name for path in self._directory.iterdir()} - {"incoming"}
+            assert folders == set(self._records), "folders without a batch, or batches without a folder"
+            for record in self._records.values():
+                assert (self.folder(record.batch_id) / "input.jsonl").stat().st_size == record.input_bytes
+            if not any(self._reserved.values()):
+                assert not list(self._incoming.iterdir()), "parts of uploads that have ended"
+
+
+class BatchUpload:
+    """One input on its way in."""
+
+    def __init__(self, store: BatchStore, folder: Path, tenant: str, size: int) -> None:
+        self._store, self._folder, self._tenant = store, folder, tenant
+        self._file = ArrivingFile(folder / "input.jsonl", size, _disk)
+        self.write, self.close = self._file.write, self._file.close
+
+    def commit(self, request_id: str, *, ordered: bool = False, max_errors: int | None = None) -> BatchRecord:
+        """The whole file is there. Raises InvalidArgument for one that is short, AlreadyExists for another file under
+        the same request id."""
+        self._file.end(sync=True)
+        self._file.hash.update(f"\0{ordered}\0{max_errors}".encode())
+        record = BatchRecord(
+            f"batch_{time.time_ns():016x}{secrets.token_hex(8)}", self._tenant, request_id or secrets.token_hex(16),
+            self._file.hash.hexdigest(), self._file.size, ordered, max_errors, created=self._store._clock(),
+        )  # fmt: skip
+        return self._store._keep(self._folder, record)
+
+
+def _write_whole(path: Path, record: BatchRecord) -> None:
+    scratch = path.with_suffix(".new")
+    with scratch.open("wb") as file:
+        file.write(json.dumps(asdict(record), indent=1).encode())
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(scratch, path)
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _full(message: str) -> errors.ResourceExhausted:
+    return errors.ResourceExhausted(message, reason="BATCH_SPOOL_FULL", quota="batch_bytes")
+
+
+_disk = functools.partial(disk_trouble, "batches", _full)

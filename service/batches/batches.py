@@ -1,0 +1,232 @@
+"""Batches over their lives: whose turn it is, what their callers hear, what a stop and a restart do to them.
+
+validating -> running -> completed, failed or cancelled. Up to `jobs` of them run at a time, the oldest first and one of
+each tenant, so that nobody's hundred batches hold up somebody else's first. A stop leaves states as they are: what is
+not over when the server starts is read again, and goes on behind the rows that its output holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from saccade._jobs.job import BatchInvalid, BatchSummary
+from saccade._jobs.rows import ImageFolder
+from saccade.errors import SaccadeError
+from saccade.types import Model
+from service.answers.calls import Calls
+from service.batches.batch_runs import Inside, run_batch
+from service.batches.batch_store import BatchRecord, BatchStore
+from service.common import errors
+from service.common.auth import Tenant
+from service.common.limits import ByteBudget
+
+log = logging.getLogger(__name__)
+
+WATCH_SECONDS = 0.2
+"""The least between two messages about one batch."""
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """How much of the server batches may have."""
+
+    concurrency: int
+    jobs: int
+    row_timeout: float
+
+
+class Batches:
+    """All methods run on the event loop."""
+
+    def __init__(
+        self, store: BatchStore, calls: Calls, model: Model, limits: BatchLimits, *,
+        budget: ByteBudget, tenant: Callable[[str], Tenant | None], folder: Callable[[Tenant], ImageFolder],
+    ) -> None:  # fmt: skip
+        """`budget`: of what rows hold while they run. `tenant`: by name, None where its keys are gone. `folder`: of the
+        pictures that its rows may name."""
+        self.store = store
+        self._calls, self._model, self._limits = calls, model, limits
+        self._budget, self._find_tenant, self._folder = budget, tenant, folder
+        self._gate = asyncio.Semaphore(limits.concurrency)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._cancelled: set[str] = set()
+        self._changes: dict[str, asyncio.Event] = {}
+        self._stopped = False
+
+    def start(self) -> None:
+        """Goes on with what an earlier run has left."""
+        if waiting := self.store.unfinished():
+            log.info("%d batches of an earlier run go on", len(waiting))
+        self._pump()
+
+    async def stop(self) -> None:
+        """Ends all work. What is not over goes on when the server starts again. Idempotent."""
+        self._stopped = True
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- what callers do -----------------------------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Raises Unavailable once work has ended for good: a batch would be kept, and nobody would begin it."""
+        if self._stopped:
+            raise errors.draining()
+
+    def created(self) -> None:
+        """There may be a new one in the store."""
+        self._pump()
+
+    async def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
+        """Ends it; one that is over stays as it is. Raises NotFound."""
+        record = self.store.get(tenant, batch_id)
+        if not record.over and batch_id not in self._cancelled:
+            self._cancelled.add(batch_id)
+            if (task := self._tasks.get(batch_id)) is not None:
+                task.cancel()
+            else:
+                self._begin(record)
+        while (task := self._tasks.get(batch_id)) is not None:
+            await asyncio.wait({task})
+        return self.store.get(tenant, batch_id)
+
+    async def delete(self, tenant: str, batch_id: str) -> None:
+        """Raises NotFound, and FailedPrecondition for one that is not over."""
+        record = self.store.get(tenant, batch_id)
+        if not record.over:
+            raise errors.FailedPrecondition(
+                f"batch {batch_id} is {record.state}; cancel it first", reason="BATCH_RUNNING"
+            )
+        await asyncio.to_thread(self.store.delete, record)
+        self._changed(batch_id)
+
+    async def watch(self, tenant: str, batch_id: str) -> AsyncGenerator[BatchRecord, None]:
+        """The batch now and after changes, until it is over. Raises NotFound."""
+        last = None
+        while True:
+            record = self.store.get(tenant, batch_id)
+            if record.over:
+                yield record
+                return
+            change = self._changes.setdefault(batch_id, asyncio.Event())
+            if record != last:
+                yield record
+                last = record
+            await change.wait()
+            await asyncio.sleep(WATCH_SECONDS)
+
+    def _changed(self, batch_id: str) -> None:
+        if (change := self._changes.pop(batch_id, None)) is not None:
+            change.set()
+
+    # -- running -------------------------------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Starts whoever's turn it is."""
+        busy = {record.tenant for record in self.store.unfinished() if record.batch_id in self._tasks}
+        for record in self.store.unfinished():
+            if self._stopped or len(self._tasks) >= self._limits.jobs:
+                return
+            if record.tenant not in busy and record.batch_id not in self._tasks:
+                busy.add(record.tenant)
+                self._begin(record)
+
+    def _begin(self, record: BatchRecord) -> None:
+        task = self._tasks[record.batch_id] = asyncio.create_task(self._run(record))
+        task.add_done_callback(lambda _: self._left(record.batch_id))
+
+    def _left(self, batch_id: str) -> None:
+        """Its task is over, or never came to its first step. One that was to be cancelled, and was not in a moment to
+        be, is begun again and then finds itself cancelled."""
+        del self._tasks[batch_id]
+        record = next((record for record in self.store.unfinished() if record.batch_id == batch_id), None)
+        if record is not None and batch_id in self._cancelled and not self._stopped:
+            self._begin(record)
+        else:
+            self._cancelled.discard(batch_id)
+            self._pump()
+
+    async def _run(self, record: BatchRecord) -> None:
+        try:
+            if record.batch_id in self._cancelled:
+                raise asyncio.CancelledError
+            await self._answer(record)
+        except asyncio.CancelledError:
+            if record.batch_id in self._cancelled:
+                await self._end(self.store.get(record.tenant, record.batch_id), "cancelled")
+        except BatchInvalid as error:
+            await self._end(
+                record, "failed", reason=error.reason, message=error.message, problems=tuple(error.problems)
+            )
+        except SaccadeError as error:
+            await self._fail(record, error.reason or type(error).__name__, error.message)
+        except errors.StatusError as error:
+            await self._fail(record, error.reason, error.message)
+        except Exception:
+            log.exception("batch %s failed", record.batch_id)
+            await self._fail(record, "INTERNAL", "the server failed on this batch; its log has the details")
+
+    async def _answer(self, record: BatchRecord) -> None:
+        loop = asyncio.get_running_loop()
+
+        def tenant() -> Tenant:
+            if (found := self._find_tenant(record.tenant)) is None:
+                raise errors.PermissionDenied(f"there is no key of {record.tenant!r} any more", reason="KEY_REVOKED")
+            return found
+
+        def on_start(summary: BatchSummary) -> None:
+            loop.call_soon_threadsafe(self._update, record.batch_id, _counts(summary))
+
+        def on_row(tokens: int, failed: bool) -> None:
+            loop.call_soon_threadsafe(self._count, record.batch_id, tokens, failed)
+
+        await self._save(replace(record, state="validating", started=record.started or time.time()))
+        client = Inside(self._calls, self._model, tenant, self._gate, self._limits.row_timeout, self._budget)
+        summary = await run_batch(
+            self.store, record, client, self._folder(tenant()), concurrency=self._limits.concurrency,
+            on_start=on_start, on_row=on_row,
+        )  # fmt: skip
+        self._update(record.batch_id, _counts(summary))
+        await self._end(self.store.get(record.tenant, record.batch_id), "completed")
+
+    def _update(self, batch_id: str, values: dict[str, Any]) -> None:
+        """The job has taken stock."""
+        self.store.save(replace(self.store.record(batch_id), state="running", **values), on_disk=False)
+        self._changed(batch_id)
+
+    def _count(self, batch_id: str, tokens: int, failed: bool) -> None:
+        """A row more. The journal knows better; these numbers are for whoever watches."""
+        if batch_id in self._tasks:
+            record = self.store.record(batch_id)
+            counted = replace(
+                record, completion_tokens=record.completion_tokens + tokens, failed=record.failed + failed,
+                completed=record.completed + (not failed),
+            )  # fmt: skip
+            self.store.save(counted, on_disk=False)
+            self._changed(batch_id)
+
+    async def _fail(self, record: BatchRecord, reason: str, message: str) -> None:
+        record = self.store.get(record.tenant, record.batch_id)
+        await self._end(record, "failed", reason=reason, message=message)
+
+    async def _end(self, record: BatchRecord, state: str, **values: Any) -> None:
+        size = await asyncio.to_thread(self.store.output_size, record.batch_id)
+        await self._save(replace(record, state=state, ended=time.time(), output_bytes=size, **values))
+
+    async def _save(self, record: BatchRecord) -> None:
+        await asyncio.to_thread(self.store.save, record)
+        self._changed(record.batch_id)
+
+
+def _counts(summary: BatchSummary) -> dict[str, Any]:
+    return {
+        "total": summary.total, "completed": summary.completed, "failed": summary.failed,
+        "prompt_tokens": summary.prompt_tokens, "completion_tokens": summary.completion_tokens,
+        "model": summary.model, "version": summary.model_version,
+    }  # fmt: skip

@@ -1,0 +1,155 @@
+"""The server's commands; the `saccade` command hands them to `main`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from service.common.config import ConfigError, ServerOptions, from_command_line
+from service.common.helper_process import SPINNING
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one command. Returns the exit code: 0, 1 for a failure, 2 for options that make no sense."""
+    commands = {
+        "serve": serve, "demo": demo, "plan": plan, "tune": tune, "quantize": quantize, "key": key, "probe": probe,
+    }  # fmt: skip
+    if not argv or argv[0] not in commands:
+        print(f"usage: saccade {{{','.join(commands)}}} ...", file=sys.stderr)
+        return 2
+    try:
+        return commands[argv[0]](argv[1:])
+    except ValueError as error:  # ConfigError and CheckpointError: the user's to mend, no traceback
+        print(f"saccade {argv[0]}: {error}", file=sys.stderr)
+        return 2
+
+
+def serve(argv: Sequence[str]) -> int:
+    """`saccade serve [MODEL] [options]`"""
+    parser = argparse.ArgumentParser("saccade serve", description="Serve a model over gRPC.")
+    options = from_command_line(ServerOptions, parser, argv)
+    if options.role == "encoder":  # its maths is in this process; see service/common/helper_process.py
+        os.environ.update({**SPINNING, **os.environ})
+    # The front's own maths (resizing pictures) must not start a thread team beside the engine's.
+    import torch
+
+    torch.set_num_threads(1)
+    from service.servers.run import run
+
+    return run(options)
+
+
+def plan(argv: Sequence[str]) -> int:
+    """`saccade plan [MODEL] [options]`: what `serve` would do with these options, before anything runs."""
+    parser = argparse.ArgumentParser(
+        "saccade plan", description="Say what `saccade serve` would do with the same options, before it runs."
+    )
+    options = from_command_line(ServerOptions, parser, argv)
+    from service.commands.plan import plan as tables
+
+    print("\n\n".join(str(table) for table in tables(options)))
+    return 0
+
+
+def tune(argv: Sequence[str]) -> int:
+    """`saccade tune HISTOGRAM.json`: encoder budgets for the pictures that a server has seen."""
+    from service.commands.tune import main as run
+
+    return run(argv)
+
+
+def quantize(argv: Sequence[str]) -> int:
+    """`saccade quantize MODEL OUT --weights int8|int4`: a directory that serve reads."""
+    from service.commands.quantize import main as run
+
+    return run(argv)
+
+
+def key(argv: Sequence[str]) -> int:
+    """`saccade key NAME`: a new API key and its entry for the key file."""
+    from service.commands.key import main as run
+
+    return run(argv)
+
+
+def probe(argv: Sequence[str]) -> int:
+    """`saccade probe HOST:PORT`: whether a server is healthy, by exit code."""
+    from service.commands.probe import main as run
+
+    return run(argv)
+
+
+def demo(argv: Sequence[str]) -> int:
+    """`saccade demo`: a real server, real pictures, every answer checked. Exit code 0 only if each one is right."""
+    parser = argparse.ArgumentParser("saccade demo", description="Start a server on the embedded model and ask it.")
+    parser.parse_args(list(argv))
+    import saccade
+
+    questions = json.loads((ROOT / "demo" / "questions.json").read_text("utf-8"))
+    started = time.perf_counter()
+    with ServerProcess(["demo", "--log-level", "warning"]) as server:
+        print(f"server ready on {server.address} after {time.perf_counter() - started:.1f} s\n", flush=True)
+        wrong = 0
+        tokens, seconds = 0, 0.0
+        with saccade.Client(server.address) as client:
+            for entry in questions:
+                names = entry["images"]
+                print(f"{', '.join(names)}\n  Q: {entry['question']}\n  A: ", end="", flush=True)
+                began = time.perf_counter()
+                images = [ROOT / "demo" / "pictures" / name for name in names]
+                with client.stream(entry["question"], images=images, temperature=0) as stream:
+                    for delta in stream:
+                        print(delta.text, end="", flush=True)
+                    answer = stream.final()
+                seconds += time.perf_counter() - began
+                tokens += answer.usage.completion_tokens
+                correct = answer.text.strip() == entry["answer"]
+                wrong += not correct
+                print("" if correct else f"   <- wrong, expected {entry['answer']!r}", flush=True)
+    right = len(questions) - wrong
+    print(f"\n{right} of {len(questions)} answers right, {tokens / seconds:.0f} tokens/s (pictures included)")
+    return 1 if wrong else 0
+
+
+class ServerProcess:
+    """A `saccade serve` of this checkout, on a free port unless one is named, for the demo, the benchmarks and the
+    tests."""
+
+    def __init__(self, arguments: Sequence[str] = (), *, port: int = 0, timeout: float = 120.0) -> None:
+        path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "service", "serve", *arguments, "--port", str(port)],
+            stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line.startswith("saccade ready on "):
+            raise ConfigError(f"the server did not start (exit code {self._process.wait(timeout)})")
+        self.address = line.removeprefix("saccade ready on ").strip()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def stop(self) -> int:
+        """SIGTERM, then wait. Returns the exit code. Idempotent."""
+        if self._process.poll() is None:
+            self._process.terminate()
+        code = self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        return code
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()

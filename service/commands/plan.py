@@ -1,0 +1,216 @@
+"""`saccade plan MODEL`: what a configuration will do, before anything is loaded.
+
+Memory by part, how many requests fit and what binds, which sizes are captured. Reads the configuration and the tables
+of the weight files, never the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from decoder.arena import ArenaLayout, resolve_blocks
+from decoder.checkpoints import resolve_state_block, state_bytes, state_slots
+from decoder.graphs import capture_plan, check_slots, graph_bytes
+from decoder.mtp import check_mtp
+from encoder.plan import describe
+from kernels.linear import quantised_bytes
+from service.common.config import EngineOptions
+from service.engine.build import (
+    check_handoff,
+    check_role,
+    decoder_options,
+    encoder_options,
+    resolve_dtype,
+    resolve_vision,
+)
+from service.model.checkpoint import Checkpoint, open_checkpoint
+from service.model.quantise import quantised_name
+
+CLIP_FRAMES = 32
+AUTO_CHECKPOINTS = (
+    "end of the system prompt",
+    "junction",
+    "last chunk",
+    "last multiple of chunks",
+    "end of the answer",
+)
+"""What `auto` keeps of one request without pictures, at most; each picture adds one."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A titled table of text cells; the first row of `rows` is the header."""
+
+    title: str
+    rows: list[tuple[str, ...]]
+
+    def __str__(self) -> str:
+        widths = [max(len(row[i]) for row in self.rows) for i in range(len(self.rows[0]))]
+        lines = [self.title]
+        for row in self.rows:
+            first, *rest = (cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
+            lines.append("  " + "  ".join([first, *rest]).rstrip())
+        return "\n".join(lines)
+
+
+def size(count: int) -> str:
+    """Bytes for people: 512 B, 1.5 KiB, 2.0 GiB."""
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def plan(options: EngineOptions) -> list[Table]:
+    """The tables of the plan. Raises what the server would raise for the same options."""
+    checkpoint = open_checkpoint(options.model)
+    check_role(options, checkpoint)
+    if options.role == "encoder":
+        return [memory_table(options, checkpoint), encoder_table(options, checkpoint)]
+    if options.speculative == "mtp":
+        check_mtp(checkpoint.config.decoder, checkpoint.decoder_shapes())
+    tables = [
+        memory_table(options, checkpoint),
+        concurrency_table(options, checkpoint),
+        states_table(options, checkpoint),
+        capture_table(options, checkpoint),
+    ]
+    if checkpoint.config.vision is not None and options.role == "all":
+        tables.append(encoder_table(options, checkpoint))
+    return tables
+
+
+def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
+    """Bytes by part, of a server of the role that `options` name."""
+    device, item = decoder_options(options, checkpoint).device, resolve_dtype(options, checkpoint).itemsize
+    rows: list[tuple[str, ...]] = [("part", "bytes", "what")]
+    total = weight_bytes(options, checkpoint)
+    kind = options.weights or checkpoint.config.weights
+    quantised = f", linear layers of the decoder in {kind}" if kind and options.role != "encoder" else ""
+    what = f"{checkpoint.parameters(options.role) / 1e6:.1f} M parameters of {item} bytes{quantised}"
+    rows.append(("weights", size(total), what))
+    if options.role != "encoder":
+        total += _decoder_memory(options, checkpoint, rows)
+    if checkpoint.config.vision is not None:
+        row = checkpoint.config.vision.row_width * item
+        rows.append(("handoff", size(options.handoff_bytes), f"{options.handoff_bytes // row} image tokens"))
+        total += options.handoff_bytes
+    rows.append(("together", size(total), "without activations"))
+    of = "" if options.role == "all" else f", role {options.role}"
+    return Table(f"{checkpoint.config.name}, revision {checkpoint.revision}, on {device}{of}", rows)
+
+
+def _decoder_memory(options: EngineOptions, checkpoint: Checkpoint, rows: list[tuple[str, ...]]) -> int:
+    """Adds the rows of what the decoder holds besides weights; returns its bytes."""
+    decoder, layout = decoder_options(options, checkpoint), arena_layout(options, checkpoint)
+    graphs = graph_bytes(checkpoint.config.decoder, decoder)
+    blocks = resolve_blocks(layout, decoder, graphs)
+    check_slots(checkpoint.config.decoder, decoder, layout, blocks)
+    arena = blocks * layout.block_bytes
+    rows.append(("state arena", size(arena), f"{blocks} superblocks of {size(layout.block_bytes)}"))
+    rows.append(
+        ("  a state slot", size(layout.slot_bytes), f"one sequence, {len(layout.state_bytes)} recurrent layers")
+    )
+    rows.append(("  a KV page", size(layout.page_bytes), f"{layout.page_size} tokens, all attention layers"))
+    total = arena
+    if layout.ring_bytes:
+        rings = layout.ring_bytes * decoder.max_seqs
+        rows.append(("rings", size(rings), f"{size(layout.ring_bytes)} for each of {decoder.max_seqs} requests"))
+        total += rings
+    if graphs:
+        rows.append(("decoder graphs", size(graphs), "buffers, and activations of the largest size"))
+        total += graphs
+    return total
+
+
+def weight_bytes(options: EngineOptions, checkpoint: Checkpoint) -> int:
+    """Of all weights that the role serves, as they are served."""
+    item = resolve_dtype(options, checkpoint).itemsize
+    total = checkpoint.parameters(options.role) * item
+    if options.role == "encoder":
+        return total
+    if (kind := options.weights or checkpoint.config.weights) is not None:
+        shapes = [shape for name, shape in checkpoint.decoder_shapes().items() if quantised_name(name)]
+        total += sum(quantised_bytes(shape, kind) - math.prod(shape) * item for shape in shapes)
+    return total
+
+
+def arena_layout(options: EngineOptions, checkpoint: Checkpoint) -> ArenaLayout:
+    return ArenaLayout.of(checkpoint.config.decoder, decoder_options(options, checkpoint))
+
+
+def concurrency_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
+    """How many requests of a length run at once, and what stops the next one."""
+    decoder, layout = decoder_options(options, checkpoint), arena_layout(options, checkpoint)
+    blocks = resolve_blocks(layout, decoder, graph_bytes(checkpoint.config.decoder, decoder))
+    rows: list[tuple[str, ...]] = [("tokens of each request", "at once", "bound by")]
+    lengths = sorted({n for n in (128, 512, 2048, 8192, 32768) if n < decoder.max_len} | {decoder.max_len})
+    for length in lengths:
+        fits = layout.sequences_for(blocks, length) if layout.slot_bytes or layout.page_bytes else decoder.max_seqs
+        bound = f"memory ({fits} fit)" if fits < decoder.max_seqs else f"max_seqs {decoder.max_seqs}"
+        rows.append((str(length), str(min(fits, decoder.max_seqs)), bound))
+    return Table("requests that run at once", rows)
+
+
+def states_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
+    """What one request of `max_len` can hold of states under each `state_cache`, pictures of it counted as none."""
+    decoder, layout = decoder_options(options, checkpoint), arena_layout(options, checkpoint)
+    config = checkpoint.config.decoder
+    block = resolve_state_block(decoder.state_block, decoder.page_size, config.scan_chunk or decoder.page_size)
+    checkpoints = len(AUTO_CHECKPOINTS)
+    drafts = layout.slots_per_seq - 1
+    held = state_bytes(layout.slot_bytes, decoder.max_len, block, drafts, checkpoints)
+    rows: list[tuple[str, ...]] = [("state_cache", "slots", "bytes", "")]
+    for mode, count in held.items():
+        slots = state_slots(mode, decoder.max_len, block, drafts, checkpoints)
+        rows.append((mode, str(slots), size(count), "in use" if mode == decoder.state_cache else ""))
+    return Table(
+        f"states of one request of {decoder.max_len} tokens, state_block {block}: {layout.slots_per_seq} "
+        f"{'slot is' if drafts == 0 else 'slots are'} held, checkpoints give way",
+        rows,
+    )
+
+
+def capture_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
+    """The two lists of decoder batch sizes."""
+    decoder = decoder_options(options, checkpoint)
+    captured = capture_plan(decoder)
+    mixed, decode = list(captured.mixed), list(captured.decode)
+    rows: list[tuple[str, ...]] = [("list", "sizes", "")]
+    rows.append(("mixed, in tokens", str(len(mixed)), _sizes(mixed)))
+    rows.append(("decode, in requests", str(len(decode)), _sizes(decode)))
+    if captured.drafts:
+        rows.append((f"with {captured.drafts} drafts, in requests", str(len(decode)), _sizes(decode)))
+    return Table(f"decoder graphs, {'captured' if decoder.graphs_on else 'not captured here'}", rows)
+
+
+def _sizes(sizes: list[int]) -> str:
+    text = [str(s) for s in sizes]
+    return ", ".join(text if len(text) <= 12 else [*text[:6], "...", *text[-3:]])
+
+
+def encoder_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
+    """The budgets of the encoder and the buffers that follow from them."""
+    vision = resolve_vision(options, checkpoint)
+    assert vision is not None
+    dtype = resolve_dtype(options, checkpoint)
+    check_handoff(options, vision, dtype)
+    budgets = encoder_options(options, checkpoint).budgets(vision)
+    rows: list[tuple[str, ...]] = [("budget", "rows/image", "capacity", "ViT rows", "sequences", "buffers")]
+    described = describe(vision, budgets, dtype, vision.patch_widths)
+    for row in described:
+        numbers = (row.budget, row.rows_per_image, row.capacity, row.tower_rows, row.sequences)
+        rows.append((*map(str, numbers), size(row.buffer_bytes)))
+    clip = ""
+    if (rule := vision.video_rule) is not None:
+        tokens = rule.tokens(CLIP_FRAMES, 9, 16)
+        clip = f", {tokens} for {CLIP_FRAMES} frames of 16:9 at a pruning rate of {rule.pruning_rate:g}"
+    return Table(
+        f"encoder, graphs {options.graphs}: {vision.min_image_tokens} to {vision.max_image_tokens} tokens a picture"
+        f"{clip}, up to {budgets.max_images} pictures a batch, one arena of {size(described[-1].buffer_bytes)} for all "
+        "budgets",
+        rows,
+    )

@@ -1,0 +1,1 @@
+"""What every room may use: options, errors, request types, keys and limits, TLS, channels between processes."""

@@ -1,0 +1,173 @@
+"""API keys: who calls, what they may use and how much of it.
+
+A key file is TOML, one table for each key; it holds hashes, never keys:
+
+    [[key]]
+    name = "team-a"                  # the tenant: caches, media and rates are shared within it and with nobody else
+    sha256 = "9f86d0..."             # of the key; `python -m service key team-a` makes a pair
+    scopes = ["inference", "batch"]  # these two are the default; there are "admin" and "encoder" too
+    requests_per_minute = 600        # optional, as are the next two
+    tokens_per_minute = 100000
+    bytes_per_minute = "1Gi"
+
+Keys are 256 random bits, so a plain hash cannot be turned round; a slow password hash would only cost time in each
+call.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from service.common import errors
+from service.common.config import ConfigError, parse_size
+from service.common.limits import RateLimits
+from service.common.watch import Watched
+
+SCOPES = ("inference", "batch", "admin", "encoder")
+DEFAULT_SCOPES = frozenset({"inference", "batch"})
+_SCOPE_OF_SERVICE = {
+    "saccade.v1.AdminService": "admin",
+    "saccade.v1.BatchService": "batch",
+    "saccade.v1.EncoderService": "encoder",
+}
+_FIELDS = {"name", "sha256", "scopes", *(f"{kind}_per_minute" for kind in RateLimits.KINDS)}
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """Whose call it is. `salt` keeps caches, request ids and media of tenants apart; empty where there are no keys."""
+
+    name: str = ""
+    salt: bytes = b""
+    scopes: frozenset[str] = DEFAULT_SCOPES
+    limits: RateLimits = field(default_factory=lambda: RateLimits({}), compare=False)
+
+
+def scope_of(method: str) -> str:
+    """The scope that a call of `/package.Service/Method` needs."""
+    return _SCOPE_OF_SERVICE.get(method.rpartition("/")[0].removeprefix("/"), "inference")
+
+
+class Guard:
+    """Tells the tenant of a call from its metadata, or refuses it."""
+
+    def __init__(self, keys: Watched[dict[bytes, Tenant]] | None, *, admin: bool = False) -> None:
+        """Without `keys` everybody is one tenant, with the admin scope if `admin` is set."""
+        self._keys = keys
+        self._anyone = Tenant(scopes=DEFAULT_SCOPES | {"encoder"} | ({"admin"} if admin else frozenset()))
+
+    def admit(self, method: str, metadata: Mapping[str, str | bytes]) -> Tenant:
+        """Raises Unauthenticated, PermissionDenied, or ResourceExhausted where the key's requests are used up."""
+        tenant = self._anyone if self._keys is None else self._tenant(metadata)
+        scope = scope_of(method)
+        if scope not in tenant.scopes:
+            raise errors.PermissionDenied(f"this method needs the scope {scope!r}, which {_lacks(tenant, scope)}")
+        tenant.limits.admit("requests", 1)
+        return tenant
+
+    def named(self, name: str, scope: str) -> Tenant | None:
+        """The tenant of this name; None where it has no key with this scope (any more)."""
+        if self._keys is None:
+            return self._anyone if not name else None
+        tenants = self._keys.current().values()
+        return next((tenant for tenant in tenants if tenant.name == name and scope in tenant.scopes), None)
+
+    def _tenant(self, metadata: Mapping[str, str | bytes]) -> Tenant:
+        assert self._keys is not None
+        presented = _presented_key(metadata)
+        if presented is None:
+            raise errors.Unauthenticated("this server needs an API key, as `authorization: Bearer KEY`")
+        digest = hashlib.sha256(presented).digest()
+        found: Tenant | None = None
+        for known, tenant in self._keys.current().items():  # all of them, so that time does not tell which one is near
+            if hmac.compare_digest(known, digest):
+                found = tenant
+        if found is None:
+            raise errors.Unauthenticated("this server does not know the API key")
+        return found
+
+
+def _lacks(tenant: Tenant, scope: str) -> str:
+    """Who has not got the scope, and how they could."""
+    if tenant.name:
+        return f"the key {tenant.name!r} has not; its entry in the server's --api-keys file can name it in `scopes`"
+    if scope == "admin":
+        return "callers without a key have not; start the server with --admin (or SACCADE_ADMIN=1) to allow them"
+    return "callers without a key have not"
+
+
+def _presented_key(metadata: Mapping[str, str | bytes]) -> bytes | None:
+    value = metadata.get("authorization")
+    if value is None:
+        value = metadata.get("x-api-key")
+        return None if value is None else _bytes(value)
+    scheme, _, key = _bytes(value).partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" and key.strip() else None
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value if isinstance(value, bytes) else value.encode()
+
+
+def parse_keys(contents: list[bytes]) -> dict[bytes, Tenant]:
+    """A key file -> tenants by the hash of their key. Raises ConfigError that names the entry, never a hash."""
+    try:
+        document = tomllib.loads(contents[0].decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"api_keys: not TOML: {error}") from None
+    entries = document.get("key")
+    if set(document) != {"key"} or not isinstance(entries, list) or not entries:
+        raise ConfigError("api_keys: the file must hold [[key]] tables and nothing else")
+    tenants: dict[bytes, Tenant] = {}
+    first: dict[str, Tenant] = {}
+    for number, entry in enumerate(entries, 1):
+        digest, tenant = _parse_entry(entry, f"api_keys: key {number}")
+        if digest in tenants:
+            raise ConfigError(f"api_keys: key {number} has the hash of another one")
+        # Keys of one name are one tenant: a second key would else be a second helping of its rates.
+        limits = first.setdefault(tenant.name, tenant).limits
+        if tenant.limits.per_minute != limits.per_minute:
+            raise ConfigError(
+                f"api_keys: key {number} ({tenant.name!r}) has other rates than an earlier key of that name, and "
+                "they are one tenant's"
+            )
+        tenants[digest] = replace(tenant, limits=limits)
+    return tenants
+
+
+def _parse_entry(entry: Any, where: str) -> tuple[bytes, Tenant]:
+    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or not entry["name"]:
+        raise ConfigError(f"{where} has no name")
+    where = f"{where} ({entry['name']!r})"
+    if unknown := sorted(set(entry) - _FIELDS):
+        raise ConfigError(f"{where}: {', '.join(unknown)} is no field; fields are {', '.join(sorted(_FIELDS))}")
+    try:
+        digest = bytes.fromhex(entry["sha256"])
+    except (KeyError, TypeError, ValueError):
+        digest = b""
+    if len(digest) != 32:
+        raise ConfigError(f"{where}: sha256 must be 64 hexadecimal digits")
+    scopes = entry.get("scopes", sorted(DEFAULT_SCOPES))
+    if not isinstance(scopes, list) or not scopes or not set(scopes) <= set(SCOPES):
+        raise ConfigError(f"{where}: scopes must be a list out of {', '.join(SCOPES)}")
+    limits: dict[str, float] = {}
+    for kind in RateLimits.KINDS:
+        if (raw := entry.get(f"{kind}_per_minute")) is not None:
+            try:
+                limits[kind] = parse_size(raw)
+            except ValueError:
+                limits[kind] = 0
+            if limits[kind] <= 0:
+                raise ConfigError(f"{where}: {kind}_per_minute must be a number above 0")
+    salt = hashlib.sha256(b"saccade tenant\0" + entry["name"].encode()).digest()
+    return digest, Tenant(entry["name"], salt, frozenset(scopes), RateLimits(limits))
+
+
+def watch_keys(path: str) -> Watched[dict[bytes, Tenant]]:
+    """The key file at `path`, read again when it changes (which resets the rates). Raises ConfigError."""
+    return Watched([path], parse_keys)

@@ -1,0 +1,167 @@
+"""Bounds on what clients may have in the server at a time, and per minute. Pure bookkeeping, no clock of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from service.common import errors
+
+Clock = Callable[[], float]
+
+
+class TokenBucket:
+    """`per_minute` units a minute, saved up for at most one minute.
+
+    What a call will cost is not always known when it begins (generated tokens are not), so a bucket may be charged
+    below zero: the debt keeps later calls waiting. Thread-safe.
+    """
+
+    def __init__(self, per_minute: float, clock: Clock = time.monotonic) -> None:
+        self._rate, self._capacity, self._clock = per_minute / 60, per_minute, clock
+        self._level, self._at = per_minute, clock()
+        self._lock = threading.Lock()
+
+    def wait(self, amount: float = 0.0) -> float:
+        """Seconds until `amount` can be had; 0 if it can now. More than a minute's worth is had from a full bucket."""
+        with self._lock:
+            self._refill()
+            missing = min(amount, self._capacity) - self._level
+            # a call that costs nothing yet still has to wait until a debt is paid
+            return max(0.0, missing / self._rate)
+
+    def charge(self, amount: float) -> None:
+        with self._lock:
+            self._refill()
+            self._level -= amount
+
+    def _refill(self) -> None:
+        now = self._clock()
+        self._level = min(self._capacity, self._level + (now - self._at) * self._rate)
+        self._at = now
+
+
+class RateLimits:
+    """The buckets of one API key: requests, tokens (prompt and answer) and message bytes, each per minute."""
+
+    KINDS = ("requests", "tokens", "bytes")
+
+    def __init__(self, per_minute: Mapping[str, float], clock: Clock = time.monotonic) -> None:
+        """`per_minute`: limits by kind; a kind without one is not limited."""
+        self.per_minute = dict(per_minute)
+        self._buckets = {kind: TokenBucket(limit, clock) for kind, limit in per_minute.items()}
+
+    @property
+    def limited(self) -> bool:
+        """Whether anything is."""
+        return bool(self._buckets)
+
+    def admit(self, kind: str, amount: float) -> None:
+        """Takes `amount`. Raises ResourceExhausted with the time to wait."""
+        bucket = self._buckets.get(kind)
+        if bucket is None:
+            return
+        if (seconds := bucket.wait(amount)) > 0:
+            raise errors.ResourceExhausted(
+                f"this key's {kind} per minute are used up; there is room again in {seconds:.1f} s",
+                reason="RATE_LIMITED", quota=f"{kind}_per_minute", retry_after=max(seconds, 0.001),
+            )  # fmt: skip
+        bucket.charge(amount)
+
+    def charge(self, kind: str, amount: float) -> None:
+        """Takes what has been used already, into debt if need be."""
+        if (bucket := self._buckets.get(kind)) is not None:
+            bucket.charge(amount)
+
+
+def _too_much(what: str, quota: str) -> errors.ResourceExhausted:
+    return errors.ResourceExhausted(what, reason="TENANT_QUEUE_FULL", quota=quota, retry_after=1.0)
+
+
+@dataclass
+class Places:
+    """Of which each tenant with a key may have so many at a time; callers without one share all. On one event loop."""
+
+    limit: int
+    what: str
+    """Of a place: `calls`, `requests`."""
+    _held: dict[str, int] = field(default_factory=dict)
+
+    @contextmanager
+    def hold(self, owner: str) -> Iterator[None]:
+        """One place for a tenant's name. Raises ResourceExhausted where it has them all."""
+        held = self._held.get(owner, 0)
+        if owner and held >= self.limit:
+            raise _too_much(
+                f"this key has {held} {self.what} in the server, the most that one key may have", f"tenant_{self.what}"
+            )
+        self._held[owner] = held + 1
+        try:
+            yield
+        finally:
+            self._held[owner] -= 1
+            if not self._held[owner]:
+                del self._held[owner]
+
+
+@dataclass
+class ByteBudget:
+    """Message bytes of all calls in progress. Used on one event loop."""
+
+    limit: int
+    share: int | None = None
+    """Of one tenant with a key; None: as much as all."""
+    used: int = 0
+    _owned: dict[str, int] = field(default_factory=dict)
+
+    @contextmanager
+    def hold(self, owner: str = "") -> Iterator[Held]:
+        """Yields what adds bytes to a call's share; they are given back at the end. `owner`: the tenant's name, empty
+        without a key. Adding raises ResourceExhausted where the tenant has its share, and Unavailable where the
+        server has no room, with `never_retry` where it never will have."""
+        share = self.limit if self.share is None or not owner else min(self.share, self.limit)
+        held = Held(self, owner, share)
+        try:
+            yield held
+        finally:
+            held.release()
+
+
+class Held:
+    """What one call holds of a budget."""
+
+    def __init__(self, budget: ByteBudget, owner: str, share: int) -> None:
+        self._budget, self._owner, self._share = budget, owner, share
+        self._held = 0
+
+    def __call__(self, size: int) -> None:
+        """Adds bytes, or gives some back where `size` is negative. Raises as `ByteBudget.hold` says."""
+        budget, owner, share = self._budget, self._owner, self._share
+        owned = budget._owned.get(owner, 0)
+        if size > 0 and self._held + size > share:
+            raise errors.Unavailable(
+                f"the call would hold {self._held + size} bytes, and {share} is the most it may", reason="QUEUE_FULL",
+                metadata={"limit": str(share), "got": str(self._held + size)}, never_retry=True,
+            )  # fmt: skip
+        if size > 0 and owner and owned + size > share:
+            raise _too_much(
+                f"this key's messages in progress hold {owned} bytes; {size} more would pass the {share} that one "
+                "key may have", "tenant_bytes",
+            )  # fmt: skip
+        if size > 0 and budget.used + size > budget.limit:
+            raise errors.Unavailable(
+                f"the messages in progress hold {budget.used} bytes; {size} more would pass the server's "
+                f"{budget.limit}", reason="QUEUE_FULL", metadata={"limit": str(budget.limit)}, retry_after=1.0,
+            )  # fmt: skip
+        budget.used += size
+        self._held += size
+        budget._owned[owner] = owned + size
+
+    def release(self) -> None:
+        """Gives everything back. Idempotent."""
+        self(-self._held)
+        if not self._budget._owned.get(self._owner):
+            self._budget._owned.pop(self._owner, None)

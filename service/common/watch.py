@@ -1,0 +1,54 @@
+"""Files that may be replaced while the server runs: certificates and keys."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from service.common.config import ConfigError
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Watched(Generic[T]):
+    """What a parser makes of some files; made anew once one of them has changed. Thread-safe.
+
+    A replacement that cannot be read or parsed leaves the last good value in use and says so in the log: an operator's
+    slip must not take a running server down. No content is ever logged.
+    """
+
+    def __init__(self, paths: Sequence[str | os.PathLike[str]], parse: Callable[[list[bytes]], T]) -> None:
+        """Reads the files for the first time. Raises ConfigError."""
+        self._paths = [Path(p) for p in paths]
+        self._parse = parse
+        self._lock = threading.Lock()
+        try:
+            self._stamp = self._stat()
+            self._value = self._load()
+        except OSError as error:
+            raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}") from None
+
+    def _stat(self) -> list[tuple[int, int, int]]:
+        return [(s.st_mtime_ns, s.st_size, s.st_ino) for s in (os.stat(path) for path in self._paths)]
+
+    def _load(self) -> T:
+        return self._parse([path.read_bytes() for path in self._paths])
+
+    def current(self) -> T:
+        """The value of the files as they are now; costs a stat of each."""
+        with self._lock:
+            try:
+                stamp = self._stat()
+                if stamp != self._stamp:
+                    self._stamp = stamp  # first, so that a bad file is complained of once
+                    self._value = self._load()
+                    log.info("%s: read again", ", ".join(map(str, self._paths)))
+            except (OSError, ConfigError) as error:
+                reason = error.strerror if isinstance(error, OSError) else error
+                log.error("%s: not usable, the last version stays: %s", ", ".join(map(str, self._paths)), reason)
+            return self._value

@@ -1,0 +1,184 @@
+"""Who turns reserved pictures into rows. One interface over three ways:
+
+    LocalEncoder   the runner in this process: writes straight into the handoff's space (this module)
+    EncoderPool    encoders in processes of their own, on this host or others (service/encoding/encoder_pool.py)
+
+An engine has one of them. Either takes work from the handoff, which is there only once its space is reserved.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from encoder.job import EncodeJob
+from encoder.runner import EncoderRunner
+from kernels.streams import on, side_stream
+from service.encoding.handoff import EncodingFailed, Work
+
+log = logging.getLogger(__name__)
+
+TURN_SECONDS = 0.1
+"""Between two decoder steps, where both share the cores. A running stream is never without a token for longer than
+this, a layer and a step, however large the pictures are and however many: nine tokens a second, faster than one reads.
+A decoder step of few rows, which reads all weights for them, then takes a twentieth of the time that pictures wait for.
+"""
+
+
+class Encoding(Protocol):
+    """What an engine asks of it. `turn` and `close` are called from the engine's thread, the rest from any."""
+
+    seconds: float
+    """Time that the engine's own maths spent on pictures."""
+
+    def start(self, on_fatal: Callable[[BaseException], None]) -> None:
+        """Begins to work. `on_fatal` hears of an error after which no picture would be encoded any more."""
+
+    def turn(self) -> bool:
+        """One bounded piece of work. False where there is nothing to do, or others do it."""
+
+    def wake(self) -> None:
+        """The handoff has changed."""
+
+    def stats(self) -> dict[str, Any]: ...
+
+    def histogram(self) -> dict[int, int]:
+        """Image tokens -> pictures encoded."""
+
+    def check_integrity(self) -> None: ...
+
+    def close(self) -> None:
+        """Ends it. Idempotent."""
+
+
+class WorkSource(Protocol):
+    """Where an encoder gets its work and says what came of it: a handoff, or what stands for one elsewhere."""
+
+    def take(self, max_tokens: int | None = None) -> list[Work]: ...
+
+    def publish(self, works: Sequence[Work], counts: Sequence[tuple[int, ...] | None]) -> None: ...
+
+    def fail(self, work: Work, error: Exception) -> None: ...
+
+
+class LocalEncoder:
+    """The encoder runner in this process, on the caller's turns or, with `own_thread`, on a thread of its own; on a GPU
+    either way on a stream of its own, beside the decoder's.
+    """
+
+    def __init__(
+        self, runner: EncoderRunner, handoff: WorkSource, *, step_tokens: int | None = None, own_thread: bool = False,
+        turn_seconds: float | None = None,
+    ) -> None:  # fmt: skip
+        """`step_tokens`: image tokens that the encoder takes on at a time. `turn_seconds`: how long a turn lasts while
+        there is work, and a layer of the tower longer; None: a launch."""
+        self.runner = runner
+        self.seconds = 0.0
+        self._handoff = handoff
+        self._step_tokens, self._turn_seconds = step_tokens, turn_seconds
+        self._batch: tuple[list[Work], EncodeJob] | None = None
+        self._wake, self._closing = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self._own_thread = own_thread
+        self.stream = side_stream(runner.options.device)
+
+    def start(self, on_fatal: Callable[[BaseException], None]) -> None:
+        if self._own_thread:
+            self._thread = threading.Thread(target=self._loop, args=(on_fatal,), name="saccade-encoder", daemon=True)
+            self._thread.start()
+
+    def turn(self) -> bool:
+        return self._thread is None and self._launch()
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def stats(self) -> dict[str, Any]:
+        return self.runner.stats()
+
+    def histogram(self) -> dict[int, int]:
+        return self.runner.histogram()
+
+    def check_integrity(self) -> None:
+        if self._thread is None:  # its counters are in motion while it runs
+            self.runner.check_integrity()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+        self.runner.close()
+
+    def _loop(self, on_fatal: Callable[[BaseException], None]) -> None:
+        try:
+            while True:
+                self._wake.clear()
+                if self._closing.is_set():  # asked after the clearing, or a call to close could be missed
+                    return
+                if not self._launch():
+                    self._wake.wait()
+        except BaseException as error:  # without an encoder, requests would wait for ever
+            on_fatal(error)
+
+    def _launch(self) -> bool:
+        """A turn at the batch under way and at those that the handoff has space reserved for. False where there is
+        nothing to encode."""
+        with on(self.stream):
+            return self._work()
+
+    def _work(self) -> bool:
+        started = time.perf_counter()
+        left = self._turn_seconds
+        if not self._advance(left):
+            return False
+        while self._turn_seconds is not None:
+            left = self._turn_seconds - (time.perf_counter() - started)
+            if left <= 0 or not self._advance(left):
+                break
+        self.seconds += time.perf_counter() - started
+        return True
+
+    def _advance(self, seconds: float | None) -> bool:
+        """Works on one batch, for so long or to its end. False where there is none."""
+        if self._batch is None and not self._begin():
+            return False
+        if self._batch is not None:
+            work, job = self._batch
+            try:
+                if not job.step(seconds):
+                    self._batch = None
+                    self._handoff.publish(work, job.rows)
+            except Exception as error:
+                self._batch = None
+                self._encode_alone(work, error)
+        return True
+
+    def _begin(self) -> bool:
+        """Takes the next batch. False where there is none."""
+        if not (work := self._handoff.take(self._step_tokens)):
+            return False
+        try:
+            self._batch = work, self.runner.begin([w.image for w in work], [w.space() for w in work])
+        except ValueError as error:
+            self._encode_alone(work, error)
+        return True
+
+    def _encode_alone(self, work: list[Work], error: Exception) -> None:
+        """One picture must not take its neighbours along: those of a failed batch get a run each, and what fails again
+        fails for good."""
+        if len(work) > 1:
+            log.warning("a batch of %d images could not be encoded; trying each alone", len(work), exc_info=error)
+        for item in work:
+            try:
+                counts = self.runner.encode([item.image], [item.space()])
+            except ValueError as failure:
+                self._handoff.fail(item, failure)
+            except Exception as failure:  # reported to each waiter
+                log.error("an image could not be encoded", exc_info=failure)
+                self._handoff.fail(item, EncodingFailed(f"the encoder failed on this image: {failure}"))
+            else:
+                self._handoff.publish([item], counts)

@@ -1,0 +1,242 @@
+"""The encoder's end of `EncoderService.Attach`: pictures in, rows out, one session for each decoder.
+
+The encoder keeps a handoff of its own, so everything that holds there holds here: space for the rows before a picture
+is encoded, one encoding however many decoders ask for the same key, a cache, order by deadline. A session leases what
+its decoder asked for, sends the rows as they become ready and lets go of them when they are sent. Rows that are not
+read stay leased; then the space is full, nothing is encoded, no window opens, and the decoders keep their pictures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from saccade.v1 import encoder_pb2, encoder_pb2_grpc
+from service.common import errors
+from service.encoding.grpc_link import partner_from_proto, partner_to_proto
+from service.encoding.handoff import Handoff, Lease
+from service.encoding.items import bytes_of, empty_pixels, item_from_proto, pieces, write_bytes
+from service.encoding.partner import Partner, PartnerRefused
+
+log = logging.getLogger(__name__)
+
+Response = encoder_pb2.AttachResponse
+
+
+class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
+    """Takes decoders of the same model. Lives on one event loop."""
+
+    def __init__(self, handoff: Handoff, partner: Partner, *, window_bytes: int, max_sessions: int) -> None:
+        """`window_bytes`: pixels that one decoder may have under way here."""
+        self._handoff, self._partner = handoff, partner
+        self._window_bytes, self._max_sessions = window_bytes, max_sessions
+        self.sessions: set[_Session] = set()
+        self.idle = asyncio.Event()
+        """Set while no decoder is attached."""
+        self.idle.set()
+        self._draining = False
+
+    async def Attach(
+        self, requests: AsyncIterator[encoder_pb2.AttachRequest], context: Any
+    ) -> AsyncIterator[encoder_pb2.AttachResponse]:
+        self._check_room()
+        hello = await anext(aiter(requests), None)
+        if hello is None or hello.WhichOneof("message") != "hello":
+            raise errors.InvalidArgument("the first message must be hello", field="hello")
+        # Before it is judged, so that each side can say in its own words what differs.
+        yield Response(
+            welcome=encoder_pb2.Welcome(
+                partner=partner_to_proto(self._partner), window_bytes=self._window_bytes,
+                max_tokens=self._handoff.max_tokens,
+            )
+        )  # fmt: skip
+        try:
+            self._partner.check(partner_from_proto(hello.hello), f"the decoder at {context.peer()}")
+        except PartnerRefused as error:
+            raise errors.FailedPrecondition(str(error), reason="PARTNER_REFUSED") from None
+        self._check_room()  # others may have come since, and the end
+        session = _Session(self._handoff, self._window_bytes)
+        self.sessions.add(session)
+        self.idle.clear()
+        log.info("a decoder at %s is attached", context.peer())
+        reader = asyncio.create_task(session.read(requests))
+        try:
+            async for response in session.responses(reader):
+                yield response
+        finally:
+            reader.cancel()
+            session.close()
+            self.sessions.discard(session)
+            if not self.sessions:
+                self.idle.set()
+            log.info("the decoder at %s is gone", context.peer())
+
+    def _check_room(self) -> None:
+        """Raises Unavailable where no further decoder is taken."""
+        if self._draining:
+            raise errors.Unavailable("the encoder is stopping", reason="DRAINING", retry_after=1.0)
+        if len(self.sessions) >= self._max_sessions:
+            raise errors.Unavailable(
+                f"{len(self.sessions)} decoders are attached, the most that max_inflight_bytes allows",
+                reason="QUEUE_FULL", metadata={"limit": str(self._max_sessions)}, retry_after=5.0,
+            )  # fmt: skip
+
+    def poll(self) -> None:
+        """The handoff has changed: rows may be ready."""
+        for session in self.sessions:
+            session.wake.set()
+
+    def drain(self) -> None:
+        """Tells every decoder to send nothing more. Each ends its side, gets what it is owed, and is gone."""
+        self._draining = True
+        for session in self.sessions:
+            session.put(Response(draining=True))
+
+    @property
+    def under_way(self) -> int:
+        return sum(session.under_way for session in self.sessions)
+
+
+@dataclass
+class _Arriving:
+    """A picture whose pixels are on their way."""
+
+    item: encoder_pb2.EncodeItem
+    pixels: torch.Tensor
+    offset: int = 0
+
+    @property
+    def size(self) -> int:
+        return self.pixels.numel() * self.pixels.itemsize
+
+
+class _Session:
+    """One decoder."""
+
+    def __init__(self, handoff: Handoff, window: int) -> None:
+        self.wake = asyncio.Event()
+        self._handoff, self._window = handoff, window
+        self._arriving: dict[int, _Arriving] = {}
+        self._leases: dict[int, tuple[Lease, int]] = {}
+        self._outgoing: list[encoder_pb2.AttachResponse] = []
+
+    @property
+    def under_way(self) -> int:
+        return len(self._arriving) + len(self._leases)
+
+    def put(self, response: encoder_pb2.AttachResponse) -> None:
+        self._outgoing.append(response)
+        self.wake.set()
+
+    async def read(self, requests: AsyncIterator[encoder_pb2.AttachRequest]) -> None:
+        """Until the decoder has no more to send. Raises StatusError for what no decoder of ours sends."""
+        try:
+            async for request in requests:
+                match request.WhichOneof("message"):
+                    case "item":
+                        self._begin(request.item)
+                    case "pixels":
+                        self._add(request.pixels)
+                    case "cancel":
+                        self._cancel(request.cancel)
+                    case other:
+                        raise errors.InvalidArgument(f"a message of kind {other!r} in mid-stream")
+        finally:
+            self.wake.set()
+
+    def _begin(self, item: encoder_pb2.EncodeItem) -> None:
+        if item.ticket in self._arriving or item.ticket in self._leases:
+            raise errors.InvalidArgument(f"ticket {item.ticket} is under way", field="item.ticket")
+        try:
+            pixels = empty_pixels(item, self._window)
+        except ValueError as error:
+            raise errors.InvalidArgument(str(error), field="item") from None
+        self._window -= pixels.numel() * pixels.itemsize
+        self._arriving[item.ticket] = _Arriving(item, pixels)
+
+    def _add(self, piece: encoder_pb2.Piece) -> None:
+        if (arriving := self._arriving.get(piece.ticket)) is None:
+            raise errors.InvalidArgument(
+                f"pixels of ticket {piece.ticket}, which is not expected", field="pixels.ticket"
+            )
+        try:
+            arriving.offset = write_bytes(arriving.pixels, arriving.offset, piece.data)
+        except ValueError as error:
+            raise errors.InvalidArgument(str(error), field="pixels") from None
+        if arriving.offset == arriving.size:
+            del self._arriving[piece.ticket]
+            self._lease(arriving)
+
+    def _lease(self, arriving: _Arriving) -> None:
+        item = arriving.item
+        deadline = time.monotonic() + item.seconds_left if item.HasField("seconds_left") else None
+        try:
+            picture = item_from_proto(item, arriving.pixels)
+            lease = self._handoff.lease(item.key, picture, str(id(self)), item.priority, deadline)
+        except ValueError as error:
+            self._fail(item.ticket, error, arriving.size)
+        else:
+            self._leases[item.ticket] = lease, arriving.size
+
+    def _cancel(self, ticket: int) -> None:
+        if (arriving := self._arriving.pop(ticket, None)) is not None:
+            self._credit(arriving.size)
+        elif (entry := self._leases.pop(ticket, None)) is not None:
+            entry[0].release()
+            self._credit(entry[1])
+
+    def _fail(self, ticket: int, error: Exception, size: int) -> None:
+        invalid = isinstance(error, ValueError)
+        failure = encoder_pb2.EncodeFailure(ticket=ticket, message=str(error)[:1000], invalid=invalid)
+        self.put(Response(failure=failure))
+        self._credit(size)
+
+    def _credit(self, size: int) -> None:
+        """The window opens again by what this encoder has let go of."""
+        self._window += size
+        self.put(Response(credit=encoder_pb2.Credit(bytes=size, waiting_tokens=self._handoff.pending_tokens())))
+
+    async def responses(self, reader: asyncio.Task[None]) -> AsyncIterator[encoder_pb2.AttachResponse]:
+        """What this decoder is told, until it has all that it asked for and asks no more. Raises what `reader` does."""
+        while True:
+            await self.wake.wait()
+            self.wake.clear()
+            while self._outgoing:
+                yield self._outgoing.pop(0)
+            for ticket, (lease, size) in list(self._leases.items()):
+                if ticket not in self._leases:  # cancelled while rows of another were sent
+                    continue
+                if lease.error is not None:
+                    del self._leases[ticket]
+                    lease.release()
+                    self._fail(ticket, lease.error, size)
+                elif lease.ready:
+                    async for response in self._rows(ticket, lease):
+                        yield response
+            if reader.done():
+                reader.result()
+                if not self._leases and not self._outgoing:
+                    return
+
+    async def _rows(self, ticket: int, lease: Lease) -> AsyncIterator[encoder_pb2.AttachResponse]:
+        """The rows, piece by piece; stops in between if they are no longer wanted."""
+        for data in pieces(bytes_of(lease.rows())):
+            yield Response(rows=encoder_pb2.Piece(ticket=ticket, data=data))
+            if ticket not in self._leases:
+                return
+        _, size = self._leases.pop(ticket)
+        yield Response(encoded=encoder_pb2.Encoded(ticket=ticket, counts=lease.counts))
+        lease.release()
+        self._credit(size)
+
+    def close(self) -> None:
+        for lease, _ in self._leases.values():
+            lease.release()
+        self._leases.clear()
+        self._arriving.clear()

@@ -1,0 +1,413 @@
+"""An encoder on another host, or in another server of this one: the decoder's end of `EncoderService.Attach`.
+
+One thread reads what the encoder sends and writes rows straight into the handoff's space; gRPC's own thread draws what
+is to be sent from `_Session.messages`, which gives out no pixels beyond the encoder's window. After a lost connection
+the reader tries again, after a growing pause.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import grpc
+
+from saccade.v1 import encoder_pb2, encoder_pb2_grpc
+from service.encoding.encoder_pool import LinkOwner
+from service.encoding.handoff import EncodingFailed, Work
+from service.encoding.items import bytes_of, item_to_proto, pieces, write_bytes
+from service.encoding.partner import Partner, PartnerRefused
+
+log = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 5.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
+FRESH = 1.0
+"""Seconds for which an encoder's word on its load is believed: it says nothing while we send it nothing."""
+MAX_MESSAGE = 8 << 20
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE),
+    ("grpc.max_send_message_length", MAX_MESSAGE),
+    # A host that has vanished without a word is noticed; one that has only stalled is the lease's business.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # One connection each: no two links share one, and each tries again when we say so.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 5000),  # which is also how long one attempt may take
+]
+REFUSALS = (
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNIMPLEMENTED,
+)
+"""Statuses that trying again does not change."""
+
+
+def partner_to_proto(partner: Partner) -> encoder_pb2.Partner:
+    return encoder_pb2.Partner(**vars(partner))
+
+
+def partner_from_proto(message: encoder_pb2.Partner) -> Partner:
+    return Partner(**{field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields})
+
+
+class GrpcLink:
+    """One encoder by its address."""
+
+    def __init__(
+        self, address: str, partner: Partner, *, pixel_bytes: int, max_tokens: int,
+        credentials: grpc.ChannelCredentials | None = None, api_key: str | None = None,
+    ) -> None:  # fmt: skip
+        """`pixel_bytes`, `max_tokens`: of the largest picture that may be sent."""
+        self.name = address
+        self._partner, self._pixel_bytes, self._max_tokens = partner, pixel_bytes, max_tokens
+        self._credentials = credentials
+        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+        self._session: _Session | None = None
+        self._reason = "never connected"
+        self._closing = threading.Event()
+        self._first: Future[None] = Future()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._call: Any = None
+        self._counts = dict.fromkeys(("connections", "sent_pixel", "received_row"), 0)
+
+    @property
+    def alive(self) -> bool:
+        session = self._session
+        return session is not None and session.open
+
+    @property
+    def reason(self) -> str:
+        return "" if self.alive else self._reason
+
+    @property
+    def under_way(self) -> int:
+        session = self._session
+        return session.under_way if session is not None else 0
+
+    @property
+    def load(self) -> int:
+        session = self._session
+        return max(session.under_way, session.elsewhere) if session is not None else 0
+
+    def start(self, owner: LinkOwner) -> None:
+        self._thread = threading.Thread(target=self._loop, args=(owner,), name=f"saccade-link-{self.name}", daemon=True)
+        self._thread.start()
+        self._first.result()
+
+    def send(self, work: Work, seconds_left: float | None) -> None:
+        session = self._session
+        if session is not None and (size := _pixel_bytes(work)) > self._window:
+            message = f"the image has {size} bytes of pixels, and encoder {self.name} takes {self._window} at a time"
+            self._owner.failed(self, work, ValueError(message))
+        elif session is None or not session.add(work, seconds_left):
+            # It went between being chosen and being used: told like anything else that goes with a connection.
+            self._owner.lost(self, [work], self._reason)
+
+    def revoke(self, work: Work) -> bool:
+        session = self._session
+        return session is not None and session.revoke(work)
+
+    def abandon(self) -> None:
+        with self._lock:
+            if self._call is not None:
+                self._call.cancel()
+
+    def stats(self) -> dict[str, float]:
+        counts = dict(self._counts)
+        return {
+            "connections": counts["connections"],
+            "sent_pixel_bytes_total": counts["sent_pixel"],
+            "received_row_bytes_total": counts["received_row"],
+            "under_way_tokens_now": self.under_way,
+        }
+
+    def close(self) -> None:
+        self._closing.set()
+        self.abandon()
+        if self._thread is not None:
+            self._thread.join()
+
+    # -- the reader ----------------------------------------------------------------------------------------------------
+
+    def _loop(self, owner: LinkOwner) -> None:
+        self._owner = owner
+        pause = FIRST_PAUSE
+        while not self._closing.is_set():
+            connections = self._counts["connections"]
+            try:
+                self._attach(owner)
+                self._reason = "the encoder ended the connection"
+            except grpc.RpcError as error:
+                self._reason = _words(error)
+                if error.code() in REFUSALS:
+                    self._refuse(PartnerRefused(f"encoder {self.name}: {self._reason}"))
+            except PartnerRefused as error:
+                self._reason = str(error)
+                self._refuse(error)
+            except Exception as error:  # a message that makes no sense: the connection is not to be trusted
+                log.exception("encoder %s", self.name)
+                self._reason = f"{type(error).__name__}: {error}"
+            self._end(owner)
+            pause = FIRST_PAUSE if self._counts["connections"] > connections else min(pause * 2, LONGEST_PAUSE)
+            self._closing.wait(pause)
+
+    def _refuse(self, error: PartnerRefused) -> None:
+        if self._first.done():
+            log.error("%s", error)
+        else:
+            self._first.set_exception(error)
+
+    def _end(self, owner: LinkOwner) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            lost = session.end()
+            if not self._closing.is_set():
+                owner.lost(self, lost, self._reason)
+        if not self._first.done():
+            self._first.set_result(None)
+
+    def _attach(self, owner: LinkOwner) -> None:
+        """One connection, from its beginning to its end. Raises RpcError or PartnerRefused."""
+        if self._credentials is None:
+            channel = grpc.insecure_channel(self.name, options=CHANNEL_OPTIONS)
+        else:
+            channel = grpc.secure_channel(self.name, self._credentials, options=CHANNEL_OPTIONS)
+        with channel:
+            session = _Session(self._partner, self._count)
+            stub = encoder_pb2_grpc.EncoderServiceStub(channel)
+            call = stub.Attach(session.messages(), metadata=self._metadata)
+            with self._lock:
+                self._call = call
+                if self._closing.is_set():
+                    call.cancel()
+            overdue = threading.Timer(CONNECT_SECONDS, call.cancel)
+            overdue.daemon = True
+            overdue.start()
+            try:
+                self._welcome(next(call))
+                overdue.cancel()
+                session.opened(self._window)
+                self._counts["connections"] += 1
+                self._session = session
+                if not self._first.done():
+                    self._first.set_result(None)
+                log.info("encoder %s is attached", self.name)
+                owner.changed(self)
+                for message in call:
+                    self._take(owner, session, message)
+            finally:
+                overdue.cancel()
+                session.shut()
+                call.cancel()
+                with self._lock:
+                    self._call = None
+
+    def _welcome(self, message: encoder_pb2.AttachResponse) -> None:
+        """Raises PartnerRefused."""
+        name = f"encoder {self.name}"
+        welcome = message.welcome
+        self._partner.check(partner_from_proto(welcome.partner), name)
+        if welcome.window_bytes < self._pixel_bytes:
+            raise PartnerRefused(
+                f"{name} takes {welcome.window_bytes} bytes of pixels and the largest picture here has "
+                f"{self._pixel_bytes}; raise its max_inflight_bytes"
+            )
+        if welcome.max_tokens < self._max_tokens:
+            raise PartnerRefused(
+                f"{name} holds pictures of {welcome.max_tokens} tokens and the largest here has {self._max_tokens}; "
+                "raise its handoff_bytes"
+            )
+        self._window = welcome.window_bytes
+
+    def _take(self, owner: LinkOwner, session: _Session, message: encoder_pb2.AttachResponse) -> None:
+        match message.WhichOneof("message"):
+            case "rows":
+                session.write(message.rows.ticket, message.rows.data)
+                self._count("received_row", len(message.rows.data))
+            case "encoded":
+                if (work := session.finish(message.encoded.ticket)) is not None:
+                    owner.written(self, work, tuple(message.encoded.counts))
+            case "failure":
+                failure = message.failure
+                if (work := session.drop(failure.ticket)) is not None:
+                    kind: type[Exception] = ValueError if failure.invalid else EncodingFailed
+                    owner.failed(self, work, kind(failure.message))
+            case "credit":
+                session.credit(message.credit.bytes, message.credit.waiting_tokens)
+            case "draining":
+                self._reason = "it is draining"
+                owner.lost(self, session.drain(), self._reason)
+        owner.changed(self)
+
+    def _count(self, name: str, amount: int) -> None:
+        self._counts[name] += amount
+
+
+class _Session:
+    """What is under way on one connection. Thread-safe."""
+
+    def __init__(self, partner: Partner, count: Callable[[str, int], None]) -> None:
+        self.open = False
+        self._partner, self._count = partner, count
+        self._changed = threading.Condition()
+        self._sending_ended = False
+        self._window = 0
+        self._reported = (0, 0.0)
+        self._works: dict[int, Work] = {}
+        self._written: dict[int, int] = {}
+        self._unsent: deque[tuple[Work, float | None]] = deque()
+        self._cancels: deque[int] = deque()
+
+    @property
+    def under_way(self) -> int:
+        """Image tokens."""
+        with self._changed:
+            return sum(work.image.tokens for work in self._works.values())
+
+    @property
+    def elsewhere(self) -> int:
+        """Image tokens in the encoder, of all its decoders, if it has said so lately."""
+        tokens, moment = self._reported
+        return tokens if time.monotonic() - moment < FRESH else 0
+
+    def opened(self, window: int) -> None:
+        with self._changed:
+            self.open, self._window = True, window
+            self._changed.notify_all()
+
+    def add(self, work: Work, seconds_left: float | None) -> bool:
+        with self._changed:
+            if not self.open:
+                return False
+            self._works[work.ticket] = work
+            self._written[work.ticket] = 0
+            self._unsent.append((work, seconds_left))
+            self._changed.notify_all()
+            return True
+
+    def revoke(self, work: Work) -> bool:
+        with self._changed:
+            if self._works.pop(work.ticket, None) is None:
+                return False
+            del self._written[work.ticket]
+            unsent = [entry for entry in self._unsent if entry[0] is not work]
+            if len(unsent) == len(self._unsent):
+                self._cancels.append(work.ticket)
+            self._unsent = deque(unsent)
+            self._changed.notify_all()
+            return True
+
+    def write(self, ticket: int, data: bytes) -> None:
+        """Holds the lock meanwhile: what has been revoked is not written. Raises ValueError beyond the end."""
+        with self._changed:
+            if (work := self._works.get(ticket)) is not None:
+                self._written[ticket] = write_bytes(work.rows, self._written[ticket], data)
+
+    def finish(self, ticket: int) -> Work | None:
+        """None: it has been revoked. Raises ValueError where rows are missing."""
+        with self._changed:
+            work = self._works.get(ticket)
+            if work is None:
+                return None
+            written, size = self._written[ticket], work.rows.numel() * work.rows.itemsize
+            if written != size:
+                raise ValueError(f"the encoder sent {written} of the {size} bytes of ticket {ticket}")
+            return self._remove(ticket)
+
+    def drop(self, ticket: int) -> Work | None:
+        with self._changed:
+            return self._remove(ticket) if ticket in self._works else None
+
+    def _remove(self, ticket: int) -> Work:
+        del self._written[ticket]
+        return self._works.pop(ticket)
+
+    def credit(self, size: int, elsewhere: int) -> None:
+        with self._changed:
+            self._window += size
+            self._reported = elsewhere, time.monotonic()
+            self._changed.notify_all()
+
+    def drain(self) -> list[Work]:
+        """Nothing more is sent but the picture under way; what has been sent comes back. Returns the rest."""
+        with self._changed:
+            self.open = False
+            unsent = [work for work, _ in self._unsent]
+            self._unsent.clear()
+            for work in unsent:
+                self._remove(work.ticket)
+            self._sending_ended = True
+            self._changed.notify_all()
+            return unsent
+
+    def shut(self) -> None:
+        """Nothing is sent or taken any more."""
+        with self._changed:
+            self.open, self._sending_ended = False, True
+            self._changed.notify_all()
+
+    def end(self) -> list[Work]:
+        """Returns what was under way. Nothing of it is written after this."""
+        self.shut()
+        with self._changed:
+            lost = list(self._works.values())
+            self._works.clear()
+            self._written.clear()
+            return lost
+
+    def messages(self) -> Iterator[encoder_pb2.AttachRequest]:
+        """Drawn by gRPC's thread."""
+        yield encoder_pb2.AttachRequest(hello=partner_to_proto(self._partner))
+        while (what := self._next()) is not None:
+            if isinstance(what, int):
+                yield encoder_pb2.AttachRequest(cancel=what)
+            else:
+                yield from self._picture(*what)
+
+    def _next(self) -> int | tuple[Work, float | None] | None:
+        """A ticket to cancel, or a picture that the window has room for; None at the end."""
+        with self._changed:
+            while not self._sending_ended:
+                if self._cancels:
+                    return self._cancels.popleft()
+                if self._unsent:
+                    size = _pixel_bytes(self._unsent[0][0])
+                    if size <= self._window:
+                        self._window -= size
+                        return self._unsent.popleft()
+                self._changed.wait()
+            return None
+
+    def _picture(self, work: Work, seconds_left: float | None) -> Iterator[encoder_pb2.AttachRequest]:
+        item = item_to_proto(work.image)
+        item.ticket, item.key = work.ticket, work.key
+        if seconds_left is not None:
+            item.seconds_left = max(seconds_left, 0.0)
+        yield encoder_pb2.AttachRequest(item=item)
+        for data in pieces(bytes_of(work.image.patches)):
+            if work.ticket not in self._works:  # revoked: its cancellation comes next
+                return
+            self._count("sent_pixel", len(data))
+            yield encoder_pb2.AttachRequest(pixels=encoder_pb2.Piece(ticket=work.ticket, data=data))
+
+
+def _pixel_bytes(work: Work) -> int:
+    return work.image.patches.numel() * work.image.patches.itemsize
+
+
+def _words(error: grpc.RpcError) -> str:
+    """Status and details in one line."""
+    code: grpc.StatusCode = error.code()
+    if code is grpc.StatusCode.CANCELLED:
+        return "it did not answer in time"
+    return f"{error.details() or 'no details'} ({code.name})"

@@ -1,0 +1,57 @@
+"""What an encoder and a decoder in different processes must agree on before a row crosses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from families import VisionSpec
+from service.common.config import ConfigError
+from service.model.checkpoint import Checkpoint
+
+PROTOCOL = 1
+"""Of the messages between them; counts up when older ones would be misunderstood."""
+
+
+class PartnerRefused(ConfigError):
+    """The other side encodes or decodes something else."""
+
+
+@dataclass(frozen=True)
+class Partner:
+    """One side, in values that a person can compare."""
+
+    protocol: int
+    model: str
+    revision: str
+    weights_digest: str
+    """Of the vision weights."""
+    preprocessing: str
+    dtype: str
+    """Of pixels and rows."""
+    hidden_size: int
+    """Width of a row."""
+
+    def check(self, other: Partner, name: str) -> None:
+        """Raises PartnerRefused, with each difference and both values. `name`: of the other side, for people."""
+        pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self) if f.name != "model")
+        differences = [
+            f"{field} is {theirs!r} there and {ours!r} here" for field, ours, theirs in pairs if ours != theirs
+        ]
+        if differences:
+            raise PartnerRefused(f"{name} ({other.model}) is no partner of {self.model}: {'; '.join(differences)}")
+
+
+def partner_of(checkpoint: Checkpoint, vision: VisionSpec, dtype: torch.dtype) -> Partner:
+    """The identity of a side that serves `checkpoint`. The name may differ: it is a folder's, and each host has its
+    own."""
+    return Partner(
+        protocol=PROTOCOL,
+        model=checkpoint.config.name,
+        revision=checkpoint.revision,
+        weights_digest=checkpoint.vision_digest(),
+        preprocessing=vision.describe_preprocessing(),
+        dtype=str(dtype).removeprefix("torch."),
+        hidden_size=vision.row_width,
+    )

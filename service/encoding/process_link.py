@@ -1,0 +1,289 @@
+"""An encoder in a process of its own on this host: the decoder's end. What kills it costs a retry, not the engine.
+
+Pixels and rows lie in shared segments (`segments.py`); control messages cross a socket pair, as between frontend
+and engine. Decoder to encoder: (options, log level) first, then ("segment", number) with a descriptor, ("forget",
+number), ("encode", item, segment, rows), ("cancel", ticket), ("close",). Encoder to decoder: ("ready",) or ("failed",
+message), then for each ticket exactly one of ("done", ticket, counts, stats), ("error", ticket, message, invalid) and
+("cancelled", ticket). Until that, or until the process is dead, its segment is not used for anything else: a picture
+that was taken back from an encoder that is late may still be written there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import subprocess
+import threading
+from collections import deque
+from dataclasses import dataclass, fields
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from service.common.channel import send
+from service.common.config import ConfigError, EngineOptions
+from service.common.helper_process import start_helper
+from service.encoding.encoder_pool import LinkOwner
+from service.encoding.handoff import EncoderUnavailable, EncodingFailed, Work
+from service.encoding.segments import Segment, SegmentPool
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 30.0
+ALIGNMENT = 64
+MAX_UNDER_WAY = 64
+"""Pictures in the process: their messages fit the socket's buffer, so that a process that has stopped blocks nobody."""
+
+
+@dataclass(frozen=True)
+class PlacedItem:
+    """A picture or clip without its pixels, as it crosses."""
+
+    ticket: int
+    fields: dict[str, Any]
+    """Of `EncoderItem`."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class PlacedRows:
+    """Where its rows go in the segment."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class ProcessLink:
+    """One encoder process, started again when it dies."""
+
+    name = "process"
+
+    def __init__(self, options: EngineOptions, *, segment_bytes: int, log_level: str = "info") -> None:
+        """`segment_bytes`: pixels and rows that may be under way."""
+        self._options, self._log_level = options, log_level
+        self._pool = SegmentPool(segment_bytes)
+        self._lock = threading.Lock()
+        self._works: dict[int, Work] = {}
+        self._segments: dict[int, Segment] = {}
+        self._unsent: deque[Work] = deque()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._reason = "not started"
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._counts: dict[str, float] = {"starts": 0}
+
+    @property
+    def alive(self) -> bool:
+        return self._connection is not None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def reason(self) -> str:
+        return "" if self.alive else self._reason
+
+    @property
+    def under_way(self) -> int:
+        with self._lock:
+            return sum(work.image.tokens for work in self._works.values())
+
+    load = under_way
+
+    def start(self, owner: LinkOwner) -> None:
+        """Raises ConfigError with the encoder's own words where it refuses the options."""
+        self._owner = owner
+        self._connection = self._connect()
+        self._thread = threading.Thread(target=self._loop, name="saccade-encoder-process", daemon=True)
+        self._thread.start()
+
+    def send(self, work: Work, seconds_left: float | None) -> None:
+        with self._lock:
+            self._works[work.ticket] = work
+            self._unsent.append(work)
+        self._send_waiting()
+
+    def revoke(self, work: Work) -> bool:
+        with self._lock:
+            if self._works.pop(work.ticket, None) is None:
+                return False
+            if work in self._unsent:
+                self._unsent.remove(work)
+            else:  # its segment stays where it is until the encoder has answered
+                self._post(("cancel", work.ticket))
+            return True
+
+    def abandon(self) -> None:
+        if self._process is not None:
+            log.error("the encoder process %d does not answer; it is killed", self._process.pid)
+            self._process.kill()
+
+    def stats(self) -> dict[str, float]:
+        with self._lock:
+            return {
+                **self._counts,
+                "under_way_tokens_now": sum(work.image.tokens for work in self._works.values()),
+                "segment_bytes": self._pool.bytes,
+                "quarantined_bytes": sum(s.size for t, s in self._segments.items() if t not in self._works),
+            }
+
+    def close(self) -> None:
+        self._closing.set()
+        with self._lock:
+            self._post(("close",))
+        if self._process is not None:
+            try:
+                self._process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        if self._thread is not None:
+            self._thread.join()
+        self._pool.close()
+
+    # -- to the encoder ------------------------------------------------------------------------------------------------
+
+    def _send_waiting(self) -> None:
+        """Sends what there are segments for, in order."""
+        failures: list[tuple[Work, Exception]] = []
+        with self._lock:
+            while self._unsent and self._connection is not None:
+                work = self._unsent[0]
+                try:
+                    if not self._place(work):
+                        break
+                except ValueError as error:
+                    failures.append((work, ValueError(f"the image takes {error}")))
+                except OSError as error:
+                    message = f"no shared memory for the image: {error.strerror or error}"
+                    failures.append((work, EncoderUnavailable(message)))
+                self._unsent.popleft()
+            for work, _ in failures:
+                del self._works[work.ticket]
+        for work, failure in failures:
+            self._owner.failed(self, work, failure)
+
+    def _place(self, work: Work) -> bool:
+        """Copies the pixels to a segment and tells the encoder. False where segments have to come back first."""
+        if len(self._segments) >= MAX_UNDER_WAY:
+            return False
+        pixels, offset = work.image.patches, _rows_offset(work)
+        taken = self._pool.take(offset + work.rows.numel() * work.rows.itemsize)
+        for number in self._pool.closed:
+            self._post(("forget", number))
+        self._pool.closed.clear()
+        if taken is None:
+            return False
+        segment, is_new = taken
+        if is_new:
+            self._post(("segment", segment.number), segment.descriptor)
+        segment.tensor(0, tuple(pixels.shape), pixels.dtype).copy_(pixels)
+        names = (field.name for field in fields(work.image))
+        values = {name: getattr(work.image, name) for name in names if name != "patches"}
+        item = PlacedItem(work.ticket, values, tuple(pixels.shape), pixels.dtype)
+        self._segments[work.ticket] = segment
+        self._post(
+            ("encode", item, segment.number, PlacedRows(offset, tuple(work.rows.shape), work.rows.dtype)),
+        )
+        return True
+
+    def _post(self, message: Any, descriptor: int | None = None) -> None:
+        """The lock is held. A broken connection is the reader's to notice."""
+        if self._connection is not None:
+            with contextlib.suppress(OSError, ValueError):
+                send(self._connection, message, descriptor)
+
+    # -- from the encoder ----------------------------------------------------------------------------------------------
+
+    def _connect(self) -> Connection:
+        """Starts a process and waits until it is ready. Raises ConfigError."""
+        self._process, connection = start_helper("service.servers.encoder_process")
+        try:
+            connection.send((self._options, self._log_level))
+            verdict, *value = connection.recv()
+        except (EOFError, OSError):
+            raise ConfigError(f"the encoder process ended with code {self._process.wait()} while starting") from None
+        except BaseException:
+            self._process.kill()
+            self._process.wait()
+            raise
+        if verdict == "failed":
+            self._process.wait()
+            raise ConfigError(value[0])
+        self._counts["starts"] += 1
+        return connection
+
+    def _loop(self) -> None:
+        pause = FIRST_PAUSE
+        while True:
+            if self._connection is not None:
+                self._read(self._connection)
+                self._end()
+                pause = FIRST_PAUSE
+            if self._closing.wait(pause):
+                return
+            pause = min(pause * 2, LONGEST_PAUSE)
+            try:
+                self._connection = self._connect()
+            except Exception as error:  # whatever keeps it from starting may pass
+                self._reason = str(error)
+                log.error("the encoder process did not start again: %s", error)
+                continue
+            log.warning("the encoder runs again, as process %d", self.pid)
+            self._owner.changed(self)
+
+    def _read(self, connection: Connection) -> None:
+        """Until the process is gone."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                match connection.recv():
+                    case ("done", ticket, counts, stats):
+                        self._counts |= stats
+                        if (work := self._finish(ticket, copy=True)) is not None:
+                            self._owner.written(self, work, counts)
+                    case ("error", ticket, message, invalid):
+                        if (work := self._finish(ticket)) is not None:
+                            self._owner.failed(self, work, (ValueError if invalid else EncodingFailed)(message))
+                    case ("cancelled", ticket):
+                        self._finish(ticket)
+                self._send_waiting()
+                self._owner.changed(self)
+
+    def _finish(self, ticket: int, *, copy: bool = False) -> Work | None:
+        """The encoder is done with a ticket: its segment is free. None: it has been revoked."""
+        with self._lock:
+            work = self._works.pop(ticket, None)
+            segment = self._segments.pop(ticket)
+            if copy and work is not None:
+                work.rows.copy_(segment.tensor(_rows_offset(work), tuple(work.rows.shape), work.rows.dtype))
+            self._pool.give_back(segment)
+            return work
+
+    def _end(self) -> None:
+        """The process is gone: so is whatever could write to the segments."""
+        assert self._process is not None
+        code = self._process.wait()
+        self._reason = f"the encoder process ended with code {code}"
+        with self._lock:
+            lost = list(self._works.values())
+            self._works.clear()
+            self._unsent.clear()
+            self._segments.clear()
+            self._pool.close()
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+        if not self._closing.is_set():
+            log.error("%s", self._reason)
+            self._owner.lost(self, lost, self._reason)
+
+
+def _rows_offset(work: Work) -> int:
+    """Rows come after the pixels."""
+    pixels = work.image.patches
+    return -(-pixels.numel() * pixels.itemsize // ALIGNMENT) * ALIGNMENT

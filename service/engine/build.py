@@ -1,0 +1,248 @@
+"""Options + checkpoint -> a running engine: the one place where the parts are put together."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from decoder.config import DecoderOptions
+from decoder.runner import DecoderRunner
+from encoder.item import IMAGE, VIDEO
+from encoder.runner import EncoderOptions, EncoderRunner
+from families import VisionSpec
+from service.common.config import ConfigError, EngineOptions
+from service.encoding.encoder import TURN_SECONDS, Encoding, LocalEncoder, WorkSource
+from service.encoding.encoder_pool import EncoderPool
+from service.encoding.handoff import Handoff
+from service.encoding.partner import Partner, partner_of
+from service.engine.engine import Engine
+from service.engine.types import EngineInfo
+from service.model.checkpoint import Checkpoint, Progress, open_checkpoint
+
+log = logging.getLogger(__name__)
+
+DEFAULT_MAX_LEN = 8192
+
+
+def resolve_device(options: EngineOptions) -> str:
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device: {device!r} was asked for and this torch finds no CUDA device; 'cpu' would work")
+    return device
+
+
+def resolve_max_len(options: EngineOptions, checkpoint: Checkpoint) -> int:
+    """The model's context, at most 8192, unless the option says otherwise. Raises ConfigError for more than the model
+    was trained for where it reads positions; a model without them has none that forbid more.
+    """
+    decoder = checkpoint.config.decoder
+    trained = decoder.max_position_embeddings
+    if options.max_len and options.max_len > trained and decoder.position_axes:
+        raise ConfigError(f"max_len: {options.max_len} is above the {trained} positions that the model was trained for")
+    return options.max_len or min(trained, DEFAULT_MAX_LEN)
+
+
+def resolve_dtype(options: EngineOptions, checkpoint: Checkpoint) -> torch.dtype:
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[options.dtype or checkpoint.config.dtype]
+
+
+def resolve_vision(options: EngineOptions, checkpoint: Checkpoint) -> VisionSpec | None:
+    """The vision configuration with the image budget that the context leaves. None for text-only models."""
+    vision = checkpoint.config.vision
+    if vision is None:
+        return None
+    rate = options.video_pruning_rate
+    if rate is not None and not 0 <= rate < 1:
+        raise ConfigError(f"video_pruning_rate: {rate:g} is not at least 0 and below 1; 0.5 drops half")
+    return vision.limited(max_model_len=resolve_max_len(options, checkpoint), video_pruning_rate=rate)
+
+
+def decoder_options(options: EngineOptions, checkpoint: Checkpoint) -> DecoderOptions:
+    return DecoderOptions(
+        dtype=resolve_dtype(options, checkpoint),
+        device=resolve_device(options),
+        max_seqs=options.max_seqs,
+        max_len=resolve_max_len(options, checkpoint),
+        max_batched_tokens=options.max_batched_tokens,
+        memory_bytes=options.memory_bytes,
+        state_cache=options.state_cache,
+        state_block=options.state_block,
+        speculative=options.speculative,
+        draft_tokens=options.draft_tokens,
+        spec_state=options.spec_state,
+        draft_policy=options.draft_policy,
+        graphs=options.graphs,
+        overlap=options.overlap,
+        weights=options.weights,
+        native=options.native,
+    )
+
+
+def encoder_options(options: EngineOptions, checkpoint: Checkpoint) -> EncoderOptions:
+    return EncoderOptions(
+        dtype=resolve_dtype(options, checkpoint),
+        device=torch.device(resolve_device(options)),
+        graphs=options.graphs,
+        token_budgets=options.token_budgets or None,
+        max_images=options.max_images,
+        max_tokens_per_step=options.encoder_step_tokens,
+        graph_kinds=None,
+        native=options.native,
+    )
+
+
+def check_handoff(options: EngineOptions, vision: VisionSpec, dtype: torch.dtype) -> None:
+    """Raises ConfigError where not even the smallest picture fits the handoff."""
+    row = vision.row_width * dtype.itemsize
+    if options.handoff_bytes // row < vision.min_image_tokens:
+        raise ConfigError(
+            f"handoff_bytes: {options.handoff_bytes} holds {options.handoff_bytes // row} image tokens and the "
+            f"smallest picture has {vision.min_image_tokens}; at least {vision.min_image_tokens * row} would work"
+        )
+
+
+def build_engine(options: EngineOptions) -> Engine:
+    """Reads the checkpoint and makes encoder, handoff and decoder. Raises ConfigError or CheckpointError with the
+    number that would work; nothing is started yet."""
+    torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
+    checkpoint = open_checkpoint(options.model)
+    check_role(options, checkpoint)
+    dtype = resolve_dtype(options, checkpoint)
+    vision = resolve_vision(options, checkpoint)
+    with _progress("decoder") as progress:
+        decoder = DecoderRunner(
+            checkpoint.config.decoder, decoder_options(options, checkpoint), checkpoint.decoder_weights(progress)
+        )
+    handoff: Handoff | None = None
+    encoding: Encoding | None = None
+    if vision is not None:
+        check_handoff(options, vision, dtype)
+        handoff = Handoff(options.handoff_bytes, vision.row_width, dtype, decoder.options.device)
+        if options.role == "decoder":
+            encoding = connect_encoders(options, checkpoint, vision, handoff)
+        elif options.encoder_process:
+            encoding = encoder_process(options, vision, handoff)
+        else:
+            encoding = local_encoder(options, checkpoint, vision, handoff, shared=True)
+    info = EngineInfo(
+        model=checkpoint.config.name,
+        revision=checkpoint.revision,
+        max_len=decoder.options.max_len,
+        max_seqs=options.max_seqs,
+        max_image_tokens=handoff.max_tokens if handoff else 0,
+        dtype=str(dtype).removeprefix("torch."),
+        pixel_dtype=dtype,
+        takes_video=VIDEO in checkpoint.encoder_kinds,
+    )
+    log.info(
+        "%s (%s, revision %s): %.1f M parameters on %s, up to %d requests of %d tokens",
+        info.model, info.dtype, info.revision, checkpoint.parameters() / 1e6, decoder.options.device, options.max_seqs,
+        info.max_len,
+    )  # fmt: skip
+    return Engine(info, decoder, handoff, encoding)
+
+
+def local_encoder(
+    options: EngineOptions, checkpoint: Checkpoint, vision: VisionSpec, handoff: Handoff, *, shared: bool = False
+) -> LocalEncoder:
+    """The encoder in this process: on a GPU it has a thread, on a CPU whoever built it gives it turns; short ones where
+    the thread is `shared` with a decoder."""
+    on_gpu = torch.device(resolve_device(options)).type != "cpu"
+    if on_gpu and options.encoder_turn is not None:
+        log.warning("encoder_turn %g has no effect: on a GPU the encoder has a thread of its own", options.encoder_turn)
+    turn = TURN_SECONDS if options.encoder_turn is None else options.encoder_turn
+    return LocalEncoder(
+        _encoder_runner(options, checkpoint, vision), handoff, step_tokens=step_tokens(options, vision),
+        own_thread=on_gpu, turn_seconds=turn if shared and not on_gpu else None,
+    )  # fmt: skip
+
+
+def _encoder_runner(options: EngineOptions, checkpoint: Checkpoint, vision: VisionSpec) -> EncoderRunner:
+    with _progress("encoder") as progress:
+        return EncoderRunner(vision, encoder_options(options, checkpoint), checkpoint.vision_weights(progress))
+
+
+def step_tokens(options: EngineOptions, vision: VisionSpec) -> int:
+    return options.encoder_step_tokens or vision.max_image_tokens
+
+
+def connect_encoders(
+    options: EngineOptions, checkpoint: Checkpoint, vision: VisionSpec, handoff: Handoff
+) -> EncoderPool:
+    """The encoders of `--encoders`. One that is not there yet is waited for later; raises PartnerRefused for one of
+    another model."""
+    from service.common.tls import channel_credentials
+    from service.encoding.grpc_link import GrpcLink
+
+    dtype = resolve_dtype(options, checkpoint)
+    partner = partner_of(checkpoint, vision, dtype)
+    patches = vision.max_image_tokens * vision.patches_per_token
+    credentials = channel_credentials(options)
+    links = [
+        GrpcLink(
+            address, partner, pixel_bytes=patches * vision.patch_widths[IMAGE] * dtype.itemsize,
+            max_tokens=min(vision.max_image_tokens, handoff.max_tokens), credentials=credentials,
+            api_key=options.encoder_api_key,
+        )
+        for address in options.encoders
+    ]  # fmt: skip
+    return EncoderPool(handoff, links, lease=options.encoder_lease, step_tokens=step_tokens(options, vision))
+
+
+def encoder_process(options: EngineOptions, vision: VisionSpec, handoff: Handoff) -> EncoderPool:
+    """The encoder in a process of its own on this host. Raises ConfigError in that process's words."""
+    from service.encoding.process_link import ProcessLink
+
+    link = ProcessLink(options, segment_bytes=options.encoder_segment_bytes)
+    return EncoderPool(handoff, [link], lease=options.encoder_lease, step_tokens=step_tokens(options, vision))
+
+
+def encoder_of_process(options: EngineOptions, source: WorkSource) -> LocalEncoder:
+    """The same from inside. Works on the caller's turns, on every device."""
+    torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
+    checkpoint = open_checkpoint(options.model)
+    vision = resolve_vision(options, checkpoint)
+    assert vision is not None, "a process for the encoder of a model without one"
+    runner = _encoder_runner(options, checkpoint, vision)
+    return LocalEncoder(runner, source, step_tokens=step_tokens(options, vision))
+
+
+def check_role(options: EngineOptions, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError for a role that is about pictures, of a model that takes none."""
+    if options.role != "all" and checkpoint.config.vision is None:
+        nothing = {"encoder": "to encode", "decoder": "that encoders could do"}[options.role]
+        raise ConfigError(f"role: {checkpoint.config.name} takes no pictures, so there is nothing {nothing}")
+
+
+def build_encoder(options: EngineOptions) -> tuple[LocalEncoder, Handoff, Partner]:
+    """The encoder's half of a model, for `--role encoder`. Raises ConfigError or CheckpointError."""
+    torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
+    checkpoint = open_checkpoint(options.model)
+    check_role(options, checkpoint)
+    dtype = resolve_dtype(options, checkpoint)
+    vision = resolve_vision(options, checkpoint)
+    assert vision is not None
+    check_handoff(options, vision, dtype)
+    # What is encoded leaves by the network: the rows are kept where that begins.
+    handoff = Handoff(options.handoff_bytes, vision.row_width, dtype)
+    return local_encoder(options, checkpoint, vision, handoff), handoff, partner_of(checkpoint, vision, dtype)
+
+
+@contextlib.contextmanager
+def _progress(what: str) -> Iterator[Progress | None]:
+    """A bar on stderr while weights stream in, where a person is looking; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn(f"{what} weights"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

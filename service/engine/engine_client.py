@@ -1,0 +1,221 @@
+"""The front's side of the engine process: starts it, speaks to it, notices when it ends or hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import subprocess
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from itertools import count
+from multiprocessing.connection import Connection
+from typing import Any
+
+from service.common.channel import Outbox
+from service.common.config import ConfigError, EngineOptions
+from service.common.errors import EngineDied
+from service.common.helper_process import start_helper
+from service.engine import wire
+from service.engine.types import EngineEvent, EngineInfo, EngineRequest, EventSink, Query
+
+log = logging.getLogger(__name__)
+
+BEAT_SECONDS = 1.0
+"""Between two questions whether the engine still turns."""
+BEAT_PARTS = 10
+"""Waits that the time for an answer is divided into: where both processes were stopped together and go on, as when a
+container is paused, only one of them is over before the engine has had its chance."""
+
+
+class EngineLink:
+    """An engine at the other end of a connection, with the methods of `service.engine.engine.Engine`. Thread-safe."""
+
+    info: EngineInfo
+
+    def __init__(self, connection: Connection, on_death: Callable[[], None] = lambda: None) -> None:
+        """`on_death` is called once, from the reader thread, if the connection ends by itself."""
+        self._connection = connection
+        self._on_death = on_death
+        self._outbox = Outbox(connection, self._lost)
+        self._state_lock = threading.Lock()
+        self._live: set[str] = set()
+        self._queries: dict[int, Future[dict[str, Any]]] = {}
+        self._numbers = count()
+        self._emit: EventSink = lambda events: None
+        self._closing = False
+        self._reader: threading.Thread | None = None
+
+    def start(self, on_events: EventSink) -> None:
+        """Events are delivered from the reader thread."""
+        self._emit = on_events
+        self._reader = threading.Thread(target=self._read, name="saccade-engine-reader", daemon=True)
+        self._reader.start()
+
+    def submit(self, request: EngineRequest) -> None:
+        """Hands the request over; a dead engine, or no memory for the pixels, shows as the request's error event."""
+        try:
+            bare, pixels = wire.pack_pixels(request)
+        except OSError as error:
+            message = f"no shared memory for the request's pictures: {error.strerror}"
+            names = request.names
+            self._emit([EngineEvent(name, finish_reason="error", error="full", message=message) for name in names])
+            return
+        self.submit_packed(bare, pixels)
+
+    def submit_packed(self, bare: EngineRequest, pixels: int | None) -> None:
+        """What `wire.pack_pixels` made of a request. Takes over the descriptor."""
+        with self._state_lock:
+            self._live.update(bare.names)
+        self._outbox.put(("submit", bare, pixels is not None), pixels)
+
+    def abort(self, request_id: str) -> None:
+        with self._state_lock:
+            self._live.discard(request_id)
+        self._outbox.put(("abort", request_id))
+
+    def query(self, what: Query) -> Future[dict[str, Any]]:
+        return self._ask("query", what)
+
+    def _ask(self, kind: str, *arguments: Any) -> Future[dict[str, Any]]:
+        future: Future[dict[str, Any]] = Future()
+        number = next(self._numbers)
+        with self._state_lock:
+            self._queries[number] = future
+        self._outbox.put((kind, number, *arguments))
+        return future
+
+    def _lost(self, message: Any) -> None:
+        """It could not be sent: the other side is gone."""
+        if message[0] == "submit":
+            self._lose(list(message[1].names))
+        else:
+            self._fail_queries()
+
+    def _read(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                match self._connection.recv():
+                    case ("events", packed):
+                        events = wire.unpack_events(packed)
+                        with self._state_lock:
+                            self._live.difference_update(e.request_id for e in events if e.finish_reason)
+                        self._emit(events)
+                    case ("answer", number, value, error):
+                        with self._state_lock:
+                            future = self._queries.pop(number, None)
+                        if future is None:
+                            continue
+                        if error is None:
+                            future.set_result(value)
+                        else:
+                            future.set_exception(AssertionError(error))
+                    case other:
+                        self._other(other)
+        self._ended()
+        with self._state_lock:
+            lost = sorted(self._live)
+        self._lose(lost)
+        self._fail_queries()
+        if not self._closing:
+            self._on_death()
+
+    def _ended(self) -> None:
+        """The other side is gone."""
+
+    def _other(self, message: Any) -> None:
+        """A message that is neither events nor an answer."""
+        raise ValueError(f"no such message: {message!r:.80}")
+
+    def _lose(self, request_ids: list[str]) -> None:
+        with self._state_lock:
+            lost = [r for r in request_ids if r in self._live]
+            self._live.difference_update(lost)
+        if lost:
+            self._emit(
+                [EngineEvent(r, finish_reason="error", error="died", message="the engine stopped") for r in lost]
+            )
+
+    def _fail_queries(self) -> None:
+        with self._state_lock:
+            queries, self._queries = list(self._queries.values()), {}
+        for future in queries:
+            future.set_exception(EngineDied("the engine stopped"))
+
+
+class EngineProcess(EngineLink):
+    """An engine in a process of its own. One that takes longer than `hang_timeout` over a turn is killed."""
+
+    def __init__(
+        self, options: EngineOptions, *, log_level: str = "info", on_death: Callable[[], None] = lambda: None
+    ) -> None:
+        """Starts the process and waits until its model is loaded. Raises ConfigError with the engine's own words
+        where it refuses the options. `on_death` is called once, from the reader thread, if the process ends by
+        itself."""
+        self._process, connection = start_helper("service.servers.engine_process")
+        super().__init__(connection, on_death)
+        self._hang_timeout = options.hang_timeout
+        self._over = threading.Event()
+        try:
+            self._connection.send((options, log_level))
+            verdict, value = self._connection.recv()
+        except (EOFError, ConnectionError):
+            raise EngineDied(f"the engine process ended with code {self._process.wait()} while starting") from None
+        except BaseException:
+            self._process.kill()
+            self._process.wait()
+            raise
+        if verdict == "failed":
+            self._process.wait()
+            raise ConfigError(value)
+        self.info = value
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None and not self._closing
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def start(self, on_events: EventSink) -> None:
+        super().start(on_events)
+        threading.Thread(target=self._watch, name="saccade-engine-watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        """Asks for a sign of the engine's own loop, again and again, and kills an engine that gives none: from there on
+        it is a dead one like any other."""
+        while not self._over.wait(BEAT_SECONDS):
+            beat = self.query("beat")
+            for _ in range(BEAT_PARTS):
+                if wait([beat], self._hang_timeout / BEAT_PARTS).done or self._over.is_set():
+                    break
+            else:
+                log.critical(
+                    "the engine has not come to the end of a turn for %g s (hang_timeout): it is killed",
+                    self._hang_timeout,
+                )
+                self._process.kill()
+                return
+
+    def close(self) -> None:
+        """Ends the process, by force if it does not answer. Idempotent."""
+        self._closing = True
+        self._over.set()
+        self._outbox.put(("close",))
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            log.warning("the engine process did not stop; it is killed")
+            self._process.kill()
+            self._process.wait()
+        if self._reader is not None and self._reader is not threading.current_thread():
+            self._reader.join()
+        self._outbox.close()
+        self._connection.close()
+
+    def _ended(self) -> None:
+        self._over.set()
+        code = self._process.wait()
+        if not self._closing:
+            log.error("the engine process ended by itself (code %d)", code)

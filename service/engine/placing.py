@@ -1,0 +1,83 @@
+"""Where the rows of pictures and clips lie in a prompt.
+
+A picture is one run of rows. A clip is as many as it has temporal patches, with words between them. Pruning drops
+rows after the encoder has seen them: how many stay of the whole clip is known from its shape, how many of each temporal
+patch only then. So the prompt's length, which is what admission and limits need, is known at once, and a request with
+a pruned clip goes to the decoder when its clip has been encoded for the first time.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from decoder.request import ImageSpan
+
+if TYPE_CHECKING:
+    from service.encoding.handoff import Lease
+    from service.engine.types import EngineImage, EngineRequest
+
+
+class _Part:
+    """A run of one lease's rows, as an embedding source of its own. Runs are released in their order."""
+
+    def __init__(self, lease: Lease, first: int, count: int, complete: bool) -> None:
+        self._lease, self._first, self._count, self._complete = lease, first, count, complete
+
+    @property
+    def ready(self) -> bool:
+        return self._lease.ready
+
+    @property
+    def error(self) -> Exception | None:
+        return self._lease.error
+
+    def rows(self) -> torch.Tensor:
+        return self._lease.rows()[self._first : self._first + self._count]
+
+    def release(self) -> None:
+        if self._complete:
+            self._lease.release()
+
+
+def is_settled(request: EngineRequest, leases: Sequence[Lease]) -> bool:
+    """Whether it is known where every row goes, or that some will never come."""
+    return any(lease.error is not None for lease in leases) or all(
+        _counts(image, lease) is not None for image, lease in zip(request.images, leases, strict=True)
+    )
+
+
+def place(request: EngineRequest, leases: Sequence[Lease]) -> tuple[list[int], tuple[ImageSpan, ...]]:
+    """The prompt's ids, and spans in order for `DecoderRequest`, of a settled request."""
+    ids = list(request.prompt_ids)
+    spans: list[ImageSpan] = []
+    for image, lease in zip(request.images, leases, strict=True):
+        if not image.between:
+            spans.append(ImageSpan(image.start, image.length, image.key, lease))
+            continue
+        # Of a clip that failed, one run stands for all: the decoder will find its error there.
+        counts = _counts(image, lease) or (image.patches.tokens, *[0] * len(image.between))
+        token, laid, row = ids[image.start], list[int](), 0
+        for count, words in zip(counts, (*image.between, ()), strict=True):
+            if count:
+                last = row + count == image.patches.tokens
+                key = image.key + struct.pack("<qq", row, count)
+                part = _Part(lease, row, count, last)
+                spans.append(ImageSpan(image.start + len(laid), count, key, part, complete=last))
+            laid += [token] * count
+            laid += words
+            row += count
+        ids[image.start : image.start + image.length] = laid
+    return ids, tuple(spans)
+
+
+def _counts(image: EngineImage, lease: Lease) -> tuple[int, ...] | None:
+    item = image.patches
+    if not image.between:
+        return (item.tokens,)
+    if item.tokens == item.num_sequences * item.sequence_tokens:
+        return (item.sequence_tokens,) * item.num_sequences
+    return lease.counts

@@ -1,0 +1,121 @@
+"""What crosses between the frontend and the engine: requests, events, and the engine's own description."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+
+from decoder.request import PromptScore
+from decoder.sampling import SamplingParams
+from encoder.item import EncoderItem
+
+ErrorKind = Literal["invalid", "deadline", "internal", "unavailable", "full", "died"]
+Query = Literal["stats", "integrity", "flush", "histogram", "beat"]
+Embedding = Literal["hidden", "picture"]
+"""Of a prompt: its last and its mean hidden state. Of a picture: its tokens, as the decoder reads them."""
+
+
+@dataclass(frozen=True)
+class EngineImage:
+    """One picture or clip of a request: its rows go to `prompt_ids[start : start + length]`."""
+
+    start: int
+    key: bytes
+    patches: EncoderItem
+    between: tuple[tuple[int, ...], ...] = ()
+    """Of a clip whose temporal patches stand apart: the ids between one and the next. Where one ends is known when the
+    clip has been encoded, if it is pruned; how many places they take together is known from the start."""
+
+    @property
+    def length(self) -> int:
+        """Places of the prompt: rows, and the ids between them."""
+        return self.patches.tokens + sum(map(len, self.between))
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """One sample to draw, or several of one prompt, as the front hands it over."""
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    images: tuple[EngineImage, ...] = ()
+    output_ids: tuple[int, ...] = ()
+    eos_token_ids: frozenset[int] = frozenset()
+    sample_index: int = 0
+    priority: int = 0
+    salt: bytes = b""
+    embed: Embedding | None = None
+    """What is wanted instead of an answer; `picture` is about the only one of `images`, whose `start` says nothing."""
+    timeout: float | None = None
+    """Seconds from its handing over in which an answer is of use."""
+    checkpoint_at: tuple[int, ...] = ()
+    """Prompt positions, before the first picture, where other prompts are likely to part from this one."""
+    siblings: tuple[str, ...] = ()
+    """Ids of further samples, whose indices follow on `sample_index`. Each lives and ends by itself."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Ids of all its samples, by index."""
+        return (self.request_id, *self.siblings)
+
+
+class EngineEvent(NamedTuple):
+    """What happened to one request: a token, its end, or an error that ended it."""
+
+    request_id: str
+    token_id: int | None = None
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    finish_reason: str | None = None
+    stop_token: int | None = None
+    cached_tokens: int = 0
+    error: ErrorKind | None = None
+    message: str = ""
+    embedded: tuple[bytes, ...] = ()
+    """Little-endian float32: (last, mean) of `hidden`, (rows,) of `picture`."""
+    prompt_scores: tuple[PromptScore, ...] = ()
+    """With a first token, where they were asked for."""
+    scheduled: float | None = None
+    """With a first token: when the decoder put its first step together, by `time.monotonic`, one clock of the host."""
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What the front needs to know of a running engine to judge requests before it sends them."""
+
+    model: str
+    revision: str
+    max_len: int
+    max_seqs: int
+    max_image_tokens: int
+    """Of one picture, by the handoff bound. 0: the model takes no pictures."""
+    dtype: str
+    pixel_dtype: torch.dtype
+    takes_video: bool = False
+
+
+EventSink = Callable[[list[EngineEvent]], None]
+
+
+class EngineHandle(Protocol):
+    """What a front talks to: this engine, or the client of one in another process."""
+
+    info: EngineInfo
+
+    @property
+    def alive(self) -> bool: ...
+
+    def start(self, on_events: EventSink) -> None: ...
+
+    def submit(self, request: EngineRequest) -> None: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    def query(self, what: Query) -> Future[dict[Any, Any]]: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,72 @@
+"""A file that a client sends in chunks, of a size that it has announced, and the stream that brings it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from service.common import errors
+
+MAX_CHUNK = 2**20
+
+
+class ArrivingFile:
+    """Written to `path`, which must not be there. `disk`: what turns disk trouble into a status."""
+
+    def __init__(self, path: Path, size: int, disk: Callable[[], AbstractContextManager[None]]) -> None:
+        self.size = size
+        self.hash = hashlib.sha256()
+        self._disk = disk
+        self._written = 0
+        with disk():
+            self._file = path.open("xb")
+
+    def write(self, chunk: bytes) -> None:
+        """Raises InvalidArgument beyond the announced size, ResourceExhausted on a full disk."""
+        if len(chunk) > MAX_CHUNK:
+            raise errors.InvalidArgument(f"a chunk has {len(chunk)} bytes; at most {MAX_CHUNK}", field="chunk")
+        self._written += len(chunk)
+        if self._written > self.size:
+            raise errors.InvalidArgument(f"the file is longer than the {self.size} bytes announced", field="chunk")
+        self.hash.update(chunk)
+        with self._disk():
+            self._file.write(chunk)
+
+    def end(self, *, sync: bool = False) -> None:
+        """All of it is there, and with `sync` on the disk. Raises InvalidArgument for a file that is short."""
+        if self._written != self.size:
+            raise errors.InvalidArgument(
+                f"the file has {self._written} of the {self.size} bytes announced", field="chunk"
+            )
+        with self._disk():
+            self._file.flush()
+            if sync:
+                os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """What a full disk has kept back is lost."""
+        try:
+            self._file.close()
+        except OSError:
+            pass
+
+
+async def header_of(requests: AsyncIterator[Any], what: str) -> Any:
+    """The header with which a stream of parts begins. Raises InvalidArgument."""
+    first = await anext(requests, None)
+    if first is None or first.WhichOneof("part") != "header":
+        raise errors.InvalidArgument(f"{what} begins with its header", field="header")
+    return first.header
+
+
+async def receive(requests: AsyncIterator[Any], write: Callable[[bytes], None]) -> None:
+    """The chunks behind the header. Raises InvalidArgument."""
+    async for request in requests:
+        if request.WhichOneof("part") != "chunk":
+            raise errors.InvalidArgument("after the header come chunks", field="part")
+        await asyncio.to_thread(write, request.chunk)

@@ -1,0 +1,245 @@
+"""Pictures and videos by their URLs, for servers whose operator has named the hosts that they may come from.
+
+Whoever may name a URL may make this server talk to an address of their choice, so a URL is followed only as far as each
+of these holds, for the URL itself and again for whatever it redirects to: https; a host on the list; a name that
+resolves to public addresses only, or to networks that the operator has named. The name is resolved once, and the
+connection goes to that address, under the host's own name for TLS and HTTP: what a name server says later changes
+nothing. Size and time are bounded, and no proxy, cookie or credential of this machine is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
+
+from service.common import errors
+from service.common.config import ConfigError, ServerOptions
+from service.common.types import MediaSource, VideoSource
+from service.media.images import MediaLimits
+from service.telemetry.call_context import current_call
+
+if TYPE_CHECKING:
+    import httpx
+
+log = logging.getLogger(__name__)
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
+"""Host and port to addresses."""
+
+HTTPS = 443
+CONCURRENCY = 16
+_MOVED = {301, 302, 303, 307, 308}
+_UNICAST6 = ipaddress.IPv6Network("2000::/3")
+"""All that is given out to the public. Python calls much else global: site-local addresses, private NAT64."""
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+
+
+async def system_resolver(host: str, port: int) -> list[str]:
+    """What this machine says. Raises OSError."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(entry[4][0]).partition("%")[0] for entry in found]
+
+
+class Fetcher:
+    """Fetches files from the hosts of a list. For one event loop."""
+
+    def __init__(
+        self, hosts: Sequence[str], limits: MediaLimits, *, networks: Sequence[str] = (), timeout: float = 10.0,
+        redirects: int = 3, ca: str | None = None, resolve: Resolve = system_resolver,
+    ) -> None:  # fmt: skip
+        """`hosts`: names, `*.name` for all below it, either with `:port` where that is not 443. `networks`: addresses
+        that may be reached although they are not public. `timeout`: seconds for one file, redirects included. `ca`: a
+        PEM file of the authority to trust instead of the usual ones. Raises ConfigError."""
+        try:
+            import httpx
+        except ImportError:
+            raise ConfigError(
+                "image_url_hosts: fetching URLs needs the extra `urls`: pip install 'saccade-server[urls]'"
+            ) from None
+        self._httpx = httpx
+        self._hosts = [_host_entry(entry) for entry in hosts]
+        self._networks = [_network(entry) for entry in networks]
+        self._limits, self._timeout, self._redirects, self._resolve = limits, timeout, redirects, resolve
+        try:
+            self._tls = ssl.create_default_context(cafile=ca)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"image_url_ca: {ca}: {error}") from None
+        self._places = asyncio.Semaphore(CONCURRENCY)
+
+    async def __call__(self, source: MediaSource) -> bytes:
+        """The file that `source.uri` names. Raises PermissionDenied, InvalidArgument or Unavailable, with its field."""
+        assert source.uri is not None
+        try:
+            async with self._places, asyncio.timeout(self._timeout):
+                return await self._follow(source)
+        except TimeoutError:
+            raise _failed(source, f"it did not come within {self._timeout:g} s") from None
+        except self._httpx.HTTPError as error:
+            log.info("fetching for %s: %r", source.field, error)
+            raise _failed(source, "its host cannot be reached, or does not answer as a web server does") from error
+
+    async def _follow(self, source: MediaSource) -> bytes:
+        url = self._parse(source, str(source.uri))
+        for _ in range(self._redirects + 1):
+            address = await self._address(source, url)
+            data, target = await self._get(source, url, address)
+            if target is None:
+                return data
+            url = self._parse(source, str(url.join(target)))
+        raise _failed(source, f"it redirects more than {self._redirects} times")
+
+    def _parse(self, source: MediaSource, text: str) -> httpx.URL:
+        try:
+            url = self._httpx.URL(text)
+        except self._httpx.InvalidURL:
+            raise errors.InvalidArgument(f"{source.field}: this is no URL", field=source.field) from None
+        if url.scheme != "https":
+            raise _denied(source, f"only https is fetched, not {url.scheme or 'a relative URL'}")
+        if url.userinfo:
+            raise _denied(source, "a URL with a user or password is not fetched")
+        port = url.port or HTTPS
+        if not any(_matches(entry, url.host, port) for entry in self._hosts):
+            raise _denied(source, f"the host {url.host[:100]}:{port} is not one that this server fetches from")
+        return url
+
+    async def _address(self, source: MediaSource, url: httpx.URL) -> Address:
+        """The address to connect to. All that the name resolves to must be allowed: which one answers is not for
+        whoever owns the name to choose."""
+        try:
+            found = [ipaddress.ip_address(text) for text in await self._resolve(url.host, url.port or HTTPS)]
+        except (OSError, UnicodeError, ValueError):
+            found = []
+        if not found:
+            raise _failed(source, f"the host {url.host[:100]} has no address")
+        if not all(self._allowed(address) for address in found):
+            raise _denied(source, f"the host {url.host[:100]} has an address that is not public")
+        return found[0]
+
+    def _allowed(self, address: Address) -> bool:
+        if any(address in network for network in self._networks):
+            return True
+        return all(_public(inner) for inner in _unwrapped(address))
+
+    async def _get(self, source: MediaSource, url: httpx.URL, address: Address) -> tuple[bytes, str | None]:
+        """The body, or where it has moved to."""
+        limits = self._limits
+        most = limits.video.max_bytes if isinstance(source, VideoSource) else limits.image.max_bytes
+        # A client for each: a connection that was made under one host's name must not serve another's.
+        async with self._httpx.AsyncClient(verify=self._tls, trust_env=False, timeout=self._timeout) as client:
+            request = client.build_request(
+                "GET",
+                url.copy_with(host=str(address), fragment=None),
+                headers={
+                    "Host": url.netloc.decode("ascii"),
+                    "Accept": "image/*, video/*",
+                    "Accept-Encoding": "identity",
+                },
+                extensions={"sni_hostname": url.host},
+            )
+            response = await client.send(request, stream=True)
+            try:
+                if response.status_code in _MOVED and (target := response.headers.get("location")):
+                    return b"", target
+                if response.status_code >= 500:
+                    raise _failed(source, f"its host answered {response.status_code}")
+                if response.status_code != 200:
+                    raise errors.InvalidArgument(
+                        f"{source.field}: its host answered {response.status_code}", field=source.field,
+                        reason="MEDIA_FETCH_FAILED",
+                    )  # fmt: skip
+                if response.headers.get("content-encoding", "identity") != "identity":
+                    raise _failed(source, "it comes compressed, which nobody asked for")
+                announced = response.headers.get("content-length", "")
+                if announced.isdecimal() and int(announced) > most:
+                    raise _too_large(source, int(announced), most)
+                data, hold = bytearray(), current_call().hold_bytes
+                async for piece in response.aiter_raw():
+                    hold(len(piece))
+                    data += piece
+                    if len(data) > most:
+                        raise _too_large(source, len(data), most)
+                return bytes(data), None
+            finally:
+                await response.aclose()
+
+
+def make_fetcher(options: ServerOptions, limits: MediaLimits) -> Fetcher | None:
+    """None where no host is named: nothing is fetched. Raises ConfigError."""
+    if not options.image_url_hosts:
+        return None
+    return Fetcher(
+        options.image_url_hosts, limits, networks=options.image_url_networks, timeout=options.image_url_timeout,
+        redirects=options.image_url_redirects, ca=options.image_url_ca,
+    )  # fmt: skip
+
+
+def _host_entry(entry: str) -> tuple[str, int]:
+    name, colon, port = entry.strip().lower().rpartition(":")
+    if not colon:
+        name, port = port, str(HTTPS)
+    plain = name.removeprefix("*.")
+    if not port.isdecimal() or not 0 < int(port) < 2**16 or not plain or set(plain) & set("*/@: "):
+        raise ConfigError(f"image_url_hosts: {entry!r} is not a host such as example.org, *.example.org or a.b:8443")
+    return name, int(port)
+
+
+def _network(entry: str) -> Network:
+    try:
+        return ipaddress.ip_network(entry.strip())
+    except ValueError as error:
+        raise ConfigError(f"image_url_networks: {error}") from None
+
+
+def _matches(entry: tuple[str, int], host: str, port: int) -> bool:
+    name, allowed_port = entry
+    host = host.lower().rstrip(".")
+    if port != allowed_port:
+        return False
+    return host.endswith(name[1:]) if name.startswith("*.") else host == name
+
+
+def _public(address: Address) -> bool:
+    if isinstance(address, ipaddress.IPv6Address) and address not in _UNICAST6:
+        return False
+    return address.is_global and not address.is_multicast
+
+
+def _unwrapped(address: Address) -> list[Address]:
+    """The address, and any that it carries inside for a translator on the way."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return [address]
+    if address.ipv4_mapped is not None:
+        return [address.ipv4_mapped]
+    if address in _NAT64:
+        return [ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)]
+    inner: list[Address] = [address]
+    if address.sixtofour is not None:
+        inner.append(address.sixtofour)
+    if address.teredo is not None:
+        inner += address.teredo
+    return inner
+
+
+def _denied(source: MediaSource, why: str) -> errors.PermissionDenied:
+    return errors.PermissionDenied(f"{source.field}: {why}", field=source.field, reason="MEDIA_HOST_DENIED")
+
+
+def _failed(source: MediaSource, why: str) -> errors.Unavailable:
+    return errors.Unavailable(
+        f"{source.field}: {why}", field=source.field, reason="MEDIA_FETCH_FAILED", never_retry=True
+    )
+
+
+def _too_large(source: MediaSource, size: int, most: int) -> errors.InvalidArgument:
+    kind = "VIDEO" if isinstance(source, VideoSource) else "IMAGE"
+    return errors.InvalidArgument(
+        f"{source.field}: the file has {size} bytes or more; {most} are allowed", field=source.field,
+        reason=f"{kind}_TOO_LARGE",
+    )  # fmt: skip

@@ -1,0 +1,250 @@
+"""Uploaded pictures and videos: a spool on disk, bounded in bytes and time.
+
+    DIRECTORY/<tenant>/<sha256>          a whole file, written once, renamed into place
+    DIRECTORY/incoming/<random>          one that is still arriving
+
+Bytes are reserved before they arrive, so uploads that cannot be kept are refused at their header. Nothing that has not
+expired is thrown out to make room: whoever got an id may rely on it until its time. Files outlive a restart if the
+directory does; their age is their modification time. All methods block and may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import re
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from encoder.images import ImageError, ImageHeader, ImageLimits, read_header
+from service.common import errors
+from service.common.disk import disk_trouble
+from service.media.arriving import ArrivingFile
+
+_ID = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Media:
+    """One file in the spool. `expires` is Unix time."""
+
+    media_id: str
+    size: int
+    width: int
+    height: int
+    format: str
+    expires: float
+
+
+class Spool:
+    """The files of all tenants."""
+
+    def __init__(
+        self, directory: Path, capacity: int, ttl: float, limits: ImageLimits, clock: Callable[[], float] = time.time,
+        tenant_capacity: int | None = None, incoming: str = "incoming",
+        describe: Callable[[bytes], ImageHeader] | None = None,
+    ) -> None:  # fmt: skip
+        """Takes over what an earlier run has left in `directory`. Capacities in bytes, of all tenants and of each;
+        `ttl`: seconds. `describe`: what reads the header of a file; None: this process, which knows pictures only."""
+        self.describe = describe or functools.partial(read_header, limits=limits)
+        self._tenant_capacity = capacity if tenant_capacity is None else tenant_capacity
+        self._directory, self._capacity, self._ttl, self._limits, self._clock = directory, capacity, ttl, limits, clock
+        self._lock = threading.Lock()
+        self._media: dict[tuple[str, str], Media] = {}
+        self._used = 0
+        self._reserved: Counter[str] = Counter()
+        self._incoming = directory / incoming
+        self._incoming.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for part in self._incoming.iterdir():
+            part.unlink()
+        self._adopt()
+
+    @property
+    def used_bytes(self) -> int:
+        """Of whole files and of what has been promised to uploads."""
+        with self._lock:
+            return self._used + self._reserved.total()
+
+    def _adopt(self) -> None:
+        for path in self._directory.glob("*/*"):
+            if not _ID.fullmatch(path.name) or not path.is_file():
+                continue
+            status = path.stat()
+            try:
+                header = self.describe(path.read_bytes())
+            except ImageError:  # limits have changed since
+                path.unlink()
+                continue
+            media = Media(
+                path.name, status.st_size, header.width, header.height, header.format, status.st_mtime + self._ttl
+            )
+            self._media[path.parent.name, path.name] = media
+            self._used += media.size
+        self.sweep()
+
+    def sweep(self) -> int:
+        """Deletes what has expired; returns the bytes freed."""
+        now = self._clock()
+        with self._lock:
+            expired = [key for key, media in self._media.items() if media.expires <= now]
+            return sum(self._forget(key) for key in expired)
+
+    def _forget(self, key: tuple[str, str]) -> int:
+        media = self._media.pop(key)
+        self._used -= media.size
+        self._path(key).unlink(missing_ok=True)
+        return media.size
+
+    def _path(self, key: tuple[str, str]) -> Path:
+        return self._directory / key[0] / key[1]
+
+    @contextlib.contextmanager
+    def upload(self, tenant: str, size: int) -> Iterator[Upload]:
+        """Reserves `size` bytes for one file. Whatever is not committed is gone afterwards. Raises InvalidArgument or
+        ResourceExhausted."""
+        if size < 1:
+            raise errors.InvalidArgument(f"size_bytes is {size}; a file has at least 1 byte", field="header.size_bytes")
+        if size > self._limits.max_bytes:
+            raise errors.InvalidArgument(
+                f"size_bytes is {size}; a file may have {self._limits.max_bytes}",
+                field="header.size_bytes", reason="IMAGE_TOO_LARGE",
+            )  # fmt: skip
+        self.sweep()
+        with self._lock:
+            if (used := self._used + self._reserved.total()) + size > self._capacity:
+                raise self._no_room(f"uploaded media fill {used} of {self._capacity} bytes, and this one has {size}")
+            used = sum(m.size for (owner, _), m in self._media.items() if owner == tenant) + self._reserved[tenant]
+            if used + size > self._tenant_capacity:
+                raise self._no_room(
+                    f"your uploads fill {used} of {self._tenant_capacity} bytes, and this one has {size}", tenant
+                )
+            self._reserved[tenant] += size
+        path = self._incoming / secrets.token_hex(16)
+        try:
+            upload = Upload(self, path, tenant, size)
+            try:
+                yield upload
+            finally:
+                upload.close()
+                path.unlink(missing_ok=True)
+        finally:
+            with self._lock:
+                self._reserved[tenant] -= size
+
+    def _no_room(self, message: str, tenant: str | None = None) -> errors.ResourceExhausted:
+        """With the time until something expires, if anything does."""
+        times = [m.expires for (owner, _), m in self._media.items() if tenant in (None, owner)]
+        return _full(message, max(0.001, min(times) - self._clock()) if times else None)
+
+    def _keep(self, tenant: str, path: Path, media: Media) -> Media:
+        key = (tenant, media.media_id)
+        with self._lock, _disk():
+            self._path(key).parent.mkdir(exist_ok=True, mode=0o700)
+            os.replace(path, self._path(key))
+            if key in self._media:
+                self._used -= self._media[key].size
+            self._media[key] = media = replace(media, expires=self._clock() + self._ttl)
+            self._used += media.size
+        return media
+
+    @staticmethod
+    def is_id(name: str) -> bool:
+        return _ID.fullmatch(name) is not None
+
+    @staticmethod
+    def unknown(media_id: str) -> errors.NotFound:
+        return _unknown(media_id)
+
+    def get(self, tenant: str, media_id: str) -> Media:
+        """Raises NotFound."""
+        with self._lock:
+            media = self._media.get((tenant, media_id))
+        if media is None or media.expires <= self._clock():
+            raise _unknown(media_id)
+        return media
+
+    def renew(self, tenant: str, media_id: str) -> None:
+        """Its time begins anew. Raises NotFound."""
+        media = self.get(tenant, media_id)
+        now = self._clock()
+        with self._lock:
+            if (tenant, media_id) in self._media:
+                self._media[tenant, media_id] = replace(media, expires=now + self._ttl)
+            with contextlib.suppress(FileNotFoundError):  # another front may know of it alone, and delete it
+                os.utime(self._path((tenant, media_id)), (now, now))
+
+    def size(self, tenant: str, media_id: str) -> int:
+        """Bytes of the file. Raises NotFound."""
+        return self.get(tenant, media_id).size
+
+    def read(self, tenant: str, media_id: str) -> bytes:
+        """The file. Raises NotFound."""
+        self.size(tenant, media_id)
+        try:
+            return self._path((tenant, media_id)).read_bytes()
+        except FileNotFoundError:
+            raise _unknown(media_id) from None
+
+    def delete(self, tenant: str, media_id: str) -> None:
+        """Raises NotFound."""
+        self.get(tenant, media_id)
+        with self._lock:
+            if (tenant, media_id) in self._media:
+                self._forget((tenant, media_id))
+
+    def check_integrity(self) -> None:
+        """The books agree with the disk; nothing is half there while no upload runs."""
+        with self._lock:
+            assert self._used == sum(media.size for media in self._media.values())
+            for key, media in self._media.items():
+                assert self._path(key).stat().st_size == media.size, key
+            if not self._reserved.total():
+                assert not list(self._incoming.iterdir()), "parts of uploads that have ended"
+
+
+class Upload:
+    """One file on its way in."""
+
+    def __init__(self, spool: Spool, path: Path, tenant: str, size: int) -> None:
+        self._spool, self._path, self._tenant = spool, path, tenant
+        self._file = ArrivingFile(path, size, _disk)
+        self.write, self.close = self._file.write, self._file.close
+
+    def commit(self, expected_id: str = "") -> Media:
+        """The whole file is there. Raises InvalidArgument for one that is short, damaged or no picture."""
+        self._file.end()
+        media_id = self._file.hash.hexdigest()
+        if expected_id and expected_id != media_id:
+            raise errors.InvalidArgument(
+                f"the bytes that arrived have the id {media_id}", field="header.media_id", reason="MEDIA_DAMAGED"
+            )
+        try:
+            header = self._spool.describe(self._path.read_bytes())
+        except ImageError as error:
+            raise errors.InvalidArgument(str(error), reason="IMAGE_DECODE_FAILED", field="chunk") from error
+        media = Media(media_id, self._file.size, header.width, header.height, header.format, 0.0)
+        return self._spool._keep(self._tenant, self._path, media)
+
+
+def tenant_folder(salt: bytes) -> str:
+    return hashlib.sha256(salt).hexdigest()[:32] if salt else "anyone"
+
+
+def _full(message: str, retry_after: float | None = None) -> errors.ResourceExhausted:
+    return errors.ResourceExhausted(message, reason="MEDIA_SPOOL_FULL", quota="media_bytes", retry_after=retry_after)
+
+
+_disk = functools.partial(disk_trouble, "the media spool", _full)
+
+
+def _unknown(media_id: str) -> errors.NotFound:
+    return errors.NotFound(
+        f"no uploaded media {media_id!r}, or it has expired", field="media_id", reason="MEDIA_NOT_FOUND"
+    )

@@ -1,0 +1,1 @@
+"""A checkpoint directory, read: configuration, weights, tokenizer, chat template; and quantised copies of it."""

@@ -1,0 +1,69 @@
+"""What the front needs of a model besides the engine: tokenizer, chat template, image rule, sampling defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from decoder.sampling import SamplingParams
+from families import CheckpointError, VisionSpec
+from service.model.chat import ChatTemplate, load_template
+from service.model.modelconfig import ModelConfig
+from service.model.tokenizer import Tokenizer
+
+
+class ModelAssets:
+    """Of one model directory."""
+
+    def __init__(self, config: ModelConfig, vision: VisionSpec | None) -> None:
+        self.config, self.vision = config, vision
+        file = config.path / "tokenizer.json"
+        self.tokenizer = Tokenizer(file) if file.exists() else None
+        self.image_token_id = config.image_token_id if vision is not None else None
+        self.image_token: str | None = None
+        if self.tokenizer is not None and self.image_token_id is not None:
+            self.image_token = self.tokenizer.token(self.image_token_id)
+        self.template: ChatTemplate = load_template(config.path, image_token=self.image_token)
+        self.sampling_defaults = sampling_defaults(config)
+
+    @property
+    def image_wrappers(self) -> tuple[str, str]:
+        """What stands around image tokens, where the vocabulary has that pair; else nothing."""
+        wrappers = self.config.family.image_wrappers
+        if wrappers is None or self.tokenizer is None or None in map(self.tokenizer.token_id, wrappers):
+            return "", ""
+        return wrappers
+
+    def wrap_pictures(self, ids: list[int]) -> list[int]:
+        """Puts the family's image wrappers around image tokens that stand bare, where the vocabulary has them: the
+        released processor adds them after the template."""
+        if self.tokenizer is None or self.image_token_id not in ids or not all(self.image_wrappers):
+            return ids
+        start, end = map(self.tokenizer.token_id, self.image_wrappers)
+        assert start is not None and end is not None
+        wrapped: list[int] = []
+        inside = False
+        for token in ids:
+            inside = token == start or (inside and token != end)
+            bare = token == self.image_token_id and not inside
+            wrapped += (start, token, end) if bare else (token,)
+        return wrapped
+
+
+def sampling_defaults(config: ModelConfig) -> dict[str, Any]:
+    """Sampling fields that `generation_config.json` sets. `do_sample: false` means greedy. Raises CheckpointError for
+    values that no request could be served with.
+    """
+    source = config.generation
+    defaults: dict[str, Any] = {}
+    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+        if source.get(name) is not None:
+            defaults[name] = source[name]
+    if source.get("max_new_tokens") is not None:
+        defaults["max_tokens"] = source["max_new_tokens"]
+    if source.get("do_sample") is False:
+        defaults["temperature"] = 0.0
+    try:
+        SamplingParams(**defaults)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{config.path / 'generation_config.json'}: {error}") from None
+    return defaults

@@ -1,0 +1,124 @@
+"""Chat messages -> prompt text, through the checkpoint's jinja2 template in a sandbox."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from families import CheckpointError
+from families.files import read_json
+from service.common.types import Message
+from service.model.tokenizer import literal
+
+
+class Marked(str):
+    """Text of ours, in which image tokens are meant as such: the words of a clip."""
+
+
+class ChatTemplate:
+    """`chat_template.jinja`, or the `chat_template` field of `tokenizer_config.json`. Thread-safe."""
+
+    def __init__(self, source: str | None, *, image_token: str | None, special_tokens: Mapping[str, str]) -> None:
+        self.image_token = image_token
+        self._special_tokens = dict(special_tokens)
+        self._template = None
+        if source is not None:
+            environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+            environment.globals["raise_exception"] = _raise
+            environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+            environment.filters["tojson"] = _tojson
+            try:
+                self._template = environment.from_string(source)
+            except TemplateSyntaxError as error:
+                raise CheckpointError(f"chat template, line {error.lineno}: {error.message}") from None
+
+    @property
+    def present(self) -> bool:
+        """Whether the checkpoint brought a template, or contents are only joined."""
+        return self._template is not None
+
+    def render(self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None) -> str:
+        """The prompt text, one image token per picture, ready for the assistant's turn.
+
+        Text that spells an image token is marked as literal. Raises ValueError with the template's own words where it
+        refuses the messages.
+        """
+        pictures = sum(self._meant(part) for message in messages for part in message.parts)
+        if pictures and self.image_token is None:
+            raise ValueError(f"the messages hold {pictures} pictures and this model takes none")
+        if self._template is None:
+            return "\n".join(self._flat(message) for message in messages)
+        text = self._render([self._structured(m) for m in messages], arguments)
+        if self.image_token and text.count(self.image_token) - self._literals(messages) != pictures:
+            # A template made for text only prints a list as it is or drops it: give it strings.
+            text = self._render([{"role": m.role, "content": self._flat(m)} for m in messages], arguments)
+            if text.count(self.image_token) - self._literals(messages) != pictures:
+                raise ValueError(f"the chat template does not place all {pictures} pictures of these messages")
+        return text
+
+    def _render(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any] | None) -> str:
+        assert self._template is not None
+        values = {"add_generation_prompt": True, **self._special_tokens, **(arguments or {}), "messages": messages}
+        try:
+            return self._template.render(values)
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+            raise ValueError(f"chat template: {error}") from None
+
+    def _meant(self, part: str | None) -> int:
+        """Image tokens that a part stands for."""
+        if part is None:
+            return 1
+        return part.count(self.image_token or "\0") if isinstance(part, Marked) else 0
+
+    def _safe(self, text: str) -> str:
+        return text if isinstance(text, Marked) else literal(text, *([self.image_token] if self.image_token else []))
+
+    def _literals(self, messages: Sequence[Message]) -> int:
+        token = self.image_token or ""
+        words = [part for message in messages for part in message.parts if part is not None]
+        return sum(part.count(token) for part in words if not isinstance(part, Marked))
+
+    def _structured(self, message: Message) -> dict[str, Any]:
+        if None not in message.parts:
+            return {"role": message.role, "content": "".join(self._safe(p) for p in message.parts if p is not None)}
+        content = [{"type": "image"} if p is None else {"type": "text", "text": self._safe(p)} for p in message.parts]
+        return {"role": message.role, "content": content}
+
+    def _flat(self, message: Message) -> str:
+        return "".join(self.image_token or "" if p is None else self._safe(p) for p in message.parts)
+
+
+def load_template(path: Path, *, image_token: str | None) -> ChatTemplate:
+    """Reads a model directory's template, or makes one that only joins contents where there is none."""
+    config = read_json(path / "tokenizer_config.json") if (path / "tokenizer_config.json").exists() else {}
+    source: str | None = None
+    if (file := path / "chat_template.jinja").exists():
+        source = file.read_text("utf-8")
+    elif (field := config.get("chat_template")) is not None:
+        # either the text itself or a list of named templates
+        source = field if isinstance(field, str) else _named(field)
+    specials = {}
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        if (value := config.get(name)) is not None:
+            specials[name] = value["content"] if isinstance(value, dict) else str(value)
+    return ChatTemplate(source, image_token=image_token, special_tokens=specials)
+
+
+def _named(templates: Sequence[Mapping[str, str]]) -> str:
+    by_name = {entry["name"]: entry["template"] for entry in templates}
+    return by_name["default"] if "default" in by_name else next(iter(by_name.values()))
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _tojson(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)

@@ -1,0 +1,1 @@
+"""gRPC: protos in, protos out."""

@@ -1,0 +1,133 @@
+"""BatchService over gRPC. Disk work leaves the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from saccade.v1 import batch_pb2, batch_pb2_grpc
+from service.batches.batch_store import BatchRecord, BatchStore
+from service.batches.batches import Batches
+from service.common import errors
+from service.media.arriving import MAX_CHUNK, header_of, receive
+from service.rpc.servicer import in_thread, to_end
+from service.telemetry.call_context import current_call
+
+MAX_PAGE = 100
+_STATES = {
+    "validating": batch_pb2.BATCH_STATE_VALIDATING,
+    "running": batch_pb2.BATCH_STATE_RUNNING,
+    "completed": batch_pb2.BATCH_STATE_COMPLETED,
+    "failed": batch_pb2.BATCH_STATE_FAILED,
+    "cancelled": batch_pb2.BATCH_STATE_CANCELLED,
+}
+
+
+def _tenant() -> str:
+    return current_call().tenant.name
+
+
+class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
+    def __init__(self, batches: Batches) -> None:
+        self._batches, self._store = batches, batches.store
+
+    async def CreateBatch(
+        self, requests: AsyncIterator[batch_pb2.CreateBatchRequest], context: Any
+    ) -> batch_pb2.CreateBatchResponse:
+        self._batches.check_open()
+        header = await header_of(requests, "a batch")
+        max_errors = header.max_errors if header.HasField("max_errors") else None
+        if max_errors is not None and max_errors < 0:
+            raise errors.InvalidArgument(
+                f"max_errors is {max_errors}; it cannot be negative", field="header.max_errors"
+            )
+        async with in_thread(self._store.upload(_tenant(), header.size_bytes)) as upload:
+            await receive(requests, upload.write)
+            self._batches.check_open()
+            committing = asyncio.to_thread(
+                upload.commit, header.request_id, ordered=header.ordered, max_errors=max_errors
+            )
+            try:
+                record = await to_end(asyncio.ensure_future(committing))
+            finally:  # it is there even where its maker no longer waits to hear so
+                self._batches.created()
+        return batch_pb2.CreateBatchResponse(batch=self._proto(record))
+
+    async def GetBatch(self, request: batch_pb2.GetBatchRequest, context: Any) -> batch_pb2.GetBatchResponse:
+        return batch_pb2.GetBatchResponse(batch=self._proto(self._store.get(_tenant(), request.batch_id)))
+
+    async def ListBatches(self, request: batch_pb2.ListBatchesRequest, context: Any) -> batch_pb2.ListBatchesResponse:
+        if request.page_size < 0:
+            raise errors.InvalidArgument(f"page_size is {request.page_size}; it cannot be negative", field="page_size")
+        records, token = self._store.page(_tenant(), min(request.page_size or MAX_PAGE, MAX_PAGE), request.page_token)
+        return batch_pb2.ListBatchesResponse(batches=map(self._proto, records), next_page_token=token)
+
+    async def CancelBatch(self, request: batch_pb2.CancelBatchRequest, context: Any) -> batch_pb2.CancelBatchResponse:
+        record = await self._batches.cancel(_tenant(), request.batch_id)
+        return batch_pb2.CancelBatchResponse(batch=self._proto(record))
+
+    async def DeleteBatch(self, request: batch_pb2.DeleteBatchRequest, context: Any) -> batch_pb2.DeleteBatchResponse:
+        await self._batches.delete(_tenant(), request.batch_id)
+        return batch_pb2.DeleteBatchResponse()
+
+    async def WatchBatch(
+        self, request: batch_pb2.WatchBatchRequest, context: Any
+    ) -> AsyncGenerator[batch_pb2.WatchBatchResponse, None]:
+        async for record in self._batches.watch(_tenant(), request.batch_id):
+            yield batch_pb2.WatchBatchResponse(batch=self._proto(record))
+
+    async def DownloadBatchOutput(
+        self, request: batch_pb2.DownloadBatchOutputRequest, context: Any
+    ) -> AsyncGenerator[batch_pb2.DownloadBatchOutputResponse, None]:
+        record = self._store.get(_tenant(), request.batch_id)
+        if not record.over:
+            raise errors.FailedPrecondition(
+                f"batch {record.batch_id} is {record.state}; its output can be had when it is over",
+                reason="BATCH_RUNNING",
+            )
+        if not 0 <= request.offset <= record.output_bytes:
+            raise errors.OutOfRange(
+                f"offset is {request.offset}, and the output has {record.output_bytes} bytes", field="offset",
+                metadata={"size": str(record.output_bytes)},
+            )  # fmt: skip
+        path, offset = self._store.folder(record.batch_id) / "output.jsonl", request.offset
+        while offset < record.output_bytes:
+            data = await asyncio.to_thread(_read, path, offset)
+            if not data:
+                raise errors.NotFound(f"batch {record.batch_id} has been deleted", reason="BATCH_NOT_FOUND")
+            offset += len(data)
+            yield batch_pb2.DownloadBatchOutputResponse(data=data)
+
+    def _proto(self, record: BatchRecord) -> batch_pb2.Batch:
+        return batch_to_proto(record, self._store)
+
+
+def _read(path: Path, offset: int) -> bytes:
+    """A chunk of the file; nothing of one that is gone."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(MAX_CHUNK)
+    except FileNotFoundError:
+        return b""
+
+
+def batch_to_proto(record: BatchRecord, store: BatchStore) -> batch_pb2.Batch:
+    waiting = record.state == "validating" and not record.started
+    batch = batch_pb2.Batch(
+        batch_id=record.batch_id, state=batch_pb2.BATCH_STATE_QUEUED if waiting else _STATES[record.state],
+        total=record.total, completed=record.completed, failed=record.failed, prompt_tokens=record.prompt_tokens,
+        completion_tokens=record.completion_tokens, reason=record.reason, message=record.message,
+        problems=record.problems, model=record.model, model_version=record.version,
+        output_bytes=record.output_bytes if record.over else 0,
+    )  # fmt: skip
+    times = {
+        "create_time": record.created, "start_time": record.started, "end_time": record.ended,
+        "expire_time": store.expires(record),
+    }  # fmt: skip
+    for name, seconds in times.items():
+        if seconds:
+            getattr(batch, name).FromMilliseconds(round(seconds * 1000))
+    return batch

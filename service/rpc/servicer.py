@@ -1,0 +1,225 @@
+"""The gRPC methods: proto in, `Calls`, proto out. What they raise, `service.rpc.interceptor` turns into statuses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, TypeAlias, TypeVar
+
+from saccade.v1 import (
+    inference_pb2,
+    inference_pb2_grpc,
+    media_pb2,
+    media_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+)
+from service.answers import convert
+from service.answers.calls import Calls
+from service.answers.coalesce import coalesce
+from service.answers.weigh import LIGHT
+from service.common import errors
+from service.common.types import Event, Finished, GenerateSpec, MediaSource, VideoSource
+from service.media.arriving import header_of, receive
+from service.media.media import Media, Spool, tenant_folder
+from service.telemetry.call_context import current_call
+
+T = TypeVar("T")
+LOOKING = 2
+"""Uploaded files that are looked into at a time."""
+TOGETHER = 4
+"""Files of one request that are fetched at a time."""
+Context: TypeAlias = Any
+"""`grpc.aio.ServicerContext`, which ships no type information."""
+
+
+async def read(convert_request: Callable[[Any], T], request: Any) -> T:
+    """What the current call's message is as a request of ours, off the event loop where it is a large one."""
+    if current_call().request_bytes < LIGHT:
+        return convert_request(request)
+    return await asyncio.to_thread(convert_request, request)
+
+
+async def converted(event: Event, convert_event: Callable[[Event], T]) -> T:
+    """An event as a message, off the event loop where it carries the scores of a prompt."""
+    if isinstance(event, Finished) and event.prompt_logprobs:
+        return await asyncio.to_thread(convert_event, event)
+    return convert_event(event)
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """Generate, StreamGenerate, Embed, Tokenize and CancelGeneration."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> inference_pb2.GenerateResponse:
+        builder = convert.ResponseBuilder()
+        async with contextlib.aclosing(await self._events(request, context)) as events:
+            async for event in events:
+                await converted(event, builder.add)
+        return builder.response()
+
+    async def StreamGenerate(
+        self, request: inference_pb2.StreamGenerateRequest, context: Context
+    ) -> AsyncGenerator[inference_pb2.StreamGenerateResponse, None]:
+        chunk_tokens, max_delay = convert.chunking_from_proto(request)
+        events = await self._events(request.request, context)
+        if chunk_tokens is not None or max_delay is not None:
+            events = coalesce(events, chunk_tokens=chunk_tokens, max_delay=max_delay)
+        async with contextlib.aclosing(events):
+            async for event in events:
+                yield await converted(event, convert.event_to_proto)
+
+    async def _events(self, request: inference_pb2.GenerateRequest, context: Context) -> AsyncGenerator[Event, None]:
+        spec = await read(convert.spec_from_proto, request)
+        current_call().request_id = spec.request_id
+        return self._calls.stream(spec, timeout=context.time_remaining())
+
+    async def Embed(self, request: inference_pb2.EmbedRequest, context: Context) -> inference_pb2.EmbedResponse:
+        spec = await read(convert.spec_from_embed, request)
+        current_call().request_id = spec.request_id
+        return convert.embedded_to_proto(await self._calls.embed(spec, timeout=context.time_remaining()))
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: Context
+    ) -> inference_pb2.TokenizeResponse:
+        spec = await read(convert.spec_from_tokenize, request)
+        return convert.tokenized_to_proto(await self._calls.tokenize(spec, timeout=context.time_remaining()))
+
+    async def CancelGeneration(
+        self, request: inference_pb2.CancelGenerationRequest, context: Context
+    ) -> inference_pb2.CancelGenerationResponse:
+        await self._calls.cancel(request.request_id)
+        return inference_pb2.CancelGenerationResponse()
+
+
+class ModelServicer(model_pb2_grpc.ModelServiceServicer):
+    """GetModel and ListModels: this server has one model."""
+
+    def __init__(self, model: model_pb2.Model) -> None:
+        self._model = model
+
+    async def GetModel(self, request: model_pb2.GetModelRequest, context: Context) -> model_pb2.GetModelResponse:
+        if request.name not in ("", self._model.name):
+            raise errors.NotFound(f"no model {request.name!r}; this server has {self._model.name!r}", field="name")
+        return model_pb2.GetModelResponse(model=self._model)
+
+    async def ListModels(self, request: model_pb2.ListModelsRequest, context: Context) -> Any:
+        return model_pb2.ListModelsResponse(models=[self._model])
+
+
+class MediaServicer(media_pb2_grpc.MediaServiceServicer):
+    """The spool over gRPC. Disk work leaves the event loop."""
+
+    def __init__(self, spool: Spool) -> None:
+        self._spool = spool
+        # Apart: looking into a file waits for a process that decodes, and what others do in threads must not wait too.
+        self._looking = ThreadPoolExecutor(LOOKING, thread_name_prefix="saccade-uploads")
+
+    async def UploadMedia(
+        self, requests: AsyncIterator[media_pb2.UploadMediaRequest], context: Context
+    ) -> media_pb2.UploadMediaResponse:
+        header = await header_of(requests, "an upload")
+        async with in_thread(self._spool.upload(_tenant(), header.size_bytes)) as upload:
+            await receive(requests, upload.write)
+            media = await to_end(self._look(upload.commit, header.media_id))
+        return media_pb2.UploadMediaResponse(media=_media_to_proto(media))
+
+    async def GetMedia(self, request: media_pb2.GetMediaRequest, context: Context) -> media_pb2.GetMediaResponse:
+        media = await self._look(self._spool.get, _tenant(), request.media_id)
+        return media_pb2.GetMediaResponse(media=_media_to_proto(media))
+
+    async def DeleteMedia(
+        self, request: media_pb2.DeleteMediaRequest, context: Context
+    ) -> media_pb2.DeleteMediaResponse:
+        await asyncio.to_thread(self._spool.delete, _tenant(), request.media_id)
+        return media_pb2.DeleteMediaResponse()
+
+    def _look(self, function: Callable[..., Media], *arguments: Any) -> asyncio.Future[Media]:
+        return asyncio.get_running_loop().run_in_executor(self._looking, function, *arguments)
+
+
+def _tenant() -> str:
+    return tenant_folder(current_call().tenant.salt)
+
+
+@contextlib.asynccontextmanager
+async def in_thread(manager: Any) -> AsyncIterator[Any]:
+    """A blocking context manager whose ends run in a thread. What was entered is left, also where the call ends in the
+    middle of entering."""
+    entering = asyncio.ensure_future(asyncio.to_thread(manager.__enter__))
+    try:
+        yield await to_end(entering)
+    finally:
+        if entering.done() and not entering.cancelled() and entering.exception() is None:
+            # what was not committed is deleted either way, so the body's exception is not its business
+            await asyncio.shield(asyncio.to_thread(manager.__exit__, None, None, None))
+
+
+async def to_end(work: asyncio.Future[T]) -> T:
+    """Its result. A cancellation of the caller takes effect when it is over: what the caller then undoes must be
+    there."""
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait({work})
+        raise
+
+
+def _media_to_proto(media: Media) -> media_pb2.Media:
+    proto = media_pb2.Media(
+        media_id=media.media_id, size_bytes=media.size, width=media.width, height=media.height, format=media.format
+    )
+    proto.expire_time.FromMilliseconds(round(media.expires * 1000))
+    return proto
+
+
+def media_resolver(
+    spool: Spool, fetch: Callable[[MediaSource], Awaitable[bytes]] | None = None
+) -> Callable[[GenerateSpec, bytes], Any]:
+    """What `Frontend.resolve` is on a server: media ids are read from the spool, URLs are `fetch`ed where that is
+    allowed. `fetch` counts its bytes as they come (`CallInfo.hold_bytes`)."""
+
+    async def one(source: MediaSource, tenant: str, places: asyncio.Semaphore) -> Any:
+        if isinstance(source, VideoSource) and source.frames:
+            return replace(source, frames=tuple(await together(source.frames, tenant, places)))
+        if not source.elsewhere:
+            return source
+        async with places:
+            return await fetched(source, tenant)
+
+    async def fetched(source: MediaSource, tenant: str) -> Any:
+        if source.media_id is not None:
+            try:
+                # counted before it is read: what does not fit is never in memory
+                current_call().hold_bytes(await asyncio.to_thread(spool.size, tenant, source.media_id))
+                data = await asyncio.to_thread(spool.read, tenant, source.media_id)
+            except errors.NotFound as error:
+                raise errors.NotFound(f"{source.field}: {error}", field=source.field, reason=error.reason) from None
+            return replace(source, data=data, media_id=None)
+        if fetch is None:
+            raise errors.PermissionDenied(
+                f"{source.field}: this server fetches no URLs; send the bytes or upload them",
+                field=source.field, reason="MEDIA_HOST_DENIED",
+            )  # fmt: skip
+        return replace(source, data=await fetch(source), uri=None)
+
+    async def together(sources: Sequence[MediaSource], tenant: str, places: asyncio.Semaphore) -> list[Any]:
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(source, tenant, places)) for source in sources]
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def resolve(spec: GenerateSpec, salt: bytes) -> GenerateSpec:
+        places = asyncio.Semaphore(TOGETHER)
+        return replace(spec, media=tuple(await together(spec.media, tenant_folder(salt), places)))
+
+    return resolve

@@ -1,0 +1,1 @@
+"""What listens, and the life and death of its processes."""

@@ -1,0 +1,136 @@
+"""The encoder process: `python -m service.servers.encoder_process FD`, started by `process_link.py`, which has the
+protocol. The encoder reads pixels from shared segments and writes rows into them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from encoder.item import EncoderItem
+from kernels.host_memory import keep_freed_memory
+from service.common.channel import receive_descriptor
+from service.common.config import EngineOptions
+from service.encoding.encoder import LocalEncoder
+from service.encoding.handoff import Work
+from service.encoding.process_link import PlacedItem, PlacedRows
+from service.encoding.segments import Segment, open_segment
+
+REPORTED = ("images", "batches", "real_tokens", "padded_tokens", "encode_seconds")
+"""Counters that the decoder's metrics show."""
+
+
+class SegmentWork:
+    """The `WorkSource` of this process: what has come through the socket and not been answered."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._segments: dict[int, Segment] = {}
+        self._waiting: dict[int, Work] = {}
+        self._arrived: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self.encoder: LocalEncoder | None = None
+
+    def send(self, message: Any) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            self._connection.send(message)
+
+    def receive(self) -> None:
+        """Until the decoder is gone."""
+        try:
+            while True:
+                match self._connection.recv():
+                    case ("segment", number):
+                        self._segments[number] = open_segment(number, receive_descriptor(self._connection))
+                    case ("forget", number):
+                        self._segments.pop(number).close()
+                    case ("encode", item, number, rows):
+                        self._add(item, self._segments[number], rows)
+                    case ("cancel", ticket):
+                        if self._waiting.pop(ticket, None) is not None:
+                            self.send(("cancelled", ticket))
+                    case ("close",):
+                        return
+        except (EOFError, OSError):
+            pass  # the decoder is gone
+        finally:
+            self._arrived.put(False)
+
+    def wait(self) -> bool:
+        """Until there is something new. False: the end."""
+        return self._arrived.get()
+
+    def _add(self, item: PlacedItem, segment: Segment, rows: PlacedRows) -> None:
+        pixels = segment.tensor(0, item.shape, item.dtype)
+        picture = EncoderItem(patches=pixels, **item.fields)
+        self._waiting[item.ticket] = Work(
+            b"", picture, segment.tensor(rows.offset, rows.shape, rows.dtype), item.ticket
+        )
+        self._arrived.put(True)
+
+    def take(self, max_tokens: int | None = None) -> list[Work]:
+        """In the order of arrival, which is the decoder's."""
+        taken: list[Work] = []
+        total = 0
+        for ticket, work in list(self._waiting.items()):
+            if taken and max_tokens is not None and total + work.image.tokens > max_tokens:
+                break
+            if self._waiting.pop(ticket, None) is not None:  # it may have been cancelled meanwhile
+                taken.append(work)
+                total += work.image.tokens
+        return taken
+
+    def publish(self, works: Sequence[Work], counts: Sequence[tuple[int, ...] | None]) -> None:
+        assert self.encoder is not None
+        stats = self.encoder.stats()
+        for work, rows in zip(works, counts, strict=True):
+            self.send(("done", work.ticket, rows, {name: stats[name] for name in REPORTED}))
+
+    def fail(self, work: Work, error: Exception) -> None:
+        self.send(("error", work.ticket, str(error), isinstance(error, ValueError)))
+
+
+def main(descriptor: int) -> int:
+    connection: Connection = Connection(descriptor)
+    # The decoder decides when to stop; a Ctrl-C in the terminal reaches the whole group and is not for this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    options, log_level = connection.recv()
+    logging.basicConfig(
+        level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    keep_freed_memory()
+    with contextlib.suppress(EOFError, ConnectionError):  # the decoder is gone; so are its pictures
+        return _serve(connection, options)
+    return 0
+
+
+def _serve(connection: Connection, options: EngineOptions) -> int:
+    source = SegmentWork(connection)
+    try:
+        from service.engine.build import encoder_of_process
+
+        source.encoder = encoder_of_process(options, source)
+    except ValueError as error:  # ConfigError, CheckpointError and the runner's own refusals
+        connection.send(("failed", str(error)))
+        return 1
+    connection.send(("ready",))
+    threading.Thread(target=source.receive, name="saccade-encoder-receiver", daemon=True).start()
+    while source.wait():
+        while source.encoder.turn():
+            pass
+    source.encoder.close()
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(int(sys.argv[1]))
+    sys.stderr.flush()
+    os._exit(code)  # threads of torch may outlive the interpreter's teardown and crash it

@@ -1,0 +1,190 @@
+"""`saccade serve --role encoder`: one encoder, its handoff, and the port where decoders attach.
+
+One process: the encoder's work is a few large operations, which leave the event loop room between them. The encoder
+runs on the thread that built it (see service/engine/engine.py on why).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from saccade.v1 import encoder_pb2_grpc
+from service.answers.calls import AccessLog
+from service.common.auth import Guard, watch_keys
+from service.common.config import EngineOptions, ServerOptions
+from service.common.tls import server_credentials
+from service.encoding.encoder import LocalEncoder
+from service.encoding.encoder_servicer import EncoderServicer
+from service.encoding.handoff import Handoff
+from service.encoding.partner import Partner
+from service.engine.build import build_encoder
+from service.rpc.interceptor import FrontDoor
+from service.servers.exposure import channel_options, check_exposure, listen
+from service.servers.health import SetHealth, add_standard_services
+from service.servers.lifetime import stop_signals, until_stopped
+from service.servers.limits import byte_budget, door_limits
+from service.telemetry.meters import make_metrics
+from service.telemetry.sizes import check_sizes_file, record_sizes
+
+log = logging.getLogger(__name__)
+
+
+class EncoderThread:
+    """Builds an encoder and runs it, on one thread."""
+
+    def __init__(self, options: EngineOptions, *, on_death: Callable[[], None] = lambda: None) -> None:
+        """Raises ConfigError or CheckpointError. `on_death`: told once, from the thread, if the encoder fails."""
+        self._built: Future[tuple[LocalEncoder, Handoff, Partner]] = Future()
+        self._wake, self._closing = threading.Event(), threading.Event()
+        self._on_death = on_death
+        self.failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._main, args=(options,), name="saccade-encoder", daemon=True)
+        self._thread.start()
+        self.encoder, self.handoff, self.partner = self._built.result()
+
+    def wake(self) -> None:
+        """The handoff has changed."""
+        self._wake.set()
+        self.encoder.wake()
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "encode_seconds": self.encoder.seconds,
+            "encoder": self.encoder.stats(),
+            "handoff": self.handoff.stats(),
+        }
+
+    def close(self) -> None:
+        """Stops after the launch under way. Idempotent."""
+        self._closing.set()
+        self._wake.set()
+        self._thread.join()
+
+    def _main(self, options: EngineOptions) -> None:
+        try:
+            built = build_encoder(options)
+        except BaseException as error:  # the constructor's caller gets it
+            self._built.set_exception(error)
+            return
+        self._built.set_result(built)
+        encoder = built[0]
+        encoder.start(self._fail)
+        try:
+            while True:
+                self._wake.clear()
+                if self._closing.is_set():
+                    break
+                if not encoder.turn():
+                    self._wake.wait()
+        except BaseException as error:  # a bug: nothing is encoded any more
+            self._fail(error)
+        encoder.close()
+
+    def _fail(self, error: BaseException) -> None:
+        log.critical("the encoder stopped on an error", exc_info=error)
+        self.failure = error
+        self._on_death()
+
+
+class EncoderServer:
+    """Listens for decoders. `start`, then `stop`."""
+
+    def __init__(self, options: ServerOptions, thread: EncoderThread) -> None:
+        check_exposure(options)
+        check_sizes_file(options)
+        self.options, self._thread = options, thread
+        self._credentials = server_credentials(options)
+        guard = Guard(watch_keys(options.api_keys) if options.api_keys else None)
+        self.metrics = make_metrics()
+        self.metrics.watch_engine(self._query, self._gauges)
+        self._door = FrontDoor(
+            guard, byte_budget(options), self.metrics, AccessLog(as_json=options.log_json), door_limits(options)
+        )  # fmt: skip
+        self._servicer: EncoderServicer | None = None
+        self._server: grpc.aio.Server | None = None
+        self._ends = contextlib.ExitStack()
+        self._set_health: SetHealth = lambda serving, live=None: None
+        self.port = self.metrics_port = 0
+
+    async def start(self) -> None:
+        """Listens; health is SERVING on return. Raises ConfigError where the address cannot be had."""
+        loop, thread = asyncio.get_running_loop(), self._thread
+        servicer = self._servicer = EncoderServicer(
+            thread.handoff, thread.partner, window_bytes=self.options.max_inflight_bytes // self.options.max_decoders,
+            max_sessions=self.options.max_decoders,
+        )  # fmt: skip
+
+        def on_change() -> None:
+            thread.wake()
+            with contextlib.suppress(RuntimeError):  # the loop may be gone at the end
+                loop.call_soon_threadsafe(servicer.poll)
+
+        thread.handoff.on_change = on_change
+        server = grpc.aio.server(options=channel_options(self.options), interceptors=[self._door])
+        encoder_pb2_grpc.add_EncoderServiceServicer_to_server(servicer, server)
+        self._set_health = add_standard_services(server, ["saccade.v1.EncoderService"])
+        self.port = listen(server, self.options, self._credentials)
+        if self.options.metrics_port is not None:
+            self.metrics_port, end = self.metrics.serve(self.options.metrics_host, self.options.metrics_port)
+            self._ends.callback(end)
+        await server.start()
+        self._server = server
+        self._set_health(True)
+
+    async def stop(self, grace: float | None = None) -> None:
+        """Tells decoders to send nothing more, lets what is under way finish within `grace` seconds, then stops.
+        Idempotent; may be cancelled and called again with less grace."""
+        self._set_health(False)
+        if self._servicer is not None:
+            self._servicer.drain()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.options.grace if grace is None else grace):
+                    await self._servicer.idle.wait()
+        if self._server is not None:
+            await self._server.stop(grace=0)
+            self._server = None
+        await asyncio.to_thread(self._thread.close)
+        if self.options.sizes_file is not None:
+            await asyncio.to_thread(record_sizes, Path(self.options.sizes_file), self._thread.encoder.histogram())
+        await asyncio.to_thread(self._ends.close)
+
+    def _query(self) -> Future[dict[str, Any]]:
+        future: Future[dict[str, Any]] = Future()
+        future.set_result(self._thread.stats())
+        return future
+
+    def _gauges(self) -> dict[str, float]:
+        servicer = self._servicer
+        return {
+            "attached_decoders": len(servicer.sessions) if servicer else 0,
+            "pictures_under_way": servicer.under_way if servicer else 0,
+        }
+
+
+async def serve_encoder(options: ServerOptions) -> int:
+    """Runs an encoder until SIGTERM or SIGINT, or until it fails. Returns the exit code."""
+    loop = asyncio.get_running_loop()
+    stopping = stop_signals()
+    check_exposure(options)
+
+    def on_death() -> None:
+        loop.call_soon_threadsafe(stopping.set)
+
+    thread = await asyncio.to_thread(EncoderThread, options, on_death=on_death)
+    try:
+        server = EncoderServer(options, thread)
+        await server.start()
+    except BaseException:
+        thread.close()
+        raise
+    await until_stopped(server, stopping, options)
+    return 1 if thread.failure is not None else 0

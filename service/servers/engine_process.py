@@ -1,0 +1,92 @@
+"""The engine process: `python -m service.servers.engine_process FD`, started by `service.engine.engine_client`.
+
+Protocol on the socket pair FD, front to engine: the options first, then ("submit", request, has_pixels), ("abort", id),
+("query", number, what), ("close",). Engine to front: ("ready", info) or ("failed", message), then ("events", [...]),
+("answer", number, value, error). Either side treats the end of the stream as the death of the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from typing import Any
+
+from kernels.host_memory import keep_freed_memory
+from service.common.channel import receive_descriptor
+from service.common.config import EngineOptions
+from service.engine import wire
+
+
+def main(descriptor: int) -> int:
+    connection: Connection = Connection(descriptor)
+    # The front decides when to stop; a Ctrl-C in the terminal reaches the whole group and is not for this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    options, log_level = connection.recv()
+    logging.basicConfig(
+        level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    keep_freed_memory()
+    try:
+        return _serve(connection, options)
+    except (EOFError, ConnectionError, BrokenPipeError):
+        return 0  # the front is gone; so are its requests
+
+
+def _serve(connection: Connection, options: EngineOptions) -> int:
+    try:
+        from service.engine.build import build_engine
+
+        engine = build_engine(options)
+    except ValueError as error:  # ConfigError, CheckpointError and the runners' own refusals
+        connection.send(("failed", str(error)))
+        return 1
+    lock = threading.Lock()
+
+    def send(message: Any) -> None:
+        with lock, contextlib.suppress(ConnectionError):
+            connection.send(message)
+
+    def answer(number: int, future: Future[dict[str, Any]]) -> None:
+        error = future.exception()
+        send(("answer", number, None if error else future.result(), repr(error) if error else None))
+
+    def receive() -> None:
+        try:
+            while True:
+                match connection.recv():
+                    case ("submit", request, has_pixels):
+                        pixels = receive_descriptor(connection) if has_pixels else None
+                        engine.submit(wire.unpack_pixels(request, pixels))
+                    case ("abort", request_id):
+                        engine.abort(request_id)
+                    case ("query", number, what):
+                        engine.query(what).add_done_callback(functools.partial(answer, number))
+                    case ("close",):
+                        return
+        except (EOFError, ConnectionError):
+            pass  # the front is gone; so are its requests
+        finally:
+            engine.stop()
+
+    # What loading has made stays: looking through it again and again would stop the step for tens of milliseconds.
+    gc.collect()
+    gc.freeze()
+    send(("ready", engine.info))
+    threading.Thread(target=receive, name="saccade-engine-receiver", daemon=True).start()
+    engine.run(lambda events: send(("events", wire.pack_events(events))), linger=False)
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(int(sys.argv[1]))
+    sys.stderr.flush()
+    os._exit(code)  # threads of torch may outlive the interpreter's teardown and crash it

@@ -1,0 +1,64 @@
+"""The port: who may reach it, on which addresses, with which options of gRPC."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+from typing import Any
+
+from service.common.config import ConfigError, ServerOptions
+
+log = logging.getLogger(__name__)
+
+
+def check_exposure(options: ServerOptions) -> None:
+    """Plain text and strangers are for this machine only, unless somebody says otherwise."""
+    try:
+        addresses = {entry[4][0] for entry in socket.getaddrinfo(options.host, None)}
+    except OSError:
+        raise ConfigError(f"host: {options.host!r} is no address of this machine") from None
+    exposed = [a for a in addresses if not ipaddress.ip_address(str(a).partition("%")[0]).is_loopback]
+    missing = []
+    if options.tls_cert is None:
+        missing.append("plain text (no --tls-cert and --tls-key)")
+    if options.api_keys is None and options.tls_client_ca is None:
+        missing.append("with everybody (no --api-keys and no --tls-client-ca)")
+    if exposed and missing and not options.insecure:
+        raise ConfigError(
+            f"host: {options.host} can be reached from other machines, and this server speaks {' and '.join(missing)}; "
+            "give it those, or use 127.0.0.1 behind a proxy that has them, or say --insecure"
+        )
+
+
+def listen(server: Any, options: ServerOptions, credentials: Any) -> int:
+    """Takes the address; returns the port. Raises ConfigError where it cannot be had."""
+    address = f"[{options.host}]" if ":" in options.host else options.host
+    where = f"{address}:{options.port}"
+    try:
+        if credentials is None:
+            return int(server.add_insecure_port(where))
+        return int(server.add_secure_port(where, credentials))
+    except RuntimeError:
+        raise ConfigError(f"port: cannot listen on {options.host}:{options.port}; is it taken?") from None
+
+
+def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
+    settings = [
+        # Off, or a second server on the port would silently take half of the calls; fronts do share one, under a lock.
+        ("grpc.so_reuseport", int(options.fronts > 1)),
+        ("grpc.max_receive_message_length", options.max_message_bytes),
+        ("grpc.max_send_message_length", options.max_message_bytes),
+        # Clients may ping a long silent generation every 10 s without being told to go away.
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.max_concurrent_streams", options.max_connection_streams),
+    ]
+    # gRPC keeps its connections: without an age, clients never see the servers that were added after they connected.
+    for name in ("max_connection_age", "max_connection_age_grace"):
+        if (seconds := getattr(options, name)) is not None:
+            settings.append((f"grpc.{name}_ms", round(seconds * 1000)))
+    return settings

@@ -1,0 +1,152 @@
+"""One front of several: `python -m service.servers.front_process FD`, started by `service.servers.fronts`.
+
+Protocol on the socket pair FD, hub to front: (options, engine info, member) first; then what an engine process sends,
+and ("alive", bool), ("given up",), ("drain",), ("beat",). Front to hub: ("serving", port) or ("failed", message); then
+what an engine process takes, and ("cancel", number, salt, request id), ("drain",), and ("beat",) in answer to one. A
+front that has lost its hub ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from service.common.config import ServerOptions
+from service.engine.engine_client import EngineLink
+from service.engine.types import EngineInfo
+from service.media.media import Spool
+from service.media.shared_spool import SharedSpool
+from service.servers.lifetime import stop_signals, stop_when_told
+from service.servers.limits import load_assets
+from service.servers.server import Server
+
+log = logging.getLogger(__name__)
+
+
+class HubLink(EngineLink):
+    """The engine, as the hub passes it on."""
+
+    def __init__(self, connection: Connection, info: EngineInfo, on_death: Callable[[], None]) -> None:
+        super().__init__(connection, on_death)
+        self.info = info
+        self._engine_alive = True
+        self.on_change: Callable[[bool], None] = lambda alive: None
+        self.on_give_up: Callable[[], None] = lambda: None
+        self.on_drain: Callable[[], None] = lambda: None
+        self.on_beat: Callable[[], None] = lambda: None
+
+    @property
+    def alive(self) -> bool:
+        return self._engine_alive and not self._closing
+
+    def _other(self, message: Any) -> None:
+        match message:
+            case ("alive", alive):
+                self._engine_alive = alive
+                self.on_change(alive)
+            case ("given up",):
+                self.on_give_up()
+            case ("drain",):
+                self.on_drain()
+            case ("beat",):
+                self.on_beat()
+            case _:
+                super()._other(message)
+
+    async def cancel_elsewhere(self, request_id: str, salt: bytes) -> bool:
+        """Whether another front had the request, which then ends."""
+        answer = await asyncio.wrap_future(self._ask("cancel", salt, request_id))
+        return bool(answer["found"])
+
+    def drain_all(self) -> None:
+        """All fronts, this one too."""
+        self._outbox.put(("drain",))
+
+    def tell(self, message: Any) -> None:
+        self._outbox.put(message)
+
+    def close(self) -> None:
+        """The engine is the hub's to stop; what has been said to the hub gets there. Idempotent."""
+        self._closing = True
+        self._outbox.close(timeout=5.0)
+
+
+class Front(Server):
+    """A server whose engine and whose port others share."""
+
+    has_batches = False
+
+    def __init__(self, options: ServerOptions, link: HubLink, member: int) -> None:
+        self._member = member
+        super().__init__(options, link, load_assets(options))
+        self._link = link
+        # Ids in the engine are apart from those of the other fronts, and of one that died in this one's place.
+        first = secrets.randbits(32) * options.fronts + member
+        self.frontend.number(itertools.count(first, options.fronts))
+        self.calls.elsewhere = link.cancel_elsewhere
+        link.on_change, link.on_give_up = self.engine_changed, self.engine_given_up
+        loop = asyncio.get_running_loop()
+
+        def drain() -> None:
+            loop.call_soon_threadsafe(self.drain)
+
+        def beat() -> None:
+            loop.call_soon_threadsafe(link.tell, ("beat",))
+
+        link.on_drain, link.on_beat = drain, beat
+
+    def _make_spool(self, *arguments: Any, **keywords: Any) -> Spool:
+        return SharedSpool(*arguments, member=self._member, **keywords)
+
+    def _drain_asked(self) -> None:
+        self._link.drain_all()
+
+
+async def serve(connection: Connection, options: ServerOptions, info: EngineInfo, member: int) -> int:
+    """Until SIGTERM, or until the hub is gone."""
+    stopping = stop_signals()
+    link = HubLink(connection, info, on_death=_orphaned)
+    try:
+        server = Front(options, link, member)
+        await server.start()
+    except ValueError as error:
+        link.tell(("failed", str(error)))
+        link.close()
+        return 2
+    link.tell(("serving", server.port))
+    await stop_when_told(server, stopping, options.grace)
+    return 0
+
+
+def _orphaned() -> None:
+    """Without the hub there is no engine, and nothing to wait for."""
+    log.error("the hub is gone")
+    os._exit(1)
+
+
+def main(descriptor: int) -> int:
+    connection: Connection = Connection(descriptor)
+    options, info, member = connection.recv()
+    logging.basicConfig(
+        level=options.log_level.upper(), stream=sys.stderr,
+        format=f"%(asctime)s %(levelname)s front {member} %(name)s: %(message)s",
+    )  # fmt: skip
+    import torch
+
+    torch.set_num_threads(1)
+    return asyncio.run(serve(connection, options, info, member))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the hub decides
+    code = main(int(sys.argv[1]))
+    sys.stderr.flush()
+    os._exit(code)  # the link's reader may still wait for a hub that is busy

@@ -1,0 +1,73 @@
+"""Health and reflection services."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Protocol
+
+import grpc
+
+from service.rpc import kserve
+
+log = logging.getLogger(__name__)
+
+
+LIVENESS = "liveness"
+"""Health service that says whether restarting this process would help: SERVING through drains, warm-ups and restarts
+of the engine, until that is given up."""
+
+
+class SetHealth(Protocol):
+    """Sets the health of the server and its services and, where it is said, of `LIVENESS`. From any thread."""
+
+    def __call__(self, serving: bool, live: bool | None = None, /) -> None: ...
+
+
+def add_standard_services(server: grpc.aio.Server, services: list[str]) -> SetHealth:
+    """Health and reflection, where their packages are installed. Returns what sets health."""
+    names, set_health = list(services), _add_health(server, services)
+    if set_health is not None:
+        names.append("grpc.health.v1.Health")
+    try:
+        from grpc_reflection.v1alpha import reflection
+    except ImportError:
+        log.warning("grpcio-reflection is not installed: no reflection service")
+    else:
+        names.append(reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server, pool=kserve.reflection_pool(names))
+    return set_health or (lambda serving, live=None: None)
+
+
+def _add_health(server: grpc.aio.Server, services: list[str]) -> SetHealth | None:
+    """What sets health; None where the package is not installed. `LIVENESS` is SERVING from here on."""
+    try:
+        from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+    except ImportError:
+        log.warning("grpcio-health-checking is not installed: no health service")
+        return None
+    health_servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    loop = asyncio.get_running_loop()
+    pending: set[asyncio.Task[None]] = set()
+
+    words = {True: health_pb2.HealthCheckResponse.SERVING, False: health_pb2.HealthCheckResponse.NOT_SERVING}
+
+    def set_health(serving: bool, live: bool | None = None, /) -> None:
+        async def apply() -> None:
+            for name in ("", *services):
+                await health_servicer.set(name, words[serving])
+            if live is not None:
+                await health_servicer.set(LIVENESS, words[live])
+
+        def start() -> None:
+            task = loop.create_task(apply())
+            pending.add(task)
+            task.add_done_callback(pending.discard)
+
+        with contextlib.suppress(RuntimeError):  # the loop may be gone when the engine dies last
+            loop.call_soon_threadsafe(start)
+
+    set_health(False, True)
+    return set_health

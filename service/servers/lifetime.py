@@ -1,0 +1,51 @@
+"""Signals, and how a server stops when it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from typing import Protocol
+
+from service.common.config import ServerOptions
+
+log = logging.getLogger(__name__)
+
+
+class Stoppable(Protocol):
+    """What listens on a port."""
+
+    port: int
+
+    async def stop(self, grace: float | None = None) -> None: ...
+
+
+def stop_signals() -> asyncio.Event:
+    """Set by SIGTERM and SIGINT."""
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    return stopping
+
+
+async def until_stopped(server: Stoppable, stopping: asyncio.Event, options: ServerOptions) -> None:
+    """Says that the server is ready, and stops it when it is told to."""
+    print(f"saccade ready on {options.host}:{server.port}", flush=True)
+    await stop_when_told(server, stopping, options.grace)
+
+
+async def stop_when_told(server: Stoppable, stopping: asyncio.Event, grace: float) -> None:
+    """With `grace` seconds for running calls, and when it is told so again at once."""
+    await stopping.wait()
+    log.info("stopping: running calls get %.0f s", grace)
+    stopping.clear()
+    stop, again = asyncio.create_task(server.stop(grace)), asyncio.create_task(stopping.wait())
+    await asyncio.wait({stop, again}, return_when=asyncio.FIRST_COMPLETED)
+    again.cancel()
+    if not stop.done():
+        log.warning("second signal: stopping now")
+        stop.cancel()
+        await asyncio.wait({stop})
+        await server.stop(grace=0)
+    else:
+        await stop

@@ -1,0 +1,45 @@
+"""Options -> the limits of the rooms below."""
+
+from __future__ import annotations
+
+from encoder.frames import VideoLimits
+from encoder.images import ImageLimits
+from service.answers.bounds import FrontLimits
+from service.answers.weigh import MIN_IDS
+from service.common.config import ServerOptions
+from service.common.limits import ByteBudget
+from service.engine.build import resolve_vision
+from service.media.images import MediaLimits
+from service.model.assets import ModelAssets
+from service.model.checkpoint import open_checkpoint
+from service.rpc.interceptor import DoorLimits
+
+
+def front_limits(options: ServerOptions) -> FrontLimits:
+    image = ImageLimits(max_bytes=options.max_image_bytes, max_pixels=options.max_image_pixels)
+    video = VideoLimits(
+        options.max_video_bytes, options.max_video_file_frames, options.max_image_pixels, options.max_video_pixels
+    )
+    return FrontLimits(
+        max_queue=options.max_queue, max_images=options.max_images_per_request,
+        max_videos=options.max_videos_per_request, media=MediaLimits(image, video, options.max_video_frames),
+        prepared_bytes=options.preprocess_bytes, max_answer_bytes=options.max_message_bytes,
+    )  # fmt: skip
+
+
+def byte_budget(options: ServerOptions) -> ByteBudget:
+    """Half of it is the most that one tenant with a key may have, but always a message of the largest size."""
+    return ByteBudget(options.max_inflight_bytes, max(options.max_inflight_bytes // 2, options.max_message_bytes))
+
+
+def door_limits(options: ServerOptions, max_len: int = 0) -> DoorLimits:
+    """`max_len`: tokens of the model's context, where messages may hold as many ids."""
+    return DoorLimits(
+        options.stall_timeout, options.receive_timeout, options.max_message_bytes, options.max_tenant_calls,
+        max(max_len, MIN_IDS),
+    )  # fmt: skip
+
+
+def load_assets(options: ServerOptions) -> ModelAssets:
+    checkpoint = open_checkpoint(options.model)
+    return ModelAssets(checkpoint.config, resolve_vision(options, checkpoint))

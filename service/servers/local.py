@@ -1,0 +1,202 @@
+"""The same engine and front without a server, for `saccade.LocalClient`: protos in, protos out, in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError, Future
+from typing import Any, TypeAlias, TypeVar
+
+import grpc
+
+from saccade.v1 import inference_pb2, model_pb2
+from service.answers import convert
+from service.answers.frontend import Frontend
+from service.common import errors
+from service.common.config import ServerOptions, from_keywords
+from service.engine.engine_thread import EngineThread
+from service.servers.limits import front_limits, load_assets
+
+T = TypeVar("T")
+Message: TypeAlias = inference_pb2.StreamGenerateResponse | errors.StatusError | None
+
+
+class Cancelled(errors.StatusError):
+    """The caller, or `close`, has ended the call."""
+
+    code, reason = grpc.StatusCode.CANCELLED, "CANCELLED"
+
+
+class LocalService:
+    """Owns a thread with an event loop and, behind it, the engine's threads. Methods may be called from any thread."""
+
+    def __init__(
+        self, model: str = "demo", dtype: str | None = None, device: str | None = None, **options: Any
+    ) -> None:
+        """`options`: any option of the server by name. Raises InvalidArgument with what would work instead."""
+        try:
+            self.options = from_keywords(ServerOptions, {"model": model, "dtype": dtype, "device": device, **options})
+            assets = load_assets(self.options)
+            engine = EngineThread(self.options)
+        except ValueError as error:  # ConfigError, CheckpointError and the runners' own refusals
+            raise errors.InvalidArgument(str(error)) from error
+        limits = front_limits(self.options)
+        self._frontend = Frontend(engine, assets, limits, workers=self.options.image_workers)
+        self._model = convert.model_to_proto(engine.info, assets, limits)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="saccade-local", daemon=True)
+        self._thread.start()
+        self._closed = False
+        self._run(self._start()).result()
+
+    async def _start(self) -> None:
+        self._frontend.start()
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Starts a coroutine on the service's loop. Cancelling the future cancels it."""
+        if self._closed:
+            coroutine.close()
+            raise errors.FailedPrecondition("this client is closed", reason="CLOSED")
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def begin(self, method: str, request: Any, timeout: float | None = None) -> LocalCall:
+        """Starts one of the unary methods of the gRPC services: Generate, Embed, Tokenize, GetModel, ListModels."""
+        answers: dict[str, Callable[[Any], Coroutine[Any, Any, Any]]] = {
+            "Generate": self._generate,
+            "Embed": self._embed,
+            "Tokenize": self._tokenize,
+            "GetModel": self._get_model,
+            "ListModels": self._list_models,
+        }
+        if method not in answers:
+            raise errors.Unimplemented(f"{method} needs a server")
+
+        async def limited() -> Any:
+            async with asyncio.timeout(timeout):
+                return await answers[method](request)
+
+        return LocalCall(self._run(_as_status(limited())))
+
+    async def _generate(self, request: inference_pb2.GenerateRequest) -> inference_pb2.GenerateResponse:
+        builder = convert.ResponseBuilder()
+        async with contextlib.aclosing(self._frontend.stream(convert.spec_from_proto(request))) as events:
+            async for event in events:
+                builder.add(event)
+        return builder.response()
+
+    async def _embed(self, request: inference_pb2.EmbedRequest) -> inference_pb2.EmbedResponse:
+        return convert.embedded_to_proto(await self._frontend.embed(convert.spec_from_embed(request)))
+
+    async def _tokenize(self, request: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
+        return convert.tokenized_to_proto(await self._frontend.tokenize(convert.spec_from_tokenize(request)))
+
+    async def _get_model(self, request: model_pb2.GetModelRequest) -> model_pb2.GetModelResponse:
+        if request.name not in ("", self._model.name):
+            raise errors.NotFound(f"no model {request.name!r}; this engine has {self._model.name!r}", field="name")
+        return model_pb2.GetModelResponse(model=self._model)
+
+    async def _list_models(self, request: model_pb2.ListModelsRequest) -> model_pb2.ListModelsResponse:
+        return model_pb2.ListModelsResponse(models=[self._model])
+
+    def stream(self, request: inference_pb2.GenerateRequest, timeout: float | None = None) -> LocalStream:
+        """Starts an answer that is given as it is written."""
+        messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+
+        async def pump() -> None:
+            try:
+                async with asyncio.timeout(timeout):
+                    spec = convert.spec_from_proto(request)
+                    async with contextlib.aclosing(self._frontend.stream(spec, timeout=timeout)) as events:
+                        async for event in events:
+                            messages.put(convert.event_to_proto(event))
+                messages.put(None)
+            except asyncio.CancelledError:
+                messages.put(Cancelled("the stream has been closed"))
+                raise
+            except Exception as error:  # raised where it is read
+                messages.put(errors.to_status(error))
+
+        return LocalStream(self._run(pump()), messages)
+
+    def get_model(self) -> model_pb2.Model:
+        """What the model takes and gives."""
+        return self._model
+
+    def stats(self, *, integrity: bool = False) -> dict[str, Any]:
+        """The engine's counters; with `integrity`, after checking every pool (AssertionError names what is wrong)."""
+        return self._frontend.engine.query("integrity" if integrity else "stats").result()
+
+    def close(self) -> None:
+        """Stops the engine and its threads; what is running ends as cancelled. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result()
+        self._frontend.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class LocalCall:
+    """One unary call. Methods may be called from any thread."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    def result(self) -> Any:
+        """The answer, or StatusError."""
+        try:
+            return self._future.result()
+        except CancelledError:
+            raise Cancelled("the call was cancelled") from None
+
+    def cancel(self) -> None:
+        """Frees what the request holds. Idempotent."""
+        self._future.cancel()
+
+
+class LocalStream:
+    """The messages of one answer. `cancel` may be called from any thread."""
+
+    def __init__(self, future: Future[None], messages: queue.SimpleQueue[Message]) -> None:
+        self._future, self._messages = future, messages
+
+    def receive(self, patience: float | None = None) -> inference_pb2.StreamGenerateResponse | None:
+        """The next message; None at the end. Raises StatusError, and TimeoutError after `patience` seconds."""
+        try:
+            message = self._messages.get(timeout=patience)
+        except queue.Empty:
+            raise TimeoutError from None
+        if isinstance(message, errors.StatusError):
+            self._messages.put(message)  # for whoever reads on
+            raise message
+        return message
+
+    def cancel(self) -> None:
+        """Frees what the request holds. Idempotent."""
+        if self._future.cancel():
+            # It may never have begun, and then nothing of it tells the reader.
+            self._messages.put(Cancelled("the stream has been closed"))
+
+
+async def _cancel_all() -> None:
+    """Ends what runs on the loop, and waits until it is over: nothing may be left pending when the loop closes."""
+    loop = asyncio.get_running_loop()
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await loop.shutdown_asyncgens()
+
+
+async def _as_status(coroutine: Coroutine[Any, Any, T]) -> T:
+    try:
+        return await coroutine
+    except asyncio.CancelledError:
+        raise
+    except Exception as error:
+        raise errors.to_status(error) from error

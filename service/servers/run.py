@@ -1,0 +1,61 @@
+"""`saccade serve`: one server, several frontends over one engine, or an encoder alone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+
+from service.common.config import ServerOptions
+from service.engine.supervisor import SupervisedEngine
+from service.model.assets import ModelAssets
+from service.servers.encoder_server import serve_encoder
+from service.servers.exposure import check_exposure
+from service.servers.fronts import serve_fronts
+from service.servers.lifetime import stop_signals, until_stopped
+from service.servers.limits import load_assets
+from service.servers.server import Server
+
+
+async def serve(options: ServerOptions) -> int:
+    """Runs a server until SIGTERM or SIGINT. Prints the ready line once health is SERVING. Returns the exit code."""
+    loop = asyncio.get_running_loop()
+    stopping = stop_signals()
+    servers: list[Server] = []
+
+    def on_change(alive: bool) -> None:
+        for server in servers:
+            server.engine_changed(alive)
+
+    def on_give_up() -> None:
+        for server in servers:
+            server.engine_given_up()
+
+    def build() -> tuple[SupervisedEngine, ModelAssets]:
+        assets = load_assets(options)
+        engine = SupervisedEngine(options, log_level=options.log_level, on_change=on_change, on_give_up=on_give_up)
+        return engine, assets
+
+    check_exposure(options)
+    engine, assets = await loop.run_in_executor(None, build)
+    try:
+        server = Server(options, engine, assets)
+        servers.append(server)
+        await server.start()
+    except BaseException:
+        engine.close()
+        raise
+    await until_stopped(server, stopping, options)
+    return 0
+
+
+def run(options: ServerOptions) -> int:
+    """`saccade serve`: logging, event loop, server."""
+    logging.basicConfig(
+        level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    if options.role == "encoder":
+        return asyncio.run(serve_encoder(options))
+    if options.fronts > 1:
+        return asyncio.run(serve_fronts(options))
+    return asyncio.run(serve(options))

@@ -1,0 +1,299 @@
+"""The gRPC server: options, services, health, life and death.
+
+Order at the end: health NOT_SERVING, new calls refused, running calls get their grace, then the engine stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import logging
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from encoder.frames import video_formats
+from saccade._core.results import model_from
+from saccade.v1 import (
+    admin_pb2_grpc,
+    batch_pb2_grpc,
+    inference_pb2_grpc,
+    media_pb2_grpc,
+    model_pb2_grpc,
+)
+from service.answers import convert
+from service.answers.calls import AccessLog, Calls
+from service.answers.frontend import Frontend
+from service.answers.prepare import decoder_processes
+from service.answers.warmup import warm_up
+from service.batches.batch_runs import Uploaded
+from service.batches.batch_store import BatchStore
+from service.batches.batches import Batches, BatchLimits
+from service.common import errors
+from service.common.auth import Guard, watch_keys
+from service.common.config import ConfigError, ServerOptions
+from service.common.errors import EngineDied
+from service.common.limits import Places
+from service.common.tls import server_credentials
+from service.engine.types import EngineHandle, EngineInfo
+from service.media.fetch import make_fetcher
+from service.media.image_pool import PicturePool
+from service.media.images import MediaLimits
+from service.media.media import Spool
+from service.model.assets import ModelAssets
+from service.rpc import kserve
+from service.rpc.admin import AdminServicer
+from service.rpc.batch_servicer import BatchServicer
+from service.rpc.interceptor import FrontDoor
+from service.rpc.kserve import KServeServicer
+from service.rpc.servicer import InferenceServicer, MediaServicer, ModelServicer, media_resolver
+from service.servers.exposure import channel_options, check_exposure, listen
+from service.servers.health import SetHealth, add_standard_services
+from service.servers.limits import byte_budget, door_limits, front_limits
+from service.telemetry.meters import make_metrics
+from service.telemetry.sizes import check_sizes_file, record_sizes
+from service.telemetry.spans import Spans
+
+log = logging.getLogger(__name__)
+
+
+class Server:
+    """One listening server over one engine. `start`, then `wait` or `stop`."""
+
+    has_batches = True
+
+    def __init__(self, options: ServerOptions, engine: EngineHandle, assets: ModelAssets) -> None:
+        check_exposure(options)
+        check_sizes_file(options)
+        self.options = options
+        limits = front_limits(options)
+        self.pictures = PicturePool(
+            limits.media, decoder_processes(options.image_workers), image_seconds=options.image_timeout,
+            video_seconds=options.video_timeout,
+        )  # fmt: skip
+        self.frontend = Frontend(engine, assets, limits, workers=options.image_workers, decoder=self.pictures)
+        self._model = convert.model_to_proto(engine.info, assets, limits, options)
+        fetcher = make_fetcher(options, limits.media)
+        self._credentials = server_credentials(options)
+        self._guard = Guard(watch_keys(options.api_keys) if options.api_keys else None, admin=options.admin)
+        self.metrics, self.budget = make_metrics(), byte_budget(options)
+        self.metrics.watch_engine(
+            lambda: engine.query("stats"), self._gauges, lambda: {"preprocess": self.frontend.stats()}
+        )
+        _say_what_is_off(engine.info)
+        access = AccessLog(as_json=options.log_json)
+        self._ends = contextlib.ExitStack()
+        self.calls = Calls(
+            self.frontend, default_timeout=options.default_timeout, closed=self._refusal,
+            metrics=self.metrics, access=access, spans=self._open_spans(),
+            places=Places(options.max_tenant_requests or max(1, options.max_queue // 2), "requests"),
+        )  # fmt: skip
+        self._door = FrontDoor(
+            self._guard, self.budget, self.metrics, access, door_limits(options, engine.info.max_len)
+        )
+        self.spool = self._open_spool(limits.media)
+        self.frontend.resolve = media_resolver(self.spool, fetcher)
+        self._batch_store = self._open_batches()
+        self.batches: Batches | None = None
+        self._draining = False
+        self._warming = True
+        self._server: grpc.aio.Server | None = None
+        self._sweeper: asyncio.Task[None] | None = None
+        self._set_health: SetHealth = lambda serving, live=None: None
+        self.port = 0
+        self.metrics_port = 0
+
+    async def start(self) -> None:
+        """Listens and warms up; health is SERVING on return. Raises ConfigError where the address cannot be had or the
+        model cannot answer."""
+        self.frontend.start()
+        if self.frontend.assets.vision is not None:
+            self.pictures.start()
+        server = grpc.aio.server(options=channel_options(self.options), interceptors=[self._door])
+        self._set_health = add_standard_services(server, self._add_services(server))
+        self.port = listen(server, self.options, self._credentials)
+        if self.options.metrics_port is not None:
+            self.metrics_port, end = self.metrics.serve(self.options.metrics_host, self.options.metrics_port)
+            self._ends.callback(end)
+        self._sweeper = asyncio.create_task(self._sweep())
+        await server.start()
+        self._server = server
+        if self.options.warmup:
+            try:
+                await warm_up(self.frontend)
+            except errors.StatusError as error:
+                raise ConfigError(f"model: it could not answer the warm-up: {error.message}") from error
+        self._warming = False
+        self._set_health(not self._draining)
+        if self.has_batches:
+            self._batches().start()
+
+    def _refusal(self) -> errors.StatusError | None:
+        """Why no call is taken now, if none is."""
+        if self._draining:
+            return errors.draining()
+        if self._warming:
+            return errors.Unavailable("the server is warming up", reason="WARMING", retry_after=1.0)
+        return None
+
+    async def _sweep(self) -> None:
+        """Uploads leave the disk soon after their time, also where nothing new arrives."""
+        while True:
+            await asyncio.sleep(min(60.0, self.options.media_ttl))
+            await asyncio.to_thread(self.spool.sweep)
+            await asyncio.to_thread(self._batch_store.sweep)
+
+    def _add_services(self, server: grpc.aio.Server) -> list[str]:
+        """Registers what clients speak to; returns the services' full names."""
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self.calls), server)
+        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self._model), server)
+        media_pb2_grpc.add_MediaServiceServicer_to_server(MediaServicer(self.spool), server)
+        names = ["Inference", "Model", "Media", "Admin"]
+        if self.has_batches:
+            batch_pb2_grpc.add_BatchServiceServicer_to_server(BatchServicer(self._batches()), server)
+            names.append("Batch")
+        admin = AdminServicer(
+            self.frontend, self.spool, self.budget, drain=self._drain_asked, draining=lambda: self._draining
+        )
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
+        triton = KServeServicer(
+            self.calls, self._model, self.budget, version=_version(),
+            ready=lambda: self.frontend.engine.alive and self._refusal() is None,
+        )  # fmt: skip
+        server.add_generic_rpc_handlers((triton.handler(),))
+        return [*(f"saccade.v1.{name}Service" for name in names), kserve.SERVICE]
+
+    def _open_spool(self, limits: MediaLimits) -> Spool:
+        options = self.options
+        with self._folder("media_dir") as folder:
+            return self._make_spool(
+                folder, options.media_bytes, options.media_ttl, limits.file.frame,
+                tenant_capacity=options.media_tenant_bytes, describe=self.pictures.describe,
+            )  # fmt: skip
+
+    def _open_spans(self) -> Spans | None:
+        if self.options.otlp_endpoint is None:
+            return None
+        spans = Spans(self.options.otlp_endpoint, version=_version())
+        self._ends.callback(spans.close)
+        return spans
+
+    def _make_spool(self, *arguments: Any, **keywords: Any) -> Spool:
+        return Spool(*arguments, **keywords)
+
+    def _drain_asked(self) -> None:
+        """By an operator."""
+        self.drain()
+
+    def _open_batches(self) -> BatchStore:
+        options = self.options
+        if (options.batch_concurrency or 0) >= options.max_queue:
+            raise ConfigError(
+                f"batch_concurrency: {options.batch_concurrency} rows would leave live calls no place in a max_queue "
+                f"of {options.max_queue}; at most {options.max_queue - 1} would work"
+            )
+        with self._folder("batch_dir") as folder:
+            return BatchStore(
+                folder, options.batch_bytes, options.batch_ttl, tenant_capacity=options.batch_tenant_bytes
+            )
+
+    @contextlib.contextmanager
+    def _folder(self, option: str) -> Iterator[Path]:
+        """The folder that an option names, else a temporary one. Trouble with it is a ConfigError."""
+        folder = getattr(self.options, option)
+        if folder is None:
+            folder = self._ends.enter_context(
+                tempfile.TemporaryDirectory(prefix=f"saccade-{option.partition('_')[0]}-")
+            )
+        try:
+            yield Path(folder)
+        except OSError as error:
+            raise ConfigError(f"{option}: {folder}: {error.strerror}") from None
+        except errors.StatusError as error:  # what is there cannot be looked at now
+            raise ConfigError(f"{option}: {folder}: {error.message}") from error
+
+    def _batches(self) -> Batches:
+        """Made on the event loop."""
+        if self.batches is None:
+            options = self.options
+            self.batches = Batches(
+                self._batch_store,
+                self.calls,
+                model_from(self._model),
+                BatchLimits(
+                    options.batch_concurrency or min(16, max(1, options.max_queue // 2)),
+                    options.batch_jobs,
+                    options.batch_row_timeout,
+                ),
+                budget=self.budget,
+                tenant=lambda name: self._guard.named(name, "batch"),
+                folder=lambda tenant: Uploaded(self.spool, tenant),
+            )
+        return self.batches
+
+    def _gauges(self) -> dict[str, float]:
+        return {
+            "live_requests": self.frontend.live,
+            "inflight_bytes": self.budget.used,
+            "media_bytes": self.spool.used_bytes,
+            "batch_bytes": self._batch_store.used_bytes,
+            "draining": float(self._draining),
+        }
+
+    def drain(self) -> None:
+        """New generations are refused and health says so; running ones go on, those of batches excepted."""
+        if not self._draining and self.batches is not None:
+            self._draining_batches = asyncio.ensure_future(self.batches.stop())
+        self._draining = True
+        self._set_health(False)
+
+    async def stop(self, grace: float | None = None) -> None:
+        """Refuses new calls, lets running ones finish within `grace` seconds, then stops the engine. Idempotent; may be
+        cancelled and called again with less grace."""
+        self.drain()
+        if self.batches is not None:
+            await self.batches.stop()
+        with contextlib.suppress(TimeoutError):
+            # The port stays open meanwhile, so that new calls are told DRAINING; a closed one would only say CANCELLED.
+            async with asyncio.timeout(self.options.grace if grace is None else grace):
+                await self.frontend.idle.wait()
+        if self.options.sizes_file is not None and self.frontend.engine.alive:
+            try:
+                sizes = await asyncio.wrap_future(self.frontend.engine.query("histogram"))
+                await asyncio.to_thread(record_sizes, Path(self.options.sizes_file), sizes)
+            except EngineDied as error:  # the rest has to stop all the same
+                log.error("sizes_file: %s is not written: %s", self.options.sizes_file, error)
+        if self._server is not None:
+            await self._server.stop(grace=1.0 if self.frontend.idle.is_set() else 0)
+            self._server = None
+        await asyncio.get_running_loop().run_in_executor(None, self.frontend.close)
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        await asyncio.get_running_loop().run_in_executor(None, self._ends.close)
+
+    def engine_changed(self, alive: bool) -> None:
+        """Health follows the engine; running calls are told by their own events. May be called from any thread."""
+        self._set_health(alive and self._refusal() is None)
+
+    def engine_given_up(self) -> None:
+        """No engine is started any more: only a new process helps, and liveness says so. From any thread."""
+        self._set_health(False, False)
+
+
+def _say_what_is_off(info: EngineInfo) -> None:
+    """Of the packages that a server can do without; health, reflection and metrics speak for themselves."""
+    if not errors.has_details():
+        log.warning("googleapis-common-protos is not installed: errors have no reason, field or time to wait")
+    if info.takes_video and "MP4" not in video_formats():
+        log.info("av is not installed: videos are GIF, APNG or WebP, not MP4 or WebM")
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("saccade-server")
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
+        return "0"

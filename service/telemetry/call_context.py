@@ -1,0 +1,46 @@
+"""What is known of an RPC while it runs: kept in a context variable, so that nobody has to pass it on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from service.common import errors
+from service.common.auth import Tenant
+from service.telemetry.tracing import TraceContext
+
+
+@dataclass
+class CallInfo:
+    """One RPC, from its metadata to its end."""
+
+    method: str = ""
+    tenant: Tenant = field(default_factory=Tenant)
+    trace: TraceContext | None = None
+    started: float = field(default_factory=time.monotonic)
+    request_bytes: int = 0
+    request_id: str = ""
+    code: str = "OK"
+    reason: str = ""
+    generations: int = 0
+    """Generations that have written a line of their own."""
+    hold_bytes: Callable[[int], None] = lambda size: None
+    """Counts bytes that the call has brought into the server beside its messages, until its end. Raises Unavailable
+    where there is no room."""
+
+    def fail(self, error: errors.StatusError) -> None:
+        self.code, self.reason = error.code.name, error.reason
+
+
+_current: ContextVar[CallInfo | None] = ContextVar("saccade_call", default=None)
+
+
+def current_call() -> CallInfo:
+    """The RPC that this code runs for; a blank one outside of any."""
+    return _current.get() or CallInfo()
+
+
+def set_current_call(info: CallInfo) -> None:
+    _current.set(info)

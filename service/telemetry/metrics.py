@@ -1,0 +1,171 @@
+"""Prometheus: what the front counts, and what the engine's counters say when somebody scrapes.
+
+Names are stable; docs/operations.md lists them. One registry for each server, so that several can live in a process.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from service.common.config import ConfigError
+
+log = logging.getLogger(__name__)
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
+SCRAPE_TIMEOUT = 2.0
+
+
+class Metrics:
+    """What the front counts."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._calls = Counter("saccade_calls", "gRPC calls that have ended", ["method", "code"], registry=self.registry)
+        self._generations = Counter(
+            "saccade_generations", "generations that have ended", ["code"], registry=self.registry
+        )
+        self._tokens = Counter(
+            "saccade_tokens",
+            "tokens: prompt (image, video and cached ones among them), image, video, cached, generated",
+            ["kind"],
+            registry=self.registry,
+        )
+        self._first = Histogram(
+            "saccade_time_to_first_token_seconds", "from arrival to the first token", buckets=SECONDS,
+            registry=self.registry,
+        )  # fmt: skip
+        self._queue = Histogram(
+            "saccade_queue_seconds", "from arrival to the engine: pictures and text are prepared, others go first",
+            buckets=SECONDS, registry=self.registry,
+        )  # fmt: skip
+        self._gap = Histogram(
+            "saccade_inter_token_seconds", "between two tokens of a sample", buckets=GAPS, registry=self.registry
+        )
+        self._seconds = Histogram(
+            "saccade_generation_seconds", "whole generations that ended well", buckets=SECONDS, registry=self.registry
+        )
+        self._request_bytes = Counter("saccade_request_bytes", "bytes of request messages", registry=self.registry)
+
+    def call(self, method: str, code: str, request_bytes: int) -> None:
+        self._calls.labels(method, code).inc()
+        self._request_bytes.inc(request_bytes)
+
+    def token_gap(self, seconds: float, tokens: int) -> None:
+        """`tokens` that came `seconds` after the one before them."""
+        for _ in range(tokens):
+            self._gap.observe(seconds / tokens)
+
+    def generation(
+        self, code: str, *, prompt: int, image: int, video: int, cached: int, generated: int, queue: float | None,
+        first_token: float | None, seconds: float,
+    ) -> None:  # fmt: skip
+        self._generations.labels(code).inc()
+        counts = {"prompt": prompt, "image": image, "video": video, "cached": cached, "generated": generated}
+        for kind, count in counts.items():
+            self._tokens.labels(kind).inc(count)
+        if queue is not None:
+            self._queue.observe(queue)
+        if first_token is not None:
+            self._first.observe(first_token)
+        if code == "OK":
+            self._seconds.observe(seconds)
+
+    def watch_engine(
+        self, query: Callable[[], Future[dict[str, Any]]], front: Callable[[], dict[str, float]],
+        parts: Callable[[], dict[str, dict[str, float]]] = dict,
+    ) -> None:  # fmt: skip
+        """Adds the engine's counters, asked for at each scrape, the front's gauges, and counters of parts of the
+        front, named as the engine's."""
+        self.registry.register(_EngineCollector(query, front, parts))  # type: ignore[arg-type]
+
+    def serve(self, host: str, port: int) -> tuple[int, Callable[[], None]]:
+        """Starts the HTTP endpoint: (its port, what stops it). Raises ConfigError where the port cannot be had."""
+        try:
+            server, thread = start_http_server(port, host, registry=self.registry)
+        except OSError as error:
+            raise ConfigError(f"metrics_port: cannot listen on {host}:{port}: {error.strerror}") from None
+
+        def stop() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        return int(server.server_port), stop
+
+
+class _EngineCollector:
+    """Turns the engine's nested counters into metrics, whatever their names are."""
+
+    def __init__(
+        self, query: Callable[[], Future[dict[str, Any]]], front: Callable[[], dict[str, float]],
+        parts: Callable[[], dict[str, dict[str, float]]],
+    ) -> None:  # fmt: skip
+        self._query, self._front, self._parts = query, front, parts
+
+    def describe(self) -> list[Metric]:
+        return []  # or the registry would ask the engine while the server is being put together
+
+    def collect(self) -> Iterator[Metric]:
+        up = GaugeMetricFamily("saccade_engine_up", "whether the engine answers")
+        try:
+            stats: dict[str, Any] = self._query().result(SCRAPE_TIMEOUT)
+        except Exception as error:  # no engine, or one in the middle of a long step
+            log.debug("no engine statistics: %r", error)
+            stats = {}
+        up.add_metric([], float(bool(stats)))
+        yield up
+        for name, value in self._front().items():
+            yield GaugeMetricFamily(f"saccade_{name}", f"the front's {name.replace('_', ' ')}", value=value)
+        yield from engine_metrics({**stats, **self._parts()})
+
+
+# What the engine reports as it stands now; everything else of it only grows.
+_GAUGES = re.compile(
+    r"live|running|waiting|leases|cached|reserved|writing|ready|quarantined|unused_graphs|cache_checkpoints|\w+_(bytes|blocks|slots|pages|now)"
+)
+_GRAPH_COUNTER = re.compile(r"(replays|eager|waited)_(\w+)|(drafted|accepted)_(\d+)")
+_LABELS = {"replays": "budget", "eager": "reason", "waited": "reason", "drafted": "position", "accepted": "position"}
+
+
+def engine_metrics(stats: dict[str, Any]) -> Iterator[Metric]:
+    """`{"decoder": {"steps": 3}, ...}` -> saccade_decoder_steps_total 3. Counters that differ only in a budget or a
+    reason (`replays_256`, `eager_larger`) become one with a label."""
+    flat = {"engine": {k: v for k, v in stats.items() if not isinstance(v, dict)}}
+    flat |= {part: values for part, values in stats.items() if isinstance(values, dict)}
+    for part, values in flat.items():
+        grouped: dict[str, dict[str, float]] = {}
+        yield from _encoder_metrics(values.get("encoders", {}))
+        for name, value in values.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            if (match := _GRAPH_COUNTER.fullmatch(name)) is not None:
+                grouped.setdefault(match[1] or match[3], {})[match[2] or match[4]] = value
+            elif _GAUGES.fullmatch(name):
+                yield GaugeMetricFamily(f"saccade_{part}_{name}", f"{part}: {name.replace('_', ' ')}", value=value)
+            else:
+                yield CounterMetricFamily(f"saccade_{part}_{name}", f"{part}: {name.replace('_', ' ')}", value=value)
+        for name, by_label in grouped.items():
+            label = _LABELS[name]
+            family = CounterMetricFamily(f"saccade_{part}_{name}", f"{part}: {name} by {label}", labels=[label])
+            for key, value in by_label.items():
+                family.add_metric([key], value)
+            yield family
+
+
+def _encoder_metrics(encoders: dict[str, dict[str, float]]) -> Iterator[Metric]:
+    """What is known of each encoder elsewhere, labelled by its address."""
+    for name in next(iter(encoders.values()), {}):
+        kind = GaugeMetricFamily if _GAUGES.fullmatch(name) else CounterMetricFamily
+        words = name.removesuffix("_now").removesuffix("_total")
+        family = kind(f"saccade_encoders_{words}", f"each encoder's {words.replace('_', ' ')}", labels=["encoder"])
+        for encoder, values in encoders.items():
+            family.add_metric([encoder], values[name])
+        yield family

@@ -1,0 +1,71 @@
+"""The file of picture sizes that `saccade tune` reads: image tokens -> pictures, over all runs of a server."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from encoder.tune import check_histogram
+from service.common.config import ConfigError, ServerOptions
+
+log = logging.getLogger(__name__)
+
+
+def read_histogram(path: Path) -> dict[int, int]:
+    """Image tokens -> pictures. Accepts that object itself or one that holds it under `image_tokens`.
+
+    Raises `ValueError` naming the file and what is wrong with it.
+    """
+    try:
+        content: Any = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if isinstance(content, dict) and "image_tokens" in content:
+        content = content["image_tokens"]
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no object of image tokens -> pictures")
+    histogram: dict[int, int] = {}
+    for key, value in content.items():
+        if not key.isascii() or not key.isdigit() or not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"{path}: {key!r}: {value!r} is no count of pictures of a number of tokens")
+        histogram[int(key)] = histogram.get(int(key), 0) + value
+    try:
+        check_histogram(histogram)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return histogram
+
+
+def check_sizes_file(options: ServerOptions) -> None:
+    """Raises ConfigError for a file that could not be written in the end, or holds something else."""
+    if options.sizes_file is None:
+        return
+    path = Path(options.sizes_file)
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"sizes_file: {path.parent} cannot be written to")
+    if path.exists():
+        try:
+            read_histogram(path)
+        except ValueError as error:
+            raise ConfigError(f"sizes_file: {error}") from None
+
+
+def record_sizes(path: Path, sizes: Mapping[int, int]) -> None:
+    """Adds `sizes` to what the file holds. A file is there whole or not at all; what goes wrong is logged."""
+    if not sizes:
+        return
+    try:
+        total = Counter(read_histogram(path) if path.exists() else {})
+        total.update(sizes)
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        part.write_text(json.dumps({"image_tokens": {str(tokens): total[tokens] for tokens in sorted(total)}}) + "\n")
+        part.replace(path)
+    except (OSError, ValueError) as error:
+        log.error("sizes_file: %s: %s", path, error)

@@ -1,0 +1,121 @@
+"""Messages to requests: what every field may hold, from both sides of its bound."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from google.protobuf import json_format
+
+from families.nemotron_h_omni.prompt import frame_labels
+from saccade.v1 import inference_pb2, types_pb2
+from service.answers import convert
+from service.common import errors
+from service.common.types import ChatInput, ImageSource, RawInput, TokensInput, VideoSource
+
+
+def prompt(**fields: Any) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(prompt=inference_pb2.PromptInput(text="a", **fields))
+
+
+def refused(request: inference_pb2.GenerateRequest, field: str, words: str) -> None:
+    with pytest.raises(errors.InvalidArgument, match=words) as error:
+        convert.spec_from_proto(request)
+    assert error.value.field == field
+
+
+def of_frames(**fields: Any) -> inference_pb2.GenerateRequest:
+    request = prompt()
+    request.prompt.videos.add().frames.CopyFrom(
+        types_pb2.VideoFrames(images=[types_pb2.Image(data=b"a"), types_pb2.Image(media_id="b")], **fields)
+    )
+    return request
+
+
+@pytest.mark.parametrize("fps", [0.0, -1.0, 1e-310, 5e-324, 9e-7, 1000.1, 1e300, float("inf"), float("nan")])
+def test_frames_a_second_that_no_clip_has(fps: float) -> None:
+    refused(of_frames(fps=fps), "prompt.videos[0].frames.fps", "fps is .*; it must be above 0: from 1e-06 to 1000")
+
+
+@pytest.mark.parametrize("fps", [1e-6, 0.04, 1000.0])
+def test_frames_a_second_that_a_clip_may_have(fps: float) -> None:
+    (video,) = convert.spec_from_proto(of_frames(fps=fps)).media
+    assert isinstance(video, VideoSource) and video.fps == fps
+    assert all(
+        "seconds" in label and "inf" not in label for label in frame_labels(4, 2, fps=fps, indices=[0, 9, 20, 99])
+    )
+
+
+def test_frames_keep_their_order_and_where_they_are() -> None:
+    (video,) = convert.spec_from_proto(of_frames()).media
+    assert isinstance(video, VideoSource) and video.fps is None and video.max_frames is None and video.elsewhere
+    here, there = video.frames
+    assert (here.data, here.elsewhere, here.field) == (b"a", False, "prompt.videos[0].frames.images[0]")
+    assert (there.media_id, there.elsewhere, there.field) == ("b", True, "prompt.videos[0].frames.images[1]")
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt"])
+@pytest.mark.parametrize("form", ["chat", "prompt"])
+def test_what_a_template_is_told_by_this_server_is_not_the_client_s_to_say(name: str, form: str) -> None:
+    """Without its generation prompt a model goes on with the user's own words."""
+    request = inference_pb2.GenerateRequest()
+    if form == "chat":
+        request.chat.messages.add(role=types_pb2.ROLE_USER).parts.add(text="a")
+        arguments = request.chat.chat_template_kwargs
+    else:
+        request.prompt.text = "a"
+        arguments = request.prompt.chat_template_kwargs
+    json_format.ParseDict({"enable_thinking": True, "budget": 3, "depth": 0.5}, arguments)
+    spec = convert.spec_from_proto(request)
+    assert isinstance(spec.input, ChatInput)
+    assert spec.input.template_arguments == {"enable_thinking": True, "budget": 3, "depth": 0.5}
+    assert isinstance(spec.input.template_arguments["budget"], int)
+    json_format.ParseDict({name: False}, arguments)
+    refused(request, "chat_template_kwargs", f"may not set {name}")
+
+
+def test_raw_text_passes_no_template() -> None:
+    assert convert.spec_from_proto(prompt(raw=True)).input == RawInput("a")
+    request = prompt(raw=True)
+    json_format.ParseDict({"x": 1}, request.prompt.chat_template_kwargs)
+    refused(request, "prompt.chat_template_kwargs", "raw text passes no chat template")
+
+
+def test_a_request_s_own_name() -> None:
+    assert convert.spec_from_proto(prompt()).request_id != convert.spec_from_proto(prompt()).request_id
+    request = prompt()
+    request.request_id = "x" * 128
+    assert convert.spec_from_proto(request).request_id == "x" * 128
+    request.request_id += "x"
+    refused(request, "request_id", "has 129 characters; at most 128")
+
+
+def test_pictures_come_before_videos_and_both_before_the_words() -> None:
+    request = prompt(videos=[types_pb2.Video(data=b"v")], images=[types_pb2.Image(data=b"i")])
+    spec = convert.spec_from_proto(request)
+    assert [type(source) for source in spec.media] == [ImageSource, VideoSource]
+    assert isinstance(spec.input, ChatInput) and spec.input.messages[0].parts == (None, None, "a")
+    tokens = inference_pb2.GenerateRequest(tokens=inference_pb2.TokensInput(ids=[1, 2]))
+    assert convert.spec_from_proto(tokens).input == TokensInput((1, 2))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "nanos", "expected"),
+    [
+        (0, 0, None),
+        (1, 500_000_000, 1.5),
+        (0, 1, 1e-9),
+        (-1, 0, errors.InvalidArgument),
+        (0, -1, errors.InvalidArgument),
+    ],
+)
+def test_how_long_a_delta_may_be_held_back(seconds: int, nanos: int, expected: Any) -> None:
+    request = inference_pb2.StreamGenerateRequest(chunk_tokens=2)
+    request.max_chunk_delay.seconds, request.max_chunk_delay.nanos = seconds, nanos
+    if isinstance(expected, type):
+        with pytest.raises(expected, match="cannot be negative"):
+            convert.chunking_from_proto(request)
+    else:
+        assert convert.chunking_from_proto(request) == (2, expected)
+    assert convert.chunking_from_proto(inference_pb2.StreamGenerateRequest(chunk_tokens=1)) == (None, None)
+    assert convert.chunking_from_proto(inference_pb2.StreamGenerateRequest()) == (None, None)

@@ -1,0 +1,347 @@
+"""The front over an engine that says what it is told: who may end what, where answers end, both sides of bounds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fake_engine import FakeEngine
+
+from service.answers.bounds import FrontLimits
+from service.answers.calls import Calls
+from service.answers.coalesce import coalesce
+from service.answers.frontend import Frontend
+from service.common import errors
+from service.common.config import ServerOptions
+from service.common.types import Delta, Event, Finished, GenerateSpec, RawInput, Started, TokensInput, Usage
+from service.engine.types import EngineEvent, EngineRequest
+from service.model.assets import ModelAssets
+from service.servers.limits import load_assets
+from service.telemetry.call_context import CallInfo, set_current_call
+
+
+class Told(FakeEngine):
+    """Keeps what it is given, and says what the test says."""
+
+    def __init__(self, max_len: int = 1000) -> None:
+        super().__init__(vocabulary=64, max_len=max_len)
+        self.requests: list[EngineRequest] = []
+        self.aborted: list[str] = []
+        self.submitted = asyncio.Event()
+
+    def submit(self, request: EngineRequest) -> None:
+        self.requests.append(request)
+        self.submitted.set()
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    def say(self, *events: EngineEvent) -> None:
+        self._emit(list(events))
+
+
+@pytest.fixture(scope="module")
+def assets() -> ModelAssets:
+    return load_assets(ServerOptions())
+
+
+def with_front(
+    assets: ModelAssets, body: Callable[[Frontend, Told], Awaitable[None]], *, max_len: int = 1000, **limits: Any
+) -> None:
+    async def run() -> None:
+        engine = Told(max_len)
+        front = Frontend(engine, assets, FrontLimits(**limits))
+        front.start()
+        try:
+            async with asyncio.timeout(60):
+                await body(front, engine)
+            assert front.live == 0 and front.idle.is_set()
+        finally:
+            await asyncio.to_thread(front.close)
+
+    asyncio.run(run())
+
+
+def spec(name: str = "r", *, ids: int = 5, **fields: Any) -> GenerateSpec:
+    return GenerateSpec(name, "", TokensInput((30,) * ids), **{"sampling": {"max_tokens": 9}, **fields})
+
+
+async def collect(events: AsyncGenerator[Event, None]) -> list[Event]:
+    return [event async for event in events]
+
+
+async def asked(front: Frontend, engine: Told, given: GenerateSpec, **options: Any) -> asyncio.Task[list[Event]]:
+    """The answer that is being written, once the engine has the request."""
+    engine.submitted.clear()
+    task = asyncio.create_task(collect(front.stream(given, **options)))
+    waiting = asyncio.create_task(engine.submitted.wait())
+    await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    return task
+
+
+def ends(events: list[Event]) -> list[Finished]:
+    return [event for event in events if isinstance(event, Finished)]
+
+
+# -- who may end what --------------------------------------------------------------------------------------------------
+
+
+def test_only_a_tenant_s_own_request_is_cancelled(assets: ModelAssets) -> None:
+    async def body(front: Frontend, engine: Told) -> None:
+        task = await asked(front, engine, spec(n=2), salt=b"a")
+        assert not front.cancel("r", salt=b"b") and not front.cancel("r") and not front.cancel("q", salt=b"a")
+        assert front.cancel("r", salt=b"a")
+        assert [end.reason for end in ends(await task)] == ["aborted", "aborted"]
+        assert sorted(engine.aborted) == sorted(engine.requests[0].names) and len(engine.aborted) == 2
+        assert not front.cancel("r", salt=b"a"), "it is over"
+
+    with_front(assets, body)
+
+
+def test_a_cancellation_before_the_engine_has_the_request_is_not_lost(assets: ModelAssets) -> None:
+    async def body(front: Frontend, engine: Told) -> None:
+        asking, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slow(given: GenerateSpec, salt: bytes) -> GenerateSpec:
+            asking.set()
+            await go_on.wait()
+            return replace(given, media=())
+
+        from service.common.types import ImageSource
+
+        front.resolve = slow
+        given = spec(media=(ImageSource(b"", "f", media_id="0"),), n=3)
+        task = asyncio.create_task(collect(front.stream(given)))
+        await asking.wait()
+        assert front.cancel("r")
+        go_on.set()
+        assert [end.reason for end in ends(await task)] == ["aborted"] * 3
+
+    with_front(assets, body)
+
+
+def test_names_and_places(assets: ModelAssets) -> None:
+    async def body(front: Frontend, engine: Told) -> None:
+        first = await asked(front, engine, spec("a"), salt=b"1")
+        with pytest.raises(errors.AlreadyExists):
+            await collect(front.stream(spec("a"), salt=b"1"))
+        second = await asked(front, engine, spec("a"), salt=b"2")
+        assert front.live == 2 and not front.idle.is_set() and engine.requests[0].names != engine.requests[1].names
+        with pytest.raises(errors.Unavailable, match="holds 2 requests, the most it takes") as full:
+            await collect(front.stream(spec("b"), salt=b"1"))
+        assert full.value.reason == "QUEUE_FULL"
+        front.cancel("a", salt=b"1")
+        await first
+        third = await asked(front, engine, spec("b"), salt=b"1")
+        front.cancel("a", salt=b"2")
+        front.cancel("b", salt=b"1")
+        await asyncio.gather(second, third)
+
+    with_front(assets, body, max_queue=2)
+
+
+def test_an_answer_that_is_left_is_aborted_and_one_that_ended_is_not(assets: ModelAssets) -> None:
+    async def body(front: Frontend, engine: Told) -> None:
+        events = front.stream(spec(n=2))
+        assert isinstance(await anext(events), Started)
+        done, left = engine.requests[0].names
+        engine.say(EngineEvent(done, 5, finish_reason="length"), EngineEvent(left, 6))
+        while not isinstance(await anext(events), Finished):
+            pass
+        await events.aclose()
+        assert engine.aborted == [left]
+
+    with_front(assets, body)
+
+
+# -- bounds ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ids", "continued", "max_tokens", "fits"),
+    [
+        (40, 0, 10, True), (40, 0, 11, False), (49, 0, 1, True), (50, 0, None, False), (30, 19, None, True),
+        (30, 20, None, False),
+    ],
+)  # fmt: skip
+def test_prompt_and_answer_share_the_context(
+    assets: ModelAssets, ids: int, continued: int, max_tokens: int | None, fits: bool
+) -> None:
+    async def body(front: Frontend, engine: Told) -> None:
+        sampling = {} if max_tokens is None else {"max_tokens": max_tokens}
+        task = await asked(front, engine, spec(ids=ids, continued=(30,) * continued, sampling=sampling))
+        if fits:
+            assert engine.requests[0].sampling.max_tokens in (max_tokens, 50 - ids, None)
+            front.cancel("r")
+            await task
+            return
+        with pytest.raises(errors.InvalidArgument) as refused:
+            await task
+        assert refused.value.reason == "CONTEXT_LENGTH_EXCEEDED" and not engine.requests
+
+    with_front(assets, body, max_len=50)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"n": 0}, "sampling.n"), ({"n": 65}, "sampling.n"), ({"sampling": {"logprobs": 101}}, "sampling.logprobs"),
+        ({"sampling": {"logprobs": -1}}, "sampling.logprobs"),
+        ({"sampling": {"prompt_logprobs": 101}}, "sampling.prompt_logprobs"), ({"stop": ("a",) * 33}, "sampling.stop"),
+        ({"stop": ("a", "")}, "sampling.stop[1]"), ({"stop": ("a" * 257,)}, "sampling.stop[0]"),
+        ({"n": 2, "continued": (1,)}, "continued_token_ids"),
+    ],
+)  # fmt: skip
+def test_more_than_may_be_asked_for(assets: ModelAssets, fields: dict[str, Any], field: str) -> None:
+    async def body(front: Frontend, engine: Told) -> None:
+        with pytest.raises(errors.InvalidArgument) as refused:
+            await collect(front.stream(spec(**fields)))
+        assert refused.value.field == field
+
+    with_front(assets, body)
+
+
+def test_as_much_as_may_be_asked_for(assets: ModelAssets) -> None:
+    async def body(front: Frontend, engine: Told) -> None:
+        sampling = {"logprobs": 100, "prompt_logprobs": 100, "max_tokens": 3}
+        task = await asked(front, engine, spec(n=64, stop=("a" * 256,) * 32, sampling=sampling))
+        assert len(engine.requests[0].names) == 64
+        front.cancel("r")
+        await task
+
+    with_front(assets, body)
+
+
+# -- where answers end -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("continued", "sampling", "reason"),
+    [
+        ("eos", {}, "stop"), ("eos", {"ignore_eos": True}, None), ("eos", {"min_tokens": 3}, None),
+        ("eos", {"min_tokens": 2}, "stop"), ("plain", {"stop_token_ids": frozenset({30})}, "stop"),
+        ("plain", {"max_tokens": 3}, "length"), ("plain", {"max_tokens": 4}, None), ("plain", {}, None),
+    ],
+)  # fmt: skip
+def test_an_answer_that_had_ended_is_not_gone_on_with(
+    assets: ModelAssets, continued: str, sampling: dict[str, Any], reason: str | None
+) -> None:
+    last = min(assets.config.eos_token_ids) if continued == "eos" else 30
+
+    async def body(front: Frontend, engine: Told) -> None:
+        given = spec(continued=(31, 32, last), sampling={"max_tokens": 20, **sampling})
+        task = await asked(front, engine, given)
+        if reason is None:
+            assert engine.requests[0].output_ids == (31, 32, last)
+            front.cancel("r")
+            await task
+            return
+        started, end = await task
+        assert isinstance(started, Started) and isinstance(end, Finished) and not engine.requests
+        assert end.reason == reason and end.stop_token == (last if reason == "stop" else None)
+        assert end.usage.completion_tokens == 3
+
+    with_front(assets, body)
+
+
+def test_a_stop_string_counts_from_min_tokens_on(assets: ModelAssets) -> None:
+    assert assets.tokenizer is not None
+    ids = assets.tokenizer.encode("zz")
+    assert ids
+
+    async def body(front: Frontend, engine: Told) -> None:
+        for minimum, tokens in ((0, 1), (3, 3)):
+            given = spec(stop=("z",), sampling={"max_tokens": 20, "min_tokens": minimum})
+            task = await asked(front, engine, given)
+            name = engine.requests[-1].request_id
+            z = assets.tokenizer.encode("z")[-1]  # type: ignore[union-attr]
+            for _ in range(5):
+                engine.say(EngineEvent(name, z))
+            (end,) = ends(await task)
+            assert (end.reason, end.stop_string, end.usage.completion_tokens) == ("stop", "z", tokens)
+            assert name in engine.aborted, "the engine would go on"
+
+    with_front(assets, body)
+
+
+def test_the_engine_is_told_what_is_left_of_the_time(assets: ModelAssets) -> None:
+    async def body(front: Frontend, engine: Told) -> None:
+        task = await asked(front, engine, spec(), timeout=50.0)
+        left = engine.requests[0].timeout
+        assert left is not None and 0 < left < 50.0
+        front.cancel("r")
+        await task
+        calls = Calls(front, default_timeout=30.0)
+        for timeout in (0.0, -1.0):
+            with pytest.raises(errors.DeadlineExceeded) as late:
+                await collect(calls.stream(spec(), timeout=timeout))
+            assert late.value.metadata["phase"] == "admission"
+        with pytest.raises(errors.DeadlineExceeded) as late:
+            await collect(calls.stream(spec(), timeout=0.05))
+        assert late.value.metadata["phase"] == "queued"
+        engine.submitted.clear()
+        waiting = asyncio.create_task(collect(calls.stream(spec(), timeout=None)))
+        await engine.submitted.wait()
+        left = engine.requests[-1].timeout
+        assert left is not None and 0 < left <= 30.0, "a caller without a deadline gets the server's"
+        set_current_call(CallInfo())
+        await calls.cancel("r")
+        await waiting
+        with pytest.raises(errors.NotFound):
+            await calls.cancel("r")
+
+    with_front(assets, body)
+
+
+# -- coalescing --------------------------------------------------------------------------------------------------------
+
+
+def test_chunks_end_exactly_where_they_are_full() -> None:
+    async def run() -> None:
+        def delta(index: int, sequence: int) -> Delta:
+            return Delta(index, "x", (1,), (), sequence)
+
+        async def replay() -> AsyncGenerator[Event, None]:
+            for sequence in range(6):
+                yield delta(0, sequence)
+            yield delta(1, 0)
+            yield Finished(0, "stop", Usage(1, 0, 0, 0, 0.0, 0.0))
+            yield Finished(1, "stop", Usage(1, 0, 0, 0, 0.0, 0.0))
+
+        out = await collect(coalesce(replay(), chunk_tokens=3, max_delay=None))
+        assert [(e.index, len(e.token_ids)) for e in out if isinstance(e, Delta)] == [(0, 3), (0, 3), (1, 1)]
+        kinds = [(type(e).__name__, e.index) for e in out if not isinstance(e, Started)]
+        assert kinds[2:] == [("Finished", 0), ("Delta", 1), ("Finished", 1)], "one's end lets go of nobody else's"
+
+    asyncio.run(run())
+
+
+def test_the_delay_runs_from_the_first_that_is_held() -> None:
+    """Deltas that go on coming do not put it off."""
+
+    async def run() -> None:
+        async def steady() -> AsyncGenerator[Event, None]:
+            for sequence in range(10_000):
+                yield Delta(0, "x", (1,), (), sequence)
+                await asyncio.sleep(0.01)
+
+        events = coalesce(steady(), chunk_tokens=10_000, max_delay=0.1)
+        async with asyncio.timeout(30):
+            first, second = await anext(events), await anext(events)
+        await events.aclose()
+        assert isinstance(first, Delta) and isinstance(second, Delta)
+        assert 1 < len(first.token_ids) < 100 and second.sequence == 1
+
+    asyncio.run(run())
+
+
+def test_raw_text_needs_a_tokenizer_s_ids(assets: ModelAssets) -> None:
+    async def body(front: Frontend, engine: Told) -> None:
+        told = await front.tokenize(GenerateSpec("t", "", RawInput("hello")))
+        assert told.prompt_tokens == len(told.ids) > 0 and front.live == 0
+
+    with_front(assets, body)

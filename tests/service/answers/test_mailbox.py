@@ -1,0 +1,73 @@
+"""Events are kept in order and none is lost; ends wait for nothing, tokens for no longer than the pace."""
+
+from __future__ import annotations
+
+import asyncio
+
+from service.answers.mailbox import Mailbox
+from service.engine import wire
+from service.engine.types import EngineEvent
+
+
+def token(number: int, name: str = "a") -> EngineEvent:
+    return EngineEvent(name, number)
+
+
+def test_tokens_share_a_message_while_the_pace_lasts() -> None:
+    async def scenario() -> list[list[int | None]]:
+        mail = Mailbox(lambda: 0.02)
+        mail.put(token(1))
+        taken = [await mail.take()]  # the first waits for nothing
+        taking = asyncio.create_task(mail.take())
+        for number in (2, 3, 4):
+            await asyncio.sleep(0)
+            mail.put(token(number))
+        assert not taking.done()
+        taken.append(await taking)
+        return [[event.token_id for event in events] for events in taken]
+
+    assert asyncio.run(scenario()) == [[1], [2, 3, 4]]
+
+
+def test_an_end_is_not_held_back() -> None:
+    async def scenario() -> int:
+        mail = Mailbox(lambda: 3600.0)
+        mail.put(token(1))
+        await mail.take()
+        taking = asyncio.create_task(mail.take())
+        await asyncio.sleep(0)
+        mail.put(token(2))
+        mail.put(EngineEvent("a", 3, finish_reason="stop"))
+        count = len(await taking)
+        mail.put(EngineEvent("b", finish_reason="error", error="died"))
+        return count + len(await mail.take())
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 60)) == 3
+
+
+def test_a_cancelled_take_loses_nothing() -> None:
+    async def scenario() -> int:
+        mail = Mailbox(lambda: 0.01)
+        mail.put(token(1))
+        await mail.take()
+        mail.put(token(2))
+        taking = asyncio.create_task(mail.take())
+        await asyncio.sleep(0)
+        taking.cancel()
+        await asyncio.gather(taking, return_exceptions=True)
+        return len(await mail.take())
+
+    assert asyncio.run(scenario()) == 1
+
+
+def test_events_cross_as_they_are() -> None:
+    events = [
+        token(1), token(2), EngineEvent("b", 3, cached_tokens=7), EngineEvent("c", 4, -0.5, ((4, -0.5),)),
+        EngineEvent("a", 5, finish_reason="stop", stop_token=5),
+        EngineEvent("d", finish_reason="error", error="internal", message="x"),
+        EngineEvent("e", finish_reason="length", embedded=(b"1234",)), EngineEvent("f", 6, scheduled=2.5),
+        EngineEvent("f", 7),
+    ]  # fmt: skip
+    back = wire.unpack_events(wire.pack_events(events))
+    for name in "abcdef":
+        assert [e for e in back if e.request_id == name] == [e for e in events if e.request_id == name]

@@ -1,0 +1,402 @@
+"""What a request may hold while it is prepared, and after: bounds, accounts, and who waits for whom."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_engine import FakeEngine
+
+from encoder.frames import Clip
+from encoder.images import ImageError, ImageHeader, Pixels
+from service.answers.bounds import FrontLimits
+from service.answers.frontend import Frontend
+from service.common import errors
+from service.common.config import ServerOptions
+from service.common.types import (
+    ChatInput,
+    Delta,
+    Finished,
+    GenerateSpec,
+    ImageSource,
+    MediaSource,
+    Message,
+    PictureInput,
+    RawInput,
+    TokensInput,
+    VideoSource,
+)
+from service.engine.types import EngineEvent, EngineRequest
+from service.media.images import MediaLimits
+from service.model.assets import ModelAssets
+from service.servers.limits import load_assets
+
+GREY = np.full((32, 32, 3), 99, np.uint8)
+
+
+@pytest.fixture(scope="module")
+def assets() -> ModelAssets:
+    return load_assets(ServerOptions())
+
+
+class Held(Clip):
+    """Two frames, the second of which comes when it is told to."""
+
+    def __init__(self, decoder: Controlled, frames: Sequence[Pixels]) -> None:
+        self._decoder, self._frames = decoder, frames
+
+    @property
+    def num_frames(self) -> int:
+        return len(self._frames)
+
+    @property
+    def fps(self) -> float | None:
+        return 2.0
+
+    def arrays(self, indices: Sequence[int]) -> Any:
+        self._decoder.borrowed += 1
+        try:
+            for index in indices:
+                self._decoder.wait()
+                yield self._frames[index]
+        finally:
+            self._decoder.borrowed -= 1
+
+
+class Controlled:
+    """A decoder whose files wait until they are told to go on; `bad` ones fail at once."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on = threading.Semaphore(0), threading.Event()
+        self.decoded: list[bytes] = []
+        self.borrowed = 0
+        self.frames: list[Pixels] = [GREY, GREY]
+
+    def wait(self) -> None:
+        self.begun.release()
+        assert self.go_on.wait(60)
+
+    def image(self, data: bytes) -> Pixels:
+        if data == b"bad":
+            raise ImageError("it is bad")
+        if data != b"quick":
+            self.wait()
+        self.decoded.append(data)
+        return GREY
+
+    def clip(self, data: bytes) -> Clip:
+        return Held(self, self.frames)
+
+    def describe(self, data: bytes) -> ImageHeader:
+        raise NotImplementedError
+
+    def stats(self) -> Mapping[str, float]:
+        return {}
+
+    def close(self) -> None:
+        self.go_on.set()
+
+
+def with_front(
+    assets: ModelAssets, body: Callable[[Frontend, Controlled], Awaitable[None]], *, engine: FakeEngine | None = None,
+    workers: int = 2, limits: FrontLimits | None = None,
+) -> None:  # fmt: skip
+    engine = engine or FakeEngine(vocabulary=64)
+    engine.info = replace(engine.info, takes_video=True)
+
+    async def run() -> None:
+        decoder = Controlled()
+        front = Frontend(engine, assets, limits or FrontLimits(), workers=workers, decoder=decoder)
+        front.start()
+        try:
+            async with asyncio.timeout(30):
+                await body(front, decoder)
+            assert front.stats()["held_bytes"] == 0 and front.live == 0
+        finally:
+            decoder.go_on.set()
+            await asyncio.to_thread(front.close)
+
+    asyncio.run(run())
+
+
+def spec(*media: MediaSource, name: str = "r", **fields: Any) -> GenerateSpec:
+    given = {"sampling": {"max_tokens": 2}, "media": media, **fields}
+    return GenerateSpec(
+        name, "", given.pop("input", ChatInput((Message("user", (*[None] * len(media), "?")),))), **given
+    )
+
+
+async def ask(front: Frontend, request: GenerateSpec) -> list[Any]:
+    return [event async for event in front.stream(request)]
+
+
+async def begun(decoder: Controlled, count: int = 1) -> None:
+    for _ in range(count):
+        assert await asyncio.to_thread(decoder.begun.acquire, True, 60)
+
+
+def image(data: bytes = b"slow", number: int = 0) -> ImageSource:
+    return ImageSource(data, f"images[{number}]")
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("frames", [-(2**31), -1, 0, 33, 2**31 - 1])
+def test_frames_that_no_video_may_ask_for_leave_the_account_alone(assets: ModelAssets, frames: int) -> None:
+    async def body(front: Frontend, decoder: Controlled) -> None:
+        with pytest.raises(
+            errors.InvalidArgument, match=f"v.max_frames is {frames}; it must be from 1 to 32"
+        ) as refused:
+            await ask(front, spec(VideoSource(b"quick", "v", max_frames=frames)))
+        assert refused.value.field == "v.max_frames" and front.stats()["held_bytes"] == 0
+        decoder.go_on.set()
+        await ask(front, spec(VideoSource(b"", "v", max_frames=1)))
+        await ask(front, spec(VideoSource(b"", "v", max_frames=32)))
+
+    with_front(assets, body)
+
+
+def test_a_list_of_frames_is_counted_before_any_is_fetched(assets: ModelAssets) -> None:
+    limits = FrontLimits(media=replace(MediaLimits(), video=replace(MediaLimits().video, max_frames=3)))
+
+    async def body(front: Frontend, decoder: Controlled) -> None:
+        async def never(given: GenerateSpec, salt: bytes) -> GenerateSpec:
+            raise AssertionError("something was fetched")
+
+        front.resolve = never
+        frames = tuple(ImageSource(b"", "f", uri="https://a/b") for _ in range(4))
+        with pytest.raises(errors.InvalidArgument, match="v.frames are 4; at most 3 are allowed") as refused:
+            await ask(front, spec(VideoSource(b"", "v", frames=frames)))
+        assert refused.value.reason == "VIDEO_TOO_LARGE"
+        await ask(front, spec(VideoSource(b"", "v", frames=(image(b"quick"),) * 3)))
+
+    with_front(assets, body, limits=limits)
+
+
+def test_only_frames_that_are_looked_at_are_fetched(assets: ModelAssets) -> None:
+    asked: list[str] = []
+
+    async def body(front: Frontend, decoder: Controlled) -> None:
+        async def fetch(given: GenerateSpec, salt: bytes) -> GenerateSpec:
+            (video,) = given.media
+            assert isinstance(video, VideoSource) and len(video.frames) == 100 and video.fps == 4.0
+            asked.extend(frame.uri for frame in video.frames if frame.uri is not None)
+            frames = tuple(replace(f, data=b"quick", uri=None) if f.elsewhere else f for f in video.frames)
+            return replace(given, media=(replace(video, frames=frames),))
+
+        front.resolve = fetch
+        frames = tuple(ImageSource(b"", f"f{i}", uri=str(i)) for i in range(100))
+        await ask(front, spec(VideoSource(b"", "v", frames=frames, fps=4.0, max_frames=4)))
+        assert asked == ["0", "25", "50", "75"]
+        asked.clear()
+        await ask(front, spec(VideoSource(b"", "v", frames=frames, fps=4.0)))
+        assert len(asked) == 32
+
+    with_front(assets, body)
+
+
+# -- accounts ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_bad_picture_ends_its_call_when_the_others_are_over(assets: ModelAssets) -> None:
+    """Those that had begun are waited for and accounted for, those that had not never begin."""
+
+    async def body(front: Frontend, decoder: Controlled) -> None:
+        sources = (image(b"slow 0", 0), image(b"bad", 1), *(image(b"slow %d" % i, i) for i in range(2, 8)))
+        call = asyncio.create_task(ask(front, spec(*sources)))
+        await begun(decoder)
+        await asyncio.wait({call}, timeout=0.05)
+        assert not call.done() and front.live == 1 and front.stats()["held_bytes"] > 0
+        decoder.go_on.set()
+        with pytest.raises(errors.InvalidArgument, match=r"images\[1\]: it is bad"):
+            await call
+        assert len(decoder.decoded) <= 2, "the pictures behind it were given up"
+
+    with_front(assets, body)
+
+
+def test_a_video_that_waits_does_not_hide_the_error_of_a_picture(assets: ModelAssets) -> None:
+    async def body(front: Frontend, decoder: Controlled) -> None:
+        other = asyncio.create_task(ask(front, spec(VideoSource(b"long", "v"), name="other")))
+        await begun(decoder)
+        with pytest.raises(errors.InvalidArgument, match="it is bad"):
+            await ask(front, spec(VideoSource(b"behind it", "v"), image(b"bad")))
+        decoder.go_on.set()
+        await other
+
+    with_front(assets, body)
+
+
+def test_a_call_that_is_cancelled_keeps_its_room_until_its_pictures_are_over(assets: ModelAssets) -> None:
+    async def body(front: Frontend, decoder: Controlled) -> None:
+        call = asyncio.create_task(ask(front, spec(image())))
+        await begun(decoder)
+        for _ in range(3):
+            call.cancel()
+            await asyncio.wait({call}, timeout=0.02)
+            assert not call.done() and front.stats()["held_bytes"] > 0
+        decoder.go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    with_front(assets, body)
+
+
+class Keeper(FakeEngine):
+    """Takes requests and remembers their pixels as weakly as can be."""
+
+    def __init__(self) -> None:
+        super().__init__(vocabulary=64)
+        self.pixels: list[weakref.ref[torch.Tensor]] = []
+
+    def submit(self, request: EngineRequest) -> None:
+        self.pixels += [weakref.ref(image.patches.patches) for image in request.images]
+        if request.embed is None:
+            super().submit(replace(request, images=()))
+        else:
+            self._emit([EngineEvent(request.request_id, finish_reason="length", embedded=(b"", b""))])
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def test_pixels_do_not_live_for_as_long_as_their_answer(assets: ModelAssets) -> None:
+    engine = Keeper()
+
+    async def body(front: Frontend, decoder: Controlled) -> None:
+        decoder.go_on.set()
+        seen = []
+        async for event in front.stream(spec(image(), VideoSource(b"", "v"), sampling={"max_tokens": 3})):
+            seen.append(event)
+            assert len(engine.pixels) == 2
+            while any(pixels() is not None for pixels in engine.pixels):  # a thread may be about to let go of them
+                await asyncio.sleep(0.001)
+        assert isinstance(seen[-1], Finished) and seen[-1].usage.image_tokens > 0 < seen[-1].usage.video_tokens
+
+    with without_collections():
+        with_front(assets, body, engine=engine)
+
+
+def test_room_for_pixels_is_given_back_with_the_first_tokens(assets: ModelAssets) -> None:
+    async def body(front: Frontend, decoder: Controlled) -> None:
+        decoder.go_on.set()
+        held = [
+            (type(event), front.stats()["held_bytes"] > 0)
+            async for event in front.stream(spec(image(), sampling={"max_tokens": 3}))
+        ]
+        assert held[0][1] and not held[-1][1] and not any(more for kind, more in held if kind is Delta)
+
+    with_front(assets, body)
+
+
+def test_what_decodes_a_video_is_free_at_once_when_it_is_refused(assets: ModelAssets) -> None:
+    """Frames of two sizes: the error comes from behind the decoder, which is in the middle of the clip."""
+
+    async def body(front: Frontend, decoder: Controlled) -> None:
+        decoder.go_on.set()
+        decoder.frames = [GREY, GREY[:16], GREY]
+        with pytest.raises(errors.InvalidArgument, match="frame 1 has 16x32 pixels") as refused:
+            await ask(front, spec(VideoSource(b"", "v")))
+        assert decoder.borrowed == 0, refused
+
+    with without_collections():
+        with_front(assets, body)
+
+
+# -- who waits for whom ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_long_videos_leave_room_for_pictures(assets: ModelAssets, workers: int) -> None:
+    async def body(front: Frontend, decoder: Controlled) -> None:
+        videos = [asyncio.create_task(ask(front, spec(VideoSource(b"", "v"), name=f"v{i}"))) for i in range(4)]
+        await begun(decoder, max(1, workers - 1))
+        assert await ask(front, spec(image(b"quick")))
+        assert not decoder.begun.acquire(blocking=False), "no more videos at a time than leave a process free"
+        decoder.go_on.set()
+        await asyncio.gather(*videos)
+
+    with_front(assets, body, workers=workers)
+
+
+# -- size --------------------------------------------------------------------------------------------------------------
+
+
+def sizes(assets: ModelAssets, max_len: int) -> list[tuple[Any, dict[str, Any], str]]:
+    assert assets.tokenizer is not None
+    most = max_len * assets.tokenizer.longest
+    empty = Message("user", ())
+    return [
+        (ChatInput((empty,) * (max_len + 1)), {}, f"{max_len + 1} messages"),
+        (ChatInput((Message("user", ("",) * (max_len + 1)),)), {}, f"{max_len + 1} parts"),
+        (ChatInput((Message("user", ("a" * (most + 1),)),)), {}, f"{most + 1} characters"),
+        (RawInput("a" * (most + 1)), {}, f"{most + 1} characters"),
+        (TokensInput((7,) * (max_len + 1)), {}, f"{max_len + 1} tokens"),
+        (RawInput("a"), {"continued": (7,) * (max_len + 1)}, f"{max_len + 1} tokens"),
+    ]
+
+
+@pytest.mark.parametrize("case", range(6))
+def test_what_no_context_holds_is_refused_by_its_count(assets: ModelAssets, case: int) -> None:
+    """Before it is read: a picture of the same request is not decoded."""
+    engine = FakeEngine(vocabulary=64, max_len=50)
+    given, fields, words = sizes(assets, 50)[case]
+
+    async def body(front: Frontend, decoder: Controlled) -> None:
+        with pytest.raises(errors.InvalidArgument, match=words) as refused:
+            await ask(front, spec(image(b"bad"), input=given, **fields))
+        assert refused.value.reason == "CONTEXT_LENGTH_EXCEEDED"
+        assert int(refused.value.metadata["got"]) == int(refused.value.metadata["limit"]) + 1
+
+    with_front(assets, body, engine=engine)
+
+
+def test_what_just_fits_is_not_refused_by_its_count(assets: ModelAssets) -> None:
+    from service.answers.bounds import check_size
+
+    assert assets.tokenizer is not None
+    for given in (
+        ChatInput((Message("user", ()),) * 50), RawInput("a" * 50 * assets.tokenizer.longest), TokensInput((7,) * 50)
+    ):  # fmt: skip
+        check_size(spec(input=given, continued=(1,) * 50), FrontLimits(), 50, assets.tokenizer.longest)
+    videos = (VideoSource(b"", "v"), VideoSource(b"", "v"))
+    check_size(spec(*videos, input=TokensInput((7,) * (50 + 64))), FrontLimits(), 50, 1)
+    check_size(GenerateSpec("", "", PictureInput()), FrontLimits(), 50, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"input": TokensInput((7, 2**32 - 1))}, "tokens.ids"),
+        ({"continued": (2**32 - 1,)}, "continued_token_ids"),
+        ({"sampling": {"logit_bias": {2**32 - 1: 1.0}}}, "sampling.logit_bias"),
+        ({"sampling": {"logit_bias": dict.fromkeys(range(10**5), 1.0)}}, "sampling.logit_bias"),
+        ({"sampling": {"stop_token_ids": frozenset({2**32 - 1})}}, "sampling.stop_token_ids"),
+    ],
+)  # fmt: skip
+def test_ids_that_the_model_does_not_have(assets: ModelAssets, fields: dict[str, Any], field: str) -> None:
+    words = f"is not below the vocabulary size of {assets.config.decoder.vocab_size}"
+
+    async def body(front: Frontend, decoder: Controlled) -> None:
+        with pytest.raises(errors.InvalidArgument, match=words) as refused:
+            await ask(front, spec(**fields))
+        assert refused.value.field == field
+
+    with_front(assets, body)

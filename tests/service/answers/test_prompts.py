@@ -1,0 +1,136 @@
+"""From a request to the ids that the decoder reads, and where the system prompt of a chat ends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from served import make_served
+
+from encoder.item import EncoderItem
+from service.answers.prompts import read, system_end, widen
+from service.common import errors
+from service.common.types import ChatInput, GenerateSpec, Message, RawInput, TokensInput
+from service.engine.types import EngineInfo
+from service.media.images import Prepared
+from service.model.assets import ModelAssets
+from service.model.checkpoint import open_checkpoint
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> ModelAssets:
+    tiny = make_served(tmp_path_factory.mktemp("prompts") / "model")
+    config = open_checkpoint(str(tiny.path)).config
+    return ModelAssets(config, config.vision)
+
+
+def chat(*messages: tuple[str, str]) -> GenerateSpec:
+    return GenerateSpec("r", "", ChatInput(tuple(Message(role, (text,)) for role, text in messages)))
+
+
+def end(spec: GenerateSpec, assets: ModelAssets) -> tuple[int, str]:
+    """The number, and the text of so many tokens."""
+    ids = read(spec, [], assets)
+    length = system_end(spec, ids, assets)
+    assert assets.tokenizer is not None
+    return length, assets.tokenizer.decode(ids[:length])
+
+
+def test_the_system_prompt_ends_where_the_question_begins(assets: ModelAssets) -> None:
+    length, text = end(chat(("system", "be brief"), ("user", "what is it?")), assets)
+    assert length > 8 and text.endswith("user\n") and "be brief" in text and "what" not in text
+
+
+def test_a_question_that_begins_like_the_stand_in_is_told_apart(assets: ModelAssets) -> None:
+    assert end(chat(("system", "be"), ("user", "x")), assets) == end(chat(("system", "be"), ("user", "q")), assets)
+
+
+def test_later_turns_are_not_shared(assets: ModelAssets) -> None:
+    first = chat(("system", "be brief"), ("user", "one"))
+    more = chat(("system", "be brief"), ("user", "one"), ("assistant", "two"), ("user", "three"))
+    assert end(more, assets) == end(first, assets)
+
+
+def test_a_picture_ends_it(assets: ModelAssets) -> None:
+    spec = GenerateSpec("r", "", ChatInput((Message("system", ("look", None)), Message("user", ("at",)))))
+    assert system_end(spec, [7] * 40, assets) == 0
+    assert system_end(spec, read(spec, [prepared()], assets), assets) == 0
+
+
+def test_raw_text_has_none(assets: ModelAssets) -> None:
+    spec = GenerateSpec("r", "", RawInput("be brief"))
+    assert system_end(spec, read(spec, [], assets), assets) == 0
+
+
+def test_a_picture_in_the_question_ends_it(assets: ModelAssets) -> None:
+    """Also where the stand-in question would have gone on alike."""
+    spec = GenerateSpec("r", "", ChatInput((Message("system", ("be",)), Message("user", (None, "what?")))))
+    ids = read(spec, [prepared()], assets)
+    assert assets.image_token_id in ids
+    assert system_end(spec, ids, assets) <= ids.index(assets.image_token_id)
+
+
+def prepared(tokens: int = 4, labels: tuple[str, ...] = ()) -> Prepared:
+    """A picture of so many tokens in two rows, or a clip of a group of them for each label."""
+    groups = max(1, len(labels))
+    item = EncoderItem((4, 2 * tokens // groups // 2), torch.zeros(4 * tokens, 3), num_sequences=groups)
+    return Prepared("prompt.images[0]", item, b"key", labels, len(labels))
+
+
+def info(max_len: int = 100, max_image_tokens: int = 50) -> EngineInfo:
+    return EngineInfo("m", "r", max_len, 4, max_image_tokens, "float32", torch.float32)
+
+
+def test_ids_are_below_the_vocabulary(assets: ModelAssets) -> None:
+    size = assets.config.decoder.vocab_size
+    assert read(GenerateSpec("r", "", TokensInput((0, size - 1))), [], assets) == [0, size - 1]
+    for bad in (size, size + 9):
+        with pytest.raises(errors.InvalidArgument, match=f"{bad}.*{size}"):
+            read(GenerateSpec("r", "", TokensInput((0, bad))), [], assets)
+
+
+def test_prompt_and_answer_share_the_context(assets: ModelAssets) -> None:
+    """The prompt, what continues and one more token: exactly that much fits."""
+    ids = [7, 8, assets.image_token_id, 9]
+    wide = [7, 8, *[assets.image_token_id] * 4, 9]
+    assert widen(ids, [prepared()], 2, assets, info(max_len=10)).ids == wide
+    for continued, most in ((3, 10), (2, 9)):
+        with pytest.raises(errors.InvalidArgument, match="takes 7 tokens") as refused:
+            widen(ids, [prepared()], continued, assets, info(max_len=most))
+        assert refused.value.reason == "CONTEXT_LENGTH_EXCEEDED"
+    widen(ids, [prepared()], 0, assets, info(max_image_tokens=4))
+    with pytest.raises(errors.InvalidArgument, match="takes 4 tokens and the server's handoff holds 3"):
+        widen(ids, [prepared()], 0, assets, info(max_image_tokens=3))
+
+
+def test_there_is_a_place_for_each_picture_and_a_picture_for_each_place(assets: ModelAssets) -> None:
+    image = assets.image_token_id
+    for ids in ([7], [image, 7, image, 8]):
+        with pytest.raises(errors.InvalidArgument, match=f"holds {ids.count(image)} image tokens .* 1 images"):
+            widen(ids, [prepared()], 0, assets, info())
+    two = widen([image, 7, image, 8], [prepared(), prepared()], 0, assets, info())
+    assert [i.start for i in two.take_images()] == [0, 5] and two.ids == [*[image] * 4, 7, *[image] * 4, 8]
+
+
+def test_a_clip_has_a_place_for_each_temporal_patch_or_one_for_all(assets: ModelAssets) -> None:
+    image = assets.image_token_id
+    clip = prepared(8, ("one", "two"))
+    split = widen([5, image, 6, 7, image, 8], [clip], 0, assets, info())
+    (placed,) = split.take_images()
+    assert placed.between == ((6, 7),) and placed.start == 1 and split.take_images() == ()
+    assert len(split.ids) == 1 + 8 + 2 + 1 and split.ids[-1] == 8
+    whole = widen([5, image, 8], [clip], 0, assets, info())
+    assert whole.ids == [5, *[image] * 8, 8] and whole.frames == 2
+
+
+def test_image_tokens_in_raw_text_are_places_only_where_there_are_as_many_pictures(assets: ModelAssets) -> None:
+    image, token = assets.image_token_id, assets.image_token
+    for text, pictures, places in (
+        (f"a{token}b", 0, 0),
+        (f"a{token}b", 1, 1),
+        ("ab", 1, 1),
+        (f"{token}a{token}b", 1, 2),
+        (f"{token}a{token}b", 2, 2),
+        (f"a\ufdd0b{token}c", 1, 1),  # a mark of ours, which no text may hold
+    ):
+        spec = GenerateSpec("r", "", RawInput(text))
+        assert read(spec, [prepared()] * pictures, assets).count(image) == places, (text, pictures)

@@ -1,0 +1,107 @@
+"""The plan says what the engine then does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_checkpoint import make_checkpoint
+
+from decoder.arena import Arena
+from service.commands.plan import plan, size, weight_bytes
+from service.common.config import ConfigError, EngineOptions
+from service.engine.build import build_engine, decoder_options
+from service.model.checkpoint import open_checkpoint
+from service.model.quantise import quantise_checkpoint
+
+
+def test_the_plan_agrees_with_the_arena(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 3, text={"pattern": "M*-M"})
+    options = EngineOptions(model=str(tmp_path), dtype="float32", max_seqs=5, max_len=300, threads=1)
+    memory, concurrency, states, capture, encoder = plan(options)
+    checkpoint = open_checkpoint(str(tmp_path))
+    arena = Arena(checkpoint.config.decoder, decoder_options(options, checkpoint))
+    cells = {row[0].strip(): row[1:] for row in memory.rows}
+    assert cells["state arena"][0] == size(arena.total_bytes)
+    assert cells["a state slot"][0] == size(arena.layout.slot_bytes)
+    assert concurrency.rows[-1] == ("300", "5", "max_seqs 5")
+    assert capture.rows[-1][-1] == "1, 2, 4, 5"
+    held = {row[0]: row[1:] for row in states.rows}
+    assert held["none"] == ("1", size(arena.layout.slot_bytes), "")
+    assert held["align"] == ("2", size(2 * arena.layout.slot_bytes), "")
+    assert held["auto"][2] == "in use" and int(held["all"][0]) > 2
+    engine = build_engine(options)
+    budgets = engine._encoding.runner.budgets  # type: ignore[union-attr]
+    engine.close()
+    assert [row[0] for row in encoder.rows[1:]] == [str(b) for b in budgets.token_budgets]
+    assert f"{budgets.max_images} pictures a batch" in encoder.title
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_quantised_weights_are_counted_as_they_are_held(tmp_path: Path, kind: str) -> None:
+    source = make_checkpoint(tmp_path / "model", 3, vision=False, text={"pattern": "M*-ME"})
+    made = quantise_checkpoint(open_checkpoint(str(source.path)), tmp_path / "small", kind)
+    at_load = EngineOptions(model=str(source.path), weights=kind)
+    saved = EngineOptions(model=str(tmp_path / "small"))
+    assert weight_bytes(at_load, open_checkpoint(at_load.model)) == made["after"]
+    assert weight_bytes(saved, open_checkpoint(saved.model)) == made["after"]
+    assert f"decoder in {kind}" in plan(at_load)[0].rows[1][2]
+
+
+def test_graphs_are_in_the_plan_and_refused_as_the_server_would(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 3, vision=False, text={"pattern": "M*"})
+    options = EngineOptions(model=str(tmp_path), max_seqs=8, max_len=256, graphs="on", speculative="ngram")
+    memory, _, _, capture = plan(options)
+    engine = build_engine(options)
+    stats = engine._decoder.stats()
+    engine.close()
+    assert stats["graphs_now"] == sum(int(row[1]) for row in capture.rows[1:])
+    assert "decoder graphs" in [row[0] for row in memory.rows] and "not" not in capture.title
+    with pytest.raises(ValueError, match="lower max_seqs to at most"):
+        plan(EngineOptions(model=str(tmp_path), max_seqs=999, max_len=256, graphs="on", memory_bytes=10**6))
+
+
+def test_memory_that_binds_is_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 3, vision=False, text={"pattern": "M*"})
+    checkpoint = open_checkpoint(str(tmp_path))
+    options = EngineOptions(model=str(tmp_path), max_seqs=8, max_len=256)
+    layout = Arena(checkpoint.config.decoder, decoder_options(options, checkpoint)).layout
+    small = EngineOptions(
+        model=str(tmp_path), max_seqs=8, max_len=256, memory_bytes=layout.blocks_for(3, 256) * layout.block_bytes
+    )
+    assert plan(small)[1].rows[-1] == ("256", "3", "memory (3 fit)")
+
+
+def test_what_cannot_work_is_an_error_with_the_number_that_would(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 3, text={"pattern": "M*"})
+    with pytest.raises(ValueError, match="at least"):
+        plan(EngineOptions(model=str(tmp_path), memory_bytes=64))
+    with pytest.raises(ValueError, match="at least"):
+        plan(EngineOptions(model=str(tmp_path), handoff_bytes=1))
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**30, "3.0 GiB")])
+def test_sizes_for_people(count: int, text: str) -> None:
+    assert size(count) == text
+
+
+def test_a_role_plans_for_what_it_serves(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 3, text={"pattern": "M*-M"})
+    checkpoint = open_checkpoint(str(tmp_path))
+    both = EngineOptions(model=str(tmp_path))
+    encoder = EngineOptions(model=str(tmp_path), role="encoder")
+    decoder = EngineOptions(model=str(tmp_path), role="decoder", encoders=("localhost:1",))
+    titles = {options.role: [table.title for table in plan(options)] for options in (both, encoder, decoder)}
+    assert titles["all"][1:-1] == titles["decoder"][1:] and titles["encoder"][1:] == titles["all"][-1:]
+    assert titles["decoder"][0].endswith("role decoder")
+    parts = [weight_bytes(options, checkpoint) for options in (encoder, decoder)]
+    assert min(parts) > 0 and sum(parts) == weight_bytes(both, checkpoint)
+    assert [row[0] for row in plan(encoder)[0].rows] == ["part", "weights", "handoff", "together"]
+
+
+@pytest.mark.parametrize("role", ["encoder", "decoder"])
+def test_a_role_without_pictures_is_refused(tmp_path: Path, role: str) -> None:
+    make_checkpoint(tmp_path, 3, vision=False, text={"pattern": "M*-M"})
+    encoders = ("localhost:1",) if role == "decoder" else ()
+    with pytest.raises(ConfigError, match="role: .* takes no pictures"):
+        plan(EngineOptions(model=str(tmp_path), role=role, encoders=encoders))

@@ -1,0 +1,67 @@
+"""Messages that leave by a thread of their own: in order, and each is sent or told to be lost."""
+
+from __future__ import annotations
+
+import os
+import threading
+from multiprocessing import Pipe
+from typing import Any
+
+import pytest
+
+from service.common.channel import Outbox, receive_descriptor
+
+
+def is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def test_nobody_waits_for_a_reader_and_the_order_stays() -> None:
+    ours, theirs = Pipe()
+    outbox = Outbox(ours)
+    for number in range(200):
+        outbox.put((number, bytes(10_000)))  # more than any socket's buffer
+    assert [theirs.recv()[0] for _ in range(200)] == list(range(200))
+    descriptor = os.memfd_create("x")
+    outbox.put("with a descriptor", descriptor)
+    assert theirs.recv() == "with a descriptor"
+    os.close(receive_descriptor(theirs))
+    outbox.put("last")
+    outbox.close()
+    assert theirs.recv() == "last" and not is_open(descriptor)
+
+
+def test_what_cannot_be_sent_is_told() -> None:
+    ours, theirs = Pipe()
+    lost: list[Any] = []
+    told = threading.Semaphore(0)
+
+    def on_lost(message: Any) -> None:
+        lost.append(message)
+        told.release()
+
+    outbox = Outbox(ours, on_lost)
+    theirs.close()
+    descriptors = [os.memfd_create("x") for _ in range(2)]
+    outbox.put("to nobody", descriptors[0])
+    assert told.acquire(timeout=30) and lost == ["to nobody"]
+    outbox.close()
+    outbox.put("after the end", descriptors[1])
+    assert lost == ["to nobody", "after the end"] and not any(map(is_open, descriptors))
+    outbox.close()
+
+
+def test_the_end_waits_for_a_reader_as_long_as_it_was_told() -> None:
+    ours, theirs = Pipe()
+    outbox = Outbox(ours)
+    outbox.put(bytes(10_000_000))
+    outbox.close(timeout=0.01)
+    assert len(theirs.recv()) == 10_000_000
+    with pytest.raises(EOFError):
+        outbox.close()
+        ours.close()
+        theirs.recv()

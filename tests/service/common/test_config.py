@@ -1,0 +1,166 @@
+"""Options: their sources, their order, and the errors of each."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.commands.cli import main
+from service.common.config import (
+    ConfigError,
+    EngineOptions,
+    ServerOptions,
+    add_arguments,
+    from_keywords,
+    parse_size,
+    resolve,
+)
+
+
+def parse(*argv: str, env: dict[str, str] | None = None) -> ServerOptions:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_arguments(parser, ServerOptions)
+    return resolve(ServerOptions, vars(parser.parse_args(list(argv))), env or {})
+
+
+def test_command_line_over_environment_over_file_over_default(tmp_path: Path) -> None:
+    file = tmp_path / "saccade.toml"
+    file.write_text('max_seqs = 3\nport = 7\nmax_queue = 9\nhandoff_bytes = "2Mi"\ntoken_budgets = [64, 256]\n')
+    options = parse("--config", str(file), "--max-seqs", "1", env={"SACCADE_MAX_SEQS": "2", "SACCADE_PORT": "8"})
+    assert (options.max_seqs, options.port, options.max_queue, options.max_batched_tokens) == (1, 8, 9, 2048)
+    assert options.handoff_bytes == 2 * 2**20 and options.token_budgets == (64, 256)
+
+
+def test_flags_lists_and_sizes_on_the_command_line() -> None:
+    options = parse("some/model", "--insecure", "--token-budgets", "64,128", "--memory-bytes", "1.5Gi", "--grace", "0")
+    assert options.model == "some/model" and options.insecure and options.token_budgets == (64, 128)
+    assert options.memory_bytes == 3 * 2**29 and options.grace == 0
+
+
+def test_what_is_on_unless_told_has_a_flag_that_turns_it_off() -> None:
+    assert parse().warmup and not parse("--no-warmup").warmup
+    assert not parse("--no-warmup", env={"SACCADE_WARMUP": "1"}).warmup
+
+
+def test_help_says_what_each_option_takes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    told = {}
+    for command in ("serve", "plan"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        told[command] = capsys.readouterr().out.partition("options:")[2]
+    assert told["serve"] == told["plan"]
+    for words in ("--host TEXT", "--max-image-bytes SIZE", "--encoders A,B", "--token-budgets N,N", "--port N "):
+        assert words in told["serve"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "env", "message"),
+    [
+        (["--max-seqs", "0"], {}, "max_seqs: 0 is below the minimum of 1"),
+        (
+            ["--encoder-turn", "0.2", "--encoder-process"],
+            {},
+            "encoder_turn: 0.2 would not be used with --encoder-process",
+        ),
+        (["--encoder-turn", "0.2", "--role", "encoder"], {}, "encoder_turn: 0.2 would not be used by --role encoder"),
+        (["--max-connection-age-grace", "5"], {}, "max_connection_age_grace: 5 would not be used without"),
+        (["--grace", "nan"], {}, "grace: 'nan' is not a number"),
+        (["--stall-timeout", "inf"], {}, "stall_timeout: 'inf' is not a number"),
+        (["--handoff-bytes", "1e400k"], {}, "handoff_bytes: '1e400k' is not a number of bytes"),
+        (["--handoff-bytes=-1k"], {}, "handoff_bytes: -1000 is below"),
+        (["--handoff-bytes", "1kk"], {}, "handoff_bytes: '1kk' is not"),
+        (["--grace", "-0.5"], {}, "grace: -0.5 is below the minimum of 0"),
+        (["--role", "decoder"], {}, "encoders: --role decoder needs"),
+        (["--encoders", "a:1"], {}, "encoders: a:1 would not be used by --role all"),
+        (["--role", "decoder", "--encoders", "a:1,b"], {}, "encoders: 'b' is not HOST:PORT"),
+        (["--role", "decoder", "--encoders", "a:1,a:1"], {}, "encoders: an address is there twice"),
+        (["--role", "encoder", "--encoder-process"], {}, "encoder_process: it would have nothing to do"),
+        (["--max-seqs", "many"], {}, "max_seqs: 'many' is not a whole number"),
+        (["--dtype", "int3"], {}, "dtype: 'int3' is not one of float32, bfloat16"),
+        (["--token-budgets", "64,0"], {}, "token_budgets: 0 is below"),
+        (["--handoff-bytes", "lots"], {}, "handoff_bytes: 'lots' is not a number of bytes"),
+        ([], {"SACCADE_MAX_SEQ": "1"}, "SACCADE_MAX_SEQ is no option"),
+        ([], {"SACCADE_INSECURE": "perhaps"}, "insecure: 'perhaps' is not true or false"),
+        (["--config", "/nonexistent.toml"], {}, "config file /nonexistent.toml"),
+    ],
+)
+def test_errors_name_the_option(argv: list[str], env: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(*argv, env=env)
+
+
+@pytest.mark.parametrize(("text", "message"), [("max_seq = 1", "max_seq is no option"), ("max_seqs = ", "config file")])
+def test_errors_in_the_file(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "saccade.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        parse("--config", str(file))
+
+
+def test_the_sdks_own_variables_are_not_options() -> None:
+    assert parse(env={"SACCADE_API_KEY": "x", "SACCADE_SERVER": "y", "OTHER": "z"}) == ServerOptions()
+
+
+INJECTED = {
+    "SACCADE_SERVICE_HOST": "10.96.1.2",
+    "SACCADE_SERVICE_PORT": "50051",
+    "SACCADE_SERVICE_PORT_GRPC": "50051",
+    "SACCADE_PORT": "tcp://10.96.1.2:50051",
+    "SACCADE_PORT_50051_TCP": "tcp://10.96.1.2:50051",
+    "SACCADE_PORT_50051_TCP_PROTO": "tcp",
+    "SACCADE_PORT_50051_TCP_PORT": "50051",
+    "SACCADE_PORT_50051_TCP_ADDR": "10.96.1.2",
+    "SACCADE_PORT_53_UDP_ADDR": "10.96.1.2",
+    "SACCADE_METRICS_SERVICE_HOST": "10.96.1.3",
+    "SACCADE_METRICS_SERVICE_PORT_HTTP_METRICS": "9100",
+    "SACCADE_METRICS_PORT": "tcp://[fd00::1]:9100",
+    "SACCADE_METRICS_PORT_9100_TCP_ADDR": "fd00::1",
+}
+
+
+def test_what_kubernetes_injects_for_a_service_of_this_name_is_not_ours() -> None:
+    assert parse(env=INJECTED) == ServerOptions()
+    # what somebody has set beside it still counts, and a slip still is one
+    assert parse(env={**INJECTED, "SACCADE_PORT": "8", "SACCADE_METRICS_PORT": "9"}).port == 8
+    for variable, value in (
+        ("SACCADE_PORT", "tcp://somewhere"), ("SACCADE_PORT", "http://10.0.0.1:80"), ("SACCADE_HOSTS", "10.0.0.1"),
+        ("SACCADE_SERVICE", "10.0.0.1"), ("SACCADE_PORT_TCP", "1"), ("SACCADE_MAX_QUEUE", "tcp://10.0.0.1:80"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=variable.removeprefix("SACCADE_").lower() + "|" + variable):
+            parse(env={**INJECTED, variable: value})
+
+
+def test_keywords_of_the_local_client() -> None:
+    options: Any = from_keywords(EngineOptions, {"model": "demo", "dtype": None, "max_seqs": 4})
+    assert options == EngineOptions(max_seqs=4)
+    with pytest.raises(ConfigError, match="maxseqs is no option"):
+        from_keywords(EngineOptions, {"maxseqs": 4})
+
+
+@pytest.mark.parametrize(("text", "value"), [("64MiB", 64 * 2**20), ("1k", 1000), (17, 17), ("2 G", 2 * 10**9)])
+def test_sizes(text: Any, value: int) -> None:
+    assert parse_size(text) == value
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"), [("true", "max_seqs: True"), ("1.0", "max_seqs: 1.0"), ('"1.5"', "max_seqs: '1.5'")]
+)
+def test_a_whole_number_is_one_in_toml_too(tmp_path: Path, raw: str, words: str) -> None:
+    file = tmp_path / "saccade.toml"
+    file.write_text(f"max_seqs = {raw}")
+    with pytest.raises(ConfigError, match=f"{words} is not a whole number"):
+        parse("--config", str(file))
+
+
+def test_the_file_may_be_named_in_the_environment_and_the_least_is_enough(tmp_path: Path) -> None:
+    file = tmp_path / "saccade.toml"
+    file.write_text('max_seqs = 1\ngrace = 0\nwarmup = "off"\nencoders = []\n')
+    options = parse(env={"SACCADE_CONFIG": str(file)})
+    assert (options.max_seqs, options.grace, options.warmup) == (1, 0.0, False)
+    # the engine's options alone, where variables of the server are set too
+    assert resolve(EngineOptions, {}, {"SACCADE_MAX_QUEUE": "3", "SACCADE_MAX_SEQS": "2"}) == EngineOptions(max_seqs=2)
+    assert resolve(ServerOptions, {"max_queue": None, "unknown": 1}, {"SACCADE_MAX_QUEUE": "3"}).max_queue == 3

@@ -1,0 +1,82 @@
+"""Files that are replaced under a running server: each way of doing so is noticed, and a slip changes nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from service.common.config import ConfigError
+from service.common.watch import Watched
+
+
+def text_of(contents: list[bytes]) -> str:
+    text = b"+".join(contents).decode()
+    if "bad" in text:
+        raise ConfigError("it is bad")
+    return text
+
+
+def stamp(path: Path, seconds: int) -> None:
+    os.utime(path, (seconds, seconds))
+
+
+def test_a_file_of_another_time_size_or_place_is_another_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("one")
+    stamp(path, 1000)
+    watched = Watched([path], text_of)
+    path.write_text("two")
+    stamp(path, 1001)
+    assert watched.current() == "two"
+    path.write_text("three")
+    stamp(path, 1001)
+    assert watched.current() == "three"
+    other = tmp_path / "other"
+    other.write_text("seven")
+    stamp(other, 1001)
+    os.replace(other, path)
+    assert watched.current() == "seven"
+
+
+def test_any_of_several_files_counts_and_what_is_unchanged_is_not_parsed_again(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.write_text("1")
+    parsed: list[str] = []
+
+    def parse(contents: list[bytes]) -> str:
+        parsed.append(text_of(contents))
+        return parsed[-1]
+
+    watched = Watched(paths, parse)
+    assert watched.current() == watched.current() == "1+1" and len(parsed) == 1
+    paths[1].write_text("22")
+    assert watched.current() == watched.current() == "1+22" and len(parsed) == 2
+    paths[0].write_text("333")
+    assert watched.current() == "333+22"
+
+
+def test_a_bad_version_is_passed_over_and_the_next_good_one_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "file"
+    path.write_text("one")
+    watched = Watched([path], text_of)
+    path.write_text("bad!")
+    assert watched.current() == watched.current() == "one"
+    assert len([r for r in caplog.records if "it is bad" in r.getMessage()]) == 1
+    path.write_text("three")
+    assert watched.current() == "three"
+    path.unlink()
+    assert watched.current() == "three" and "No such file" in caplog.text
+
+
+def test_what_is_bad_at_the_start_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with pytest.raises(ConfigError, match="file: cannot be read: No such file"):
+        Watched([path], text_of)
+    path.write_text("bad")
+    with pytest.raises(ConfigError, match="it is bad"):
+        Watched([path], text_of)

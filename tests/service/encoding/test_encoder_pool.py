@@ -1,0 +1,215 @@
+"""Which encoder gets a picture, and what becomes of pictures whose encoder is late, full or gone. Links are fakes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from encoder.item import EncoderItem
+from service.encoding.encoder_pool import DEPTH, EncoderPool, LinkOwner
+from service.encoding.handoff import EncoderUnavailable, Handoff, Lease, Work
+
+ROW = 16
+FOREVER = 1000.0
+
+
+class FakeLink:
+    """An encoder that is told what to do by the test."""
+
+    def __init__(self, name: str, elsewhere: int = 0) -> None:
+        self.name, self.alive, self.reason, self.elsewhere = name, True, "", elsewhere
+        self.works: list[Work] = []
+        self.seconds: list[float | None] = []
+        self.revoked: list[Work] = []
+        self.abandoned = self.closed = 0
+
+    @property
+    def under_way(self) -> int:
+        return sum(work.image.tokens for work in self.works)
+
+    @property
+    def load(self) -> int:
+        return self.under_way + self.elsewhere
+
+    def start(self, owner: LinkOwner) -> None:
+        self.owner = owner
+
+    def send(self, work: Work, seconds_left: float | None) -> None:
+        self.works.append(work)
+        self.seconds.append(seconds_left)
+
+    def revoke(self, work: Work) -> bool:
+        if work not in self.works:
+            return False
+        self.works.remove(work)
+        self.revoked.append(work)
+        return True
+
+    def abandon(self) -> None:
+        self.abandoned += 1
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def write(self) -> None:
+        work = self.works.pop(0)
+        self.owner.written(self, work, (work.image.tokens,))
+
+    @property
+    def keys(self) -> list[bytes]:
+        return [work.key for work in self.works]
+
+
+def image(tokens: int) -> EncoderItem:
+    return EncoderItem((2, 2 * tokens), torch.zeros(4 * tokens, 3))
+
+
+def make(*links: FakeLink, lease: float = FOREVER, step: int = 10) -> tuple[EncoderPool, Handoff]:
+    handoff = Handoff(1000 * ROW, 4, torch.float32)
+    return EncoderPool(handoff, links, lease=lease, step_tokens=step), handoff
+
+
+def ask(handoff: Handoff, names: str, tokens: int = 10) -> list[Lease]:
+    return [handoff.lease(name.encode(), image(tokens), f"r-{name}") for name in names]
+
+
+def test_the_encoder_with_the_least_to_do_gets_the_next_picture() -> None:
+    """What its other decoders have given it counts."""
+    one, two = FakeLink("one", elsewhere=15), FakeLink("two")
+    pool, handoff = make(one, two)
+    ask(handoff, "abcd")
+    pool._give()
+    assert (two.keys, one.keys) == ([b"a", b"b"], [b"c", b"d"])
+    pool.check_integrity()
+
+
+def test_so_much_is_under_way_in_one_encoder_and_the_rest_waits_where_the_most_urgent_goes_first() -> None:
+    link = FakeLink("one")
+    pool, handoff = make(link)
+    leases = ask(handoff, "abcde")
+    pool._give()
+    assert link.under_way == DEPTH * 10 and link.keys == [b"a", b"b"]
+    handoff.lease(b"z", image(10), "r", priority=9)
+    link.write()
+    assert leases[0].ready and handoff.stats()["reserved"] == 4
+    pool._give()
+    assert link.keys == [b"b", b"z"]
+    assert pool.stats()["given"] == 3 and pool.stats()["written"] == 1 and pool.histogram() == {10: 1}
+
+
+@pytest.mark.parametrize(("patience", "left"), [(None, None), (50.0, 50.0)])
+def test_an_encoder_hears_how_long_somebody_waits(patience: float | None, left: float | None) -> None:
+    link = FakeLink("one")
+    pool, handoff = make(link)
+    handoff.lease(b"a", image(5), "r", deadline=None if patience is None else time.monotonic() + patience)
+    pool._give()
+    assert link.seconds == ([None] if left is None else [pytest.approx(left, abs=5)])
+
+
+def test_a_picture_goes_from_a_late_encoder_to_another_and_the_late_one_is_passed_over() -> None:
+    late, other = FakeLink("late"), FakeLink("other", elsewhere=5)
+    pool, handoff = make(late, other, lease=0.0)
+    (lease,) = ask(handoff, "a")
+    pool._give()
+    (work,) = late.works
+    pool._lease = FOREVER
+    pool._take_back()
+    assert late.revoked == [work] and pool.stats()["late"] == 1 and lease.error is None
+    ask(handoff, "b")
+    pool._give()
+    assert (late.keys, other.keys) == ([], [b"a", b"b"])
+    other.write()
+    assert lease.ready
+    pool.changed(late)
+    ask(handoff, "c")
+    pool._give()
+    assert late.keys == [b"c"], "it has been heard of"
+    assert late.abandoned == other.abandoned == 0
+
+
+def test_an_encoder_that_is_late_for_a_second_lease_is_given_up_once() -> None:
+    late = FakeLink("late")
+    pool, handoff = make(late, lease=0.0)
+    ask(handoff, "a")
+    pool._give()
+    pool._take_back()
+    pool._give()
+    pool._give()
+    assert late.abandoned == 1
+    pool.changed(late)
+    pool._give()
+    assert late.abandoned == 1
+
+
+def test_what_nobody_waits_for_any_more_is_taken_back() -> None:
+    link = FakeLink("one")
+    pool, handoff = make(link)
+    kept, given_up = ask(handoff, "ab")
+    pool._give()
+    given_up.release()
+    pool._take_back()
+    assert [work.key for work in link.revoked] == [b"b"] and link.keys == [b"a"]
+    assert pool.stats()["cancelled"] == 1 and handoff.stats()["writing"] == 1
+    link.write()
+    kept.release()
+    handoff.check_integrity(idle=True)
+
+
+def test_what_was_under_way_in_an_encoder_that_died_is_taken_by_another() -> None:
+    dead, other = FakeLink("dead"), FakeLink("other", elsewhere=100)
+    pool, handoff = make(dead, other)
+    leases = ask(handoff, "ab")
+    pool._give()
+    works: Sequence[Work] = dead.works
+    dead.works, dead.alive = [], False
+    pool.lost(dead, works, "killed")
+    pool._give()
+    assert other.keys == [b"a", b"b"] and pool.stats()["lost"] == 2
+    other.write()
+    other.write()
+    assert all(lease.ready for lease in leases)
+    pool.check_integrity()
+
+
+def test_an_encoder_s_refusal_is_the_picture_s_end() -> None:
+    link = FakeLink("one")
+    pool, handoff = make(link)
+    (lease,) = ask(handoff, "a")
+    pool._give()
+    pool.failed(link, link.works.pop(), ValueError("not a picture"))
+    assert isinstance(lease.error, ValueError) and pool.stats()["failed"] == 1
+    assert not pool.histogram() and not pool._given
+
+
+def test_without_an_encoder_those_who_wait_are_told_after_a_lease_and_not_before() -> None:
+    link = FakeLink("one")
+    link.alive, link.reason = False, "refused"
+    pool, handoff = make(link)
+    (lease,) = ask(handoff, "a")
+    pause = pool._give()
+    assert lease.error is None and pause is not None and 0 < pause <= FOREVER
+    pool._lease = 0.0
+    pool._give()
+    assert isinstance(lease.error, EncoderUnavailable) and "one: refused" in str(lease.error)
+    link.alive = True
+    (again,) = ask(handoff, "b")
+    pool._lease = FOREVER
+    pool._give()
+    assert again.error is None and link.keys == [b"b"] and pool._nobody_since is None
+
+
+def test_a_pool_closes_its_links_also_where_one_refuses() -> None:
+    class Refusing(FakeLink):
+        def start(self, owner: LinkOwner) -> None:
+            raise ValueError("another model")
+
+    links = [FakeLink("one"), Refusing("two")]
+    with pytest.raises(ValueError, match="another model"):
+        make(*links)
+    assert [link.closed for link in links] == [1, 1]

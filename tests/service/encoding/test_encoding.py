@@ -1,0 +1,145 @@
+"""The encoder in the engine's process: taken, written, published; a picture that fails does so alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from pretend_gpu import pretended, recorded
+from tiny_encoder import random_image, relative_error, tiny_tower
+
+from encoder.item import EncoderItem
+from encoder.runner import EncoderOptions, EncoderRunner
+from service.encoding.encoder import LocalEncoder
+from service.encoding.handoff import EncodingFailed, Handoff
+
+TINY = tiny_tower(3)
+WIDTH = TINY.config.text_hidden_size
+
+
+def runner() -> EncoderRunner:
+    return EncoderRunner(TINY.config, EncoderOptions(dtype=torch.float32, graphs="off"), TINY.weights.items())
+
+
+@pytest.fixture
+def handoff() -> Iterator[Handoff]:
+    handoff = Handoff(2000 * WIDTH * 4, WIDTH, torch.float32)
+    yield handoff
+    handoff.check_integrity(idle=True)
+
+
+def alone(image: EncoderItem) -> torch.Tensor:
+    rows = torch.empty(image.tokens, WIDTH)
+    runner().encode([image], [rows])
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "kind"),
+    [
+        pytest.param(EncoderItem((2, 4), torch.zeros(8, 47)), ValueError, id="refused-at-the-start"),
+        pytest.param(EncoderItem((2, 4), torch.zeros(8, 48, device="meta")), EncodingFailed, id="fails-in-a-launch"),
+    ],
+)
+def test_a_corrupt_picture_among_seven_good_ones_fails_alone(
+    handoff: Handoff, corrupt: EncoderItem, kind: type[Exception]
+) -> None:
+    encoder = LocalEncoder(runner(), handoff)
+    good = [random_image(TINY.config, 2, 4, seed=seed) for seed in range(7)]
+    pictures = [*good[:3], corrupt, *good[3:]]
+    leases = [handoff.lease(bytes([i]), image, f"r{i}") for i, image in enumerate(pictures)]
+    others = handoff.lease(bytes([3]), corrupt, "r8")
+    while encoder.turn():
+        pass
+    for lease in (leases.pop(3), others):
+        assert type(lease.error) is kind
+        lease.release()
+    for lease, image in zip(leases, good, strict=True):
+        assert relative_error(lease.rows(), alone(image)) <= 1e-5
+        lease.release()
+    encoder.check_integrity()
+    encoder.close()
+
+
+def test_a_turn_is_no_longer_than_a_layer_where_it_must_be_short(handoff: Handoff) -> None:
+    encoder = LocalEncoder(runner(), handoff, turn_seconds=0.0)
+    image = random_image(TINY.config, 8, 8)
+    lease = handoff.lease(b"a", image, "r")
+    turns = 0
+    while encoder.turn():
+        turns += 1
+        assert lease.ready == (turns == TINY.config.num_layers + 1)
+    assert relative_error(lease.rows(), alone(image)) <= 1e-5
+    lease.release()
+
+
+def test_a_turn_goes_on_with_the_next_pictures_while_it_lasts(handoff: Handoff) -> None:
+    encoder = LocalEncoder(runner(), handoff, step_tokens=4, turn_seconds=3600.0)
+    images = [random_image(TINY.config, 4, 4, seed=seed) for seed in range(3)]
+    leases = [handoff.lease(bytes([i]), image, "r") for i, image in enumerate(images)]
+    assert encoder.turn() and all(lease.ready for lease in leases)
+    assert not encoder.turn()
+    assert encoder.runner.stats()["images"] == 3
+    for lease, image in zip(leases, images, strict=True):
+        assert relative_error(lease.rows(), alone(image)) <= 1e-5
+        lease.release()
+
+
+def test_a_thread_of_its_own_works_until_it_is_closed(handoff: Handoff) -> None:
+    encoder = LocalEncoder(runner(), handoff, own_thread=True)
+    handoff.on_change = encoder.wake
+    failures: list[BaseException] = []
+    encoder.start(failures.append)
+    images = [random_image(TINY.config, 4, 4, seed=seed) for seed in range(5)]
+    leases = [handoff.lease(bytes([i]), image, "r") for i, image in enumerate(images)]
+    assert not encoder.turn(), "it takes no turns of the engine's"
+    while not all(lease.ready for lease in leases):
+        assert not failures
+    encoder.close()
+    encoder.close()
+    for lease, image in zip(leases, images, strict=True):
+        assert relative_error(lease.rows(), alone(image)) <= 1e-5
+        lease.release()
+
+
+# -- a stream of its own on a GPU --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("graphs", ["on", "off"])
+def test_on_a_gpu_the_encoder_works_beside_the_decoder(graphs: str) -> None:
+    """Memory comes from the decoder's stream, rows are written on another, and read on the decoder's again: each behind
+    an event, or the pretended GPU refuses it. The host waits for neither stream.
+    """
+    images = [random_image(TINY.config, 4, 4, seed=seed) for seed in range(2)]
+    expected = [alone(image) for image in images]
+    with pretended():
+        options = EncoderOptions(
+            dtype=torch.float32, device=torch.device("cuda"), graphs=graphs, token_budgets=(12,), max_images=4
+        )
+        handoff = Handoff(1000 * WIDTH * 4, WIDTH, torch.float32, "cuda")
+        encoder = LocalEncoder(EncoderRunner(TINY.config, options, TINY.weights.items()), handoff)
+        busy = torch.zeros(4, device="cuda")
+        leases = [handoff.lease(bytes([i]), image, "r") for i, image in enumerate(images)]
+        busy += 1
+        assert torch.cuda.current_stream().number == 0  # type: ignore[attr-defined]
+        while encoder.turn():
+            pass
+        with pytest.raises(RuntimeError, match="behind no event"):  # what `rows()` is for
+            leases[0]._entry.rows + 1  # type: ignore[operator]
+        for lease, exact in zip(leases, expected, strict=True):
+            rows = lease.rows()
+            assert {stream for address, stream in recorded() if address == rows.data_ptr()} == {
+                0,
+                encoder.stream.number,
+            }
+            found = torch.zeros(rows.shape, device="cuda").index_copy_(0, torch.arange(len(rows), device="cuda"), rows)
+            assert relative_error(found.cpu(), exact) <= 1e-5
+            lease.release()
+        handoff.flush()
+        handoff.check_integrity(idle=True)
+        encoder.close()
+
+
+def test_on_a_cpu_there_is_no_stream(handoff: Handoff) -> None:
+    assert LocalEncoder(runner(), handoff).stream is None

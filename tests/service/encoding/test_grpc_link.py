@@ -1,0 +1,140 @@
+"""What a decoder sends to an encoder elsewhere: never beyond its window, and a revocation always."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from encoder.item import EncoderItem
+from saccade.v1 import encoder_pb2
+from service.encoding.grpc_link import _Session
+from service.encoding.handoff import Work
+from service.encoding.items import PIECE_BYTES
+from service.encoding.partner import PROTOCOL, Partner
+
+PARTNER = Partner(PROTOCOL, "tiny", "revision", "digest", "patches", "float32", 2)
+SMALL = 3 * 4 * 4
+"""Bytes of pixels of a picture of one token."""
+
+
+def picture(ticket: int, tokens: int = 1, width: int = 3) -> Work:
+    pixels = torch.arange(4.0 * tokens * width).view(4 * tokens, width)
+    return Work(bytes([ticket]), EncoderItem((2, 2 * tokens), pixels), torch.zeros(tokens, 2), ticket)
+
+
+def opened(window: int) -> tuple[_Session, Iterator[encoder_pb2.AttachRequest], Counter[str]]:
+    counts: Counter[str] = Counter()
+    session = _Session(PARTNER, lambda name, amount: counts.update({name: amount}))
+    messages = session.messages()
+    assert next(messages).hello.model == "tiny"
+    session.opened(window)
+    return session, messages, counts
+
+
+def told(message: encoder_pb2.AttachRequest) -> tuple[str, int]:
+    kind = message.WhichOneof("message")
+    return kind, message.cancel if kind == "cancel" else getattr(message, kind).ticket
+
+
+def test_a_revocation_reaches_the_encoder() -> None:
+    """After the pixels have been sent, and in the middle of them: the rest stays here, and the cancellation goes."""
+    session, messages, counts = opened(1 << 30)
+    whole, large, last = picture(1), picture(2, 4, PIECE_BYTES // 16), picture(3)
+    for work in (whole, large, last):
+        assert session.add(work, None)
+    assert [told(next(messages)) for _ in range(4)] == [("item", 1), ("pixels", 1), ("item", 2), ("pixels", 2)]
+    assert session.revoke(large) and session.revoke(whole) and session.under_way == last.image.tokens
+    assert [told(next(messages)) for _ in range(4)] == [("cancel", 2), ("cancel", 1), ("item", 3), ("pixels", 3)]
+    assert counts["sent_pixel"] == 2 * SMALL + PIECE_BYTES
+    assert not session.revoke(large), "it has ended, and is told of by somebody else"
+    session.shut()
+    assert next(messages, None) is None
+
+
+def test_what_was_never_sent_needs_no_cancellation() -> None:
+    session, messages, _ = opened(SMALL)
+    first, second, third = picture(1), picture(2), picture(3)
+    for work in (first, second, third):
+        session.add(work, None)
+    assert [told(next(messages)) for _ in range(2)] == [("item", 1), ("pixels", 1)]
+    assert session.revoke(second) and session.under_way == 2
+    session.credit(SMALL, 0)
+    assert [told(next(messages)) for _ in range(2)] == [("item", 3), ("pixels", 3)]
+    session.shut()
+    assert next(messages, None) is None
+
+
+def test_the_window_bounds_what_is_sent() -> None:
+    """To the byte, and in order: a small picture does not pass the large one that waits for room."""
+    session, messages, _ = opened(3 * SMALL - 1)
+    for work in (picture(1, 1), picture(2, 2), picture(3, 1)):
+        session.add(work, None)
+    assert [told(next(messages)) for _ in range(2)] == [("item", 1), ("pixels", 1)]
+    session.credit(1, 7)
+    assert session.elsewhere == 7
+    assert [told(next(messages)) for _ in range(2)] == [("item", 2), ("pixels", 2)]
+    session.credit(SMALL, 0)
+    assert [told(next(messages)) for _ in range(2)] == [("item", 3), ("pixels", 3)]
+
+
+def test_rows_of_what_was_revoked_are_not_written() -> None:
+    session, _, _ = opened(1 << 20)
+    kept, revoked = picture(1), picture(2)
+    session.add(kept, None)
+    session.add(revoked, None)
+    row = torch.ones(2).numpy().tobytes()
+    session.write(1, row[:4])
+    session.write(2, row[:4])
+    assert session.revoke(revoked)
+    session.write(2, row[4:])
+    session.write(1, row[4:])
+    assert revoked.rows.tolist() == [[1.0, 0.0]] and kept.rows.tolist() == [[1.0, 1.0]]
+    assert session.finish(2) is None and session.drop(2) is None
+    assert session.finish(1) is kept and session.finish(1) is None and session.under_way == 0
+
+
+def test_an_encoder_that_sends_too_little_or_too_much_is_not_believed() -> None:
+    session, _, _ = opened(1 << 20)
+    session.add(picture(1), None)
+    session.write(1, bytes(7))
+    with pytest.raises(ValueError, match="sent 7 of the 8 bytes of ticket 1"):
+        session.finish(1)
+    with pytest.raises(ValueError, match="9 bytes for a tensor of 8"):
+        session.write(1, bytes(2))
+
+
+def test_an_encoder_that_drains_keeps_what_it_has_been_sent() -> None:
+    session, messages, _ = opened(1 << 20)
+    sent, unsent = picture(1), picture(2)
+    session.add(sent, None)
+    assert [told(next(messages)) for _ in range(2)] == [("item", 1), ("pixels", 1)]
+    session.add(unsent, None)
+    assert session.drain() == [unsent]
+    assert next(messages, None) is None and not session.add(picture(3), None)
+    session.write(1, bytes(8))
+    assert session.finish(1) is sent and session.end() == []
+
+
+def test_a_connection_that_ends_takes_with_it_what_was_under_way() -> None:
+    session, _, _ = opened(1 << 20)
+    works = [picture(1), picture(2)]
+    for work in works:
+        session.add(work, 2.5)
+    assert session.end() == works and session.end() == []
+    session.write(1, bytes(8))
+    assert session.finish(1) is None and not session.revoke(works[0])
+
+
+def test_nobody_is_hurried_by_a_deadline_that_has_passed() -> None:
+    session, messages, _ = opened(1 << 20)
+    for ticket, left in ((1, 2.5), (2, -1.0), (3, None)):
+        session.add(picture(ticket), left)
+    items = [message.item for message in (next(messages) for _ in range(6)) if message.HasField("item")]
+    assert [(item.HasField("seconds_left"), item.seconds_left) for item in items] == [
+        (True, 2.5),
+        (True, 0),
+        (False, 0),
+    ]

@@ -1,0 +1,88 @@
+"""Pictures and clips cross as messages and come out as they went in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from encoder.item import VIDEO, EncoderItem
+from saccade.v1 import encoder_pb2
+from service.encoding.items import (
+    PIECE_BYTES,
+    bytes_of,
+    empty_pixels,
+    item_from_proto,
+    item_to_proto,
+    pieces,
+    write_bytes,
+)
+
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.uint8])
+SIDE = st.integers(1, 4).map(lambda half: 2 * half)
+
+
+@st.composite
+def items(draw: st.DrawFn) -> EncoderItem:
+    grid, dtype = (draw(SIDE), draw(SIDE)), draw(DTYPES)
+    frames = draw(st.integers(0, 5))
+    sequences, width = (1, 12) if not frames else ((frames + 1) // 2, 24)
+    pixels = torch.randint(0, 200, (sequences * grid[0] * grid[1], width)).to(dtype)
+    if not frames:
+        return EncoderItem(grid, pixels)
+    return EncoderItem(
+        grid, pixels, kind=VIDEO, num_sequences=sequences, num_frames=frames,
+        pruning_rate=draw(st.sampled_from([0.0, 0.25, 0.7])),
+    )  # fmt: skip
+
+
+@given(item=items(), cuts=st.lists(st.integers(0, 5000), max_size=4))
+def test_there_and_back(item: EncoderItem, cuts: list[int]) -> None:
+    message = encoder_pb2.EncodeItem.FromString(item_to_proto(item).SerializeToString())
+    data = bytes(bytes_of(item.patches))
+    pixels, offset = empty_pixels(message, len(data)), 0
+    for cut in [*sorted(c for c in cuts if c <= len(data)), len(data)]:
+        offset = write_bytes(pixels, offset, data[offset:cut])
+    back = item_from_proto(message, pixels)
+    assert back.tokens == item.tokens
+    assert torch.equal(back.patches, item.patches) and back.patches.dtype == item.patches.dtype
+    kept = {name: value for name, value in vars(item).items() if name != "patches"}
+    assert kept == {name: getattr(back, name) for name in kept}
+
+
+def test_the_message_of_an_item_stays_what_older_partners_read() -> None:
+    still = item_to_proto(EncoderItem((2, 4), torch.zeros(8, 12)))
+    assert still == encoder_pb2.EncodeItem(
+        grid_rows=2, grid_columns=4, merge_size=2, shape=[8, 12], dtype="float32"
+    )  # fmt: skip
+    clip = EncoderItem((2, 4), torch.zeros(24, 12), kind=VIDEO, num_sequences=3, num_frames=5, pruning_rate=0.5)
+    assert item_to_proto(clip) == encoder_pb2.EncodeItem(
+        grid_rows=2, grid_columns=4, merge_size=2, shape=[3, 8, 12], dtype="float32", num_frames=5, pruning_rate=0.5
+    )
+
+
+def test_pieces_are_bounded_and_complete() -> None:
+    data = memoryview(bytes(range(256)) * (PIECE_BYTES // 100))
+    cut = list(pieces(data))
+    assert max(map(len, cut)) == PIECE_BYTES and b"".join(cut) == bytes(data)
+
+
+def test_what_cannot_be_is_refused_with_its_numbers() -> None:
+    message = item_to_proto(EncoderItem((2, 4), torch.zeros(8, 12)))
+    with pytest.raises(ValueError, match="384 bytes .* 383"):
+        empty_pixels(message, 383)
+    with pytest.raises(ValueError, match="400 bytes .* 384"):
+        write_bytes(empty_pixels(message, 384), 0, bytes(400))
+    message.dtype = "float8"
+    with pytest.raises(ValueError, match="'float8'"):
+        empty_pixels(message, 384)
+    message.dtype, message.grid_rows = "float32", 6
+    with pytest.raises(ValueError, match="6x4 needs 24"):
+        item_from_proto(message, torch.zeros(8, 12))
+    message.num_frames = 3
+    with pytest.raises(ValueError, match=r"shape \[8, 12\] of an item of 3 frames"):
+        item_from_proto(message, torch.zeros(8, 12))
+    message.num_frames, message.grid_rows, message.merge_size = 0, 2, 0
+    with pytest.raises(ValueError, match="merge_size 0"):
+        item_from_proto(message, torch.zeros(8, 12))

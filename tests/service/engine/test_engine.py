@@ -1,0 +1,128 @@
+"""The engine's loop over a tiny model: what becomes of requests that the decoder refuses, and of several samples."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from served import make_served
+
+from decoder.sampling import SamplingParams
+from service.answers.relay import engine_error
+from service.common import errors
+from service.common.config import EngineOptions
+from service.engine.build import build_engine
+from service.engine.engine import Engine
+from service.engine.types import EngineEvent, EngineRequest
+
+
+class Running:
+    """An engine in a thread of its own, and what it has said."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.events = engine, list[EngineEvent]()
+        self._told = threading.Condition()
+        self._thread = threading.Thread(target=engine.run, args=(self._hear,))
+        self._thread.start()
+
+    def _hear(self, events: list[EngineEvent]) -> None:
+        with self._told:
+            self.events += events
+            self._told.notify_all()
+
+    def wait(self, names: set[str]) -> dict[str, list[EngineEvent]]:
+        """Events by request, once all of these have ended."""
+        with self._told:
+            ended = self._told.wait_for(
+                lambda: names <= {e.request_id for e in self.events if e.finish_reason is not None}, timeout=60
+            )
+        assert ended, f"{names} have not ended"
+        return {name: [e for e in self.events if e.request_id == name] for name in names}
+
+    def close(self) -> None:
+        self.engine.query("integrity").result(60)
+        self.engine.stop()
+        self._thread.join()
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    make_served(tmp_path / "model", vision=False)
+    engine = build_engine(EngineOptions(str(tmp_path / "model"), dtype="float32", threads=1, max_seqs=4, max_len=200))
+    running = Running(engine)
+    yield running
+    running.close()
+
+
+def greedy(tokens: int = 4) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+
+
+def test_a_deadline_out_of_reach_is_refused_and_leaves_nothing(running: Running) -> None:
+    """A step has taken a thousand seconds: what has five left is not begun."""
+    running.engine._decoder.pace.observe(1, 1000.0)
+    running.engine.submit(EngineRequest("late", [1] * 50, greedy(), timeout=5.0))
+    (event,) = running.wait({"late"})["late"]
+    assert event.error == "deadline" and "50 prompt tokens" in event.message
+    status = engine_error(event)
+    assert isinstance(status, errors.DeadlineExceeded) and status.reason == "DEADLINE_UNREACHABLE"
+    running.engine.submit(EngineRequest("patient", [1] * 50, greedy()))
+    assert len(running.wait({"patient"})["patient"]) == 4
+
+
+def test_samples_of_one_request_read_its_prompt_once(running: Running) -> None:
+    """The same tokens as from requests of their own, and one prompt's worth of work."""
+    prompt, sampling = [1 + i % 90 for i in range(70)], SamplingParams(max_tokens=5, seed=3, ignore_eos=True)
+    for index in range(3):
+        running.engine.submit(EngineRequest(f"alone {index}", prompt, sampling, sample_index=index))
+        running.wait({f"alone {index}"})
+    running.engine.query("flush").result(60)
+    before = running.engine.query("stats").result(60)["decoder"]
+    running.engine.submit(EngineRequest("group 0", prompt, sampling, siblings=("group 1", "group 2")))
+    running.wait({f"group {index}" for index in range(3)})
+    after = running.engine.query("stats").result(60)["decoder"]
+    assert after["batched_tokens"] - before["batched_tokens"] == 70 + 3 * 4
+    for index in range(3):
+        alone, forked = (running.wait({f"{kind} {index}"})[f"{kind} {index}"] for kind in ("alone", "group"))
+        assert [e.token_id for e in forked] == [e.token_id for e in alone]
+
+
+def test_every_sample_of_a_refused_request_is_told(running: Running) -> None:
+    running.engine.submit(EngineRequest("group 0", [1] * 300, greedy(), siblings=("group 1",)))
+    events = running.wait({"group 0", "group 1"})
+    assert all("300" in of[0].message and of[0].error == "invalid" for of in events.values())
+
+
+def test_a_sample_that_is_aborted_leaves_the_others(running: Running) -> None:
+    running.engine.submit(EngineRequest("group 0", [2] * 60, greedy(9), siblings=("group 1", "group 2")))
+    running.engine.abort("group 0")
+    events = running.wait({"group 1", "group 2"})
+    assert all(len(of) == 9 for of in events.values())
+
+
+def test_a_sign_of_life_is_one_of_the_loop_itself(tmp_path: Path) -> None:
+    """A thread beside a loop that hangs would always answer."""
+    make_served(tmp_path / "model", vision=False)
+    engine = build_engine(EngineOptions(str(tmp_path / "model"), dtype="float32", threads=1, max_seqs=4, max_len=200))
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hang(events: list[EngineEvent]) -> None:
+        reached.set()
+        assert go_on.wait(60)
+
+    thread = threading.Thread(target=engine.run, args=(hang,))
+    thread.start()
+    try:
+        assert engine.query("beat").result(60) == {}
+        engine.submit(EngineRequest("a", [1, 2, 3], greedy()))
+        assert reached.wait(60)
+        beat = engine.query("beat")
+        assert not beat.done()
+        go_on.set()
+        assert beat.result(60) == {}
+    finally:
+        go_on.set()
+        engine.stop()
+        thread.join()

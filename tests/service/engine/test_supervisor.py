@@ -1,0 +1,105 @@
+"""How often and after which pauses a dead engine is tried again, with engines that start and die as they are told."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from service.common.config import EngineOptions
+from service.engine import supervisor
+from service.engine.supervisor import SupervisedEngine
+
+
+class Engine:
+    """The part of `EngineProcess` that a supervisor uses."""
+
+    info = None
+    outcomes: list[bool] = []
+    """Of the starts to come: whether each succeeds."""
+    starts: list[float] = []
+    made: list[Engine] = []
+
+    def __init__(self, options: Any, *, log_level: str, on_death: Callable[[], None]) -> None:
+        Engine.starts.append(time.monotonic())
+        if not (Engine.outcomes.pop(0) if Engine.outcomes else True):
+            raise OSError("it does not start")
+        self.die, self.alive, self.sink, self.closed = on_death, True, None, False
+        self.pid = len(Engine.starts)
+        Engine.made.append(self)
+
+    def start(self, sink: Any) -> None:
+        self.sink = sink
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Watched:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, outcomes: list[bool], steady: float = 60.0) -> None:
+        for name, value in (("EngineProcess", Engine), ("FIRST_PAUSE", 0.02), ("LONGEST_PAUSE", 0.05),
+                            ("MAX_RESTARTS", 3), ("STEADY", steady)):  # fmt: skip
+            monkeypatch.setattr(supervisor, name, value)
+        Engine.outcomes, Engine.starts, Engine.made = [True, *outcomes], [], []
+        self.told: list[object] = []
+        self.change = threading.Condition()
+        self.engine = SupervisedEngine(EngineOptions(), on_change=self._tell, on_give_up=lambda: self._tell("given up"))
+        self.engine.start(lambda events: None)
+
+    def _tell(self, what: object) -> None:
+        with self.change:
+            self.told.append(what)
+            self.change.notify_all()
+
+    def until(self, *told: object) -> None:
+        with self.change:
+            assert self.change.wait_for(lambda: len(self.told) >= len(told), 30) and self.told == list(told)
+
+
+def test_a_dead_engine_is_replaced_and_its_sink_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch, outcomes=[False, True])
+    first = Engine.made[0]
+    first.die()
+    watched.until(False, True)
+    second = Engine.made[1]
+    assert watched.engine.pid == second.pid and second.sink is first.sink and first.closed and not second.closed
+    assert watched.engine.restarts == 1 and not watched.engine.given_up
+    pauses = [b - a for a, b in zip(Engine.starts, Engine.starts[1:], strict=False)]
+    assert pauses[0] >= 0.02 and pauses[1] >= 0.04
+    watched.engine.close()
+    assert second.closed
+
+
+def test_deaths_in_a_row_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starts that fail and engines that die at once count alike."""
+    watched = Watched(monkeypatch, outcomes=[True, False, False])
+    Engine.made[0].die()
+    watched.until(False, True)
+    Engine.made[1].die()
+    watched.until(False, True, False, "given up")
+    assert len(Engine.starts) == 4 and watched.engine.given_up and watched.engine.restarts == 1
+    watched.engine.close()
+
+
+def test_an_engine_that_has_run_for_long_begins_the_count_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch, outcomes=[True] * 6, steady=0.0)
+    expected: list[object] = []
+    for number in range(5):
+        Engine.made[number].die()
+        expected += [False, True]
+        watched.until(*expected)
+    assert watched.engine.restarts == 5 and not watched.engine.given_up
+    watched.engine.close()
+
+
+def test_nothing_is_started_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch, outcomes=[True])
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE", 30.0)
+    monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 30.0)
+    Engine.made[0].die()
+    watched.until(False)
+    watched.engine.close()
+    assert len(Engine.starts) == 1 and Engine.made[0].closed and watched.told == [False]

@@ -1,0 +1,80 @@
+"""What pictures and clips become: keys that tell apart what must not be shared, and the most that they can take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from clips import animation, moving_frames
+from pictures import picture
+
+from service.common.config import ServerOptions
+from service.common.types import ImageSource, MediaSource, VideoSource
+from service.media.images import LocalDecoder, MediaLimits, Prepared, Preparer
+from service.servers.limits import load_assets
+
+VISION = load_assets(ServerOptions()).vision
+assert VISION is not None
+LIMITS = MediaLimits(video_frames=8)
+STILL, OTHER = picture(1, (32, 32)), picture(2, (32, 32))
+
+
+def preparer(revision: str = "r", dtype: torch.dtype = torch.float32) -> Preparer:
+    assert VISION is not None
+    return Preparer(LocalDecoder(LIMITS), VISION, dtype, LIMITS, revision)
+
+
+def frames(*files: bytes, fps: float | None = None) -> VideoSource:
+    return VideoSource(b"", "v", frames=tuple(ImageSource(file, f"v[{i}]") for i, file in enumerate(files)), fps=fps)
+
+
+def test_equal_keys_are_for_equal_rows_of_one_tenant() -> None:
+    """And for nothing else: rows are shared by them."""
+    one, gif = preparer(), animation(moving_frames(6, 32, 32), "GIF")
+    different: list[tuple[Preparer, MediaSource, bytes]] = [
+        (one, ImageSource(STILL, "f"), b""), (one, ImageSource(STILL, "f"), b"a"), (one, ImageSource(STILL, "f"), b"b"),
+        (one, ImageSource(OTHER, "f"), b""), (preparer("s"), ImageSource(STILL, "f"), b""),
+        (preparer(dtype=torch.bfloat16), ImageSource(STILL, "f"), b""), (one, frames(STILL), b""),
+        (one, frames(STILL, OTHER), b""), (one, frames(OTHER, STILL), b""), (one, VideoSource(gif, "v"), b""),
+        (one, VideoSource(gif, "v"), b"a"), (one, VideoSource(gif, "v", max_frames=3), b""),
+        (one, ImageSource(gif, "f"), b""),
+    ]  # fmt: skip
+    keys = [maker.prepare(source, salt).key for maker, source, salt in different]
+    assert len(set(keys)) == len(keys)
+    again = [maker.prepare(replace(source, field="elsewhere"), salt).key for maker, source, salt in different]
+    assert again == keys
+
+
+def test_only_the_frames_that_are_looked_at_make_a_key() -> None:
+    one = preparer()
+    both = [
+        one.prepare(replace(frames(STILL, unseen, STILL, unseen), max_frames=2), b"").key for unseen in (OTHER, b"")
+    ]
+    assert both[0] == both[1]
+
+
+@pytest.mark.parametrize("wanted", [None, 1, 3, 8])
+def test_no_clip_takes_more_than_was_expected_of_it(wanted: int | None) -> None:
+    one = preparer()
+    for source in (frames(*[STILL, OTHER] * 6), VideoSource(animation(moving_frames(12, 40, 20), "GIF"), "v")):
+        made: Prepared = one.prepare(replace(source, max_frames=wanted), b"")
+        assert made.frames == (wanted or LIMITS.video_frames)
+        assert made.item.patches.nbytes <= one.most_bytes(replace(source, max_frames=wanted))
+        assert len(made.labels) == -(-made.frames // 2), "the demo model looks at frames in pairs"
+
+
+def test_no_picture_takes_more_than_was_expected_of_it() -> None:
+    one = preparer()
+    for size in ((8, 8), (32, 32), (700, 30), (1500, 1400)):
+        source = ImageSource(picture(1, size), "f")
+        assert 0 < one.prepare(source, b"").item.patches.nbytes <= one.most_bytes(source)
+
+
+def test_labels_say_when_a_frame_was_taken_where_that_is_known() -> None:
+    one = preparer()
+    assert not any("seconds" in label for label in one.prepare(frames(STILL, OTHER), b"").labels)
+    dated = one.prepare(frames(STILL, OTHER, STILL, fps=2.0), b"").labels
+    assert "0.00 seconds" in dated[0] and "0.50 seconds" in dated[0]
+    stats = one.stats()
+    assert (stats["images"], stats["videos"], stats["frames"]) == (0, 2, 5)

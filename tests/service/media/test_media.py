@@ -1,0 +1,231 @@
+"""The media spool on a real disk: its books, its clock, its refusals."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from pathlib import Path
+
+import pytest
+from pictures import picture
+
+from encoder.images import ImageLimits
+from service.common import errors
+from service.media.arriving import MAX_CHUNK
+from service.media.media import Media, Spool
+from service.media.shared_spool import SharedSpool
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1.7e9
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make(path: Path, capacity: int = 10**6, clock: Clock | None = None) -> Spool:
+    return Spool(path, capacity, 100.0, ImageLimits(max_bytes=10**5), clock or Clock())
+
+
+def put(spool: Spool, data: bytes, tenant: str = "t", step: int = 1000) -> Media:
+    with spool.upload(tenant, len(data)) as upload:
+        for start in range(0, len(data), step):
+            upload.write(data[start : start + step])
+        return upload.commit()
+
+
+def test_what_goes_in_comes_out_under_its_hash(tmp_path: Path) -> None:
+    spool, data = make(tmp_path), picture(1, (20, 30))
+    media = put(spool, data)
+    assert media.media_id == hashlib.sha256(data).hexdigest()
+    assert (media.width, media.height, media.format, media.size) == (20, 30, "PNG", len(data))
+    assert spool.read("t", media.media_id) == data
+    with pytest.raises(errors.NotFound):
+        spool.read("other tenant", media.media_id)
+    assert put(spool, data) == media and spool.used_bytes == len(data)
+    spool.check_integrity()
+    spool.delete("t", media.media_id)
+    with pytest.raises(errors.NotFound):
+        spool.get("t", media.media_id)
+    assert spool.used_bytes == 0
+    spool.check_integrity()
+
+
+def test_time_takes_them_away_and_uploading_again_renews(tmp_path: Path) -> None:
+    clock = Clock()
+    spool = make(tmp_path, clock=clock)
+    old, kept = put(spool, picture(1)), put(spool, picture(2))
+    clock.now += 60
+    put(spool, picture(2))
+    clock.now += 60
+    with pytest.raises(errors.NotFound):
+        spool.get("t", old.media_id)
+    assert spool.sweep() == old.size and spool.get("t", kept.media_id)
+    spool.check_integrity()
+
+
+@pytest.mark.parametrize("cut", [0, 1, 500])
+def test_an_upload_that_does_not_end_leaves_nothing(tmp_path: Path, cut: int) -> None:
+    spool, data = make(tmp_path), picture(1, (40, 40))
+    with pytest.raises(errors.InvalidArgument, match="announced"), spool.upload("t", len(data)) as upload:
+        upload.write(data[:cut])
+        upload.commit()
+    with pytest.raises(ConnectionError), spool.upload("t", len(data)) as upload:
+        upload.write(data[:cut])
+        raise ConnectionError
+    assert spool.used_bytes == 0
+    spool.check_integrity()
+
+
+def test_refusals(tmp_path: Path) -> None:
+    spool, data = make(tmp_path, capacity=3000), picture(1, (20, 20))
+    for size in (0, -5, 10**5 + 1):
+        with pytest.raises(errors.InvalidArgument), spool.upload("t", size):
+            pass
+    with pytest.raises(errors.InvalidArgument, match="longer"), spool.upload("t", 3) as upload:
+        upload.write(data)
+    with pytest.raises(errors.InvalidArgument, match=str(MAX_CHUNK)), spool.upload("t", 3000) as upload:
+        upload.write(bytes(MAX_CHUNK + 1))
+    with pytest.raises(errors.InvalidArgument) as error, spool.upload("t", 4) as upload:
+        upload.write(b"text")
+        upload.commit()
+    assert error.value.reason == "IMAGE_DECODE_FAILED"
+    with pytest.raises(errors.InvalidArgument) as error, spool.upload("t", len(data)) as upload:
+        upload.write(data)
+        upload.commit("0" * 64)
+    assert error.value.reason == "MEDIA_DAMAGED"
+    with spool.upload("t", 2000), pytest.raises(errors.ResourceExhausted) as full, spool.upload("t", 1001):
+        pass
+    assert full.value.reason == "MEDIA_SPOOL_FULL" and full.value.retry_after is None
+    assert spool.used_bytes == 0
+    spool.check_integrity()
+
+
+def test_uploads_of_one_tenant_share_its_part(tmp_path: Path) -> None:
+    """Two at a time cannot each have what is left; another tenant has its own part, and all together the whole."""
+    clock = Clock()
+    spool = Spool(tmp_path, 5000, 100.0, ImageLimits(max_bytes=10**5), clock, tenant_capacity=2000)
+    with spool.upload("a", 1500):
+        with pytest.raises(errors.ResourceExhausted, match="your uploads fill 1500 of 2000 bytes") as full:
+            with spool.upload("a", 501):
+                pass
+        assert full.value.retry_after is None
+        with spool.upload("a", 500), spool.upload("b", 2000), spool.upload("c", 1000):
+            assert spool.used_bytes == 5000
+            with pytest.raises(errors.ResourceExhausted, match="fill 5000 of 5000"), spool.upload("d", 1):
+                pass
+        with spool.upload("b", 2000):  # what ends is free at once
+            pass
+        assert spool.used_bytes == 1500
+    kept = put(spool, picture(1, (8, 8)), "a")
+    clock.now += 40
+    with pytest.raises(errors.ResourceExhausted, match=f"your uploads fill {kept.size} of 2000") as full:
+        with spool.upload("a", 2001 - kept.size):
+            pass
+    assert full.value.retry_after == pytest.approx(60)
+    with spool.upload("b", 2000), spool.upload("a", 2000 - kept.size):
+        pass
+    with spool.upload("b", 2000), spool.upload("c", 2000), pytest.raises(errors.ResourceExhausted) as full:
+        with spool.upload("d", 1001 - kept.size):
+            pass
+    assert full.value.retry_after == pytest.approx(60), "until something of anybody's expires"
+    spool.check_integrity()
+
+
+def test_a_file_s_time_begins_anew_where_it_is_asked_for(tmp_path: Path) -> None:
+    clock = Clock()
+    spool = make(tmp_path, clock=clock)
+    media = put(spool, picture(1))
+    clock.now += 99.0
+    spool.renew("t", media.media_id)
+    clock.now += 99.0
+    assert spool.get("t", media.media_id).expires == clock.now + 1.0
+    assert make(tmp_path, clock=clock).get("t", media.media_id), "also after a restart"
+    clock.now += 1.0
+    for asked in (spool.get, spool.read, spool.size, spool.delete, spool.renew):
+        with pytest.raises(errors.NotFound) as gone:
+            asked("t", media.media_id)
+        assert gone.value.reason == "MEDIA_NOT_FOUND"
+
+
+def test_fronts_share_their_files(tmp_path: Path) -> None:
+    clock = Clock()
+
+    def member(number: int) -> SharedSpool:
+        return SharedSpool(tmp_path, 10**6, 100.0, ImageLimits(max_bytes=10**5), clock, member=number)
+
+    one, other = member(0), member(1)
+    media, data = put(one, picture(1)), picture(1)
+    os.utime(tmp_path / "t" / media.media_id, (clock.now, clock.now))
+    assert other.get("t", media.media_id) == media
+    assert other.size("t", media.media_id) == len(data) and other.read("t", media.media_id) == data
+    for owner, name in (("u", media.media_id), ("t", "0" * 64), ("t", "../t/" + media.media_id), ("t", "incoming-0")):
+        for asked in (other.get, other.size, other.read, other.delete):
+            with pytest.raises(errors.NotFound):
+                asked(owner, name)
+    assert other.used_bytes == 0 and one.used_bytes == len(data), "each counts what it has taken itself"
+    clock.now += 99.0
+    other.renew("t", media.media_id)
+    clock.now += 99.0
+    assert one.sweep() == 0 and one.get("t", media.media_id)
+    clock.now += 1.0
+    for asked in (one.get, other.get, other.size, other.read):
+        with pytest.raises(errors.NotFound):
+            asked("t", media.media_id)
+    # what a front that has died took is deleted by the first, and by no other
+    (tmp_path / "t" / ("1" * 64)).write_bytes(data)
+    os.utime(tmp_path / "t" / ("1" * 64), (clock.now - 100.0, clock.now - 100.0))
+    assert other.sweep() == 0 and (tmp_path / "t" / ("1" * 64)).exists()
+    assert one.sweep() == 2 * len(data) and not (tmp_path / "t" / ("1" * 64)).exists()
+    again = put(other, picture(2))
+    one.delete("t", again.media_id)
+    assert not (tmp_path / "t" / again.media_id).exists()
+
+
+def test_a_full_disk_is_an_error_of_its_own(tmp_path: Path) -> None:
+    """/dev/full is a disk without room."""
+    spool, data = make(tmp_path), picture(1)
+    with pytest.raises(errors.ResourceExhausted) as error, spool.upload("t", len(data)) as upload:
+        upload.close()
+        upload._file._file = open("/dev/full", "wb", buffering=0)
+        upload.write(data)
+    assert error.value.reason == "MEDIA_SPOOL_FULL" and "/" not in error.value.message
+    spool.check_integrity()
+
+
+def test_a_restart_takes_over_what_is_whole(tmp_path: Path) -> None:
+    clock = Clock()
+    first = make(tmp_path, clock=clock)
+    media, old = put(first, picture(1)), put(first, picture(2))
+    os.utime(tmp_path / "t" / media.media_id, (clock.now, clock.now))
+    os.utime(tmp_path / "t" / old.media_id, (clock.now - 200, clock.now - 200))
+    (tmp_path / "incoming" / "torn").write_bytes(b"half")
+    second = make(tmp_path, clock=clock)
+    assert second.get("t", media.media_id) == media and second.used_bytes == media.size
+    with pytest.raises(errors.NotFound):
+        second.get("t", old.media_id)
+    second.check_integrity()
+
+
+def test_the_books_hold_over_any_sequence(tmp_path: Path) -> None:
+    rng, clock = random.Random(5), Clock()
+    spool = make(tmp_path, capacity=20_000, clock=clock)
+    data = [picture(i) for i in range(8)]
+    for _ in range(150):
+        chosen, tenant = rng.choice(data), rng.choice("ab")
+        name = hashlib.sha256(chosen).hexdigest()
+        try:
+            match rng.randrange(4):
+                case 0 | 1:
+                    put(spool, chosen, tenant)
+                case 2:
+                    spool.delete(tenant, name)
+                case 3:
+                    clock.now += rng.choice([0, 30, 90])
+                    spool.sweep()
+        except errors.StatusError:
+            pass
+        assert 0 <= spool.used_bytes <= 20_000
+        spool.check_integrity()

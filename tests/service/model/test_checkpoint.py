@@ -1,0 +1,328 @@
+"""Model directories as they are published: both namings, shards, everything that can be wrong with them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_checkpoint import make_checkpoint
+
+from decoder.layers.mamba2 import Mamba2
+from families import CheckpointError, FamilyConfig
+from families.nemotron_h.config import NemotronHConfig, decoder_config
+from families.nemotron_h_omni import FAMILY as OMNI
+from service.model.assets import sampling_defaults
+from service.model.checkpoint import Checkpoint, open_checkpoint, resolve_model
+from service.model.modelconfig import load_config
+
+
+@pytest.mark.parametrize("naming", ["released", "native"])
+@pytest.mark.parametrize("shard", [None, "20KB"], ids=["one-file", "shards"])
+def test_every_weight_arrives_under_its_native_name(tmp_path: Path, naming: str, shard: str | None) -> None:
+    tiny = make_checkpoint(tmp_path, 3, naming=naming, mtp=True, shard=shard, text={"pattern": "ME*-"})
+    assert shard is None or len(list(tmp_path.glob("*.safetensors"))) > 1
+    checkpoint = Checkpoint(tmp_path)
+    state = tiny.model.state_dict()
+    seen = {f"language_model.{n}": t for n, t in checkpoint.decoder_weights()} | dict(checkpoint.vision_weights())
+    assert set(seen) == {n for n in state if not n.endswith("summary_idxs")}
+    for name, tensor in seen.items():
+        assert torch.equal(tensor, state[name]), name
+
+
+def test_text_only_models_have_no_vision_weights(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 5, vision=False, text={"pattern": "M*"})
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.config.vision is None
+    assert list(checkpoint.vision_weights()) == []
+    assert dict(checkpoint.decoder_weights())["model.norm_f.weight"].shape == (checkpoint.config.decoder.hidden_size,)
+
+
+def test_progress_reaches_the_total(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 1, naming="released", text={"pattern": "ME"})  # experts one by one, to be stacked
+    seen: list[tuple[int, int]] = []
+    list(Checkpoint(tmp_path).decoder_weights(lambda done, total: seen.append((done, total))))
+    assert seen[-1][0] == seen[-1][1] > 0
+    assert seen == sorted(seen)
+
+
+def edit_weights(path: Path, change: dict[str, torch.Tensor | None]) -> None:
+    weights = load_file(path / "model.safetensors")
+    for name, tensor in change.items():
+        if tensor is None:
+            del weights[name]
+        else:
+            weights[name] = tensor
+    save_file(weights, path / "model.safetensors")
+
+
+def test_parts_that_are_not_served_are_passed_over_with_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_checkpoint(tmp_path, 2, text={"pattern": "M"})
+    names = [
+        "sound_encoder.encoder.layers.0.x", "sound_projection.norm.weight", "mtp.layers.0.enorm.weight",
+        "language_model.mtp.layers.0.hnorm.weight", "vision_model.radio_model.input_conditioner.norm_mean",
+        "vision_model.radio_model.summary_idxs",
+    ]  # fmt: skip
+    edit_weights(tmp_path, {name: torch.zeros(2) for name in names})
+    with caplog.at_level(logging.INFO):
+        Checkpoint(tmp_path)
+    assert len([r for r in caplog.records if "passed over" in r.message]) == 1
+
+
+def test_one_error_lists_all_that_does_not_fit(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 2, text={"pattern": "M*"})
+    edit_weights(
+        tmp_path,
+        {
+            "language_model.backbone.norm_f.weight": None,
+            "language_model.backbone.layers.0.norm.weight": torch.zeros(3),
+            "language_model.backbone.layers.7.norm.weight": torch.zeros(3),
+        },
+    )
+    with pytest.raises(CheckpointError) as error:
+        Checkpoint(tmp_path)
+    text = str(error.value)
+    assert "3 weights" in text
+    assert "missing model.norm_f.weight" in text
+    assert "unexpected model.layers.7.norm.weight" in text
+    assert "model.layers.0.norm.weight has shape [3], not [" in text
+
+
+def test_an_absent_vision_norm_is_the_identity_and_not_missing(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 2, mtp=True, text={"pattern": "M"})
+    edit_weights(tmp_path, {"vision_final_layernorm.weight": None, "vision_final_layernorm.bias": None})
+    names = dict(Checkpoint(tmp_path).vision_weights())
+    assert not [n for n in names if "vision_final_layernorm" in n]
+
+
+def test_missing_expert_is_a_shape_error(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 4, text={"pattern": "E"})
+    edit_weights(tmp_path, {"language_model.backbone.layers.0.mixer.experts.1.up_proj.weight": None})
+    with pytest.raises(CheckpointError, match=r"experts\.up_proj has shape"):
+        Checkpoint(tmp_path)
+
+
+def test_experts_of_different_shapes_are_a_shape_error(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 4, naming="released", text={"pattern": "E"})
+    name = "language_model.backbone.layers.0.mixer.experts.1.up_proj.weight"
+    edit_weights(tmp_path, {name: load_file(tmp_path / "model.safetensors")[name][:-1].contiguous()})
+    with pytest.raises(CheckpointError, match=r"experts\.up_proj has shape"):
+        Checkpoint(tmp_path)
+
+
+def test_what_two_hosts_compare_follows_the_numbers_of_the_vision_weights(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 4, naming="released", text={"pattern": "M"})
+    before = Checkpoint(tmp_path).vision_digest()
+    weights = load_file(tmp_path / "model.safetensors")
+    edit_weights(tmp_path, {n: t + 1 for n, t in weights.items() if n.startswith("language_model.")})
+    assert Checkpoint(tmp_path).vision_digest() == before
+    edit_weights(tmp_path, {n: t + 1 for n, t in weights.items() if n.startswith("vision_model.")})
+    assert Checkpoint(tmp_path).vision_digest() != before
+
+
+def test_experts_are_stacked_by_their_numbers(tmp_path: Path) -> None:
+    """A file lists its tensors by name, in which 10 comes before 2."""
+    tiny = make_checkpoint(tmp_path, 4, naming="released", text={"pattern": "E", "n_routed_experts": 12})
+    name = "model.layers.0.mixer.experts.up_proj"
+    found = dict(Checkpoint(tmp_path).decoder_weights())[name]
+    assert torch.equal(found, tiny.model.state_dict()[f"language_model.{name}"])
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -10, -1])
+def test_truncated_files_are_named(tmp_path: Path, keep: int) -> None:
+    make_checkpoint(tmp_path, 2, text={"pattern": "M"})
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*(cut short|not a safetensors)"):
+        Checkpoint(tmp_path)
+
+
+def test_shards_named_by_the_index_must_exist(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 3, shard="20KB", text={"pattern": "ME*-"})
+    lost = sorted(tmp_path.glob("*.safetensors"))[0]
+    lost.unlink()
+    with pytest.raises(CheckpointError, match=lost.name):
+        Checkpoint(tmp_path)
+
+
+def test_the_revision_follows_the_weights(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "a", 3, text={"pattern": "M"})
+    make_checkpoint(tmp_path / "b", 3, text={"pattern": "M"})
+    before, twin = Checkpoint(tmp_path / "a").revision, Checkpoint(tmp_path / "b").revision
+    assert before == twin
+    weights = load_file(tmp_path / "a" / "model.safetensors")
+    for path in ("a", "b"):
+        edit_weights(tmp_path / path, {})  # the same numbers under another header
+    assert Checkpoint(tmp_path / "a").revision == Checkpoint(tmp_path / "b").revision
+    edit_weights(tmp_path / "a", {n: t + 1 for n, t in weights.items()})
+    assert Checkpoint(tmp_path / "a").revision != Checkpoint(tmp_path / "b").revision
+
+
+@pytest.mark.parametrize(
+    ("stored", "native"),
+    [
+        ("language_model.backbone.layers.3.mixer.conv1d.weight", "model.layers.3.mixer.conv1d.weight"),
+        ("backbone.norm_f.weight", "model.norm_f.weight"),
+        ("language_model.lm_head.weight", "lm_head.weight"),
+        ("mlp1.3.weight", "multi_modal_projector.linear_2.weight"),
+        ("vision_model.radio_model.model.blocks.1.ls1.gamma", "vision_model.encoder.layer.1.layer_scale1.lambda1"),
+        ("vision_projector.vision_final_layernorm.bias", "vision_final_layernorm.bias"),
+        ("model.layers.0.norm.weight", "model.layers.0.norm.weight"),
+    ],
+)
+def test_names(stored: str, native: str) -> None:
+    config = FamilyConfig({}, NemotronHConfig(pattern="M", vocab_size=8, hidden_size=8).decoder)
+    assert [target.name for target in OMNI.weights(config)(stored)] == [native]
+
+
+def edit_config(path: Path, change: dict[str, object]) -> None:
+    config = json.loads((path / "config.json").read_text()) | change
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def test_released_field_names_mean_the_same(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 3, mtp=True, text={"pattern": "ME*-"})
+    native = load_config(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    text = config.pop("text_config")
+    text["hybrid_override_pattern"] = "ME*-"
+    del text["layers_block_type"]
+    config["llm_config"] = text
+    config["vit_hidden_size"] = config.pop("vision_hidden_size")
+    config["img_context_token_id"] = config.pop("image_token_id")
+    config["model_type"] = "NemotronH_Nano_Omni_Reasoning_V3"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    released = load_config(tmp_path)
+    assert released == native
+    mamba = released.decoder.mixers[0]
+    assert isinstance(mamba, Mamba2) and mamba.time_step_limit == (0.0, float("inf"))
+
+
+def test_vision_args_of_released_files(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 3, text={"pattern": "M"})
+    (tmp_path / "preprocessor_config.json").unlink()
+    args = {
+        "model": "vit_small_patch16_224", "min_num_patches": 64, "max_num_patches": 512, "register_multiple": 10,
+        "cpe_max_size": 1024, "teachers": [{"name": "a"}, {"name": "b"}, {"name": "c"}],
+    }  # fmt: skip
+    edit_config(tmp_path, {"vision_config": {"args": args, "patch_size": 16}, "vision_hidden_size": 384})
+    vision = load_config(tmp_path).vision
+    assert vision is not None
+    assert (vision.hidden_size, vision.num_layers, vision.num_heads, vision.intermediate_size) == (384, 12, 6, 1536)
+    assert (vision.num_cls_tokens, vision.num_registers, vision.max_img_size) == (3, 7, 1024)
+    assert (vision.min_num_patches, vision.max_num_patches) == (64, 512)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "llama"}, "served are nemotron_h_omni, nemotron_h, granitemoehybrid, bamba"),
+        ({"downsample_ratio": 0.3}, "downsample_ratio"),
+        ({"vision_hidden_size": 7}, r"vision_hidden_size \(7\)"),
+        ({"text_config": {"layers_block_type": ["mamba", "conv"]}}, "conv"),
+        ({"text_config": {}}, "layers_block_type"),
+    ],
+)
+def test_configurations_that_cannot_be_served(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    make_checkpoint(tmp_path, 3, text={"pattern": "M"})
+    edit_config(tmp_path, change)
+    with pytest.raises(CheckpointError, match=message):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "field", "value"),
+    [
+        ("generation_config.json", "eos_token_id", -1),
+        ("generation_config.json", "eos_token_id", [2, -1]),
+        ("generation_config.json", "eos_token_id", [2, 10**30]),
+        ("generation_config.json", "eos_token_id", True),
+        ("generation_config.json", "eos_token_id", "2"),
+        ("config.json", "image_token_id", -1),
+        ("config.json", "image_token_id", 1.5),
+        ("config.json", "image_token_id", 2**31),
+    ],
+)
+def test_token_ids_lie_in_the_vocabulary(tmp_path: Path, file: str, field: str, value: object) -> None:
+    make_checkpoint(tmp_path, 2, text={"pattern": "M"})
+    content = json.loads((tmp_path / file).read_text())
+    (tmp_path / file).write_text(json.dumps(content | {field: value}))
+    with pytest.raises(CheckpointError, match=rf"{field} .* is not a token id from 0 to \d+"):
+        load_config(tmp_path)
+
+
+def test_the_first_and_the_last_token_may_end(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 2, text={"pattern": "M"})
+    last = load_config(tmp_path).decoder.vocab_size - 1
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, last]}))
+    assert load_config(tmp_path).eos_token_ids == {0, last}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": last + 1}))
+    with pytest.raises(CheckpointError, match=f"from 0 to {last} "):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", -1.0), ("temperature", "hot"), ("top_k", -1), ("repetition_penalty", 0), ("max_new_tokens", 0)],
+)
+def test_sampling_defaults_that_no_request_could_use_are_named(tmp_path: Path, field: str, value: object) -> None:
+    make_checkpoint(tmp_path, 2, text={"pattern": "M"})
+    (tmp_path / "generation_config.json").write_text(json.dumps({field: value}))
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: "):
+        sampling_defaults(load_config(tmp_path))
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{", "\xff"])
+def test_config_that_is_no_json_object(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load_config(tmp_path)
+
+
+def test_hub_ids_resolve_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--some--model"
+    make_checkpoint(repository / "snapshots" / "abc", 1, text={"pattern": "M"})
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc\n")
+    assert resolve_model("some/model") == repository / "snapshots" / "abc"
+    assert open_checkpoint("some/model").config.name == "some/model"
+    (repository / "snapshots" / "abd").mkdir()
+    assert resolve_model("some/model") == repository / "snapshots" / "abc"
+    (repository / "refs" / "main").write_text("gone\n")  # as after a download that was cut short
+    assert resolve_model("some/model") == repository / "snapshots" / "abd"
+    with pytest.raises(CheckpointError, match="never downloads"):
+        resolve_model("some/other")
+
+
+@pytest.mark.parametrize("prefix", ["mtp.", "language_model.mtp.", "language_model.backbone.mtp.", "model.mtp."])
+def test_heads_that_predict_further_tokens_are_found_by_every_name(tmp_path: Path, prefix: str) -> None:
+    """Experts one by one, as released, or stacked; read in the model's own names."""
+    make_checkpoint(tmp_path, 3, mtp=True, text={"pattern": "M*"})
+    wanted = Checkpoint(tmp_path).config.decoder.mtp_weights()
+    assert not [name for name, _ in Checkpoint(tmp_path).decoder_weights() if name.startswith("mtp.")]
+    stored: dict[str, torch.Tensor | None] = {}
+    for name, shape in wanted.items():
+        tensor = torch.randn(shape)
+        if name.endswith("experts.up_proj"):
+            stem = name.removeprefix("mtp.").removesuffix("up_proj")
+            stored |= {f"{prefix}{stem}{i}.up_proj.weight": tensor[i] for i in range(shape[0])}
+        else:
+            stored[prefix + name.removeprefix("mtp.")] = tensor
+    edit_weights(tmp_path, stored)
+    checkpoint = Checkpoint(tmp_path)
+    found = {name: tuple(w.shape) for name, w in checkpoint.decoder_weights() if name.startswith("mtp.")}
+    assert found == wanted
+    assert {name: shape for name, shape in checkpoint.decoder_shapes().items() if name in wanted} == wanted
+
+
+@pytest.mark.parametrize("field", ["mtp_hybrid_override_pattern", "mtp_layers_block_type"])
+def test_the_pattern_of_those_heads_is_read_either_way(field: str) -> None:
+    value = {"mtp_hybrid_override_pattern": "*EE", "mtp_layers_block_type": ["attention", "moe", "moe"]}[field]
+    text = {"vocab_size": 9, "hidden_size": 8, "hybrid_override_pattern": "M", field: value}
+    assert decoder_config(text).mtp_pattern == "*EE"

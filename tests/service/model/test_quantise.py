@@ -1,0 +1,78 @@
+"""A saved quantised checkpoint is the same model as one quantised at load, and is refused where it cannot be that."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_checkpoint import make_checkpoint
+
+from decoder.config import DecoderOptions
+from decoder.model import HybridModel
+from decoder.runner import DecoderRunner
+from families import CheckpointError
+from kernels.linear import Linear, Quantised
+from service.commands.cli import main
+from service.common.config import ConfigError
+from service.model.checkpoint import Checkpoint
+from service.model.quantise import quantise_checkpoint
+
+
+def linears(model: HybridModel) -> list[Linear]:
+    found = [model.head]
+    for mixer in [mixer for layer in model.layers for mixer in layer.mixers]:
+        found += [value for value in vars(mixer).values() if isinstance(value, Linear)]
+    return found
+
+
+def load(path: Path, weights: str | None) -> HybridModel:
+    checkpoint = Checkpoint(path)
+    options = DecoderOptions(max_seqs=2, max_len=64, weights=weights)
+    return DecoderRunner(checkpoint.config.decoder, options, checkpoint.decoder_weights()).model
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_saved_equals_quantised_at_load(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    original = make_checkpoint(tmp_path / "model", 3, text={"pattern": "M*-ME"}).path
+    assert main(["quantize", str(original), str(tmp_path / "small"), "--weights", kind]) == 0
+    assert "MB of weights instead of" in capsys.readouterr().out
+    assert Checkpoint(tmp_path / "small").config.weights == kind
+    x = torch.randn(3, 4096)
+    pairs = list(zip(linears(load(tmp_path / "small", None)), linears(load(original, kind)), strict=True))
+    assert len(pairs) > 3
+    for saved, at_load in pairs:
+        rows = x[:, : saved.in_features].contiguous()
+        assert torch.equal(saved(rows), at_load(rows))
+    assert all(isinstance(p.weight, Quantised) or p.packed is not None for p, _ in pairs)
+
+
+def test_wrong_formats_are_named(tmp_path: Path) -> None:
+    original = make_checkpoint(tmp_path / "model", 3, text={"pattern": "M*-ME"}).path
+    quantise_checkpoint(Checkpoint(original), tmp_path / "small", "int8")
+    with pytest.raises(ConfigError, match="holds int8 weights already"):
+        quantise_checkpoint(Checkpoint(tmp_path / "small"), tmp_path / "again", "int4")
+    with pytest.raises(ConfigError, match="is not empty"):
+        quantise_checkpoint(Checkpoint(original), tmp_path / "small", "int8")
+    with pytest.raises(ValueError, match="weights int4 was asked for and the checkpoint holds int8"):
+        load(tmp_path / "small", "int4")
+    file = tmp_path / "small" / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"saccade_weights": {"format": 2, "kind": "int8"}}))
+    with pytest.raises(CheckpointError, match="format 2 and this server reads 1"):
+        Checkpoint(tmp_path / "small")
+    file.write_text(json.dumps(config | {"saccade_weights": {"format": 1, "kind": "int2"}}))
+    with pytest.raises(CheckpointError, match="kind 'int2' is not one of int8, int4"):
+        Checkpoint(tmp_path / "small")
+
+
+def test_a_refusal_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
+    original = make_checkpoint(tmp_path / "model", 3, vision=False, text={"pattern": "M*-M", "hidden_size": 33}).path
+    (tmp_path / "small").mkdir()
+    with pytest.raises(ConfigError, match="33 inputs; int4 comes in pairs, int8 would work"):
+        quantise_checkpoint(Checkpoint(original), tmp_path / "small", "int4")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "small"]
+    assert not list((tmp_path / "small").iterdir())
+    quantise_checkpoint(Checkpoint(original), tmp_path / "small", "int8")
+    assert Checkpoint(tmp_path / "small").config.weights == "int8"

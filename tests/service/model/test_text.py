@@ -1,0 +1,305 @@
+"""Tokenizer, detokeniser, chat template, stop strings."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer as RawTokenizer
+
+from families import CheckpointError
+from service.answers.stops import StopMatcher
+from service.common.types import Message
+from service.model.chat import ChatTemplate, Marked, load_template
+from service.model.tokenizer import Detokenizer, Tokenizer, literal
+
+SPECIAL = ["<image>", "<img>", "</img>", "<|im_start|>", "<|im_end|>"]
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if p.type == 'image' %}<image>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking %}<think>{% endif %}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """One token per byte, so that characters are split in every possible way."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = RawTokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(r"\s"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    raw.save(str(path))
+    return Tokenizer(path)
+
+
+@given(text=st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\ufdd0\ufdd1")), cut=st.integers(1, 5))
+def test_streamed_text_equals_the_whole_and_is_never_half_a_character(
+    tokenizer: Tokenizer, text: str, cut: int
+) -> None:
+    ids = tokenizer.encode(text)
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.push(ids[i : i + cut]) for i in range(0, len(ids), cut)]
+    assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
+    assert "".join(pieces) + detokenizer.flush() == text == tokenizer.decode(ids)
+
+
+def test_an_incomplete_character_is_shown_at_the_end_only(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("é!")
+    detokenizer = Detokenizer(tokenizer)
+    assert detokenizer.push(ids[:1]) == ""
+    assert detokenizer.flush() == "\ufffd"
+
+
+def test_ids_without_an_entry_decode_to_nothing(tokenizer: Tokenizer) -> None:
+    detokenizer = Detokenizer(tokenizer)
+    ids = [*tokenizer.encode("a"), 5000, *tokenizer.encode("b")]
+    assert "".join(detokenizer.push([i]) for i in ids) + detokenizer.flush() == "ab"
+    assert Detokenizer(None).push([1, 2]) == ""
+
+
+@given(ids=st.lists(st.integers(0, 262) | st.integers(100, 230), max_size=60))
+def test_ids_that_are_no_text_are_streamed_as_they_decode(tokenizer: Tokenizer, ids: list[int]) -> None:
+    """Bytes of no character, special tokens and ids without an entry, in any order."""
+    detokenizer = Detokenizer(tokenizer)
+    assert "".join(detokenizer.push([i]) for i in ids) + detokenizer.flush() == tokenizer.decode(ids)
+
+
+def test_a_character_among_bytes_of_none_is_not_cut_in_two(tokenizer: Tokenizer) -> None:
+    garbage = [tokenizer.token_id("\u0122")] * 20
+    for text in ("é", "€", "😀"):
+        ids: list[int] = [*garbage, *tokenizer.encode(text), *garbage[:2]]  # type: ignore[list-item]
+        detokenizer = Detokenizer(tokenizer)
+        assert detokenizer.push(ids) + detokenizer.flush() == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("token", ["\u0122", "<|im_end|>", None], ids=["half a character", "special", "no entry"])
+def test_a_long_answer_of_no_text_costs_no_more_for_each_token(tokenizer: Tokenizer, token: str | None) -> None:
+    """Going on with one of 8,000 tokens took two seconds."""
+    decoded = 0
+
+    class Counting:
+        silent = tokenizer.silent
+
+        def decode(self, ids: list[int]) -> str:
+            nonlocal decoded
+            decoded += len(ids)
+            return tokenizer.decode(ids)
+
+    detokenizer = Detokenizer(Counting())  # type: ignore[arg-type]
+    one = 5000 if token is None else tokenizer.token_id(token)
+    assert one is not None
+    text = "".join(detokenizer.push([one]) for _ in range(1000)) + detokenizer.flush()
+    assert text == tokenizer.decode([one] * 1000) and decoded <= 150 * 1000
+
+
+def test_a_long_text_lets_other_threads_run(tokenizer: Tokenizer) -> None:
+    """The event loop is one of them."""
+    over, beats = threading.Event(), 0
+    seen: list[int] = []
+
+    def encode() -> None:
+        seen.append(beats)
+        tokenizer.encode("word " * 60_000)
+        seen.append(beats)
+        over.set()
+
+    worker = threading.Thread(target=encode)
+    worker.start()
+    while not over.wait(0.001):
+        beats += 1
+    worker.join()
+    assert seen[1] - seen[0] >= 3
+
+
+def test_the_longest_token_bounds_what_one_can_stand_for(tokenizer: Tokenizer) -> None:
+    assert tokenizer.longest == len("<|im_start|>")
+
+
+def test_literal_image_tokens_are_characters(tokenizer: Tokenizer) -> None:
+    image = tokenizer.token_id("<image>")
+    assert tokenizer.encode("a<image>b").count(image) == 1  # type: ignore[arg-type]
+    ids = tokenizer.encode(literal("a<image>b", "<image>"))
+    assert image not in ids and tokenizer.decode(ids) == "a<image>b"
+
+
+def template(source: str | None = TEMPLATE) -> ChatTemplate:
+    return ChatTemplate(source, image_token="<image>", special_tokens={"bos_token": "<s>"})
+
+
+def test_parts_keep_their_order_and_arguments_reach_the_template() -> None:
+    messages = [Message("system", ("be brief",)), Message("user", ("left", None, "right", None))]
+    text = template().render(messages, {"enable_thinking": True})
+    assert text == (
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nleft<image>right<image><|im_end|>\n"
+        "<|im_start|>assistant\n<think>"
+    )
+
+
+def test_a_text_only_template_still_places_pictures() -> None:
+    source = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    assert template(source).render([Message("user", (None, "what?"))]) == "[user]<image>what?"
+
+
+def test_without_a_template_contents_are_joined() -> None:
+    assert template(None).render([Message("user", (None, "a")), Message("user", ("b",))]) == "<image>a\nb"
+
+
+def test_a_user_cannot_smuggle_a_picture_place(tokenizer: Tokenizer) -> None:
+    text = template().render([Message("user", (None, "is <image> a word?"))])
+    ids = tokenizer.encode(text)
+    assert ids.count(tokenizer.token_id("<image>")) == 1  # type: ignore[arg-type]
+    assert "is <image> a word?" in tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages.__class__.__mro__ }}", "chat template"),
+        ("{{ nothing.attribute }}", "chat template"),
+        ("no pictures here", "does not place all 1 pictures"),
+    ],
+)
+def test_refusals_of_a_template(source: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        template(source).render([Message("user", (None, "a"))])
+
+
+def test_templates_are_found_where_checkpoints_keep_them(tmp_path: Path) -> None:
+    assert not load_template(tmp_path, image_token=None).present
+    config = {"chat_template": [{"name": "default", "template": "D{{ bos_token }}"}], "bos_token": {"content": "<s>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load_template(tmp_path, image_token=None).render([Message("user", ("a",))]) == "D<s>"
+    (tmp_path / "chat_template.jinja").write_text("J")
+    assert load_template(tmp_path, image_token=None).render([Message("user", ("a",))]) == "J"
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(CheckpointError, match="line 1"):
+        load_template(tmp_path, image_token=None)
+
+
+def test_the_default_template_is_chosen_by_its_name(tmp_path: Path) -> None:
+    named = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D{{ eos_token }}"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named, "eos_token": "</s>"}))
+    assert load_template(tmp_path, image_token=None).render([Message("user", ("a",))]) == "D</s>"
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments", "text"),
+    [
+        ("{{ messages[0].content }}", {"messages": []}, "a"),
+        ("{{ bos_token }}", {"bos_token": "<t>"}, "<t>"),
+        ("{{ add_generation_prompt }}", {}, "True"),
+        ("{{ add_generation_prompt }}", {"add_generation_prompt": False}, "False"),
+        ("x\n  {% if true %}\nA\n  {% endif %}\nB", {}, "x\nA\nB"),
+        ("{{ {'a': 'é'} | tojson }}", {}, '{"a": "é"}'),
+        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", {}, "01"),
+    ],
+)
+def test_what_templates_see_and_how_they_are_read(source: str, arguments: dict[str, object], text: str) -> None:
+    """As transformers does it; and a caller's arguments are not the messages."""
+    assert template(source).render([Message("user", ("a",))], arguments) == text
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% set _ = messages.append(messages[0]) %}",
+        "{% set _ = messages[0].update(role='system') %}",
+        "{{ ''.__class__.__mro__ }}",
+    ],
+)
+def test_templates_change_nothing_and_reach_nothing(source: str) -> None:
+    with pytest.raises(ValueError, match="chat template: .*(unsafe|not safely)"):
+        template(source).render([Message("user", ("a",))])
+
+
+def test_a_model_without_pictures_refuses_them() -> None:
+    text_only = ChatTemplate(None, image_token=None, special_tokens={})
+    assert text_only.render([Message("user", ("a",))]) == "a"
+    with pytest.raises(ValueError, match="hold 2 pictures and this model takes none"):
+        text_only.render([Message("user", (None, "a", None))])
+
+
+def test_the_words_of_a_clip_may_hold_image_tokens(tokenizer: Tokenizer) -> None:
+    words = Marked("Frame 1: <img><image></img>")
+    for source in (TEMPLATE, "{% for m in messages %}{{ m.content }}{% endfor %}", None):
+        ids = tokenizer.encode(template(source).render([Message("user", (words, "and <image>", None))]))
+        assert ids.count(tokenizer.token_id("<image>")) == 2  # type: ignore[arg-type]
+
+
+def test_marks_of_ours_in_a_users_text_are_dropped(tokenizer: Tokenizer) -> None:
+    assert literal("a\ufdd0b\ufdd1c") == "abc"
+    image = tokenizer.token_id("<image>")
+    for text in ("\ufdd1<image>", "\ufdd0x\ufdd1<image>", "<ima\ufdd1ge>", "<ima\ufdd0ge>"):
+        assert image not in tokenizer.encode(literal(text, "<image>"))
+
+
+def test_special_tokens_are_no_text(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode(tokenizer.encode("a<|im_end|>b")) == "ab"
+
+
+def test_a_file_s_truncation_padding_and_own_tokens_are_not_applied(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "tokenizer.json"
+    raw = RawTokenizer(models.WordLevel({"a": 0, "<s>": 1}, unk_token="a"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    raw.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    raw.enable_truncation(2)
+    raw.enable_padding(length=9, pad_id=1)
+    raw.save(str(path))
+    assert Tokenizer(path).encode("a a a") == Tokenizer(path).encode(literal("a a a", "a a a")) == [0, 0, 0]
+
+
+def test_a_token_s_text_may_depend_on_what_is_before_it(tmp_path: Path) -> None:
+    """A decoder that drops the space before the first word: it is dropped once, however the ids come."""
+    raw = RawTokenizer(models.WordLevel({"\u2581one": 0, "\u2581two": 1}, unk_token="\u2581one"))
+    raw.decoder = decoders.Metaspace()
+    raw.save(str(tmp_path / "tokenizer.json"))
+    detokenizer = Detokenizer(Tokenizer(tmp_path / "tokenizer.json"))
+    assert [detokenizer.push([i]) for i in (0, 1, 0)] == ["one", " two", " one"]
+
+
+def test_the_longest_of_the_stop_strings_that_begin_first_matches() -> None:
+    for stops in (["ab", "abc"], ["abc", "ab"]):
+        matcher = StopMatcher([*stops, "c"])
+        assert matcher.push("xabcd") == "x" and matcher.matched == "abc"
+        assert matcher.push("more") == matcher.flush() == ""
+    matcher = StopMatcher(["abcd", "x"])
+    assert matcher.push("zab") == "z" and matcher.push("c") == "" and matcher.push("e") == "abce"
+    assert matcher.flush() == "" and matcher.matched is None
+
+
+def test_a_file_that_is_no_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="tokenizer"):
+        Tokenizer(tmp_path / "tokenizer.json")
+
+
+@given(
+    text=st.text("ab", max_size=30),
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+    cuts=st.lists(st.integers(1, 4), min_size=1, max_size=10),
+)
+def test_stop_strings_however_the_text_is_cut(text: str, stops: list[str], cuts: list[int]) -> None:
+    """What is shown is the text before the stop string that is complete first; nothing of it ever shows."""
+    matcher = StopMatcher(stops)
+    shown, position, i = "", 0, 0
+    while position < len(text) and matcher.matched is None:
+        cut = cuts[i % len(cuts)]
+        shown += matcher.push(text[position : position + cut])
+        position, i = position + cut, i + 1
+    shown += matcher.flush()
+    if matcher.matched is None:
+        assert shown == text and not any(stop in text for stop in stops)
+    else:
+        assert text.startswith(shown + matcher.matched)
+        assert not any(stop in shown for stop in stops)

@@ -1,0 +1,293 @@
+"""The KServe contract itself: fresh, private, and the same on the wire as Triton's."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fuzz import kserve_request
+from hypothesis import given
+from hypothesis import strategies as st
+from tritonclient.grpc import service_pb2
+
+from service.answers import convert
+from service.common import errors
+from service.rpc import kserve
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_the_descriptors_are_fresh(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, str(ROOT / "protos" / "generate.py"), str(tmp_path)], check=True, capture_output=True
+    )
+    fresh = (tmp_path / "service" / "kserve.binpb").read_bytes()
+    assert fresh == (ROOT / "service" / "kserve.binpb").read_bytes(), "run `make protos`"
+
+
+def fields(descriptor: Any) -> dict[str, tuple[Any, ...]]:
+    return {f.name: (f.number, f.type, f.is_repeated) for f in descriptor.fields}
+
+
+def test_every_field_is_where_tritons_client_looks_for_it() -> None:
+    theirs = service_pb2.DESCRIPTOR
+    ours = kserve.message("ModelInferRequest").DESCRIPTOR.file
+    assert {m.name for m in ours.services_by_name["GRPCInferenceService"].methods} == {
+        m.name for m in theirs.services_by_name["GRPCInferenceService"].methods
+    }
+    from tritonclient.grpc import model_config_pb2
+
+    def compare(mine: Any, other: Any) -> None:
+        known = fields(other)
+        for name, place in fields(mine).items():
+            assert known[name] == place, f"{mine.full_name}.{name}"
+        for name, nested in mine.nested_types_by_name.items():
+            compare(nested, other.nested_types_by_name[name])
+
+    for name, mine in ours.message_types_by_name.items():
+        other = theirs.message_types_by_name.get(name) or model_config_pb2.DESCRIPTOR.message_types_by_name[name]
+        compare(mine, other)
+        if name in theirs.message_types_by_name:
+            assert set(fields(mine)) == set(fields(other)), name
+
+
+def request(**inputs: tuple[str, list[int], bytes]) -> Any:
+    message = kserve.message("ModelInferRequest")(model_name="m")
+    for name, (datatype, shape, raw) in inputs.items():
+        message.inputs.add(name=name, datatype=datatype, shape=shape)
+        message.raw_input_contents.append(raw)
+    return message
+
+
+@given(st.lists(st.binary(max_size=20), max_size=5))
+def test_bytes_tensors(values: list[bytes]) -> None:
+    raw = b"".join(struct.pack("<I", len(v)) + v for v in values)
+    assert kserve.read_tensors(request(image=("BYTES", [len(values)], raw)))["image"] == values
+
+
+@given(st.binary(max_size=40), st.lists(st.integers(-2, 5), max_size=3))
+def test_garbage_is_refused_and_nothing_else(raw: bytes, shape: list[int]) -> None:
+    try:
+        values = kserve.read_tensors(request(image=("BYTES", shape, raw)))["image"]
+    except errors.InvalidArgument:
+        return
+    assert sum(4 + len(v) for v in values) == len(raw)
+
+
+NAMES = st.sampled_from(["max_tokens", "stop", "seed", "logit_bias", "n", "x"])
+VALUES = st.one_of(st.none(), st.integers(), st.floats(), st.text(), st.lists(st.integers()))
+
+
+@given(st.dictionaries(NAMES, VALUES))
+def test_sampling_parameters_are_taken_or_refused(values: dict[str, Any]) -> None:
+    raw = json.dumps(values).encode()
+    message = request(
+        text_input=("BYTES", [1], b"\x01\0\0\0a"),
+        sampling_parameters=("BYTES", [1], struct.pack("<I", len(raw)) + raw),
+    )
+    try:
+        question = kserve.read_request(message)
+    except errors.InvalidArgument:
+        return
+    assert question.request.prompt.text == "a"
+
+
+def test_shared_memory_is_refused_by_name() -> None:
+    message = request(text_input=("BYTES", [1], b"\x01\0\0\0a"))
+    message.inputs[0].parameters["shared_memory_region"].string_param = "region"
+    with pytest.raises(errors.Unimplemented, match="text_input"):
+        kserve.read_tensors(message)
+
+
+def element(value: bytes) -> bytes:
+    return struct.pack("<I", len(value)) + value
+
+
+def chat(messages: Any) -> Any:
+    return request(messages=("BYTES", [1], element(json.dumps(messages).encode())))
+
+
+def prompt(**parameters: Any) -> Any:
+    message = request(text_input=("BYTES", [1], element(b"a")))
+    for name, value in parameters.items():
+        kind = {bool: "bool", int: "int64", float: "double", str: "string"}[type(value)]
+        setattr(message.parameters[name], f"{kind}_param", value)
+    return message
+
+
+USER = {"role": "user", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (prompt(priority="high"), "priority is 'high'; it must be a whole number from 0"),
+        (prompt(priority=-1), "priority is '-1'"),
+        (prompt(priority=True), "priority is 'True'"),
+        (prompt(timeout=float("inf")), "timeout is 'inf'"),
+        (prompt(timeout=float("nan")), "timeout is 'nan'"),
+        (prompt(timeout=-5), "timeout is '-5'"),
+        (prompt(stream="false"), "stream is 'false'; it must be true or false"),
+        (prompt(triton_enable_empty_final_response=1), "triton_enable_empty_final_response is '1'"),
+        (prompt(exclude_input_in_output=0), "exclude_input_in_output is '0'"),
+        (prompt(sequence_id=3), "stateful sequences"),
+        (chat([{"role": [], "content": "a"}]), "needs a role"),
+        (chat([{"role": {}, "content": "a"}]), "needs a role"),
+        (chat([{"role": "user", "content": 5}]), "neither text nor a list"),
+        (chat([{"role": "user", "content": {"type": "text"}}]), "neither text nor a list"),
+        (chat([{"role": "user", "content": [5]}]), "neither text nor image"),
+        (chat([{"role": "user", "content": "\ud800"}]), "half a character"),
+        (chat([{"role": "user", "content": [{"type": "image_url", "image_url": "a\udfff"}]}]), "half a character"),
+        (chat([USER, "user"]), "needs a role"),
+        (chat({"role": "user"}), "must be a JSON list"),
+        (request(messages=("BYTES", [1], element(b"[" + b"1" * 5000 + b"]"))), "is not JSON"),
+        (request(messages=("BYTES", [1], element(b"[" * 100_000))), "is not JSON"),
+        (request(messages=("BYTES", [1], element(b"\xff"))), "not UTF-8"),
+    ],
+)  # fmt: skip
+def test_nonsense_is_an_invalid_argument_that_says_which(message: Any, words: str) -> None:
+    with pytest.raises(errors.InvalidArgument) as refused:
+        kserve.read_request(message)
+    assert words in str(refused.value)
+    errors.trailers(refused.value, "id")
+
+
+def test_what_makes_sense_is_taken() -> None:
+    question = kserve.read_request(prompt(priority=2**40, timeout=2_500_000, stream=True))
+    assert (question.request.priority, question.timeout, question.stream) == (-(2**31 - 1), 2.5, True)
+    question = kserve.read_request(prompt(priority=1, timeout=0))
+    assert (question.request.priority, question.timeout, question.stream) == (-1, None, False)
+    assert kserve.read_request(prompt(timeout=2**63 - 1)).timeout == kserve.LONGEST_TIMEOUT
+    question = kserve.read_request(chat([{"role": "user", "content": "\ud83d\ude00"}, {"role": "assistant"}]))
+    assert question.request.chat.messages[0].parts[0].text == "\N{GRINNING FACE}"
+
+
+def test_the_input_is_in_the_output_only_where_that_is_asked_for() -> None:
+    """As Triton's own back end for vLLM has it, but for its default."""
+    for value, prefix in ((b"\x01", ""), (b"\x00", "a")):
+        message = prompt()
+        message.inputs.add(name="exclude_input_in_output", datatype="BOOL", shape=[1])
+        message.raw_input_contents.append(value)
+        assert kserve.read_request(message).prefix == prefix
+    assert kserve.read_request(prompt()).prefix == ""
+    with pytest.raises(errors.InvalidArgument, match="on a stream"):
+        kserve.read_request(prompt(exclude_input_in_output=False, stream=True))
+    message = chat([USER])
+    message.parameters["exclude_input_in_output"].bool_param = False
+    with pytest.raises(errors.InvalidArgument, match="with messages"):
+        kserve.read_request(message)
+
+
+def test_random_requests_are_taken_or_refused_by_name() -> None:
+    """Neither reading nor what is told afterwards ever ends in an exception of another kind."""
+    rng, taken = random.Random(7), 0
+    for _ in range(3000):
+        try:
+            convert.spec_from_proto(kserve.read_request(kserve_request(rng)).request)
+        except errors.StatusError as error:
+            assert error.code.name in ("INVALID_ARGUMENT", "UNIMPLEMENTED"), error
+            errors.trailers(error, "id")
+        else:
+            taken += 1
+    assert 100 < taken < 2900, "the generator has lost its aim"
+
+
+def with_images(messages: Any, *images: bytes, urls: tuple[str, ...] = ()) -> Any:
+    message = chat(messages)
+    for name, values in (("image", images), ("image_url", [url.encode() for url in urls])):
+        if values:
+            message.inputs.add(name=name, datatype="BYTES", shape=[len(values)])
+            message.raw_input_contents.append(b"".join(map(element, values)))
+    return message
+
+
+def test_pictures_go_to_their_places_in_order() -> None:
+    parts = [{"type": "image"}, {"type": "text", "text": "t"}, {"type": "image"},
+             {"type": "image_url", "image_url": {"url": "https://x/y"}},
+             {"type": "image_url", "image_url": "data:image/png;base64,YWI="}]  # fmt: skip
+    message = with_images([{"role": "user", "content": parts}], b"one", urls=("data:;base64,dHdv",))
+    found = kserve.read_request(message).request.chat.messages[0].parts
+    assert [(p.text, p.image.data, p.image.uri) for p in found] == [
+        ("", b"one", ""), ("t", b"", ""), ("", b"two", ""), ("", b"", "https://x/y"), ("", b"ab", ""),
+    ]  # fmt: skip
+    prompt_images = prompt()
+    prompt_images.inputs.add(name="image", datatype="BYTES", shape=[1])
+    prompt_images.raw_input_contents.append(element(b"one"))
+    assert [i.data for i in kserve.read_request(prompt_images).request.prompt.images] == [b"one"]
+
+
+IMAGE = {"role": "user", "content": [{"type": "image"}]}
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (with_images([IMAGE]), "more image parts than there are images"),
+        (with_images([USER], b"one"), "more images than image parts"),
+        (with_images([IMAGE], b"one", b"two"), "more images than image parts"),
+        (with_images([IMAGE], urls=("data:image/png,YWI=",)), "without valid base64"),
+        (with_images([IMAGE], urls=("data:;base64",)), "without valid base64"),
+        (with_images([IMAGE], urls=("data:;base64,a",)), "without valid base64"),
+        (with_images([IMAGE], urls=("data:;base64,YW I=",)), "without valid base64"),
+        (request(), "one of text_input and messages"),
+        (
+            request(text_input=("BYTES", [1], element(b"a")), messages=("BYTES", [1], element(b"[]"))),
+            "one of text_input",
+        ),
+        (request(text_input=("BYTES", [2], element(b"a") * 2)), "has 2 elements; it must have one"),
+        (request(text_input=("BYTES", [2], element(b"a"))), "has the shape [2] and 1 elements"),
+        (request(text_input=("BYTES", [-1], element(b"a"))), "has the shape [-1]"),
+        (request(text_input=("BYTES", [-1, -1], element(b"a"))), "has the shape [-1, -1]"),
+        (request(text_input=("BOOL", [1], b"a")), "must be BYTES"),
+        (request(stream=("BYTES", [1], element(b"a"))), "must be BOOL"),
+        (request(other=("BYTES", [1], element(b"a"))), "no input 'other'"),
+        (prompt(n=2), "no parameter 'n'"),
+        (prompt(max_tokens="many"), "max_tokens cannot be 'many'"),
+    ],
+)
+def test_inputs_that_do_not_fit_together(message: Any, words: str) -> None:
+    with pytest.raises(errors.InvalidArgument) as refused:
+        kserve.read_request(message)
+    assert words in str(refused.value)
+
+
+def test_what_is_sent_twice_or_beside_itself() -> None:
+    twice = request(text_input=("BYTES", [1], element(b"a")))
+    twice.inputs.add(name="text_input", datatype="BYTES", shape=[1])
+    twice.raw_input_contents.append(element(b"b"))
+    beside = prompt()
+    beside.inputs[0].contents.bytes_contents.append(b"a")
+    short = prompt()
+    short.inputs.add(name="image", datatype="BYTES", shape=[0])
+    unset, output = prompt(), prompt()
+    unset.parameters["seed"].SetInParent()
+    output.outputs.add(name="logits")
+    cases = [
+        (twice, "there twice"), (beside, "has contents beside"), (short, "1 raw_input_contents for 2"),
+        (unset, "has no value"), (output, "no output 'logits'"),
+    ]  # fmt: skip
+    for message, words in cases:
+        with pytest.raises(errors.InvalidArgument, match=words):
+            kserve.read_request(message)
+
+
+def test_values_of_parameters_and_of_the_tensor() -> None:
+    message = prompt(
+        max_tokens=5, temperature=0.5, stop="end", ignore_eos=True, triton_enable_empty_final_response=True
+    )
+    message.outputs.add(name="token_ids")
+    raw = json.dumps({"max_tokens": 9, "top_k": 3, "stop_token_ids": 7, "logit_bias": {"4": -1.5}}).encode()
+    message.inputs.add(name="sampling_parameters", datatype="BYTES", shape=[1])
+    message.raw_input_contents.append(element(raw))
+    question = kserve.read_request(message)
+    sampling = question.request.sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_k, sampling.ignore_eos) == (5, 0.5, 3, True)
+    assert (list(sampling.stop), list(sampling.stop_token_ids), dict(sampling.logit_bias)) == (["end"], [7], {4: -1.5})
+    assert question.outputs == ("token_ids",) and question.empty_final
+    assert kserve.read_request(prompt()).outputs == ("text_output", "token_ids", "finish_reason")

@@ -1,0 +1,112 @@
+"""What health says of a server as its engine comes and goes, over an engine that is only pretended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from fake_engine import FakeEngine
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from running import RunningServer
+from served import VOCAB, make_served
+
+from service.common.config import ConfigError, ServerOptions
+from service.servers.exposure import channel_options
+from service.servers.fronts import share
+from service.servers.health import LIVENESS
+from service.servers.limits import byte_budget, door_limits
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+NAMES = ("", "saccade.v1.InferenceService", "saccade.v1.BatchService", "inference.GRPCInferenceService")
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[RunningServer]:
+    model = str(make_served(tmp_path / "model", vision=False).path)
+    running = RunningServer(model, engine=FakeEngine(vocabulary=VOCAB))
+    yield running
+    running.close()
+
+
+def states(running: RunningServer) -> dict[str, int]:
+    async def settled() -> None:  # what has been set before is there by now
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    running.run(settled())
+    with grpc.insecure_channel(running.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        return {n: stub.Check(health_pb2.HealthCheckRequest(service=n)).status for n in (*NAMES, LIVENESS)}
+
+
+def of(ready: int, live: int) -> dict[str, int]:
+    return {**dict.fromkeys(NAMES, ready), LIVENESS: live}
+
+
+def test_health_follows_the_engine_and_liveness_its_end(running: RunningServer) -> None:
+    assert states(running) == of(SERVING, SERVING)
+    running.server.engine_changed(False)
+    assert states(running) == of(NOT_SERVING, SERVING)
+    running.server.engine_changed(True)
+    assert states(running) == of(SERVING, SERVING)
+    running.server.engine_given_up()
+    assert states(running) == of(NOT_SERVING, NOT_SERVING)
+
+
+def test_an_engine_that_comes_back_does_not_end_a_drain(running: RunningServer) -> None:
+    running.loop.call_soon_threadsafe(running.server.drain)
+    assert states(running) == of(NOT_SERVING, SERVING)
+    running.server.engine_changed(True)
+    assert states(running) == of(NOT_SERVING, SERVING)
+
+
+def test_batches_leave_live_calls_a_place(tmp_path: Path) -> None:
+    model = str(make_served(tmp_path / "model", vision=False).path)
+    with pytest.raises(ConfigError, match="at most 1 would work"):
+        RunningServer(model, engine=FakeEngine(vocabulary=VOCAB), max_queue=2, batch_concurrency=2)
+    running = RunningServer(model, engine=FakeEngine(vocabulary=VOCAB), max_queue=2, batch_concurrency=1)
+    running.close()
+
+
+@pytest.mark.parametrize(
+    ("values", "share"),
+    [
+        ({}, 2**28),
+        ({"max_inflight_bytes": 100_000, "max_message_bytes": 10_000}, 50_000),
+        ({"max_inflight_bytes": 100_000, "max_message_bytes": 80_000}, 80_000),
+    ],
+)
+def test_a_share_is_half_or_a_message(values: dict[str, Any], share: int) -> None:
+    options = ServerOptions(**values)
+    assert byte_budget(options).limit == options.max_inflight_bytes and byte_budget(options).share == share
+    limits = door_limits(options)
+    assert (limits.stall_timeout, limits.receive_timeout) == (60.0, 120.0)
+    assert (limits.max_message_bytes, limits.max_tenant_calls) == (options.max_message_bytes, 1024)
+
+
+def test_what_grpc_is_told() -> None:
+    told = dict(channel_options(ServerOptions(max_message_bytes=5000, max_connection_streams=7)))
+    assert told["grpc.max_receive_message_length"] == told["grpc.max_send_message_length"] == 5000
+    assert told["grpc.max_concurrent_streams"] == 7 and told["grpc.so_reuseport"] == 0
+    assert told["grpc.http2.max_ping_strikes"] == 0 and told["grpc.keepalive_permit_without_calls"] == 1
+    assert dict(channel_options(ServerOptions(fronts=2)))["grpc.so_reuseport"] == 1
+
+
+def test_fronts_divide_what_all_may_hold_and_each_gets_something() -> None:
+    bounds = {
+        "max_queue": 2, "max_tenant_calls": 9, "max_tenant_requests": 7, "max_inflight_bytes": 6000, "media_bytes": 30,
+        "media_tenant_bytes": 8, "image_workers": 4, "preprocess_bytes": 10, "metrics_port": 9100,
+    }  # fmt: skip
+    part = share(ServerOptions(fronts=3, **bounds), 1, 77)
+    assert {name: getattr(part, name) for name in bounds} == {
+        "max_queue": 1, "max_tenant_calls": 3, "max_tenant_requests": 2, "max_inflight_bytes": 2000, "media_bytes": 10,
+        "media_tenant_bytes": 2, "image_workers": 1, "preprocess_bytes": 3, "metrics_port": 9101,
+    }  # fmt: skip
+    assert part.port == 77
+    unset = share(ServerOptions(fronts=3), 2, 77)
+    assert unset.max_tenant_requests is unset.media_tenant_bytes is unset.metrics_port is None
+    assert share(ServerOptions(fronts=3, metrics_port=0), 2, 77).metrics_port == 0
