@@ -38,7 +38,7 @@ def generate_kserve(folder: Path, common: list[str]) -> Path:
     package, usually Triton's client, may have them."""
     from grpc_tools import protoc
 
-    target = folder / "service" / "kserve.binpb"
+    target = folder / "service" / "rpc" / "kserve.binpb"
     target.parent.mkdir(parents=True, exist_ok=True)
     if protoc.main([*common, f"--descriptor_set_out={target}", "inference/grpc_service.proto"]) != 0:
         raise SystemExit("protoc failed: inference/grpc_service.proto")

@@ -81,7 +81,7 @@ def test_manifests_fit_together(path: Path) -> None:
                 asked[kind] = check["grpc"].get("service", "")
             else:
                 command = check["exec"]["command"]
-                assert command[:3] == ["python", "-m", "service", "probe"]
+                assert command[:4] == ["python", "-m", "service", "probe"]
                 asked[kind] = command[command.index("--service") + 1] if "--service" in command else ""
         assert asked["livenessProbe"] == LIVENESS, "a drain would be a reason to kill the pod"
         assert LIVENESS not in (asked["readinessProbe"], asked["startupProbe"])

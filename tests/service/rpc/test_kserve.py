@@ -27,8 +27,8 @@ def test_the_descriptors_are_fresh(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, str(ROOT / "protos" / "generate.py"), str(tmp_path)], check=True, capture_output=True
     )
-    fresh = (tmp_path / "service" / "kserve.binpb").read_bytes()
-    assert fresh == (ROOT / "service" / "kserve.binpb").read_bytes(), "run `make protos`"
+    fresh = (tmp_path / "service" / "rpc" / "kserve.binpb").read_bytes()
+    assert fresh == (ROOT / "service" / "rpc" / "kserve.binpb").read_bytes(), "run `make protos`"
 
 
 def fields(descriptor: Any) -> dict[str, tuple[Any, ...]]:
