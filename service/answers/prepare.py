@@ -91,6 +91,9 @@ async def _end(jobs: Sequence[Future[Any]], waiting: Sequence[asyncio.Future[Any
             await asyncio.wait(pending)
         except asyncio.CancelledError as error:
             cancelled = error
+    for future in waiting:  # one error is raised; asyncio would report the others as never looked at
+        if not future.cancelled():
+            future.exception()
     if cancelled is not None:
         raise cancelled
 

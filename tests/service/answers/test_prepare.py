@@ -225,6 +225,20 @@ def test_a_bad_picture_ends_its_call_when_the_others_are_over(assets: ModelAsset
     with_front(assets, body)
 
 
+def test_errors_of_several_files_are_all_looked_at(assets: ModelAssets) -> None:
+    """One is told; asyncio must not report the others as never retrieved when they are collected."""
+    reported: list[dict[str, Any]] = []
+
+    async def body(front: Frontend, decoder: Controlled) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
+        with pytest.raises(errors.InvalidArgument):
+            await ask(front, spec(image(b"bad", 0), image(b"bad", 1), image(b"bad", 2)))
+        gc.collect()
+
+    with_front(assets, body)
+    assert not reported
+
+
 def test_a_video_that_waits_does_not_hide_the_error_of_a_picture(assets: ModelAssets) -> None:
     async def body(front: Frontend, decoder: Controlled) -> None:
         other = asyncio.create_task(ask(front, spec(VideoSource(b"long", "v"), name="other")))
