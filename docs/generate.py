@@ -193,7 +193,8 @@ def methods() -> str:
     sys.path.insert(0, str(CHECKOUT))
     import saccade
     from saccade._core.requests import Sampling
-    from saccade.client import SyncBatches, SyncMedia
+    from saccade._sync.batches import BatchMethods
+    from saccade._sync.media import MediaMethods
 
     def lines_of(owner: str, function: Any, *, result: bool = True) -> str:
         signature = inspect.signature(function)
@@ -206,7 +207,7 @@ def methods() -> str:
     lines.append("saccade.AsyncClient(...)   # the same, for asyncio")
     lines += [lines_of("saccade.LocalClient", saccade.LocalClient.__init__, result=False), ""]
     for owner, kind in (
-        ("client", saccade.Client), ("client.batches", SyncBatches), ("client.media", SyncMedia),
+        ("client", saccade.Client), ("client.batches", BatchMethods), ("client.media", MediaMethods),
     ):  # fmt: skip
         for name, function in inspect.getmembers(kind, inspect.isfunction):
             if not name.startswith("_"):

@@ -34,12 +34,13 @@ from saccade.types import (
 )
 
 if TYPE_CHECKING:
+    from saccade._async.client import AsyncClient
+    from saccade._async.stream import AsyncStream
     from saccade._core.settings import TLSConfig
     from saccade._core.videos import Video
     from saccade._jobs.job import BatchSummary
-    from saccade.aio import AsyncClient, AsyncStream
-    from saccade.calls import Stream
-    from saccade.client import Client
+    from saccade._sync.client import Client
+    from saccade._sync.stream import Stream
     from saccade.local import LocalClient
 
 __version__ = "0.1.0"
@@ -72,11 +73,11 @@ __all__ = [
 ]
 
 _LAZY = {
-    "AsyncClient": "saccade.aio",
-    "AsyncStream": "saccade.aio",
+    "AsyncClient": "saccade._async.client",
+    "AsyncStream": "saccade._async.stream",
     "BatchSummary": "saccade._jobs.job",
-    "Client": "saccade.client",
-    "Stream": "saccade.calls",
+    "Client": "saccade._sync.client",
+    "Stream": "saccade._sync.stream",
     "LocalClient": "saccade.local",
     "TLSConfig": "saccade._core.settings",
     "Video": "saccade._core.videos",

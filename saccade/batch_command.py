@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from saccade._core.settings import TLSConfig
-from saccade._jobs.job import BatchInput, BatchInvalid, BatchJob, BatchOptions, BatchSummary, run_sync
+from saccade._jobs.input import BatchInput, BatchInvalid
+from saccade._jobs.job import BatchJob, BatchOptions, BatchSummary
 from saccade._jobs.rows import ImageFolder
-from saccade.client import Client, SyncClient
+from saccade._sync.client import Client
+from saccade._sync.jobs import run_job
+from saccade._sync.methods import Methods
 from saccade.errors import AlreadyExists, FailedPrecondition, InvalidArgument, SaccadeError
 from saccade.progress import Progress
 from saccade.types import Batch
@@ -90,7 +93,7 @@ def _run(options: argparse.Namespace) -> int:
         job.check()
         try:
             with _client(options) as client:
-                summary = run_sync(client, job)
+                summary = run_job(client, job)
         finally:
             shown.close()
     except KeyboardInterrupt:
@@ -121,7 +124,7 @@ def _run_server_side(options: argparse.Namespace) -> int:
             raise InvalidArgument("--model loads a model here; --server-side is work for a server")
         fingerprint = _fingerprint(options)
         target = _Target(Path(options.input), Path(options.output), fingerprint, options.overwrite)
-        with _client(options) as client:
+        with _server(options) as client:
             created = client.batches.create(
                 options.input, ordered=options.ordered, max_errors=options.max_errors, request_id=fingerprint
             )
@@ -209,10 +212,14 @@ def _print(job: BatchJob | None) -> None:
         print(json.dumps(job.summary.to_dict()), flush=True)
 
 
-def _client(options: argparse.Namespace) -> SyncClient:
+def _client(options: argparse.Namespace) -> Methods:
     if options.model is not None:
         from saccade.local import LocalClient
 
         return LocalClient(options.model)
+    return _server(options)
+
+
+def _server(options: argparse.Namespace) -> Client:
     tls = TLSConfig(ca=options.ca) if options.ca else options.tls
     return Client(options.server, tls=tls, max_retries=options.max_retries)

@@ -173,7 +173,7 @@ def _top(options: argparse.Namespace) -> int:
 
 def _ask(options: argparse.Namespace) -> int:
     from saccade._core.settings import TLSConfig
-    from saccade.client import Client
+    from saccade._sync.client import Client
 
     *files, question = options.image_and_question
     videos = [file for file in files if file.lower().endswith(VIDEO_SUFFIXES)]

@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from saccade._core.methods import one_call
 from saccade._core.settings import TLSConfig
-from saccade.client import Client
+from saccade._core.steps import Call
+from saccade._sync.client import Client
 from saccade.v1 import admin_pb2
 
 BAR = 30
@@ -61,7 +63,7 @@ def run(options: argparse.Namespace, stream: TextIO | None = None, pause: Callab
     with Client(options.server, tls=tls, timeout=10.0) as client:
         title = f"{options.server}  {client.get_model().name}"
         while True:
-            loads: Any = client._unary("admin", "GetLoads", admin_pb2.GetLoadsRequest(), None)
+            loads: Any = client._run(one_call(Call("admin", "GetLoads", admin_pb2.GetLoadsRequest())), None)
             if terminal:  # to the top left, each line to its end, and nothing of a longer view below
                 print(
                     "\x1b[H" + "".join(f"{text}\x1b[K\n" for text in screen(loads, title)) + "\x1b[J", end="", file=out

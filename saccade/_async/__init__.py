@@ -1,1 +1,1 @@
-"""The asyncio façade: the one that is written by hand."""
+"""The asyncio façade, written by hand; `make sdk` generates the synchronous one, `saccade/_sync`, from it."""

@@ -1,13 +1,14 @@
-"""The clients' methods that end in one answer, written once: what is sent, in which order, and what becomes of it."""
+"""The clients' methods that end in one answer: what is sent, in which order, and what becomes of it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from saccade._core.results import embedding_from, model_from, tensor_from, tokens_from
-from saccade._core.steps import Call, Steps
+from saccade._core.results import embedding_from, generation_from, model_from, tensor_from, tokens_from
+from saccade._core.steps import Call, Do, Steps
 from saccade._core.uploads import call_steps
-from saccade.types import Embedding, Model, Tensor, Tokens
+from saccade.types import Embedding, Generation, Model, Tensor, Tokens
 from saccade.v1 import inference_pb2, model_pb2
 
 
@@ -15,22 +16,34 @@ def one_call(call: Call) -> Steps[Any]:
     return (yield call)
 
 
-def generate_steps(request: inference_pb2.GenerateRequest, upload_above: int | None) -> Steps[Any]:
-    return (yield from call_steps(Call("inference", "Generate", request), upload_above))
+def answer_steps(
+    request: inference_pb2.GenerateRequest, upload_above: int | None
+) -> Steps[inference_pb2.GenerateResponse]:
+    """The server's answer to a request that has been built."""
+    response: inference_pb2.GenerateResponse = yield from call_steps(
+        Call("inference", "Generate", request), upload_above
+    )
+    return response
 
 
-def tokenize_steps(request: inference_pb2.TokenizeRequest, upload_above: int | None) -> Steps[Tokens]:
-    answer = yield from call_steps(Call("inference", "Tokenize", request), upload_above)
+def generate_steps(build: Callable[[], inference_pb2.GenerateRequest], upload_above: int | None) -> Steps[Generation]:
+    request = yield Do(build)
+    response = yield from answer_steps(request, upload_above)
+    return generation_from(response, request.sampling.HasField("logprobs"))
+
+
+def tokenize_steps(build: Callable[[], inference_pb2.TokenizeRequest], upload_above: int | None) -> Steps[Tokens]:
+    answer = yield from call_steps(Call("inference", "Tokenize", (yield Do(build))), upload_above)
     return tokens_from(answer)
 
 
-def embed_steps(request: inference_pb2.EmbedRequest, upload_above: int | None) -> Steps[Embedding]:
-    answer = yield from call_steps(Call("inference", "Embed", request), upload_above)
+def embed_steps(build: Callable[[], inference_pb2.EmbedRequest], upload_above: int | None) -> Steps[Embedding]:
+    answer = yield from call_steps(Call("inference", "Embed", (yield Do(build))), upload_above)
     return embedding_from(answer)
 
 
-def embed_image_steps(request: inference_pb2.EmbedRequest, upload_above: int | None) -> Steps[Tensor]:
-    answer = yield from call_steps(Call("inference", "Embed", request), upload_above)
+def embed_image_steps(build: Callable[[], inference_pb2.EmbedRequest], upload_above: int | None) -> Steps[Tensor]:
+    answer = yield from call_steps(Call("inference", "Embed", (yield Do(build))), upload_above)
     return tensor_from(answer.image_embedding)
 
 

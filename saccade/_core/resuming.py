@@ -1,5 +1,4 @@
-"""Streams that go on behind a break: what has come, what to ask for next, and the seam. Without input or output, so
-that the synchronous and the asyncio stream share it.
+"""A streamed answer over all its attempts: what has come, what to ask for next, and how the parts are joined.
 
 A broken answer is continued by sending the request again with the seed that `Started` named and the ids received so far
 as `continued_token_ids`. Where there are several samples, which cannot be continued, the same request with the same
@@ -8,12 +7,14 @@ seed gives the same answer, and what has been delivered of it is passed over.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from saccade._core.results import Assembler
 from saccade._core.retrying import Deadline, Retries
 from saccade._core.settings import CallSettings
-from saccade._core.steps import Steps
+from saccade._core.steps import Actions, Call, Open, Receive, Steps, Wait, with_retries
 from saccade._core.uploads import Uploads
 from saccade.errors import DeadlineExceeded, SaccadeError, Unavailable
 from saccade.types import Delta
@@ -43,6 +44,7 @@ class StreamState:
         deadline: Deadline,
         resume: bool,
         uploads: Uploads | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.request = request
         self.calls = calls
@@ -52,6 +54,7 @@ class StreamState:
         self.failure: Exception | None = None
         """What ended the stream for good, kept for whoever asks for its answer afterwards."""
         self._uploads = uploads
+        self._clock = clock
         self._retries = Retries(calls.max_retries, deadline, registers=True)
         self._waited = 0.0
         self._begun = False
@@ -61,6 +64,52 @@ class StreamState:
     @property
     def seed(self) -> int | None:
         return self.assembler.started.seed if self.assembler.started else None
+
+    # -- attempts ------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> Actions[None]:
+        """Uploads what is to be uploaded and opens the first attempt."""
+        if self._uploads is not None:
+            yield from self._with_retries(self._uploads.steps())
+        yield self._open()
+
+    def read(self) -> Actions[Delta | None]:
+        """The next delta, of this attempt or of a further one; None at the end. Raises SaccadeError."""
+        while (response := (yield from self._receive())) is not None:
+            delta = self.take(response)
+            if delta is not None:
+                return delta
+        return None
+
+    def _receive(self) -> Actions[inference_pb2.StreamGenerateResponse | None]:
+        while True:
+            began = self._clock()
+            try:
+                response: inference_pb2.StreamGenerateResponse | None = yield Receive(self.patience())
+                return response
+            except TimeoutError:
+                raise self.out_of_patience() from None
+            except SaccadeError as caught:
+                error = caught
+            finally:
+                self.waited(self._clock() - began)
+            if self.assembler.complete:
+                return None  # the answer is whole; only the end of the call was lost
+            recovery = self.recovery(error)
+            if recovery is not None:
+                yield from self._with_retries(recovery)
+            else:
+                delay = self.delay_after(error)
+                yield Wait(delay)
+                self.waited(delay)
+            yield self._open()
+
+    def _open(self) -> Open:
+        message = inference_pb2.StreamGenerateRequest(request=self.next_request())
+        return Open(Call("inference", "StreamGenerate", message), self.deadline.remaining(), self.request.request_id)
+
+    def _with_retries(self, steps: Steps[None]) -> Actions[None]:
+        return with_retries(steps, self.calls.max_retries, self.deadline)
 
     # -- messages ------------------------------------------------------------------------------------------------------
 

@@ -1,12 +1,17 @@
-"""Methods that are made of several calls, written once for all clients: a generator that yields each call and is sent
-its answer. What differs between the clients is how a call is made, and that is a loop of a few lines."""
+"""What a method asks of whoever carries it out, written once for all clients.
+
+A method is a generator. It yields actions and is sent what came of each; what an action raises is raised where it was
+yielded. `Steps` yield whole calls, as if none could fail for a moment; `with_retries` makes `Actions` of them, each of
+which is one attempt or one wait.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
+from saccade._core.retrying import Deadline, Retries
 from saccade.errors import SaccadeError
 
 T = TypeVar("T")
@@ -14,7 +19,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Call:
-    """One unary call. `message` of a call whose request is a stream is a function that makes its messages anew."""
+    """One call of a service. `message` of a call whose request is a stream is a function that makes its messages
+    anew."""
 
     service: str
     method: str
@@ -34,36 +40,77 @@ class Call:
         return error
 
 
-Steps = Generator[Call, Any, T]
+@dataclass(frozen=True)
+class Send:
+    """One attempt of a call with one answer, which is the result. Raises SaccadeError."""
+
+    call: Call
+    timeout: float | None
+    """Seconds; None for no limit."""
 
 
-def drive(steps: Steps[T], make: Callable[[Call], Any]) -> T:
-    """Makes the calls one after the other. What they raise is raised where the generator yielded them."""
+@dataclass(frozen=True)
+class Open:
+    """Starts an attempt of a call that is answered with a stream, in place of the one that was open. Raises
+    SaccadeError."""
+
+    call: Call
+    timeout: float | None
+    request_id: str = ""
+    """What to name in errors."""
+
+
+@dataclass(frozen=True)
+class Receive:
+    """The next message of the open stream, or None at its end. Raises SaccadeError, and TimeoutError after `patience`
+    seconds."""
+
+    patience: float | None
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Lets this many seconds pass. Raises Cancelled if the call is ended meanwhile."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Do:
+    """Calls a function that reads files or encodes images, for which an event loop has no time. The result is what it
+    returns."""
+
+    function: Callable[[], Any]
+
+
+Action: TypeAlias = "Send | Open | Receive | Wait | Do"
+Actions: TypeAlias = Generator[Action, Any, T]
+Steps: TypeAlias = Generator["Call | Do", Any, T]
+
+
+def with_retries(steps: Steps[T], max_retries: int | None, deadline: Deadline) -> Actions[T]:
+    """The steps, each call over all its attempts."""
     try:
-        call = next(steps)
+        step = next(steps)
         while True:
             try:
-                answer = make(call)
+                answer = yield from _one(step, max_retries, deadline)
             except SaccadeError as error:
-                call = steps.throw(error)
+                step = steps.throw(error)
             else:
-                call = steps.send(answer)
+                step = steps.send(answer)
     except StopIteration as stop:
         result: T = stop.value
         return result
 
 
-async def drive_async(steps: Steps[T], make: Callable[[Call], Awaitable[Any]]) -> T:
-    """The same with awaited calls."""
-    try:
-        call = next(steps)
-        while True:
-            try:
-                answer = await make(call)
-            except SaccadeError as error:
-                call = steps.throw(error)
-            else:
-                call = steps.send(answer)
-    except StopIteration as stop:
-        result: T = stop.value
-        return result
+def _one(step: Call | Do, max_retries: int | None, deadline: Deadline) -> Actions[Any]:
+    if isinstance(step, Do):
+        return (yield step)
+    retries = Retries(max_retries, deadline, registers=bool(step.request_id))
+    while True:
+        try:
+            return (yield Send(step, deadline.left()))
+        except SaccadeError as error:
+            delay = retries.delay_after(step.judged(error))
+        yield Wait(delay)

@@ -7,43 +7,25 @@ run        rows are read again as there is room for them; each answer or error b
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
 import os
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, closing, suppress
+from collections.abc import Callable, Generator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, TypedDict
 
 from saccade import errors
-from saccade._core.mapping import Answers, Prepared, check_concurrency, map_async, map_sync
+from saccade._jobs.input import BatchInput
 from saccade._jobs.journal import Journal, Written
-from saccade._jobs.rows import (
-    BATCH_PRIORITY,
-    CHANGED,
-    MAX_LINE_BYTES,
-    ImageFolder,
-    Row,
-    output_line,
-    parse_again,
-    parse_line,
-    request_from,
-    status_code,
-)
-from saccade._transport.feeding import Shared
+from saccade._jobs.lines import output_line, status_code
+from saccade._jobs.rows import BATCH_PRIORITY, ImageFolder, Row, request_from
+from saccade._map.window import Prepared, check_concurrency
 from saccade.errors import FailedPrecondition, InvalidArgument, SaccadeError, Unavailable
 from saccade.types import Generation, Model
 
-if TYPE_CHECKING:
-    from saccade.client import SyncClient
-
-MAX_PROBLEMS = 20
-_MAX_MODELS = 20
 _KEY_REFUSED = frozenset({"", "PERMISSION_DENIED", "KEY_REVOKED"})
 """Reasons of PERMISSION_DENIED that are about the caller. Any other, such as MEDIA_HOST_DENIED, is about one row."""
 
@@ -80,12 +62,27 @@ class BatchOptions:
             raise InvalidArgument(f"timeout: expected more than 0 seconds, got {self.timeout}")
 
     @classmethod
-    def of(cls, options: dict[str, Any]) -> BatchOptions:
+    def of(cls, options: BatchKeywords) -> BatchOptions:
         """From keyword arguments. Raises InvalidArgument for names that are no options."""
         known = [item.name for item in fields(cls)]
         if unknown := sorted(options.keys() - set(known)):
             raise InvalidArgument(f"unknown options: {', '.join(unknown)}; known are {', '.join(known)}")
         return cls(**options)
+
+
+class BatchKeywords(TypedDict, total=False):
+    """The fields of `BatchOptions` as keyword arguments."""
+
+    concurrency: int
+    ordered: bool
+    max_errors: int | None
+    overwrite: bool
+    any_model: bool
+    strict: bool
+    timeout: float | None
+    priority: int
+    on_progress: Callable[[BatchSummary, int, bool], None] | None
+    on_start: Callable[[BatchSummary], None] | None
 
 
 @dataclass
@@ -120,131 +117,6 @@ class BatchSummary:
         return asdict(self)
 
 
-class BatchInput:
-    """The rows of a file, of which only ids and hashes are kept, in a database of its own on the disk.
-
-    Raises:
-        InvalidArgument: the file cannot be read, or holds lines that are no requests; `problems` of the error has
-            a sentence for each of the first 20, with its line's number.
-    """
-
-    def __init__(self, path: Path, folder: ImageFolder, *, strict: bool = False) -> None:
-        """`strict`: see `BatchOptions`."""
-        self.path, self.folder, self._strict = path, folder, strict
-        self.total = 0
-        self.models: set[str] = set()
-        """Those that rows name; not all of them if they are very many."""
-        self._salt = b""
-        # An empty name is a temporary file that vanishes by itself. Asyncio may come from another thread each time.
-        self._db = sqlite3.connect("", isolation_level=None, check_same_thread=False)
-        self._db.executescript(
-            "PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;"
-            "CREATE TABLE input (position INTEGER PRIMARY KEY, line INTEGER, offset INTEGER, length INTEGER,"
-            " custom_id TEXT UNIQUE, line_digest BLOB, digest BLOB, done INTEGER DEFAULT 0);"
-        )
-        try:
-            self._check()
-        except BaseException:
-            self._db.close()
-            raise
-
-    def _check(self) -> None:
-        problems: list[str] = []
-        self._db.execute("BEGIN")
-        try:
-            with open(self.path, "rb") as file:
-                for number, offset, line in _lines(file):
-                    try:
-                        if len(line) > MAX_LINE_BYTES:
-                            raise InvalidArgument(f"longer than {MAX_LINE_BYTES} bytes")
-                        self._take(number, offset, line)
-                    except InvalidArgument as error:
-                        problems.append(f"line {number}: {error.message}")
-                        if len(problems) == MAX_PROBLEMS:
-                            problems.append("and perhaps more: no line behind it was looked at")
-                            break
-        except OSError as error:
-            raise InvalidArgument(f"cannot read {str(self.path)!r}: {error.strerror}") from error
-        self._db.execute("COMMIT")
-        if problems:
-            raise BatchInvalid(f"{self.path}: " + "; ".join(problems[:1]), problems)
-        if not self.total:
-            raise BatchInvalid(f"{self.path}: no requests in it", [])
-
-    def _take(self, number: int, offset: int, line: bytes) -> None:
-        row = parse_line(line, self.total, self.folder, strict=self._strict)
-        try:
-            self._db.execute(
-                "INSERT INTO input (position, line, offset, length, custom_id, line_digest, digest)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (self.total, number, offset, len(line), row.custom_id, row.line_digest, row.digest),
-            )
-        except sqlite3.IntegrityError:
-            (first,) = self._db.execute("SELECT line FROM input WHERE custom_id = ?", (row.custom_id,)).fetchone()
-            raise InvalidArgument(f"custom_id {row.custom_id!r} is that of line {first} too") from None
-        self.total += 1
-        if len(self.models) < _MAX_MODELS:
-            self.models.add(row.body.get("model") or "")
-
-    def bind(self, model: Model) -> None:
-        """From here on row ids stand for answers of this model at this revision."""
-        self._salt = f"{model.name}\0{model.version}".encode()
-
-    def row_id(self, digest: bytes) -> str:
-        return f"batch_req_{hashlib.sha256(digest + self._salt).hexdigest()[:32]}"
-
-    def identify(self, custom_id: str) -> tuple[int, str] | None:
-        """(position, row id) of the row with this custom_id."""
-        found = self._db.execute("SELECT position, digest FROM input WHERE custom_id = ?", (custom_id,)).fetchone()
-        return None if found is None else (found[0], self.row_id(found[1]))
-
-    def skip(self, positions: Iterator[int]) -> None:
-        self._db.execute("BEGIN")
-        self._db.executemany("UPDATE input SET done = 1 WHERE position = ?", ((p,) for p in positions))
-        self._db.execute("COMMIT")
-
-    def rows(self) -> Generator[Row, None, None]:
-        """Those that are not skipped, read again. Raises FailedPrecondition if the file has changed."""
-        with open(self.path, "rb") as file:
-            for position, line, offset, length, line_digest, digest in self._db.execute(
-                "SELECT position, line, offset, length, line_digest, digest FROM input WHERE done = 0 ORDER BY position"
-            ):
-                file.seek(offset)
-                try:
-                    yield parse_again(file.read(length), position, line_digest, digest)
-                except InvalidArgument as error:
-                    raise FailedPrecondition(
-                        f"{self.path}: line {line} has changed since it was checked", reason=CHANGED
-                    ) from error
-
-    def close(self) -> None:
-        self._db.close()
-
-
-class BatchInvalid(InvalidArgument):
-    """The input holds lines that are no requests."""
-
-    def __init__(self, message: str, problems: list[str]) -> None:
-        super().__init__(message, reason="BATCH_INVALID")
-        self.problems = problems
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.message, self.problems), self.__dict__
-
-
-def _lines(file: Any) -> Iterator[tuple[int, int, bytes]]:
-    """(number, offset, line) of those that are not blank. One that is too long comes cut, and is the last."""
-    offset = number = 0
-    while line := file.readline(MAX_LINE_BYTES + 1):
-        number += 1
-        content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-        if content.strip():
-            yield number, offset + len(line) - len(content), content
-        if len(line) > MAX_LINE_BYTES:
-            return
-        offset += len(line)
-
-
 class BatchJob:
     """One run over a file; the clients drive it. `check` first, then `open`, then `rows` and `take`, then `close`."""
 
@@ -264,11 +136,12 @@ class BatchJob:
         self._errors: Counter[str] = Counter()
         self._unreachable = self._tokens = 0
         self._began = time.monotonic()
-        self._thread: ThreadPoolExecutor | None = None
         self.summary = BatchSummary(str(source), str(output))
 
     def check(self) -> None:
-        """Reads the whole input. Raises InvalidArgument."""
+        """Reads the whole input, once. Raises InvalidArgument."""
+        if self._input is not None:
+            return
         if self._output.exists() and self._source.exists() and self._output.samefile(self._source):
             raise InvalidArgument(f"the output would overwrite the input {str(self._source)!r}")
         self._input = BatchInput(self._source, self._folder, strict=self.options.strict)
@@ -297,26 +170,10 @@ class BatchJob:
         if self.options.on_start is not None:
             self.options.on_start(self.summary)
 
-    def rows(self) -> Shared[Row]:
-        """The rows that are to be answered. They may be closed from another thread than the one that reads them."""
+    def rows(self) -> Generator[Row, None, None]:
+        """The rows that are to be answered."""
         assert self._input is not None
-        return Shared(self._input.rows())
-
-    async def rows_async(self) -> AsyncGenerator[Row, None]:
-        """The same, read beside the event loop."""
-        rows = self.rows()
-        try:
-            while (row := await self.beside(next, rows, None)) is not None:
-                yield row
-        finally:
-            await self.beside(rows.close)
-
-    async def beside(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Runs part of the job beside the event loop: one part at a time and in order, also where a caller who is
-        cancelled does not wait for the end of one."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="saccade-batch")
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+        return self._input.rows()
 
     def prepare(self, row: Row) -> Prepared:
         """The request for a row."""
@@ -385,11 +242,6 @@ class BatchJob:
         summary.tokens_per_second = round(self._tokens / summary.seconds, 1) if summary.seconds else 0.0
         summary.errors = dict(self._errors.most_common())
 
-    def end_thread(self) -> None:
-        """After the last `beside`."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=False)
-
     def close(self) -> None:
         """Brings to the disk what there is. Idempotent."""
         if self._journal is not None:
@@ -400,46 +252,3 @@ class BatchJob:
             self._journal = None
         if self._input is not None:
             self._input.close()
-
-
-def run_sync(client: SyncClient, job: BatchJob) -> BatchSummary:
-    """Runs a job that has been checked."""
-    with closing(job):
-        job.open(client.get_model())
-        options = job.options
-        with (
-            closing(job.rows()) as rows,
-            closing(
-                map_sync(client, rows, job.prepare, concurrency=options.concurrency, ordered=options.ordered)
-            ) as results,
-        ):
-            for _, row, result in results:
-                job.take(row, result)
-        return job.finish()
-
-
-class AsyncAnswers(Answers, Protocol):
-    """What a job needs of an asyncio client."""
-
-    async def get_model(self) -> Model: ...
-
-
-async def run_async(client: AsyncAnswers, job: BatchJob) -> BatchSummary:
-    """Runs a job; files are read and written beside the event loop."""
-    try:
-        await job.beside(job.check)
-        await job.beside(job.open, await client.get_model())
-        options = job.options
-        async with (
-            aclosing(job.rows_async()) as rows,
-            aclosing(
-                map_async(client, rows, job.prepare, concurrency=options.concurrency, ordered=options.ordered)
-            ) as results,
-        ):
-            async for _, row, result in results:
-                await job.beside(job.take, row, result)
-        summary: BatchSummary = await job.beside(job.finish)
-        return summary
-    finally:
-        await job.beside(job.close)
-        job.end_thread()

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from saccade._jobs.rows import is_transient
+from saccade._jobs.lines import is_transient
 from saccade.errors import AlreadyExists, FailedPrecondition
 
 _SCHEMA = """

@@ -10,6 +10,10 @@ from typing import Any
 from saccade._core.settings import TLSConfig
 from saccade.errors import InvalidArgument
 
+left_to_the_parent: list[Any] = []
+"""Channels that a fork has copied into this process: closing them, or letting them be collected, would disturb the
+connections of the process they belong to."""
+
 
 def channel_credentials(tls: TLSConfig) -> Any:
     """`grpc.ChannelCredentials`; reads the files now, so that renewed ones are seen by the next channel."""

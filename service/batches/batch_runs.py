@@ -7,8 +7,9 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from saccade._async.jobs import run_job
 from saccade._core.retrying import Deadline, retry_delay
-from saccade._jobs.job import BatchJob, BatchOptions, BatchSummary, run_async
+from saccade._jobs.job import BatchJob, BatchOptions, BatchSummary
 from saccade._jobs.rows import ImageFolder
 from saccade.errors import InvalidArgument, error_from_service
 from saccade.types import Model
@@ -109,4 +110,4 @@ async def run_batch(
         concurrency=concurrency, ordered=record.ordered, max_errors=record.max_errors, on_start=on_start,
         on_progress=progress,
     )  # fmt: skip
-    return await run_async(client, BatchJob(where / "input.jsonl", where / "output.jsonl", options, folder))
+    return await run_job(client, BatchJob(where / "input.jsonl", where / "output.jsonl", options, folder))

@@ -14,7 +14,8 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from saccade._jobs.job import BatchInvalid, BatchSummary
+from saccade._jobs.input import BatchInvalid
+from saccade._jobs.job import BatchSummary
 from saccade._jobs.rows import ImageFolder
 from saccade.errors import SaccadeError
 from saccade.types import Model

@@ -199,8 +199,8 @@ def test_loops_of_several_threads_share_a_client(address: str, script: Script) -
         for _ in range(3):
             await asyncio.to_thread(turn.wait, 20)
             assert (await client.generate("?")).text == "a red square"
-            peers.add(id(client._connections[asyncio.get_running_loop()]))
-        assert len(client._connections) == 2
+            peers.add(id(client._connection._channels[asyncio.get_running_loop()]))
+        assert len(client._connection._channels) == 2
         await asyncio.to_thread(turn.wait, 20)
         return peers
 

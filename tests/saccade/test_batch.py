@@ -20,7 +20,7 @@ from fake_server import Failure, Script
 
 import saccade
 from saccade import cli, errors
-from saccade._jobs.job import BatchInvalid
+from saccade._jobs.input import BatchInvalid
 from saccade.progress import Progress, duration
 
 CHECKOUT = Path(__file__).resolve().parents[2]

@@ -333,7 +333,7 @@ def test_closing_the_client_ends_its_running_calls(address: str, script: Script)
 
 def test_nothing_is_connected_before_it_is_used() -> None:
     client = saccade.Client("127.0.0.1:1")
-    assert client._channel is None
+    assert client._connection._channel is None
 
 
 @pytest.mark.parametrize("address", ["localhost", "localhost:http", ":50051", "http://localhost:50051", "a:70000"])

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -13,8 +14,9 @@ from fake_server import Failure, Script, serve
 
 import saccade
 from saccade import errors
+from saccade._core.batches import Messages, watch_call
 from saccade._core.settings import CallSettings
-from saccade.jobs import _Again
+from saccade._core.steps import Open, Receive, Wait
 from saccade.v1 import batch_pb2, batch_pb2_grpc
 
 OUTPUT = bytes(range(97, 123))
@@ -106,13 +108,31 @@ def test_watching_goes_on_until_the_batch_is_over(batches: tuple[Batches, str], 
 
 
 def test_without_progress_it_ends() -> None:
-    again = _Again(CallSettings(max_retries=2))
-    for _ in range(2):
-        again.delay(GONE)
+    def read(messages: Messages, arrive: list[Any]) -> list[float]:
+        """What is waited for until there is a message, each attempt ending as `arrive` says."""
+        waits = []
+        actions = messages.read()
+        action = next(actions)
+        while True:
+            try:
+                if isinstance(action, Open):
+                    action = actions.send(None)
+                elif isinstance(action, Wait):
+                    waits.append(action.seconds)
+                    action = actions.send(None)
+                else:
+                    assert isinstance(action, Receive)
+                    arrived = arrive.pop(0)
+                    action = (actions.throw if isinstance(arrived, Exception) else actions.send)(arrived)
+            except StopIteration:
+                return waits
+
+    messages = Messages(lambda: watch_call("b"), CallSettings(max_retries=2))
+    assert len(read(messages, [GONE, GONE, "message"])) == 2
+    assert read(messages, ["message"]) == []
+    assert len(read(messages, [GONE, GONE, "message"])) == 2, "a message is progress"
     with pytest.raises(errors.Unavailable):
-        again.delay(GONE)
-    again.progress()
-    again.delay(GONE)
-    short = _Again(CallSettings(timeout=0.05))
+        read(messages, [GONE, GONE, GONE])
+    short = Messages(lambda: watch_call("b"), CallSettings(timeout=0.05))
     with pytest.raises(errors.Unavailable):
-        short.delay(errors.Unavailable("gone", retryable=True, retry_after=1.0))
+        read(short, [errors.Unavailable("gone", retryable=True, retry_after=1.0)])

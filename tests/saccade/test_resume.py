@@ -12,14 +12,15 @@ from typing import Any
 import grpc
 import pytest
 from fake_server import Failure, Script
+from wires import Wire
 
 import saccade
 from saccade import errors
 from saccade._core.resuming import StreamState
 from saccade._core.retrying import Deadline
 from saccade._core.settings import CallSettings
+from saccade._sync.methods import Methods
 from saccade._transport.watchdog import Watchdog
-from saccade.calls import Attempts
 
 Code = grpc.StatusCode
 Streamed = Callable[..., tuple[saccade.Generation, list[saccade.Delta]]]
@@ -209,7 +210,6 @@ def test_logprobs_are_cut_with_their_ids() -> None:
 
 
 def test_an_answer_whose_end_has_come_needs_no_attempt_more() -> None:
-    from saccade.calls import Stream
     from saccade.v1 import inference_pb2
 
     finished = inference_pb2.StreamGenerateResponse(finished=inference_pb2.Finished())
@@ -228,11 +228,12 @@ def test_an_answer_whose_end_has_come_needs_no_attempt_more() -> None:
 
     opened: list[Any] = []
 
-    def start(request: Any, timeout: float | None) -> Broken:
-        opened.append(request)
+    def start(message: Any) -> Broken:
+        opened.append(message.request)
         return Broken()
 
-    assert Stream(state(), start).final().text == "a" and len(opened) == 1
+    client = Methods(Wire(open=start), CallSettings())
+    assert client.stream("?").final().text == "a" and len(opened) == 1
 
 
 # -- patience ----------------------------------------------------------------------------------------------------------
@@ -329,9 +330,9 @@ def test_a_watchdog_wakes_for_an_earlier_time() -> None:
 def test_a_copy_shares_the_connection_and_leaves_it_open(address: str, script: Script) -> None:
     with saccade.Client(address, timeout=20, api_key="k") as client:
         copy = client.with_options(timeout=5, max_retries=0).with_options(idle_timeout=3)
-        assert copy._settings.calls == CallSettings(5, 0, None, 3) and client._settings.calls.timeout == 20
+        assert copy._calls == CallSettings(5, 0, None, 3) and client._calls.timeout == 20
         assert copy.generate("?").text == "a red square"
-        assert copy._channel is None and client._channel is not None
+        assert copy._connection is client._connection
         script.failures = [Failure(Code.UNAVAILABLE, retry_after=0.001)]
         with pytest.raises(errors.Unavailable):
             copy.generate("?")
@@ -366,10 +367,10 @@ def test_a_cancelled_call_does_not_wait_for_its_next_attempt(address: str, scrip
     with saccade.Client(address, timeout=60) as client:
         from saccade._core.requests import build_request
 
-        attempts: Attempts = client._attempts(build_request("?"), None)
-        attempts._cancelled.set()
+        exchange = client._exchange()
+        exchange.close()
         with pytest.raises(errors.Cancelled):
-            attempts.result()
+            client._generate(build_request("?"), None, exchange)
     assert not script.requests
 
 

@@ -10,15 +10,19 @@ from typing import Any
 import grpc
 import pytest
 from fake_server import Failure, Script
+from wires import Wire
 
 import saccade
 from saccade import errors
+from saccade._core.methods import one_call
 from saccade._core.requests import build_request
 from saccade._core.resuming import StreamState
 from saccade._core.retrying import Deadline, Retries, delay_within
 from saccade._core.settings import CallSettings
-from saccade._core.steps import Call
-from saccade.calls import Attempts, Stream
+from saccade._core.steps import Call, with_retries
+from saccade._sync.driver import run
+from saccade._sync.methods import Methods
+from saccade._transport.exchange import Exchange
 from saccade.v1 import inference_pb2
 
 Code = grpc.StatusCode
@@ -285,21 +289,22 @@ class Attempt:
     close = cancel
 
 
-def one_step() -> Any:
-    return (yield Call("inference", "Generate", build_request("?")))
+def ask_over(exchange: Exchange) -> Any:
+    steps = one_call(Call("inference", "Generate", build_request("?")))
+    return run(with_retries(steps, None, Deadline(None)), exchange)
 
 
 def test_a_call_cancelled_while_it_is_being_opened_is_cancelled() -> None:
     opened: list[Attempt] = []
 
-    def begin(call: Call, timeout: float | None) -> Attempt:
-        attempts.cancel()  # from another thread, just before there is anything that it could cancel
+    def begin(call: Call) -> Attempt:
+        exchange.close()  # from another thread, just before there is anything that it could cancel
         opened.append(Attempt())
         return opened[-1]
 
-    attempts = Attempts(begin, one_step(), CallSettings(), Deadline(None))
+    exchange = Exchange(Wire(begin))
     with pytest.raises(errors.Cancelled):
-        attempts.result()
+        ask_over(exchange)
     assert len(opened) == 1 and opened[0].cancelled
 
 
@@ -307,18 +312,18 @@ def test_a_call_cancelled_between_attempts_opens_no_other() -> None:
     class Failing(Attempt):
         def result(self) -> Any:
             assert len(opened) == 1, "it has been cancelled, and was opened again"
-            attempts.cancel()
+            exchange.close()
             raise GONE
 
     opened: list[Attempt] = []
 
-    def begin(call: Call, timeout: float | None) -> Attempt:
+    def begin(call: Call) -> Attempt:
         opened.append(Failing())
         return opened[-1]
 
-    attempts = Attempts(begin, one_step(), CallSettings(), Deadline(None))
+    exchange = Exchange(Wire(begin))
     with pytest.raises(errors.Cancelled):
-        attempts.result()
+        ask_over(exchange)
     assert len(opened) == 1 and opened[0].cancelled
 
 
@@ -329,7 +334,7 @@ def test_an_interrupt_cancels_the_attempt() -> None:
 
     attempt = Interrupted()
     with pytest.raises(KeyboardInterrupt):
-        Attempts(lambda call, timeout: attempt, one_step(), CallSettings(), Deadline(None)).result()
+        ask_over(Exchange(Wire(lambda call: attempt)))
     assert attempt.cancelled
 
 
@@ -340,13 +345,13 @@ def test_a_stream_closed_while_it_is_opened_again_is_cancelled() -> None:
 
     opened: list[Attempt] = []
 
-    def start(request: Any, timeout: float | None) -> Attempt:
+    def start(message: Any) -> Attempt:
         if opened:
             stream.close()
         opened.append(Attempt() if opened else Broken())
         return opened[-1]
 
-    stream = Stream(stream_state(), start)
+    stream = Methods(Wire(open=start), CallSettings()).stream("?")
     with pytest.raises(errors.Cancelled):
         next(stream)
     assert len(opened) == 2 and all(attempt.cancelled for attempt in opened)

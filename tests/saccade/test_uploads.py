@@ -16,7 +16,8 @@ import saccade
 from saccade import errors
 from saccade._core.images import image_message
 from saccade._core.requests import build_request
-from saccade._core.steps import Call, drive
+from saccade._core.retrying import Deadline
+from saccade._core.steps import Call, Send, Steps, with_retries
 from saccade._core.uploads import Uploads, files
 from saccade.v1 import inference_pb2, media_pb2, media_pb2_grpc
 
@@ -203,6 +204,23 @@ def uploaded(above: int | None = 20, refuse: Exception | None = None) -> tuple[U
     uploads = Uploads(request, above)
     drive(uploads.steps(), lambda call: made(calls, call, refuse))
     return uploads, request, calls
+
+
+def drive(steps: Steps[None], make: Callable[[Call], Any]) -> None:
+    """Answers each attempt with what `make` says of its call."""
+    actions = with_retries(steps, 0, Deadline(None))
+    try:
+        action = next(actions)
+        while True:
+            assert isinstance(action, Send)
+            try:
+                answer = make(action.call)
+            except errors.SaccadeError as error:
+                action = actions.throw(error)
+            else:
+                action = actions.send(answer)
+    except StopIteration:
+        return
 
 
 def made(calls: list[Call], call: Call, refuse: Exception | None = None) -> Any:

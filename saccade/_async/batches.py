@@ -1,0 +1,106 @@
+"""`client.batches`: batches that the server works on by itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from saccade._async.driver import run
+from saccade._async.session import AsyncSession
+from saccade._core.batches import (
+    Download,
+    Messages,
+    batch_from,
+    cancel_steps,
+    create_steps,
+    delete_steps,
+    get_steps,
+    list_steps,
+    watch_call,
+)
+from saccade._core.steps import Call
+from saccade.types import Batch
+
+
+class AsyncBatchMethods:
+    """`client.batches`: files of requests in OpenAI's batch format that the server answers while nobody waits.
+
+    Images are data URLs or `media:ID`s of `client.media`. A batch survives a restart of the server, and runs behind
+    all live calls.
+    """
+
+    def __init__(self, session: AsyncSession) -> None:
+        self._session = session
+
+    async def create(
+        self,
+        source: str | os.PathLike[str] | bytes,
+        *,
+        ordered: bool = False,
+        max_errors: int | None = None,
+        request_id: str = "",
+        timeout: float | None = None,
+    ) -> Batch:
+        """Hands a file over, a path or its content.
+
+        Args:
+            ordered: answers in the order of the requests.
+            max_errors: the batch fails after more error rows than this.
+            request_id: a second call with the same one gives the batch that the first has made.
+        """
+        return await self._session._run(create_steps(source, ordered, max_errors, request_id), timeout)
+
+    async def get(self, batch_id: str, *, timeout: float | None = None) -> Batch:
+        """Raises NotFound."""
+        return await self._session._run(get_steps(batch_id), timeout)
+
+    async def list(self, *, timeout: float | None = None) -> list[Batch]:
+        """All of them, the newest first."""
+        return await self._session._run(list_steps(), timeout)
+
+    async def cancel(self, batch_id: str, *, timeout: float | None = None) -> Batch:
+        """Ends it; what has been answered can still be downloaded."""
+        return await self._session._run(cancel_steps(batch_id), timeout)
+
+    async def delete(self, batch_id: str, *, timeout: float | None = None) -> None:
+        """Raises FailedPrecondition for one that is not over."""
+        await self._session._run(delete_steps(batch_id), timeout)
+
+    async def watch(self, batch_id: str) -> AsyncGenerator[Batch, None]:
+        """The batch now and after each change, until it is over. Goes on over restarts of the server."""
+        async with aclosing(self._messages(lambda: watch_call(batch_id))) as messages:
+            async for message in messages:
+                batch = batch_from(message.batch)
+                yield batch
+                if batch.over:
+                    return
+
+    async def wait(self, batch_id: str) -> Batch:
+        """The batch once it is over."""
+        async for batch in self.watch(batch_id):
+            last = batch
+        return last
+
+    async def download(self, batch_id: str, target: str | os.PathLike[str], *, resume: bool = False) -> Path:
+        """Writes the output of a batch that is over to a new file; with `resume`, behind what the file holds."""
+        download = Download(batch_id, target, resume)
+        exchange = self._session._exchange()
+        with download.file:
+            async with aclosing(self._messages(download.call)) as messages:
+                async for message in messages:
+                    await exchange.do(partial(download.write, message.data))
+        return download.path
+
+    async def _messages(self, call: Callable[[], Call]) -> AsyncGenerator[Any, None]:
+        """The messages of a stream that is opened again where it breaks off."""
+        exchange = self._session._exchange()
+        messages = Messages(call, self._session._calls)
+        try:
+            while (message := await run(messages.read(), exchange)) is not None:
+                yield message
+        finally:
+            exchange.close()

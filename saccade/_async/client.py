@@ -1,0 +1,69 @@
+"""The client of a server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from saccade._async.batches import AsyncBatchMethods
+from saccade._async.media import AsyncMediaMethods
+from saccade._async.methods import AsyncMethods
+from saccade._core.settings import Settings, TLSConfig, make_settings
+from saccade._transport.aio import AsyncConnection
+
+
+class AsyncClient(AsyncMethods):
+    """A connection to a server, made when it is first used. It may be shared by threads, event loops and tasks.
+
+    Copies of it in a forked or spawned process make connections of their own.
+
+    Args:
+        address: "host:port", or any gRPC target such as "unix:/path".
+        api_key: sent with each call; without one the environment's SACCADE_API_KEY is taken.
+        tls: True for the system's certificates, or a `TLSConfig`; None for plain text.
+        timeout: seconds for a whole call, retries included; None for no limit.
+        max_retries: how often a call that failed as UNAVAILABLE, or over its rate with a time to wait, is tried again;
+            None: as often as the timeout allows. A stream that breaks off is continued.
+        channel_options: further gRPC channel options, over the client's own.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        api_key: str | None = None,
+        tls: bool | TLSConfig | None = None,
+        timeout: float | None = 600.0,
+        max_retries: int | None = None,
+        channel_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        settings = make_settings(
+            address,
+            api_key=api_key,
+            tls=tls,
+            timeout=timeout,
+            max_retries=max_retries,
+            channel_options=channel_options,
+        )
+        self.__setstate__(settings)
+
+    def __getstate__(self) -> Settings:
+        return replace(self._settings, calls=self._calls)
+
+    def __setstate__(self, settings: Settings) -> None:
+        self._settings = settings
+        super().__init__(AsyncConnection(settings), settings.calls)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._settings.address!r})"
+
+    @property
+    def media(self) -> AsyncMediaMethods:
+        """Uploaded images and videos."""
+        return AsyncMediaMethods(self)
+
+    @property
+    def batches(self) -> AsyncBatchMethods:
+        """Batches that the server works on by itself."""
+        return AsyncBatchMethods(self)

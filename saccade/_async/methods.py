@@ -1,0 +1,297 @@
+"""The methods that all clients share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from saccade._async.ports import AsyncExchange
+from saccade._async.session import AsyncSession
+from saccade._async.stream import AsyncStream
+from saccade._core.images import ImageInput
+from saccade._core.methods import (
+    answer_steps,
+    embed_image_steps,
+    embed_steps,
+    generate_steps,
+    get_model_steps,
+    models_steps,
+    tokenize_steps,
+)
+from saccade._core.requests import (
+    GenerateOptions,
+    Prompt,
+    Sampling,
+    build_request,
+    chat_messages,
+    embed_image_request,
+    embed_request,
+    tokenize_request,
+)
+from saccade._core.resuming import stream_settings
+from saccade._core.videos import VideoInput
+from saccade._map.tasks import map_requests_async
+from saccade._map.window import MapRequest, check_concurrency, outcome, prepare_mapping
+from saccade.types import Embedding, Generation, Model, Outcome, Tensor, Tokens
+from saccade.v1 import inference_pb2
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from saccade._jobs.job import BatchKeywords, BatchSummary
+
+
+class AsyncMethods(AsyncSession):
+    """What `generate` and the others do; what carries a request to an engine is the connection's business."""
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        images: Iterable[ImageInput] | ImageInput = (),
+        videos: Iterable[VideoInput] | VideoInput = (),
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        logprobs: int | None = None,
+        raw: bool = False,
+        timeout: float | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> Generation:
+        """Asks the model and waits for the whole answer.
+
+        Args:
+            prompt: a string, put through the model's chat template as a user's message (`raw=True` takes it as it is);
+                or a list of chat messages `{"role": ..., "content": ...}`, whose content is a string or a list of parts
+                `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}`; or a list of token ids, taken as
+                they are, with one image token id for each picture.
+            images: paths, encoded bytes, binary files, Pillow images or uint8 arrays `[H, W, C]`. With a string they
+                come before the text; with chat messages they fill the image parts that hold no picture.
+            videos: paths or bytes of GIF, APNG, WebP, MP4 or WebM files, lists of frames (each as in `images`), or
+                `saccade.Video`, which says more of a clip. They come after the images.
+            max_tokens, temperature, top_p, top_k, seed, stop, logprobs: None leaves each to the model's defaults;
+                temperature 0 is greedy; logprobs=k also returns the k likeliest tokens in each place.
+            timeout: seconds for the whole call, retries included; None takes the client's.
+            chat_template_kwargs: further arguments of the chat template.
+            sampling: min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, min_tokens,
+                stop_token_ids, ignore_eos, n, continued_token_ids, model, request_id, priority.
+
+        Raises:
+            SaccadeError: one of its subclasses, see `saccade.errors`.
+        """
+
+        def build() -> inference_pb2.GenerateRequest:
+            return build_request(
+                prompt, images=images, videos=videos, raw=raw, chat_template_kwargs=chat_template_kwargs,
+                max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop,
+                logprobs=logprobs, **sampling,
+            )  # fmt: skip
+
+        return await self._run(generate_steps(build, self._calls.upload_above), timeout)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        images: Iterable[ImageInput] | ImageInput = (),
+        videos: Iterable[VideoInput] | VideoInput = (),
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        logprobs: int | None = None,
+        raw: bool = False,
+        timeout: float | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        first_token_timeout: float | None = None,
+        idle_timeout: float | None = None,
+        resume: bool = True,
+        **sampling: Unpack[Sampling],
+    ) -> AsyncStream:
+        """Asks the model and returns the answer as it is written. Arguments and errors are those of `generate`; an
+        error of the server is raised while the stream is read.
+
+        Args:
+            first_token_timeout, idle_timeout: seconds that a reader waits for the first piece and for each further one;
+                None takes the client's. Longer, and it is DeadlineExceeded, with the name as its reason.
+            resume: go on where the stream broke off, if the server or its engine went away; see `Stream`.
+        """
+
+        def build() -> inference_pb2.GenerateRequest:
+            return build_request(
+                prompt, images=images, videos=videos, raw=raw, chat_template_kwargs=chat_template_kwargs,
+                max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop,
+                logprobs=logprobs, **sampling,
+            )  # fmt: skip
+
+        calls = stream_settings(self._calls, first_token_timeout, idle_timeout)
+        stream = AsyncStream(self, build, calls, timeout, resume)
+        return stream  # sync: return stream._opened()
+
+    async def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        *,
+        system: str | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Generation:
+        """Asks for the next message of a conversation; `messages.append(answer.message)` goes on from there.
+
+        Args:
+            messages: chat messages as `generate` takes them; a string is one message of the user.
+            system: the system's message, in front of the others.
+            options: those of `generate`.
+        """
+        return await self.generate(chat_messages(messages, system), **options)
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        *,
+        images: Iterable[ImageInput] | ImageInput = (),
+        videos: Iterable[VideoInput] | VideoInput = (),
+        raw: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        model: str = "",
+        priority: int | None = None,
+        timeout: float | None = None,
+    ) -> Embedding:
+        """The model's hidden states for a prompt, as `generate` would read it.
+
+        Two prompts that mean the same need not be near each other: these are the states of a model that writes, not
+        of one that was trained to compare. `last` is what the next token would be drawn from.
+        """
+
+        def build() -> inference_pb2.EmbedRequest:
+            return embed_request(
+                prompt, images=images, videos=videos, raw=raw, chat_template_kwargs=chat_template_kwargs,
+                model=model, priority=priority,
+            )  # fmt: skip
+
+        return await self._run(embed_steps(build, self._calls.upload_above), timeout)
+
+    async def embed_image(self, image: ImageInput, *, model: str = "", timeout: float | None = None) -> Tensor:
+        """A picture's tokens behind the projector, as the decoder reads them: `[image tokens, hidden size]`."""
+        steps = embed_image_steps(lambda: embed_image_request(image, model=model), self._calls.upload_above)
+        return await self._run(steps, timeout)
+
+    async def tokenize(
+        self,
+        prompt: Prompt,
+        *,
+        images: Iterable[ImageInput] | ImageInput = (),
+        videos: Iterable[VideoInput] | VideoInput = (),
+        raw: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        model: str = "",
+        timeout: float | None = None,
+    ) -> Tokens:
+        """What `generate` would make of a prompt, and how much of the context it takes."""
+
+        def build() -> inference_pb2.TokenizeRequest:
+            return tokenize_request(
+                prompt, images=images, videos=videos, raw=raw, chat_template_kwargs=chat_template_kwargs, model=model,
+            )  # fmt: skip
+
+        return await self._run(tokenize_steps(build, self._calls.upload_above), timeout)
+
+    async def models(self, *, timeout: float | None = None) -> list[Model]:
+        """The models that are served."""
+        return await self._run(models_steps(), timeout)
+
+    async def get_model(self, name: str = "", *, timeout: float | None = None) -> Model:
+        """A model with its limits; without a name, the only one.
+
+        Raises:
+            NotFound: there is none of that name.
+        """
+        return await self._run(get_model_steps(name), timeout)
+
+    def map(
+        self,
+        requests: Iterable[MapRequest] | AsyncIterable[MapRequest],
+        *,
+        concurrency: int = 32,
+        ordered: bool = False,
+    ) -> AsyncGenerator[Outcome, None]:
+        """Answers many requests, `concurrency` of them at a time, in memory that does not grow with their number.
+
+        Args:
+            requests: mappings with the arguments of `generate`, and a custom_id if you like. They are taken as there is
+                room for them, in a thread of their own: a source that waits, even for an outcome, holds nothing up.
+            ordered: in the order of the requests instead of as they come; a slow one then holds back those behind it.
+
+        Returns:
+            An iterator of outcomes. A request that failed is an outcome with an error, not an exception. Leaving the
+            iterator cancels what is running.
+        """
+        check_concurrency(concurrency)
+        return self._map(requests, concurrency, ordered)
+
+    async def _map(
+        self,
+        requests: Iterable[MapRequest] | AsyncIterable[MapRequest],
+        concurrency: int,
+        ordered: bool,
+    ) -> AsyncGenerator[Outcome, None]:
+        async with aclosing(
+            map_requests_async(self, requests, prepare_mapping, concurrency=concurrency, ordered=ordered)
+        ) as results:
+            async for index, request, result in results:
+                yield outcome(index, request, result)
+
+    async def _generate(
+        self,
+        request: inference_pb2.GenerateRequest,
+        timeout: float | None,
+        exchange: AsyncExchange | None = None,
+    ) -> inference_pb2.GenerateResponse:
+        return await self._run(answer_steps(request, self._calls.upload_above), timeout, exchange)
+
+    async def run_batch(
+        self,
+        source: str | os.PathLike[str],
+        output: str | os.PathLike[str],
+        *,
+        max_retries: int | None = 8,
+        **options: Unpack[BatchKeywords],
+    ) -> BatchSummary:
+        """Answers a file of requests in OpenAI's batch format into another; see `saccade batch`.
+
+        The file is checked whole before the first request. A run that was stopped, however, goes on where it was when
+        it is started again with the same arguments. Rows that fail are rows of the output, not exceptions; so are rows
+        that name a file which cannot be read, unless `strict=True`.
+
+        Args:
+            source, output: paths. Pictures may be named by paths inside the source's folder.
+            max_retries: how often a row is tried again while the server is unavailable; None: as often as its timeout
+                allows.
+            options: concurrency, ordered, max_errors, overwrite, any_model, strict, timeout, priority, on_progress,
+                on_start.
+
+        Raises:
+            InvalidArgument: the source is wrong; `problems` of the error has a sentence for each line.
+            AlreadyExists: the output holds something else than answers to this source with this model.
+            FailedPrecondition: another process is writing the output, there were too many errors, or it cannot be
+                written.
+            Unavailable: nobody answers any more; starting it again goes on.
+        """
+        from saccade._async.jobs import run_job
+        from saccade._jobs.job import BatchJob, BatchOptions
+
+        job = BatchJob(source, output, BatchOptions.of(options))
+        return await run_job(self.with_options(max_retries=max_retries), job)

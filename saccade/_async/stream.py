@@ -1,0 +1,136 @@
+"""A streamed answer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Generator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from saccade._async.driver import run
+from saccade._async.ports import AsyncExchange
+from saccade._async.session import AsyncSession
+from saccade._core.resuming import StreamState
+from saccade._core.settings import CallSettings
+from saccade._core.uploads import Uploads
+from saccade.errors import Cancelled
+from saccade.types import Delta, Generation
+from saccade.v1 import inference_pb2
+
+if TYPE_CHECKING:
+    from typing import Self
+
+
+class AsyncStream(AsyncIterator[Delta]):
+    """An answer as it is written.
+
+    `async for` gives its deltas; `await stream.final()` reads the rest and gives the whole. `async with` cancels the
+    work on the server on leaving, unless the answer is complete; so does `close()`, at any time.
+
+    A stream that breaks because the server or its engine went away is continued with what it already has, so that the
+    answer is the one that it would have been, unless `resume=False` or the client's max_retries is 0. One that failed
+    for good raises its error again whenever it is read.
+    """
+
+    def __init__(
+        self,
+        session: AsyncSession,
+        build: Callable[[], inference_pb2.GenerateRequest],
+        calls: CallSettings,
+        timeout: float | None,
+        resume: bool,
+    ) -> None:
+        self._session = session
+        self._build = build
+        self._calls = calls
+        self._timeout = timeout
+        self._resume = resume
+        self._state: StreamState | None = None
+        self._exchange: AsyncExchange | None = None
+        self._closed = False
+        self._generation: Generation | None = None
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        return self._opened().__await__()
+
+    async def _opened(self) -> Self:
+        """Sends the request, once."""
+        if self._state is None and not self._closed:
+            exchange = self._exchange = self._session._exchange()
+            deadline = self._session._deadline(self._timeout)
+            request = await exchange.do(self._build)
+            uploads = Uploads(request, self._calls.upload_above)
+            state = StreamState(request, self._calls, deadline, self._resume, uploads)
+            await run(state.begin(), exchange)
+            self._state = state
+        return self
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if self._state is not None and self._state.failure is not None:
+            raise self._state.failure
+        await self._opened()
+        if self._closed:
+            raise StopAsyncIteration
+        assert self._state is not None and self._exchange is not None
+        try:
+            delta = await run(self._state.read(), self._exchange)
+        except BaseException as error:
+            if not self._closed:
+                self._state.failed(error)
+            await self.close()
+            raise
+        if delta is not None:
+            return delta
+        if not self._closed:
+            await self.close()
+            self._generation = self._state.assembler.finish()
+        raise StopAsyncIteration
+
+    @property
+    def request_id(self) -> str:
+        """Empty until the request has been built."""
+        return self._state.request.request_id if self._state else ""
+
+    @property
+    def text(self) -> str:
+        """The first sample's text so far."""
+        return self._state.assembler.text() if self._state else ""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The first sample's token ids so far."""
+        return self._state.assembler.token_ids() if self._state else []
+
+    @property
+    def seed(self) -> int | None:
+        """The seed in use, once the stream's first message has come."""
+        return self._state.seed if self._state else None
+
+    async def final(self) -> Generation:
+        """Reads the stream to its end and returns the whole answer.
+
+        Raises:
+            Cancelled: the stream was closed before its end.
+            SaccadeError: it failed; the same error each time it is asked.
+        """
+        async for _ in self:
+            pass
+        if self._generation is None:
+            raise Cancelled("the stream was closed before its end", request_id=self.request_id)
+        return self._generation
+
+    async def close(self) -> None:
+        """Cancels what is still running; what has come so far stays readable."""
+        self._closed = True
+        if self._exchange is not None:
+            self._exchange.close()
+
+    async def __aenter__(self) -> Self:
+        return await self._opened()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

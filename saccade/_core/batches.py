@@ -1,0 +1,161 @@
+"""Batches that the server works on by itself: `client.batches` of the two gRPC clients."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from saccade._core.retrying import Deadline, Retries
+from saccade._core.settings import CallSettings
+from saccade._core.steps import Actions, Call, Open, Receive, Steps, Wait
+from saccade._core.uploads import CHUNK_BYTES, chunks
+from saccade.errors import FailedPrecondition, InvalidArgument, SaccadeError
+from saccade.types import Batch
+from saccade.v1 import batch_pb2
+
+_STATES = {
+    batch_pb2.BATCH_STATE_VALIDATING: "validating",
+    batch_pb2.BATCH_STATE_QUEUED: "queued",
+    batch_pb2.BATCH_STATE_RUNNING: "running",
+    batch_pb2.BATCH_STATE_COMPLETED: "completed",
+    batch_pb2.BATCH_STATE_FAILED: "failed",
+    batch_pb2.BATCH_STATE_CANCELLED: "cancelled",
+}
+
+
+def batch_from(message: batch_pb2.Batch) -> Batch:
+    def seconds(name: str) -> float | None:
+        return getattr(message, name).ToMilliseconds() / 1000 if message.HasField(name) else None
+
+    return Batch(
+        batch_id=message.batch_id,
+        state=_STATES.get(message.state, ""),
+        total=message.total,
+        completed=message.completed,
+        failed=message.failed,
+        prompt_tokens=message.prompt_tokens,
+        completion_tokens=message.completion_tokens,
+        created=seconds("create_time"),
+        started=seconds("start_time"),
+        ended=seconds("end_time"),
+        expires=seconds("expire_time"),
+        reason=message.reason,
+        message=message.message,
+        problems=tuple(message.problems),
+        model=message.model,
+        model_version=message.model_version,
+        output_bytes=message.output_bytes,
+    )
+
+
+def create_steps(
+    source: str | os.PathLike[str] | bytes, ordered: bool, max_errors: int | None, request_id: str
+) -> Steps[Batch]:
+    """The file is read as it is sent, and anew in each attempt."""
+    header = batch_pb2.BatchHeader(
+        request_id=request_id or uuid.uuid4().hex, size_bytes=_size(source), ordered=ordered, max_errors=max_errors
+    )
+
+    def messages() -> Iterator[batch_pb2.CreateBatchRequest]:
+        yield batch_pb2.CreateBatchRequest(header=header)
+        if isinstance(source, bytes):
+            yield from (batch_pb2.CreateBatchRequest(chunk=chunk) for chunk in chunks(source))
+        else:
+            with open(source, "rb") as file:
+                while chunk := file.read(CHUNK_BYTES):
+                    yield batch_pb2.CreateBatchRequest(chunk=chunk)
+
+    return batch_from((yield Call("batch", "CreateBatch", messages)).batch)
+
+
+def _size(source: str | os.PathLike[str] | bytes) -> int:
+    if isinstance(source, bytes):
+        return len(source)
+    try:
+        return os.stat(source).st_size
+    except OSError as error:
+        raise InvalidArgument(f"cannot read {os.fspath(source)!r}: {error.strerror}") from error
+
+
+def get_steps(batch_id: str) -> Steps[Batch]:
+    return batch_from((yield Call("batch", "GetBatch", batch_pb2.GetBatchRequest(batch_id=batch_id))).batch)
+
+
+def list_steps() -> Steps[list[Batch]]:
+    found: list[Batch] = []
+    token = ""
+    while True:
+        page = yield Call("batch", "ListBatches", batch_pb2.ListBatchesRequest(page_token=token))
+        found += map(batch_from, page.batches)
+        if not (token := page.next_page_token):
+            return found
+
+
+def cancel_steps(batch_id: str) -> Steps[Batch]:
+    return batch_from((yield Call("batch", "CancelBatch", batch_pb2.CancelBatchRequest(batch_id=batch_id))).batch)
+
+
+def delete_steps(batch_id: str) -> Steps[None]:
+    yield Call("batch", "DeleteBatch", batch_pb2.DeleteBatchRequest(batch_id=batch_id))
+
+
+class Messages:
+    """The messages of a stream that is opened again where it breaks off. Retries and the call's time count anew after
+    each message: a batch may take days.
+
+    Args:
+        call: what to ask for, at the moment of each attempt.
+    """
+
+    def __init__(self, call: Callable[[], Call], settings: CallSettings) -> None:
+        self._call = call
+        self._settings = settings
+        self._opened = False
+        self._progress()
+
+    def _progress(self) -> None:
+        self._retries = Retries(self._settings.max_retries, Deadline(self._settings.timeout))
+
+    def read(self) -> Actions[Any]:
+        """The next message; None at the end."""
+        while True:
+            try:
+                if not self._opened:
+                    yield Open(self._call(), None)
+                    self._opened = True
+                message = yield Receive(None)
+                self._progress()
+                return message
+            except SaccadeError as error:
+                delay = self._retries.delay_after(error)
+            self._opened = False
+            yield Wait(delay)
+
+
+def watch_call(batch_id: str) -> Call:
+    return Call("batch", "WatchBatch", batch_pb2.WatchBatchRequest(batch_id=batch_id))
+
+
+class Download:
+    """The output as it arrives in a file, and where to go on."""
+
+    def __init__(self, batch_id: str, target: str | os.PathLike[str], resume: bool) -> None:
+        self._batch_id = batch_id
+        self.path = Path(target)
+        try:
+            self.file: BinaryIO = open(self.path, "ab" if resume else "xb")
+        except OSError as error:
+            hint = "; resume=True goes on behind what is there" if isinstance(error, FileExistsError) else ""
+            raise FailedPrecondition(f"cannot write {str(self.path)!r}: {error.strerror}{hint}") from error
+        self.offset = self.file.seek(0, os.SEEK_END)
+
+    def call(self) -> Call:
+        request = batch_pb2.DownloadBatchOutputRequest(batch_id=self._batch_id, offset=self.offset)
+        return Call("batch", "DownloadBatchOutput", request)
+
+    def write(self, data: bytes) -> None:
+        self.file.write(data)
+        self.offset += len(data)

@@ -1,0 +1,40 @@
+"""Files that are sent once and named from then on. Large files of any request go this way by themselves, see
+`uploads`."""
+
+from __future__ import annotations
+
+from saccade._core.images import ImageInput, image_message
+from saccade._core.steps import Call, Do, Steps
+from saccade._core.uploads import media_from, upload_steps
+from saccade.errors import InvalidArgument
+from saccade.types import Media
+from saccade.v1 import media_pb2
+
+
+def file_bytes(image: ImageInput) -> bytes:
+    """What `upload` sends. Raises InvalidArgument for what has no content of its own to send."""
+    message = image_message(image)
+    source = message.WhichOneof("source")
+    if source == "uri":
+        raise InvalidArgument(
+            f"upload: {message.uri!r} is fetched by the server, in the request that names it; upload takes a path, "
+            "bytes, a binary file, an image or an array"
+        )
+    if source == "media_id":
+        raise InvalidArgument(f"upload: {message.media_id!r} has been uploaded already")
+    if not message.data:
+        raise InvalidArgument("upload: the file is empty, expected 1 byte or more, got 0")
+    return message.data
+
+
+def upload_file_steps(image: ImageInput) -> Steps[Media]:
+    data = yield Do(lambda: file_bytes(image))
+    return (yield from upload_steps(data))
+
+
+def get_steps(media_id: str) -> Steps[Media]:
+    return media_from((yield Call("media", "GetMedia", media_pb2.GetMediaRequest(media_id=media_id))).media)
+
+
+def delete_steps(media_id: str) -> Steps[None]:
+    yield Call("media", "DeleteMedia", media_pb2.DeleteMediaRequest(media_id=media_id))

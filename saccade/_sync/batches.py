@@ -1,0 +1,107 @@
+# Generated from saccade/_async/batches.py by `make sdk`. Do not edit.
+"""`client.batches`: batches that the server works on by itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from saccade._core.batches import (
+    Download,
+    Messages,
+    batch_from,
+    cancel_steps,
+    create_steps,
+    delete_steps,
+    get_steps,
+    list_steps,
+    watch_call,
+)
+from saccade._core.steps import Call
+from saccade._sync.driver import run
+from saccade._sync.session import Session
+from saccade.types import Batch
+
+
+class BatchMethods:
+    """`client.batches`: files of requests in OpenAI's batch format that the server answers while nobody waits.
+
+    Images are data URLs or `media:ID`s of `client.media`. A batch survives a restart of the server, and runs behind
+    all live calls.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def create(
+        self,
+        source: str | os.PathLike[str] | bytes,
+        *,
+        ordered: bool = False,
+        max_errors: int | None = None,
+        request_id: str = "",
+        timeout: float | None = None,
+    ) -> Batch:
+        """Hands a file over, a path or its content.
+
+        Args:
+            ordered: answers in the order of the requests.
+            max_errors: the batch fails after more error rows than this.
+            request_id: a second call with the same one gives the batch that the first has made.
+        """
+        return self._session._run(create_steps(source, ordered, max_errors, request_id), timeout)
+
+    def get(self, batch_id: str, *, timeout: float | None = None) -> Batch:
+        """Raises NotFound."""
+        return self._session._run(get_steps(batch_id), timeout)
+
+    def list(self, *, timeout: float | None = None) -> list[Batch]:
+        """All of them, the newest first."""
+        return self._session._run(list_steps(), timeout)
+
+    def cancel(self, batch_id: str, *, timeout: float | None = None) -> Batch:
+        """Ends it; what has been answered can still be downloaded."""
+        return self._session._run(cancel_steps(batch_id), timeout)
+
+    def delete(self, batch_id: str, *, timeout: float | None = None) -> None:
+        """Raises FailedPrecondition for one that is not over."""
+        self._session._run(delete_steps(batch_id), timeout)
+
+    def watch(self, batch_id: str) -> Generator[Batch, None, None]:
+        """The batch now and after each change, until it is over. Goes on over restarts of the server."""
+        with closing(self._messages(lambda: watch_call(batch_id))) as messages:
+            for message in messages:
+                batch = batch_from(message.batch)
+                yield batch
+                if batch.over:
+                    return
+
+    def wait(self, batch_id: str) -> Batch:
+        """The batch once it is over."""
+        for batch in self.watch(batch_id):
+            last = batch
+        return last
+
+    def download(self, batch_id: str, target: str | os.PathLike[str], *, resume: bool = False) -> Path:
+        """Writes the output of a batch that is over to a new file; with `resume`, behind what the file holds."""
+        download = Download(batch_id, target, resume)
+        exchange = self._session._exchange()
+        with download.file:
+            with closing(self._messages(download.call)) as messages:
+                for message in messages:
+                    exchange.do(partial(download.write, message.data))
+        return download.path
+
+    def _messages(self, call: Callable[[], Call]) -> Generator[Any, None, None]:
+        """The messages of a stream that is opened again where it breaks off."""
+        exchange = self._session._exchange()
+        messages = Messages(call, self._session._calls)
+        try:
+            while (message := run(messages.read(), exchange)) is not None:
+                yield message
+        finally:
+            exchange.close()

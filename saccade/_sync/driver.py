@@ -1,0 +1,42 @@
+# Generated from saccade/_async/driver.py by `make sdk`. Do not edit.
+"""Has a transport carry out what the core asks for."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from saccade._core.steps import Action, Actions, Do, Open, Receive, Send, Wait
+from saccade._sync.ports import Exchange
+from saccade.errors import SaccadeError
+
+T = TypeVar("T")
+
+
+def run(actions: Actions[T], exchange: Exchange) -> T:
+    """What the actions end in. Raises SaccadeError."""
+    try:
+        action = next(actions)
+        while True:
+            try:
+                result = _perform(action, exchange)
+            except (SaccadeError, TimeoutError) as error:
+                action = actions.throw(error)
+            else:
+                action = actions.send(result)
+    except StopIteration as stop:
+        answer: T = stop.value
+        return answer
+
+
+def _perform(action: Action, exchange: Exchange) -> Any:
+    match action:
+        case Receive(patience):
+            return exchange.receive(patience)
+        case Send(call, timeout):
+            return exchange.send(call, timeout)
+        case Open(call, timeout, request_id):
+            return exchange.open(call, timeout, request_id)
+        case Wait(seconds):
+            return exchange.wait(seconds)
+        case Do(function):
+            return exchange.do(function)

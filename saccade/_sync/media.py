@@ -1,0 +1,29 @@
+# Generated from saccade/_async/media.py by `make sdk`. Do not edit.
+"""`client.media`: files that are sent once and named from then on."""
+
+from __future__ import annotations
+
+from saccade._core.images import ImageInput
+from saccade._core.media import delete_steps, get_steps, upload_file_steps
+from saccade._sync.session import Session
+from saccade.types import Media
+
+
+class MediaMethods:
+    """`client.media`."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def upload(self, image: ImageInput, *, timeout: float | None = None) -> Media:
+        """Sends an image or a video file, unless it is there already. Its `media_id` may stand for it in requests and
+        batches: `images=[media]`, `videos=[media]`."""
+        return self._session._run(upload_file_steps(image), timeout)
+
+    def get(self, media_id: str, *, timeout: float | None = None) -> Media:
+        """Raises NotFound."""
+        return self._session._run(get_steps(media_id), timeout)
+
+    def delete(self, media_id: str, *, timeout: float | None = None) -> None:
+        """Raises NotFound."""
+        self._session._run(delete_steps(media_id), timeout)

@@ -1,0 +1,171 @@
+"""gRPC in an asyncio event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from typing import Any, TypeVar
+
+from saccade._core.settings import Settings
+from saccade._core.steps import Call
+from saccade._transport.channel import channel_credentials, left_to_the_parent, stub_class
+from saccade.errors import Cancelled, FailedPrecondition, error_from_rpc
+
+T = TypeVar("T")
+
+
+class AsyncExchange:
+    """Carries out the actions of one method. `close` may be called by any task of the loop."""
+
+    def __init__(self, connection: AsyncConnection) -> None:
+        self._connection = connection
+        self._closed = False
+        self._call: Any = None
+        self._request_id = ""
+
+    async def send(self, call: Call, timeout: float | None) -> Any:
+        import grpc
+
+        self._check(call.request_id)
+        sent = _beside_the_loop(call.message()) if callable(call.message) else call.message
+        try:
+            return await self._connection.start(call, sent, timeout)
+        except grpc.RpcError as rpc_error:
+            raise error_from_rpc(rpc_error, request_id=call.request_id) from rpc_error
+        except asyncio.CancelledError:
+            if self._ended and not _task_is_cancelled():
+                raise Cancelled("the client has been closed", request_id=call.request_id) from None
+            raise
+
+    async def open(self, call: Call, timeout: float | None, request_id: str) -> None:
+        self._check(request_id)
+        if self._call is not None:
+            self._call.cancel()
+        self._request_id = request_id
+        self._call = self._connection.start(call, call.message, timeout)
+
+    async def receive(self, patience: float | None) -> Any:
+        import grpc
+
+        try:
+            response = await _within(self._call.read(), patience)
+            return None if response is grpc.aio.EOF else response
+        except TimeoutError:  # not the built-in one before Python 3.11
+            raise TimeoutError from None
+        except grpc.RpcError as rpc_error:
+            raise error_from_rpc(rpc_error, request_id=self._request_id) from rpc_error
+        except asyncio.CancelledError:
+            # grpc.aio reports a call that was cancelled by a close() in the same way as a task that was cancelled.
+            if self._ended and not _task_is_cancelled():
+                raise Cancelled("the stream has been closed", request_id=self._request_id) from None
+            raise
+
+    async def wait(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        self._check(self._request_id)
+
+    async def do(self, function: Callable[[], T]) -> T:
+        return await asyncio.to_thread(function)
+
+    @property
+    def _ended(self) -> bool:
+        return self._closed or self._connection.closed
+
+    def _check(self, request_id: str) -> None:
+        if self._closed:
+            what = "call was cancelled" if self._call is None else "stream has been closed"
+            raise Cancelled(f"the {what}", request_id=request_id)
+
+    def close(self) -> None:
+        self._closed = True
+        if self._call is not None:
+            self._call.cancel()
+
+
+async def _within(result: Awaitable[T], seconds: float | None) -> T:
+    return await (result if seconds is None else asyncio.wait_for(result, seconds))
+
+
+async def _beside_the_loop(messages: Iterator[Any]) -> AsyncGenerator[Any, None]:
+    """Messages that are read from a file."""
+    while (message := await asyncio.to_thread(next, messages, None)) is not None:
+        yield message
+
+
+def _task_is_cancelled() -> bool:
+    """Python 3.10 does not tell: there it is taken for not cancelled."""
+    task = asyncio.current_task()
+    return task is not None and hasattr(task, "cancelling") and task.cancelling() > 0
+
+
+class _Channel:
+    """A channel and its stubs, of one event loop."""
+
+    def __init__(self, settings: Settings) -> None:
+        import grpc
+
+        options = settings.all_channel_options()
+        if settings.tls is None:
+            self.channel = grpc.aio.insecure_channel(settings.address, options)
+        else:
+            self.channel = grpc.aio.secure_channel(settings.address, channel_credentials(settings.tls), options)
+        self._stubs: dict[str, Any] = {}
+
+    def stub(self, service: str) -> Any:
+        if service not in self._stubs:
+            self._stubs[service] = stub_class(service)(self.channel)
+        return self._stubs[service]
+
+
+class AsyncConnection:
+    """A channel for each event loop that uses it, made when it is first used."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._channels: dict[asyncio.AbstractEventLoop, _Channel] = {}
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self.closed = False
+
+    def exchange(self) -> AsyncExchange:
+        return AsyncExchange(self)
+
+    def start(self, call: Call, message: Any, timeout: float | None) -> Any:
+        """gRPC's own call. Raises FailedPrecondition."""
+        method = getattr(self._stub(call.service), call.method)
+        return method(message, timeout=timeout, metadata=self._settings.call_metadata())
+
+    def _stub(self, service: str) -> Any:
+        if self.closed:
+            raise FailedPrecondition("the client has been closed", reason="CLIENT_CLOSED")
+        loop = asyncio.get_running_loop()
+        with self._lock_of_this_process():
+            channel = self._channels.get(loop)
+            if channel is None:
+                # A channel that nobody holds any more closes itself; those of loops that are over have nobody else.
+                self._channels = {held: c for held, c in self._channels.items() if not held.is_closed()}
+                channel = self._channels[loop] = _Channel(self._settings)
+            return channel.stub(service)
+
+    def _lock_of_this_process(self) -> threading.Lock:
+        if self._pid != os.getpid():
+            # A fork copied this object, its lock in whatever state a thread of the parent held it.
+            self._pid = os.getpid()
+            self._lock = threading.Lock()
+            left_to_the_parent.append(self._channels)
+            self._channels = {}
+        return self._lock
+
+    async def close(self) -> None:
+        """Calls that are still running end as Cancelled. Idempotent."""
+        with self._lock_of_this_process():
+            channels, self._channels = self._channels, {}
+            self.closed = True
+        here = asyncio.get_running_loop()
+        for loop, channel in channels.items():
+            if loop is here:
+                await channel.channel.close()
+            elif loop.is_running():  # in another thread
+                asyncio.run_coroutine_threadsafe(channel.channel.close(), loop)

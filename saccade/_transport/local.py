@@ -1,0 +1,132 @@
+"""The engine in this process, without a server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from saccade._core.steps import Call
+from saccade._transport.exchange import Exchange, Responses, UnaryCall
+from saccade.errors import Cancelled, FailedPrecondition, SaccadeError, Unimplemented, error_from_service
+
+INSTALL = "LocalClient runs the engine in this process, which needs the server's package: pip install saccade-server"
+
+
+class LocalConnection:
+    """An engine that is loaded here.
+
+    Args:
+        arguments: model, dtype, device and the options of `saccade serve`, with underscores.
+
+    Raises:
+        FailedPrecondition: the server's package is not installed.
+        SaccadeError: the model cannot be loaded.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self._arguments = arguments
+        self.closed = False
+        self._load()
+
+    def _load(self) -> None:
+        try:
+            from service.servers.local import LocalService
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "service":
+                raise
+            raise FailedPrecondition(INSTALL, reason="NOT_INSTALLED") from error
+        self._pid = os.getpid()
+        with _translated(""):
+            self.service = LocalService(**self._arguments)
+
+    def exchange(self) -> Exchange:
+        return Exchange(self)
+
+    def _engine(self) -> Any:
+        if self.closed:
+            raise FailedPrecondition("the client has been closed", reason="CLIENT_CLOSED")
+        if self._pid != os.getpid():
+            # Threads do not survive a fork: the engine behind the inherited object is one that nobody runs.
+            self._load()
+        return self.service
+
+    def begin(self, call: Call, timeout: float | None) -> UnaryCall:
+        with self.ended_by_close(call.request_id), _translated(call.request_id):
+            return _LocalCall(self, self._engine().begin(call.method, call.message, timeout), call.request_id)
+
+    def open(self, call: Call, timeout: float | None, request_id: str) -> Responses:
+        if call.method != "StreamGenerate":
+            raise Unimplemented(f"{call.method} needs a server", reason="UNIMPLEMENTED")
+        with self.ended_by_close(request_id), _translated(request_id):
+            return _LocalResponses(self, self._engine().stream(call.message.request, timeout), request_id)
+
+    @contextmanager
+    def ended_by_close(self, request_id: str) -> Iterator[None]:
+        """Whatever the engine says of a call that `close` has cut short, the caller gets Cancelled, as over gRPC."""
+        running = not self.closed
+        try:
+            yield
+        except SaccadeError as error:
+            if running and self.closed:
+                raise Cancelled("the client has been closed", request_id=request_id) from error
+            raise
+
+    def close(self) -> None:
+        """Ends the engine and frees what it holds. Idempotent."""
+        if not self.closed:
+            self.closed = True
+            if self._pid == os.getpid():
+                self.service.close()
+
+
+class _LocalCall:
+    """One unary call of the engine."""
+
+    def __init__(self, wire: LocalConnection, call: Any, request_id: str) -> None:
+        self._wire, self._call, self._request_id = wire, call, request_id
+
+    def result(self) -> Any:
+        with self._wire.ended_by_close(self._request_id), _translated(self._request_id):
+            return self._call.result()
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+class _LocalResponses:
+    """The messages of one stream of the engine."""
+
+    def __init__(self, wire: LocalConnection, stream: Any, request_id: str) -> None:
+        self._wire, self._stream, self._request_id = wire, stream, request_id
+
+    def receive(self, patience: float | None) -> Any:
+        if self._wire.closed:
+            raise Cancelled("the client has been closed", request_id=self._request_id)
+        with self._wire.ended_by_close(self._request_id), _translated(self._request_id):
+            return self._stream.receive(patience)
+
+    def close(self) -> None:
+        self._stream.cancel()
+
+    def __del__(self) -> None:
+        # A stream that nobody holds any more is cancelled, as over gRPC.
+        self._stream.cancel()
+
+
+class _translated:
+    """Turns the service's own status errors into the client's, as the wire would have."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None or isinstance(error, SaccadeError):
+            return
+        from service.common.errors import StatusError
+
+        if isinstance(error, StatusError):
+            raise error_from_service(error, self.request_id) from error

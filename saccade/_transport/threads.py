@@ -1,0 +1,146 @@
+"""gRPC in the threads that call it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+from saccade._core.settings import Settings
+from saccade._core.steps import Call
+from saccade._transport.channel import channel_credentials, left_to_the_parent, stub_class
+from saccade._transport.exchange import Exchange, Responses, UnaryCall
+from saccade._transport.watchdog import Watchdog
+from saccade.errors import Cancelled, FailedPrecondition, error_from_rpc
+
+if TYPE_CHECKING:
+    import grpc
+
+
+class Connection:
+    """A channel, made when it is first used, and its stubs. Threads may share one.
+
+    After a fork the child makes a channel of its own.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._channel: grpc.Channel | None = None
+        self._stubs: dict[str, Any] = {}
+        self._pid = os.getpid()
+        self._closed = False
+
+    def exchange(self) -> Exchange:
+        return Exchange(self)
+
+    def begin(self, call: Call, timeout: float | None) -> UnaryCall:
+        return _GrpcCall(self._start(call, timeout, future=True), call.request_id)
+
+    def open(self, call: Call, timeout: float | None, request_id: str) -> Responses:
+        return _GrpcResponses(self._start(call, timeout, future=False), request_id)
+
+    def _start(self, call: Call, timeout: float | None, *, future: bool) -> Any:
+        method = getattr(self._stub(call.service), call.method)
+        message = call.message() if callable(call.message) else call.message
+        try:
+            return (method.future if future else method)(
+                message, timeout=timeout, metadata=self._settings.call_metadata()
+            )
+        except ValueError as error:
+            # gRPC's word for a channel that another thread has closed in between.
+            raise FailedPrecondition("the client has been closed", reason="CLIENT_CLOSED") from error
+
+    def _stub(self, service: str) -> Any:
+        with self._lock_of_this_process():
+            if self._closed:
+                raise FailedPrecondition("the client has been closed", reason="CLIENT_CLOSED")
+            if service not in self._stubs:
+                self._stubs[service] = stub_class(service)(self._connected())
+            return self._stubs[service]
+
+    def _connected(self) -> grpc.Channel:
+        if self._channel is None:
+            import grpc
+
+            options = self._settings.all_channel_options()
+            if self._settings.tls is None:
+                self._channel = grpc.insecure_channel(self._settings.address, options)
+            else:
+                credentials = channel_credentials(self._settings.tls)
+                self._channel = grpc.secure_channel(self._settings.address, credentials, options)
+        return self._channel
+
+    def _lock_of_this_process(self) -> threading.Lock:
+        if self._pid != os.getpid():
+            # A fork copied this object, its lock in whatever state a thread of the parent held it.
+            self._pid = os.getpid()
+            self._lock = threading.Lock()
+            left_to_the_parent.append((self._channel, self._stubs))
+            self._channel, self._stubs = None, {}
+        return self._lock
+
+    def close(self) -> None:
+        """Calls that are still running end as Cancelled. Idempotent."""
+        with self._lock_of_this_process():
+            channel, self._channel = self._channel, None
+            self._stubs = {}
+            self._closed = True
+        if channel is not None:
+            channel.close()
+
+
+class _GrpcCall:
+    """One unary call."""
+
+    def __init__(self, call: Any, request_id: str) -> None:
+        self._call = call
+        self._request_id = request_id
+
+    def result(self) -> Any:
+        import grpc
+
+        try:
+            return self._call.result()
+        except grpc.RpcError as rpc_error:
+            error = error_from_rpc(rpc_error, request_id=self._request_id)
+            raise error from rpc_error
+        except grpc.FutureCancelledError:
+            raise Cancelled("the call was cancelled", request_id=self._request_id) from None
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+class _GrpcResponses:
+    """The messages of one streaming call."""
+
+    def __init__(self, call: Any, request_id: str) -> None:
+        self._call = call
+        self._request_id = request_id
+        self._watchdog: Watchdog | None = None
+
+    def receive(self, patience: float | None) -> Any:
+        import grpc
+
+        watchdog = self._watchdog
+        if patience is not None:
+            watchdog = self._watchdog = watchdog or Watchdog(self._call)
+            watchdog.arm(patience)
+        try:
+            return next(self._call)
+        except StopIteration:
+            return None
+        except grpc.RpcError as rpc_error:
+            if watchdog is not None and watchdog.expired:
+                raise TimeoutError from rpc_error
+            error = error_from_rpc(rpc_error, request_id=self._request_id)
+            raise error from rpc_error
+        finally:
+            if watchdog is not None:
+                watchdog.disarm()
+
+    def close(self) -> None:
+        self._call.cancel()
+        if self._watchdog is not None:
+            self._watchdog.stop()
