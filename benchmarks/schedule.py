@@ -71,14 +71,15 @@ def running(requests: int, pages: int, steps: int, situation: str) -> Scheduler:
         page_size=PAGE, state_cache="auto",
     )  # fmt: skip
     pool = SuperblockPool(blocks, PER_BLOCK)
-    scheduler = Scheduler(options, pool, page_bytes=1 << 16, slot_bytes=1 << 20)
+    sizes = {"page_bytes": 1 << 16, "slot_bytes": 1 << 20}
+    cache = PrefixCache(pool, Placement("auto", CHUNK, CHUNK, PAGE), **sizes)
+    scheduler = Scheduler(options, pool, cache=cache, **sizes)
     for number in range(requests):
         scheduler.add(request(f"r{number}", tokens - number % PAGE, output))  # a page more in any step for some
-    while any(not sequence.decoding for sequence in scheduler.sequences):
+    while any(not sequence.decoding for sequence in scheduler.queues):
         advance(scheduler)
         hold(scheduler)
-    placement = Placement("auto", CHUNK, CHUNK, PAGE)
-    scheduler.cache = PrefixCache(pool, placement, page_bytes=1 << 16, slot_bytes=1 << 20)
+    cache.clear()
     if situation == "blocked":
         scheduler.add(request("late", blocks * PER_BLOCK * PAGE, 1))
     elif situation == "reclaim":
@@ -112,7 +113,7 @@ def measure(requests: int, pages: int, steps: int, situation: str) -> dict[str, 
     evicted = scheduler.cache.counters["evicted"]
     gc.collect()
     spent = [advance(scheduler) for _ in range(steps)]
-    assert len(scheduler.running) == requests and not scheduler.preemptions
+    assert len(scheduler.running) == requests and not scheduler.preemption.preemptions
     return {
         "situation": situation,
         "requests": requests,

@@ -19,7 +19,7 @@ from torch import Tensor
 from decoder.arena import paged
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.positions import positions_of
-from decoder.request import Sequence
+from decoder.sequence import Sequence
 from decoder.singles import singles
 from decoder.slot_tables import PageTables, SlotStates
 from decoder.step import Row
@@ -305,13 +305,13 @@ class BatchBuilder:
         places: list[int] = []
         for row in rows:
             self.tables.update(row.sequence)
-            pages = row.sequence.pages
+            pages = row.sequence.held.pages
             if row.count == 1:
                 places.append(pages[row.start // size] * size + row.start % size)
             else:
                 places += [pages[p // size] * size + p % size for p in range(row.start, row.end)]
-        seats = [row.sequence.seat for row in rows[:alone] for _ in range(row.count)]
-        seats += [row.sequence.seat for row in rows[alone:]]
+        seats = [row.sequence.held.batch_slot for row in rows[:alone] for _ in range(row.count)]
+        seats += [row.sequence.held.batch_slot for row in rows[alone:]]
         return self.tables.table.index_select(0, self._tensor(seats)), self._tensor(places)
 
     def page_tables(self, sequences: SequenceOf[Sequence]) -> Tensor:
@@ -319,16 +319,16 @@ class BatchBuilder:
         assert self.tables is not None
         for sequence in sequences:
             self.tables.update(sequence)
-        return self.tables.table.index_select(0, self._tensor([sequence.seat for sequence in sequences]))
+        return self.tables.table.index_select(0, self._tensor([sequence.held.batch_slot for sequence in sequences]))
 
     def _verify(self, rows: SequenceOf[Row]) -> VerifyRows:
         replayed, held = self.states.replayed, []
         for row in rows:
-            sequence, slots = row.sequence, row.sequence.slots
+            sequence, slots = row.sequence, row.sequence.held.slots
             reserved = f"{row.count} tokens to verify, but {len(slots)} state slots are reserved"
             assert replayed or len(slots) >= row.count, reserved
-            accepted = sequence.replayed if replayed else sequence.accepted
-            held.append(Held(sequence.seat, slots, accepted, row.count))
+            accepted = sequence.held.replayed if replayed else sequence.held.accepted
+            held.append(Held(sequence.held.batch_slot, slots, accepted, row.count))
         return VerifyRows(tuple(held), replayed, partial(self._verify_tensors, rows))
 
     def _verify_tensors(self, rows: SequenceOf[Row]) -> VerifyTensors:
@@ -337,7 +337,7 @@ class BatchBuilder:
         for row in rows:
             self.states.update(row.sequence)
             starts.append(starts[-1] + row.count)
-        seats = self._tensor([row.sequence.seat for row in rows])
+        seats = self._tensor([row.sequence.held.batch_slot for row in rows])
         places = [
             [start + (i if i < row.count else 0) for i in range(width)]
             for start, row in zip(starts, rows, strict=False)
@@ -349,7 +349,7 @@ class BatchBuilder:
             lengths_V=self._tensor([row.count for row in rows]),
             places_VT=upload(places, torch.int64, self.options.device),
             packed=self._tensor([index * width + i for index, row in enumerate(rows) for i in range(row.count)]),
-            span=max(row.sequence.replayed + row.count for row in rows) if replayed else 0,
+            span=max(row.sequence.held.replayed + row.count for row in rows) if replayed else 0,
             slot_runs=tuple(SlotRun.of([row.sequence.slot for row in rows])),
         )
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from decoder.request import Sequence
 from decoder.sampling import Choice, SamplingParams
+from decoder.sequence import Sequence
 from kernels.sample.compiled import Drawing, DrawRow, Wish, packed
 
 Largest = Callable[[Tensor], list[int] | None]
@@ -71,9 +71,10 @@ class CompiledSampler:
 
     def _row(self, sequence: Sequence, ahead: SequenceOf[int], borrowed: list[array[int]]) -> DrawRow:
         """`borrowed` keeps what the row points to."""
-        params, seat = sequence.request.sampling, self._seats[sequence.seat]
-        if seat is None or seat.admission != sequence.admission:
-            seat = self._seats[sequence.seat] = _seat(sequence, self._drawing.vocab_size)
+        held, params = sequence.held, sequence.request.sampling
+        seat = self._seats[held.batch_slot]
+        if seat is None or seat.admission != held.admission:
+            seat = self._seats[held.batch_slot] = _seat(sequence, self._drawing.vocab_size)
         position = len(sequence.tokens) + len(ahead)
         masked = params.min_tokens > 0 and position - sequence.prompt_len < params.min_tokens
         if not params.penalised:
@@ -96,4 +97,4 @@ def _seat(sequence: Sequence, vocab_size: int) -> _Seat:
         params.frequency_penalty, params.top_k, request.sample_index, params.seed,
         -1 if params.logprobs is None else params.logprobs, len(known), len(ends), ids, stops, biases,
     )  # fmt: skip
-    return _Seat(sequence.admission, wish, ctypes.addressof(wish), kept)
+    return _Seat(sequence.held.admission, wish, ctypes.addressof(wish), kept)

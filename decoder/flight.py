@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from decoder.request import UNREAD, Sequence
 from decoder.sampler import Choice, Drawn
+from decoder.sequence import UNREAD, Sequence
 from decoder.step import Row, Step
 from kernels.sample import accept_drafts
 from kernels.transfer import Download, upload
@@ -83,7 +83,7 @@ def accepted_drafts(tokens_L: Tensor, rows: Iterable[Row]) -> Tensor:
     table = [
         [
             *(first + min(place, row.drafts) for place in range(width + 1)),
-            *(row.sequence.drafts[place] if place < row.drafts else UNREAD for place in range(width)),
+            *(row.sequence.draft.tokens[place] if place < row.drafts else UNREAD for place in range(width)),
             row.drafts,
         ]
         for first, row in verified

@@ -31,8 +31,8 @@ from decoder.head_weights import HeadWeights
 from decoder.layers.attention import Attention
 from decoder.layers.experts import Experts
 from decoder.model import HybridModel
-from decoder.request import Sequence
 from decoder.sampler import Sampler
+from decoder.sequence import Sequence
 from decoder.step import Fork, Row, Step
 from decoder.trunk import Trunk
 from kernels.native import NativeUnavailable
@@ -192,10 +192,10 @@ class MtpDrafter:
     def _first_page(self, sequence: Sequence) -> int:
         if not self._old:
             return 0
-        admission, first = self._first_pages[sequence.seat]
-        if admission != sequence.admission:
-            first = 1 + max((index for index, page in enumerate(sequence.pages) if self._old[page]), default=-1)
-            self._first_pages[sequence.seat] = sequence.admission, first
+        admission, first = self._first_pages[sequence.held.batch_slot]
+        if admission != sequence.held.admission:
+            first = 1 + max((index for index, page in enumerate(sequence.held.pages) if self._old[page]), default=-1)
+            self._first_pages[sequence.held.batch_slot] = sequence.held.admission, first
         return first
 
     def moved(self, step: Step) -> None:
@@ -207,7 +207,7 @@ class MtpDrafter:
         for source, target in step.page_copies:
             self._old[target] = self._old[source]
         for sequence in step.loads:  # what they were is not known any more
-            for page in sequence.pages:
+            for page in sequence.held.pages:
                 self._old[page] = 1
 
     def forked(self, forks: SequenceOf[Fork]) -> None:
@@ -235,12 +235,12 @@ class MtpDrafter:
             given, due = self._given(sources)
             last = [(row.sequence.tokens[-1], *self._at(row, 0), row.drafts) for row in rows]
             for sequence, drafts in zip(sequences, compiled.draft(given, due, last, tables, draws), strict=True):
-                sequence.drafts = drafts
+                sequence.draft.tokens = drafts
             return
         hidden = self._make_due(sources)
         tokens = [sequence.tokens[-1] for sequence in sequences]
         for sequence in sequences:
-            sequence.drafts = []
+            sequence.draft.tokens = []
         for ahead in range(max(row.drafts for row in rows)):
             kept = [index for index, row in enumerate(rows) if row.drafts > ahead]
             if len(kept) < len(rows):
@@ -251,17 +251,17 @@ class MtpDrafter:
             ids, writes, keys = self._ints([tokens, places, lengths]).unbind()
             embedded = self.model.embed_ids(ids)
             hidden, logits = self.head.predict(embedded, hidden, writes, tables, keys, max(lengths))
-            choices = self.sampler.sample(logits, sequences, [sequence.drafts for sequence in sequences])
+            choices = self.sampler.sample(logits, sequences, [sequence.draft.tokens for sequence in sequences])
             tokens = [choice.token for choice in choices]
             for sequence, token in zip(sequences, tokens, strict=True):
-                sequence.drafts.append(token)
+                sequence.draft.tokens.append(token)
 
     def _tables(self, sequences: SequenceOf[Sequence]) -> Tensor:
         """`[R, W]` pages from the first that each looks at."""
         firsts = [self._first_page(sequence) for sequence in sequences]
         if not any(firsts):
             return self.builder.page_tables(sequences)
-        pages = [sequence.pages[first:] for sequence, first in zip(sequences, firsts, strict=True)]
+        pages = [sequence.held.pages[first:] for sequence, first in zip(sequences, firsts, strict=True)]
         width = max(map(len, pages))
         return self._ints([[*of, *[-1] * (width - len(of))] for of in pages])
 
@@ -271,7 +271,7 @@ class MtpDrafter:
         return self._where(row.sequence, row.start + ahead), length
 
     def _where(self, sequence: Sequence, place: int) -> int:
-        return sequence.pages[place // self.page] * self.page + place % self.page
+        return sequence.held.pages[place // self.page] * self.page + place % self.page
 
     # -- entries -------------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from hashlib import blake2b
 from decoder.blocks import SuperblockPool
 from decoder.cached import MISS, Checkpoint, Hit, Node
 from decoder.checkpoints import Placement
-from decoder.request import Sequence
+from decoder.sequence import Sequence
 
 KEY_BYTES = 16
 COUNTERS = ("hits", "misses", "hit_tokens", "lost_tokens", "inserted", "evicted")
@@ -55,7 +55,7 @@ class PrefixCache:
     def key_at(self, sequence: Sequence, tokens: int) -> bytes:
         """Key of the first `tokens` tokens, which are known."""
         assert tokens <= sequence.known, f"{tokens} tokens are to be looked up, and {sequence.known} are known"
-        size, chain = self.placement.page, sequence.chain
+        size, chain = self.placement.page, sequence.lookup.chain
         if not chain:
             chain.append(blake2b(sequence.request.salt, digest_size=KEY_BYTES).digest())
         while len(chain) <= tokens // size:
@@ -68,10 +68,10 @@ class PrefixCache:
 
     def lookup(self, sequence: Sequence) -> Hit:
         """The longest prefix, at least one token short of the whole, that needs not be computed. Changes nothing."""
-        if sequence.hit_version != self.version:
-            sequence.hit, sequence.hit_version = self._find(sequence, len(sequence.tokens) - 1), self.version
-        assert sequence.hit is not None
-        return sequence.hit
+        if sequence.lookup.version != self.version:
+            sequence.lookup.hit, sequence.lookup.version = self._find(sequence, len(sequence.tokens) - 1), self.version
+        assert sequence.lookup.hit is not None
+        return sequence.lookup.hit
 
     def _find(self, sequence: Sequence, limit: int) -> Hit:
         size, path = self.placement.page, []
@@ -96,6 +96,14 @@ class PrefixCache:
                     return Hit(tokens, matched, pages[:depth], found)
         return Hit(0, matched)
 
+    def overlook(self, sequence: Sequence) -> None:
+        """Until the cache changes, a sequence finds nothing: there is no room to start from what it has found."""
+        sequence.lookup.hit = MISS
+
+    def same_prompt(self, leader: Sequence, follower: Sequence) -> None:
+        """Their keys are the same so far."""
+        follower.lookup.chain = list(leader.lookup.chain)
+
     def use(self, sequence: Sequence, hit: Hit) -> None:
         """Counts what a sequence that starts now has got, and keeps it longer."""
         self.counters["hits" if hit.tokens else "misses"] += 1
@@ -105,11 +113,8 @@ class PrefixCache:
             hit.checkpoint.uses += 1
             self._touch(hit.checkpoint)
         elif not self.pool.has_slots and hit.tokens:
-            self._touch_below(self._nodes.get(self.key_at(sequence, hit.tokens)))
-
-    def _touch_below(self, node: Node | None) -> None:
-        if node is not None:
-            for checkpoint in node.checkpoints.values():
+            node = self._nodes.get(self.key_at(sequence, hit.tokens))
+            for checkpoint in () if node is None else node.checkpoints.values():
                 self._touch(checkpoint)
 
     # -- coming in -----------------------------------------------------------------------------------------------------
@@ -148,7 +153,7 @@ class PrefixCache:
             self.pool.release_slot(slot)
             return None
         length = tokens % size
-        tail = sequence.pages[tokens // size] if length and self.pool.pages_per_block else -1
+        tail = sequence.held.pages[tokens // size] if length and self.pool.pages_per_block else -1
         tails = [tail] if tail >= 0 else []
         self.pool.retain_pages(tails, ceded=True)
         self.pool.cede([slot])
@@ -163,7 +168,7 @@ class PrefixCache:
         key = self.key_at(sequence, depth * self.placement.page)
         node = self._nodes.get(key)
         if node is None:
-            page = sequence.pages[depth - 1] if depth and self.pool.pages_per_block else -1
+            page = sequence.held.pages[depth - 1] if depth and self.pool.pages_per_block else -1
             if page >= 0:
                 self.pool.retain_pages([page], ceded=True)
             node = self._nodes[key] = Node(key, parent, page)

@@ -27,9 +27,10 @@ from decoder.pace import Pace
 from decoder.pooling import Pools
 from decoder.prefix_cache import COUNTERS, PrefixCache
 from decoder.prompt_scores import PromptScores
-from decoder.request import DecoderRequest, FinishReason, Sequence, Status, TokenEvent
+from decoder.request import DecoderRequest, FinishReason, TokenEvent
 from decoder.sampler import Choice, Sampler
 from decoder.scheduler import Scheduler
+from decoder.sequence import Sequence, Status
 from decoder.slot_tables import EndTokens
 from decoder.speculation import Speculation
 from decoder.step import Row, Step
@@ -147,13 +148,6 @@ class DecoderRunner:
             self._collect()
         return True
 
-    def preempt(self, request_id: str) -> bool:
-        """Makes a running request give its memory up in the next step; it goes on later as if it had not. False when
-        there is none of that name, or it does not run.
-        """
-        sequence = self._sequences.get(request_id)
-        return sequence is not None and self.scheduler.preempt(sequence)
-
     @property
     def has_work(self) -> bool:
         return bool(self._sequences)
@@ -229,12 +223,16 @@ class DecoderRunner:
         running = self.scheduler.running
         self.speculation.ask(running)
         room = 0 if self.model.native is not None and not self._empties else RING
-        full = [s for s in running if s.replayed and not 0 < s.draft_limit < room - s.replayed * (not self._empties)]
+        full = [
+            s
+            for s in running
+            if s.held.replayed and not 0 < s.draft.limit < room - s.held.replayed * (not self._empties)
+        ]
         if not full:
             return
-        self._advance([(s, s.slot, s.slot, s.replayed) for s in full])
+        self._advance([(s, s.slot, s.slot, s.held.replayed) for s in full])
         for sequence in full:
-            sequence.replayed = 0
+            self.scheduler.memory.replay(sequence, 0)
             self.builder.states.accept(sequence)
 
     def _advance(self, jobs: list[tuple[Sequence, int, int, int]]) -> None:
@@ -244,7 +242,7 @@ class DecoderRunner:
         for _, slot, target, count in jobs:
             if count == 0 and slot != target:
                 self.arena.copy_slot(slot, target)
-        moved = [(sequence.seat, *rest) for sequence, *rest in jobs if rest[2] and rest[0] >= 0]
+        moved = [(sequence.held.batch_slot, *rest) for sequence, *rest in jobs if rest[2] and rest[0] >= 0]
         if moved:
             self.model.advance(moved)
         if moved and self.arena.carry is not None:
@@ -255,11 +253,11 @@ class DecoderRunner:
         """Memory changes hands: out to the host, cleared, copied from the cache, back in."""
         if self._flight is not None and (step.saves or step.loads):
             self._waits["swap"] += 1
-        moves = step.saves or step.put_out or step.page_copies or step.slot_copies or step.loads
+        moves = step.saves or step.preempted or step.page_copies or step.slot_copies or step.loads
         if self.drafter is not None and moves:
             self.drafter.flush()
-        for sequence, slot, pages, seat in step.saves:
-            self._saved[sequence.request_id] = self.arena.save(slot, pages, seat, sequence.replayed)
+        for sequence, slot, pages, batch_slot in step.saves:
+            self._saved[sequence.request_id] = self.arena.save(slot, pages, batch_slot, sequence.held.replayed)
         self.arena.clear_pages(step.new_pages)
         for source, target in step.page_copies:
             self.arena.copy_page(source, target)
@@ -267,7 +265,7 @@ class DecoderRunner:
             self.arena.copy_slot(source, target)
         for sequence in step.loads:
             saved = self._saved.pop(sequence.request_id)
-            self.arena.load(sequence.slot, sequence.pages, saved, sequence.seat)
+            self.arena.load(sequence.slot, sequence.held.pages, saved, sequence.held.batch_slot)
         if self.drafter is not None:
             self.drafter.moved(step)
 
@@ -306,7 +304,7 @@ class DecoderRunner:
         """A token for each row of logits, and for each sample that goes on from one of them by itself."""
         step = flight.step
         drawing = [(row, place) for row in step.rows if row.samples for place in range(row.drafts + 1)]
-        ahead = [row.sequence.drafts[:place] for row, place in drawing]
+        ahead = [row.sequence.draft.tokens[:place] for row, place in drawing]
         shared = [
             (place, fork.follower)
             for place, (row, _) in enumerate(drawing)
@@ -458,7 +456,7 @@ class DecoderRunner:
         Returns (position, slot) of them all.
         """
         sequence, verified = row.sequence, row.verified
-        before = 0 if self._empties else sequence.replayed
+        before = 0 if self._empties else sequence.held.replayed
         end = len(sequence.tokens) - 1 if row.drafts else row.end
         written = row.drafts > 0 and not self.builder.states.replayed
         jobs = []
@@ -466,14 +464,14 @@ class DecoderRunner:
             if target < 0 or position > end or (position < row.end and not verified):
                 continue
             done = position - row.start
-            source = sequence.slots[done - 1] if written else sequence.slot
+            source = sequence.held.slots[done - 1] if written else sequence.slot
             jobs.append((sequence, source, target, before + done if verified and not written else 0))
         self._advance(jobs)
         if verified:
             if written:
-                sequence.accepted = end - row.start
+                self.scheduler.memory.accept(sequence, end - row.start)
             else:
-                sequence.replayed = before + end - row.start
+                self.scheduler.memory.replay(sequence, before + end - row.start)
             if self._at_once:
                 self.builder.states.accept(sequence)
         return [(end, sequence.slot), *(kept for kept in checkpoints if kept[0] <= end)]
@@ -484,7 +482,7 @@ class DecoderRunner:
             self.drafter.flush()
         copy = self.scheduler.keep(sequence)
         if copy is not None:
-            self._advance([(sequence, *copy, sequence.replayed)])
+            self._advance([(sequence, *copy, sequence.held.replayed)])
 
     def _failure(self, sequence: Sequence, error: Exception) -> TokenEvent:
         self._counters["failed"] += 1
@@ -513,24 +511,15 @@ class DecoderRunner:
 
     def stats(self) -> dict[str, int]:
         """Counters since the start, and what is held now."""
-        pool, scheduler = self.arena.pool, self.scheduler
+        pool = self.arena.pool
         cached = self.cache.stats() if self.cache is not None else dict.fromkeys(CACHE_STATS, 0)
-        running = scheduler.running
         return {
             **self._counters,
             **{f"waited_{reason}": count for reason, count in self._waits.items()},
-            "preemptions": scheduler.preemptions,
-            "recomputes": scheduler.recomputes,
-            "forks": scheduler.forks,
-            "fork_misses": scheduler.fork_misses,
-            "running": len(scheduler.running),
-            "waiting": len(scheduler.waiting),
-            "used_slots": sum(slot >= 0 for sequence in running for slot in sequence.slots),
-            "used_pages": len({page for sequence in running for page in sequence.pages}),
+            **self.scheduler.stats(),
             "loose_pages": pool.loose_pages,
             "free_blocks": pool.free_blocks,
             "total_blocks": pool.num_blocks,
-            "host_bytes": scheduler.host_used,
             "arena_bytes": self.arena.total_bytes,
             **self.forward.stats(),
             **(self.speculation.stats() if self.speculation is not None else {}),
@@ -545,7 +534,7 @@ class DecoderRunner:
     def check_integrity(self) -> None:
         """`AssertionError` unless everything that is held belongs to a request that is here."""
         self.scheduler.check_integrity()
-        known = {sequence.request_id for sequence in self.scheduler.sequences}
+        known = {sequence.request_id for sequence in self.scheduler.queues}
         assert known == set(self._sequences), "a request is lost"
         swapped = {s.request_id for s in self.scheduler.waiting if s.status is Status.SWAPPED}
         assert set(self._saved) <= swapped, "saved state without an owner"
@@ -586,7 +575,7 @@ def _check_sample(first: DecoderRequest, sample: DecoderRequest, vocab: int) -> 
 
 def _hits(row: Row, choices: SequenceOf[Choice]) -> int:
     """How many of a row's drafts are the tokens that were drawn in their places: those before the first that is not."""
-    drafts = row.sequence.drafts
+    drafts = row.sequence.draft.tokens
     return next((place for place in range(row.drafts) if choices[place].token != drafts[place]), row.drafts)
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from decoder.compiled_sampler import CompiledSampler, Largest
-from decoder.request import Sequence
 from decoder.sampling import Choice
+from decoder.sequence import Sequence
 from kernels.dispatch import implementation
 from kernels.native import NativeUnavailable
 from kernels.sample import Wishes, greedy, logprobs, penalise, sample
@@ -130,9 +130,9 @@ class Sampler:
 
     def _seat(self, sequence: Sequence) -> _Seat:
         """The state of a sequence's seat, made anew when the seat has changed hands."""
-        if self._seats[sequence.seat].admission != sequence.admission:
-            params, seat = sequence.request.sampling, _Seat(sequence.admission)
-            self._seats[sequence.seat] = seat
+        if self._seats[sequence.held.batch_slot].admission != sequence.held.admission:
+            params, seat = sequence.request.sampling, _Seat(sequence.held.admission)
+            self._seats[sequence.held.batch_slot] = seat
             known = [(token, bias) for token, bias in params.logit_bias.items() if token < self.vocab_size]
             if known:
                 ids, values = zip(*known, strict=True)
@@ -140,7 +140,7 @@ class Sampler:
             if params.min_tokens > 0:
                 ends = sequence.request.eos_token_ids | params.stop_token_ids
                 seat.ends = self._ids(sorted(token for token in ends if token < self.vocab_size))
-        return self._seats[sequence.seat]
+        return self._seats[sequence.held.batch_slot]
 
     def _ids(self, tokens: SequenceOf[Any]) -> Tensor:
         return upload(list(tokens), torch.int64, self.device)
@@ -152,7 +152,7 @@ class Sampler:
         out = raw_LV
         penalised: list[int] = []
         for row, sequence in enumerate(sequences):
-            params, seat = sequence.request.sampling, self._seats[sequence.seat]
+            params, seat = sequence.request.sampling, self._seats[sequence.held.batch_slot]
             masked = seat.ends is not None and sequence.output_len + len(ahead[row]) < params.min_tokens
             if not (seat.bias or masked or params.penalised):
                 continue
@@ -165,7 +165,7 @@ class Sampler:
         if penalised:
             self._penalise(out, penalised, sequences, ahead)
         for row, sequence in enumerate(sequences):
-            ends = self._seats[sequence.seat].ends
+            ends = self._seats[sequence.held.batch_slot].ends
             output = sequence.output_len + len(ahead[row])
             if ends is not None and output < sequence.request.sampling.min_tokens:
                 out[row].index_fill_(0, ends, float("-inf"))
@@ -180,7 +180,7 @@ class Sampler:
     ) -> None:
         chosen = [sequences[row] for row in rows]
         assert self._in_context is not None and self._counts is not None
-        index, seats = self._ids(rows), self._ids([s.seat for s in chosen])
+        index, seats = self._ids(rows), self._ids([s.held.batch_slot for s in chosen])
         part = logits_LV.index_select(0, index)
         params = [s.request.sampling for s in chosen]
         in_context, counts = self._in_context.index_select(0, seats), self._counts.index_select(0, seats)
@@ -205,7 +205,7 @@ class Sampler:
             shape = (self.max_seqs, self.vocab_size)
             self._in_context = torch.zeros(shape, dtype=torch.bool, device=self.device)
             self._counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
-        seat, row = self._seats[sequence.seat], sequence.seat
+        seat, row = self._seats[sequence.held.batch_slot], sequence.held.batch_slot
         if seat.counted == len(sequence.tokens):
             return
         if seat.counted == 0:

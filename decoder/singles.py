@@ -38,7 +38,8 @@ def singles(rows: SequenceOf[Row], tables: PageTables | None, page_size: int) ->
     ids, slots, lengths, seats, places, greedy = list[int](), list[int](), list[int](), list[int](), list[int](), True
     for row in rows:
         sequence, start = row.sequence, row.start
-        if row.count != 1 or start == 0 or not row.samples or sequence.replayed:
+        held = sequence.held
+        if row.count != 1 or start == 0 or not row.samples or held.replayed:
             return None
         ids.append(sequence.tokens[start])
         slots.append(sequence.slot)
@@ -46,8 +47,8 @@ def singles(rows: SequenceOf[Row], tables: PageTables | None, page_size: int) ->
         greedy = greedy and sequence.request.sampling.plain
         if tables is not None:
             tables.update(sequence)
-            seats.append(sequence.seat)
-            places.append(sequence.pages[start // page_size] * page_size + start % page_size)
+            seats.append(held.batch_slot)
+            places.append(held.pages[start // page_size] * page_size + start % page_size)
     return Singles(ids, slots, lengths, seats, places, greedy) if ids else None
 
 

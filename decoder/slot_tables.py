@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decoder.config import DecoderOptions
-from decoder.request import Sequence
+from decoder.sequence import Sequence
 from decoder.step import Row
 from kernels.transfer import upload
 
@@ -29,16 +29,17 @@ class PageTables:
 
     def update(self, sequence: Sequence) -> None:
         """Writes the pages that the seat's row lacks."""
-        owner, count = self._written[sequence.seat]
-        stamp = sequence.admission
+        held = sequence.held
+        slot, stamp = held.batch_slot, held.admission
+        owner, count = self._written[slot]
         if owner != stamp:
-            self.table[sequence.seat].fill_(-1)
+            self.table[slot].fill_(-1)
             count = 0
-        pages = sequence.pages[count:]
+        pages = held.pages[count:]
         if pages:
-            self.table[sequence.seat, count : count + len(pages)] = upload(pages, torch.int64, self.table.device)
+            self.table[slot, count : count + len(pages)] = upload(pages, torch.int64, self.table.device)
         if pages or owner != stamp:
-            self._written[sequence.seat] = (stamp, len(sequence.pages))
+            self._written[slot] = (stamp, len(held.pages))
 
 
 class SlotStates:
@@ -57,20 +58,23 @@ class SlotStates:
 
     def update(self, sequence: Sequence) -> None:
         """Writes a seat's row if its sequence has come since."""
-        if self._written[sequence.seat] != sequence.admission:
-            self._written[sequence.seat] = sequence.admission
-            self.slots[sequence.seat] = upload(sequence.slots, torch.int64, self.slots.device)
+        held = sequence.held
+        if self._written[held.batch_slot] != held.admission:
+            self._written[held.batch_slot] = held.admission
+            self.slots[held.batch_slot] = upload(held.slots, torch.int64, self.slots.device)
             self.accept(sequence)
 
     def stay(self, rows: SequenceOf[Row], accepted_V: Tensor) -> None:
         """So many drafts of these rows stay, as only the device knows yet."""
-        before = [row.sequence.replayed if self.replayed else 0 for row in rows]
-        seats, before_V = upload([[row.sequence.seat for row in rows], before], torch.int64, self.accepted.device)
+        before = [row.sequence.held.replayed if self.replayed else 0 for row in rows]
+        seats, before_V = upload(
+            [[row.sequence.held.batch_slot for row in rows], before], torch.int64, self.accepted.device
+        )
         self.accepted.index_copy_(0, seats, before_V + accepted_V + 1)
 
     def accept(self, sequence: Sequence) -> None:
         """The seat's count is what its sequence has now."""
-        self._accepted[sequence.seat] = sequence.replayed if self.replayed else sequence.accepted
+        self._accepted[sequence.held.batch_slot] = sequence.held.replayed if self.replayed else sequence.held.accepted
 
 
 class EndTokens:
@@ -90,13 +94,13 @@ class EndTokens:
         if width == 0:
             return None
         open_ = [owner.output_len >= owner.request.sampling.min_tokens for owner in owners]
-        seats, able = upload([[owner.seat for owner in owners], open_], torch.int64, self.ends.device)
+        seats, able = upload([[owner.held.batch_slot for owner in owners], open_], torch.int64, self.ends.device)
         return (self.ends.index_select(0, seats) == tokens_L[:, None]).any(-1).logical_and_(able)
 
     def _update(self, owner: Sequence) -> None:
-        if self._written[owner.seat] == owner.admission:
+        if self._written[owner.held.batch_slot] == owner.held.admission:
             return
-        self._written[owner.seat] = owner.admission
+        self._written[owner.held.batch_slot] = owner.held.admission
         params = owner.request.sampling
         ends = list(params.stop_token_ids | (frozenset() if params.ignore_eos else owner.request.eos_token_ids))
         if len(ends) > self.ends.shape[1]:
@@ -104,4 +108,4 @@ class EndTokens:
             wider[:, : self.ends.shape[1]] = self.ends
             self.ends = wider
         ends += [-1] * (self.ends.shape[1] - len(ends))
-        self.ends[owner.seat] = upload(ends, torch.int64, self.ends.device)
+        self.ends[owner.held.batch_slot] = upload(ends, torch.int64, self.ends.device)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from decoder.config import DecoderOptions
 from decoder.drafting import DraftPolicy, NgramIndex, Record
-from decoder.request import Sequence
+from decoder.sequence import Sequence
 from decoder.step import Step
 
 
@@ -61,7 +61,7 @@ class Speculation:
         rows = len(decoding)
         if policy.measures(rows):
             for sequence in decoding:
-                sequence.draft_limit = 0
+                sequence.draft.limit = 0
             return
         wanted = unready = drafts = 0
         for sequence in decoding:
@@ -69,11 +69,11 @@ class Speculation:
             if limit:
                 wanted += 1
                 if self.source == "ngram":
-                    sequence.drafts = self._index(sequence).propose(sequence.tokens, limit)
-                    limit = len(sequence.drafts)
+                    sequence.draft.tokens = self._index(sequence).propose(sequence.tokens, limit)
+                    limit = len(sequence.draft.tokens)
                 elif head is not None and not head.ready(sequence):
                     unready, limit = unready + 1, 0
-            sequence.draft_limit = limit
+            sequence.draft.limit = limit
             drafts += limit
         if drafts:
             policy.drafts()

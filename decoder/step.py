@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from decoder.request import Sequence
+from decoder.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Row:
     @property
     def verified(self) -> bool:
         """Are its tokens such as may be taken back, or do they come on top of some that were?"""
-        return self.drafts > 0 or self.sequence.replayed > 0
+        return self.drafts > 0 or self.sequence.held.replayed > 0
 
     @property
     def alone(self) -> bool:
@@ -51,7 +51,7 @@ class Row:
     def ids(self) -> list[int]:
         """Its tokens, drafts included."""
         known = self.sequence.tokens[self.start : self.end]
-        return known + self.sequence.drafts[: self.drafts] if self.drafts else known
+        return known + self.sequence.draft.tokens[: self.drafts] if self.drafts else known
 
 
 class Save(NamedTuple):
@@ -60,7 +60,7 @@ class Save(NamedTuple):
     sequence: Sequence
     slot: int
     pages: list[int]
-    seat: int
+    batch_slot: int
 
 
 class Fork(NamedTuple):
@@ -90,7 +90,7 @@ class Step:
     held_slots: list[int] = field(default_factory=list)
     held_pages: list[int] = field(default_factory=list)
     failed: list[tuple[Sequence, Exception]] = field(default_factory=list)
-    put_out: set[int] = field(default_factory=set)
+    preempted: set[int] = field(default_factory=set)
     """Arrival numbers of the sequences that lost their memory in this step: they do not come back in it."""
 
     forks: list[Fork] = field(default_factory=list)

@@ -8,8 +8,9 @@ from decoder.blocks import SuperblockPool
 from decoder.cached import Checkpoint
 from decoder.checkpoints import Placement
 from decoder.prefix_cache import PrefixCache
-from decoder.request import DecoderRequest, Sequence
+from decoder.request import DecoderRequest
 from decoder.sampling import SamplingParams
+from decoder.sequence import Sequence
 
 SLOT_BYTES = 100
 
@@ -31,7 +32,7 @@ class Shelf:
         taken = self.pool.take_pages(-(-(tokens + 1) // 4))
         slot = self.pool.take_slot()
         assert taken is not None and slot is not None
-        sequence.pages = taken
+        sequence.held.pages = taken
         made = self.cache.insert(sequence, tokens, slot, gain)
         assert made is not None
         self.pool.release_pages(taken)

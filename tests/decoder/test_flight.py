@@ -7,8 +7,9 @@ from tiny_decoder import greedy_params
 
 from decoder.config import DecoderOptions
 from decoder.flight import accepted_drafts, expect
-from decoder.request import UNREAD, DecoderRequest, Sequence
+from decoder.request import DecoderRequest
 from decoder.sampling import SamplingParams
+from decoder.sequence import UNREAD, Sequence
 from decoder.slot_tables import EndTokens
 from decoder.step import Row
 
@@ -19,7 +20,7 @@ def owner(
     """A sequence of two prompt tokens and `drawn` output tokens."""
     params: SamplingParams = greedy_params(50, stop_token_ids=frozenset(stop), **changes)
     made = Sequence(DecoderRequest(str(admission), [1, 2], params, eos_token_ids=frozenset(eos or ())), admission, 50)
-    made.seat, made.admission = seat, admission
+    made.held.batch_slot, made.held.admission = seat, admission
     made.tokens += [3] * drawn
     return made
 
@@ -80,7 +81,7 @@ def test_drafts_are_accepted_row_by_row_whatever_lies_between() -> None:
     rows = [Row(made[0], 1, 0), Row(made[5], 3, 0)]  # in the middle of a prompt, and at its end
     assert [row.samples for row in rows] == [False, True]
     for sequence, drafts in zip(made[1:5], ([4], [], [6, 7, 8], [9, 10]), strict=True):
-        sequence.drafts = drafts
+        sequence.draft.tokens = drafts
         rows.append(Row(sequence, 1 + len(drafts), 2, len(drafts)))
     drawn = [40, 4, 50, 60, 6, 7, 0, 70, 9, 10, 80]  # one of the prompt; then of rows with 1, 0, 3 and 2 drafts
     assert accepted_drafts(torch.tensor(drawn), rows).tolist() == [1, 2, 2]

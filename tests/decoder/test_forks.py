@@ -72,7 +72,7 @@ def test_pages_are_shared_and_the_last_one_is_not() -> None:
     runner = make_runner(CONFIGS["**"], WEIGHTS["**"], page_size=4)
     runner.add(*samples(3, 30, pictures=False))
     runner.step()
-    first, second, third = (sequence.pages for sequence in runner.scheduler.running)
+    first, second, third = (sequence.held.pages for sequence in runner.scheduler.running)
     assert first[:7] == second[:7] == third[:7] and len({first[7], second[7], third[7]}) == 3
     runner.check_integrity()
     run(runner)
@@ -168,7 +168,7 @@ def test_a_group_that_cannot_be_served_leaves_nothing(group: list[DecoderRequest
     runner.add(request("here", [1, 2, 3]))
     with pytest.raises((ValueError, DeadlineError), match=message):
         runner.add(*group)
-    assert [sequence.request_id for sequence in runner.scheduler.sequences] == ["here"] == list(runner._sequences)
+    assert [sequence.request_id for sequence in runner.scheduler.queues] == ["here"] == list(runner._sequences)
     runner.check_integrity()
     short = samples(3, 9, pictures=False)
     runner.add(*short)

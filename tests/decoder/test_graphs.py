@@ -13,9 +13,10 @@ from decoder.buffers import BatchBuffers, Field
 from decoder.capture import Bucket
 from decoder.config import DecoderOptions
 from decoder.graphs import DecoderGraphs, graph_bytes
-from decoder.request import DecoderRequest, Sequence
+from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
+from decoder.sequence import Sequence
 from decoder.step import Row
 from kernels.graphs import ReplayError, StaticGraph
 

@@ -12,6 +12,7 @@ from tiny_decoder import (
     image,
     make_runner,
     oracle,
+    preempt,
     random_weights,
     request,
     run,
@@ -107,7 +108,9 @@ def watch(runner: DecoderRunner) -> list[tuple[DecoderRequest, list[int], list[i
 
     def recorded(rows: Any) -> None:
         draft(rows)
-        seen.extend((r.sequence.request, list(r.sequence.tokens), list(r.sequence.drafts)) for r in rows if r.drafts)
+        seen.extend(
+            (r.sequence.request, list(r.sequence.tokens), list(r.sequence.draft.tokens)) for r in rows if r.drafts
+        )
 
     runner.drafter.draft = recorded  # type: ignore[method-assign]
     return seen
@@ -166,7 +169,7 @@ def test_drafts_are_those_of_a_head_written_out(pattern: str, options: dict[str,
         for number in range(14 if put_out else 0):
             runner.step()
             if number % 3 == 2:
-                runner.preempt(runner.scheduler.running[0].request_id)
+                preempt(runner, runner.scheduler.running[0].request_id)
         run(runner)
     assert len(seen) > (15 if seldom else 30)
     for item, known, drafts in seen[:: max(1, len(seen) // 40)]:
@@ -207,7 +210,9 @@ def test_after_a_rest_drafts_look_at_what_came_since(options: dict[str, Any]) ->
     def recorded(rows: Any) -> None:
         draft(rows)
         of = [row.sequence for row in rows if row.drafts]
-        seen.extend((s.request, list(s.tokens), list(s.drafts), drafter._first_page(s) * drafter.page + 1) for s in of)
+        seen.extend(
+            (s.request, list(s.tokens), list(s.draft.tokens), drafter._first_page(s) * drafter.page + 1) for s in of
+        )
 
     drafter.draft = recorded  # type: ignore[method-assign]
     plain = make_runner(naive.config, weights_of(naive.trunk, naive.config))
@@ -218,7 +223,7 @@ def test_after_a_rest_drafts_look_at_what_came_since(options: dict[str, Any]) ->
         for number in range(14 if put_out else 0):
             runner.step()
             if number % 3 == 2:
-                runner.preempt(runner.scheduler.running[0].request_id)
+                preempt(runner, runner.scheduler.running[0].request_id)
         found = run(runner)
         assert put_out or {name: tokens(of) for name, of in found.items()} == {
             n: tokens(e) for n, e in expected.items()

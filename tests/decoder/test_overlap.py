@@ -14,6 +14,7 @@ from tiny_decoder import (
     greedy_params,
     image,
     make_runner,
+    preempt,
     random_weights,
     request,
     run,
@@ -24,9 +25,10 @@ from tiny_decoder import (
 from decoder.config import DecoderOptions
 from decoder.flight import accepted_drafts
 from decoder.pace import DeadlineError
-from decoder.request import UNREAD, DecoderRequest, TokenEvent
+from decoder.request import DecoderRequest, TokenEvent
 from decoder.runner import WAITS, DecoderRunner
 from decoder.sampling import SamplingParams
+from decoder.sequence import UNREAD
 from decoder.step import Row
 
 PATTERNS = ("M-*EM*", "MM", "*E*-")
@@ -365,7 +367,7 @@ def test_rows_that_are_read_again_are_not_given_back() -> None:
     span = image(2, PICTURE)
     runner.add(request("a", range(12), greedy_params(4), [span]))
     runner.step()
-    assert runner.preempt("a")
+    preempt(runner, "a")
     runner.step()
     assert isinstance(span.source, FakeSource) and span.source.releases == 0
     assert runner.stats()["recomputes"] == 1
@@ -438,9 +440,9 @@ def test_accepted_counts_on_the_device_are_those_of_the_host(spec_state: str, na
             found += runner.step()
             for sequence in runner.scheduler.running if runner._flight is None else ():
                 states = runner.builder.states
-                if states._written[sequence.seat] == sequence.admission:
-                    counted = int(states.accepted[sequence.seat])
-                    assert counted == (sequence.replayed if states.replayed else sequence.accepted)
+                if states._written[sequence.held.batch_slot] == sequence.held.admission:
+                    counted = int(states.accepted[sequence.held.batch_slot])
+                    assert counted == (sequence.held.replayed if states.replayed else sequence.held.accepted)
         told_.append(told({"a": found}))
     assert told_[0] == told_[1]
     stats = [runner.stats() for runner in runners]
@@ -469,12 +471,12 @@ def test_counts_of_rows_with_and_without_drafts() -> None:
     made = sorted(runner.scheduler.running, key=lambda s: s.arrival)
     rows = []
     for sequence, drafts in zip(made, ([7, 8], [], [1, 2, 3], []), strict=True):
-        sequence.drafts = drafts
+        sequence.draft.tokens = drafts
         rows.append(Row(sequence, 1 + len(drafts), len(sequence.tokens) - 1, len(drafts)))
-    made[1].replayed = 3
+    made[1].held.replayed = 3
     drawn = torch.tensor([7, 9, 0, 50, 1, 2, 3, 60, 70])
     assert accepted_drafts(drawn, rows).tolist() == [1, 0, 3]
     drawn[0] = 6
     assert accepted_drafts(drawn, rows).tolist() == [0, 0, 3]
-    made[1].replayed = 3
+    made[1].held.replayed = 3
     assert accepted_drafts(torch.tensor([50]), rows[1:2]).tolist() == [0]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_decoder import image, make_runner, oracle, request, run, tiny_config, weights_of
+from tiny_decoder import image, make_runner, oracle, preempt, request, run, tiny_config, weights_of
 
 from decoder.sampling import SamplingParams
 
@@ -52,7 +52,7 @@ def test_a_prompt_that_is_read_again_is_scored_once() -> None:
     runner.add(request("a", PROMPT, SamplingParams(max_tokens=3, temperature=0.0, prompt_logprobs=2)))
     for _ in range(3):
         runner.step()
-    assert runner.preempt("a")
+    preempt(runner, "a")
     events = run(runner)["a"]
     assert runner.stats()["recomputes"] == 1
     assert [score.position for score in events[0].prompt_scores] == [score.position for score in plain]

@@ -13,9 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from decoder.request import DecoderRequest, Sequence
+from decoder.request import DecoderRequest
 from decoder.sampler import Choice, Sampler
 from decoder.sampling import SamplingParams
+from decoder.sequence import Sequence
 from kernels.sample import uniform
 
 VOCAB = 300
@@ -29,7 +30,7 @@ def make(request: pytest.FixtureRequest) -> Callable[..., Sampler]:
 
 def sequence(seat: int, params: SamplingParams, prompt: list[int], output: list[int], **rest: Any) -> Sequence:
     made = Sequence(DecoderRequest(str(seat), prompt, params, output_ids=output, **rest), seat, 100)
-    made.seat, made.admission = seat, seat
+    made.held.batch_slot, made.held.admission = seat, seat
     return made
 
 
@@ -102,8 +103,8 @@ def test_a_batch_draws_what_each_row_draws(
     ]
     choices = make(VOCAB, 8).sample(logits, rows)
     for row, choice in zip(rows, choices, strict=True):
-        assert make(VOCAB, 8).sample(logits[row.seat : row.seat + 1], [row]) == [choice]
-        assert choice.token == naive(logits[row.seat], row)
+        assert make(VOCAB, 8).sample(logits[row.held.batch_slot : row.held.batch_slot + 1], [row]) == [choice]
+        assert choice.token == naive(logits[row.held.batch_slot], row)
 
 
 @pytest.mark.parametrize("minimum", [0, 3, 4, 5])
@@ -162,7 +163,7 @@ def test_penalties_follow_the_tokens(make: Callable[..., Sampler]) -> None:
     sampler, logits = make(VOCAB, 2), torch.linspace(3.0, -3.0, VOCAB)[None]
     for admission in range(2):
         row = sequence(0, params, [9, 9], [])
-        row.admission = admission
+        row.held.admission = admission
         for _ in range(12):
             token = sampler.sample(logits, [row])[0].token
             assert token == naive(logits[0], row)

@@ -17,9 +17,10 @@ from decoder.config import DecoderOptions
 from decoder.metadata import chunk_end
 from decoder.pace import Pace
 from decoder.prefix_cache import PrefixCache
-from decoder.request import DecoderRequest, ImageSpan, Sequence
+from decoder.request import DecoderRequest, ImageSpan
 from decoder.sampling import SamplingParams
 from decoder.scheduler import Scheduler
+from decoder.sequence import Sequence
 from decoder.step import Row, Step
 
 
@@ -76,8 +77,8 @@ def check_step(scheduler: Scheduler, step: Step) -> None:
     assert kinds == sorted(kinds)
     for row in step.rows:
         assert row.count >= 1 and row.start == row.sequence.computed
-        assert len(row.sequence.pages) * options.page_size >= row.end or not scheduler.pool.pages_per_block
-        assert row.sequence.seat >= 0
+        assert len(row.sequence.held.pages) * options.page_size >= row.end or not scheduler.pool.pages_per_block
+        assert row.sequence.held.batch_slot >= 0
         for item in row.sequence.request.spans:
             if item.start < row.end and item.end > row.start:
                 assert item.source.ready and source(item).releases == 0
@@ -127,7 +128,7 @@ def test_every_request_ends(
         step, finished = advance(scheduler)
         ended += finished
     assert sorted(ended) == sorted(str(index) for index in range(len(wanted)))
-    assert scheduler.pool.free_blocks == blocks and scheduler.host_used == 0
+    assert scheduler.pool.free_blocks == blocks and scheduler.memory.host_used == 0
 
 
 def test_rows_of_a_mixed_step() -> None:
@@ -180,7 +181,7 @@ def test_the_most_urgent_keeps_its_memory() -> None:
         order += ended
         assert all(sequence.request_id == "second" for sequence in scheduler.waiting)
     assert order == ["first", "second"]
-    assert scheduler.preemptions >= 1
+    assert scheduler.preemption.preemptions >= 1
 
 
 def test_one_that_waits_for_an_image_is_put_out_first() -> None:
@@ -210,7 +211,7 @@ def test_consumed_images_survive_preemption_in_host_memory() -> None:
         step, finished = advance(scheduler)
         ended += finished
         loads += len(step.loads)
-    assert loads == 1 and scheduler.recomputes == 0
+    assert loads == 1 and scheduler.preemption.recomputes == 0
 
 
 @pytest.mark.parametrize("host_bytes", [0, 10**6])
@@ -235,7 +236,7 @@ def test_requests_that_cannot_be_computed_again_never_block_each_other() -> None
     for _ in range(60):
         ended += advance(scheduler)[1]
     assert sorted(ended) == ["first", "second"]
-    assert scheduler.preemptions >= 1 and scheduler.recomputes == 0
+    assert scheduler.preemption.preemptions >= 1 and scheduler.preemption.recomputes == 0
 
 
 # -- order and waiting -------------------------------------------------------------------------------------------------
@@ -248,7 +249,7 @@ def test_a_level_of_priority_is_worth_so_many_steps() -> None:
     scheduler = make(ageing=3)
     ranks = {}
     for step, priority in ((0, 0), (2, 1), (3, 1), (4, 1)):
-        while scheduler.step_number < step:
+        while scheduler.queues.step_number < step:
             scheduler.schedule()
         ranks[step] = scheduler.add(request(str(step), 4, priority=priority))
     assert ranks[2].order < ranks[0].order < ranks[3].order < ranks[4].order
@@ -284,7 +285,7 @@ def test_drafts_take_only_what_the_others_leave(budget: int, drafts: list[int]) 
     sequences = decoding(scheduler, 3)
     scheduler.options = dataclasses.replace(scheduler.options, max_batched_tokens=budget)
     for sequence in sequences:
-        sequence.draft_limit = 4
+        sequence.draft.limit = 4
     rows = {row.sequence.request_id: row for row in scheduler.schedule().rows}
     assert [rows[f"r{number}"].drafts for number in range(3)] == drafts
     assert all(row.count == 1 + row.drafts for row in rows.values())
@@ -293,7 +294,7 @@ def test_drafts_take_only_what_the_others_leave(budget: int, drafts: list[int]) 
 def test_with_more_requests_than_budget_nobody_drafts() -> None:
     scheduler = make(blocks=30, max_batched_tokens=16)
     for sequence in decoding(scheduler, 4):
-        sequence.draft_limit = 4
+        sequence.draft.limit = 4
     scheduler.options = dataclasses.replace(scheduler.options, max_batched_tokens=3)
     assert [(row.count, row.drafts) for row in scheduler.schedule().rows] == [(1, 0)] * 3
 
@@ -303,7 +304,7 @@ def test_no_draft_stands_for_a_token_that_could_not_come(output: int, drafts: in
     """One token is drawn, the row itself draws another: only those in between can be drafts."""
     scheduler = make(blocks=30)
     (sequence,) = decoding(scheduler, 1, output)
-    sequence.draft_limit = 4
+    sequence.draft.limit = 4
     (row,) = scheduler.schedule().rows
     assert (row.count, row.drafts) == (1 + drafts, drafts)
 
@@ -315,7 +316,7 @@ def test_nobody_is_put_out_for_a_draft() -> None:
     scheduler.pool.take_pages(scheduler.pool.free_blocks)
     first.draft_limit = 4
     rows = {row.sequence.request_id: row.drafts for row in scheduler.schedule().rows}
-    assert rows == {"r0": 0, "r1": 0} and scheduler.preemptions == 0
+    assert rows == {"r0": 0, "r1": 0} and scheduler.preemption.preemptions == 0
 
 
 def test_one_that_waits_for_an_image_is_put_out_before_less_urgent_ones_that_run() -> None:
@@ -329,12 +330,12 @@ def test_one_that_waits_for_an_image_is_put_out_before_less_urgent_ones_that_run
     )
     advance(scheduler)
     assert len(scheduler.running) == 4
-    assert scheduler._victim(others[0], {}) is stuck
-    assert scheduler._victim(others[2], {}) is stuck, "also by the least urgent"
+    assert scheduler.preemption.victim(others[0]) is stuck
+    assert scheduler.preemption.victim(others[2]) is stuck, "also by the least urgent"
     source(stuck.request.spans[0]).ready = True
-    assert scheduler._victim(others[0], {}) is others[2]
-    assert scheduler._victim(stuck, {}) is others[2]
-    assert scheduler._victim(others[2], {}) is others[2], "itself, rather than one that is more urgent"
+    assert scheduler.preemption.victim(others[0]) is others[2]
+    assert scheduler.preemption.victim(stuck) is others[2]
+    assert scheduler.preemption.victim(others[2]) is others[2], "itself, rather than one that is more urgent"
 
 
 def test_of_two_that_wait_for_images_the_less_urgent_is_put_out() -> None:
@@ -343,10 +344,9 @@ def test_of_two_that_wait_for_images_the_less_urgent_is_put_out() -> None:
     second = scheduler.add(request("second", 16, 4, (span(8, 4, False),)))
     runs = scheduler.add(request("runs", 3, 9))
     advance(scheduler)
-    assert scheduler._victim(runs, {}) is second
-    scheduler.preempt(second)
-    advance(scheduler)
-    assert scheduler._victim(runs, {}) is first
+    assert scheduler.preemption.victim(runs) is second
+    scheduler.schedule([second])
+    assert scheduler.preemption.victim(runs) is first
 
 
 def test_a_stream_of_urgent_requests_starves_nobody() -> None:
@@ -371,7 +371,7 @@ def test_a_request_enters_only_with_room_for_those_that_run_to_grow() -> None:
         step, finished = advance(scheduler)
         assert len(step.rows) == 1
         ended += finished
-    assert ended == ["first", "second"] and scheduler.preemptions == 0
+    assert ended == ["first", "second"] and scheduler.preemption.preemptions == 0
 
 
 @pytest.mark.parametrize("cache", [False, True], ids=["plain", "cache"])
@@ -415,10 +415,10 @@ def test_the_first_in_order_is_never_put_out_for_want_of_a_place_in_host_memory(
     scheduler = make(blocks=2 + 9, per_block=1, max_seqs=2, max_len=36, host_bytes=0)
     scheduler.add(request("first", 12, 20))
     scheduler.add(request("second", 16, 12, (span(1, 3, True),)))
-    while [*scheduler.sequences]:
+    while [*scheduler.queues]:
         step, _ = advance(scheduler)
-        assert 0 not in step.put_out
-    assert scheduler.preemptions > 0 and scheduler.recomputes == 0
+        assert 0 not in step.preempted
+    assert scheduler.preemption.preemptions > 0 and scheduler.preemption.recomputes == 0
 
 
 @pytest.mark.parametrize(("host_bytes", "saved"), [(49, False), (50, True), (99, True), (None, True)])
@@ -428,24 +428,21 @@ def test_host_memory_holds_exactly_what_fits(host_bytes: int | None, saved: bool
     first, second = (scheduler.add(request(name, 12, 4)) for name in ("first", "second"))
     scheduler.options = dataclasses.replace(scheduler.options, max_batched_tokens=24)
     advance(scheduler)
-    for sequence in (first, second):
-        scheduler.preempt(sequence)
-    step = scheduler.schedule()
+    step = scheduler.schedule([first, second])
     if host_bytes is None:
-        assert scheduler.host_limit == 20 * 20 // 4 == 100 and len(step.saves) == 2
+        assert scheduler.memory.host_limit == 20 * 20 // 4 == 100 and len(step.saves) == 2
     else:
         assert [save.sequence for save in step.saves] == [first] * saved, "there is room for one, or none"
-    assert scheduler.recomputes == 2 - len(step.saves) and scheduler.preemptions == 2
+    assert scheduler.preemption.recomputes == 2 - len(step.saves) and scheduler.preemption.preemptions == 2
 
 
 def test_put_out_twice_at_once_is_put_out_once() -> None:
     scheduler = make()
     sequence = scheduler.add(request("a", 4))
-    assert not scheduler.preempt(sequence), "it does not run"
-    advance(scheduler)
-    assert scheduler.preempt(sequence) and scheduler.preempt(sequence)
-    scheduler.schedule()
-    assert scheduler.preemptions == 1
+    scheduler.commit(scheduler.schedule([sequence]))
+    assert scheduler.preemption.preemptions == 0, "it did not run"
+    scheduler.schedule([sequence, sequence])
+    assert scheduler.preemption.preemptions == 1
     scheduler.check_integrity()
 
 
@@ -465,7 +462,7 @@ def test_what_can_never_be_served_is_refused_with_the_numbers(
     scheduler = make()
     with pytest.raises(ValueError, match=message):
         scheduler.add(wanted)
-    assert not [*scheduler.sequences]
+    assert not [*scheduler.queues]
 
 
 @pytest.mark.parametrize(("prompt", "output", "max_tokens", "limit"), [(47, 0, 9, 1), (43, 4, 9, 5), (10, 3, 4, 4)])
@@ -581,13 +578,17 @@ def cached(blocks: int = 12, per_block: int = 2, **options: Any) -> Scheduler:
 def test_nothing_is_evicted_for_what_would_not_fit_anyway() -> None:
     scheduler = cached(blocks=12, per_block=2, state_block=4)
     scheduler.add(request("a", 17, 2))
-    while [*scheduler.sequences]:
+    while [*scheduler.queues]:
         advance(scheduler)
     assert scheduler.cache is not None and scheduler.cache.lengths()
     kept = scheduler.cache.lengths()
-    assert not scheduler._reclaim(0, 2 * 12 + 1) and not scheduler._reclaim(13, 0) and not scheduler._reclaim(12, 1)
+    assert (
+        not scheduler.memory.reclaim(0, 2 * 12 + 1)
+        and not scheduler.memory.reclaim(13, 0)
+        and not scheduler.memory.reclaim(12, 1)
+    )
     assert scheduler.cache.lengths() == kept
-    assert scheduler._reclaim(11, 2) and not scheduler.cache.lengths()
+    assert scheduler.memory.reclaim(11, 2) and not scheduler.cache.lengths()
 
 
 def test_no_more_is_evicted_than_room_takes() -> None:
@@ -598,8 +599,8 @@ def test_no_more_is_evicted_than_room_takes() -> None:
         advance(scheduler)
     assert scheduler.cache is not None and scheduler.cache.lengths() == [8, 8]
     free = scheduler.pool.free_blocks
-    assert scheduler._reclaim(free, 0) and scheduler.cache.lengths() == [8, 8]
-    assert scheduler._reclaim(free + 1, 0) and scheduler.cache.lengths() == [8]
+    assert scheduler.memory.reclaim(free, 0) and scheduler.cache.lengths() == [8, 8]
+    assert scheduler.memory.reclaim(free + 1, 0) and scheduler.cache.lengths() == [8]
     scheduler.check_integrity()
 
 

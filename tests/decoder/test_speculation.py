@@ -12,9 +12,10 @@ from tiny_decoder import greedy_params, make_runner, random_weights, request, ru
 from decoder.arena import ArenaLayout
 from decoder.config import DecoderOptions
 from decoder.drafting import NgramIndex
-from decoder.request import DecoderRequest, Sequence
+from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
+from decoder.sequence import Sequence
 from decoder.speculation import Speculation
 from decoder.step import Row, Step
 
@@ -107,9 +108,9 @@ def test_behind_a_refused_draft_is_the_state_of_the_last_accepted_token(spec_sta
 def same_state(runner: DecoderRunner, plain: DecoderRunner, computed: int) -> bool:
     (one,), (other,) = runner.scheduler.running, plain.scheduler.running
     target = one.slot
-    if one.replayed:
+    if one.held.replayed:
         target = int(runner.arena.pool.take_slot() or 0)
-        runner._advance([(one, one.slot, target, one.replayed)])
+        runner._advance([(one, one.slot, target, one.held.replayed)])
         runner.arena.pool.release_slot(target)
     for mine, exact in zip(runner.arena.states, plain.arena.states, strict=True):
         torch.testing.assert_close(mine[target], exact[other.slot], rtol=1e-4, atol=1e-4)
@@ -154,12 +155,12 @@ def test_a_swap_saves_one_state_and_the_inputs_on_top_of_it() -> None:
         for _ in range(4):
             runner.step()
         (sequence,) = runner.scheduler.running
-        replayed, accepted = sequence.replayed, sequence.accepted
+        replayed, accepted = sequence.held.replayed, sequence.held.accepted
         assert (replayed, accepted) == ((9, 1) if spec_state == "replay" else (0, 3))
         step_type = type(runner.scheduler.schedule())
         step = step_type()
-        runner.scheduler._put_out(sequence, step, {})
-        assert sequence.slots == [] and sequence.accepted == 1 and sequence.seat == -1
+        runner.scheduler.preemption.preempt(sequence, step, {})
+        assert sequence.held.slots == [] and sequence.held.accepted == 1 and sequence.held.batch_slot == -1
         runner._move(step)
         saved = runner._saved["a"]
         assert saved.state is not None and saved.state.numel() == runner.arena.layout.slot_bytes
@@ -173,7 +174,9 @@ def test_slots_are_reserved_before_the_step_and_given_back() -> None:
     runner = oracle(PROMPT + drawn(PROMPT, greedy_params(9)), draft_tokens=4, spec_state="slots", max_seqs=2)
     runner.add(request("a", PROMPT, greedy_params(9)))
     runner.step()
-    assert len(runner.scheduler.running[0].slots) == 5 == runner.options.slots_per_seq == runner.stats()["used_slots"]
+    assert (
+        len(runner.scheduler.running[0].held.slots) == 5 == runner.options.slots_per_seq == runner.stats()["used_slots"]
+    )
     run(runner)
     runner.flush_cache()
     assert runner.arena.pool.used_slots == 0
@@ -182,7 +185,7 @@ def test_slots_are_reserved_before_the_step_and_given_back() -> None:
 def test_a_step_without_a_slot_for_each_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the scheduler reserves one slot where 1 + K are needed."""
     runner = oracle(PROMPT + drawn(PROMPT, greedy_params(9)), draft_tokens=4, spec_state="slots")
-    monkeypatch.setattr(runner.scheduler, "slots_per_seq", 1)
+    monkeypatch.setattr(runner.scheduler.memory, "slots_per_seq", 1)
     runner.add(request("a", PROMPT, greedy_params(9)))
     runner.step()
     with pytest.raises(AssertionError, match="5 tokens to verify, but 1 state slots are reserved"):
@@ -282,7 +285,7 @@ def test_a_request_that_ends_leaves_nothing_behind() -> None:
     made.ask(sequences)
     made.ask(sequences)
     assert asked == [0, 1]
-    assert [s.drafts for s in sequences] == [[1, 2, 3], [1, 2, 3], []] and sequences[2].draft_limit == 0
+    assert [s.draft.tokens for s in sequences] == [[1, 2, 3], [1, 2, 3], []] and sequences[2].draft.limit == 0
     assert set(made._indices) == set(made._records) == {0, 1}
     made.forget(sequences[0])
     assert set(made._indices) == set(made._records) == {1}
@@ -311,15 +314,15 @@ def test_only_those_that_a_head_knows_are_to_get_drafts() -> None:
     made, sequences = speculation(speculative="mtp", draft_tokens=2)
     made.head = head = Heads({1, 2})
     made.ask(sequences)
-    assert [s.draft_limit for s in sequences] == [0, 2, 0] and head.attended == [True]
+    assert [s.draft.limit for s in sequences] == [0, 2, 0] and head.attended == [True]
 
 
 def test_a_step_that_is_measured_has_no_drafts_for_anybody() -> None:
     made, sequences = speculation(draft_policy="adaptive")
     for sequence in sequences:
-        sequence.draft_limit = 3
+        sequence.draft.limit = 3
     made.ask(sequences)
-    assert [s.draft_limit for s in sequences] == [0, 0, 3]  # the last one does not draw
+    assert [s.draft.limit for s in sequences] == [0, 0, 3]  # the last one does not draw
 
 
 def step_of(sequences: list[Sequence], drafts: list[int], *, prompt: bool = False) -> Step:

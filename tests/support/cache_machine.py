@@ -28,9 +28,10 @@ from decoder.checkpoints import Placement
 from decoder.config import DecoderOptions
 from decoder.flight import expect
 from decoder.prefix_cache import PrefixCache
-from decoder.request import UNREAD, DecoderRequest, ImageSpan, Sequence, Status
+from decoder.request import DecoderRequest, ImageSpan
 from decoder.sampling import SamplingParams
 from decoder.scheduler import Scheduler
+from decoder.sequence import UNREAD, Sequence, Status
 from decoder.step import Fork, Step
 
 PAGE, MAX_LEN = 4, 40
@@ -65,7 +66,7 @@ class Memory:
             state, kept = self.host.pop(sequence.request_id)
             self.slots[sequence.slot] = state
             for position, prefix in kept.items():
-                self.places[sequence.pages[position // PAGE], position % PAGE] = prefix
+                self.places[sequence.held.pages[position // PAGE], position % PAGE] = prefix
 
     def split(self, forks: Iterable[Fork]) -> None:
         for fork in forks:
@@ -83,7 +84,7 @@ class Memory:
             if has_slots and row.start:
                 assert self.slots[sequence.slot] == content[: row.start], "another state than its own"
             for position in range(row.end if has_pages else 0):
-                place = sequence.pages[position // PAGE], position % PAGE
+                place = sequence.held.pages[position // PAGE], position % PAGE
                 if position >= row.start:
                     self.places[place] = content[: position + 1]
                 else:
@@ -156,6 +157,7 @@ class CacheMachine(RuleBasedStateMachine):
         overlap: bool,
     ) -> None:
         self.overlap = overlap
+        self.leaving: list[Sequence] = []
         self.flight: list[tuple[Sequence, int, bool]] | None = None
         self.has_slots, self.has_pages = kind != "pages", kind != "states"
         blocks = self.has_slots + (-(-(MAX_LEN // PAGE) // per_block) if self.has_pages else 0) + spare
@@ -235,7 +237,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.collect()
         before = {name: sequence.computed for name, sequence in self.alive.items()}
         self.expect()
-        step = self.scheduler.schedule()
+        step, self.leaving = self.scheduler.schedule(self.leaving), []
         self.hold_to(step, before)
         self.memory.move(step)
         self.memory.compute(step, self.has_slots, self.has_pages)
@@ -290,7 +292,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def hold_to(self, step: Step, before: dict[str, int]) -> None:
         """What is computed again is added, and nobody has waited longer than that."""
-        lost = {name: before[name] - s.computed + 1 for name, s in self.alive.items() if s.arrival in step.put_out}
+        lost = {name: before[name] - s.computed + 1 for name, s in self.alive.items() if s.arrival in step.preempted}
         for wait in self.waits.values():
             wait.tokens += sum(tokens for name, tokens in lost.items() if name in wait.counted)
             assert wait.steps <= self.rounds * wait.tokens, "it has waited longer than the formula allows"
@@ -298,7 +300,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.alive)
     @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:
-        self.scheduler.preempt(self.alive[data.draw(st.sampled_from(sorted(self.alive)))])
+        self.leaving.append(self.alive[data.draw(st.sampled_from(sorted(self.alive)))])
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data())
@@ -344,7 +346,7 @@ class CacheMachine(RuleBasedStateMachine):
             idle = 0 if self.advance() else idle + 1
             assert idle < 3, "nothing advances although something could"
             self.scheduler.check_integrity()
-        assert not self.alive and self.scheduler.host_used == 0
+        assert not self.alive and self.scheduler.memory.host_used == 0
         if self.cache is not None:
             self.cache.clear()
         assert self.pool.free_blocks == self.pool.num_blocks

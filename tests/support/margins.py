@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoder.request import Sequence as Running
 from decoder.sampler import Choice, Sampler
+from decoder.sequence import Sequence as Running
 
 TRIES = 200
 FACTOR = 10.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from decoder.config import DecoderConfig, DecoderOptions
 from decoder.request import DecoderRequest, ImageSpan, TokenEvent
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
+from decoder.sequence import Sequence as Running
+from decoder.step import Step
 from families.nemotron_h.config import NemotronHConfig as Published
 
 TINY: dict[str, Any] = {
@@ -149,13 +151,26 @@ def run(
     for number in range(1, limit + 1):
         if preempt_every and number % preempt_every == 0 and runner.scheduler.running:
             running = sorted(runner.scheduler.running, key=lambda sequence: sequence.arrival)
-            runner.preempt(running[number // preempt_every % len(running)].request_id)
+            preempt(runner, running[number // preempt_every % len(running)].request_id)
         if not runner.has_work:
             runner.check_integrity()
             return events
         for event in runner.step():
             events.setdefault(event.request_id, []).append(event)
     raise AssertionError(f"requests have not ended after {limit} steps: {runner.stats()}")
+
+
+def preempt(runner: DecoderRunner, request_id: str) -> None:
+    """In the next step a running request gives its memory up; it goes on later as if it had not."""
+    scheduler = runner.scheduler
+    schedule = scheduler.schedule
+    sequence = next(sequence for sequence in scheduler.running if sequence.request_id == request_id)
+
+    def once(preempt: Iterable[Running] = ()) -> Step:
+        scheduler.schedule = schedule  # type: ignore[method-assign]
+        return schedule([*preempt, sequence])
+
+    scheduler.schedule = once  # type: ignore[method-assign]
 
 
 def tokens(events: Sequence[TokenEvent]) -> list[int]:

@@ -1,0 +1,201 @@
+"""Which waiting sequences start, and from what the prefix cache has of them."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from decoder.cached import MISS, Hit
+from decoder.checkpointing import Checkpointing
+from decoder.config import DecoderOptions
+from decoder.memory import SequenceMemory
+from decoder.metadata import chunk_end
+from decoder.preemption import Preemption
+from decoder.prefix_cache import PrefixCache
+from decoder.queues import Queues
+from decoder.sequence import Sequence, Status
+from decoder.step import Row, Step
+
+
+class Start(NamedTuple):
+    """From what a sequence starts, and the memory that it then has already."""
+
+    hit: Hit
+    slots: list[int]
+    """The checkpoint's own slot, where the state is not copied."""
+    pages: list[int]
+
+
+class Admission:
+    """Lets waiting sequences in, in order, as long as there is budget and memory."""
+
+    def __init__(
+        self,
+        options: DecoderOptions,
+        queues: Queues,
+        memory: SequenceMemory,
+        cache: PrefixCache | None,
+        checkpointing: Checkpointing | None,
+        preemption: Preemption,
+    ) -> None:
+        self.queues, self.memory, self.cache = queues, memory, cache
+        self.checkpointing, self.preemption = checkpointing, preemption
+        self._max_chunk = options.max_chunk
+
+    def admit(self, step: Step, chosen: dict[int, Row], budget: int) -> None:
+        """Adds the rows of those that start now to the `chosen` ones: at most `budget` tokens."""
+        memory, running = self.memory, self.queues.running
+        if not self.queues.waiting:
+            return
+        for sequence in running:
+            memory.count(sequence, not sequence.stuck)
+        if not memory.batch_slot_free and memory.advancers == len(running):
+            return
+        for sequence in self.queues.waiting_order():
+            if budget == 0:
+                break
+            if sequence.arrival in step.preempted or sequence.leader is not None:
+                continue
+            hit = self.lookup(sequence)
+            row = self._first_row(sequence, hit, budget)
+            if row is None:
+                continue
+            if self._defers(sequence, hit, chosen) or not memory.leaves_room(len(sequence.tokens)):
+                break
+            start = self._make_room(sequence, hit, step, chosen, budget)
+            if start is None:
+                if hit.tokens and not chosen:  # the whole memory does not do for it: it waits for its images instead
+                    assert self.cache is not None
+                    self.cache.overlook(sequence)
+                    continue
+                break
+            if start.hit is not hit:
+                row = self._first_row(sequence, start.hit, budget)
+                assert row is not None
+            self._enter(sequence, start, step)
+            chosen[sequence.arrival] = row
+            budget -= row.count
+
+    def row(self, sequence: Sequence, budget: int, cached: int = 0) -> Row | None:
+        """What the sequence can compute now, from its `cached` first tokens on where it has computed none; `None` when
+        its next row is not ready.
+        """
+        start = max(sequence.computed, cached)
+        align = 1 if self.cache is None else self.cache.placement.grid
+        budget = min(budget, self._max_chunk or budget)
+        end = chunk_end(start, len(sequence.tokens), budget, sequence.ready_end(start), align)
+        return Row(sequence, end - start, start) if end > start else None
+
+    def lookup(self, sequence: Sequence) -> Hit:
+        """What the cache has of a sequence that has computed nothing."""
+        request = sequence.request
+        whole = request.pooled or request.sampling.prompt_logprobs is not None  # what is asked for is of all tokens
+        if self.cache is None or sequence.computed or whole:
+            return MISS
+        return self.cache.lookup(sequence)
+
+    def could_start(self, sequence: Sequence) -> bool:
+        """Has a waiting sequence something to begin with? That the text before an image is ready does not count, where
+        it is cached.
+        """
+        if sequence.leader is not None:
+            return False
+        done = max(sequence.computed, self.lookup(sequence).tokens)
+        return sequence.ready_end(done) > max(done, sequence.barrier - 1)
+
+    def _first_row(self, sequence: Sequence, hit: Hit, budget: int) -> Row | None:
+        """Its first row after a hit, or `None` while that is not ready or is what it was preempted for."""
+        if sequence.ready_end(max(sequence.computed, hit.tokens)) < sequence.barrier:
+            return None
+        return self.row(sequence, budget, hit.tokens)
+
+    def _defers(self, sequence: Sequence, hit: Hit, chosen: dict[int, Row]) -> bool:
+        """Does a row of this step leave a state that the sequence can go on from in the next one? It waits for that
+        once.
+        """
+        if self.checkpointing is None or sequence.deferred or sequence.computed:
+            return False
+        sequence.deferred = self.checkpointing.leaves(sequence, hit, chosen.values())
+        return sequence.deferred
+
+    def _make_room(self, sequence: Sequence, hit: Hit, step: Step, chosen: dict[int, Row], budget: int) -> Start | None:
+        """Room for a batch slot, state slots and pages of a sequence that has `hit`, or of the whole of it; `None`
+        where there is none. Sequences that wait for images are preempted for it, no others.
+        """
+        stuck: list[Sequence] | None = None
+        while True:
+            if self.memory.batch_slot_free:
+                if hit.tokens and (start := self._take_hit(sequence, hit, step)) is not None:
+                    return start
+                whole = self.memory.pages_for(len(sequence.tokens))
+                ready = not hit.tokens or self._first_row(sequence, MISS, budget) is not None
+                if ready and self.memory.reclaim(self.memory.slots_per_seq, whole):
+                    return Start(hit if not hit.tokens else MISS, [], [])
+            if stuck is None:
+                stuck = sorted((s for s in self.queues.running if s.stuck), key=lambda s: s.order)
+            if not stuck:
+                return None
+            self.preemption.preempt(stuck.pop(), step, chosen)
+
+    def _take_hit(self, sequence: Sequence, hit: Hit, step: Step) -> Start | None:
+        """Makes room for a sequence that starts from `hit`: the state is copied, or, where memory is short, taken out
+        of the cache. `None`, and nothing changed, when neither fits.
+        """
+        memory, pool = self.memory, self.memory.pool
+        fresh = memory.pages_for(len(sequence.tokens)) - len(hit.pages)
+        pool.retain_pages(hit.pages)
+        held = [page for page in (hit.tail,) if page >= 0]
+        pool.retain_slot(hit.slot)
+        pool.retain_pages(held)
+        if memory.reclaim(memory.slots_per_seq, fresh):
+            step.held_slots += [hit.slot] if hit.slot >= 0 else []
+            step.held_pages += held
+            return Start(hit, [], list(hit.pages))
+        pool.release_slot(hit.slot)
+        pool.release_pages(held)
+        start = self._adopt(sequence, hit, step)
+        if start is None:
+            pool.release_pages(hit.pages)
+        return start
+
+    def _adopt(self, sequence: Sequence, hit: Hit, step: Step) -> Start | None:
+        """Moves the checkpoint itself to the sequence, unless it is copied from. Its pages are retained before."""
+        memory, pool, checkpoint = self.memory, self.memory.pool, hit.checkpoint
+        if checkpoint is None or checkpoint.slot < 0 or pool.slot_owners(checkpoint.slot) > 1:
+            return None
+        own = [hit.tail] if hit.tail >= 0 and pool.page_owners(hit.tail) == 1 else []
+        fresh = memory.pages_for(len(sequence.tokens)) - len(hit.pages) - len(own)
+        held = [hit.tail] if hit.tail >= 0 else []
+        pool.retain_slot(checkpoint.slot)
+        pool.retain_pages(held)
+        done = memory.reclaim(memory.slots_per_seq - 1, fresh)
+        pool.release_slot(checkpoint.slot)
+        pool.release_pages(held)
+        if not done:
+            return None
+        assert self.cache is not None
+        self.cache.hand_over(checkpoint)
+        if hit.tail >= 0 and not own:
+            step.held_pages.append(hit.tail)
+        return Start(hit, [checkpoint.slot], [*hit.pages, *own])
+
+    def _enter(self, sequence: Sequence, start: Start, step: Step) -> None:
+        """The sequence starts: with what it has, and with free memory for the rest."""
+        hit, first = start.hit, sequence.held.admission < 0
+        fresh = self.memory.admit(sequence, start.slots, start.pages)
+        if hit.checkpoint is not None:
+            if not start.slots and sequence.slot >= 0:
+                step.slot_copies.append((hit.slot, sequence.slot))
+            if hit.tail in step.held_pages:
+                step.page_copies.append((hit.tail, fresh[0]))
+        sequence.computed = max(sequence.computed, hit.tokens)
+        if first:
+            sequence.scheduled = time.monotonic()
+        if self.checkpointing is not None and sequence.status is Status.WAITING:
+            self.checkpointing.start(sequence, hit)
+            if first:
+                sequence.cached_tokens = min(hit.tokens, sequence.prompt_len)
+        step.new_pages += fresh
+        if sequence.status is Status.SWAPPED:
+            step.loads.append(sequence)
+        self.queues.start(sequence)

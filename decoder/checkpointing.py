@@ -1,0 +1,112 @@
+"""Which states of sequences are kept in the prefix cache, and when. The one writer of `CacheCursor`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from decoder.cached import Hit
+from decoder.memory import SequenceMemory
+from decoder.prefix_cache import PrefixCache
+from decoder.sequence import CacheCursor, Sequence, Status
+from decoder.step import Row, Step
+
+
+class Checkpointing:
+    """Keeps what rows pass, by the placement of the cache."""
+
+    def __init__(self, cache: PrefixCache, memory: SequenceMemory) -> None:
+        self.cache, self.memory = cache, memory
+
+    def start(self, sequence: Sequence, hit: Hit) -> None:
+        """Sets where the states of a sequence that starts after `hit` are to be kept."""
+        self.cache.use(sequence, hit)
+        placement, request = self.cache.placement, sequence.request
+        marks = placement.prompt_marks(
+            sequence.prompt_len,
+            images=[span.end for span in request.spans if span.complete],
+            wanted=request.checkpoint_at,
+            junction=hit.matched if hit.matched > hit.tokens else 0,
+        )
+        following = placement.next_mark(marks, sequence.prompt_len, hit.tokens)
+        sequence.cursor = CacheCursor(marks, following, hit.tokens, sequence.cursor.moving)
+
+    def follow(self, leader: Sequence, follower: Sequence) -> None:
+        """A follower goes on after all that its leader has read."""
+        following = self.cache.placement.next_mark((), follower.prompt_len, follower.computed)
+        follower.cursor = CacheCursor((), following, leader.cursor.last_mark)
+        self.cache.same_prompt(leader, follower)
+
+    def marks(self, row: Row) -> list[int]:
+        """Positions of a row whose states are to be kept."""
+        sequence = row.sequence
+        if row.end < sequence.cursor.next_mark:
+            return []
+        between = self.cache.placement.marks_between
+        cuts = range(row.start, row.end) if row.drafts else (row.start,)
+        ends = [*cuts[1:], row.end]
+        places = (between(sequence.cursor.marks, sequence.prompt_len, *cut) for cut in zip(cuts, ends, strict=True))
+        return [mark for found in places for mark in found]
+
+    def leaves(self, sequence: Sequence, hit: Hit, rows: Iterable[Row]) -> bool:
+        """Does one of these rows leave a state that the sequence could go on from, behind what it has hit?"""
+        limit = len(sequence.tokens) - 1
+        for row in rows:
+            for mark in self.marks(row):
+                if hit.tokens < mark <= limit and mark <= len(row.sequence.tokens):
+                    if self.cache.key_at(sequence, mark) == self.cache.key_at(row.sequence, mark):
+                        return True
+        return False
+
+    def place(self, step: Step) -> None:
+        """Slots for the states that this step's rows pass, of memory that nobody needs more."""
+        for row in step.rows:
+            sequence, cursor = row.sequence, row.sequence.cursor
+            if row.end < cursor.next_mark:
+                continue
+            for mark in self.marks(row):
+                if mark > len(sequence.tokens) or not self.cache.holds(sequence, mark):
+                    slot = self.cache.take_slot(mark - cursor.last_mark)
+                    if slot is None:
+                        continue
+                    step.checkpoints.setdefault(sequence.arrival, []).append((mark, slot))
+            cursor.next_mark = self.cache.placement.next_mark(cursor.marks, sequence.prompt_len, row.end)
+
+    def register(self, sequence: Sequence, kept: Iterable[tuple[int, int]]) -> None:
+        """The states (position, slot) of a sequence have been written: from now on they can be hit."""
+        cache, cursor = self.cache, sequence.cursor
+        for position, slot in kept:
+            if position > sequence.computed:  # a refused draft's
+                cache.pool.release_slot(slot)
+                continue
+            found = cache.insert(sequence, position, slot, max(1, position - cursor.last_mark))
+            cursor.last_mark = max(cursor.last_mark, position)
+            if cache.placement.mode == "align" and position >= sequence.prompt_len:
+                if cursor.moving is not None:
+                    cache.drop(cursor.moving)
+                cursor.moving = found
+
+    def rewind(self, sequence: Sequence) -> None:
+        """Some drafts were refused: the next state to keep is the first one after what is computed."""
+        cursor = sequence.cursor
+        cursor.next_mark = self.cache.placement.next_mark(cursor.marks, sequence.prompt_len, sequence.computed)
+
+    def keep(self, sequence: Sequence) -> tuple[int, int] | None:
+        """Leaves the state after all that a running sequence has computed to the cache, under `auto` and in models of
+        pages alone. Returns (from, to) of the state, which has to be copied before anything else runs; where there is
+        no memory for a copy, the sequence's own slot passes to the cache. To be called just before it is finished.
+        """
+        cache, page, end = self.cache, self.cache.placement.page, sequence.computed
+        if sequence.status is not Status.RUNNING:
+            return None
+        if not cache.placement.has_states:
+            end = end // page * page
+        elif cache.placement.mode != "auto":
+            return None
+        gain, source = end - sequence.cursor.last_mark, sequence.slot
+        if gain < page or cache.holds(sequence, end):
+            return None
+        slot = cache.take_slot(gain)
+        if slot is None:
+            slot = self.memory.cede_slot(sequence)
+        cache.insert(sequence, end, slot, gain)
+        return (source, slot) if slot >= 0 else None

@@ -1,0 +1,39 @@
+"""Samples of one prompt: when the first one has read it, the others go on from there."""
+
+from __future__ import annotations
+
+from decoder.checkpointing import Checkpointing
+from decoder.memory import SequenceMemory
+from decoder.queues import Queues
+from decoder.step import Fork, Row, Step
+
+
+class Forks:
+    """Starts the followers of sequences that have read their prompt."""
+
+    def __init__(self, queues: Queues, memory: SequenceMemory, checkpointing: Checkpointing | None) -> None:
+        self.queues, self.memory, self.checkpointing = queues, memory, checkpointing
+        self.forks = 0
+        self.misses = 0
+        """Followers that found no batch slot or memory when their prompt had been read, and queue for themselves."""
+
+    def fork(self, row: Row, step: Step) -> list[Fork]:
+        """Starts the followers of a sequence whose prompt ends with this row: whole pages are shared, and what goes on
+        from the prompt's end is theirs alone. Those for whom there is no room go on by themselves.
+        """
+        leader, forks = row.sequence, list[Fork]()
+        for follower in list(leader.followers):
+            self.queues.ungroup(follower)
+            copies = self.memory.share(leader, follower, row.end)
+            if copies is None:
+                self.misses += 1
+                continue
+            follower.computed, follower.last_step = row.end, self.queues.step_number
+            follower.cached_tokens = leader.cached_tokens
+            if self.checkpointing is not None:
+                self.checkpointing.follow(leader, follower)
+            self.queues.start(follower)
+            forks.append(Fork(leader, follower, (leader.slot, follower.slot), copies[0] if copies else None))
+        self.forks += len(forks)
+        step.forks += forks
+        return forks

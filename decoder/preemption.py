@@ -1,0 +1,80 @@
+"""Who gives memory up when it is short, and how.
+
+A sequence that runs and can advance always does: the least urgent one gives its memory up (its state goes to host
+memory, or is computed again later), so the most urgent one can always grow to its end. A sequence that waits for an
+image holds nothing that another one, ready to run, needs: it is preempted first. One whose image rows are given back
+already cannot be computed again; it is moved to host memory even above its bound, when nothing else helps.
+"""
+
+from __future__ import annotations
+
+from decoder.memory import SequenceMemory
+from decoder.queues import Queues
+from decoder.sequence import Sequence, Status
+from decoder.step import Row, Step
+
+
+class Preemption:
+    """Takes memory from running sequences."""
+
+    def __init__(self, queues: Queues, memory: SequenceMemory) -> None:
+        self.queues, self.memory = queues, memory
+        self.preemptions = 0
+        self.recomputes = 0
+        """Preempted sequences whose state was not saved."""
+
+    def grow(self, sequence: Sequence, tokens: int, step: Step, chosen: dict[int, Row]) -> bool:
+        """Pages for the first `tokens` tokens; preempts less urgent sequences for them. False: it has to wait or was
+        preempted itself.
+        """
+        while True:
+            pages = self.memory.grow(sequence, tokens)
+            if pages is not None:
+                step.new_pages += pages
+                return True
+            victim = self.victim(sequence)
+            if victim is None:
+                return False
+            self.preempt(victim, step, chosen)
+            if victim is sequence:
+                return False
+
+    def victim(self, sequence: Sequence) -> Sequence | None:
+        """Whom to preempt so that `sequence` can grow: one that is stuck, else the least urgent one, maybe itself."""
+        others = [s for s in self.queues.running if s is not sequence]
+        for stuck in (True, False):
+            candidates = [s for s in others if not stuck or s.stuck]
+            for candidate in sorted(candidates, key=lambda s: s.order, reverse=True):
+                if not stuck and candidate.order < sequence.order:
+                    break
+                if self._can_leave(candidate):
+                    return candidate
+        if not others:
+            return None
+        first = not any(other.order < sequence.order and not other.stuck for other in others)
+        if self._can_leave(sequence) and not first:
+            return sequence
+        return max(self.queues.running, key=lambda s: s.order)  # goes to host memory above its bound
+
+    def _can_leave(self, sequence: Sequence) -> bool:
+        """By swap within the bound, or by computing again what it has."""
+        return self.memory.swappable(sequence) or sequence.next_span == 0
+
+    def preempt(self, sequence: Sequence, step: Step, chosen: dict[int, Row]) -> None:
+        """Back to the queue, its memory free and its row no longer `chosen`. Its exact state is saved if there is room,
+        or if it could not be computed again.
+        """
+        self.preemptions += 1
+        step.preempted.add(sequence.arrival)
+        chosen.pop(sequence.arrival, None)
+        fresh = set(step.new_pages) & set(sequence.held.pages)
+        step.new_pages = [page for page in step.new_pages if page not in fresh]
+        swapped = self.memory.swappable(sequence) or sequence.next_span > 0
+        if swapped:
+            step.saves.append(self.memory.to_host(sequence))
+        self.memory.release(sequence)
+        self.queues.requeue(sequence, Status.SWAPPED if swapped else Status.WAITING)
+        if not swapped:
+            self.recomputes += 1
+            sequence.computed = 0
+            self.memory.replay(sequence, 0)

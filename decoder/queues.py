@@ -1,0 +1,127 @@
+"""Who waits, who runs, and in which order they go. Pure policy: no tensors, no memory.
+
+A request's rank is the step it came in less `ageing` steps for each level of its priority (levels beyond 100 or -100
+count as these); the smaller rank goes first. So a request is overtaken by those a level above it that come in the next
+`ageing` steps, and by none that come later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from decoder.config import DecoderOptions
+from decoder.request import DecoderRequest
+from decoder.sequence import DraftState, Sequence, Status
+
+MAX_LEVEL = 100
+"""Priorities beyond this count as this: nobody goes first for ever."""
+
+
+class Queues:
+    """The sequences that are here. Writes their status and who leads whom."""
+
+    def __init__(self, options: DecoderOptions) -> None:
+        self.options = options
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.step_number = 0
+        self._arrivals = 0
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self.running
+        yield from self.waiting
+
+    # -- coming and going ----------------------------------------------------------------------------------------------
+
+    def add(self, request: DecoderRequest, leader: Sequence | None = None) -> Sequence:
+        """Queues a request. `ValueError` when it can never be served, with the numbers. `leader`: a waiting sequence of
+        the same prompt, which reads it for both.
+        """
+        limit = self._output_limit(request)
+        _check_spans(request)
+        level = max(-MAX_LEVEL, min(MAX_LEVEL, request.priority))
+        sequence = Sequence(request, self._arrivals, limit, self.step_number - level * self.options.ageing)
+        self._arrivals += 1
+        self.waiting.append(sequence)
+        if leader is not None:
+            sequence.leader = leader
+            leader.followers.append(sequence)
+        return sequence
+
+    def _output_limit(self, request: DecoderRequest) -> int:
+        """Output tokens that it may have. `ValueError` when there is no room for one more."""
+        prompt, output, maximum = len(request.prompt_ids), len(request.output_ids), self.options.max_len
+        if prompt == 0:
+            raise ValueError("the prompt is empty: at least one token is needed")
+        if prompt + output >= maximum:
+            raise ValueError(
+                f"a prompt of {prompt} tokens with {output} output tokens leaves no room in max_len {maximum}: "
+                f"at most {maximum - 1 - output} prompt tokens can be served"
+            )
+        limit = maximum - prompt
+        if request.sampling.max_tokens is not None:
+            limit = min(limit, request.sampling.max_tokens)
+        if output >= limit:
+            raise ValueError(f"max_tokens {limit} is not above the {output} output tokens that were passed")
+        return limit
+
+    def start(self, sequence: Sequence) -> None:
+        """A waiting sequence has got its memory."""
+        sequence.status, sequence.barrier = Status.RUNNING, 0
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+
+    def requeue(self, sequence: Sequence, status: Status) -> None:
+        """A running sequence has lost its memory: it waits, as `status` says, until it can go on."""
+        if sequence.stuck:
+            sequence.barrier = sequence.ready_end() + 1
+        sequence.status, sequence.draft = status, DraftState()
+        self.running.remove(sequence)
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a sequence out, and out of its group: the first of those that it led leads the others."""
+        self.ungroup(sequence)
+        if sequence.followers:
+            first, *rest = sequence.followers
+            first.leader, first.followers, sequence.followers = None, rest, []
+            for other in rest:
+                other.leader = first
+        if sequence.status is not Status.DONE:
+            (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
+        sequence.status = Status.DONE
+
+    def ungroup(self, follower: Sequence) -> None:
+        """From now on it reads its prompt by itself, or has it."""
+        if follower.leader is not None:
+            follower.leader.followers.remove(follower)
+            follower.leader = None
+
+    # -- order ---------------------------------------------------------------------------------------------------------
+
+    def running_order(self, budget: int) -> list[Sequence]:
+        """Decode rows first, then by urgency; those that advanced longest ago first when the budget of tokens cannot
+        hold all.
+        """
+        crowded = len(self.running) > budget
+        return sorted(self.running, key=lambda s: (s.last_step if crowded else 0, not s.decoding, *s.order))
+
+    def waiting_order(self) -> list[Sequence]:
+        """By urgency."""
+        return sorted(self.waiting, key=lambda s: s.order)
+
+    def failed(self) -> list[tuple[Sequence, Exception]]:
+        """Sequences whose image sources have failed."""
+        with_images = (sequence for sequence in self if sequence.request.spans)
+        errors = ((sequence, sequence.source_error()) for sequence in with_images)
+        return [(sequence, error) for sequence, error in errors if error is not None]
+
+
+def _check_spans(request: DecoderRequest) -> None:
+    last, prompt = 0, len(request.prompt_ids)
+    for span in request.spans:
+        if span.length < 1 or span.start < last or span.end > prompt:
+            raise ValueError(
+                f"image rows {span.start} to {span.end} do not lie in the prompt of {prompt} tokens, after row {last}"
+            )
+        last = span.end

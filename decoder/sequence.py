@@ -1,0 +1,212 @@
+"""A request while the decoder has it: what it is, how far it has come, and what it holds.
+
+Who writes which part:
+
+    Sequence        the queues (`status`, `leader`, `followers`), the scheduler (`computed`, what admission notes down)
+                    and whoever reads drawn tokens (`tokens`, `unread`, `next_span`); what it is never changes
+    Holding         `decoder.memory`
+    Lookup          `decoder.prefix_cache`
+    CacheCursor     `decoder.checkpointing`
+    DraftState      `decoder.speculation`
+
+Who owns what, and until when:
+
+    image rows      the source, until `release()`: called once, after the step that consumed the last row has executed,
+                    or when the request ends before that; never while a step that reads them is in flight
+    batch slot,     the sequence, from admission to finish, abort or preemption. A step that is still in flight then
+    state slots,    may write to them once more: whoever has them next uses them in a later step, which the device runs
+    pages           behind it. The batch slot is its row in buffers of the sampler and of the batch
+    checkpoints     the prefix cache; between its slot being taken and the end of the step that writes it, the step
+
+Samples of one prompt: the first one leads, the others follow. Those hold nothing until the leader has read the prompt;
+then each shares its whole pages, and has a copy of the last, partial page and of the state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from decoder.cached import Checkpoint, Hit
+from decoder.checkpoints import NEVER
+from decoder.request import DecoderRequest
+
+UNREAD = -1
+"""Stands in a sequence's tokens for one that has been drawn on the device and not been read."""
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    """Holds no memory."""
+    RUNNING = "running"
+    """Holds a batch slot, and state slots and pages where the model has them."""
+    SWAPPED = "swapped"
+    """Waits; its exact state lies in host memory."""
+    DONE = "done"
+
+
+@dataclass(slots=True)
+class Holding:
+    """The memory that a sequence holds while it runs."""
+
+    batch_slot: int = -1
+    """Its row in buffers with a row for each running sequence."""
+    admission: int = -1
+    """Number of the admission that gave it its batch slot: tells for whom a buffer's row was written."""
+    slots: list[int] = field(default_factory=list)
+    """Its state slots: one, or one for each token of a verified step."""
+    accepted: int = 1
+    """Which of the slots holds its current state: that after so many tokens of the last verified step."""
+    replayed: int = 0
+    """Inputs in its ring that come on top of the state in its slot."""
+    pages: list[int] = field(default_factory=list)
+    counted: bool = False
+    """Whether this memory is counted as that of a sequence that can advance."""
+
+
+@dataclass(slots=True)
+class Lookup:
+    """What the prefix cache remembers about a sequence between lookups."""
+
+    chain: list[bytes] = field(default_factory=list)
+    """Keys of its whole pages."""
+    hit: Hit | None = None
+    version: int = -1
+    """Version of the cache that `hit` was found in."""
+
+
+@dataclass(slots=True)
+class CacheCursor:
+    """Which states of a sequence are to be kept, and how far that has come."""
+
+    marks: tuple[int, ...] = ()
+    """Prompt positions whose state is to be kept."""
+    next_mark: int = NEVER
+    last_mark: int = 0
+    """The longest prefix of it that is known to be kept."""
+    moving: Checkpoint | None = None
+    """The one checkpoint that moves along with its output, under `align`."""
+
+
+@dataclass(slots=True)
+class DraftState:
+    """What may follow a sequence's tokens."""
+
+    tokens: list[int] = field(default_factory=list)
+    """Drafts, to be verified in the next step."""
+    limit: int = 0
+    """Drafts that it is to get in the next step, as far as there is room for them."""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request while the decoder has it."""
+
+    request: DecoderRequest
+    arrival: int
+    limit: int
+    """Output tokens at most, `max_tokens` and `max_len` both applied."""
+    rank: int = 0
+    """The step it came in, less what its priority is worth in steps: the smaller one goes first."""
+
+    tokens: list[int] = field(default_factory=list)
+    """Prompt and output; the last `unread` of them are `UNREAD`."""
+    unread: int = 0
+    """Tokens that the in-flight step draws."""
+    place: int = -1
+    """Which of that step's tokens is its own."""
+    next_span: int = 0
+    """First span whose rows are not all consumed; those before are released."""
+
+    computed: int = 0
+    """Tokens whose state and keys are in the arena."""
+    last_step: int = -1
+    """Step in which it last advanced."""
+    status: Status = Status.WAITING
+    barrier: int = 0
+    """Readiness that it needs before it is admitted again (it was preempted while it waited for this row)."""
+    deferred: bool = False
+    """It has waited a step for a state that another request was about to leave."""
+    cached_tokens: int = 0
+    """Prompt tokens that were not computed because their state was cached."""
+    scheduled: float | None = None
+    """When its first step was put together, until that has been reported."""
+    leader: Sequence | None = None
+    """Who reads the prompt for it, until it has."""
+    followers: list[Sequence] = field(default_factory=list)
+    """For whom it reads the prompt."""
+
+    held: Holding = field(default_factory=Holding)
+    lookup: Lookup = field(default_factory=Lookup)
+    cursor: CacheCursor = field(default_factory=CacheCursor)
+    draft: DraftState = field(default_factory=DraftState)
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            self.tokens = [*self.request.prompt_ids, *self.request.output_ids]
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def slot(self) -> int:
+        """The slot of its current state; -1 without one."""
+        held = self.held
+        return held.slots[held.accepted - 1] if held.slots else -1
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def output_len(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def known(self) -> int:
+        """Tokens whose ids the host knows."""
+        return len(self.tokens) - self.unread
+
+    @property
+    def full(self) -> bool:
+        """True when it ends with its last token whatever that is."""
+        return len(self.tokens) - len(self.request.prompt_ids) >= self.limit
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to compute before the next one can be drawn."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def decoding(self) -> bool:
+        """True when its next row is one token on top of existing state."""
+        return self.remaining == 1 and self.computed > 0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sorts by urgency."""
+        return (self.rank, self.arrival)
+
+    @property
+    def stuck(self) -> bool:
+        """True while it waits for image rows."""
+        return self.ready_end() <= self.computed
+
+    def ready_end(self, computed: int | None = None) -> int:
+        """First row whose embedding is not there yet, or the number of tokens. Polls the sources.
+
+        `computed`: what to count as computed, when a cached prefix is about to be taken over.
+        """
+        done = self.computed if computed is None else computed
+        for span in self.request.spans[self.next_span :]:
+            if span.end > done and not span.source.ready:
+                return span.start
+        return len(self.tokens)
+
+    def source_error(self) -> Exception | None:
+        """The error of the first span that has one."""
+        for span in self.request.spans[self.next_span :]:
+            if span.source.error is not None:
+                return span.source.error
+        return None
