@@ -1,4 +1,4 @@
-"""What is known of a call while it runs, and the one door from the gRPC services to the frontend.
+"""The way from the services of any transport to the frontend.
 
 `Calls` adds to `Frontend.stream` what every service needs: refusal while draining, deadlines, the tenant's rates and
 salt, and, once per generation, metrics and a line in the log. The line holds no prompt and no answer.
@@ -8,53 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
-
-import grpc
+from typing import TYPE_CHECKING
 
 from service.answers.frontend import Frontend
 from service.common import errors
 from service.common.auth import Tenant
 from service.common.limits import Places
 from service.common.types import Delta, Embedded, Event, Finished, GenerateSpec, Started, Tokenized
+from service.telemetry.access_log import AccessLog
 from service.telemetry.call_context import CallInfo, current_call
 from service.telemetry.meters import make_metrics
 from service.telemetry.spans import Spans
 
 if TYPE_CHECKING:
     from service.telemetry.metrics import Metrics
-
-log = logging.getLogger("service.access")
-
-
-class AccessLog:
-    """One line for each request: `key=value` pairs, or a JSON object."""
-
-    def __init__(self, *, as_json: bool = False) -> None:
-        self._as_json = as_json
-
-    def write(self, info: CallInfo, **values: Any) -> None:
-        entry: dict[str, Any] = {
-            "method": info.method,
-            "code": info.code,
-            "reason": info.reason,
-            "tenant": info.tenant.name,
-            "request_id": info.request_id,
-            "trace_id": info.trace.trace_id if info.trace else "",
-            "request_bytes": info.request_bytes,
-            **values,
-        }
-        entry = {k: round(v, 6) if isinstance(v, float) else v for k, v in entry.items() if v not in ("", None)}
-        if self._as_json:
-            log.info("%s", json.dumps(entry))
-        else:
-            log.info("%s", " ".join(f"{k}={json.dumps(v) if isinstance(v, str) else v}" for k, v in entry.items()))
 
 
 class _Generation:
@@ -103,7 +74,7 @@ async def _nowhere(request_id: str, salt: bytes) -> bool:
 
 
 class Calls:
-    """The door. Used on the server's event loop."""
+    """Generations, embeddings and token counts as services ask for them. Used on the server's event loop."""
 
     def __init__(
         self,
@@ -125,7 +96,7 @@ class Calls:
         self._default_timeout = default_timeout
         self._closed = closed
         self.elsewhere: Callable[[str, bytes], Awaitable[bool]] = _nowhere
-        """Ends a request of another front of the same engine."""
+        """Ends a request of another frontend process of the same engine."""
 
     async def stream(self, spec: GenerateSpec, *, timeout: float | None) -> AsyncGenerator[Event, None]:
         """The events of an answer. `timeout`: seconds that the caller has left; None: it has set no deadline, and gets
@@ -155,7 +126,7 @@ class Calls:
                         yield event
         except (asyncio.CancelledError, GeneratorExit):
             if not self._complete(spec, generation):
-                record.code = grpc.StatusCode.CANCELLED.name
+                record.code = errors.Code.CANCELLED.name
             raise
         except Exception as error:
             status = errors.to_status(error)

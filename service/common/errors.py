@@ -1,4 +1,6 @@
-"""Every way a call can fail: one table from exception class to gRPC status, reason and retry advice.
+"""Every way a call can fail: one table from exception class to status code, reason and retry advice.
+
+The codes are those of google.rpc, and of no transport: `service.rpc.statuses` says them in gRPC.
 
 Our own refusals are `StatusError`s. What else may reach the top of a call is listed in `FOREIGN`; anything that is in
 neither is INTERNAL, and its text stays in the server's log.
@@ -7,20 +9,37 @@ neither is INTERNAL, and its text stays in the server's log.
 from __future__ import annotations
 
 import asyncio
+import enum
 from collections.abc import Mapping
 from urllib.parse import quote
 
-import grpc
 from google.protobuf.message import DecodeError
 
 from encoder.images import ImageError
 
-DOMAIN = "saccade"
 MAX_MESSAGE = 1024
 """Bytes of a status message as it travels, percent-encoded: trailers above the peer's limit (8 KiB is common) would
 replace the status by RESOURCE_EXHAUSTED, and the message is in them up to three times."""
 MAX_METADATA = 128
 """Characters of one value of ErrorInfo's metadata, and of a field's path."""
+
+
+class Code(enum.IntEnum):
+    """google.rpc.Code: how a call can end, with the numbers that it has there."""
+
+    CANCELLED = 1
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    ALREADY_EXISTS = 6
+    PERMISSION_DENIED = 7
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    OUT_OF_RANGE = 11
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+    UNAVAILABLE = 14
+    UNAUTHENTICATED = 16
 
 
 class EngineDied(RuntimeError):
@@ -30,7 +49,7 @@ class EngineDied(RuntimeError):
 class StatusError(Exception):
     """A call's end with a status other than OK."""
 
-    code: grpc.StatusCode = grpc.StatusCode.INTERNAL
+    code: Code = Code.INTERNAL
     reason: str = "INTERNAL"
 
     def __init__(
@@ -48,6 +67,8 @@ class StatusError(Exception):
         self.retry_after = retry_after
         self.quota = quota
         self.never_retry = never_retry
+        self.request_id = ""
+        """Of the call that it ends, which the door writes here."""
 
 
 def _short(message: str) -> str:
@@ -69,43 +90,43 @@ def _writable(text: str) -> str:
 
 
 class InvalidArgument(StatusError):
-    code, reason = grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT"
+    code, reason = Code.INVALID_ARGUMENT, "INVALID_ARGUMENT"
 
 
 class NotFound(StatusError):
-    code, reason = grpc.StatusCode.NOT_FOUND, "NOT_FOUND"
+    code, reason = Code.NOT_FOUND, "NOT_FOUND"
 
 
 class AlreadyExists(StatusError):
-    code, reason = grpc.StatusCode.ALREADY_EXISTS, "ALREADY_EXISTS"
+    code, reason = Code.ALREADY_EXISTS, "ALREADY_EXISTS"
 
 
 class FailedPrecondition(StatusError):
-    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "CAPABILITY_MISSING"
+    code, reason = Code.FAILED_PRECONDITION, "CAPABILITY_MISSING"
 
 
 class Cancelled(StatusError):
-    code, reason = grpc.StatusCode.CANCELLED, "CANCELLED"
+    code, reason = Code.CANCELLED, "CANCELLED"
 
 
 class OutOfRange(StatusError):
-    code, reason = grpc.StatusCode.OUT_OF_RANGE, "OUT_OF_RANGE"
+    code, reason = Code.OUT_OF_RANGE, "OUT_OF_RANGE"
 
 
 class Unauthenticated(StatusError):
-    code, reason = grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"
+    code, reason = Code.UNAUTHENTICATED, "UNAUTHENTICATED"
 
 
 class PermissionDenied(StatusError):
-    code, reason = grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED"
+    code, reason = Code.PERMISSION_DENIED, "PERMISSION_DENIED"
 
 
 class ResourceExhausted(StatusError):
-    code, reason = grpc.StatusCode.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED"
+    code, reason = Code.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED"
 
 
 class Unavailable(StatusError):
-    code, reason = grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE"
+    code, reason = Code.UNAVAILABLE, "UNAVAILABLE"
 
 
 def draining() -> Unavailable:
@@ -114,15 +135,15 @@ def draining() -> Unavailable:
 
 
 class DeadlineExceeded(StatusError):
-    code, reason = grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"
+    code, reason = Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"
 
 
 class Internal(StatusError):
-    code, reason = grpc.StatusCode.INTERNAL, "INTERNAL"
+    code, reason = Code.INTERNAL, "INTERNAL"
 
 
 class Unimplemented(StatusError):
-    code, reason = grpc.StatusCode.UNIMPLEMENTED, "UNIMPLEMENTED"
+    code, reason = Code.UNIMPLEMENTED, "UNIMPLEMENTED"
 
 
 # Exceptions of other modules that may end a call: (class, status error, reason, whether its text may be shown)
@@ -148,54 +169,3 @@ def to_status(error: BaseException) -> StatusError:
         if isinstance(error, kind):
             return target(str(error) if shown else _HIDDEN[reason], reason=reason)
     return Internal("the server failed on this request; its log has the details under the request id")
-
-
-def has_details() -> bool:
-    """Whether clients can be told reasons, fields and times to wait: googleapis-common-protos is installed."""
-    try:
-        from google.rpc import error_details_pb2, status_pb2  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-def details(error: StatusError, request_id: str) -> bytes | None:
-    """The `grpc-status-details-bin` trailer: google.rpc.Status with ErrorInfo, RequestInfo and, where they apply,
-    BadRequest and RetryInfo. None where googleapis-common-protos is not installed."""
-    if not has_details():
-        return None
-    from google.protobuf.any_pb2 import Any
-    from google.rpc import error_details_pb2, status_pb2
-
-    entries: list[object] = [
-        error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata),
-        error_details_pb2.RequestInfo(request_id=request_id),
-    ]
-    if error.field is not None:
-        wrong = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
-        entries.append(error_details_pb2.BadRequest(field_violations=[wrong]))
-    if error.retry_after is not None:
-        retry = error_details_pb2.RetryInfo()
-        retry.retry_delay.FromMilliseconds(round(error.retry_after * 1000))
-        entries.append(retry)
-    if error.quota is not None:
-        violation = error_details_pb2.QuotaFailure.Violation(subject=error.quota, description=error.reason)
-        entries.append(error_details_pb2.QuotaFailure(violations=[violation]))
-    status = status_pb2.Status(code=error.code.value[0], message=error.message)
-    for entry in entries:
-        packed = Any()
-        packed.Pack(entry)
-        status.details.append(packed)
-    return bytes(status.SerializeToString())
-
-
-def trailers(error: StatusError, request_id: str) -> tuple[tuple[str, str | bytes], ...]:
-    """The trailing metadata of a call that ends with `error`."""
-    entries: list[tuple[str, str | bytes]] = []
-    if (packed := details(error, request_id)) is not None:
-        entries.append(("grpc-status-details-bin", packed))
-    if error.never_retry:
-        entries.append(("grpc-retry-pushback-ms", "-1"))
-    elif error.retry_after is not None:
-        entries.append(("grpc-retry-pushback-ms", str(round(error.retry_after * 1000))))
-    return tuple(entries)

@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 
 from saccade.v1 import encoder_pb2_grpc
-from service.answers.calls import AccessLog
+from service.answers.door import Door
 from service.common.auth import Guard, watch_keys
 from service.common.config import EngineOptions, ServerOptions
 from service.common.tls import server_credentials
@@ -27,11 +27,12 @@ from service.encoding.encoder_servicer import EncoderServicer
 from service.encoding.handoff import Handoff
 from service.encoding.partner import Partner
 from service.engine.build import build_encoder
-from service.rpc.interceptor import FrontDoor
+from service.rpc.interceptor import DoorInterceptor
 from service.servers.exposure import channel_options, check_exposure, listen
 from service.servers.health import SetHealth, add_standard_services
 from service.servers.lifetime import stop_signals, until_stopped
 from service.servers.limits import byte_budget, door_limits
+from service.telemetry.access_log import AccessLog
 from service.telemetry.meters import make_metrics
 from service.telemetry.sizes import check_sizes_file, record_sizes
 
@@ -106,7 +107,7 @@ class EncoderServer:
         guard = Guard(watch_keys(options.api_keys) if options.api_keys else None)
         self.metrics = make_metrics()
         self.metrics.watch_engine(self._query, self._gauges)
-        self._door = FrontDoor(
+        self._door = Door(
             guard, byte_budget(options), self.metrics, AccessLog(as_json=options.log_json), door_limits(options)
         )  # fmt: skip
         self._servicer: EncoderServicer | None = None
@@ -129,7 +130,7 @@ class EncoderServer:
                 loop.call_soon_threadsafe(servicer.poll)
 
         thread.handoff.on_change = on_change
-        server = grpc.aio.server(options=channel_options(self.options), interceptors=[self._door])
+        server = grpc.aio.server(options=channel_options(self.options), interceptors=[DoorInterceptor(self._door)])
         encoder_pb2_grpc.add_EncoderServiceServicer_to_server(servicer, server)
         self._set_health = add_standard_services(server, ["saccade.v1.EncoderService"])
         self.port = listen(server, self.options, self._credentials)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from encoder.frames import VideoLimits
 from encoder.images import ImageLimits
 from service.answers.bounds import FrontLimits
+from service.answers.door import DoorLimits
 from service.answers.weigh import MIN_IDS
 from service.common.config import ServerOptions
 from service.common.limits import ByteBudget
@@ -12,7 +13,6 @@ from service.engine.build import resolve_vision
 from service.media.images import MediaLimits
 from service.model.assets import ModelAssets
 from service.model.checkpoint import open_checkpoint
-from service.rpc.interceptor import DoorLimits
 
 
 def front_limits(options: ServerOptions) -> FrontLimits:

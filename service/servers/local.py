@@ -10,8 +10,6 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeAlias, TypeVar
 
-import grpc
-
 from saccade.v1 import inference_pb2, model_pb2
 from service.answers import convert
 from service.answers.frontend import Frontend
@@ -22,12 +20,6 @@ from service.servers.limits import front_limits, load_assets
 
 T = TypeVar("T")
 Message: TypeAlias = inference_pb2.StreamGenerateResponse | errors.StatusError | None
-
-
-class Cancelled(errors.StatusError):
-    """The caller, or `close`, has ended the call."""
-
-    code, reason = grpc.StatusCode.CANCELLED, "CANCELLED"
 
 
 class LocalService:
@@ -114,7 +106,7 @@ class LocalService:
                             messages.put(convert.event_to_proto(event))
                 messages.put(None)
             except asyncio.CancelledError:
-                messages.put(Cancelled("the stream has been closed"))
+                messages.put(errors.Cancelled("the stream has been closed"))
                 raise
             except Exception as error:  # raised where it is read
                 messages.put(errors.to_status(error))
@@ -152,7 +144,7 @@ class LocalCall:
         try:
             return self._future.result()
         except CancelledError:
-            raise Cancelled("the call was cancelled") from None
+            raise errors.Cancelled("the call was cancelled") from None
 
     def cancel(self) -> None:
         """Frees what the request holds. Idempotent."""
@@ -180,7 +172,7 @@ class LocalStream:
         """Frees what the request holds. Idempotent."""
         if self._future.cancel():
             # It may never have begun, and then nothing of it tells the reader.
-            self._messages.put(Cancelled("the stream has been closed"))
+            self._messages.put(errors.Cancelled("the stream has been closed"))
 
 
 async def _cancel_all() -> None:

@@ -26,7 +26,8 @@ from saccade.v1 import (
     model_pb2_grpc,
 )
 from service.answers import convert
-from service.answers.calls import AccessLog, Calls
+from service.answers.calls import Calls
+from service.answers.door import Door
 from service.answers.frontend import Frontend
 from service.answers.prepare import decoder_processes
 from service.answers.warmup import warm_up
@@ -48,12 +49,14 @@ from service.model.assets import ModelAssets
 from service.rpc import kserve
 from service.rpc.admin import AdminServicer
 from service.rpc.batch_servicer import BatchServicer
-from service.rpc.interceptor import FrontDoor
+from service.rpc.interceptor import DoorInterceptor
 from service.rpc.kserve import KServeServicer
 from service.rpc.servicer import InferenceServicer, MediaServicer, ModelServicer, media_resolver
+from service.rpc.statuses import has_details
 from service.servers.exposure import channel_options, check_exposure, listen
 from service.servers.health import SetHealth, add_standard_services
 from service.servers.limits import byte_budget, door_limits, front_limits
+from service.telemetry.access_log import AccessLog
 from service.telemetry.meters import make_metrics
 from service.telemetry.sizes import check_sizes_file, record_sizes
 from service.telemetry.spans import Spans
@@ -92,9 +95,7 @@ class Server:
             metrics=self.metrics, access=access, spans=self._open_spans(),
             places=Places(options.max_tenant_requests or max(1, options.max_queue // 2), "requests"),
         )  # fmt: skip
-        self._door = FrontDoor(
-            self._guard, self.budget, self.metrics, access, door_limits(options, engine.info.max_len)
-        )
+        self._door = Door(self._guard, self.budget, self.metrics, access, door_limits(options, engine.info.max_len))
         self.spool = self._open_spool(limits.media)
         self.frontend.resolve = media_resolver(self.spool, fetcher)
         self._batch_store = self._open_batches()
@@ -113,7 +114,7 @@ class Server:
         self.frontend.start()
         if self.frontend.assets.vision is not None:
             self.pictures.start()
-        server = grpc.aio.server(options=channel_options(self.options), interceptors=[self._door])
+        server = grpc.aio.server(options=channel_options(self.options), interceptors=[DoorInterceptor(self._door)])
         self._set_health = add_standard_services(server, self._add_services(server))
         self.port = listen(server, self.options, self._credentials)
         if self.options.metrics_port is not None:
@@ -286,7 +287,7 @@ class Server:
 
 def _say_what_is_off(info: EngineInfo) -> None:
     """Of the packages that a server can do without; health, reflection and metrics speak for themselves."""
-    if not errors.has_details():
+    if not has_details():
         log.warning("googleapis-common-protos is not installed: errors have no reason, field or time to wait")
     if info.takes_video and "MP4" not in video_formats():
         log.info("av is not installed: videos are GIF, APNG or WebP, not MP4 or WebM")

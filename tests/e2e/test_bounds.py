@@ -19,7 +19,8 @@ from rpc import Stubs, ask, connect, reason, upload
 from running import RunningServer
 
 from saccade.v1 import inference_pb2, media_pb2
-from service.rpc import interceptor, kserve
+from service.answers import door
+from service.rpc import kserve
 
 MESSAGE = 2**18
 GENERATE = "/saccade.v1.InferenceService/Generate"
@@ -61,7 +62,7 @@ def test_a_body_that_is_long_in_coming_is_on_the_account_and_one_key_gets_half(
     bounded: RunningServer, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """gRPC buffers what has come of it and says nothing, so the whole of what may come is counted."""
-    monkeypatch.setattr(interceptor, "QUICK_SECONDS", 0.2)
+    monkeypatch.setattr(door, "QUICK_SECONDS", 0.2)
     with RawClient(bounded.address) as one, RawClient(bounded.address) as other:
         first = [one.begin(GENERATE, MESSAGE - 10, b"\n", key="sk-secret-one") for _ in range(5)]
         assert held(bounded, 3 * MESSAGE) == 3 * MESSAGE

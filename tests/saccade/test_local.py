@@ -12,6 +12,7 @@ import saccade
 from saccade import errors
 from saccade.errors import error_from_service, error_from_status, parse_trailers
 from service.common import errors as service_errors
+from service.rpc.statuses import details
 
 FAILURES = [
     service_errors.InvalidArgument("bad picture", reason="IMAGE_DECODE_FAILED", field="images[0]"),
@@ -30,10 +31,10 @@ FAILURES = [
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: f"{type(failure).__name__}-{failure.reason}")
 def test_an_error_is_the_same_with_and_without_a_server(failure: service_errors.StatusError) -> None:
     local = error_from_service(failure, "r1")
-    trailer = service_errors.details(failure, "r1")
+    trailer = details(failure, "r1")
     assert trailer is not None
-    details = parse_trailers([("grpc-status-details-bin", trailer)])
-    remote = error_from_status(failure.code.name, failure.message, details, request_id="r1")
+    parsed = parse_trailers([("grpc-status-details-bin", trailer)])
+    remote = error_from_status(failure.code.name, failure.message, parsed, request_id="r1")
     assert type(local) is type(remote) and type(local).__name__ in dir(errors)
     for name in ("reason", "request_id", "retryable", "retry_after", "metadata"):
         assert getattr(local, name) == getattr(remote, name), name

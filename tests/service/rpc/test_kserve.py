@@ -19,6 +19,7 @@ from tritonclient.grpc import service_pb2
 from service.answers import convert
 from service.common import errors
 from service.rpc import kserve
+from service.rpc.statuses import trailers
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -155,7 +156,7 @@ def test_nonsense_is_an_invalid_argument_that_says_which(message: Any, words: st
     with pytest.raises(errors.InvalidArgument) as refused:
         kserve.read_request(message)
     assert words in str(refused.value)
-    errors.trailers(refused.value, "id")
+    trailers(refused.value, "id")
 
 
 def test_what_makes_sense_is_taken() -> None:
@@ -192,7 +193,7 @@ def test_random_requests_are_taken_or_refused_by_name() -> None:
             convert.spec_from_proto(kserve.read_request(kserve_request(rng)).request)
         except errors.StatusError as error:
             assert error.code.name in ("INVALID_ARGUMENT", "UNIMPLEMENTED"), error
-            errors.trailers(error, "id")
+            trailers(error, "id")
         else:
             taken += 1
     assert 100 < taken < 2900, "the generator has lost its aim"
