@@ -44,10 +44,11 @@ from service.commands.cli import ServerProcess
 from service.common.config import EngineOptions
 from service.encoding.encoder import Encoding
 from service.encoding.handoff import Handoff
-from service.engine.build import connect_encoders, encoder_process, local_encoder, resolve_vision
+from service.engine.build import connect_encoders, encoder_process, local_encoder
 from service.engine.engine_client import EngineProcess
 from service.engine.types import EngineEvent, EngineImage, EngineRequest
 from service.model.checkpoint import open_checkpoint
+from service.model.resolve import resolve_vision
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"

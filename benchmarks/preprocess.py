@@ -26,7 +26,7 @@ import torch
 from PIL import Image
 
 from benchmarks import machine
-from encoder.preprocess import Stopwatch
+from encoder.stopwatch import Stopwatch
 from families.nemotron_h_omni.vision import RadioVision
 from service.media.image_pool import PicturePool
 from service.media.images import LocalDecoder, MediaLimits

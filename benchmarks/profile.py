@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import machine, models
-from decoder.layers.mlp import Mlp
+from decoder.layers.descriptions import Mlp
 from decoder.native import NativeStep
 from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-
-import torch
+from typing import TYPE_CHECKING
 
 from decoder.layers.spec import Layer, MixerSpec, PageSpec, SlotSpec, positive, require
 from decoder.metadata import STATE_MODES
+
+if TYPE_CHECKING:
+    import torch
 
 GRAPH_MODES = ("auto", "on", "off")
 OVERLAP_MODES = ("auto", "on", "off")
@@ -115,11 +117,17 @@ class DecoderConfig:
         return weights
 
 
+def _float32() -> torch.dtype:
+    import torch  # not above: configurations are read where there is none
+
+    return torch.float32
+
+
 @dataclass(frozen=True)
 class DecoderOptions:
     """How the decoder runs. What `None` stands for is worked out by the runner, never written back into this."""
 
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = field(default_factory=_float32)
     """Dtype of weights, activations, KV pages and conv windows."""
     device: str = "cpu"
     max_seqs: int = 16
@@ -138,7 +146,7 @@ class DecoderOptions:
     """Share of the machine's memory that a default arena may take."""
     host_bytes: int | None = None
     """Host memory for the exact state of preempted requests; `None`: a quarter of the arena."""
-    state_dtype: torch.dtype = torch.float32
+    state_dtype: torch.dtype = field(default_factory=_float32)
     """Dtype of the SSM states."""
     page_size: int = 16
     """Tokens of one KV page."""
@@ -232,12 +240,12 @@ class DecoderOptions:
     @property
     def graphs_on(self) -> bool:
         """What `graphs` comes to on this device."""
-        return self.graphs == "on" or (self.graphs == "auto" and torch.device(self.device).type != "cpu")
+        return self.graphs == "on" or (self.graphs == "auto" and not self.device.startswith("cpu"))
 
     @property
     def overlap_on(self) -> bool:
         """What `overlap` comes to on this device."""
-        return self.overlap == "on" or (self.overlap == "auto" and torch.device(self.device).type != "cpu")
+        return self.overlap == "on" or (self.overlap == "auto" and not self.device.startswith("cpu"))
 
     @property
     def num_drafts(self) -> int:

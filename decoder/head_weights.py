@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from decoder.config import DecoderConfig, DecoderOptions
-from decoder.layers.attention import Attention, AttentionMixer
-from decoder.layers.experts import Experts, ExpertsMixer
+from decoder.layers.attention import AttentionMixer
+from decoder.layers.descriptions import Attention, Experts
+from decoder.layers.experts import ExpertsMixer
 from decoder.layers.linear import stored_linear
 from kernels.linear import Linear
 

@@ -28,8 +28,7 @@ from decoder.compiled_head import CompiledHead
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.graphs import Computed
 from decoder.head_weights import HeadWeights
-from decoder.layers.attention import Attention
-from decoder.layers.experts import Experts
+from decoder.layers.descriptions import Attention, Experts
 from decoder.model import HybridModel
 from decoder.sampler import Sampler
 from decoder.sequence import Sequence

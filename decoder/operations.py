@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from decoder.config import DecoderConfig, DecoderOptions
-from decoder.layers.attention import Attention, AttentionMixer
+from decoder.layers.attention import AttentionMixer
 from decoder.layers.build import BuiltLayer, Mixer
-from decoder.layers.experts import Experts, ExpertsMixer
-from decoder.layers.mamba2 import Mamba2, Mamba2Mixer
+from decoder.layers.descriptions import Attention, Experts, Mamba2
+from decoder.layers.experts import ExpertsMixer
+from decoder.layers.mamba2 import Mamba2Mixer
 from decoder.layers.mlp import MlpMixer
 from decoder.layers.spec import MixerSpec
 from kernels.linear import Linear, Packed

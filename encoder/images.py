@@ -26,6 +26,8 @@ from PIL import Image, UnidentifiedImageError
 if TYPE_CHECKING:
     import torch
 
+RGB = 3
+"""Channels of decoded pixels."""
 Pixels = NDArray[np.uint8]
 """`[H, W, 3]`, RGB."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
-from encoder.pruning import check_rate, retained_tokens
+if TYPE_CHECKING:
+    import torch
 
 Grid = tuple[int, int]
 """Rows and columns of patches."""
@@ -25,6 +27,21 @@ def num_image_tokens(grid: Grid, *, merge_size: int = 2) -> int:
     if rows < 1 or columns < 1 or rows % merge_size or columns % merge_size:
         raise ValueError(f"a grid of {rows}x{columns} patches is not made of {merge_size}x{merge_size} tokens")
     return rows * columns // merge_size**2
+
+
+def check_rate(rate: float) -> None:
+    """`ValueError` unless `0 <= rate < 1`."""
+    if not 0 <= rate < 1:
+        raise ValueError(f"a video pruning rate must be at least 0 and below 1, got {rate}")
+
+
+def retained_tokens(sequences: int, tokens: int, rate: float) -> int:
+    """Rows that stay of `sequences` temporal patches of `tokens` each: never fewer than one of them has."""
+    check_rate(rate)
+    if sequences < 1 or tokens < 1:
+        raise ValueError(f"{sequences} temporal patches of {tokens} tokens: both must be positive")
+    # In float32, as the rule's own tensor arithmetic: in float64, 0.2 of 15 rows would be 2.
+    return max(tokens, int(np.float32(sequences * tokens) * np.float32(1 - rate))) if rate else sequences * tokens
 
 
 @dataclass(frozen=True)

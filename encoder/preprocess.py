@@ -5,34 +5,12 @@ Shapes: H, W pixels; C = 3 channels; p the patch side; T patches.
 
 from __future__ import annotations
 
-import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
-RGB = 3
-"""Channels of decoded pixels."""
-
-
-@dataclass
-class Stopwatch:
-    """Seconds that each stage of making patches took."""
-
-    seconds: Counter[str] = field(default_factory=Counter)
-    frames: int = 0
-    """Of clips."""
-
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[stage] += time.perf_counter() - start  # type: ignore[assignment]
+from encoder.images import RGB
 
 
 def resize_pixels(pixels_NCHW: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:

@@ -8,28 +8,14 @@ and graphs are replayed as ever; only which rows they are depends on the picture
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from encoder.item import retained_tokens
+
 ALWAYS_KEPT = 255.0
 """Score of the first temporal patch: above 2, the most that a cosine can give."""
-
-
-def check_rate(rate: float) -> None:
-    """`ValueError` unless `0 <= rate < 1`."""
-    if not 0 <= rate < 1:
-        raise ValueError(f"a video pruning rate must be at least 0 and below 1, got {rate}")
-
-
-def retained_tokens(sequences: int, tokens: int, rate: float) -> int:
-    """Rows that stay of `sequences` temporal patches of `tokens` each: never fewer than one of them has."""
-    check_rate(rate)
-    if sequences < 1 or tokens < 1:
-        raise ValueError(f"{sequences} temporal patches of {tokens} tokens: both must be positive")
-    # In float32, as the rule's own tensor arithmetic: in float64, 0.2 of 15 rows would be 2.
-    return max(tokens, int(np.float32(sequences * tokens) * np.float32(1 - rate))) if rate else sequences * tokens
 
 
 def retained_rows(rows_TND: Tensor, rate: float) -> Tensor:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from encoder.item import Grid
 from encoder.pieces import Pieces
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 NATIVE_MODES = ("auto", "on", "off")
 """auto: compiled code where the tower has it and the machine runs it; on: only so; off: torch operations."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from decoder.config import DecoderConfig
 from encoder.item import EncoderItem, Grid
-from encoder.preprocess import Stopwatch
+from encoder.stopwatch import Stopwatch
 from encoder.tower import TowerSpec
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)

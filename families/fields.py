@@ -6,10 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from decoder.layers.attention import Attention
-from decoder.layers.mamba2 import Mamba2
+from decoder.layers.descriptions import Attention, Mamba2
 from families.files import CheckpointError, first
-from kernels.rotary import Rope
+from kernels.rope import Rope
 
 
 def required(text: Mapping[str, Any], *names: str) -> list[Any]:

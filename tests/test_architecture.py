@@ -218,3 +218,11 @@ def test_what_a_machine_cannot_run_is_skipped_with_a_reason() -> None:
                 if words & asked and path.name.startswith("test_"):
                     found.append(f"{name} returns where it should be skipped")
     assert not found
+
+
+@pytest.mark.parametrize("module", ["service.servers.run", "service.servers.front_process"])
+def test_a_frontend_imports_no_torch(module: str) -> None:
+    """Only processes with tensors pay for it: the engine, the encoder, and the workers that make patches."""
+    program = f"import sys, {module}; print(sorted({{'torch', 'triton', 'safetensors'}} & set(sys.modules)))"
+    told = subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True, check=True)
+    assert told.stdout == "[]\n"

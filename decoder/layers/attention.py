@@ -6,77 +6,17 @@ of a page.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from decoder.batch import Batch
 from decoder.config import DecoderOptions
+from decoder.layers.descriptions import Attention
 from decoder.layers.linear import named_linear, stored_linear
-from decoder.layers.spec import PageSpec, Weights, positive, require
+from decoder.layers.spec import Weights
 from kernels.linear import concatenate
 from kernels.paged_attention import decode_attention, extend_attention, write_kv
-from kernels.rotary import Rope, rope_table, rotate
-
-
-@dataclass(frozen=True)
-class Attention:
-    """Shape of one attention mixer, in elements."""
-
-    hidden_size: int
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
-    """`None` means as many as query heads."""
-    head_dim: int = 128
-    attention_bias: bool = False
-    """Biases of q, k, v and o are used where the checkpoint has them."""
-    scale: float | None = None
-    """See `multiplier`; `None`: `head_dim ** -0.5`."""
-    rope: Rope | None = None
-
-    def __post_init__(self) -> None:
-        positive(self, "num_attention_heads", "kv_heads", "head_dim")
-        require(
-            self.num_attention_heads % self.kv_heads == 0,
-            f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads {self.kv_heads}",
-        )
-        require(
-            self.rope is None or self.rope.dims <= self.head_dim,
-            f"{self.rope and self.rope.dims} rotated dimensions are above head_dim {self.head_dim}",
-        )
-
-    @property
-    def kv_heads(self) -> int:
-        return self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads
-
-    @property
-    def multiplier(self) -> float:
-        """What products of queries and keys are multiplied with."""
-        return self.head_dim**-0.5 if self.scale is None else self.scale
-
-    @property
-    def memory(self) -> PageSpec:
-        return PageSpec(self.kv_heads, self.head_dim)
-
-    @property
-    def activations(self) -> int:
-        return (3 * self.num_attention_heads + 2 * self.kv_heads) * self.head_dim
-
-    def weights(self) -> dict[str, tuple[int, ...]]:
-        d, q, kv = self.hidden_size, self.num_attention_heads * self.head_dim, self.kv_heads * self.head_dim
-        found: dict[str, tuple[int, ...]] = {
-            "q_proj.weight": (q, d),
-            "k_proj.weight": (kv, d),
-            "v_proj.weight": (kv, d),
-            "o_proj.weight": (d, q),
-        }
-        if self.attention_bias:
-            found |= {"q_proj.bias": (q,), "k_proj.bias": (kv,), "v_proj.bias": (kv,), "o_proj.bias": (d,)}
-        return found
-
-    def optional_weights(self) -> frozenset[str]:
-        return frozenset(name for name in self.weights() if name.endswith(".bias"))
+from kernels.rotary import rope_table, rotate
 
 
 class AttentionMixer:

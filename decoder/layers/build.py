@@ -10,11 +10,12 @@ from torch import Tensor
 from decoder.arena import Arena
 from decoder.batch import Batch
 from decoder.config import DecoderConfig, DecoderOptions
-from decoder.layers.attention import Attention, AttentionMixer
-from decoder.layers.experts import Experts, ExpertsMixer
+from decoder.layers.attention import AttentionMixer
+from decoder.layers.descriptions import Attention, Experts, Mamba2, Mlp
+from decoder.layers.experts import ExpertsMixer
 from decoder.layers.linear import float_vector
-from decoder.layers.mamba2 import Mamba2, Mamba2Mixer
-from decoder.layers.mlp import Mlp, mlp_of
+from decoder.layers.mamba2 import Mamba2Mixer
+from decoder.layers.mlp import mlp_of
 from decoder.layers.spec import MixerSpec, Weights
 
 Mixer = Callable[[Tensor, Batch], Tensor]

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from decoder.config import DecoderOptions
+from decoder.layers import descriptions
 from decoder.layers.spec import Weights
 from kernels.linear import Linear, Quantised, quantise
 
@@ -19,6 +20,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
+assert tuple(ACTIVATIONS) == descriptions.ACTIVATIONS
 
 
 def stored_linear(

@@ -7,96 +7,19 @@ kernels/chunk_scan and kernels/state_replay state it in full.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from decoder.batch import Batch, VerifyTensors
 from decoder.config import DecoderOptions
+from decoder.layers.descriptions import Mamba2
 from decoder.layers.linear import float_vector, named_linear
-from decoder.layers.spec import SlotSpec, Weights, positive, require
+from decoder.layers.spec import Weights
 from kernels.causal_conv1d import causal_conv1d, causal_conv1d_tokens, causal_conv1d_update
 from kernels.chunk_scan import chunk_scan
 from kernels.gated_norm import gated_norm
 from kernels.selective_state_update import discretise, selective_state_update, selective_state_update_tokens
 from kernels.state_replay import MambaTerms, replay_advance, replay_tokens
-
-
-@dataclass(frozen=True)
-class Mamba2:
-    """Shape of one Mamba-2 mixer, in elements. Field names are those of NVIDIA's and transformers' configurations."""
-
-    hidden_size: int
-    mamba_num_heads: int = 128
-    mamba_head_dim: int = 64
-    n_groups: int = 8
-    ssm_state_size: int = 128
-    conv_kernel: int = 4
-    chunk_size: int = 128
-    """Length of the chunks of the scan; a power of two. It changes rounding, never the result."""
-    time_step_limit: tuple[float, float] = (0.0, float("inf"))
-    """The only clamp put on dt after the softplus."""
-    use_conv_bias: bool = True
-    use_bias: bool = False
-    """Biases of the input and output projections."""
-    norm_eps: float = 1e-5
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "time_step_limit", (float(self.time_step_limit[0]), float(self.time_step_limit[1])))
-        positive(
-            self, "ssm_state_size", "mamba_num_heads", "mamba_head_dim", "n_groups", "conv_kernel", "chunk_size"
-        )  # fmt: skip
-        require(
-            self.mamba_num_heads % self.n_groups == 0,
-            f"mamba_num_heads {self.mamba_num_heads} is not a multiple of n_groups {self.n_groups}",
-        )
-        require(self.conv_kernel >= 2, f"conv_kernel must be at least 2, not {self.conv_kernel}")
-        require(
-            self.chunk_size & (self.chunk_size - 1) == 0, f"chunk_size must be a power of two, not {self.chunk_size}"
-        )
-        low, high = self.time_step_limit
-        require(0 <= low <= high, f"time_step_limit must rise from 0 or above, not {low} to {high}")
-
-    @property
-    def inner(self) -> int:
-        """Channels of the inner stream."""
-        return self.mamba_num_heads * self.mamba_head_dim
-
-    @property
-    def conv_dim(self) -> int:
-        """Channels that pass through the causal convolution: inner stream, B and C."""
-        return self.inner + 2 * self.n_groups * self.ssm_state_size
-
-    @property
-    def memory(self) -> SlotSpec:
-        state = (self.mamba_num_heads, self.mamba_head_dim, self.ssm_state_size)
-        inputs = self.conv_dim + self.mamba_num_heads
-        return SlotSpec((self.conv_kernel - 1, self.conv_dim), state, inputs, self.chunk_size)
-
-    @property
-    def activations(self) -> int:
-        return 2 * self.inner + 3 * self.conv_dim + self.mamba_num_heads
-
-    def weights(self) -> dict[str, tuple[int, ...]]:
-        d, inner, conv, heads = self.hidden_size, self.inner, self.conv_dim, self.mamba_num_heads
-        found: dict[str, tuple[int, ...]] = {
-            "in_proj.weight": (inner + conv + heads, d),
-            "conv1d.weight": (conv, 1, self.conv_kernel),
-            "A_log": (heads,),
-            "D": (heads,),
-            "dt_bias": (heads,),
-            "norm.weight": (inner,),
-            "out_proj.weight": (d, inner),
-        }
-        if self.use_conv_bias:
-            found["conv1d.bias"] = (conv,)
-        if self.use_bias:
-            found |= {"in_proj.bias": (inner + conv + heads,), "out_proj.bias": (d,)}
-        return found
-
-    def optional_weights(self) -> frozenset[str]:
-        return frozenset()
 
 
 class Mamba2Mixer:

@@ -2,55 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from decoder.batch import Batch
 from decoder.config import DecoderOptions
+from decoder.layers.descriptions import Mlp
 from decoder.layers.linear import ACTIVATIONS, named_linear, stored_linear
-from decoder.layers.spec import Weights, positive, require
+from decoder.layers.spec import Weights
 from kernels.linear import concatenate
-
-
-def check_activation(name: str) -> None:
-    """`ValueError` that names the activations there are."""
-    require(name in ACTIVATIONS, f"mlp_hidden_act {name!r} is not one of {', '.join(ACTIVATIONS)}")
-
-
-@dataclass(frozen=True)
-class Mlp:
-    """Shape of one MLP, in elements."""
-
-    hidden_size: int
-    intermediate_size: int = 21504
-    mlp_hidden_act: str = "relu2"
-    gated: bool = False
-    mlp_bias: bool = False
-
-    def __post_init__(self) -> None:
-        check_activation(self.mlp_hidden_act)
-        positive(self, "intermediate_size")
-
-    @property
-    def memory(self) -> None:
-        return None
-
-    @property
-    def activations(self) -> int:
-        return (3 if self.gated else 2) * self.intermediate_size
-
-    def weights(self) -> dict[str, tuple[int, ...]]:
-        inner, names = self.intermediate_size, ("gate_proj", "up_proj") if self.gated else ("up_proj",)
-        found: dict[str, tuple[int, ...]] = {f"{name}.weight": (inner, self.hidden_size) for name in names}
-        found["down_proj.weight"] = (self.hidden_size, inner)
-        if self.mlp_bias:
-            found |= {f"{name}.bias": (inner,) for name in names} | {"down_proj.bias": (self.hidden_size,)}
-        return found
-
-    def optional_weights(self) -> frozenset[str]:
-        return frozenset()
 
 
 class MlpMixer:

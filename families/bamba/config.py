@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from decoder.config import DecoderConfig
-from decoder.layers.mlp import Mlp
+from decoder.layers.descriptions import Mlp
 from decoder.layers.spec import Layer, MixerSpec
 from families import fields
 from families.family import FamilyConfig, ModelFiles

@@ -13,10 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from decoder.config import DecoderConfig
-from decoder.layers.attention import Attention
-from decoder.layers.experts import Experts
-from decoder.layers.mamba2 import Mamba2
-from decoder.layers.mlp import Mlp
+from decoder.layers.descriptions import Attention, Experts, Mamba2, Mlp
 from decoder.layers.spec import Layer, MixerSpec
 from families.family import FamilyConfig, ModelFiles
 from families.files import CheckpointError, first

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-
+from encoder.images import RGB
 from encoder.item import EncoderItem, Grid
-from encoder.preprocess import RGB, Stopwatch, cut_patches, normalise, resize_pixels
+from encoder.stopwatch import Stopwatch
 from families.nemotron_h_omni.vision_config import VisionConfig
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,10 @@ class OmniImageRule:
         `watch` counts the stages. `keep_bytes`: an image that needs no resize is only cut, and its patches stay uint8
         for the tower's `as_floats` to make the same numbers of: a quarter to half of the memory on their way.
         """
+        import torch  # not above: grids and tokens are counted without
+
+        from encoder.preprocess import cut_patches, normalise, resize_pixels
+
         if image_HWC.dim() != 3 or image_HWC.shape[2] != RGB or image_HWC.dtype != torch.uint8:
             raise ValueError(f"expected [H, W, 3] uint8 pixels, got {tuple(image_HWC.shape)} {image_HWC.dtype}")
         config = self.config

@@ -11,14 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-
-from encoder.item import VIDEO, EncoderItem, Grid, num_image_tokens
-from encoder.preprocess import RGB, Stopwatch, cut_patches, normalise, resize_pixels
-from encoder.pruning import retained_tokens
+from encoder.images import RGB
+from encoder.item import VIDEO, EncoderItem, Grid, num_image_tokens, retained_tokens
+from encoder.stopwatch import Stopwatch
 from families.nemotron_h_omni.prompt import frame_labels, video_text
 from families.nemotron_h_omni.vision_config import VisionConfig
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,10 @@ class OmniVideoRule:
         where no frame needs a resize, as for images. Raises `ValueError` naming the first frame that does not fit, or
         both counts where they differ.
         """
+        import torch  # not above: grids and tokens are counted without
+
+        from encoder.preprocess import cut_patches, normalise, resize_pixels
+
         config, together = self.config, self.together
         if num_frames is None:
             frames = list(frames)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from families.nemotron_h_omni.image_rule import OmniImageRule
-from families.nemotron_h_omni.tower import RadioTower
 from families.nemotron_h_omni.video_rule import OmniVideoRule
 from families.nemotron_h_omni.vision_config import VisionConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from families.nemotron_h_omni.tower import RadioTower
 
 
 class RadioVision(VisionConfig):
@@ -21,6 +24,8 @@ class RadioVision(VisionConfig):
         self, weights: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype, device: torch.device, native: str = "off",
         max_rows: int = 0,
     ) -> RadioTower:  # fmt: skip
+        from families.nemotron_h_omni.tower import RadioTower  # not above: grids and tokens need no torch
+
         return RadioTower(self, weights, dtype=dtype, device=device, native=native, max_rows=max_rows)
 
     @property

@@ -112,7 +112,7 @@ class Preparation:
         self._gate = ByteGate(limits.prepared_bytes)
         self._longest = assets.tokenizer.longest if assets.tokenizer is not None else 1
         self._preparer = None if assets.vision is None else Preparer(
-            decoder, assets.vision, info.pixel_dtype, limits.media, info.revision
+            decoder, assets.vision, info.dtype, limits.media, info.revision
         )  # fmt: skip
 
     def close(self) -> None:

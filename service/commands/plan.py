@@ -22,10 +22,10 @@ from service.engine.build import (
     decoder_options,
     encoder_options,
     resolve_dtype,
-    resolve_vision,
 )
 from service.model.checkpoint import Checkpoint, open_checkpoint
 from service.model.quantise import quantised_name
+from service.model.resolve import resolve_vision
 
 CLIP_FRAMES = 32
 AUTO_CHECKPOINTS = (

@@ -23,10 +23,9 @@ from service.encoding.partner import Partner, partner_of
 from service.engine.engine import Engine
 from service.engine.types import EngineInfo
 from service.model.checkpoint import Checkpoint, Progress, open_checkpoint
+from service.model.resolve import resolve_max_len, resolve_vision
 
 log = logging.getLogger(__name__)
-
-DEFAULT_MAX_LEN = 8192
 
 
 def resolve_device(options: EngineOptions) -> str:
@@ -36,30 +35,8 @@ def resolve_device(options: EngineOptions) -> str:
     return device
 
 
-def resolve_max_len(options: EngineOptions, checkpoint: Checkpoint) -> int:
-    """The model's context, at most 8192, unless the option says otherwise. Raises ConfigError for more than the model
-    was trained for where it reads positions; a model without them has none that forbid more.
-    """
-    decoder = checkpoint.config.decoder
-    trained = decoder.max_position_embeddings
-    if options.max_len and options.max_len > trained and decoder.position_axes:
-        raise ConfigError(f"max_len: {options.max_len} is above the {trained} positions that the model was trained for")
-    return options.max_len or min(trained, DEFAULT_MAX_LEN)
-
-
 def resolve_dtype(options: EngineOptions, checkpoint: Checkpoint) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[options.dtype or checkpoint.config.dtype]
-
-
-def resolve_vision(options: EngineOptions, checkpoint: Checkpoint) -> VisionSpec | None:
-    """The vision configuration with the image budget that the context leaves. None for text-only models."""
-    vision = checkpoint.config.vision
-    if vision is None:
-        return None
-    rate = options.video_pruning_rate
-    if rate is not None and not 0 <= rate < 1:
-        raise ConfigError(f"video_pruning_rate: {rate:g} is not at least 0 and below 1; 0.5 drops half")
-    return vision.limited(max_model_len=resolve_max_len(options, checkpoint), video_pruning_rate=rate)
 
 
 def decoder_options(options: EngineOptions, checkpoint: Checkpoint) -> DecoderOptions:
@@ -136,7 +113,6 @@ def build_engine(options: EngineOptions) -> Engine:
         max_seqs=options.max_seqs,
         max_image_tokens=handoff.max_tokens if handoff else 0,
         dtype=str(dtype).removeprefix("torch."),
-        pixel_dtype=dtype,
         takes_video=VIDEO in checkpoint.encoder_kinds,
     )
     log.info(

@@ -7,8 +7,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
-import torch
-
 from decoder.request import PromptScore
 from decoder.sampling import SamplingParams
 from encoder.item import EncoderItem
@@ -95,7 +93,7 @@ class EngineInfo:
     max_image_tokens: int
     """Of one picture, by the handoff bound. 0: the model takes no pictures."""
     dtype: str
-    pixel_dtype: torch.dtype
+    """Of weights, activations and patches, as torch calls it."""
     takes_video: bool = False
 
 

@@ -10,11 +10,12 @@ import math
 import mmap
 import os
 from dataclasses import fields, replace
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from service.engine.types import EngineEvent, EngineImage, EngineRequest
+
+if TYPE_CHECKING:
+    import torch
 
 ALIGNMENT = 64
 
@@ -28,6 +29,8 @@ def pack_pixels(request: EngineRequest) -> tuple[EngineRequest, int | None]:
     if not request.images:
         return request, None
     tensors = [image.patches.patches.contiguous() for image in request.images]
+    import torch
+
     total = sum(_aligned(t.numel() * t.element_size()) for t in tensors)
     descriptor = os.memfd_create("saccade-pixels", os.MFD_CLOEXEC)
     try:
@@ -71,6 +74,8 @@ def unpack_pixels(request: EngineRequest, descriptor: int | None) -> EngineReque
         memory = mmap.mmap(descriptor, 0)
     finally:
         os.close(descriptor)
+    import torch
+
     images, offset = [], 0
     for bare in request.images:
         assert isinstance(bare, _Bare)

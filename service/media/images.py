@@ -11,17 +11,18 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from threading import Lock
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from encoder.frames import Clip, VideoError, VideoLimits, describe, open_video
 from encoder.images import ImageError, ImageHeader, ImageLimits, Pixels, decode_pixels
 from encoder.item import IMAGE, EncoderItem
-from encoder.preprocess import Stopwatch
+from encoder.stopwatch import Stopwatch
 from families import VideoRule, VisionSpec
 from service.common import errors
 from service.common.types import ImageSource, MediaSource, VideoSource
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -110,11 +111,12 @@ class LocalDecoder:
 class Preparer:
     """Makes `Prepared` of what requests hold. Thread-safe."""
 
-    def __init__(
-        self, decoder: Decoder, vision: VisionSpec, dtype: torch.dtype, limits: MediaLimits, revision: str
-    ) -> None:
-        """`dtype`: of the patches. `revision`: the model's, part of every key."""
-        self._decoder, self._vision, self._dtype, self._limits = decoder, vision, dtype, limits
+    def __init__(self, decoder: Decoder, vision: VisionSpec, dtype: str, limits: MediaLimits, revision: str) -> None:
+        """`dtype`: of the patches, as torch calls it. `revision`: the model's, part of every key."""
+        import torch
+
+        self._decoder, self._vision, self._limits = decoder, vision, limits
+        self._dtype: torch.dtype = getattr(torch, dtype)
         self._seed = hashlib.sha256(f"{revision}|{dtype}|{vision}".encode()).digest()
         self._lock = Lock()
         self._counts: Counter[str] = Counter()
@@ -127,6 +129,8 @@ class Preparer:
                 return self._clip(source, salt, watch)
             with watch("decode"):
                 pixels_HWC = self._decoder.image(source.data)
+            import torch
+
             item = self._vision.image_rule.patchify(
                 torch.from_numpy(pixels_HWC), self._dtype, keep_bytes=True, watch=watch
             )

@@ -15,14 +15,16 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from families import CheckpointError
 from families.files import read_json
-from kernels.linear import Quantised, stack
 from service.model.modelconfig import ModelConfig, load_config
+
+if TYPE_CHECKING:
+    import torch
+
+    from kernels.linear import Quantised
 
 log = logging.getLogger(__name__)
 
@@ -130,6 +132,8 @@ class Checkpoint:
 
     def vision_digest(self) -> str:
         """Digest over names, shapes and samples of the vision weights: what two hosts compare of them."""
+        import torch  # not above: frontend processes read tables, not tensors
+
         digest = hashlib.sha256()
         for name, tensor in self.vision_weights():
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
@@ -216,6 +220,8 @@ class Checkpoint:
     def _stream(self, expected: Mapping[str, tuple[int, ...]], progress: Progress | None) -> Iterator[tuple[str, Any]]:
         from safetensors import SafetensorError, safe_open
 
+        from kernels.linear import Quantised, stack  # not above, as torch
+
         wanted = [name for name in expected if name in self._plan]
         total = sum(self._bytes[n] for name in wanted for n in self._plan[name].names) or 1
         done = 0
@@ -263,6 +269,8 @@ def open_checkpoint(model: str) -> Checkpoint:
 
 def _row_part(tensor: torch.Tensor | Quantised, place: int, parts: int) -> torch.Tensor | Quantised:
     """One of `parts` equal parts of the rows, or of the numbers of a vector; aliases the tensor."""
+    from kernels.linear import Quantised
+
     if isinstance(tensor, Quantised):
         return tensor.row_part(place, parts)
     return tensor.chunk(parts, dim=max(0, tensor.dim() - 2))[place]

@@ -9,10 +9,10 @@ from service.answers.door import DoorLimits
 from service.answers.weigh import MIN_IDS
 from service.common.config import ServerOptions
 from service.common.limits import ByteBudget
-from service.engine.build import resolve_vision
 from service.media.images import MediaLimits
 from service.model.assets import ModelAssets
 from service.model.checkpoint import open_checkpoint
+from service.model.resolve import resolve_vision
 
 
 def front_limits(options: ServerOptions) -> FrontLimits:

@@ -9,7 +9,6 @@ import sys
 from service.common.config import ServerOptions
 from service.engine.supervisor import SupervisedEngine
 from service.model.assets import ModelAssets
-from service.servers.encoder_server import serve_encoder
 from service.servers.exposure import check_exposure
 from service.servers.fronts import serve_fronts
 from service.servers.lifetime import stop_signals, until_stopped
@@ -55,6 +54,8 @@ def run(options: ServerOptions) -> int:
         level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     if options.role == "encoder":
+        from service.servers.encoder_server import serve_encoder  # not above: it has torch, and a frontend has not
+
         return asyncio.run(serve_encoder(options))
     if options.fronts > 1:
         return asyncio.run(serve_fronts(options))

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.layers.build import BuiltLayer
-from decoder.layers.mamba2 import Mamba2, Mamba2Mixer
+from decoder.layers.descriptions import Mamba2
+from decoder.layers.mamba2 import Mamba2Mixer
 from decoder.operations import Operations
 from kernels.native.structs import Step
 

@@ -26,7 +26,7 @@ from transformers import NemotronHForCausalLM
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMoE
 
 from decoder.config import DecoderConfig, DecoderOptions
-from decoder.layers.attention import Attention
+from decoder.layers.descriptions import Attention
 from decoder.mtp import check_mtp
 from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner

@@ -11,7 +11,8 @@ from tiny_decoder import random_weights, tiny_config
 from torch import Tensor
 
 from decoder.config import DecoderConfig, DecoderOptions
-from decoder.layers.experts import Experts, ExpertsMixer
+from decoder.layers.descriptions import Experts
+from decoder.layers.experts import ExpertsMixer
 from decoder.operations import Operations
 from kernels.native.structs import Code, Kind, Op, Step
 from kernels.rms_norm import rms_norm

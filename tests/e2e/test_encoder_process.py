@@ -23,8 +23,9 @@ from service.common.config import ConfigError, EngineOptions
 from service.encoding.handoff import EncoderUnavailable, Handoff
 from service.encoding.process_link import ProcessLink
 from service.encoding.segments import SegmentPool, create_segment, open_segment, rounded
-from service.engine.build import encoder_process, resolve_vision
+from service.engine.build import encoder_process
 from service.model.checkpoint import open_checkpoint
+from service.model.resolve import resolve_vision
 
 OPTIONS = {"max_seqs": 8, "max_len": 600, "encoder_process": True}
 

@@ -26,8 +26,9 @@ from service.commands.cli import ServerProcess
 from service.common.config import ConfigError, EngineOptions
 from service.encoding.encoder_pool import EncoderPool
 from service.encoding.handoff import EncoderUnavailable, Handoff, Lease
-from service.engine.build import connect_encoders, resolve_vision
+from service.engine.build import connect_encoders
 from service.model.checkpoint import open_checkpoint
+from service.model.resolve import resolve_vision
 
 SMALL = {"max_seqs": 8, "max_len": 600}
 LEASE = 2.0

@@ -8,7 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import compute_retention_mask
 
-from encoder.pruning import prune, retained_rows, retained_tokens
+from encoder.item import retained_tokens
+from encoder.pruning import prune, retained_rows
 
 torch.set_num_threads(1)
 

@@ -11,7 +11,8 @@ from tiny_encoder import random_image, relative_error, tiny_tower
 from triton_kernels import DEVICE
 
 from decoder.config import DecoderOptions
-from decoder.layers.experts import Experts, ExpertsMixer
+from decoder.layers.descriptions import Experts
+from decoder.layers.experts import ExpertsMixer
 from decoder.sampling import SamplingParams
 from encoder.runner import EncoderOptions, EncoderRunner
 from kernels.dispatch import forced

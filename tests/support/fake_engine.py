@@ -7,8 +7,6 @@ from collections import deque
 from concurrent.futures import Future
 from typing import Any
 
-import torch
-
 from service.engine.types import EngineEvent, EngineInfo, EngineRequest, EventSink, Query
 
 
@@ -16,7 +14,7 @@ class FakeEngine:
     """The methods of `service.engine.engine.EngineHandle`."""
 
     def __init__(self, *, vocabulary: int, max_len: int = 100_000, model: str = "demo") -> None:
-        self.info = EngineInfo(model, "fake", max_len, 1024, 10_000, "float32", torch.float32)
+        self.info = EngineInfo(model, "fake", max_len, 1024, 10_000, "float32")
         self._vocabulary = vocabulary
         self._incoming: deque[tuple[str, Any]] = deque()
         self._live: dict[str, list[int]] = {}

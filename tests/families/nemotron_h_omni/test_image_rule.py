@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from encoder.preprocess import Stopwatch, as_floats
+from encoder.preprocess import as_floats
+from encoder.stopwatch import Stopwatch
 from families.nemotron_h_omni.image_rule import target_grid
 from families.nemotron_h_omni.video_rule import OmniVideoRule
 from families.nemotron_h_omni.vision import RadioVision

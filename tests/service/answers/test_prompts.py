@@ -77,7 +77,7 @@ def prepared(tokens: int = 4, labels: tuple[str, ...] = ()) -> Prepared:
 
 
 def info(max_len: int = 100, max_image_tokens: int = 50) -> EngineInfo:
-    return EngineInfo("m", "r", max_len, 4, max_image_tokens, "float32", torch.float32)
+    return EngineInfo("m", "r", max_len, 4, max_image_tokens, "float32")
 
 
 def test_ids_are_below_the_vocabulary(assets: ModelAssets) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from clips import animation, moving_frames
 from pictures import picture
 
@@ -20,7 +19,7 @@ LIMITS = MediaLimits(video_frames=8)
 STILL, OTHER = picture(1, (32, 32)), picture(2, (32, 32))
 
 
-def preparer(revision: str = "r", dtype: torch.dtype = torch.float32) -> Preparer:
+def preparer(revision: str = "r", dtype: str = "float32") -> Preparer:
     assert VISION is not None
     return Preparer(LocalDecoder(LIMITS), VISION, dtype, LIMITS, revision)
 
@@ -35,7 +34,7 @@ def test_equal_keys_are_for_equal_rows_of_one_tenant() -> None:
     different: list[tuple[Preparer, MediaSource, bytes]] = [
         (one, ImageSource(STILL, "f"), b""), (one, ImageSource(STILL, "f"), b"a"), (one, ImageSource(STILL, "f"), b"b"),
         (one, ImageSource(OTHER, "f"), b""), (preparer("s"), ImageSource(STILL, "f"), b""),
-        (preparer(dtype=torch.bfloat16), ImageSource(STILL, "f"), b""), (one, frames(STILL), b""),
+        (preparer(dtype="bfloat16"), ImageSource(STILL, "f"), b""), (one, frames(STILL), b""),
         (one, frames(STILL, OTHER), b""), (one, frames(OTHER, STILL), b""), (one, VideoSource(gif, "v"), b""),
         (one, VideoSource(gif, "v"), b"a"), (one, VideoSource(gif, "v", max_frames=3), b""),
         (one, ImageSource(gif, "f"), b""),

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_checkpoint import make_checkpoint
 
-from decoder.layers.mamba2 import Mamba2
+from decoder.layers.descriptions import Mamba2
 from families import CheckpointError, FamilyConfig
 from families.nemotron_h.config import NemotronHConfig, decoder_config
 from families.nemotron_h_omni import FAMILY as OMNI

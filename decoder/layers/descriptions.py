@@ -1,0 +1,268 @@
+"""The mixers that there are, as a configuration describes them: sizes, weights and memory, without a tensor.
+
+Who only reads a configuration, such as a frontend process, imports this and no torch; `decoder.layers.build` makes the
+layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from decoder.layers.spec import PageSpec, SlotSpec, positive, require
+from kernels.rope import Rope
+
+ACTIVATIONS = ("relu2", "relu", "silu", "gelu", "gelu_pytorch_tanh")
+
+
+def check_activation(name: str) -> None:
+    """`ValueError` that names the activations there are."""
+    require(name in ACTIVATIONS, f"mlp_hidden_act {name!r} is not one of {', '.join(ACTIVATIONS)}")
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """Shape of one MLP, in elements."""
+
+    hidden_size: int
+    intermediate_size: int = 21504
+    mlp_hidden_act: str = "relu2"
+    gated: bool = False
+    mlp_bias: bool = False
+
+    def __post_init__(self) -> None:
+        check_activation(self.mlp_hidden_act)
+        positive(self, "intermediate_size")
+
+    @property
+    def memory(self) -> None:
+        return None
+
+    @property
+    def activations(self) -> int:
+        return (3 if self.gated else 2) * self.intermediate_size
+
+    def weights(self) -> dict[str, tuple[int, ...]]:
+        inner, names = self.intermediate_size, ("gate_proj", "up_proj") if self.gated else ("up_proj",)
+        found: dict[str, tuple[int, ...]] = {f"{name}.weight": (inner, self.hidden_size) for name in names}
+        found["down_proj.weight"] = (self.hidden_size, inner)
+        if self.mlp_bias:
+            found |= {f"{name}.bias": (inner,) for name in names} | {"down_proj.bias": (self.hidden_size,)}
+        return found
+
+    def optional_weights(self) -> frozenset[str]:
+        return frozenset()
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Shape of one mixture, in elements."""
+
+    hidden_size: int
+    n_routed_experts: int = 8
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = 7688
+    moe_shared_expert_intermediate_size: int | None = 7688
+    """Of the expert that every token takes; None for none."""
+    moe_latent_size: int | None = None
+    mlp_hidden_act: str = "relu2"
+    gated: bool = False
+    mlp_bias: bool = False
+    """Biases of the shared expert and of the latent projections."""
+    routing: Literal["sigmoid", "softmax"] = "sigmoid"
+    """`sigmoid`: of each expert by itself, with a correction of the choice and groups; `softmax`: over the chosen."""
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_activation(self.mlp_hidden_act)
+        positive(self, "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group")
+        latent = self.moe_latent_size
+        require(latent is None or latent >= 1, f"moe_latent_size must be at least 1, not {latent}")
+        if self.moe_shared_expert_intermediate_size is not None:
+            positive(self, "moe_shared_expert_intermediate_size")
+        experts, groups, kept, chosen = self.n_routed_experts, self.n_group, self.topk_group, self.num_experts_per_tok
+        require(experts % groups == 0, f"n_routed_experts {experts} is not a multiple of n_group {groups}")
+        require(kept <= groups, f"topk_group {kept} is above n_group {groups}")
+        available = kept * (experts // groups)
+        require(
+            chosen <= available, f"num_experts_per_tok {chosen} is above the {available} experts of the kept groups"
+        )
+
+    @property
+    def expert(self) -> Mlp:
+        """Shape of one routed expert."""
+        outer = self.moe_latent_size or self.hidden_size
+        return Mlp(outer, self.moe_intermediate_size, self.mlp_hidden_act, self.gated)
+
+    @property
+    def shared(self) -> Mlp | None:
+        width = self.moe_shared_expert_intermediate_size
+        return None if width is None else replace(
+            self.expert, hidden_size=self.hidden_size, intermediate_size=width, mlp_bias=self.mlp_bias
+        )  # fmt: skip
+
+    @property
+    def memory(self) -> None:
+        return None
+
+    @property
+    def activations(self) -> int:
+        routed = self.num_experts_per_tok * (self.moe_intermediate_size + (self.moe_latent_size or 0))
+        return (3 if self.gated else 2) * (routed + (self.moe_shared_expert_intermediate_size or 0))
+
+    def weights(self) -> dict[str, tuple[int, ...]]:
+        experts = self.n_routed_experts
+        found: dict[str, tuple[int, ...]] = {"gate.weight": (experts, self.hidden_size)}
+        if self.routing == "sigmoid":
+            found["gate.e_score_correction_bias"] = (experts,)
+        for name, shape in self.expert.weights().items():
+            found[f"experts.{name.removesuffix('.weight')}"] = (experts, *shape)
+        if self.shared is not None:
+            found |= {f"shared_experts.{name}": shape for name, shape in self.shared.weights().items()}
+        if self.moe_latent_size is not None:
+            found["fc1_latent_proj.weight"] = (self.moe_latent_size, self.hidden_size)
+            found["fc2_latent_proj.weight"] = (self.hidden_size, self.moe_latent_size)
+            if self.mlp_bias:
+                found |= {"fc1_latent_proj.bias": (self.moe_latent_size,), "fc2_latent_proj.bias": (self.hidden_size,)}
+        return found
+
+    def optional_weights(self) -> frozenset[str]:
+        return frozenset()
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Shape of one attention mixer, in elements."""
+
+    hidden_size: int
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    """`None` means as many as query heads."""
+    head_dim: int = 128
+    attention_bias: bool = False
+    """Biases of q, k, v and o are used where the checkpoint has them."""
+    scale: float | None = None
+    """See `multiplier`; `None`: `head_dim ** -0.5`."""
+    rope: Rope | None = None
+
+    def __post_init__(self) -> None:
+        positive(self, "num_attention_heads", "kv_heads", "head_dim")
+        require(
+            self.num_attention_heads % self.kv_heads == 0,
+            f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads {self.kv_heads}",
+        )
+        require(
+            self.rope is None or self.rope.dims <= self.head_dim,
+            f"{self.rope and self.rope.dims} rotated dimensions are above head_dim {self.head_dim}",
+        )
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads
+
+    @property
+    def multiplier(self) -> float:
+        """What products of queries and keys are multiplied with."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def memory(self) -> PageSpec:
+        return PageSpec(self.kv_heads, self.head_dim)
+
+    @property
+    def activations(self) -> int:
+        return (3 * self.num_attention_heads + 2 * self.kv_heads) * self.head_dim
+
+    def weights(self) -> dict[str, tuple[int, ...]]:
+        d, q, kv = self.hidden_size, self.num_attention_heads * self.head_dim, self.kv_heads * self.head_dim
+        found: dict[str, tuple[int, ...]] = {
+            "q_proj.weight": (q, d),
+            "k_proj.weight": (kv, d),
+            "v_proj.weight": (kv, d),
+            "o_proj.weight": (d, q),
+        }
+        if self.attention_bias:
+            found |= {"q_proj.bias": (q,), "k_proj.bias": (kv,), "v_proj.bias": (kv,), "o_proj.bias": (d,)}
+        return found
+
+    def optional_weights(self) -> frozenset[str]:
+        return frozenset(name for name in self.weights() if name.endswith(".bias"))
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """Shape of one Mamba-2 mixer, in elements. Field names are those of NVIDIA's and transformers' configurations."""
+
+    hidden_size: int
+    mamba_num_heads: int = 128
+    mamba_head_dim: int = 64
+    n_groups: int = 8
+    ssm_state_size: int = 128
+    conv_kernel: int = 4
+    chunk_size: int = 128
+    """Length of the chunks of the scan; a power of two. It changes rounding, never the result."""
+    time_step_limit: tuple[float, float] = (0.0, float("inf"))
+    """The only clamp put on dt after the softplus."""
+    use_conv_bias: bool = True
+    use_bias: bool = False
+    """Biases of the input and output projections."""
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "time_step_limit", (float(self.time_step_limit[0]), float(self.time_step_limit[1])))
+        positive(
+            self, "ssm_state_size", "mamba_num_heads", "mamba_head_dim", "n_groups", "conv_kernel", "chunk_size"
+        )  # fmt: skip
+        require(
+            self.mamba_num_heads % self.n_groups == 0,
+            f"mamba_num_heads {self.mamba_num_heads} is not a multiple of n_groups {self.n_groups}",
+        )
+        require(self.conv_kernel >= 2, f"conv_kernel must be at least 2, not {self.conv_kernel}")
+        require(
+            self.chunk_size & (self.chunk_size - 1) == 0, f"chunk_size must be a power of two, not {self.chunk_size}"
+        )
+        low, high = self.time_step_limit
+        require(0 <= low <= high, f"time_step_limit must rise from 0 or above, not {low} to {high}")
+
+    @property
+    def inner(self) -> int:
+        """Channels of the inner stream."""
+        return self.mamba_num_heads * self.mamba_head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels that pass through the causal convolution: inner stream, B and C."""
+        return self.inner + 2 * self.n_groups * self.ssm_state_size
+
+    @property
+    def memory(self) -> SlotSpec:
+        state = (self.mamba_num_heads, self.mamba_head_dim, self.ssm_state_size)
+        inputs = self.conv_dim + self.mamba_num_heads
+        return SlotSpec((self.conv_kernel - 1, self.conv_dim), state, inputs, self.chunk_size)
+
+    @property
+    def activations(self) -> int:
+        return 2 * self.inner + 3 * self.conv_dim + self.mamba_num_heads
+
+    def weights(self) -> dict[str, tuple[int, ...]]:
+        d, inner, conv, heads = self.hidden_size, self.inner, self.conv_dim, self.mamba_num_heads
+        found: dict[str, tuple[int, ...]] = {
+            "in_proj.weight": (inner + conv + heads, d),
+            "conv1d.weight": (conv, 1, self.conv_kernel),
+            "A_log": (heads,),
+            "D": (heads,),
+            "dt_bias": (heads,),
+            "norm.weight": (inner,),
+            "out_proj.weight": (d, inner),
+        }
+        if self.use_conv_bias:
+            found["conv1d.bias"] = (conv,)
+        if self.use_bias:
+            found |= {"in_proj.bias": (inner + conv + heads,), "out_proj.bias": (d,)}
+        return found
+
+    def optional_weights(self) -> frozenset[str]:
+        return frozenset()

@@ -1,0 +1,31 @@
+"""What options and a checkpoint come to together: the context length, and the vision part for it."""
+
+from __future__ import annotations
+
+from families import VisionSpec
+from service.common.config import ConfigError, EngineOptions
+from service.model.checkpoint import Checkpoint
+
+DEFAULT_MAX_LEN = 8192
+
+
+def resolve_max_len(options: EngineOptions, checkpoint: Checkpoint) -> int:
+    """The model's context, at most 8192, unless the option says otherwise. Raises ConfigError for more than the model
+    was trained for where it reads positions; a model without them has none that forbid more.
+    """
+    decoder = checkpoint.config.decoder
+    trained = decoder.max_position_embeddings
+    if options.max_len and options.max_len > trained and decoder.position_axes:
+        raise ConfigError(f"max_len: {options.max_len} is above the {trained} positions that the model was trained for")
+    return options.max_len or min(trained, DEFAULT_MAX_LEN)
+
+
+def resolve_vision(options: EngineOptions, checkpoint: Checkpoint) -> VisionSpec | None:
+    """The vision configuration with the image budget that the context leaves. None for text-only models."""
+    vision = checkpoint.config.vision
+    if vision is None:
+        return None
+    rate = options.video_pruning_rate
+    if rate is not None and not 0 <= rate < 1:
+        raise ConfigError(f"video_pruning_rate: {rate:g} is not at least 0 and below 1; 0.5 drops half")
+    return vision.limited(max_model_len=resolve_max_len(options, checkpoint), video_pruning_rate=rate)
