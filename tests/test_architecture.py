@@ -139,6 +139,19 @@ def test_rooms_of_the_server_import_one_way() -> None:
     assert not wrong
 
 
+def test_transports_are_known_to_the_rooms_that_speak_them() -> None:
+    """Everything below `rpc` serves any transport; `encoding` is a client of other hosts."""
+    wrong = [
+        f"{path.relative_to(CHECKOUT)} imports {module}"
+        for room in ROOMS[: ROOMS.index("rpc")]
+        if room != "encoding"
+        for path in sources(f"service/{room}")
+        for module, _ in imports(path)
+        if module.partition(".")[0].startswith("grpc")
+    ]
+    assert not wrong
+
+
 @pytest.mark.parametrize("package", ["encoder", "service"])
 def test_only_families_name_families(package: str) -> None:
     names = "|".join(

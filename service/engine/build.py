@@ -152,7 +152,7 @@ def connect_encoders(
 ) -> EncoderPool:
     """The encoders of `--encoders`. One that is not there yet is waited for later; raises PartnerRefused for one of
     another model."""
-    from service.common.tls import channel_credentials
+    from service.encoding.credentials import channel_credentials
     from service.encoding.grpc_link import GrpcLink
 
     dtype = resolve_dtype(options, checkpoint)

@@ -21,13 +21,13 @@ from saccade.v1 import encoder_pb2_grpc
 from service.answers.door import Door
 from service.common.auth import Guard, watch_keys
 from service.common.config import EngineOptions, ServerOptions
-from service.common.tls import server_credentials
 from service.encoding.encoder import LocalEncoder
 from service.encoding.encoder_servicer import EncoderServicer
 from service.encoding.handoff import Handoff
 from service.encoding.partner import Partner
 from service.engine.build import build_encoder
 from service.rpc.interceptor import DoorInterceptor
+from service.servers.credentials import server_credentials
 from service.servers.exposure import channel_options, check_exposure, listen
 from service.servers.health import SetHealth, add_standard_services
 from service.servers.lifetime import stop_signals, until_stopped

@@ -32,10 +32,10 @@ from service.common.auth import watch_keys
 from service.common.channel import Outbox, receive_descriptor
 from service.common.config import ConfigError, ServerOptions
 from service.common.helper_process import start_helper
-from service.common.tls import server_credentials
 from service.engine import wire
 from service.engine.supervisor import SupervisedEngine
 from service.engine.types import EngineEvent
+from service.servers.credentials import server_credentials
 from service.servers.exposure import check_exposure
 from service.servers.lifetime import stop_signals, until_stopped
 

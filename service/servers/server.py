@@ -39,7 +39,6 @@ from service.common.auth import Guard, watch_keys
 from service.common.config import ConfigError, ServerOptions
 from service.common.errors import EngineDied
 from service.common.limits import Places
-from service.common.tls import server_credentials
 from service.engine.types import EngineHandle, EngineInfo
 from service.media.fetch import make_fetcher
 from service.media.image_pool import PicturePool
@@ -53,6 +52,7 @@ from service.rpc.interceptor import DoorInterceptor
 from service.rpc.kserve import KServeServicer
 from service.rpc.servicer import InferenceServicer, MediaServicer, ModelServicer, media_resolver
 from service.rpc.statuses import has_details
+from service.servers.credentials import server_credentials
 from service.servers.exposure import channel_options, check_exposure, listen
 from service.servers.health import SetHealth, add_standard_services
 from service.servers.limits import byte_budget, door_limits, front_limits

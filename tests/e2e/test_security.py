@@ -202,7 +202,7 @@ def test_clients_with_certificates(model: Path, tmp_path: Path) -> None:
 
 
 def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
-    from service.common.tls import server_credentials
+    from service.servers.credentials import server_credentials
 
     one, two = Authority.create(tmp_path / "one"), Authority.create(tmp_path / "two")
     certificate, key = str(one.issue("a")[0]), str(two.issue("b")[1])

@@ -10,7 +10,9 @@ import pytest
 from certificates import Authority
 
 from service.common.config import ConfigError, EngineOptions, ServerOptions
-from service.common.tls import channel_credentials, is_loopback, server_credentials
+from service.common.tls import is_loopback
+from service.encoding.credentials import channel_credentials
+from service.servers.credentials import server_credentials
 
 
 def options(*encoders: str, **values: Any) -> EngineOptions:

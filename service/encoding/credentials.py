@@ -1,0 +1,29 @@
+"""What this process shows to encoders on other hosts, and by what it knows them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from service.common.config import ConfigError, EngineOptions
+from service.common.tls import check_pair, is_loopback, read_pem
+
+
+def channel_credentials(options: EngineOptions) -> Any:
+    """`grpc.ChannelCredentials` for the way to encoders, or None without TLS. Raises ConfigError."""
+    if options.encoder_ca is None:
+        if options.encoder_cert is not None or options.encoder_cert_key is not None:
+            raise ConfigError("encoder_ca: a certificate for encoders needs the authority that theirs come from")
+        far = [address for address in options.encoders if not is_loopback(address.rpartition(":")[0])]
+        if options.encoder_api_key is not None and far:
+            raise ConfigError(f"encoder_ca: without TLS the key in encoder_api_key can be read on its way to {far[0]}")
+        return None
+    pair: list[bytes | None] = [None, None]
+    if options.encoder_cert is not None or options.encoder_cert_key is not None:
+        if options.encoder_cert is None or options.encoder_cert_key is None:
+            missing = "encoder_cert" if options.encoder_cert is None else "encoder_cert_key"
+            raise ConfigError(f"{missing}: TLS needs both a certificate and its key")
+        check_pair(options.encoder_cert, options.encoder_cert_key, "encoder_cert, encoder_cert_key")
+        pair = [read_pem(options.encoder_cert_key, "encoder_cert_key"), read_pem(options.encoder_cert, "encoder_cert")]
+    return grpc.ssl_channel_credentials(read_pem(options.encoder_ca, "encoder_ca"), *pair)
