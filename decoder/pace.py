@@ -1,4 +1,4 @@
-"""How fast steps have been of late, and what that says about a deadline. Pure: seconds come in from outside.
+"""How fast steps have been of late, and what that says about a deadline.
 
 Every answer errs on the side of hope: it takes the best pace of the last steps, asks for the first tokens alone, and
 leaves out what others may still draw. A request that is refused by it could not have been served in time.
@@ -6,7 +6,9 @@ leaves out what others may still draw. A request that is refused by it could not
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable
 
 RECENT = 64
 """Steps that count."""
@@ -49,3 +51,21 @@ class Pace:
                 f"the deadline is {timeout:.3f} s away and the first tokens are at least {needed:.3f} s away: "
                 f"{tokens} prompt tokens come before them"
             )
+
+
+class StepTimer:
+    """Measures steps by a clock."""
+
+    def __init__(self) -> None:
+        self.pace = Pace()
+        self.clock: Callable[[], float] = time.perf_counter
+        """Seconds."""
+        self._read = 0.0
+
+    def read(self, tokens: int, started: float) -> None:
+        """A step of `tokens` tokens, begun at `started`, has been read. One that was launched while another ran took
+        the time since that was read.
+        """
+        now = self.clock()
+        seconds, self._read = now - max(started, self._read), now
+        self.pace.observe(tokens, seconds)

@@ -32,7 +32,7 @@ class Head(Protocol):
 class Speculation:
     """Asks for drafts before a step is scheduled, and counts afterwards."""
 
-    def __init__(self, options: DecoderOptions) -> None:
+    def __init__(self, options: DecoderOptions, head: Head | None = None) -> None:
         self.source = options.speculative
         self.policy = DraftPolicy(options.num_drafts, adaptive=options.draft_policy == "adaptive")
         self.drafted = [0] * options.num_drafts
@@ -40,7 +40,7 @@ class Speculation:
         """By place in the step: how many drafts were verified, and how many were what was drawn."""
         self.new_index: Callable[[Sequence], Proposer] = lambda sequence: NgramIndex()
         """What drafts for one sequence under `ngram`."""
-        self.head: Head | None = None
+        self.head = head
         """What drafts under `mtp`."""
         self._records: dict[int, Record] = {}
         self._indices: dict[int, Proposer] = {}

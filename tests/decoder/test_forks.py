@@ -168,7 +168,7 @@ def test_a_group_that_cannot_be_served_leaves_nothing(group: list[DecoderRequest
     runner.add(request("here", [1, 2, 3]))
     with pytest.raises((ValueError, DeadlineError), match=message):
         runner.add(*group)
-    assert [sequence.request_id for sequence in runner.scheduler.queues] == ["here"] == list(runner._sequences)
+    assert [sequence.request_id for sequence in runner.scheduler.queues] == ["here"] == list(runner.answers.sequences)
     runner.check_integrity()
     short = samples(3, 9, pictures=False)
     runner.add(*short)

@@ -24,9 +24,10 @@ from tiny_decoder import (
 
 from decoder.config import DecoderOptions
 from decoder.flight import accepted_drafts
+from decoder.loops import WAITS, OverlappedLoop
 from decoder.pace import DeadlineError
 from decoder.request import DecoderRequest, TokenEvent
-from decoder.runner import WAITS, DecoderRunner
+from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
 from decoder.sequence import UNREAD
 from decoder.step import Row
@@ -188,13 +189,14 @@ def test_what_comes_next_into_the_memory_of_one_that_ended_is_unharmed() -> None
 def test_a_launch_reads_nothing_of_the_device(options: dict[str, Any]) -> None:
     """Prompts, pictures, samples of one prompt, every way of drawing, ends, log-probabilities, checkpoints, hits."""
     runner = make(native="off", max_chunk=9, **options)
-    reads, launch = HostReads(), runner._launch
+    assert isinstance(runner.loop, OverlappedLoop)
+    reads, launch = HostReads(), runner.loop.launch
 
     def watched() -> Any:
         with reads:
             return launch()
 
-    runner._launch = watched  # type: ignore[method-assign]
+    runner.loop.launch = watched  # type: ignore[method-assign]
     asked = [item for item in workload() if item.sampling.prompt_logprobs is None and not item.pooled]
     for _ in range(2):
         run(runner, *asked)
@@ -411,7 +413,7 @@ def test_a_step_counts_its_own_time_and_not_that_of_the_one_before() -> None:
     """
     runner = make(max_batched_tokens=4)
     seconds = iter(range(10**6))
-    runner.clock = lambda: next(seconds)
+    runner.timer.clock = lambda: next(seconds)
     run(runner, request("first", [9] * 240, greedy_params(12)))
     runner.add(request("in time", range(40), greedy_params(1), timeout=20.5))
     with pytest.raises(DeadlineError, match=r"at least 40.000 s away"):
@@ -438,7 +440,7 @@ def test_accepted_counts_on_the_device_are_those_of_the_host(spec_state: str, na
         found: list[TokenEvent] = []
         while runner.has_work:
             found += runner.step()
-            for sequence in runner.scheduler.running if runner._flight is None else ():
+            for sequence in runner.scheduler.running if runner.loop.flight is None else ():
                 states = runner.builder.states
                 if states._written[sequence.held.batch_slot] == sequence.held.admission:
                     counted = int(states.accepted[sequence.held.batch_slot])

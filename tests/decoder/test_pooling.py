@@ -65,7 +65,7 @@ def test_a_request_that_goes_on_is_told_once(options: dict[str, Any], expected: 
     assert len(tokens(found["other"])) == 20
     assert (runner.stats()["preemptions"] > 2) == (every > 0)
     assert (runner.stats()["recomputes"] > 0) == ("host_bytes" in options)
-    assert not runner._read, "nothing more is to be read"
+    assert not runner.answers.reading, "nothing more is to be read"
 
 
 def test_every_sample_of_a_prompt_is_told(expected: tuple[list[int], Pooled, int]) -> None:

@@ -382,13 +382,13 @@ def test_a_deadline_that_cannot_be_met_is_refused_with_both_numbers() -> None:
     """A clock of one second a step of 4 tokens: 40 prompt tokens are 10 s away."""
     runner = make_runner(CONFIG, WEIGHTS, max_batched_tokens=4)
     seconds = iter(range(10**6))
-    runner.clock = lambda: next(seconds)
+    runner.timer.clock = lambda: next(seconds)
     run(runner, request("first", range(8), greedy_params(1)))
     runner.add(request("in time", range(40), greedy_params(1), timeout=10.5))
     message = r"deadline is 10.500 s away .* at least 20.000 s away: 80 prompt tokens"
     with pytest.raises(DeadlineError, match=message):
         runner.add(request("late", range(1, 41), greedy_params(1), timeout=10.5))
-    assert set(runner._sequences) == {"in time"}
+    assert set(runner.answers.sequences) == {"in time"}
     run(runner)
 
 
@@ -396,7 +396,7 @@ def test_a_deadline_counts_no_token_that_will_not_be_drawn() -> None:
     """`min_tokens` far above what `max_len` leaves room for, and output that is there already."""
     runner = make_runner(CONFIG, WEIGHTS, max_batched_tokens=4)
     seconds = iter(range(10**6))
-    runner.clock = lambda: next(seconds)
+    runner.timer.clock = lambda: next(seconds)
     run(runner, request("first", range(8), greedy_params(1)))
     params = SamplingParams(min_tokens=10**9, temperature=0.0)
     room = runner.options.max_len - 4

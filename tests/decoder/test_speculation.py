@@ -110,7 +110,7 @@ def same_state(runner: DecoderRunner, plain: DecoderRunner, computed: int) -> bo
     target = one.slot
     if one.held.replayed:
         target = int(runner.arena.pool.take_slot() or 0)
-        runner._advance([(one, one.slot, target, one.held.replayed)])
+        runner.states.advance([(one, one.slot, target, one.held.replayed)])
         runner.arena.pool.release_slot(target)
     for mine, exact in zip(runner.arena.states, plain.arena.states, strict=True):
         torch.testing.assert_close(mine[target], exact[other.slot], rtol=1e-4, atol=1e-4)
@@ -161,8 +161,8 @@ def test_a_swap_saves_one_state_and_the_inputs_on_top_of_it() -> None:
         step = step_type()
         runner.scheduler.preemption.preempt(sequence, step, {})
         assert sequence.held.slots == [] and sequence.held.accepted == 1 and sequence.held.batch_slot == -1
-        runner._move(step)
-        saved = runner._saved["a"]
+        runner.states.move(step)
+        saved = runner.states.saved["a"]
         assert saved.state is not None and saved.state.numel() == runner.arena.layout.slot_bytes
         assert [ring.shape[0] for ring in saved.ring] == ([9, 9] if spec_state == "replay" else [])
         runner.arena.buffer.fill_(255)

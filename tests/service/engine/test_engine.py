@@ -62,7 +62,7 @@ def greedy(tokens: int = 4) -> SamplingParams:
 
 def test_a_deadline_out_of_reach_is_refused_and_leaves_nothing(running: Running) -> None:
     """A step has taken a thousand seconds: what has five left is not begun."""
-    running.engine._decoder.pace.observe(1, 1000.0)
+    running.engine._decoder.timer.pace.observe(1, 1000.0)
     running.engine.submit(EngineRequest("late", [1] * 50, greedy(), timeout=5.0))
     (event,) = running.wait({"late"})["late"]
     assert event.error == "deadline" and "50 prompt tokens" in event.message

@@ -1,0 +1,190 @@
+"""What steps have drawn becomes tokens of requests, and events; who ends, ends here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+from decoder.flight import Flight
+from decoder.pace import StepTimer
+from decoder.pooling import Pools
+from decoder.prompt_scores import PromptScores
+from decoder.request import FinishReason, TokenEvent
+from decoder.sampler import Choice
+from decoder.sequence import Sequence
+from decoder.speculation import Speculation
+from decoder.states import States
+from decoder.step import Row, Step
+
+
+class Answers:
+    """The requests that are here, by name. Writes their tokens."""
+
+    def __init__(
+        self,
+        states: States,
+        speculation: Speculation | None,
+        pools: Pools,
+        prompt_scores: PromptScores,
+        timer: StepTimer,
+        *,
+        at_once: bool,
+    ) -> None:
+        """`at_once`: tokens were read where they were drawn."""
+        self.states, self.speculation, self.timer = states, speculation, timer
+        self.pools, self.prompt_scores = pools, prompt_scores
+        self.sequences: dict[str, Sequence] = {}
+        self.reading: dict[str, Sequence] = {}
+        """Requests of whose prompts a step reads something back."""
+        self.counters = {"output_tokens": 0, "failed": 0}
+        self._at_once = at_once
+
+    def add(self, sequence: Sequence) -> None:
+        self.sequences[sequence.request_id] = sequence
+        if sequence.request.pooled or sequence.request.sampling.prompt_logprobs is not None:
+            self.reading[sequence.request_id] = sequence
+
+    def awaits(self, sequence: Sequence) -> bool:
+        """Is the sequence still here?"""
+        return self.sequences.get(sequence.request_id) is sequence
+
+    # -- what a step has drawn -----------------------------------------------------------------------------------------
+
+    def failed(self, step: Step) -> list[TokenEvent]:
+        """Ends the requests that the step could not compute."""
+        return [self._failure(*failed) for failed in step.failed if self.awaits(failed[0])]
+
+    def read(self, flight: Flight) -> list[TokenEvent]:
+        """Reads what a step has drawn. Waits for the device, unless nobody is left who waits for its tokens."""
+        step = flight.step
+        if not (self._at_once or any(self.awaits(sequence) for sequence in step.sequences)):
+            return []
+        choices, accepted = flight.read()
+        self.timer.read(step.tokens, flight.started)
+        if self.speculation is not None:
+            self.speculation.timed(step, flight.started)
+        return self._take_all(step, choices, accepted)
+
+    def finish(self, step: Step, tokens: list[TokenEvent]) -> list[TokenEvent]:
+        """Gives back image rows that are consumed, and ends who has got its last token. To be called with what `read`
+        gave, once the step's memory has been taken over.
+        """
+        for row in step.rows:
+            if row.sequence.next_span < len(row.sequence.request.spans):
+                _release_spans(row.sequence, min(row.end, row.sequence.computed))
+        for fork in step.forks:
+            _release_spans(fork.follower, min(fork.follower.prompt_len, fork.follower.computed))
+        for event in tokens:
+            if event.finish_reason is not None:
+                sequence = self.sequences[event.request_id]
+                self.states.keep(sequence)
+                self.end(sequence)
+        return tokens
+
+    def _take_all(self, step: Step, choices: list[Choice], accepted: list[int]) -> list[TokenEvent]:
+        """Hands out what was drawn; what nobody waits for any more is dropped."""
+        drawn, judged = iter(choices), iter(accepted)
+        tokens: list[TokenEvent] = []
+        for row in step.rows:
+            if not row.samples:
+                continue
+            choice, hits, here = next(drawn), None, self.awaits(row.sequence)
+            if accepted and row.verified:
+                hits = next(judged)
+            if row.drafts:
+                mine = [choice, *(next(drawn) for _ in range(row.drafts))]
+                hits = _hits(row, mine) if hits is None else hits
+                tokens += self._take(row, mine[: hits + 1]) if here else []
+            elif here:
+                tokens.append(self._append(row.sequence, row.end, choice))
+        for fork in step.forks:
+            choice = next(drawn)
+            if self.awaits(fork.follower):
+                tokens.append(self._append(fork.follower, fork.follower.prompt_len, choice))
+        return tokens
+
+    def _take(self, row: Row, choices: list[Choice]) -> list[TokenEvent]:
+        """Adds to a row's sequence what was drawn in the places of its accepted drafts, and behind them; none behind
+        the end.
+        """
+        sequence, first = row.sequence, row.end - row.drafts
+        events: list[TokenEvent] = []
+        for place, choice in enumerate(choices):
+            events.append(self._append(sequence, first + place, choice))
+            if events[-1].finish_reason is not None:
+                break
+        if self.speculation is not None:
+            self.speculation.verified(sequence, row.drafts, min(len(choices) - 1, len(events)))
+        return events
+
+    def _append(self, sequence: Sequence, at: int, choice: Choice) -> TokenEvent:
+        """Gives a sequence its token in place `at`, and says whether it ends it: then there is nothing behind."""
+        if at < len(sequence.tokens):
+            sequence.tokens[at] = choice.token
+            sequence.unread -= 1
+        else:
+            sequence.tokens.append(choice.token)
+        self.counters["output_tokens"] += 1
+        pooled, scores = self.pools.take(sequence.request_id), self.prompt_scores.take(sequence.request_id)
+        self.reading.pop(sequence.request_id, None)  # all that was to be read of its prompt goes out with this token
+        reason, stop = _finish_reason(sequence, at + 1 - sequence.prompt_len, choice.token)
+        if reason is not None and sequence.unread:
+            del sequence.tokens[at + 1 :]
+            sequence.unread, sequence.computed = 0, min(sequence.computed, at)
+        scheduled, sequence.scheduled = sequence.scheduled, None
+        return TokenEvent(
+            sequence.request_id,
+            choice.token,
+            choice.logprob,
+            choice.top,
+            reason,
+            cached_tokens=sequence.cached_tokens,
+            stop_token=stop,
+            pooled=pooled,
+            prompt_scores=scores,
+            scheduled=scheduled,
+        )
+
+    # -- ends ----------------------------------------------------------------------------------------------------------
+
+    def _failure(self, sequence: Sequence, error: Exception) -> TokenEvent:
+        self.counters["failed"] += 1
+        self.end(sequence)
+        return TokenEvent(sequence.request_id, None, finish_reason="error", error=error)
+
+    def end(self, sequence: Sequence) -> None:
+        """Frees all that a request holds. No step that is still in flight may be reading its images."""
+        self.states.finish(sequence)
+        for span in sequence.request.spans[sequence.next_span :]:
+            span.source.release()
+        sequence.next_span = len(sequence.request.spans)
+        self.pools.drop(sequence.request_id)
+        self.prompt_scores.take(sequence.request_id)
+        self.reading.pop(sequence.request_id, None)
+        if self.speculation is not None:
+            self.speculation.forget(sequence)
+        del self.sequences[sequence.request_id]
+
+
+def _hits(row: Row, choices: SequenceOf[Choice]) -> int:
+    """How many of a row's drafts are the tokens that were drawn in their places: those before the first that is not."""
+    drafts = row.sequence.draft.tokens
+    return next((place for place in range(row.drafts) if choices[place].token != drafts[place]), row.drafts)
+
+
+def _release_spans(sequence: Sequence, end: int) -> None:
+    """Gives back the rows of images that lie in the first `end` tokens."""
+    spans = sequence.request.spans
+    while sequence.next_span < len(spans) and spans[sequence.next_span].end <= end:
+        spans[sequence.next_span].source.release()
+        sequence.next_span += 1
+
+
+def _finish_reason(sequence: Sequence, output: int, token: int) -> tuple[FinishReason | None, int | None]:
+    """Why the sequence ends with its output token number `output`, and that token if it is an end or stop token."""
+    request, params = sequence.request, sequence.request.sampling
+    ends = token in params.stop_token_ids or (token in request.eos_token_ids and not params.ignore_eos)
+    if ends and output > params.min_tokens:
+        return "stop", token
+    if output >= sequence.limit:
+        return "length", None
+    return None, None

@@ -1,0 +1,124 @@
+"""Runs a step: its memory is moved, all layers are computed, a token is drawn for each row that reaches its end."""
+
+from __future__ import annotations
+
+from torch import Tensor, int64
+
+from decoder.batch import Unread, image_rows
+from decoder.config import DecoderConfig, DecoderOptions
+from decoder.flight import Flight, accepted_drafts
+from decoder.graphs import Forward
+from decoder.model import HybridModel
+from decoder.mtp import MtpDrafter
+from decoder.pooling import Pools
+from decoder.prompt_scores import PromptScores
+from decoder.sampler import Sampler
+from decoder.scheduler import Scheduler
+from decoder.slot_tables import EndTokens
+from decoder.states import States
+from decoder.step import Step
+from kernels.transfer import upload
+
+
+class Execution:
+    """Does what a step says, and leaves what it has drawn in a `Flight`. Nothing is read back from the device, but by
+    drafting heads.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        options: DecoderOptions,
+        *,
+        scheduler: Scheduler,
+        states: States,
+        model: HybridModel,
+        forward: Forward,
+        sampler: Sampler,
+        drafter: MtpDrafter | None,
+        pools: Pools,
+        prompt_scores: PromptScores,
+        at_once: bool,
+        overlaps: bool,
+    ) -> None:
+        """`at_once`: tokens are read where they are drawn. `overlaps`: the next step may run before they are read."""
+        self.scheduler, self.states = scheduler, states
+        self.model, self.forward, self.sampler, self.drafter = model, forward, sampler, drafter
+        self.pools, self.prompt_scores = pools, prompt_scores
+        self.counters = {"steps": 0, "batched_tokens": 0, "overlapped_steps": 0}
+        self._device, self._hidden_size = options.device, config.hidden_size
+        self._at_once = at_once
+        self._ends = EndTokens(options) if overlaps else None
+
+    def run(self, step: Step, started: float, before: Flight | None = None) -> Flight:
+        """`started`: when the step was begun. `before`: the in-flight step, whose tokens have not been read."""
+        self.states.move(step)
+        images = self._images(step)
+        flight = Flight(step, started)
+        if step.rows:
+            self.counters["steps"] += 1
+            self.counters["batched_tokens"] += step.tokens
+            self.counters["overlapped_steps"] += before is not None
+            self._compute(flight, images, before)
+        return flight
+
+    def _images(self, step: Step) -> dict[str, list[tuple[int, Tensor]]]:
+        """Image rows of the step. A request whose source cannot give them fails, and its row leaves the step."""
+        found: dict[str, list[tuple[int, Tensor]]] = {}
+        for row in list(step.rows):
+            sequence = row.sequence
+            if sequence.next_span == len(sequence.request.spans):
+                continue
+            try:
+                found[sequence.request_id] = image_rows(row, self._hidden_size)
+            except Exception as error:  # whatever a source raises ends its own request, and no other
+                step.rows.remove(row)
+                step.failed.append((sequence, error))
+        return found
+
+    def _compute(self, flight: Flight, images: dict[str, list[tuple[int, Tensor]]], before: Flight | None) -> None:
+        step, unread = flight.step, None
+        if before is not None and before.tokens_L is not None:
+            unread = Unread(before.tokens_L, before.ended_L)
+        drafter = self.drafter if self.drafter is not None and self.drafter.awake else None
+        if drafter is not None:
+            drafter.draft(step.rows)
+        computed = self.forward(step.rows, images, step.checkpoints, unread)
+        if drafter is not None:
+            drafter.observe(step.rows, computed)
+        self.pools.add(step.rows, computed.hidden_TD)
+        self.prompt_scores.add(step.rows, computed.hidden_TD)
+        if any(row.samples for row in step.rows):
+            self._draw(flight, self.model.logits(computed.hidden_TD, computed.samples), unread)
+        elif not self._at_once:
+            flight.send(self._device, None, None, None)
+
+    def _draw(self, flight: Flight, logits_LV: Tensor, unread: Unread | None) -> None:
+        """A token for each row of logits, and for each sample that goes on from one of them by itself."""
+        step = flight.step
+        drawing = [(row, place) for row in step.rows if row.samples for place in range(row.drafts + 1)]
+        ahead = [row.sequence.draft.tokens[:place] for row, place in drawing]
+        shared = [
+            (place, fork.follower)
+            for place, (row, _) in enumerate(drawing)
+            if row.sequence.followers
+            for fork in self.scheduler.fork(row, step)
+        ]
+        for fork in step.forks:
+            if fork.follower.request.pooled:
+                self.pools.share(fork.leader.request_id, fork.follower.request_id)
+        if shared:
+            places = [*range(len(drawing)), *(place for place, _ in shared)]
+            logits_LV = logits_LV.index_select(0, upload(places, int64, logits_LV.device))
+            ahead += [[] for _ in shared]
+        owners = [row.sequence for row, _ in drawing] + [follower for _, follower in shared]
+        if self._at_once:
+            flight.choices = self.sampler.sample(logits_LV, owners, ahead)
+            return
+        drawn = self.sampler.draw(logits_LV, owners, ahead, None if unread is None else unread.tokens_M)
+        ended = None if self._ends is None else self._ends.reached(drawn.tokens_L, owners)
+        verified, accepted = [row for row in step.rows if row.verified], None
+        if verified:
+            accepted = accepted_drafts(drawn.tokens_L, step.rows)
+            self.states.builder.states.stay(verified, accepted)
+        flight.send(self._device, drawn, ended, accepted)

@@ -1,0 +1,120 @@
+"""The ways of stepping, each `schedule -> run -> take`.
+
+A step leaves its tokens on the device; reading them waits for it. A plain loop reads each step before it puts the next
+one together. With drafts, what a step leaves in memory depends on what it has drawn. An overlapped loop launches the
+next step first, while the device still runs this one: see `decoder.flight`; where the next step needs to know what was
+drawn, this one is read first, and counted so.
+"""
+
+from __future__ import annotations
+
+from decoder.answers import Answers
+from decoder.execution import Execution
+from decoder.flight import Flight, expect
+from decoder.pace import StepTimer
+from decoder.request import TokenEvent
+from decoder.scheduler import Scheduler
+from decoder.speculation import Speculation
+from decoder.states import States
+
+WAITS = ("drafts", "pooled", "prompt_logprobs", "checkpoint", "swap")
+"""What makes a step wait for the one before it although steps overlap: requests that draft, whose hidden states or
+prompt's scores are read, one that passes a checkpoint (whose key hashes the ids), memory that goes to or from the host.
+"""
+
+
+class PlainLoop:
+    """Each step is read before the next one is put together."""
+
+    def __init__(
+        self, scheduler: Scheduler, execution: Execution, states: States, answers: Answers, timer: StepTimer
+    ) -> None:
+        self.scheduler, self.execution, self.states = scheduler, execution, states
+        self.answers, self.timer = answers, timer
+        self.flight: Flight | None = None
+        """A step that has been launched and not been read, between two calls of `step`."""
+        self.waits = dict.fromkeys(WAITS, 0)
+
+    def step(self) -> list[TokenEvent]:
+        """What one step has drawn, and who has failed."""
+        started = self.timer.clock()
+        flight = self.execution.run(self.scheduler.schedule(), started)
+        self.states.commit(flight.step)
+        return self.answers.failed(flight.step) + self.take(flight)
+
+    def take(self, flight: Flight) -> list[TokenEvent]:
+        """What a step has drawn, once its memory is taken over."""
+        return self.answers.finish(flight.step, self.answers.read(flight))
+
+    def drain(self) -> list[TokenEvent]:
+        """Reads the in-flight step, where there is one."""
+        flight, self.flight = self.flight, None
+        return [] if flight is None else self.take(flight)
+
+
+class SpeculativeLoop(PlainLoop):
+    """Steps verify drafts: what has been drawn decides which states stay."""
+
+    def __init__(
+        self, scheduler: Scheduler, execution: Execution, states: States, answers: Answers, timer: StepTimer,
+        speculation: Speculation, *, counted: bool,
+    ) -> None:  # fmt: skip
+        """`counted`: steps would overlap but for the drafts."""
+        super().__init__(scheduler, execution, states, answers, timer)
+        self.speculation, self._counted = speculation, counted
+
+    def step(self) -> list[TokenEvent]:
+        """What one step has drawn, and who has failed."""
+        self.waits["drafts"] += self._counted
+        started = self.timer.clock()
+        self.speculation.ask(self.scheduler.running)
+        self.states.empty_rings(self.scheduler.running)
+        flight = self.execution.run(self.scheduler.schedule(), started)
+        return self.answers.failed(flight.step) + self.take(flight)
+
+    def take(self, flight: Flight) -> list[TokenEvent]:
+        """What a step has drawn; its memory is then taken over."""
+        tokens = self.answers.read(flight)
+        self.states.commit(flight.step)
+        return self.answers.finish(flight.step, tokens)
+
+
+class OverlappedLoop(PlainLoop):
+    """The next step is launched before this one is read."""
+
+    def step(self) -> list[TokenEvent]:
+        """What one step has drawn, mostly the one before, and who has failed."""
+        events: list[TokenEvent] = []
+        if (reason := self._why_wait()) is not None:
+            self.waits[reason] += 1
+            events += self.drain()
+        flight = self.launch()
+        events += self.drain()
+        events += self.answers.failed(flight.step)
+        self.flight = flight
+        if not (flight.step.rows and self.answers.sequences):
+            events += self.drain()
+        return events
+
+    def launch(self) -> Flight:
+        """Schedules a step and runs it, behind the in-flight one."""
+        started = self.timer.clock()
+        step = self.scheduler.schedule()
+        if self.flight is not None and (step.saves or step.loads):
+            self.waits["swap"] += 1
+        flight = self.execution.run(step, started, self.flight)
+        self.states.commit(step)
+        expect([row.sequence for row in step.rows if row.samples] + [fork.follower for fork in step.forks])
+        return flight
+
+    def _why_wait(self) -> str | None:
+        """Must the step before have been read when the next one is scheduled? `None` where there is none."""
+        if self.flight is None:
+            return None
+        for sequence in self.answers.reading.values():
+            whole = sequence.computed >= sequence.prompt_len
+            if whole and sequence.request.pooled:
+                return "pooled"
+            if not whole and sequence.request.sampling.prompt_logprobs is not None:
+                return "prompt_logprobs"
+        return "checkpoint" if self.scheduler.needs_ids else None

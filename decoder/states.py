@@ -1,0 +1,149 @@
+"""What lies in the arena, from step to step: moved before a step runs, taken over after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+
+from decoder.arena import Arena, Saved
+from decoder.batch import BatchBuilder
+from decoder.config import RING
+from decoder.model import HybridModel
+from decoder.mtp import MtpDrafter
+from decoder.scheduler import Scheduler
+from decoder.sequence import Sequence
+from decoder.step import Row, Step
+
+
+class States:
+    """Does what a step says about memory. Saved content of preempted sequences is held here."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        model: HybridModel,
+        builder: BatchBuilder,
+        scheduler: Scheduler,
+        drafter: MtpDrafter | None,
+        *,
+        empties: bool,
+        at_once: bool,
+    ) -> None:
+        """`empties`: a step works the inputs in a ring into the state by itself. `at_once`: tokens are on the host as
+        soon as they are drawn.
+        """
+        self.arena, self.model, self.builder = arena, model, builder
+        self.scheduler, self.drafter = scheduler, drafter
+        self.saved: dict[str, Saved] = {}
+        self._empties, self._at_once = empties, at_once
+        self._room = 0 if model.native is not None and not empties else RING
+
+    def move(self, step: Step) -> None:
+        """Memory changes hands: out to the host, cleared, copied from the cache, back in."""
+        if self.drafter is not None and (
+            step.saves or step.preempted or step.page_copies or step.slot_copies or step.loads
+        ):
+            self.drafter.flush()
+        for sequence, slot, pages, batch_slot in step.saves:
+            self.saved[sequence.request_id] = self.arena.save(slot, pages, batch_slot, sequence.held.replayed)
+        self.arena.clear_pages(step.new_pages)
+        for source, target in step.page_copies:
+            self.arena.copy_page(source, target)
+        for source, target in step.slot_copies:
+            self.arena.copy_slot(source, target)
+        for sequence in step.loads:
+            saved = self.saved.pop(sequence.request_id)
+            self.arena.load(sequence.slot, sequence.held.pages, saved, sequence.held.batch_slot)
+        if self.drafter is not None:
+            self.drafter.moved(step)
+
+    def empty_rings(self, running: Iterable[Sequence]) -> None:
+        """Makes room for drafts in the rings of sequences that are to get some; one without drafts goes on without a
+        ring. A compiled step empties rings itself, where no graph stands between.
+        """
+        full = []
+        for sequence in running:
+            inputs = sequence.held.replayed
+            if inputs and not 0 < sequence.draft.limit < self._room - inputs * (not self._empties):
+                full.append(sequence)
+        if not full:
+            return
+        self.advance([(s, s.slot, s.slot, s.held.replayed) for s in full])
+        for sequence in full:
+            self.scheduler.memory.replay(sequence, 0)
+            self.builder.states.accept(sequence)
+
+    def advance(self, jobs: list[tuple[Sequence, int, int, int]]) -> None:
+        """(sequence, slot, target, count): the state in `slot` and the first `count` inputs of the sequence's ring give
+        the state that goes to `target`.
+        """
+        for _, slot, target, count in jobs:
+            if count == 0 and slot != target:
+                self.arena.copy_slot(slot, target)
+        moved = [(sequence.held.batch_slot, *rest) for sequence, *rest in jobs if rest[2] and rest[0] >= 0]
+        if moved:
+            self.model.advance(moved)
+        if moved and self.arena.carry is not None:
+            for _, slot, target, _ in moved:
+                self.arena.carry[target] = self.arena.carry[slot]
+
+    def commit(self, step: Step) -> None:
+        """What the step leaves is taken over: current states, those to keep, samples that go on by themselves."""
+        first = 0
+        carried: list[tuple[int, int]] = []
+        for row in step.rows:
+            kept = self._settle(row, step.checkpoints.get(row.sequence.arrival, ()))
+            carried += [(slot, first + position - row.start - 1) for position, slot in kept]
+            first += row.count
+        if self.drafter is not None:
+            self.drafter.settle(carried)
+            if step.forks:
+                self.drafter.forked(step.forks)
+        for fork in step.forks:
+            if fork.pages is not None:
+                self.arena.copy_page(*fork.pages)
+            if fork.slots[0] >= 0:
+                self.arena.copy_slot(*fork.slots)
+        self.scheduler.commit(step)
+
+    def _settle(self, row: Row, checkpoints: SequenceOf[tuple[int, int]]) -> list[tuple[int, int]]:
+        """States after a row: which one is current, and those at `checkpoints` (position, slot) that are to be kept.
+        Returns (position, slot) of them all.
+        """
+        sequence, verified = row.sequence, row.verified
+        before = 0 if self._empties else sequence.held.replayed
+        end = len(sequence.tokens) - 1 if row.drafts else row.end
+        written = row.drafts > 0 and not self.builder.states.replayed
+        jobs = []
+        for position, target in checkpoints:
+            if target < 0 or position > end or (position < row.end and not verified):
+                continue
+            done = position - row.start
+            source = sequence.held.slots[done - 1] if written else sequence.slot
+            jobs.append((sequence, source, target, before + done if verified and not written else 0))
+        self.advance(jobs)
+        if verified:
+            if written:
+                self.scheduler.memory.accept(sequence, end - row.start)
+            else:
+                self.scheduler.memory.replay(sequence, before + end - row.start)
+            if self._at_once:
+                self.builder.states.accept(sequence)
+        return [(end, sequence.slot), *(kept for kept in checkpoints if kept[0] <= end)]
+
+    def keep(self, sequence: Sequence) -> None:
+        """Leaves the state at the end of an answer to whoever continues it."""
+        self._flush()
+        copy = self.scheduler.keep(sequence)
+        if copy is not None:
+            self.advance([(sequence, *copy, sequence.held.replayed)])
+
+    def finish(self, sequence: Sequence) -> None:
+        """Nothing of a sequence is needed any more."""
+        self._flush()
+        self.scheduler.finish(sequence)
+        self.saved.pop(sequence.request_id, None)
+
+    def _flush(self) -> None:
+        if self.drafter is not None:
+            self.drafter.flush()
