@@ -3,10 +3,65 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 from saccade.errors import SaccadeError
+
+Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
+FinishReason: TypeAlias = Literal["stop", "length", "aborted", ""]
+"""Empty where a newer server gives a reason that this client does not know."""
+
+
+class TextPart(TypedDict):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class _ImagePart(TypedDict):
+    type: Literal["image", "image_url"]
+
+
+class ImagePart(_ImagePart, total=False):
+    """An image, named under one of these keys; with none of them, the place of the next one in `images=`."""
+
+    image: Any
+    image_url: Any
+    """A URL, or `{"url": ...}`."""
+    url: str
+    path: str
+    data: bytes
+    media_id: str
+
+
+class _VideoPart(TypedDict):
+    type: Literal["video", "video_url"]
+
+
+class VideoPart(_VideoPart, total=False):
+    """A video, named under one of these keys; with none of them, the place of the next one in `videos=`."""
+
+    video: Any
+    video_url: Any
+    url: str
+    path: str
+    data: bytes
+    media_id: str
+    fps: float | None
+    max_frames: int | None
+
+
+Part: TypeAlias = str | TextPart | ImagePart | VideoPart
+
+
+class ChatMessage(TypedDict):
+    """A message of a conversation."""
+
+    role: Role
+    content: str | Sequence[Part]
 
 
 @dataclass(frozen=True)
@@ -72,8 +127,7 @@ class Sample:
 
     text: str
     token_ids: list[int]
-    finish_reason: str
-    """"stop", "length" or "aborted"."""
+    finish_reason: FinishReason
     usage: Usage
     logprobs: list[TokenLogprob] | None = None
     index: int = 0
@@ -87,7 +141,7 @@ class Generation:
 
     text: str
     token_ids: list[int]
-    finish_reason: str
+    finish_reason: FinishReason
     usage: Usage
     logprobs: list[TokenLogprob] | None
     samples: list[Sample]
@@ -100,7 +154,7 @@ class Generation:
     """With `prompt_logprobs=k`: one for each token of the prompt; None for the first one and for image tokens."""
 
     @property
-    def message(self) -> dict[str, str]:
+    def message(self) -> ChatMessage:
         """The answer as a chat message, to go on from."""
         return {"role": "assistant", "content": self.text}
 

@@ -40,7 +40,7 @@ from saccade._core.resuming import stream_settings
 from saccade._core.videos import VideoInput
 from saccade._map.tasks import map_requests_async
 from saccade._map.window import MapRequest, check_concurrency, outcome, prepare_mapping
-from saccade.types import Embedding, Generation, Model, Outcome, Tensor, Tokens
+from saccade.types import ChatMessage, Embedding, Generation, Model, Outcome, Tensor, Tokens
 from saccade.v1 import inference_pb2
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class AsyncMethods(AsyncSession):
 
     async def chat(
         self,
-        messages: str | Sequence[Mapping[str, Any]],
+        messages: str | Sequence[ChatMessage] | Sequence[Mapping[str, Any]],
         *,
         system: str | None = None,
         **options: Unpack[GenerateOptions],

@@ -13,9 +13,7 @@ from saccade._core.steps import Steps, with_retries
 from saccade.errors import FailedPrecondition
 
 if TYPE_CHECKING:
-    from typing import Self
-
-    from typing_extensions import Unpack
+    from typing_extensions import Self, Unpack
 
     from saccade._core.settings import CallOptions
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import operator
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypedDict, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict, cast
 
 from google.protobuf import json_format, struct_pb2
 
 from saccade._core.images import ImageInput, image_message, image_messages
 from saccade._core.videos import VideoInput, video_from_part, video_messages
 from saccade.errors import InvalidArgument
+from saccade.types import ChatMessage
 from saccade.v1 import inference_pb2, types_pb2
 
-Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Prompt: TypeAlias = str | Sequence[ChatMessage] | Sequence[Mapping[str, Any]] | Sequence[int]
 
 _ROLES = {
     "system": types_pb2.ROLE_SYSTEM,
@@ -47,11 +51,9 @@ class Sampling(TypedDict, total=False):
     prompt_logprobs: int | None
 
 
-class GenerateOptions(Sampling, total=False):
-    """The keyword arguments of `generate`, beside those of `Sampling`."""
+class AllSampling(Sampling, total=False):
+    """With those that `generate` names itself."""
 
-    images: Iterable[ImageInput] | ImageInput
-    videos: Iterable[VideoInput] | VideoInput
     max_tokens: int | None
     temperature: float | None
     top_p: float | None
@@ -59,6 +61,13 @@ class GenerateOptions(Sampling, total=False):
     seed: int | None
     stop: str | Sequence[str]
     logprobs: int | None
+
+
+class GenerateOptions(AllSampling, total=False):
+    """All keyword arguments of `generate`."""
+
+    images: Iterable[ImageInput] | ImageInput
+    videos: Iterable[VideoInput] | VideoInput
     timeout: float | None
     chat_template_kwargs: Mapping[str, Any] | None
 
@@ -70,14 +79,14 @@ def build_request(
     videos: Iterable[VideoInput] | VideoInput = (),
     raw: bool = False,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-    **sampling: Any,
+    **sampling: Unpack[AllSampling],
 ) -> inference_pb2.GenerateRequest:
     """The message for one call. The request id is drawn here, once, so that every attempt carries the same one.
 
     Raises:
         InvalidArgument: an argument that no server could take; the message names it.
     """
-    known = Sampling.__annotations__.keys() | set(_INTEGERS) | set(_FLOATS) | {"stop"}
+    known = AllSampling.__annotations__.keys()
     unknown = sorted(sampling.keys() - known)
     if unknown:
         raise InvalidArgument(f"unknown arguments: {', '.join(unknown)}; known are {', '.join(sorted(known))}")
@@ -88,9 +97,9 @@ def build_request(
     _set_sampling(request.sampling, sampling)
     with _naming("continued_token_ids"):
         request.continued_token_ids.extend(map(operator.index, sampling.get("continued_token_ids") or ()))
-    if sampling.get("priority") is not None:
+    if (priority := sampling.get("priority")) is not None:
         with _naming("priority"):
-            request.priority = operator.index(sampling["priority"])
+            request.priority = operator.index(priority)
     return request
 
 
@@ -266,7 +275,9 @@ def _part_source(part: Mapping[str, Any]) -> Any:
     return None
 
 
-def chat_messages(messages: str | Sequence[Mapping[str, Any]], system: str | None) -> list[Mapping[str, Any]]:
+def chat_messages(
+    messages: str | Sequence[ChatMessage] | Sequence[Mapping[str, Any]], system: str | None
+) -> list[Mapping[str, Any]]:
     """The conversation that `chat` takes, with the system's message in front."""
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
@@ -283,11 +294,13 @@ def embed_request(
     videos: Iterable[VideoInput] | VideoInput = (),
     raw: bool = False,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-    **options: Any,
+    model: str = "",
+    priority: int | None = None,
 ) -> inference_pb2.EmbedRequest:
-    """The message for `embed`; `options`: model, request_id, priority."""
+    """The message for `embed`."""
     built = build_request(
-        prompt, images=images, videos=videos, raw=raw, chat_template_kwargs=chat_template_kwargs, **options,
+        prompt, images=images, videos=videos, raw=raw, chat_template_kwargs=chat_template_kwargs, model=model,
+        priority=priority,
     )  # fmt: skip
     request = inference_pb2.EmbedRequest(request_id=built.request_id, model=built.model)
     if built.HasField("priority"):

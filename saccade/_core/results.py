@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from saccade.errors import Internal
 from saccade.types import (
     Delta,
     Embedding,
+    FinishReason,
     Generation,
     Model,
     ModelLimits,
@@ -20,7 +21,10 @@ from saccade.types import (
 )
 from saccade.v1 import inference_pb2, model_pb2, types_pb2
 
-_FINISH_REASONS = {
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_FINISH_REASONS: dict[int, FinishReason] = {
     types_pb2.FINISH_REASON_STOP: "stop",
     types_pb2.FINISH_REASON_LENGTH: "length",
     types_pb2.FINISH_REASON_ABORTED: "aborted",
@@ -136,9 +140,19 @@ def _stop_match(message: inference_pb2.Sample | inference_pb2.Finished) -> str |
     return getattr(message, which) if which else None
 
 
-def _generation(samples: list[Sample], **facts: Any) -> Generation:
+class _Facts(TypedDict):
+    """What an answer says of itself."""
+
+    request_id: str
+    model: str
+    model_version: str
+    seed: int
+    prompt_logprobs: list[TokenLogprob | None] | None
+
+
+def _generation(samples: list[Sample], **facts: Unpack[_Facts]) -> Generation:
     if not samples:
-        raise Internal("the server sent no answer", request_id=facts.get("request_id", ""))
+        raise Internal("the server sent no answer", request_id=facts["request_id"])
     first = samples[0]
     return Generation(
         text=first.text,

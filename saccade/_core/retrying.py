@@ -116,7 +116,11 @@ class Retries:
         if self._registers and self._last is not None and isinstance(error, AlreadyExists):
             judged, seen = Unavailable(error.message, retryable=True), self._last
         elif isinstance(error, DeadlineExceeded) and self._last is not None:
-            error.add_note(f"the last of {self._failures} failed attempts before it: {self._last}")
+            note = f"the last of {self._failures} failed attempts before it: {self._last}"
+            if hasattr(error, "add_note"):
+                error.add_note(note)
+            else:  # Python 3.10
+                error.message += f" ({note})"
         self._failures += 1
         limits = [limit for limit in (self._deadline.remaining(), patience) if limit is not None]
         delay = delay_within(

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from saccade.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 API_KEY_VARIABLE = "SACCADE_API_KEY"
 
@@ -69,7 +72,7 @@ class CallSettings:
         if self.max_retries is not None and self.max_retries < 0:
             raise InvalidArgument(f"max_retries: expected 0 or more, got {self.max_retries}")
 
-    def changed(self, **options: Any) -> CallSettings:
+    def changed(self, **options: Unpack[CallOptions]) -> CallSettings:
         """A copy. Raises InvalidArgument for names that are no options."""
         known = [item.name for item in fields(self)]
         if unknown := sorted(options.keys() - set(known)):

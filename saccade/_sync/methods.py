@@ -40,7 +40,7 @@ from saccade._map.window import MapRequest, check_concurrency, outcome, prepare_
 from saccade._sync.ports import Exchange
 from saccade._sync.session import Session
 from saccade._sync.stream import Stream
-from saccade.types import Embedding, Generation, Model, Outcome, Tensor, Tokens
+from saccade.types import ChatMessage, Embedding, Generation, Model, Outcome, Tensor, Tokens
 from saccade.v1 import inference_pb2
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class Methods(Session):
 
     def chat(
         self,
-        messages: str | Sequence[Mapping[str, Any]],
+        messages: str | Sequence[ChatMessage] | Sequence[Mapping[str, Any]],
         *,
         system: str | None = None,
         **options: Unpack[GenerateOptions],

@@ -14,9 +14,7 @@ from saccade._sync.ports import Connection, Exchange
 from saccade.errors import FailedPrecondition
 
 if TYPE_CHECKING:
-    from typing import Self
-
-    from typing_extensions import Unpack
+    from typing_extensions import Self, Unpack
 
     from saccade._core.settings import CallOptions
 

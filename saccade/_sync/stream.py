@@ -18,7 +18,7 @@ from saccade.types import Delta, Generation
 from saccade.v1 import inference_pb2
 
 if TYPE_CHECKING:
-    from typing import Self
+    from typing_extensions import Self
 
 
 class Stream(Iterator[Delta]):

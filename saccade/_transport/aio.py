@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
@@ -52,7 +53,7 @@ class AsyncExchange:
         try:
             response = await _within(self._call.read(), patience)
             return None if response is grpc.aio.EOF else response
-        except TimeoutError:  # not the built-in one before Python 3.11
+        except asyncio.TimeoutError:  # not the built-in one before Python 3.11
             raise TimeoutError from None
         except grpc.RpcError as rpc_error:
             raise error_from_rpc(rpc_error, request_id=self._request_id) from rpc_error
@@ -112,11 +113,20 @@ class _Channel:
         else:
             self.channel = grpc.aio.secure_channel(settings.address, channel_credentials(settings.tls), options)
         self._stubs: dict[str, Any] = {}
+        self._calls: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def stub(self, service: str) -> Any:
-        if service not in self._stubs:
-            self._stubs[service] = stub_class(service)(self.channel)
-        return self._stubs[service]
+    def start(self, call: Call, message: Any, timeout: float | None, metadata: Any) -> Any:
+        if call.service not in self._stubs:
+            self._stubs[call.service] = stub_class(call.service)(self.channel)
+        started = getattr(self._stubs[call.service], call.method)(message, timeout=timeout, metadata=metadata)
+        self._calls.add(started)
+        return started
+
+    async def close(self) -> None:
+        """In the loop of the channel. gRPC itself does not find each of its calls on every version of Python."""
+        for call in list(self._calls):
+            call.cancel()
+        await self.channel.close()
 
 
 class AsyncConnection:
@@ -134,10 +144,9 @@ class AsyncConnection:
 
     def start(self, call: Call, message: Any, timeout: float | None) -> Any:
         """gRPC's own call. Raises FailedPrecondition."""
-        method = getattr(self._stub(call.service), call.method)
-        return method(message, timeout=timeout, metadata=self._settings.call_metadata())
+        return self._channel().start(call, message, timeout, self._settings.call_metadata())
 
-    def _stub(self, service: str) -> Any:
+    def _channel(self) -> _Channel:
         if self.closed:
             raise FailedPrecondition("the client has been closed", reason="CLIENT_CLOSED")
         loop = asyncio.get_running_loop()
@@ -147,7 +156,7 @@ class AsyncConnection:
                 # A channel that nobody holds any more closes itself; those of loops that are over have nobody else.
                 self._channels = {held: c for held, c in self._channels.items() if not held.is_closed()}
                 channel = self._channels[loop] = _Channel(self._settings)
-            return channel.stub(service)
+            return channel
 
     def _lock_of_this_process(self) -> threading.Lock:
         if self._pid != os.getpid():
@@ -166,6 +175,6 @@ class AsyncConnection:
         here = asyncio.get_running_loop()
         for loop, channel in channels.items():
             if loop is here:
-                await channel.channel.close()
+                await channel.close()
             elif loop.is_running():  # in another thread
-                asyncio.run_coroutine_threadsafe(channel.channel.close(), loop)
+                asyncio.run_coroutine_threadsafe(channel.close(), loop)

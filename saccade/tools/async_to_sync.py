@@ -96,7 +96,7 @@ def generate(target: Path) -> list[Path]:
         written.append(target / path.name)
         written[-1].write_text(HEADER.format(name=path.name) + text, "utf-8")
     ruff = [sys.executable, "-m", "ruff"]
-    config = ["--config", str(PACKAGE.parent / "pyproject.toml"), "--no-cache", "--quiet"]
+    config = ["--config", str(PACKAGE / "pyproject.toml"), "--no-cache", "--quiet"]
     names = [str(path) for path in written]
     subprocess.run([*ruff, "check", "--select", "I,F401", "--fix", *config, *names], check=True)
     subprocess.run([*ruff, "format", *config, *names], check=True)
