@@ -9,7 +9,7 @@ from typing import Protocol
 
 import grpc
 
-from service.rpc import kserve
+from service.rpc.kserve_messages import reflection_pool
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def add_standard_services(server: grpc.aio.Server, services: list[str]) -> SetHe
         log.warning("grpcio-reflection is not installed: no reflection service")
     else:
         names.append(reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server, pool=kserve.reflection_pool(names))
+        reflection.enable_server_reflection(names, server, pool=reflection_pool(names))
     return set_health or (lambda serving, live=None: None)
 
 

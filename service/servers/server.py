@@ -45,11 +45,11 @@ from service.media.image_pool import PicturePool
 from service.media.images import MediaLimits
 from service.media.media import Spool
 from service.model.assets import ModelAssets
-from service.rpc import kserve
 from service.rpc.admin import AdminServicer
 from service.rpc.batch_servicer import BatchServicer
 from service.rpc.interceptor import DoorInterceptor
 from service.rpc.kserve import KServeServicer
+from service.rpc.kserve_messages import SERVICE
 from service.rpc.servicer import InferenceServicer, MediaServicer, ModelServicer, media_resolver
 from service.rpc.statuses import has_details
 from service.servers.credentials import server_credentials
@@ -166,7 +166,7 @@ class Server:
             ready=lambda: self.frontend.engine.alive and self._refusal() is None,
         )  # fmt: skip
         server.add_generic_rpc_handlers((triton.handler(),))
-        return [*(f"saccade.v1.{name}Service" for name in names), kserve.SERVICE]
+        return [*(f"saccade.v1.{name}Service" for name in names), SERVICE]
 
     def _open_spool(self, limits: MediaLimits) -> Spool:
         options = self.options

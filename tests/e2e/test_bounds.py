@@ -20,7 +20,7 @@ from running import RunningServer
 
 from saccade.v1 import inference_pb2, media_pb2
 from service.answers import door
-from service.rpc import kserve
+from service.rpc import kserve_messages
 
 MESSAGE = 2**18
 GENERATE = "/saccade.v1.InferenceService/Generate"
@@ -161,7 +161,7 @@ def test_tokens_are_paid_for_while_they_come(bounded: RunningServer, stubs: Stub
 
 def test_each_request_of_a_stream_is_one_for_the_key_s_rate(bounded: RunningServer, model: Path) -> None:
     """The first of them is counted as the call that the stream is."""
-    message = kserve.message
+    message = kserve_messages.message
     with grpc.insecure_channel(bounded.address) as channel:
         stream = channel.stream_stream(
             "/inference.GRPCInferenceService/ModelStreamInfer", message("ModelInferRequest").SerializeToString,

@@ -15,7 +15,8 @@ from rpc import Stubs, ask, connect
 from running import RunningServer
 
 from saccade.v1 import inference_pb2, media_pb2
-from service.rpc import kserve
+from service.rpc.kserve_messages import message
+from service.rpc.kserve_tensors import INPUTS
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +60,9 @@ def test_random_token_counts_and_media(stubs: Stubs) -> None:
 
 def test_random_kserve_requests(small: RunningServer, stubs: Stubs, model: Path) -> None:
     rng = random.Random(3)
-    kind = kserve.message("ModelInferRequest")
+    kind = message("ModelInferRequest")
     infer = stubs.channel.unary_unary("/inference.GRPCInferenceService/ModelInfer", kind.SerializeToString)
-    names = [name for name, _, _ in kserve.INPUTS]
+    names = [name for name, _, _ in INPUTS]
     requests: list[tuple[Any, Any]] = []
     for _ in range(200):
         request = fill(rng, kind())

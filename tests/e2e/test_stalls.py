@@ -19,7 +19,7 @@ from stalls import watched
 
 from saccade.v1 import inference_pb2, media_pb2, types_pb2
 from service.answers.weigh import MAX_FIELDS
-from service.rpc import kserve
+from service.rpc.kserve_messages import SERVICE, message
 
 LONGEST = 0.020
 MAX_LEN = 20_000
@@ -44,12 +44,12 @@ def of_ids(count: int) -> inference_pb2.GenerateRequest:
 
 
 def of_kserve(stubs: Stubs, text: str) -> Any:
-    request = kserve.message("ModelInferRequest")(model_name="tiny")
+    request = message("ModelInferRequest")(model_name="tiny")
     entries = [{"role": "user", "content": "a"}] * 10_000
     request.inputs.add(name="messages", datatype="BYTES", shape=[1]).contents.bytes_contents.append(
         json.dumps(entries).encode()
     )
-    call = stubs.channel.unary_unary(f"/{kserve.SERVICE}/ModelInfer")
+    call = stubs.channel.unary_unary(f"/{SERVICE}/ModelInfer")
     return call(request.SerializeToString())
 
 

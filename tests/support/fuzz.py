@@ -9,7 +9,8 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from pictures import picture
 
-from service.rpc import kserve
+from service.rpc.kserve_messages import message
+from service.rpc.kserve_tensors import INPUTS
 
 _F = FieldDescriptor
 _RANGES = {
@@ -93,11 +94,11 @@ def json_value(rng: random.Random, depth: int = 0) -> Any:
 
 def kserve_request(rng: random.Random, model: str = "m") -> Any:
     """A ModelInferRequest that is one step away from a sensible one, or several."""
-    request = kserve.message("ModelInferRequest")(model_name=model)
+    request = message("ModelInferRequest")(model_name=model)
     wanted = {rng.choice(["text_input", "messages"]): b""}
-    wanted |= {rng.choice(kserve.INPUTS)[0]: b"" for _ in range(rng.choice([0, 0, 1, 2]))}
+    wanted |= {rng.choice(INPUTS)[0]: b"" for _ in range(rng.choice([0, 0, 1, 2]))}
     for name in wanted:
-        kind = {n: d for n, d, _ in kserve.INPUTS}[name] if rng.random() < 0.97 else "INT32"
+        kind = {n: d for n, d, _ in INPUTS}[name] if rng.random() < 0.97 else "INT32"
         tensor = request.inputs.add(
             name=name, datatype=kind, shape=rng.choice([[1], [1], [1], [1], [1, 1], [2], [-1], []])
         )

@@ -18,7 +18,9 @@ from tritonclient.grpc import service_pb2
 
 from service.answers import convert
 from service.common import errors
-from service.rpc import kserve
+from service.rpc import kserve_messages
+from service.rpc.kserve_requests import LONGEST_TIMEOUT, read_request
+from service.rpc.kserve_tensors import read_tensors
 from service.rpc.statuses import trailers
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -38,7 +40,7 @@ def fields(descriptor: Any) -> dict[str, tuple[Any, ...]]:
 
 def test_every_field_is_where_tritons_client_looks_for_it() -> None:
     theirs = service_pb2.DESCRIPTOR
-    ours = kserve.message("ModelInferRequest").DESCRIPTOR.file
+    ours = kserve_messages.message("ModelInferRequest").DESCRIPTOR.file
     assert {m.name for m in ours.services_by_name["GRPCInferenceService"].methods} == {
         m.name for m in theirs.services_by_name["GRPCInferenceService"].methods
     }
@@ -59,7 +61,7 @@ def test_every_field_is_where_tritons_client_looks_for_it() -> None:
 
 
 def request(**inputs: tuple[str, list[int], bytes]) -> Any:
-    message = kserve.message("ModelInferRequest")(model_name="m")
+    message = kserve_messages.message("ModelInferRequest")(model_name="m")
     for name, (datatype, shape, raw) in inputs.items():
         message.inputs.add(name=name, datatype=datatype, shape=shape)
         message.raw_input_contents.append(raw)
@@ -69,13 +71,13 @@ def request(**inputs: tuple[str, list[int], bytes]) -> Any:
 @given(st.lists(st.binary(max_size=20), max_size=5))
 def test_bytes_tensors(values: list[bytes]) -> None:
     raw = b"".join(struct.pack("<I", len(v)) + v for v in values)
-    assert kserve.read_tensors(request(image=("BYTES", [len(values)], raw)))["image"] == values
+    assert read_tensors(request(image=("BYTES", [len(values)], raw)))["image"] == values
 
 
 @given(st.binary(max_size=40), st.lists(st.integers(-2, 5), max_size=3))
 def test_garbage_is_refused_and_nothing_else(raw: bytes, shape: list[int]) -> None:
     try:
-        values = kserve.read_tensors(request(image=("BYTES", shape, raw)))["image"]
+        values = read_tensors(request(image=("BYTES", shape, raw)))["image"]
     except errors.InvalidArgument:
         return
     assert sum(4 + len(v) for v in values) == len(raw)
@@ -93,7 +95,7 @@ def test_sampling_parameters_are_taken_or_refused(values: dict[str, Any]) -> Non
         sampling_parameters=("BYTES", [1], struct.pack("<I", len(raw)) + raw),
     )
     try:
-        question = kserve.read_request(message)
+        question = read_request(message)
     except errors.InvalidArgument:
         return
     assert question.request.prompt.text == "a"
@@ -103,7 +105,7 @@ def test_shared_memory_is_refused_by_name() -> None:
     message = request(text_input=("BYTES", [1], b"\x01\0\0\0a"))
     message.inputs[0].parameters["shared_memory_region"].string_param = "region"
     with pytest.raises(errors.Unimplemented, match="text_input"):
-        kserve.read_tensors(message)
+        read_tensors(message)
 
 
 def element(value: bytes) -> bytes:
@@ -154,18 +156,18 @@ USER = {"role": "user", "content": "a"}
 )  # fmt: skip
 def test_nonsense_is_an_invalid_argument_that_says_which(message: Any, words: str) -> None:
     with pytest.raises(errors.InvalidArgument) as refused:
-        kserve.read_request(message)
+        read_request(message)
     assert words in str(refused.value)
     trailers(refused.value, "id")
 
 
 def test_what_makes_sense_is_taken() -> None:
-    question = kserve.read_request(prompt(priority=2**40, timeout=2_500_000, stream=True))
+    question = read_request(prompt(priority=2**40, timeout=2_500_000, stream=True))
     assert (question.request.priority, question.timeout, question.stream) == (-(2**31 - 1), 2.5, True)
-    question = kserve.read_request(prompt(priority=1, timeout=0))
+    question = read_request(prompt(priority=1, timeout=0))
     assert (question.request.priority, question.timeout, question.stream) == (-1, None, False)
-    assert kserve.read_request(prompt(timeout=2**63 - 1)).timeout == kserve.LONGEST_TIMEOUT
-    question = kserve.read_request(chat([{"role": "user", "content": "\ud83d\ude00"}, {"role": "assistant"}]))
+    assert read_request(prompt(timeout=2**63 - 1)).timeout == LONGEST_TIMEOUT
+    question = read_request(chat([{"role": "user", "content": "\ud83d\ude00"}, {"role": "assistant"}]))
     assert question.request.chat.messages[0].parts[0].text == "\N{GRINNING FACE}"
 
 
@@ -175,14 +177,14 @@ def test_the_input_is_in_the_output_only_where_that_is_asked_for() -> None:
         message = prompt()
         message.inputs.add(name="exclude_input_in_output", datatype="BOOL", shape=[1])
         message.raw_input_contents.append(value)
-        assert kserve.read_request(message).prefix == prefix
-    assert kserve.read_request(prompt()).prefix == ""
+        assert read_request(message).prefix == prefix
+    assert read_request(prompt()).prefix == ""
     with pytest.raises(errors.InvalidArgument, match="on a stream"):
-        kserve.read_request(prompt(exclude_input_in_output=False, stream=True))
+        read_request(prompt(exclude_input_in_output=False, stream=True))
     message = chat([USER])
     message.parameters["exclude_input_in_output"].bool_param = False
     with pytest.raises(errors.InvalidArgument, match="with messages"):
-        kserve.read_request(message)
+        read_request(message)
 
 
 def test_random_requests_are_taken_or_refused_by_name() -> None:
@@ -190,7 +192,7 @@ def test_random_requests_are_taken_or_refused_by_name() -> None:
     rng, taken = random.Random(7), 0
     for _ in range(3000):
         try:
-            convert.spec_from_proto(kserve.read_request(kserve_request(rng)).request)
+            convert.spec_from_proto(read_request(kserve_request(rng)).request)
         except errors.StatusError as error:
             assert error.code.name in ("INVALID_ARGUMENT", "UNIMPLEMENTED"), error
             trailers(error, "id")
@@ -213,14 +215,14 @@ def test_pictures_go_to_their_places_in_order() -> None:
              {"type": "image_url", "image_url": {"url": "https://x/y"}},
              {"type": "image_url", "image_url": "data:image/png;base64,YWI="}]  # fmt: skip
     message = with_images([{"role": "user", "content": parts}], b"one", urls=("data:;base64,dHdv",))
-    found = kserve.read_request(message).request.chat.messages[0].parts
+    found = read_request(message).request.chat.messages[0].parts
     assert [(p.text, p.image.data, p.image.uri) for p in found] == [
         ("", b"one", ""), ("t", b"", ""), ("", b"two", ""), ("", b"", "https://x/y"), ("", b"ab", ""),
     ]  # fmt: skip
     prompt_images = prompt()
     prompt_images.inputs.add(name="image", datatype="BYTES", shape=[1])
     prompt_images.raw_input_contents.append(element(b"one"))
-    assert [i.data for i in kserve.read_request(prompt_images).request.prompt.images] == [b"one"]
+    assert [i.data for i in read_request(prompt_images).request.prompt.images] == [b"one"]
 
 
 IMAGE = {"role": "user", "content": [{"type": "image"}]}
@@ -254,7 +256,7 @@ IMAGE = {"role": "user", "content": [{"type": "image"}]}
 )
 def test_inputs_that_do_not_fit_together(message: Any, words: str) -> None:
     with pytest.raises(errors.InvalidArgument) as refused:
-        kserve.read_request(message)
+        read_request(message)
     assert words in str(refused.value)
 
 
@@ -275,7 +277,7 @@ def test_what_is_sent_twice_or_beside_itself() -> None:
     ]  # fmt: skip
     for message, words in cases:
         with pytest.raises(errors.InvalidArgument, match=words):
-            kserve.read_request(message)
+            read_request(message)
 
 
 def test_values_of_parameters_and_of_the_tensor() -> None:
@@ -286,9 +288,9 @@ def test_values_of_parameters_and_of_the_tensor() -> None:
     raw = json.dumps({"max_tokens": 9, "top_k": 3, "stop_token_ids": 7, "logit_bias": {"4": -1.5}}).encode()
     message.inputs.add(name="sampling_parameters", datatype="BYTES", shape=[1])
     message.raw_input_contents.append(element(raw))
-    question = kserve.read_request(message)
+    question = read_request(message)
     sampling = question.request.sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.top_k, sampling.ignore_eos) == (5, 0.5, 3, True)
     assert (list(sampling.stop), list(sampling.stop_token_ids), dict(sampling.logit_bias)) == (["end"], [7], {4: -1.5})
     assert question.outputs == ("token_ids",) and question.empty_final
-    assert kserve.read_request(prompt()).outputs == ("text_output", "token_ids", "finish_reason")
+    assert read_request(prompt()).outputs == ("text_output", "token_ids", "finish_reason")

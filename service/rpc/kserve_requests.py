@@ -1,0 +1,215 @@
+"""A ModelInferRequest -> a request of our own API. The fields are described in `service.rpc.kserve_tensors`."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf import json_format
+
+from saccade.v1 import inference_pb2, types_pb2
+from service.common import errors
+from service.rpc.kserve_tensors import OUTPUTS, read_tensors
+
+LONGEST_TIMEOUT = 366 * 86400.0
+"""Seconds; a longer one is cut to it, so that no clock overflows."""
+_OUR_PARAMETERS = {"triton_enable_empty_final_response", "timeout", "priority", "sequence_id", "sequence_start",
+                   "sequence_end", "stream", "exclude_input_in_output"}  # fmt: skip
+_SAMPLING = frozenset(types_pb2.SamplingParams.DESCRIPTOR.fields_by_name) - {"n"}
+_ROLES = {"system": 1, "user": 2, "assistant": 3, "tool": 4}
+
+
+@dataclass
+class Question:
+    """A ModelInferRequest as we understand it."""
+
+    request: inference_pb2.GenerateRequest
+    outputs: tuple[str, ...]
+    stream: bool
+    empty_final: bool
+    timeout: float | None
+    prefix: str = ""
+    """Of the answer's text: the prompt, where it is asked for."""
+
+
+def read_request(request: Any) -> Question:
+    """Raises InvalidArgument."""
+    tensors = read_tensors(request)
+    parameters = {name: _parameter(name, value) for name, value in request.parameters.items()}
+    generate = inference_pb2.GenerateRequest(sampling=_sampling(tensors, parameters))
+    _fill_prompt(generate, tensors)
+    if parameters.get("sequence_id"):
+        raise errors.InvalidArgument("stateful sequences are not served", field="parameters.sequence_id")
+    # Triton counts from 1, the most urgent; 0 is its default
+    generate.priority = -min(_count(parameters, "priority"), 2**31 - 1)
+    wanted = tuple(output.name for output in request.outputs) or tuple(name for name, _, _ in OUTPUTS)
+    if unknown := sorted(set(wanted) - {name for name, _, _ in OUTPUTS}):
+        raise errors.InvalidArgument(
+            f"no output {unknown[0]!r}; outputs are {', '.join(n for n, _, _ in OUTPUTS)}", field="outputs"
+        )
+    timeout = min(_count(parameters, "timeout") / 1e6, LONGEST_TIMEOUT)
+    stream = _flag(tensors, parameters, "stream", False)
+    return Question(
+        generate, wanted, stream, _flag({}, parameters, "triton_enable_empty_final_response", False), timeout or None,
+        _prefix(tensors, parameters, stream),
+    )  # fmt: skip
+
+
+def _count(parameters: dict[str, Any], name: str) -> int:
+    """A whole number from 0; 0 where it is not there. Raises InvalidArgument."""
+    value = parameters.get(name, 0)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise errors.InvalidArgument(
+            f"{name} is {str(value)[:100]!r}; it must be a whole number from 0", field=f"parameters.{name}"
+        )
+    return value
+
+
+def _flag(tensors: dict[str, list[Any]], parameters: dict[str, Any], name: str, default: bool) -> bool:
+    """Of a BOOL input, else of a parameter. Raises InvalidArgument."""
+    value = _single(tensors, name) if name in tensors else parameters.get(name, default)
+    if not isinstance(value, bool):
+        raise errors.InvalidArgument(
+            f"{name} is {str(value)[:100]!r}; it must be true or false", field=f"parameters.{name}"
+        )
+    return value
+
+
+def _prefix(tensors: dict[str, list[Any]], parameters: dict[str, Any], stream: bool) -> str:
+    """What `exclude_input_in_output` = false puts before the answer, as Triton's vLLM backend does. Here the input is
+    left out unless a request says otherwise. Raises InvalidArgument."""
+    name = "exclude_input_in_output"
+    if _flag(tensors, parameters, name, True):
+        return ""
+    if stream or "text_input" not in tensors:
+        why = "on a stream" if stream else "with messages"
+        raise errors.InvalidArgument(f"{name} cannot be false {why}", field=name)
+    return _text(_single(tensors, "text_input"), "text_input")
+
+
+def _parameter(name: str, value: Any) -> Any:
+    kind = value.WhichOneof("parameter_choice")
+    if kind is None:
+        raise errors.InvalidArgument(f"parameter {name!r} has no value", field=f"parameters.{name}")
+    return getattr(value, kind)
+
+
+def _sampling(tensors: dict[str, list[Any]], parameters: dict[str, Any]) -> types_pb2.SamplingParams:
+    values: dict[str, Any] = {}
+    if "sampling_parameters" in tensors:
+        parsed = _json(_single(tensors, "sampling_parameters"), "sampling_parameters")
+        if not isinstance(parsed, dict):
+            raise errors.InvalidArgument("sampling_parameters must be a JSON object", field="sampling_parameters")
+        values |= parsed
+    values |= {name: value for name, value in parameters.items() if name not in _OUR_PARAMETERS}
+    sampling = types_pb2.SamplingParams()
+    for name, value in values.items():
+        if name not in _SAMPLING:
+            raise errors.InvalidArgument(
+                f"no parameter {name!r}; sampling parameters are {', '.join(sorted(_SAMPLING))}",
+                field=f"parameters.{name}"[:100],
+            )  # fmt: skip
+        if name in ("stop", "stop_token_ids") and not isinstance(value, list):
+            value = [value]
+        try:
+            json_format.ParseDict({name: value}, sampling)
+        except (json_format.ParseError, ValueError, TypeError):
+            raise errors.InvalidArgument(f"{name} cannot be {str(value)[:100]!r}", field=f"parameters.{name}") from None
+    return sampling
+
+
+def _single(tensors: dict[str, list[Any]], name: str) -> Any:
+    values = tensors[name]
+    if len(values) != 1:
+        raise errors.InvalidArgument(f"{name} has {len(values)} elements; it must have one", field=name)
+    return values[0]
+
+
+def _text(data: bytes, name: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise errors.InvalidArgument(
+            f"{name} is not UTF-8: byte {error.start} is {data[error.start]}", field=name
+        ) from None
+
+
+def _json(data: bytes, name: str) -> Any:
+    text = _text(data, name)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:  # not JSON, or a number of thousands of digits
+        raise errors.InvalidArgument(f"{name} is not JSON: {str(error)[:100]}", field=name) from None
+    if _SURROGATE.search(text) and not _is_unicode(value):
+        raise errors.InvalidArgument(f"{name} has a \\u escape that is half a character", field=name)
+    return value
+
+
+_SURROGATE = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
+
+
+def _is_unicode(value: Any) -> bool:
+    """Whether every string in a JSON value can be written as UTF-8: two halves of a pair can, one alone cannot."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _fill_prompt(generate: inference_pb2.GenerateRequest, tensors: dict[str, list[Any]]) -> None:
+    images = [types_pb2.Image(data=data) for data in tensors.get("image", ())]
+    images += [_image_from_url(_text(url, "image_url")) for url in tensors.get("image_url", ())]
+    if ("text_input" in tensors) == ("messages" in tensors):
+        raise errors.InvalidArgument("one of text_input and messages must be there", field="inputs")
+    if "text_input" in tensors:
+        generate.prompt.text = _text(_single(tensors, "text_input"), "text_input")
+        generate.prompt.images.extend(images)
+        return
+    entries = _json(_single(tensors, "messages"), "messages")
+    if not isinstance(entries, list):
+        raise errors.InvalidArgument("messages must be a JSON list", field="messages")
+    waiting = iter(images)
+    for index, entry in enumerate(entries):
+        generate.chat.messages.append(_chat_message(entry, f"messages[{index}]", waiting))
+    if list(waiting):
+        raise errors.InvalidArgument("there are more images than image parts in messages", field="image")
+
+
+def _image_from_url(url: str) -> types_pb2.Image:
+    if not url.startswith("data:"):
+        return types_pb2.Image(uri=url)
+    head, comma, data = url.partition(",")
+    try:
+        if not comma or not head.endswith(";base64"):
+            raise ValueError
+        return types_pb2.Image(data=base64.b64decode(data, validate=True))
+    except (ValueError, binascii.Error):
+        raise errors.InvalidArgument("an image_url is a data URL without valid base64", field="image_url") from None
+
+
+def _chat_message(entry: Any, where: str, images: Any) -> types_pb2.ChatMessage:
+    role = entry.get("role") if isinstance(entry, dict) else None
+    if not isinstance(role, str) or role not in _ROLES:
+        raise errors.InvalidArgument(f"{where} needs a role out of {', '.join(_ROLES)}", field=where)
+    content = entry.get("content")
+    if content is not None and not isinstance(content, str | list):
+        raise errors.InvalidArgument(f"{where} has a content that is neither text nor a list of parts", field=where)
+    chat = types_pb2.ChatMessage(role=types_pb2.Role.Name(_ROLES[role]))
+    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or ():
+        match part:
+            case {"type": "text", "text": str(text)}:
+                chat.parts.add(text=text)
+            case {"type": "image_url", "image_url": {"url": str(url)}} | {"type": "image_url", "image_url": str(url)}:
+                chat.parts.add(image=_image_from_url(url))
+            case {"type": "image"}:
+                if (image := next(images, None)) is None:
+                    raise errors.InvalidArgument(f"{where} has more image parts than there are images", field=where)
+                chat.parts.add(image=image)
+            case _:
+                raise errors.InvalidArgument(f"{where} has a part that is neither text nor image", field=where)
+    return chat

@@ -1,0 +1,85 @@
+"""KServe's tensors: which there are, how inputs are read and outputs written.
+
+Inputs (BYTES unless said otherwise; all but the first two are optional):
+    text_input [1]           a prompt, put through the chat template; or
+    messages [1]             a JSON list of chat messages, as OpenAI has them
+    image [-1]               encoded images, in the order of the prompt's image parts
+    image_url [-1]           the same as URLs, after those of `image`; data URLs always work
+    stream BOOL [1]          on a stream: one response for each piece of the answer
+    sampling_parameters [1]  a JSON object of fields of saccade.v1.SamplingParams
+    exclude_input_in_output BOOL [1]  false: text_output begins with text_input; not on streams, not with messages
+The same fields may also be request parameters. Outputs: text_output BYTES [1], token_ids INT32 [-1], finish_reason
+BYTES [1]; the token counts are response parameters.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from service.common import errors
+
+INPUTS = (
+    ("text_input", "BYTES", [1]), ("messages", "BYTES", [1]), ("image", "BYTES", [-1]), ("image_url", "BYTES", [-1]),
+    ("stream", "BOOL", [1]), ("sampling_parameters", "BYTES", [1]), ("exclude_input_in_output", "BOOL", [1]),
+)  # fmt: skip
+OUTPUTS = (("text_output", "BYTES", [1]), ("token_ids", "INT32", [-1]), ("finish_reason", "BYTES", [1]))
+
+
+def read_tensors(request: Any) -> dict[str, list[Any]]:
+    """Input tensors by name, flat: bytes for BYTES, bool for BOOL. Raises InvalidArgument naming the tensor."""
+    known = {name: datatype for name, datatype, _ in INPUTS}
+    raw = request.raw_input_contents
+    if raw and len(raw) != len(request.inputs):
+        raise errors.InvalidArgument(
+            f"{len(raw)} raw_input_contents for {len(request.inputs)} inputs", field="raw_input_contents"
+        )
+    tensors: dict[str, list[Any]] = {}
+    for index, tensor in enumerate(request.inputs):
+        where = f"inputs[{index}]"
+        if tensor.name not in known or tensor.name in tensors:
+            raise errors.InvalidArgument(
+                f"{where}: no input {tensor.name!r}, or there twice; inputs are {', '.join(known)}", field=where
+            )
+        if tensor.datatype != known[tensor.name]:
+            raise errors.InvalidArgument(
+                f"{tensor.name} is {tensor.datatype!r}; it must be {known[tensor.name]}", field=where
+            )
+        if "shared_memory_region" in tensor.parameters:
+            raise errors.Unimplemented(f"{tensor.name}: shared memory is not served; send the bytes", field=where)
+        if raw and tensor.HasField("contents"):
+            raise errors.InvalidArgument(f"{tensor.name} has contents beside raw_input_contents", field=where)
+        if tensor.datatype == "BOOL":
+            values: list[Any] = [b != 0 for b in raw[index]] if raw else list(tensor.contents.bool_contents)
+        else:
+            values = _split(raw[index], tensor.name) if raw else list(tensor.contents.bytes_contents)
+        if any(d < 0 for d in tensor.shape) or prod(tensor.shape) != len(values):
+            raise errors.InvalidArgument(
+                f"{tensor.name} has the shape {list(tensor.shape)} and {len(values)} elements", field=where
+            )
+        tensors[tensor.name] = values
+    return tensors
+
+
+def _split(raw: bytes, name: str) -> list[bytes]:
+    """Elements of a BYTES tensor: each is its length as four little-endian bytes, then itself."""
+    values, at = [], 0
+    while at < len(raw):
+        if at + 4 > len(raw) or at + 4 + (size := struct.unpack_from("<I", raw, at)[0]) > len(raw):
+            raise errors.InvalidArgument(f"{name}: the {len(raw)} bytes of the tensor end inside an element")
+        values.append(raw[at + 4 : at + 4 + size])
+        at += 4 + size
+    return values
+
+
+def write_tensor(response: Any, name: str, values: str | Sequence[int]) -> None:
+    """Adds the output `name` to a ModelInferResponse: a text as BYTES [1], ids as INT32 [-1]."""
+    if isinstance(values, str):
+        data = values.encode()
+        response.outputs.add(name=name, datatype="BYTES", shape=[1])
+        response.raw_output_contents.append(struct.pack("<I", len(data)) + data)
+    else:
+        response.outputs.add(name=name, datatype="INT32", shape=[len(values)])
+        response.raw_output_contents.append(struct.pack(f"<{len(values)}i", *values))
