@@ -2,16 +2,14 @@
 
 from kernels.dispatch import dispatched
 from kernels.sample import reference
-from kernels.sample.philox import Purpose, philox4x32, uniform, uniforms
+from kernels.sample.philox import philox4x32, uniform, uniforms
 from kernels.sample.reference import draw, draw_filtered, greedy, logprobs, penalise
-from kernels.sample.rows import Penalties, Wishes
+from kernels.sample.rows import Wishes
 
 accept_drafts = dispatched(reference.accept_drafts)
 sample = dispatched(reference.sample)
 
 __all__ = [
-    "Penalties",
-    "Purpose",
     "Wishes",
     "accept_drafts",
     "draw",

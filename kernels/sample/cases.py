@@ -8,20 +8,17 @@ from functools import partial
 import torch
 
 from kernels.sample.kernel import accept_drafts, sample
-from kernels.sample.rows import Penalties, Wishes
+from kernels.sample.rows import Wishes
 from kernels.shapes import Case, ModelShape, meta
 
 
 def cases(shape: ModelShape) -> Iterator[Case]:
-    """Draws with and without penalties, and the acceptance of three drafts."""
+    """Draws, and the acceptance of three drafts."""
     whole, double, single = (meta(64, dtype=kind) for kind in (torch.int64, torch.float64, torch.float32))
     wishes = Wishes(single, whole, double, double, whole, whole, whole)
-    seats = (meta(64, shape.vocab, dtype=torch.bool), meta(64, shape.vocab, dtype=torch.int32))
-    penalties = Penalties(*seats, whole, single, single, single)
     for dtype in dict.fromkeys((*shape.dtypes, torch.float32)):
         logits = meta(64, shape.vocab, dtype=dtype)
         name = str(dtype).removeprefix("torch.")
         yield Case(f"draw {name}", partial(sample, logits, wishes))
-        yield Case(f"penalties {name}", partial(sample, logits, wishes, penalties))
     drafts = meta(64, 3, dtype=torch.int64)
     yield Case("accept", partial(accept_drafts, meta(64, 4, dtype=torch.int64), drafts, whole))

@@ -1,6 +1,6 @@
 """Drawing tokens in Triton: one program takes a row from logits to its token; the method is in README.md.
 
-`R` rows, `V` tokens of the vocabulary, `S` seats. Probabilities are summed as integers (`UNIT` is 1), so that no order
+`R` rows, `V` tokens of the vocabulary. Probabilities are summed as integers (`UNIT` is 1), so that no order
 of summation can change a draw.
 """
 
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.launch import launch
-from kernels.sample.rows import Penalties, Wishes
+from kernels.sample.rows import Wishes
 
 UNIT = tl.constexpr(float(1 << 44))
 MAX_VOCAB = 1 << 18
@@ -165,12 +165,6 @@ def _sample(  # type: ignore[no-untyped-def]
     p_seeds,  # [R] int64, the bits of an unsigned one
     p_samples,  # [R] int64
     p_positions,  # [R] int64
-    p_in_context,  # [S, V] bool
-    p_counts,  # [S, V] int32
-    p_seats,  # [R] int64
-    p_repetition,  # [R] float32
-    p_presence,  # [R] float32
-    p_frequency,  # [R] float32
     p_scratch,  # [R, V + C] float32
     p_ids,  # [R, C] int32
     p_out,  # [R] int64
@@ -178,8 +172,6 @@ def _sample(  # type: ignore[no-untyped-def]
     vocab,
     BLOCK: tl.constexpr,
     C: tl.constexpr,
-    PENALISED: tl.constexpr,
-    PURPOSE: tl.constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(p_temperature + i_row)
@@ -191,14 +183,6 @@ def _sample(  # type: ignore[no-untyped-def]
         o = i + tl.arange(0, BLOCK)
         m = o < vocab
         x = tl.load(p_logits + i_row * logits_row + o, mask=m, other=float("-inf")).to(tl.float32)
-        if PENALISED:
-            seat = tl.load(p_seats + i_row).to(tl.int64) * vocab
-            factor = tl.load(p_repetition + i_row) + tl.zeros([BLOCK], tl.float32)
-            seen = tl.load(p_in_context + seat + o, mask=m, other=0) != 0
-            count = tl.load(p_counts + seat + o, mask=m, other=0)
-            x = tl.where(seen, tl.where(x > 0, tl.div_rn(x, factor), x * factor), x)
-            x = x - count.to(tl.float32) * tl.load(p_frequency + i_row)
-            x = x - tl.where(count > 0, tl.load(p_presence + i_row), 0.0)
         x = tl.div_rn(x, divisor + tl.zeros([BLOCK], tl.float32))
         tl.store(p_x + o, x, mask=m)
         largest = tl.max(x, 0)
@@ -215,9 +199,9 @@ def _sample(  # type: ignore[no-untyped-def]
     min_p = tl.load(p_min_p + i_row)
     position = tl.load(p_positions + i_row).to(tl.uint32)
     sample = tl.load(p_samples + i_row).to(tl.uint32)
-    purpose = tl.full([], PURPOSE, tl.uint32)
+    zero = tl.full([], 0, tl.uint32)
     seed = tl.load(p_seeds + i_row).to(tl.uint64, bitcast=True)
-    first, second, _, _ = tl.philox(seed, position, sample, purpose, tl.full([], 0, tl.uint32))
+    first, second, _, _ = tl.philox(seed, position, sample, zero, zero)
     bits = (first.to(tl.int64) << 20) | (second.to(tl.int64) >> 12)
     uniform = (bits.to(tl.float64) + 0.5) * 2.220446049250313e-16
 
@@ -283,7 +267,7 @@ def _accept(  # type: ignore[no-untyped-def]
     tl.store(p_out + i_row, accepted)
 
 
-def sample(logits_RV: Tensor, wishes: Wishes, penalties: Penalties | None = None) -> Tensor:
+def sample(logits_RV: Tensor, wishes: Wishes) -> Tensor:
     """As the reference, in one launch. No host sync. `ValueError` for a vocabulary beyond `MAX_VOCAB`."""
     rows, vocab = logits_RV.shape
     if vocab > MAX_VOCAB:
@@ -292,8 +276,7 @@ def sample(logits_RV: Tensor, wishes: Wishes, penalties: Penalties | None = None
     out = torch.empty(rows, dtype=torch.int64, device=device)
     scratch = torch.empty(rows, vocab + CANDIDATES, dtype=torch.float32, device=device)
     ids = torch.empty(rows, CANDIDATES, dtype=torch.int32, device=device)
-    asked = penalties or Penalties(ids, ids, ids, scratch, scratch, scratch)
-    assert logits_RV.stride(1) == 1 and asked.in_context_SV.is_contiguous() and asked.counts_SV.is_contiguous()
+    assert logits_RV.stride(1) == 1
     launch(
         _sample,
         (rows,),
@@ -305,12 +288,6 @@ def sample(logits_RV: Tensor, wishes: Wishes, penalties: Penalties | None = None
         p_seeds=wishes.seeds_R,
         p_samples=wishes.samples_R,
         p_positions=wishes.positions_R,
-        p_in_context=asked.in_context_SV,
-        p_counts=asked.counts_SV,
-        p_seats=asked.seats_R,
-        p_repetition=asked.repetition_R,
-        p_presence=asked.presence_R,
-        p_frequency=asked.frequency_R,
         p_scratch=scratch,
         p_ids=ids,
         p_out=out,
@@ -318,8 +295,6 @@ def sample(logits_RV: Tensor, wishes: Wishes, penalties: Penalties | None = None
         vocab=vocab,
         BLOCK=BLOCK,
         C=CANDIDATES,
-        PENALISED=penalties is not None,
-        PURPOSE=int(wishes.purpose),
         num_warps=16,
     )
     return out

@@ -5,20 +5,12 @@ Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 20
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 import torch
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
-
-
-class Purpose(IntEnum):
-    """Third word of the counter: numbers drawn for different ends never coincide."""
-
-    TOKEN = 0
 
 
 def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
@@ -41,25 +33,24 @@ def _multiply(constant: int, word: Tensor) -> tuple[Tensor, Tensor]:
     return (high >> 16) + (middle >> 16), ((middle & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
-def uniform(seed: int, sample_index: int, position: int, count: int, purpose: Purpose = Purpose.TOKEN) -> Tensor:
+def uniform(seed: int, sample_index: int, position: int, count: int) -> Tensor:
     """`[count]` float64 in the open interval (0, 1): those of positions `position` onwards.
 
-    key = the two words of `seed`, low first; counter = (position, sample index, purpose, 0). 52 bits of the first two
-    words, and a half step, so that neither 0 nor 1 comes up.
+    key = the two words of `seed`, low first; counter = (position, sample index, purpose, 0), and the purpose of a token's
+    draw is 0. 52 bits of the first two words, and a half step, so that neither 0 nor 1 comes up.
     """
     key = torch.tensor([seed & _MASK, seed >> 32], dtype=torch.int64)
     counter = torch.zeros(count, 4, dtype=torch.int64)
     counter[:, 0] = torch.arange(position, position + count)
     counter[:, 1] = sample_index
-    counter[:, 2] = int(purpose)
     return _unit(philox4x32(counter, key.expand(count, 2)))
 
 
-def uniforms(seeds_R: Tensor, samples_R: Tensor, positions_R: Tensor, purpose: Purpose = Purpose.TOKEN) -> Tensor:
+def uniforms(seeds_R: Tensor, samples_R: Tensor, positions_R: Tensor) -> Tensor:
     """The same for one position of each row, on the rows' device. Seeds are int64 that hold the bits of the key."""
     key = torch.stack((seeds_R & _MASK, (seeds_R >> 32) & _MASK), -1)
     zero = torch.zeros_like(positions_R)
-    return _unit(philox4x32(torch.stack((positions_R, samples_R, zero + int(purpose), zero), -1), key))
+    return _unit(philox4x32(torch.stack((positions_R, samples_R, zero, zero), -1), key))
 
 
 def _unit(words: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.sample.philox import uniforms
-from kernels.sample.rows import Penalties, Wishes
+from kernels.sample.rows import Wishes
 
 BLOCK = 256
 FIRST_CANDIDATES = 64
@@ -145,21 +145,16 @@ def logprobs(logits_RV: Tensor, tokens_R: Tensor, count: int) -> tuple[Tensor, T
     return chosen, ids, values - norm
 
 
-def sample(logits_RV: Tensor, wishes: Wishes, penalties: Penalties | None = None) -> Tensor:
-    """Logits to tokens, `[R]` int64, each row as its wishes say: penalties, temperature, filters, draw.
+def sample(logits_RV: Tensor, wishes: Wishes) -> Tensor:
+    """Logits to tokens, `[R]` int64, each row as its wishes say: temperature, filters, draw.
 
-    Whatever a row gets depends on its own logits, wishes and penalties alone.
+    Whatever a row gets depends on its own logits and wishes alone.
     """
     logits = logits_RV.float()
-    if penalties is not None:
-        logits = logits.clone()
-        index = penalties.seats_R
-        seen = (penalties.in_context_SV[index], penalties.counts_SV[index])
-        penalise(logits, *seen, penalties.repetition_R, penalties.presence_R, penalties.frequency_R)
     out = greedy(logits)
     drawn = wishes.temperature_R > 0
     filtered = drawn & ((wishes.top_k_R > 0) | (wishes.top_p_R < 1) | (wishes.min_p_R > 0))
-    random = uniforms(wishes.seeds_R, wishes.samples_R, wishes.positions_R, wishes.purpose)
+    random = uniforms(wishes.seeds_R, wishes.samples_R, wishes.positions_R)
     for kind in (drawn & ~filtered, filtered):
         rows = kind.nonzero()[:, 0]
         if not rows.numel():

@@ -1,12 +1,10 @@
-"""What rows of logits ask for, as tensors on their device. `R` rows, `V` tokens of the vocabulary, `S` seats."""
+"""What rows of logits ask for, as tensors on their device. `R` rows, `V` tokens of the vocabulary."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from torch import Tensor
-
-from kernels.sample.philox import Purpose
 
 
 @dataclass(frozen=True)
@@ -27,20 +25,3 @@ class Wishes:
     """int64: which of a request's samples."""
     positions_R: Tensor
     """int64: absolute position that is drawn."""
-    purpose: Purpose = Purpose.TOKEN
-
-
-@dataclass(frozen=True)
-class Penalties:
-    """What the rows' tokens so far take from their logits."""
-
-    in_context_SV: Tensor
-    """bool: tokens of the prompt or the output of each seat."""
-    counts_SV: Tensor
-    """int32: how often each is in the output."""
-    seats_R: Tensor
-    """int64."""
-    repetition_R: Tensor
-    """float32; 1 = off, like 0 for the next two."""
-    presence_R: Tensor
-    frequency_R: Tensor

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton_kernels import DEVICE, poisoned
 
 from kernels.dispatch import forced
-from kernels.sample import Penalties, Wishes, accept_drafts, reference, sample, uniform, uniforms
+from kernels.sample import Wishes, accept_drafts, reference, sample, uniform, uniforms
 from kernels.sample import kernel as sample_kernel
 
 # top_k, top_p and min_p of each row: none, each alone, all, wide ones, more than there are.
@@ -48,10 +48,10 @@ def wishes(temperature: float, filters: list[tuple[int, float, float]]) -> Wishe
     )
 
 
-def both(logits: Tensor, asked: Wishes, penalties: Penalties | None = None) -> tuple[Tensor, Tensor]:
+def both(logits: Tensor, asked: Wishes) -> tuple[Tensor, Tensor]:
     with forced("triton"):
-        found = sample(logits, asked, penalties)
-    return found, reference.sample(logits, asked, penalties)
+        found = sample(logits, asked)
+    return found, reference.sample(logits, asked)
 
 
 @pytest.mark.parametrize(
@@ -80,20 +80,11 @@ def test_greedy_takes_the_first_of_the_largest(dtype: torch.dtype) -> None:
     assert torch.equal(found, expected) and torch.equal(found, logits.float().argmax(-1))
 
 
-def test_penalties_and_impossible_tokens() -> None:
+def test_impossible_tokens_are_never_drawn() -> None:
     logits = torch.randn(ROWS, 300)
     logits[:, ::2] = float("-inf")
-    seats = torch.randperm(ROWS + 2)[:ROWS]
-    penalties = Penalties(
-        in_context_SV=torch.rand(ROWS + 2, 300) < 0.3,
-        counts_SV=torch.randint(0, 3, (ROWS + 2, 300), dtype=torch.int32),
-        seats_R=seats,
-        repetition_R=torch.full((ROWS,), 1.7),
-        presence_R=torch.full((ROWS,), 0.4),
-        frequency_R=torch.linspace(-0.5, 0.5, ROWS),
-    )
     for temperature in (0.0, 0.7):
-        found, expected = both(logits, wishes(temperature, [NONE] * ROWS), penalties)
+        found, expected = both(logits, wishes(temperature, [NONE] * ROWS))
         assert torch.equal(found, expected) and bool((found % 2 == 1).all())
 
 
