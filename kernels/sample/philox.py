@@ -36,8 +36,8 @@ def _multiply(constant: int, word: Tensor) -> tuple[Tensor, Tensor]:
 def uniform(seed: int, sample_index: int, position: int, count: int) -> Tensor:
     """`[count]` float64 in the open interval (0, 1): those of positions `position` onwards.
 
-    key = the two words of `seed`, low first; counter = (position, sample index, purpose, 0), and the purpose of a token's
-    draw is 0. 52 bits of the first two words, and a half step, so that neither 0 nor 1 comes up.
+    key = the two words of `seed`, low first; counter = (position, sample index, purpose, 0), and the purpose of drawing
+    a token is 0. 52 bits of the first two words, and a half step, so that neither 0 nor 1 comes up.
     """
     key = torch.tensor([seed & _MASK, seed >> 32], dtype=torch.int64)
     counter = torch.zeros(count, 4, dtype=torch.int64)
