@@ -12,7 +12,6 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from service.answers.frontend import Frontend
 from service.common import errors
@@ -21,11 +20,8 @@ from service.common.limits import Places
 from service.common.types import Delta, Embedded, Event, Finished, GenerateSpec, Started, Tokenized
 from service.telemetry.access_log import AccessLog
 from service.telemetry.call_context import CallInfo, current_call
-from service.telemetry.meters import make_metrics
-from service.telemetry.spans import Spans
-
-if TYPE_CHECKING:
-    from service.telemetry.metrics import Metrics
+from service.telemetry.metrics import Metrics, make_metrics
+from service.telemetry.tracing import Spans
 
 
 class _Generation:

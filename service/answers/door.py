@@ -20,7 +20,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from service.answers.weigh import MIN_IDS
 from service.common import errors
@@ -28,10 +28,8 @@ from service.common.auth import Guard
 from service.common.limits import ByteBudget, Held, Places
 from service.telemetry.access_log import AccessLog
 from service.telemetry.call_context import CallInfo, set_current_call
+from service.telemetry.metrics import Metrics
 from service.telemetry.tracing import from_metadata
-
-if TYPE_CHECKING:
-    from service.telemetry.metrics import Metrics
 
 log = logging.getLogger(__name__)
 

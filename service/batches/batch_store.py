@@ -25,8 +25,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from service.common import errors
-from service.common.disk import disk_trouble
-from service.media.arriving import ArrivingFile
+from service.media.arriving import ArrivingFile, disk_trouble
 
 log = logging.getLogger(__name__)
 

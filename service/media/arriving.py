@@ -1,18 +1,38 @@
-"""A file that a client sends in chunks, of a size that it has announced, and the stream that brings it."""
+"""A file that a client sends in chunks, of a size that it has announced; the stream that brings it, and the disk that
+may be full."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import hashlib
+import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from service.common import errors
 
+log = logging.getLogger(__name__)
+
 MAX_CHUNK = 2**20
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@contextlib.contextmanager
+def disk_trouble(what: str, full: Callable[[str], errors.StatusError]) -> Iterator[None]:
+    """Disk errors of the body are logged; `full(sentence)` is raised where there is no room. Callers are told no more
+    than whose disk it is."""
+    try:
+        yield
+    except OSError as error:
+        log.error("%s: %s", what, error.strerror)
+        if error.errno in FULL:
+            raise full(f"the disk of {what} is full") from error
+        raise
 
 
 class ArrivingFile:

@@ -1,4 +1,4 @@
-"""Uploaded pictures and videos: a spool on disk, bounded in bytes and time.
+"""Uploaded images and videos: a spool on disk, bounded in bytes and time.
 
     DIRECTORY/<tenant>/<sha256>          a whole file, written once, renamed into place
     DIRECTORY/incoming/<random>          one that is still arriving
@@ -22,11 +22,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from encoder.images import ImageError, ImageHeader, ImageLimits, read_header
 from service.common import errors
-from service.common.disk import disk_trouble
-from service.media.arriving import ArrivingFile
+from service.media.arriving import ArrivingFile, disk_trouble
 
 _ID = re.compile(r"[0-9a-f]{64}")
 
@@ -52,7 +52,7 @@ class Spool:
         describe: Callable[[bytes], ImageHeader] | None = None,
     ) -> None:  # fmt: skip
         """Takes over what an earlier run has left in `directory`. Capacities in bytes, of all tenants and of each;
-        `ttl`: seconds. `describe`: what reads the header of a file; None: this process, which knows pictures only."""
+        `ttl`: seconds. `describe`: what reads the header of a file; None: this process, which knows images only."""
         self.describe = describe or functools.partial(read_header, limits=limits)
         self._tenant_capacity = capacity if tenant_capacity is None else tenant_capacity
         self._directory, self._capacity, self._ttl, self._limits, self._clock = directory, capacity, ttl, limits, clock
@@ -154,14 +154,6 @@ class Spool:
             self._used += media.size
         return media
 
-    @staticmethod
-    def is_id(name: str) -> bool:
-        return _ID.fullmatch(name) is not None
-
-    @staticmethod
-    def unknown(media_id: str) -> errors.NotFound:
-        return _unknown(media_id)
-
     def get(self, tenant: str, media_id: str) -> Media:
         """Raises NotFound."""
         with self._lock:
@@ -177,7 +169,7 @@ class Spool:
         with self._lock:
             if (tenant, media_id) in self._media:
                 self._media[tenant, media_id] = replace(media, expires=now + self._ttl)
-            with contextlib.suppress(FileNotFoundError):  # another front may know of it alone, and delete it
+            with contextlib.suppress(FileNotFoundError):  # another process may know of it alone, and delete it
                 os.utime(self._path((tenant, media_id)), (now, now))
 
     def size(self, tenant: str, media_id: str) -> int:
@@ -209,6 +201,73 @@ class Spool:
                 assert not list(self._incoming.iterdir()), "parts of uploads that have ended"
 
 
+class SharedSpool(Spool):
+    """A spool that several frontend processes have together: each keeps the books of what it has taken, and all read
+    the same folder. Bounds are each one's own part. What another process has taken is found on the disk, and what one
+    that died has taken is deleted by the first of them when its time has come."""
+
+    def __init__(self, *arguments: Any, member: int, **keywords: Any) -> None:
+        self._member = member
+        keywords["incoming"] = f"incoming-{member}"
+        super().__init__(*arguments, **keywords)
+
+    def _adopt(self) -> None:
+        if self._member == 0:
+            super()._adopt()
+
+    def get(self, tenant: str, media_id: str) -> Media:
+        """Raises NotFound."""
+        path = self._path((tenant, media_id))
+        try:
+            if not _ID.fullmatch(media_id):
+                raise FileNotFoundError
+            expires = path.stat().st_mtime + self._ttl
+            with self._lock:
+                known = self._media.get((tenant, media_id))
+            if known is None and expires > self._clock():
+                data = path.read_bytes()
+                header = self.describe(data)
+                return Media(media_id, len(data), header.width, header.height, header.format, expires)
+        except (FileNotFoundError, ImageError):
+            raise _unknown(media_id) from None
+        return super().get(tenant, media_id)
+
+    def size(self, tenant: str, media_id: str) -> int:
+        """Bytes of the file, which is not looked into. Raises NotFound."""
+        try:
+            if not _ID.fullmatch(media_id):
+                raise FileNotFoundError
+            status = self._path((tenant, media_id)).stat()
+        except FileNotFoundError:
+            raise _unknown(media_id) from None
+        if status.st_mtime + self._ttl <= self._clock():
+            raise _unknown(media_id)
+        return status.st_size
+
+    def delete(self, tenant: str, media_id: str) -> None:
+        """Raises NotFound."""
+        self.get(tenant, media_id)
+        with self._lock:
+            if (tenant, media_id) in self._media:
+                self._forget((tenant, media_id))
+        self._path((tenant, media_id)).unlink(missing_ok=True)
+
+    def sweep(self) -> int:
+        """Deletes what has expired; returns the bytes freed."""
+        with self._lock:
+            for key, media in list(self._media.items()):
+                with contextlib.suppress(FileNotFoundError):  # another process may have renewed it
+                    expires = self._path(key).stat().st_mtime + self._ttl
+                    self._media[key] = replace(media, expires=expires)
+        freed = super().sweep()
+        for path in self._directory.glob("*/*") if self._member == 0 else ():
+            with contextlib.suppress(FileNotFoundError):
+                if _ID.fullmatch(path.name) and path.stat().st_mtime + self._ttl <= self._clock():
+                    freed += path.stat().st_size
+                    path.unlink()
+        return freed
+
+
 class Upload:
     """One file on its way in."""
 
@@ -218,7 +277,7 @@ class Upload:
         self.write, self.close = self._file.write, self._file.close
 
     def commit(self, expected_id: str = "") -> Media:
-        """The whole file is there. Raises InvalidArgument for one that is short, damaged or no picture."""
+        """The whole file is there. Raises InvalidArgument for one that is short, damaged or no image."""
         self._file.end()
         media_id = self._file.hash.hexdigest()
         if expected_id and expected_id != media_id:

@@ -33,7 +33,7 @@ from service.servers.health import SetHealth, add_standard_services
 from service.servers.lifetime import stop_signals, until_stopped
 from service.servers.limits import byte_budget, door_limits
 from service.telemetry.access_log import AccessLog
-from service.telemetry.meters import make_metrics
+from service.telemetry.metrics import make_metrics
 from service.telemetry.sizes import check_sizes_file, record_sizes
 
 log = logging.getLogger(__name__)

@@ -22,8 +22,7 @@ from typing import Any
 from service.common.config import ServerOptions
 from service.engine.engine_client import EngineLink
 from service.engine.types import EngineInfo
-from service.media.media import Spool
-from service.media.shared_spool import SharedSpool
+from service.media.media import SharedSpool, Spool
 from service.servers.lifetime import stop_signals, stop_when_told
 from service.servers.limits import load_assets
 from service.servers.server import Server

@@ -57,9 +57,9 @@ from service.servers.exposure import channel_options, check_exposure, listen
 from service.servers.health import SetHealth, add_standard_services
 from service.servers.limits import byte_budget, door_limits, front_limits
 from service.telemetry.access_log import AccessLog
-from service.telemetry.meters import make_metrics
+from service.telemetry.metrics import make_metrics
 from service.telemetry.sizes import check_sizes_file, record_sizes
-from service.telemetry.spans import Spans
+from service.telemetry.tracing import Spans
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,5 @@
-"""Prometheus: what the front counts, and what the engine's counters say when somebody scrapes.
+"""Prometheus: what the frontend counts, and what the engine's counters say when somebody scrapes; nothing where
+prometheus-client is not installed, which a server needs for scrapes only.
 
 Names are stable; docs/operations.md lists them. One registry for each server, so that several can live in a process.
 """
@@ -9,12 +10,19 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
-
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from typing import Any, cast
 
 from service.common.config import ConfigError
+
+try:
+    from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+except ModuleNotFoundError as error:
+    if not str(error.name).startswith("prometheus_client"):
+        raise
+    INSTALLED = False
+else:
+    INSTALLED = True
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +32,7 @@ SCRAPE_TIMEOUT = 2.0
 
 
 class Metrics:
-    """What the front counts."""
+    """What the frontend counts."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -82,8 +90,8 @@ class Metrics:
         self, query: Callable[[], Future[dict[str, Any]]], front: Callable[[], dict[str, float]],
         parts: Callable[[], dict[str, dict[str, float]]] = dict,
     ) -> None:  # fmt: skip
-        """Adds the engine's counters, asked for at each scrape, the front's gauges, and counters of parts of the
-        front, named as the engine's."""
+        """Adds the engine's counters, asked for at each scrape, the frontend's gauges, and counters of its parts,
+        named as the engine's."""
         self.registry.register(_EngineCollector(query, front, parts))  # type: ignore[arg-type]
 
     def serve(self, host: str, port: int) -> tuple[int, Callable[[], None]]:
@@ -169,3 +177,31 @@ def _encoder_metrics(encoders: dict[str, dict[str, float]]) -> Iterator[Metric]:
         for encoder, values in encoders.items():
             family.add_metric([encoder], values[name])
         yield family
+
+
+class _NoMetrics:
+    """Counts nothing. Every method of `Metrics` is here."""
+
+    def call(self, method: str, code: str, request_bytes: int) -> None:
+        """Nothing."""
+
+    def token_gap(self, seconds: float, tokens: int) -> None:
+        """Nothing."""
+
+    def generation(self, code: str, **numbers: Any) -> None:
+        """Nothing."""
+
+    def watch_engine(self, *queries: Callable[[], Any]) -> None:
+        """Nothing."""
+
+    def serve(self, host: str, port: int) -> tuple[int, Callable[[], None]]:
+        """Raises ConfigError: somebody asked for what is not there."""
+        raise ConfigError(f"metrics_port {port} needs prometheus-client, which is not installed")
+
+
+def make_metrics() -> Metrics:
+    """What a server counts with; says so where that is nothing."""
+    if not INSTALLED:
+        log.warning("prometheus-client is not installed: no metrics")
+        return cast("Metrics", _NoMetrics())
+    return Metrics()

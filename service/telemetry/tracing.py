@@ -1,11 +1,30 @@
-"""W3C trace context: read from a call's metadata, written into its log line."""
+"""W3C trace context, read from a call's metadata; and optional OpenTelemetry spans of each generation, sent by OTLP
+over gRPC: `--otlp-endpoint HOST:PORT`.
+
+    saccade.generate     from arrival to the end, below the caller's span where its metadata names one
+      saccade.prepare    text to ids, images to patches, the way to the engine
+      saccade.first      waiting for the encoder and for a place, reading the prompt, up to the first token
+      saccade.decode     from the first token to the last
+
+Spans are written when a generation is over, from the times that were taken anyway: a request costs nothing more while
+it runs. No prompt, no answer and no key is ever in one.
+"""
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from service.common.config import ConfigError
+
+INSTALL = (
+    "otlp_endpoint: spans need OpenTelemetry, which is not installed: "
+    "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-grpc"
+)
+_NANO = 1_000_000_000
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 
@@ -28,3 +47,63 @@ def from_metadata(metadata: Mapping[str, str | bytes]) -> TraceContext | None:
     if version == "ff" or (version == "00" and rest) or not int(trace, 16) or not int(span, 16):
         return None
     return TraceContext(trace, span, bool(int(flags, 16) & 1))
+
+
+class Spans:
+    """Sends spans in the background. `close` sends what is left."""
+
+    def __init__(self, endpoint: str, *, version: str) -> None:
+        """`endpoint`: HOST:PORT of a collector; `https://HOST:PORT` speaks TLS. Raises ConfigError where the packages
+        are missing."""
+        try:
+            from opentelemetry import trace
+            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ImportError as error:
+            raise ConfigError(INSTALL) from error
+        self._trace = trace
+        target = endpoint if "://" in endpoint else f"http://{endpoint}"
+        resource = Resource.create({"service.name": "saccade", "service.version": version})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        exporter = OTLPSpanExporter(endpoint=target, insecure=target.startswith("http://"), timeout=2)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=1000))
+        self._tracer = self._provider.get_tracer("saccade", version)
+
+    def generation(
+        self, parent: TraceContext | None, attributes: Mapping[str, Any], *, seconds: float, prepared: float | None,
+        first_token: float | None, failed: str = "",
+    ) -> None:  # fmt: skip
+        """One that is over now. `prepared` and `first_token`: seconds after its arrival, None where it did not get that
+        far. `failed`: the reason of its end, if that was no good one."""
+        end = time.time_ns()
+        begin = end - round(seconds * _NANO)
+        kind = self._trace.SpanKind.SERVER
+        root = self._tracer.start_span(
+            "saccade.generate", self._context(parent), kind=kind, start_time=begin,
+            attributes={k: v for k, v in attributes.items() if v is not None},
+        )  # fmt: skip
+        if failed:
+            root.set_status(self._trace.Status(self._trace.StatusCode.ERROR, failed))
+        inside = self._trace.set_span_in_context(root)
+        marks = [0.0, seconds if prepared is None else prepared]
+        marks += [seconds if first_token is None else first_token] * (prepared is not None)
+        marks += [seconds] * (first_token is not None)
+        for name, start, stop in zip(("prepare", "first", "decode"), marks, marks[1:], strict=False):
+            span = self._tracer.start_span(f"saccade.{name}", inside, start_time=begin + round(start * _NANO))
+            span.end(begin + round(stop * _NANO))
+        root.end(end)
+
+    def _context(self, parent: TraceContext | None) -> Any:
+        """The caller's span, with its word on whether this trace is recorded."""
+        if parent is None:
+            return None
+        flags = self._trace.TraceFlags(self._trace.TraceFlags.SAMPLED if parent.sampled else 0)
+        caller = self._trace.SpanContext(int(parent.trace_id, 16), int(parent.span_id, 16), True, flags)
+        return self._trace.set_span_in_context(self._trace.NonRecordingSpan(caller))
+
+    def close(self) -> None:
+        """Sends what has not been sent, for two seconds at most. Idempotent."""
+        self._provider.force_flush(2000)
+        self._provider.shutdown()

@@ -101,7 +101,7 @@ def test_a_collector_that_is_away_costs_no_answer(model: Path) -> None:
 def test_without_the_packages_the_server_says_what_to_install(model: Path) -> None:
     code = (
         "import sys; sys.modules['opentelemetry'] = None\n"
-        "from service.telemetry.spans import Spans\nfrom service.common.config import ConfigError\n"
+        "from service.telemetry.tracing import Spans\nfrom service.common.config import ConfigError\n"
         "try: Spans('127.0.0.1:1', version='0')\nexcept ConfigError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -14,8 +14,7 @@ import pytest
 
 from saccade.v1 import media_pb2
 from service.common import errors
-from service.common.disk import disk_trouble
-from service.media.arriving import MAX_CHUNK, ArrivingFile, header_of, receive
+from service.media.arriving import MAX_CHUNK, ArrivingFile, disk_trouble, header_of, receive
 
 
 def full(words: str) -> errors.StatusError:

@@ -13,8 +13,7 @@ from pictures import picture
 from encoder.images import ImageLimits
 from service.common import errors
 from service.media.arriving import MAX_CHUNK
-from service.media.media import Media, Spool
-from service.media.shared_spool import SharedSpool
+from service.media.media import Media, SharedSpool, Spool
 
 
 class Clock:
