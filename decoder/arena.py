@@ -228,20 +228,20 @@ class Arena:
     def _pages(self) -> Tensor:
         return self.buffer.view(self.pool.num_blocks * self.layout.pages_per_block, self.layout.page_bytes)
 
-    def save(self, slot: int, pages: Sequence[int], seat: int = -1, inputs: int = 0) -> Saved:
-        """A copy in host memory of a slot's bytes, of pages' bytes and of the first `inputs` of a seat's ring."""
+    def save(self, slot: int, pages: Sequence[int], batch_slot: int = -1, inputs: int = 0) -> Saved:
+        """A copy in host memory of a slot's bytes, of pages' bytes and of the first `inputs` of a batch slot's ring."""
         state = self._slot(slot).cpu().clone() if slot >= 0 else None
-        ring = tuple(of[seat, :inputs].cpu().clone() for of in self.rings) if inputs else ()
+        ring = tuple(of[batch_slot, :inputs].cpu().clone() for of in self.rings) if inputs else ()
         if not pages or not self.layout.page_bytes:
             return Saved(state, None, ring)
         index = upload(pages, torch.int64, self.buffer.device)
         return Saved(state, self._pages().index_select(0, index).cpu(), ring)
 
-    def load(self, slot: int, pages: Sequence[int], saved: Saved, seat: int = -1) -> None:
-        """Puts a saved copy into a slot, pages and a seat's ring, which need not be the ones it came from."""
+    def load(self, slot: int, pages: Sequence[int], saved: Saved, batch_slot: int = -1) -> None:
+        """Puts a saved copy into a slot, pages and a batch slot's ring, which need not be the ones it came from."""
         state, content, ring = saved
         for of, inputs in zip(self.rings, ring, strict=False):
-            of[seat, : inputs.shape[0]] = inputs.to(of.device)
+            of[batch_slot, : inputs.shape[0]] = inputs.to(of.device)
         if state is not None:
             self._slot(slot).copy_(state)
         if content is not None:

@@ -73,11 +73,11 @@ class ScanRows:
 
 @dataclass(frozen=True)
 class VerifyTensors:
-    """The V rows after the updates: up to T tokens each, of which the first ones will stay. Padding: seat, slots -1,
-    accepted 1 (0 where inputs are replayed), length 0.
+    """The V rows after the updates: up to T tokens each, of which the first ones will stay. Padding: batch slot, slots
+    -1, accepted 1 (0 where inputs are replayed), length 0.
     """
 
-    seats_V: Tensor
+    batch_slots_V: Tensor
     slots_VT: Tensor
     """`[V, 1 + K]` slots of each row, or `[V, 1]` where inputs are replayed."""
     accepted_V: Tensor
@@ -105,7 +105,7 @@ class VerifyTensors:
 class Held(NamedTuple):
     """What the host knows of a row to be verified."""
 
-    seat: int
+    batch_slot: int
     slots: list[int]
     accepted: int
     """As in `VerifyTensors`."""
@@ -240,7 +240,7 @@ class BatchBuilder:
             return None
         columns = [alone.ids, alone.slots, alone.lengths]
         if tables is not None:
-            columns += [alone.places, alone.seats]
+            columns += [alone.places, alone.batch_slots]
         ids_T, slots_U, lengths_Q, *paged = upload(columns, torch.int64, self.options.device).unbind()
         return Batch(
             ids_T=ids_T,
@@ -310,9 +310,9 @@ class BatchBuilder:
                 places.append(pages[row.start // size] * size + row.start % size)
             else:
                 places += [pages[p // size] * size + p % size for p in range(row.start, row.end)]
-        seats = [row.sequence.held.batch_slot for row in rows[:alone] for _ in range(row.count)]
-        seats += [row.sequence.held.batch_slot for row in rows[alone:]]
-        return self.tables.table.index_select(0, self._tensor(seats)), self._tensor(places)
+        batch_slots = [row.sequence.held.batch_slot for row in rows[:alone] for _ in range(row.count)]
+        batch_slots += [row.sequence.held.batch_slot for row in rows[alone:]]
+        return self.tables.table.index_select(0, self._tensor(batch_slots)), self._tensor(places)
 
     def page_tables(self, sequences: SequenceOf[Sequence]) -> Tensor:
         """`[R, W]` page numbers of sequences in order, -1 beyond what each has."""
@@ -337,15 +337,15 @@ class BatchBuilder:
         for row in rows:
             self.states.update(row.sequence)
             starts.append(starts[-1] + row.count)
-        seats = self._tensor([row.sequence.held.batch_slot for row in rows])
+        batch_slots = self._tensor([row.sequence.held.batch_slot for row in rows])
         places = [
             [start + (i if i < row.count else 0) for i in range(width)]
             for start, row in zip(starts, rows, strict=False)
         ]
         return VerifyTensors(
-            seats_V=seats,
-            slots_VT=self.states.slots.index_select(0, seats),
-            accepted_V=self.states.accepted.index_select(0, seats),
+            batch_slots_V=batch_slots,
+            slots_VT=self.states.slots.index_select(0, batch_slots),
+            accepted_V=self.states.accepted.index_select(0, batch_slots),
             lengths_V=self._tensor([row.count for row in rows]),
             places_VT=upload(places, torch.int64, self.options.device),
             packed=self._tensor([index * width + i for index, row in enumerate(rows) for i in range(row.count)]),

@@ -108,7 +108,7 @@ def mixed_fields(config: DecoderConfig, options: DecoderOptions) -> dict[str, Fi
 
 
 def verify_fields(config: DecoderConfig, options: DecoderOptions) -> dict[str, Field]:
-    """Buffers of verify graphs: `size` updates, then `size` rows of 1 + K tokens. Padded rows: slots and seat -1,
+    """Buffers of verify graphs: `size` updates, then `size` rows of 1 + K tokens. Padded rows: slots and batch slot -1,
     length 0, accepted 1 (0 where inputs are replayed); padded tokens: length 0, place -1.
     """
     long, width = torch.int64, options.num_drafts + 1
@@ -120,7 +120,7 @@ def verify_fields(config: DecoderConfig, options: DecoderOptions) -> dict[str, F
         "x": Field((config.hidden_size,), options.dtype, 0.0, tokens),
         "slots": Field((), long, -1),
         "lengths": Field((), long, 0, tokens),
-        "seats": Field((), long, -1),
+        "batch_slots": Field((), long, -1),
         "row_slots": Field((options.slots_per_seq,), long, -1),
         "accepted": Field((), long, 0 if options.spec_state == "replay" else 1),
         "counts": Field((), long, 0),
@@ -230,7 +230,7 @@ def verify_values(
         "x": spread("x", x_TD),
         "slots": batch.slots_U,
         "lengths": spread("lengths", batch.lengths_Q),
-        "seats": rows.seats_V,
+        "batch_slots": rows.batch_slots_V,
         "row_slots": rows.slots_VT,
         "accepted": rows.accepted_V,
         "counts": rows.lengths_V,
@@ -245,7 +245,7 @@ def verify_batch(view: Mapping[str, Tensor], longest: int, span: int, width: int
     size, empty = view["slots"].shape[0], view["slots"][:0]
     packed = torch.arange(size * width, device=empty.device)
     rows = VerifyTensors(
-        seats_V=view["seats"],
+        batch_slots_V=view["batch_slots"],
         slots_VT=view["row_slots"],
         accepted_V=view["accepted"],
         lengths_V=view["counts"],

@@ -19,8 +19,8 @@ Largest = Callable[[Tensor], list[int] | None]
 
 
 @dataclass
-class _Seat:
-    """What belongs to the sequence in one seat."""
+class _SlotState:
+    """What belongs to the sequence in one batch slot."""
 
     admission: int
     wish: Wish
@@ -39,7 +39,7 @@ class CompiledSampler:
         """As there. Raises NativeUnavailable with the reason."""
         self._largest = largest
         self._drawing = Drawing(vocab_size)
-        self._seats: list[_Seat | None] = [None] * max_seqs
+        self._slots: list[_SlotState | None] = [None] * max_seqs
 
     def sample(
         self, logits_LV: Tensor, sequences: SequenceOf[Sequence], ahead: SequenceOf[SequenceOf[int]]
@@ -72,20 +72,20 @@ class CompiledSampler:
     def _row(self, sequence: Sequence, ahead: SequenceOf[int], borrowed: list[array[int]]) -> DrawRow:
         """`borrowed` keeps what the row points to."""
         held, params = sequence.held, sequence.request.sampling
-        seat = self._seats[held.batch_slot]
-        if seat is None or seat.admission != held.admission:
-            seat = self._seats[held.batch_slot] = _seat(sequence, self._drawing.vocab_size)
+        state = self._slots[held.batch_slot]
+        if state is None or state.admission != held.admission:
+            state = self._slots[held.batch_slot] = _state(sequence, self._drawing.vocab_size)
         position = len(sequence.tokens) + len(ahead)
         masked = params.min_tokens > 0 and position - sequence.prompt_len < params.min_tokens
         if not params.penalised:
-            return seat.address, position, masked, 0, 0, 0
-        seat.tokens.extend(sequence.tokens[len(seat.tokens) :])
-        tokens = seat.tokens + array("q", ahead) if ahead else seat.tokens
+            return state.address, position, masked, 0, 0, 0
+        state.tokens.extend(sequence.tokens[len(state.tokens) :])
+        tokens = state.tokens + array("q", ahead) if ahead else state.tokens
         borrowed.append(tokens)
-        return seat.address, position, masked, sequence.prompt_len, position, tokens.buffer_info()[0]
+        return state.address, position, masked, sequence.prompt_len, position, tokens.buffer_info()[0]
 
 
-def _seat(sequence: Sequence, vocab_size: int) -> _Seat:
+def _state(sequence: Sequence, vocab_size: int) -> _SlotState:
     request = sequence.request
     params: SamplingParams = request.sampling
     known = {token: bias for token, bias in params.logit_bias.items() if token < vocab_size}
@@ -97,4 +97,4 @@ def _seat(sequence: Sequence, vocab_size: int) -> _Seat:
         params.frequency_penalty, params.top_k, request.sample_index, params.seed,
         -1 if params.logprobs is None else params.logprobs, len(known), len(ends), ids, stops, biases,
     )  # fmt: skip
-    return _Seat(sequence.held.admission, wish, ctypes.addressof(wish), kept)
+    return _SlotState(sequence.held.admission, wish, ctypes.addressof(wish), kept)

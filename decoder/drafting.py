@@ -27,18 +27,18 @@ FIRST_FIXED, FIRST_EACH = 0.1, 0.1
 WORTH = 1.03
 """Tokens a second against plain decoding that drafts must promise: what is measured is not exact."""
 
-FIRST_PAUSE, LAST_PAUSE = 64, 512
+FIRST_GAP, LAST_GAP = 64, 512
 """Tokens between two probes of a request whose own drafts lose while others' gain; each failure doubles them."""
 PROBE_DISTANCE = 32
 """Steps between the probes of two such requests: everyone waits for a probe."""
 QUIET = {"unwanted": 16, "unfound": 16, "refused": 64, "unready": 256}
-"""Steps without drafts, by their reason, after which drafting rests: by what is known of all requests they would lose;
+"""Steps without drafts, by their reason, after which drafting pauses: by what is known of all requests they would lose;
 nothing was found to propose; those here are refused, others' were not; whoever drafts has seen too little of them.
 """
-FIRST_REST, LAST_REST = 1024, 8192
-"""Steps of a rest after drafts that lost; each failed trial doubles them."""
-DRY_REST = 16
-"""Steps of a rest after those in which there was nothing to propose."""
+FIRST_PAUSE, LAST_PAUSE = 1024, 8192
+"""Steps of a pause after drafts that lost; each failed trial doubles them."""
+DRY_PAUSE = 16
+"""Steps of a pause after those in which there was nothing to propose."""
 TRIALS = 6
 """Rows with one draft each that a trial looks at, and then, if half of them were accepted, with as many as may be."""
 
@@ -46,8 +46,8 @@ BASELINE_STEPS = 4
 """Steps without drafts that are measured for each number of rows before any with drafts are."""
 BASELINE_AGE = 512
 """Steps after which they are measured again."""
-REST_SAMPLES = 16
-"""One of so many steps is measured in a rest, where it costs no drafts."""
+PAUSE_SAMPLES = 16
+"""One of so many steps is measured in a pause, where it costs no drafts."""
 
 
 class NgramIndex:
@@ -96,7 +96,7 @@ class Record:
     hits: float = 0.0
     trials: float = 0.0
     """Drafts that were accepted, and those that were looked at: up to the first refused one of a step."""
-    pause: int = FIRST_PAUSE
+    gap: int = FIRST_GAP
     resume_at: int = 0
     """Length at which a request without drafts is probed again."""
 
@@ -164,36 +164,36 @@ class DraftPolicy:
 
     A step with k drafts for each row gives 1 + rate + ... + rate ** k tokens a row and takes 1 + extra(k) plain steps:
     the k of the highest quotient is chosen, 0 where none is worth it. Where nobody has wanted any for some steps,
-    drafting rests, and what serves it need not be kept up; a rest ends with a trial: a few rows get one draft, and if
-    that goes well as many as may be, so that rate and times are known anew. A failed trial doubles the next rest.
+    drafting pauses, and what serves it need not be kept up; a pause ends with a trial: a few rows get one draft, and if
+    that goes well as many as may be, so that rate and times are known anew. A failed trial doubles the next pause.
     """
 
     def __init__(self, limit: int, *, adaptive: bool = True) -> None:
         self.limit, self.adaptive = limit, adaptive
         self.times = StepTimes(limit)
         self.all = Record()
-        self.resting = False
+        self.paused = False
         self._steps = 0
         self._resume_at = 0
-        self._rest = FIRST_REST
+        self._pause = FIRST_PAUSE
         self._tried = [0, 0]
         """Rows of the trial that were verified, with one draft and with more."""
         self._quiet = 0
         self._probe_at = 0
 
-    # -- rests and trials ----------------------------------------------------------------------------------------------
+    # -- pauses and trials --------------------------------------------------------------------------------------------
 
     def awake(self) -> bool:
         """To be asked once before each step: whether anyone may get drafts in it."""
         self._steps += 1
-        if self.resting and self._steps >= self._resume_at:
-            self.resting = False
-        return not self.resting
+        if self.paused and self._steps >= self._resume_at:
+            self.paused = False
+        return not self.paused
 
     @property
     def measuring(self) -> bool:
         """Is the time of this step of use?"""
-        return not self.resting or self._steps % REST_SAMPLES == 0
+        return not self.paused or self._steps % PAUSE_SAMPLES == 0
 
     @property
     def on_trial(self) -> bool:
@@ -212,12 +212,12 @@ class DraftPolicy:
         self._quiet += 1
         if self._quiet < QUIET[reason] or not self.adaptive:
             return
-        self.resting = True
-        if reason == "unfound":  # one more look, then the next rest
-            self._resume_at, self._quiet = self._steps + DRY_REST, QUIET[reason] - 1
+        self.paused = True
+        if reason == "unfound":  # one more look, then the next pause
+            self._resume_at, self._quiet = self._steps + DRY_PAUSE, QUIET[reason] - 1
             return
-        self._resume_at, self._quiet = self._steps + self._rest, 0
-        self._rest = min(LAST_REST, self._rest * 2)
+        self._resume_at, self._quiet = self._steps + self._pause, 0
+        self._pause = min(LAST_PAUSE, self._pause * 2)
         self._tried, self.all = [0, 0], Record()
 
     # -- one step ------------------------------------------------------------------------------------------------------
@@ -250,10 +250,10 @@ class DraftPolicy:
             return 1 if self._tried[0] < TRIALS else self.limit
         drafts = self.best(record, rows)
         if drafts:
-            record.resume_at, self._rest = 0, FIRST_REST
+            record.resume_at, self._pause = 0, FIRST_PAUSE
             return drafts
         if record.resume_at == 0:
-            record.resume_at = length + record.pause
+            record.resume_at = length + record.gap
         if length < record.resume_at or self._steps < self._probe_at or self._quiet:
             return 0
         self._probe_at = self._steps + PROBE_DISTANCE
@@ -267,8 +267,8 @@ class DraftPolicy:
         if self.on_trial:
             self._tried[drafted > 1] += 1
         elif record.resume_at:
-            record.pause = FIRST_PAUSE if accepted else min(LAST_PAUSE, record.pause * 2)
-            record.resume_at = length + record.pause if not accepted else 0
+            record.gap = FIRST_GAP if accepted else min(LAST_GAP, record.gap * 2)
+            record.resume_at = length + record.gap if not accepted else 0
 
     def timed(self, rows: int, drafted: int, seconds: float) -> None:
         """A step of `rows` requests that all drew, with `drafted` drafts among them, took so long."""

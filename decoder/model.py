@@ -91,16 +91,16 @@ class HybridModel:
         return x_TD
 
     def advance(self, rows: Sequence[Sequence[int]]) -> None:
-        """Rows of (seat, slot, target, count): in all recurrent layers the state in the slot, after the first `count`
-        inputs of the seat's ring, goes to the target.
+        """Rows of (batch slot, slot, target, count): in all recurrent layers the state in the slot, after the first
+        `count` inputs of the batch slot's ring, goes to the target.
         """
         table = upload(rows, torch.int64, self.options.device)
         if self.native is not None:
             self.native.advance(table)
-        seats, slots, targets, counts = table.t()
+        batch_slots, slots, targets, counts = table.t()
         span = max(row[3] for row in rows)
         for mixer in self._advanced:
-            mixer.advance(seats, slots, targets, counts, span)
+            mixer.advance(batch_slots, slots, targets, counts, span)
 
     def logits(self, hidden_TD: Tensor, samples: Tensor | None = None) -> Tensor:
         """`[L, vocab]` in the compute dtype or float32, of the tokens named in `samples` (default: all)."""

@@ -136,7 +136,7 @@ class MtpDrafter:
 
     Entries are due when the trunk has computed a token, and are made when somebody drafts, when memory changes hands,
     or when there are many: one by one they would cost too much. Until then the trunk's rows are kept here. While
-    drafting rests no entries are made at all. A page that was handed out before the end of the last rest may lack
+    drafting pauses no entries are made at all. A page that was handed out before the end of the last pause may lack
     some: a sequence's drafts look at the pages behind its last such page, beyond the first place, which is the one
     that may have been made from an old hidden row.
     """
@@ -154,10 +154,10 @@ class MtpDrafter:
         """Of each slot: the trunk's row of its last token, before the final norm."""
         self.awake = True
         self._old = bytearray()
-        """By page: 1 where entries may be missing. Empty before the first rest."""
+        """By page: 1 where entries may be missing. Empty before the first pause."""
         self._pages = kv_B2SKP.shape[0]
         self._first_pages: list[tuple[int, int]] = [(-1, 0)] * options.max_seqs
-        """By seat: whose admission this is of, and its first page that drafts look at."""
+        """By batch slot: whose admission this is of, and its first page that drafts look at."""
         rows = max(PENDING, 2 * options.max_seqs * (1 + options.num_drafts))
         self._kept = self.carry.new_empty(rows, self.carry.shape[1])
         """Rows of the trunk, of steps whose rows draw."""
@@ -171,7 +171,7 @@ class MtpDrafter:
         self._hidden: Tensor | None = None
         """The last step's, if not."""
 
-    # -- rests ---------------------------------------------------------------------------------------------------------
+    # -- pauses --------------------------------------------------------------------------------------------------------
 
     def attend(self, awake: bool) -> None:
         """From now on entries are made, or not."""

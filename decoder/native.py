@@ -80,8 +80,8 @@ def _rows(batch: Batch, single: _Rows) -> _Rows:
     rewound = None
     if rows.rewound is not None:
         origins, *rings = rows.rewound
-        seats, counts = (F.pad(column, (0, behind), value=-1) for column in rings)
-        rewound = torch.cat((origins, scan.slots_R)), seats, counts
+        batch_slots, counts = (F.pad(column, (0, behind), value=-1) for column in rings)
+        rewound = torch.cat((origins, scan.slots_R)), batch_slots, counts
     return _Rows(
         torch.cat((rows.starts[: before + 1], scan.starts_R[1:] + queries)),
         torch.cat((rows.slots, scan.slots_R)),
@@ -97,9 +97,9 @@ def _verified(batch: Batch, single: _Rows) -> _Rows:
     assert verify is not None and verify.held is not None
     slots = batch.slots_U.tolist()
     starts, origins = list(range(updates + 1)), list(slots)
-    seats, counts = [-1] * updates, [-1] * updates
+    batch_slots, counts = [-1] * updates, [-1] * updates
     saves: list[int] = []
-    for seat, of, accepted, count in verify.held:
+    for batch_slot, of, accepted, count in verify.held:
         begin = starts[-1]
         if not verify.replayed:
             # A row works in the slot of its last token, and leaves a state in that of each before it.
@@ -108,9 +108,9 @@ def _verified(batch: Batch, single: _Rows) -> _Rows:
         starts.append(begin + count)
         slots.append(of[0 if verify.replayed else count - 1])
         origins.append(of[0 if verify.replayed else accepted - 1])
-        seats.append(seat if verify.replayed else -1)
+        batch_slots.append(batch_slot if verify.replayed else -1)
         counts.append(accepted if verify.replayed else -1)
-    parts = (starts, slots, origins, seats, counts, saves)
+    parts = (starts, slots, origins, batch_slots, counts, saves)
     table = torch.tensor([value for part in parts for value in part], dtype=torch.int64)
     begins, own, *rewound, kept = table.split([len(part) for part in parts])
     return _Rows(begins, own, single.initial, kept.view(-1, 3), (rewound[0], rewound[1], rewound[2]))
@@ -194,7 +194,7 @@ class NativeStep(Operations):
     def single(self, rows: Singles, table_SW: Tensor | None) -> Tensor:
         """`layers` and `logits` of at most `max_singles` rows of one token, embedding included, in one call.
 
-        `table_SW`: page numbers of all seats.
+        `table_SW`: page numbers of all batch slots.
         """
         room, count = self._room, len(rows.ids)
         room.fill(rows, table_SW)
@@ -208,8 +208,8 @@ class NativeStep(Operations):
         return self._largest[1] if logits is self._largest[0] else None
 
     def advance(self, rows_R4: Tensor) -> None:
-        """Rows of (seat, slot, target, count): in all compiled layers the state in the slot, after the first `count`
-        inputs of the seat's ring, goes to the target.
+        """Rows of (batch slot, slot, target, count): in all compiled layers the state in the slot, after the first
+        `count` inputs of the batch slot's ring, goes to the target.
         """
         self.model.threads = torch.get_num_threads()
         rows = ctypes.c_void_p(rows_R4.data_ptr())

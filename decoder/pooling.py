@@ -1,6 +1,6 @@
 """Hidden states of a prompt, gathered while it is read: the last one and the mean of all.
 
-A prompt may be read in chunks, put out and read on: sums go on where they were, and start anew where the prompt does.
+A prompt may be read in chunks, preempted and read on: sums go on where they were, and start anew where the prompt does.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ class Drawn(NamedTuple):
 
 
 @dataclass
-class _Seat:
-    """What belongs to the sequence in one seat."""
+class _SlotState:
+    """What belongs to the sequence in one batch slot."""
 
     admission: int = -1
     counted: int = 0
@@ -65,7 +65,9 @@ class _Seat:
 
 
 class Sampler:
-    """Draws for rows of logits. Penalty buffers are per seat and allocated when a request first asks for a penalty."""
+    """Draws for rows of logits. Penalty buffers have a row for each batch slot and are allocated when a request first
+    asks for a penalty.
+    """
 
     def __init__(
         self,
@@ -82,7 +84,7 @@ class Sampler:
         self.vocab_size, self.max_seqs, self.device = vocab_size, max_seqs, device
         compiled = compiled and torch.device(device).type == "cpu" and implementation("cpu")[0] == "reference"
         self._compiled = _compiled(vocab_size, max_seqs, largest) if compiled else None
-        self._seats = [_Seat() for _ in range(max_seqs)]
+        self._slots = [_SlotState() for _ in range(max_seqs)]
         self._in_context: Tensor | None = None
         self._counts: Tensor | None = None
 
@@ -112,7 +114,7 @@ class Sampler:
         if all(sequence.request.sampling.plain for sequence in sequences):
             return Drawn(greedy(logits_LV))
         for sequence in sequences:
-            self._seat(sequence)
+            self._state(sequence)
             if sequence.request.sampling.penalised:
                 self._count(sequence, unread_M)
         ahead = ahead or [()] * len(sequences)
@@ -128,19 +130,19 @@ class Sampler:
         """
         return None if self._compiled is None else self._compiled.steady(sequences)
 
-    def _seat(self, sequence: Sequence) -> _Seat:
-        """The state of a sequence's seat, made anew when the seat has changed hands."""
-        if self._seats[sequence.held.batch_slot].admission != sequence.held.admission:
-            params, seat = sequence.request.sampling, _Seat(sequence.held.admission)
-            self._seats[sequence.held.batch_slot] = seat
+    def _state(self, sequence: Sequence) -> _SlotState:
+        """The state of a sequence's batch slot, made anew when that has changed hands."""
+        if self._slots[sequence.held.batch_slot].admission != sequence.held.admission:
+            params, state = sequence.request.sampling, _SlotState(sequence.held.admission)
+            self._slots[sequence.held.batch_slot] = state
             known = [(token, bias) for token, bias in params.logit_bias.items() if token < self.vocab_size]
             if known:
                 ids, values = zip(*known, strict=True)
-                seat.bias = self._ids(ids), self._floats(list(values))
+                state.bias = self._ids(ids), self._floats(list(values))
             if params.min_tokens > 0:
                 ends = sequence.request.eos_token_ids | params.stop_token_ids
-                seat.ends = self._ids(sorted(token for token in ends if token < self.vocab_size))
-        return self._seats[sequence.held.batch_slot]
+                state.ends = self._ids(sorted(token for token in ends if token < self.vocab_size))
+        return self._slots[sequence.held.batch_slot]
 
     def _ids(self, tokens: SequenceOf[Any]) -> Tensor:
         return upload(list(tokens), torch.int64, self.device)
@@ -152,20 +154,20 @@ class Sampler:
         out = raw_LV
         penalised: list[int] = []
         for row, sequence in enumerate(sequences):
-            params, seat = sequence.request.sampling, self._seats[sequence.held.batch_slot]
-            masked = seat.ends is not None and sequence.output_len + len(ahead[row]) < params.min_tokens
-            if not (seat.bias or masked or params.penalised):
+            params, state = sequence.request.sampling, self._slots[sequence.held.batch_slot]
+            masked = state.ends is not None and sequence.output_len + len(ahead[row]) < params.min_tokens
+            if not (state.bias or masked or params.penalised):
                 continue
             if out is raw_LV:
                 out = raw_LV.clone()
-            if seat.bias:
-                out[row].index_add_(0, *seat.bias)
+            if state.bias:
+                out[row].index_add_(0, *state.bias)
             if params.penalised:
                 penalised.append(row)
         if penalised:
             self._penalise(out, penalised, sequences, ahead)
         for row, sequence in enumerate(sequences):
-            ends = self._seats[sequence.held.batch_slot].ends
+            ends = self._slots[sequence.held.batch_slot].ends
             output = sequence.output_len + len(ahead[row])
             if ends is not None and output < sequence.request.sampling.min_tokens:
                 out[row].index_fill_(0, ends, float("-inf"))
@@ -180,10 +182,10 @@ class Sampler:
     ) -> None:
         chosen = [sequences[row] for row in rows]
         assert self._in_context is not None and self._counts is not None
-        index, seats = self._ids(rows), self._ids([s.held.batch_slot for s in chosen])
+        index, batch_slots = self._ids(rows), self._ids([s.held.batch_slot for s in chosen])
         part = logits_LV.index_select(0, index)
         params = [s.request.sampling for s in chosen]
-        in_context, counts = self._in_context.index_select(0, seats), self._counts.index_select(0, seats)
+        in_context, counts = self._in_context.index_select(0, batch_slots), self._counts.index_select(0, batch_slots)
         extra = [(at, token) for at, row in enumerate(rows) for token in ahead[row]]
         if extra:
             at, tokens = self._ids([at for at, _ in extra]), self._ids([token for _, token in extra])
@@ -200,27 +202,27 @@ class Sampler:
         logits_LV.index_copy_(0, index, part)
 
     def _count(self, sequence: Sequence, unread_M: Tensor | None) -> None:
-        """Brings the seat's buffers up to the sequence's tokens."""
+        """Brings the batch slot's buffers up to the sequence's tokens."""
         if self._in_context is None or self._counts is None:
             shape = (self.max_seqs, self.vocab_size)
             self._in_context = torch.zeros(shape, dtype=torch.bool, device=self.device)
             self._counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
-        seat, row = self._seats[sequence.held.batch_slot], sequence.held.batch_slot
-        if seat.counted == len(sequence.tokens):
+        state, row = self._slots[sequence.held.batch_slot], sequence.held.batch_slot
+        if state.counted == len(sequence.tokens):
             return
-        if seat.counted == 0:
+        if state.counted == 0:
             self._in_context[row] = False
             self._counts[row] = 0
         tokens, known = sequence.tokens, sequence.known
-        fresh = self._ids([token for token in tokens[seat.counted : known] if token < self.vocab_size])
-        output = self._ids(tokens[max(seat.counted, sequence.prompt_len) : known])
+        fresh = self._ids([token for token in tokens[state.counted : known] if token < self.vocab_size])
+        output = self._ids(tokens[max(state.counted, sequence.prompt_len) : known])
         if sequence.unread:
             assert unread_M is not None and sequence.unread == 1
             last = unread_M[sequence.place : sequence.place + 1]
             fresh, output = torch.cat((fresh, last)), torch.cat((output, last))
         self._in_context[row].index_fill_(0, fresh, True)
         self._counts[row].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
-        seat.counted = len(sequence.tokens)
+        state.counted = len(sequence.tokens)
 
     def _floats(self, values: list[Any], dtype: torch.dtype = torch.float32) -> Tensor:
         return upload(values, dtype, self.device)

@@ -26,7 +26,7 @@ class Singles:
     slots: list[int]
     lengths: list[int]
     """Keys that each token sees, its own included."""
-    seats: list[int]
+    batch_slots: list[int]
     places: list[int]
     """Where each token's key and value go; empty in a model without pages."""
     greedy: bool
@@ -35,7 +35,14 @@ class Singles:
 
 def singles(rows: SequenceOf[Row], tables: PageTables | None, page_size: int) -> Singles | None:
     """`None` where a row is of another kind, or does not draw."""
-    ids, slots, lengths, seats, places, greedy = list[int](), list[int](), list[int](), list[int](), list[int](), True
+    ids, slots, lengths, batch_slots, places, greedy = (
+        list[int](),
+        list[int](),
+        list[int](),
+        list[int](),
+        list[int](),
+        True,
+    )
     for row in rows:
         sequence, start = row.sequence, row.start
         held = sequence.held
@@ -47,9 +54,9 @@ def singles(rows: SequenceOf[Row], tables: PageTables | None, page_size: int) ->
         greedy = greedy and sequence.request.sampling.plain
         if tables is not None:
             tables.update(sequence)
-            seats.append(held.batch_slot)
+            batch_slots.append(held.batch_slot)
             places.append(held.pages[start // page_size] * page_size + start % page_size)
-    return Singles(ids, slots, lengths, seats, places, greedy) if ids else None
+    return Singles(ids, slots, lengths, batch_slots, places, greedy) if ids else None
 
 
 class SinglesRoom:
@@ -73,7 +80,7 @@ class SinglesRoom:
         )  # fmt: skip
 
     def fill(self, rows: Singles, table_SW: Tensor | None) -> None:
-        """`table_SW`: page numbers of all seats."""
+        """`table_SW`: page numbers of all batch slots."""
         count = len(rows.ids)
         self.step.tokens = self.step.rows = count
         self.step.largest = ctypes.addressof(self._largest) if rows.greedy else None
@@ -82,9 +89,9 @@ class SinglesRoom:
         if table_SW is None:
             return
         source, target, size = table_SW.data_ptr(), ctypes.addressof(self._tables), 8 * self._pages
-        for index, (seat, length) in enumerate(zip(rows.seats, rows.lengths, strict=True)):
+        for index, (batch_slot, length) in enumerate(zip(rows.batch_slots, rows.lengths, strict=True)):
             used = -(-length // self._page_size)
-            ctypes.memmove(target + index * size, source + seat * size, 8 * used)
+            ctypes.memmove(target + index * size, source + batch_slot * size, 8 * used)
 
     def results(self, count: int) -> tuple[Tensor, Tensor]:
         """Rows before the final norm and logits of a step of so many: the same tensors each time."""

@@ -18,9 +18,7 @@ from kernels.transfer import upload
 
 
 class PageTables:
-    """Page numbers of every seat `[max_seqs, width]` int64, on the device; a row is brought up to date before it is
-    used.
-    """
+    """Page numbers of every batch slot, `[max_seqs, width]` int64 on the device; -1 beyond what each has."""
 
     def __init__(self, options: DecoderOptions) -> None:
         width = -(-options.max_len // options.page_size)
@@ -28,7 +26,7 @@ class PageTables:
         self._written: list[tuple[int, int]] = [(-1, 0)] * options.max_seqs
 
     def update(self, sequence: Sequence) -> None:
-        """Writes the pages that the seat's row lacks."""
+        """Writes the pages that the batch slot's row lacks."""
         held = sequence.held
         slot, stamp = held.batch_slot, held.admission
         owner, count = self._written[slot]
@@ -43,9 +41,7 @@ class PageTables:
 
 
 class SlotStates:
-    """Slots of every seat and how many of its last tokens were accepted, on the device. A row belongs to one admission
-    and is written anew for the next, so nothing of a request that ended or was put out is ever read.
-    """
+    """State slots of every batch slot, and how many of its last tokens were accepted, on the device."""
 
     def __init__(self, options: DecoderOptions) -> None:
         self.replayed = options.spec_state == "replay"
@@ -57,7 +53,7 @@ class SlotStates:
         self._written = [-1] * options.max_seqs
 
     def update(self, sequence: Sequence) -> None:
-        """Writes a seat's row if its sequence has come since."""
+        """Writes a batch slot's row if its sequence has come since."""
         held = sequence.held
         if self._written[held.batch_slot] != held.admission:
             self._written[held.batch_slot] = held.admission
@@ -67,20 +63,18 @@ class SlotStates:
     def stay(self, rows: SequenceOf[Row], accepted_V: Tensor) -> None:
         """So many drafts of these rows stay, as only the device knows yet."""
         before = [row.sequence.held.replayed if self.replayed else 0 for row in rows]
-        seats, before_V = upload(
+        batch_slots, before_V = upload(
             [[row.sequence.held.batch_slot for row in rows], before], torch.int64, self.accepted.device
         )
-        self.accepted.index_copy_(0, seats, before_V + accepted_V + 1)
+        self.accepted.index_copy_(0, batch_slots, before_V + accepted_V + 1)
 
     def accept(self, sequence: Sequence) -> None:
-        """The seat's count is what its sequence has now."""
+        """The batch slot's count is what its sequence has now."""
         self._accepted[sequence.held.batch_slot] = sequence.held.replayed if self.replayed else sequence.held.accepted
 
 
 class EndTokens:
-    """End and stop tokens of every seat `[max_seqs, width]`, -1 beyond what each has, on the device. A row belongs to
-    one admission and is written anew for the next.
-    """
+    """End and stop tokens of every batch slot, `[max_seqs, width]` int64 on the device; -1 beyond what each has."""
 
     def __init__(self, options: DecoderOptions) -> None:
         self.ends = torch.full((options.max_seqs, 0), -1, dtype=torch.int64, device=options.device)
@@ -94,8 +88,8 @@ class EndTokens:
         if width == 0:
             return None
         open_ = [owner.output_len >= owner.request.sampling.min_tokens for owner in owners]
-        seats, able = upload([[owner.held.batch_slot for owner in owners], open_], torch.int64, self.ends.device)
-        return (self.ends.index_select(0, seats) == tokens_L[:, None]).any(-1).logical_and_(able)
+        batch_slots, able = upload([[owner.held.batch_slot for owner in owners], open_], torch.int64, self.ends.device)
+        return (self.ends.index_select(0, batch_slots) == tokens_L[:, None]).any(-1).logical_and_(able)
 
     def _update(self, owner: Sequence) -> None:
         if self._written[owner.held.batch_slot] == owner.held.admission:

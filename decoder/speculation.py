@@ -48,8 +48,8 @@ class Speculation:
         """Rows, drafts and begin of the last step, if its time is of use."""
 
     def ask(self, running: Iterable[Sequence]) -> None:
-        """Sets `draft_limit`, and under `ngram` the drafts themselves, of all that decode. While drafting rests nobody
-        has any, and nothing is done.
+        """Sets how many drafts each sequence that decodes is to get, and under `ngram` the drafts themselves. While
+        drafting pauses nobody has any, and nothing is done.
         """
         policy, head = self.policy, self.head
         awake = policy.awake()

@@ -26,7 +26,7 @@ Mixer = Callable[[Tensor, Batch], Tensor]
 class Recurrent(Protocol):
     """A mixer with a state in a slot."""
 
-    def advance(self, seats_R: Tensor, slots_R: Tensor, targets_R: Tensor, counts_R: Tensor, span: int) -> None:
+    def advance(self, batch_slots_R: Tensor, slots_R: Tensor, targets_R: Tensor, counts_R: Tensor, span: int) -> None:
         """Writes the states after the first `counts` inputs of the batch slots' rings to the target slots."""
 
 

@@ -98,7 +98,7 @@ class Mamba2Mixer:
             return rows.pack(self._verify_in_slots(rows.spread(inputs_NX), rows))
         slots = rows.slots_VT[:, 0]
         y = replay_tokens(
-            self.states, self.windows, self.ring, rows.seats_V, slots, rows.accepted_V, rows.lengths_V,
+            self.states, self.windows, self.ring, rows.batch_slots_V, slots, rows.accepted_V, rows.lengths_V,
             rows.spread(inputs_NX), self.terms, rows.span, rows.slot_runs,
         )  # fmt: skip
         return rows.pack(y.flatten(2))
@@ -127,6 +127,8 @@ class Mamba2Mixer:
         y = chunk_scan(self.states, scan.slots_R, scan.initial_R, *given, scan.chunks, scan.state_saves, scan.tables)
         return y.reshape(x.shape[0], -1)
 
-    def advance(self, seats_R: Tensor, slots_R: Tensor, targets_R: Tensor, counts_R: Tensor, span: int) -> None:
+    def advance(self, batch_slots_R: Tensor, slots_R: Tensor, targets_R: Tensor, counts_R: Tensor, span: int) -> None:
         """Writes the states after the first `counts` inputs of the batch slots' rings to the target slots."""
-        replay_advance(self.states, self.windows, self.ring, seats_R, slots_R, targets_R, counts_R, self.terms, span)
+        replay_advance(
+            self.states, self.windows, self.ring, batch_slots_R, slots_R, targets_R, counts_R, self.terms, span
+        )

@@ -9,20 +9,20 @@ from hypothesis import strategies as st
 from decoder.drafting import (
     BASELINE_AGE,
     BASELINE_STEPS,
-    DRY_REST,
+    DRY_PAUSE,
     FIRST_EACH,
     FIRST_FIXED,
+    FIRST_GAP,
     FIRST_PAUSE,
     FIRST_RATE,
-    FIRST_REST,
     FORGET,
     FORGET_ALL,
+    LAST_GAP,
     LAST_PAUSE,
-    LAST_REST,
     LONGEST,
+    PAUSE_SAMPLES,
     PROBE_DISTANCE,
     QUIET,
-    REST_SAMPLES,
     SHORTEST,
     TRIALS,
     WORTH,
@@ -127,22 +127,22 @@ def steps(made: DraftPolicy, count: int, accepted: float, rows: int = 1) -> list
 def test_where_drafting_loses_it_rests_ever_longer() -> None:
     found = steps(DraftPolicy(3), 60000, 0.0)
     gaps = [b - a for a, b in zip(found, found[1:], strict=False)]
-    assert gaps[TRIALS - 1] >= FIRST_REST and LAST_REST <= max(gaps) < LAST_REST + 50
+    assert gaps[TRIALS - 1] >= FIRST_PAUSE and LAST_PAUSE <= max(gaps) < LAST_PAUSE + 50
     assert len(found) / 60000 < 0.002
 
 
 def test_where_drafting_gains_it_never_rests() -> None:
     made = DraftPolicy(3)
     found = steps(made, 2000, 1.0)
-    assert len(found) > 1950 and not made.resting
+    assert len(found) > 1950 and not made.paused
 
 
 def test_what_repeats_after_a_rest_is_drafted_again() -> None:
     made = DraftPolicy(3)
     steps(made, 1000, 0.0)
-    assert made.resting
-    found = steps(made, 2 * FIRST_REST, 1.0)
-    assert found[0] <= FIRST_REST and len(found) > 1.9 * FIRST_REST - found[0]
+    assert made.paused
+    found = steps(made, 2 * FIRST_PAUSE, 1.0)
+    assert found[0] <= FIRST_PAUSE and len(found) > 1.9 * FIRST_PAUSE - found[0]
 
 
 def test_a_trial_goes_on_with_more_drafts_only_where_one_does_well() -> None:
@@ -165,7 +165,7 @@ def test_nothing_to_propose_is_looked_for_now_and_then() -> None:
             made.idle("unfound")
     first = QUIET["unfound"]
     assert looked[:first] == list(range(first))
-    assert {b - a for a, b in zip(looked[first - 1 :], looked[first:], strict=False)} == {DRY_REST}
+    assert {b - a for a, b in zip(looked[first - 1 :], looked[first:], strict=False)} == {DRY_PAUSE}
 
 
 def test_one_request_that_loses_is_probed_alone_and_seldom() -> None:
@@ -185,7 +185,7 @@ def test_one_request_that_loses_is_probed_alone_and_seldom() -> None:
                 probes.append(length)
                 made.learn(record, length, 1, 0)
     assert 4 <= len(probes) < 10
-    assert min(b - a for a, b in zip(probes, probes[1:], strict=False)) >= min(FIRST_PAUSE, PROBE_DISTANCE)
+    assert min(b - a for a, b in zip(probes, probes[1:], strict=False)) >= min(FIRST_GAP, PROBE_DISTANCE)
 
 
 def test_fixed_is_fixed() -> None:
@@ -280,20 +280,20 @@ def test_a_request_that_nobody_knows_is_taken_for_all_others() -> None:
     assert 0.4 < made.rate(Record(hits=6.0, trials=9.0)) < 0.6
 
 
-def test_pauses_grow_to_a_limit_and_end_with_a_hit() -> None:
+def test_gaps_grow_to_a_limit_and_end_with_a_hit() -> None:
     made, record = policy(0.1, 0.1, rate=0.0), Record(resume_at=100)
     assert not made.on_trial
     length, pauses = 100, []
     for _ in range(5):
         made.learn(record, length, 1, 0)
-        assert record.resume_at == length + record.pause
-        pauses.append(record.pause)
+        assert record.resume_at == length + record.gap
+        pauses.append(record.gap)
         length = record.resume_at
-    assert pauses == [128, 256, LAST_PAUSE, LAST_PAUSE, LAST_PAUSE]
+    assert pauses == [128, 256, LAST_GAP, LAST_GAP, LAST_GAP]
     made.learn(record, length, 1, 1)
-    assert (record.pause, record.resume_at) == (FIRST_PAUSE, 0)
+    assert (record.gap, record.resume_at) == (FIRST_GAP, 0)
     made.learn(record, length, 1, 0)  # it is not being probed
-    assert (record.pause, record.resume_at) == (FIRST_PAUSE, 0)
+    assert (record.gap, record.resume_at) == (FIRST_GAP, 0)
 
 
 def test_a_probe_waits_for_its_length_and_for_a_quiet_time_to_end() -> None:
@@ -304,26 +304,26 @@ def test_a_probe_waits_for_its_length_and_for_a_quiet_time_to_end() -> None:
         made.learn(Record(), 0, 2, 2)
     made.awake()
     made.drafts()
-    assert made.wanted(record, 50, 1) == 0 and record.resume_at == 50 + FIRST_PAUSE
-    assert made.wanted(record, 49 + FIRST_PAUSE, 1) == 0
+    assert made.wanted(record, 50, 1) == 0 and record.resume_at == 50 + FIRST_GAP
+    assert made.wanted(record, 49 + FIRST_GAP, 1) == 0
     made.idle("refused")
-    assert made.wanted(record, 50 + FIRST_PAUSE, 1) == 0
+    assert made.wanted(record, 50 + FIRST_GAP, 1) == 0
     made.drafts()
-    assert made.wanted(record, 50 + FIRST_PAUSE, 1) == 1
+    assert made.wanted(record, 50 + FIRST_GAP, 1) == 1
 
 
-# -- rests -------------------------------------------------------------------------------------------------------------
+# -- pauses ------------------------------------------------------------------------------------------------------------
 
 
-def rest_of(made: DraftPolicy, reason: str) -> int:
-    """Steps of the rest that begins after as many idle ones as that takes."""
+def pause_of(made: DraftPolicy, reason: str) -> int:
+    """Steps of the pause that begins after as many idle ones as that takes."""
     for _ in range(QUIET[reason] - 1):
         assert made.awake()
         made.idle(reason)
     made.awake()
-    assert not made.resting
+    assert not made.paused
     made.idle(reason)
-    assert made.resting
+    assert made.paused
     steps = 1
     while not made.awake():
         steps += 1
@@ -333,7 +333,7 @@ def rest_of(made: DraftPolicy, reason: str) -> int:
 @pytest.mark.parametrize("reason", ["unwanted", "refused", "unready"])
 def test_a_rest_begins_after_so_many_quiet_steps_and_the_next_one_is_longer(reason: str) -> None:
     made = DraftPolicy(3)
-    assert [rest_of(made, reason) for _ in range(5)] == [1024, 2048, 4096, LAST_REST, LAST_REST]
+    assert [pause_of(made, reason) for _ in range(5)] == [1024, 2048, 4096, LAST_PAUSE, LAST_PAUSE]
 
 
 def test_a_step_with_drafts_ends_a_quiet_time() -> None:
@@ -342,20 +342,20 @@ def test_a_step_with_drafts_ends_a_quiet_time() -> None:
         for _ in range(QUIET["unwanted"] - 1):
             made.idle("unwanted")
         made.drafts()
-    assert not made.resting
+    assert not made.paused
 
 
 def test_after_a_rest_everything_is_found_out_anew() -> None:
     made = policy(0.1, 0.1, rate=0.0)
     assert not made.on_trial and made.rate(Record()) < 0.05
-    rest_of(made, "unwanted")
+    pause_of(made, "unwanted")
     assert made.on_trial and made.rate(Record()) == FIRST_RATE
     assert made.wanted(Record(), 9, 1) == 1
 
 
 def test_drafts_that_gain_make_the_next_rest_short() -> None:
     made = DraftPolicy(3)
-    assert [rest_of(made, "unwanted") for _ in range(3)] == [1024, 2048, 4096]
+    assert [pause_of(made, "unwanted") for _ in range(3)] == [1024, 2048, 4096]
     for _ in range(BASELINE_STEPS):
         made.timed(1, 0, 1.0)
     made.timed(1, 1, 1.1)
@@ -363,7 +363,7 @@ def test_drafts_that_gain_make_the_next_rest_short() -> None:
         made.learn(Record(), 9, made.wanted(Record(), 9, 1), made.wanted(Record(), 9, 1))
     assert not made.on_trial and made.wanted(Record(), 9, 1) > 0
     made.drafts()
-    assert rest_of(made, "unwanted") == FIRST_REST
+    assert pause_of(made, "unwanted") == FIRST_PAUSE
 
 
 def test_a_rest_is_measured_now_and_then() -> None:
@@ -371,8 +371,8 @@ def test_a_rest_is_measured_now_and_then() -> None:
     for _ in range(QUIET["unwanted"]):
         assert made.measuring
         made.idle("unwanted")
-    found = [made.measuring for _ in range(4 * REST_SAMPLES) if not made.awake()]
-    assert len(found) == 4 * REST_SAMPLES and sum(found) == 4
+    found = [made.measuring for _ in range(4 * PAUSE_SAMPLES) if not made.awake()]
+    assert len(found) == 4 * PAUSE_SAMPLES and sum(found) == 4
 
 
 def test_a_trial_of_at_most_one_draft_has_one_part() -> None:

@@ -1,4 +1,4 @@
-"""What is known on the device about ends: each seat's own, whoever sat there before and whoever sits elsewhere."""
+"""What is known on the device about ends: each batch slot's own, whoever had it before and whoever has others."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from decoder.step import Row
 
 
 def owner(
-    seat: int, admission: int, stop: set[int], *, eos: set[int] | None = None, drawn: int = 1, **changes: object
+    batch_slot: int, admission: int, stop: set[int], *, eos: set[int] | None = None, drawn: int = 1, **changes: object
 ) -> Sequence:
     """A sequence of two prompt tokens and `drawn` output tokens."""
     params: SamplingParams = greedy_params(50, stop_token_ids=frozenset(stop), **changes)
     made = Sequence(DecoderRequest(str(admission), [1, 2], params, eos_token_ids=frozenset(eos or ())), admission, 50)
-    made.held.batch_slot, made.held.admission = seat, admission
+    made.held.batch_slot, made.held.admission = batch_slot, admission
     made.tokens += [3] * drawn
     return made
 
@@ -30,7 +30,7 @@ def reached(ends: EndTokens, owners: list[Sequence], tokens: list[int]) -> list[
     return None if found is None else found.tolist()
 
 
-def test_ends_of_other_seats_stay_when_one_brings_more() -> None:
+def test_ends_of_other_batch_slots_stay_when_one_brings_more() -> None:
     ends = EndTokens(DecoderOptions(max_seqs=4))
     first, second, third = owner(0, 0, {5, 6}), owner(2, 1, {7}, eos={8, 9, 10}), owner(3, 2, set())
     assert reached(ends, [first], [5]) == [True]
@@ -44,7 +44,7 @@ def test_ends_of_other_seats_stay_when_one_brings_more() -> None:
     assert reached(ends, [fourth, first, second], [19, 4, 6]) == [False, False, False]
 
 
-def test_a_seat_forgets_who_sat_there() -> None:
+def test_a_batch_slot_forgets_who_had_it() -> None:
     ends = EndTokens(DecoderOptions(max_seqs=2))
     assert reached(ends, [owner(0, 0, {5, 6, 7}), owner(1, 1, {6})], [7, 6]) == [True, True]
     later = owner(0, 2, {9})
@@ -77,7 +77,7 @@ def test_what_is_expected_is_unread() -> None:
 
 def test_drafts_are_accepted_row_by_row_whatever_lies_between() -> None:
     """A row that does not draw has no token; one of a prompt has one and no draft; the widest row is neither end."""
-    made = [owner(seat, seat, set()) for seat in range(6)]
+    made = [owner(batch_slot, batch_slot, set()) for batch_slot in range(6)]
     rows = [Row(made[0], 1, 0), Row(made[5], 3, 0)]  # in the middle of a prompt, and at its end
     assert [row.samples for row in rows] == [False, True]
     for sequence, drafts in zip(made[1:5], ([4], [], [6, 7, 8], [9, 10]), strict=True):

@@ -78,15 +78,15 @@ def test_pages_are_shared_and_the_last_one_is_not() -> None:
     run(runner)
 
 
-@pytest.mark.parametrize("seats", [1, 2])
-def test_those_without_a_seat_read_the_prompt_themselves(seats: int) -> None:
+@pytest.mark.parametrize("batch_slots", [1, 2])
+def test_those_without_a_batch_slot_read_the_prompt_themselves(batch_slots: int) -> None:
     pattern = "M-*EM*"
     plain = make_runner(CONFIGS[pattern], WEIGHTS[pattern])
     alone = {name: tokens(e) for s in samples(4) for name, e in run(plain, s).items()}
-    runner = make_runner(CONFIGS[pattern], WEIGHTS[pattern], max_seqs=seats)
+    runner = make_runner(CONFIGS[pattern], WEIGHTS[pattern], max_seqs=batch_slots)
     found = drive(runner, samples(4))
     assert {name: tokens(events) for name, events in found.items()} == alone
-    assert runner.stats()["fork_misses"] == 4 - seats and runner.stats()["forks"] == seats - 1
+    assert runner.stats()["fork_misses"] == 4 - batch_slots and runner.stats()["forks"] == batch_slots - 1
 
 
 @pytest.mark.parametrize("host_bytes", [pytest.param(0, id="recompute"), pytest.param(10**9, id="swap")])

@@ -199,8 +199,8 @@ def test_after_a_rest_drafts_look_at_what_came_since(options: dict[str, Any]) ->
     def awake() -> bool:
         nonlocal step
         step += 1
-        policy.resting = 9 <= step % 23 < 14
-        return not policy.resting
+        policy.paused = 9 <= step % 23 < 14
+        return not policy.paused
 
     policy.awake = awake  # type: ignore[method-assign]
     policy.wanted = lambda record, length, rows: 2 * (step % 23 != 8)  # type: ignore[method-assign]

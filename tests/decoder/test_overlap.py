@@ -168,7 +168,7 @@ def test_an_answer_that_ends_in_the_step_before_goes_on_from_its_end(cut: int) -
 
 
 def test_what_comes_next_into_the_memory_of_one_that_ended_is_unharmed() -> None:
-    """One seat: the next request is given slot and pages while the row behind the end may still be running."""
+    """One batch slot: the next request is given slot and pages while the row behind the end may still be running."""
     _, stopping = ending(3)
     alone = told(run(make("off"), request("b", range(30, 55), greedy_params(9, frequency_penalty=0.5))))
     runner = make(max_seqs=1, state_cache="none")
@@ -393,18 +393,18 @@ def test_a_step_in_flight_holds_rows_that_others_wait_for() -> None:
     assert len(tokens(run(runner)["a"])) == 1
 
 
-@pytest.mark.parametrize("seats", [2, 8])
-def test_samples_of_one_prompt(seats: int) -> None:
+@pytest.mark.parametrize("batch_slots", [2, 8])
+def test_samples_of_one_prompt(batch_slots: int) -> None:
     sampling = SamplingParams(max_tokens=9, seed=4, stop_token_ids=frozenset(range(0, 97, 8)), frequency_penalty=0.3)
 
     def group() -> list[DecoderRequest]:
         return [request(f"s{i}", range(30), sampling, [image(4, PICTURE)], sample_index=i) for i in range(5)]
 
     alone = {name: tokens(of) for item in group() for name, of in run(make("off"), item).items()}
-    runner = make(max_seqs=seats)
+    runner = make(max_seqs=batch_slots)
     runner.add(*group())
     assert {name: tokens(of) for name, of in run(runner).items()} == alone
-    assert runner.stats()["forks"] == min(seats, 5) - 1
+    assert runner.stats()["forks"] == min(batch_slots, 5) - 1
 
 
 def test_a_step_counts_its_own_time_and_not_that_of_the_one_before() -> None:
@@ -427,7 +427,7 @@ def test_a_step_counts_its_own_time_and_not_that_of_the_one_before() -> None:
 @pytest.mark.parametrize("spec_state", ["replay", "slots"])
 @pytest.mark.parametrize("native", ["auto", "off"])
 def test_accepted_counts_on_the_device_are_those_of_the_host(spec_state: str, native: str) -> None:
-    """Tokens and counts come together, and the seats' counts on the device are what the host then makes of them."""
+    """Tokens and counts come together, and the counts on the device are what the host then makes of them."""
     drawn = tokens(run(make("off"), request("a", [4, 5] * 6, greedy_params(40)))["a"])
     given = {"speculative": "ngram", "draft_policy": "fixed", "spec_state": spec_state, "native": native}
     runners = [make(overlap, **given) for overlap in ("off", "on")]

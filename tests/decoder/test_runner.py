@@ -221,7 +221,7 @@ def test_rows_of_a_wrong_shape_end_their_request_with_the_numbers() -> None:
 
 
 def test_a_stuck_request_makes_room_for_one_that_can_run() -> None:
-    """One seat: the first request waits for an image that is never encoded until the second one has ended."""
+    """One batch slot: the first request waits for an image that is never encoded until the second one has ended."""
     runner = make_runner(CONFIG, WEIGHTS, max_seqs=1)
     spans = spans_at((10, 5), (20, 5), ready=False)
     source(spans[0]).ready = True

@@ -28,9 +28,9 @@ def make(request: pytest.FixtureRequest) -> Callable[..., Sampler]:
     return functools.partial(Sampler, compiled=request.param)
 
 
-def sequence(seat: int, params: SamplingParams, prompt: list[int], output: list[int], **rest: Any) -> Sequence:
-    made = Sequence(DecoderRequest(str(seat), prompt, params, output_ids=output, **rest), seat, 100)
-    made.held.batch_slot, made.held.admission = seat, seat
+def sequence(batch_slot: int, params: SamplingParams, prompt: list[int], output: list[int], **rest: Any) -> Sequence:
+    made = Sequence(DecoderRequest(str(batch_slot), prompt, params, output_ids=output, **rest), batch_slot, 100)
+    made.held.batch_slot, made.held.admission = batch_slot, batch_slot
     return made
 
 
@@ -98,8 +98,15 @@ def test_a_batch_draws_what_each_row_draws(
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(params), VOCAB, generator=generator) * scale
     rows = [
-        sequence(seat, item, [1, 2, 3, seat], [5, 5, seat][: seed % 4], eos_token_ids=frozenset({2}), sample_index=seat)
-        for seat, item in enumerate(params)
+        sequence(
+            batch_slot,
+            item,
+            [1, 2, 3, batch_slot],
+            [5, 5, batch_slot][: seed % 4],
+            eos_token_ids=frozenset({2}),
+            sample_index=batch_slot,
+        )
+        for batch_slot, item in enumerate(params)
     ]
     choices = make(VOCAB, 8).sample(logits, rows)
     for row, choice in zip(rows, choices, strict=True):
@@ -158,7 +165,7 @@ def test_all_back_ends_draw_the_same_at_the_bounds(params: dict[str, Any], scale
 
 
 def test_penalties_follow_the_tokens(make: Callable[..., Sampler]) -> None:
-    """The buffers of a seat keep up with its sequence, and start anew with a new one."""
+    """The buffers of a batch slot keep up with its sequence, and start anew with a new one."""
     params = SamplingParams(temperature=0.0, frequency_penalty=1.0, repetition_penalty=1.1)
     sampler, logits = make(VOCAB, 2), torch.linspace(3.0, -3.0, VOCAB)[None]
     for admission in range(2):
@@ -185,7 +192,7 @@ def test_reported_logprobs_are_of_the_raw_distribution(make: Callable[..., Sampl
 def test_greedy_takes_the_lowest_of_equals(make: Callable[..., Sampler]) -> None:
     logits = torch.zeros(2, VOCAB)
     logits[1, [40, 200]] = 1.0
-    rows = [sequence(seat, SamplingParams(temperature=0.0), [1], []) for seat in (0, 1)]
+    rows = [sequence(batch_slot, SamplingParams(temperature=0.0), [1], []) for batch_slot in (0, 1)]
     assert make(VOCAB, 2).sample(logits, rows) == [Choice(0), Choice(40)]
 
 

@@ -350,7 +350,7 @@ def test_of_two_that_wait_for_images_the_less_urgent_is_put_out() -> None:
 
 
 def test_a_stream_of_urgent_requests_starves_nobody() -> None:
-    """One seat, a request of a level above each step: the other one ends all the same."""
+    """One batch slot, a request of a level above each step: the other one ends all the same."""
     scheduler = make(max_seqs=1, ageing=6)
     scheduler.add(request("patient", 4, 2))
     for number in range(100):
