@@ -222,7 +222,8 @@ def methods() -> str:
 def options() -> str:
     """The table of all options of `saccade serve`."""
     sys.path.insert(0, str(CHECKOUT))
-    from service.common.config import ServerOptions, flag_of, value_words
+    from service.common.config import ServerOptions
+    from service.common.settings import flag_of, value_words
 
     lines = ["| option | value | default | |", "| --- | --- | --- | --- |"]
     for spec in dataclasses.fields(ServerOptions):

@@ -12,7 +12,8 @@ import yaml
 from running import RunningServer
 
 from service.commands.probe import main as probe
-from service.common.config import ENV_PREFIX, ServerOptions, resolve
+from service.common.config import ServerOptions
+from service.common.settings import ENV_PREFIX, resolve
 from service.servers.health import LIVENESS
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,8 +11,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from service.common.config import ConfigError, ServerOptions, from_command_line
+from service.common.config import ConfigError, ServerOptions
 from service.common.helper_process import SPINNING
+from service.common.settings import from_command_line
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

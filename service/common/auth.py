@@ -24,8 +24,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from service.common import errors
-from service.common.config import ConfigError, parse_size
+from service.common.config import ConfigError
 from service.common.limits import RateLimits
+from service.common.settings import parse_size
 from service.common.watch import Watched
 
 SCOPES = ("inference", "batch", "admin", "encoder")

@@ -14,7 +14,8 @@ from saccade.v1 import inference_pb2, model_pb2
 from service.answers import convert
 from service.answers.frontend import Frontend
 from service.common import errors
-from service.common.config import ServerOptions, from_keywords
+from service.common.config import ServerOptions
+from service.common.settings import from_keywords
 from service.engine.engine_thread import EngineThread
 from service.servers.limits import front_limits, load_assets
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from service.commands import tune
-from service.common.config import EngineOptions, parse_value
+from service.common.config import EngineOptions
+from service.common.settings import parse_value
 
 
 @pytest.fixture

@@ -13,11 +13,8 @@ from service.common.config import (
     ConfigError,
     EngineOptions,
     ServerOptions,
-    add_arguments,
-    from_keywords,
-    parse_size,
-    resolve,
 )
+from service.common.settings import add_arguments, from_keywords, parse_size, resolve
 
 
 def parse(*argv: str, env: dict[str, str] | None = None) -> ServerOptions:

@@ -1,0 +1,196 @@
+"""Where the values of options come from.
+
+A value is taken from the command line (`--max-seqs 8`), else the environment (`SACCADE_MAX_SEQS=8`), else the file
+given by `--config FILE.toml` (`max_seqs = 8`), else the default here. A name that is not an option is an error
+everywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from service.common.config import ConfigError, EngineOptions, ServerOptions
+
+ENV_PREFIX = "SACCADE_"
+# Variables of the SDK that share the prefix.
+_SDK_VARIABLES = {"SACCADE_API_KEY", "SACCADE_SERVER"}
+# What Kubernetes puts into every pod of a namespace for a Service named `saccade` or `saccade-...`, such as
+# SACCADE_SERVICE_HOST=10.0.0.1, SACCADE_PORT=tcp://10.0.0.1:50051 and SACCADE_PORT_50051_TCP_ADDR=10.0.0.1.
+_INJECTED_NAME = re.compile(
+    r"SACCADE_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
+_INJECTED_ADDRESS = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+T = TypeVar("T", bound="EngineOptions")
+
+
+def option_type(options: type, name: str) -> Any:
+    """The plain type behind a field's annotation: `int | None` -> int."""
+    hint = typing.get_type_hints(options)[name]
+    if isinstance(hint, types.UnionType):
+        hint = next(a for a in typing.get_args(hint) if a is not type(None))
+    return hint
+
+
+def parse_value(options: type, name: str, raw: Any) -> Any:
+    """One value as written on a command line, in the environment or in TOML -> the field's type. Raises ConfigError."""
+    spec = next(f for f in dataclasses.fields(options) if f.name == name)
+    kind = option_type(options, name)
+    try:
+        if kind is bool:
+            value: Any = _parse_bool(raw)
+        elif typing.get_origin(kind) is tuple:
+            parts = raw if isinstance(raw, list | tuple) else [p for p in str(raw).split(",") if p.strip()]
+            value = tuple(typing.get_args(kind)[0](p) for p in parts)
+        elif spec.metadata["size"]:
+            value = parse_size(raw)
+        elif kind is int and isinstance(raw, float | bool):
+            raise ValueError("not a whole number")
+        else:
+            value = kind(raw)
+            if kind is float and not math.isfinite(value):
+                raise ValueError("not finite")
+    except (TypeError, ValueError, OverflowError):
+        raise ConfigError(f"{name}: {raw!r} is not {_describe(kind, spec.metadata['size'])}") from None
+    if spec.metadata["choices"] and value not in spec.metadata["choices"]:
+        raise ConfigError(f"{name}: {value!r} is not one of {', '.join(spec.metadata['choices'])}")
+    minimum = spec.metadata["minimum"]
+    for number in value if isinstance(value, tuple) else (value,):
+        if minimum is not None and number < minimum:
+            raise ConfigError(f"{name}: {number} is below the minimum of {minimum}")
+    return value
+
+
+def parse_size(raw: Any) -> int:
+    """`1048576`, `1Mi`, `64MiB` or `2g` -> bytes. Raises ValueError."""
+    text = str(raw).strip().lower().removesuffix("b")
+    digits = text.rstrip("kmgi")
+    if not math.isfinite(float(digits)):
+        raise ValueError(f"{raw!r} is not finite")
+    return int(float(digits) * _UNITS[text[len(digits) :]]) if text[len(digits) :] in _UNITS else int(text)
+
+
+def _parse_bool(raw: Any) -> bool:
+    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if isinstance(raw, bool):
+        return raw
+    if str(raw).lower() not in words:
+        raise ValueError(raw)
+    return words[str(raw).lower()]
+
+
+def _describe(kind: Any, size: bool) -> str:
+    if size:
+        return "a number of bytes, such as 67108864 or 64Mi"
+    if typing.get_origin(kind) is tuple:
+        return "a list" if typing.get_args(kind)[0] is str else "a list of whole numbers, such as 64,256"
+    return {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "text")
+
+
+def flag_of(spec: dataclasses.Field[Any]) -> str:
+    """How an option is written on a command line: `--max-seqs`, and `--no-warmup` for what is on unless told."""
+    return ("--no-" if spec.default is True else "--") + spec.name.replace("_", "-")
+
+
+def value_words(options: type, spec: dataclasses.Field[Any]) -> str:
+    """What an option takes, for people: its choices, `flag`, `bytes, such as 64Mi`."""
+    kind = option_type(options, spec.name)
+    if spec.metadata["choices"]:
+        return ", ".join(spec.metadata["choices"])
+    if spec.metadata["size"]:
+        return "bytes, such as 64Mi" if "bytes" in spec.name else "count, such as 64M"
+    if typing.get_origin(kind) is tuple:
+        return "list" if typing.get_args(kind)[0] is str else "list of numbers"
+    return {bool: "flag", int: "number", float: "number"}.get(kind, "text")
+
+
+_METAVARS = {"text": "TEXT", "list": "A,B", "list of numbers": "N,N", "number": "N"}
+
+
+def add_arguments(parser: argparse.ArgumentParser, options: type) -> None:
+    """One argument per field. Values stay strings here; `resolve` parses them."""
+    parser.add_argument("--config", metavar="FILE.toml", help="read options from this file")
+    for spec in dataclasses.fields(options):
+        if spec.name == "model":
+            parser.add_argument(
+                "model", nargs="?", default=None, help=f"{spec.metadata['help']} (default: {spec.default})"
+            )
+            continue
+        flag, help_text = flag_of(spec), spec.metadata["help"].replace("%", "%%")
+        if option_type(options, spec.name) is bool:
+            const = not spec.default
+            parser.add_argument(flag, action="store_const", const=const, default=None, dest=spec.name, help=help_text)
+        else:
+            default = "" if spec.default in (None, ()) else f" (default: {spec.default})"
+            metavar = "|".join(spec.metadata["choices"]) or _METAVARS.get(value_words(options, spec), "SIZE")
+            parser.add_argument(flag, default=None, dest=spec.name, metavar=metavar, help=help_text + default)
+
+
+def resolve(options: type[T], arguments: Mapping[str, Any], environment: Mapping[str, str]) -> T:
+    """Arguments over environment over `--config` file over defaults. Raises ConfigError."""
+    names = {f.name for f in dataclasses.fields(options)}
+    values: dict[str, Any] = {}
+    if path := arguments.get("config") or environment.get(ENV_PREFIX + "CONFIG"):
+        values |= _read_file(Path(path), names)
+    everything = {f.name for f in dataclasses.fields(ServerOptions)}
+    for variable, raw in environment.items():
+        if not variable.startswith(ENV_PREFIX) or variable in _SDK_VARIABLES or variable == ENV_PREFIX + "CONFIG":
+            continue
+        if _is_injected(variable, raw):
+            continue
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if name not in everything:
+            raise ConfigError(
+                f"environment variable {variable} is no option; options are {', '.join(sorted(everything))}"
+            )
+        if name in names:
+            values[name] = raw
+    values |= {name: value for name, value in arguments.items() if name in names and value is not None}
+    return options(**{name: parse_value(options, name, raw) for name, raw in values.items()})
+
+
+def _is_injected(variable: str, raw: str) -> bool:
+    """Whether Kubernetes has set it for a Service, and nobody for this server."""
+    if variable.endswith("_PORT") and _INJECTED_ADDRESS.fullmatch(raw):
+        return True
+    return _INJECTED_NAME.fullmatch(variable) is not None
+
+
+def _read_file(path: Path, names: set[str]) -> dict[str, Any]:
+    try:
+        values = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config file {path}: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"config file {path}: {error}") from None
+    if unknown := sorted(set(values) - names):
+        raise ConfigError(
+            f"config file {path}: {', '.join(unknown)} is no option; options are {', '.join(sorted(names))}"
+        )
+    return values
+
+
+def from_keywords(options: type[T], keywords: Mapping[str, Any]) -> T:
+    """Keyword arguments of the SDK's LocalClient -> options. Raises ConfigError for unknown names."""
+    names = {f.name for f in dataclasses.fields(options)}
+    if unknown := sorted(set(keywords) - names):
+        raise ConfigError(f"{', '.join(unknown)} is no option; options are {', '.join(sorted(names))}")
+    return options(**{name: parse_value(options, name, raw) for name, raw in keywords.items() if raw is not None})
+
+
+def from_command_line(options: type[T], parser: argparse.ArgumentParser, argv: Sequence[str]) -> T:
+    """Parses and resolves in one go, against this process's environment."""
+    add_arguments(parser, options)
+    return resolve(options, vars(parser.parse_args(list(argv))), os.environ)
