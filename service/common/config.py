@@ -43,11 +43,24 @@ class EngineOptions:
         None, "tokens of one request, prompt, images and answer together; unset: the model's, at most 8192", minimum=2
     )
     max_batched_tokens: int = _option(2048, "tokens of one decoder step over all requests", minimum=1)
+    max_chunk: int | None = _option(
+        None, "prompt tokens of one request in one decoder step; unset: no limit but max_batched_tokens", minimum=1
+    )
+    ageing: int = _option(
+        256, "decoder steps that one level of priority is worth: later requests of a higher level go first for so long",
+        minimum=1,
+    )  # fmt: skip
     memory_bytes: int | None = _option(
         None,
-        "bytes of the state arena (states, KV pages); unset: what max_seqs x max_len needs, within half the memory",
+        "bytes of the state arena (states, KV pages); unset: what max_seqs x max_len needs, within memory_share",
         minimum=1,
         size=True,
+    )
+    memory_share: float = _option(
+        0.5, "largest share of the device's memory for the state arena while memory_bytes is unset", minimum=0
+    )
+    host_bytes: int | None = _option(
+        None, "host memory for the states of preempted requests; unset: a quarter of the arena", minimum=0, size=True
     )
     state_cache: str = _option(
         "auto",
@@ -86,6 +99,9 @@ class EngineOptions:
         "auto",
         "graphs of encoder and decoder: on, off, or where they pay (a decoder's on a GPU, an encoder's where they win)",
         choices=("auto", "on", "off"),
+    )
+    max_capture: int = _option(
+        512, "largest captured decoder graph, in tokens and in requests; larger steps run without", minimum=1
     )
     overlap: str = _option(
         "auto",

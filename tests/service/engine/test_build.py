@@ -1,0 +1,45 @@
+"""What an operator sets is what the decoder gets."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_checkpoint import make_checkpoint
+
+from decoder.config import DecoderOptions
+from service.common.config import EngineOptions
+from service.engine.build import decoder_options
+from service.model.checkpoint import open_checkpoint
+
+FIXED = {"page_size", "state_dtype"}
+"""Options that tests of the decoder set, and no operator."""
+OTHERS: dict[str, Any] = {
+    "dtype": "bfloat16", "device": "cpu", "max_seqs": 3, "max_len": 99, "max_batched_tokens": 77, "max_chunk": 5,
+    "memory_bytes": 10**9, "memory_share": 0.25, "host_bytes": 12345, "weights": "int8", "native": "off",
+    "state_cache": "align", "state_block": 64, "ageing": 7, "graphs": "off", "overlap": "off", "max_capture": 9,
+    "speculative": "ngram", "draft_tokens": 2, "spec_state": "slots", "draft_policy": "fixed",
+}  # fmt: skip
+
+
+def test_each_option_of_the_decoder_is_set_by_that_of_the_service(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 3, text={"pattern": "M*-M"})
+    plain = EngineOptions(model=str(tmp_path), dtype="float32", device="cpu")
+    checkpoint = open_checkpoint(str(tmp_path))
+    default = decoder_options(plain, checkpoint)
+    assert OTHERS.keys() | FIXED == {field.name for field in fields(DecoderOptions)}
+    for name, value in OTHERS.items():
+        changed = decoder_options(replace(plain, **{name: value}), checkpoint)
+        assert name == "device" or getattr(changed, name) != getattr(default, name), name
+        assert getattr(changed, name) == value or name == "dtype"
+        assert replace(changed, **{name: getattr(default, name)}) == default, f"{name} changes something else"
+
+
+@pytest.mark.parametrize("share", [0.0, 1.5])
+def test_a_share_of_the_memory_is_a_share(tmp_path: Path, share: float) -> None:
+    make_checkpoint(tmp_path, 3, text={"pattern": "M*-M"})
+    options = EngineOptions(model=str(tmp_path), memory_share=share)
+    with pytest.raises(ValueError, match=f"memory_share must be above 0 and at most 1, not {share}"):
+        decoder_options(options, open_checkpoint(str(tmp_path)))
