@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from encoder.job import EncodeJob
 from encoder.runner import EncoderRunner
 from kernels.streams import on, side_stream
-from service.encoding.handoff import EncodingFailed, Work
+from service.encoding.entries import EncodingFailed, Work
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from service.encoding.handoff import EncoderUnavailable, EncodingFailed, Handoff, Work
+from service.encoding.entries import EncoderUnavailable, EncodingFailed, Work
+from service.encoding.handoff import Handoff
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,9 @@ import torch
 
 from saccade.v1 import encoder_pb2, encoder_pb2_grpc
 from service.common import errors
+from service.encoding.entries import Lease
 from service.encoding.grpc_link import partner_from_proto, partner_to_proto
-from service.encoding.handoff import Handoff, Lease
+from service.encoding.handoff import Handoff
 from service.encoding.items import bytes_of, empty_pixels, item_from_proto, pieces, write_bytes
 from service.encoding.partner import Partner, PartnerRefused
 

@@ -19,7 +19,7 @@ import grpc
 
 from saccade.v1 import encoder_pb2, encoder_pb2_grpc
 from service.encoding.encoder_pool import LinkOwner
-from service.encoding.handoff import EncodingFailed, Work
+from service.encoding.entries import EncodingFailed, Work
 from service.encoding.items import bytes_of, item_to_proto, pieces, write_bytes
 from service.encoding.partner import Partner, PartnerRefused
 

@@ -25,7 +25,7 @@ from service.common.channel import send
 from service.common.config import ConfigError, EngineOptions
 from service.common.helper_process import start_helper
 from service.encoding.encoder_pool import LinkOwner
-from service.encoding.handoff import EncoderUnavailable, EncodingFailed, Work
+from service.encoding.entries import EncoderUnavailable, EncodingFailed, Work
 from service.encoding.segments import Segment, SegmentPool
 
 log = logging.getLogger(__name__)

@@ -32,7 +32,8 @@ from decoder.pace import DeadlineError
 from decoder.request import DecoderRequest, TokenEvent
 from decoder.runner import DecoderRunner
 from service.encoding.encoder import Encoding
-from service.encoding.handoff import EncoderUnavailable, Handoff, Lease
+from service.encoding.entries import EncoderUnavailable, Lease
+from service.encoding.handoff import Handoff
 from service.engine.placing import is_settled, place
 from service.engine.types import (
     EngineEvent,

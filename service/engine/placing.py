@@ -17,7 +17,7 @@ import torch
 from decoder.request import ImageSpan
 
 if TYPE_CHECKING:
-    from service.encoding.handoff import Lease
+    from service.encoding.entries import Lease
     from service.engine.types import EngineImage, EngineRequest
 
 

@@ -19,7 +19,7 @@ from kernels.host_memory import keep_freed_memory
 from service.common.channel import receive_descriptor
 from service.common.config import EngineOptions
 from service.encoding.encoder import LocalEncoder
-from service.encoding.handoff import Work
+from service.encoding.entries import Work
 from service.encoding.process_link import PlacedItem, PlacedRows
 from service.encoding.segments import Segment, open_segment
 

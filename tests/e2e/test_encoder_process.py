@@ -20,7 +20,8 @@ import saccade
 import saccade.errors
 from encoder.item import VIDEO, EncoderItem
 from service.common.config import ConfigError, EngineOptions
-from service.encoding.handoff import EncoderUnavailable, Handoff
+from service.encoding.entries import EncoderUnavailable
+from service.encoding.handoff import Handoff
 from service.encoding.process_link import ProcessLink
 from service.encoding.segments import SegmentPool, create_segment, open_segment, rounded
 from service.engine.build import encoder_process

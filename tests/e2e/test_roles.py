@@ -25,7 +25,8 @@ from encoder.item import VIDEO, EncoderItem
 from service.commands.cli import ServerProcess
 from service.common.config import ConfigError, EngineOptions
 from service.encoding.encoder_pool import EncoderPool
-from service.encoding.handoff import EncoderUnavailable, Handoff, Lease
+from service.encoding.entries import EncoderUnavailable, Lease
+from service.encoding.handoff import Handoff
 from service.engine.build import connect_encoders
 from service.model.checkpoint import open_checkpoint
 from service.model.resolve import resolve_vision

@@ -10,7 +10,8 @@ import torch
 
 from encoder.item import EncoderItem
 from service.encoding.encoder_pool import DEPTH, EncoderPool, LinkOwner
-from service.encoding.handoff import EncoderUnavailable, Handoff, Lease, Work
+from service.encoding.entries import EncoderUnavailable, Lease, Work
+from service.encoding.handoff import Handoff
 
 ROW = 16
 FOREVER = 1000.0

@@ -12,7 +12,8 @@ from tiny_encoder import random_image, relative_error, tiny_tower
 from encoder.item import EncoderItem
 from encoder.runner import EncoderOptions, EncoderRunner
 from service.encoding.encoder import LocalEncoder
-from service.encoding.handoff import EncodingFailed, Handoff
+from service.encoding.entries import EncodingFailed
+from service.encoding.handoff import Handoff
 
 TINY = tiny_tower(3)
 WIDTH = TINY.config.text_hidden_size

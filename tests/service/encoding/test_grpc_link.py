@@ -10,8 +10,8 @@ import torch
 
 from encoder.item import EncoderItem
 from saccade.v1 import encoder_pb2
+from service.encoding.entries import Work
 from service.encoding.grpc_link import _Session
-from service.encoding.handoff import Work
 from service.encoding.items import PIECE_BYTES
 from service.encoding.partner import PROTOCOL, Partner
 

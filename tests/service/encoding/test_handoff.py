@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from encoder.item import EncoderItem
-from service.encoding.handoff import MAX_ATTEMPTS, EncoderUnavailable, Handoff, Lease, Work
+from service.encoding.entries import MAX_ATTEMPTS, EncoderUnavailable, Lease, Work
+from service.encoding.handoff import Handoff
 
 HIDDEN = 4
 ROW = HIDDEN * 4

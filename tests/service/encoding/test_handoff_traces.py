@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from encoder.item import EncoderItem
-from service.encoding.handoff import Handoff, Lease
+from service.encoding.entries import Lease
+from service.encoding.handoff import Handoff
 
 HIDDEN = 2
 ROW = HIDDEN * 4

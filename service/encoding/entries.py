@@ -1,0 +1,293 @@
+"""The entries of the handoff queue, the space that their rows take, and what becomes of both: without a lock or a
+clock, which are `service.encoding.handoff`'s, where the states are described."""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from encoder.item import EncoderItem
+from encoder.schedule import Waiting
+from kernels.streams import behind, mark
+
+MAX_ATTEMPTS = 3
+"""Writers that an image may cost before its waiters are told: one that kills encoders must not have all of them."""
+
+
+class EncodingFailed(RuntimeError):
+    """No encoder could write an image's rows."""
+
+
+class EncoderUnavailable(EncodingFailed):
+    """There is no encoder to write them at present."""
+
+
+class EntryState(enum.Enum):
+    WAITING = "waiting"
+    RESERVED = "reserved"
+    WRITING = "writing"
+    READY = "ready"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """One image or clip for an encoder: read `image`, write `rows`."""
+
+    key: bytes
+    image: EncoderItem
+    rows: torch.Tensor
+    ticket: int = 0
+    """Of this taking: no two are alike."""
+    reserved: Any = None
+    """On a GPU the event behind which the rows' memory is theirs: what it held before may still be in use."""
+
+    def space(self) -> torch.Tensor:
+        """The rows, to be written by the current stream."""
+        return behind(self.reserved, self.rows)
+
+
+@dataclass(eq=False)
+class Entry:
+    key: bytes
+    tokens: int
+    arrival: float
+    state: EntryState = EntryState.WAITING
+    image: EncoderItem | None = None
+    """The pixels, kept while any lease may still need them encoded (again)."""
+    rows: torch.Tensor | None = None
+    reserved: Any = None
+    """As of `Work`."""
+    written: Any = None
+    """On a GPU the event behind which the rows have been written."""
+    writer: Work | None = None
+    expires: float | None = None
+    """When the writer's lease ends; None: never."""
+    attempts: int = 0
+    """Writers that came to nothing."""
+    counts: tuple[int, ...] | None = None
+    """Rows of each attention sequence, once encoded: what pruning left of a clip's. Kept when rows are taken back."""
+    leases: set[Lease] = field(default_factory=set)
+
+    @property
+    def urgency(self) -> Waiting:
+        """By those who wait for it at present: the earliest deadline, the highest priority."""
+        deadlines = [lease.deadline for lease in self.leases if lease.deadline is not None]
+        priority = max((lease.priority for lease in self.leases), default=0)
+        return Waiting(self.tokens, self.arrival, min(deadlines, default=None), priority)
+
+
+class Lease:
+    """One request's hold on one image's rows; what the decoder knows as an embedding source."""
+
+    def __init__(
+        self, give_back: Callable[[Lease, Entry], None], entry: Entry, owner: str, priority: int,
+        deadline: float | None,
+    ) -> None:  # fmt: skip
+        """`give_back` is called by `release`."""
+        self._give_back = give_back
+        self._entry = entry
+        self.owner, self.priority, self.deadline = owner, priority, deadline
+        self.error: Exception | None = None
+        """Why there will be no rows. Of this lease alone: what is raised is written to."""
+
+    @property
+    def ready(self) -> bool:
+        return self._entry.state is EntryState.READY
+
+    @property
+    def counts(self) -> tuple[int, ...] | None:
+        """Rows of each attention sequence of the image or clip; None until it has been encoded once."""
+        return self._entry.counts
+
+    def rows(self) -> torch.Tensor:
+        """`[tokens, hidden]`, for the current stream to read, which waits for the encoder's; valid until `release`."""
+        rows = self._entry.rows
+        assert self.ready and rows is not None, "rows() of an image that is not READY"
+        return behind(self._entry.written, rows)
+
+    def release(self) -> None:
+        """Gives the hold back. Idempotent."""
+        self._give_back(self, self._entry)
+
+
+class Entries:
+    """All entries by key, the queue of those that wait for space, and the bounded space. The caller holds a lock."""
+
+    def __init__(self, capacity_bytes: int, hidden: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.capacity_bytes, self.row_bytes = capacity_bytes, hidden * dtype.itemsize
+        self._hidden, self._dtype, self._device = hidden, dtype, device
+        self.by_key: dict[bytes, Entry] = {}
+        self.waiting: deque[Entry] = deque()
+        self.cached: OrderedDict[bytes, Entry] = OrderedDict()  # READY without leases, least recently used first
+        self.quarantined: dict[int, Work] = {}
+        self.used = 0  # bytes of entries that hold rows, and of the quarantined
+        names = ("hits", "joins", "misses", "evictions", "revocations", "failures", "retries", "expirations", "late")
+        self.counters = dict.fromkeys(names, 0)
+
+    def add(self, entry: Entry) -> None:
+        """One of a key that is not there: it waits for space."""
+        self.by_key[entry.key] = entry
+        self.waiting.append(entry)
+        self.counters["misses"] += 1
+        self.reserve()
+
+    def revoke_for(self, wanted: Entry) -> bool:
+        """Takes READY rows back from those who hold them until `wanted` fits; True if it has its space then."""
+        for entry in list(self.by_key.values()):
+            if self.fits(wanted):
+                break
+            if entry.rows is not None and entry.key not in self.cached:
+                self._free_rows(entry)
+                entry.state = EntryState.WAITING
+                self.waiting.append(entry)
+                self.counters["revocations"] += 1
+        self.reserve()
+        return wanted.state is EntryState.RESERVED
+
+    def flush(self) -> int:
+        """Drops all cached rows; returns the bytes freed."""
+        before = self.used
+        for entry in list(self.cached.values()):
+            self.evict(entry)
+        self.reserve()
+        return before - self.used
+
+    def expire(self, entry: Entry) -> Work:
+        """Takes an entry back from its writer, who may still write: the space is QUARANTINED. Returns its work."""
+        assert entry.writer is not None
+        work = self.quarantined[entry.writer.ticket] = entry.writer
+        entry.rows = entry.writer = entry.expires = None
+        self.counters["expirations"] += 1
+        self.again(entry, EncodingFailed("the encoder did not write the image's rows within its lease"))
+        return work
+
+    def release(self, entry: Entry) -> None:
+        """Nobody holds the entry any more."""
+        if entry.state is EntryState.READY:
+            self.to_cache(entry)
+        elif entry.state not in (EntryState.WRITING, EntryState.FAILED):  # not started: nobody wants it any more
+            self.drop(entry)
+        self.reserve()
+
+    def end_writing(self, work: Work) -> Entry | None:
+        """The writer of `work` is over. None if its lease had run out: then its space is free from now on."""
+        if self.quarantined.pop(work.ticket, None) is not None:
+            self.used -= len(work.rows) * self.row_bytes
+            self.counters["late"] += 1
+            return None
+        entry = self.by_key[work.key]
+        assert entry.writer is work, f"the end of writing {work.ticket}, which is not under way"
+        entry.writer = entry.expires = None
+        return entry
+
+    def again(self, entry: Entry, error: Exception) -> None:
+        """An entry whose writer came to nothing goes back to where its space allows, ahead of those that came later."""
+        entry.attempts += 1
+        if entry.rows is None:
+            entry.state = EntryState.WAITING
+            self.waiting.appendleft(entry)
+        else:
+            entry.state = EntryState.RESERVED
+        if not entry.leases:
+            self.drop(entry)
+        elif entry.attempts >= MAX_ATTEMPTS:
+            self.fail(entry, EncodingFailed(f"{entry.attempts} attempts at the image came to nothing: {error}"))
+        else:
+            self.counters["retries"] += 1
+
+    def fail(self, entry: Entry, error: Exception) -> None:
+        """Each lease gets an error of its own that says what `error` says; the entry is gone."""
+        kinds = (ValueError, EncoderUnavailable)
+        kind = next((kind for kind in kinds if isinstance(error, kind)), EncodingFailed)
+        for lease in entry.leases:
+            lease.error = kind(str(error))
+            lease.error.__cause__ = error
+        self.counters["failures"] += 1
+        self.drop(entry)
+        entry.state = EntryState.FAILED
+
+    def cached_bytes(self) -> int:
+        return sum(e.tokens for e in self.cached.values()) * self.row_bytes
+
+    def quarantined_bytes(self) -> int:
+        return sum(len(work.rows) for work in self.quarantined.values()) * self.row_bytes
+
+    def fits(self, entry: Entry) -> bool:
+        return self.used - self.cached_bytes() + entry.tokens * self.row_bytes <= self.capacity_bytes
+
+    def reserve(self) -> None:
+        """Grants space in order of arrival, evicting cached rows, until the first that does not fit."""
+        while self.waiting and self.fits(self.waiting[0]):
+            entry = self.waiting.popleft()
+            need = entry.tokens * self.row_bytes
+            while self.used + need > self.capacity_bytes:
+                self.evict(next(iter(self.cached.values())))
+            entry.rows = torch.empty(entry.tokens, self._hidden, dtype=self._dtype, device=self._device)
+            entry.reserved = mark(self._device)
+            self.used += need
+            entry.state = EntryState.RESERVED
+
+    def to_cache(self, entry: Entry) -> None:
+        entry.image = None
+        self.cached[entry.key] = entry
+        self.cached.move_to_end(entry.key)
+
+    def evict(self, entry: Entry) -> None:
+        del self.cached[entry.key]
+        self.counters["evictions"] += 1
+        self.drop(entry)
+
+    def drop(self, entry: Entry) -> None:
+        """Forgets the entry; its space is free."""
+        if entry.state is EntryState.WAITING:
+            self.waiting.remove(entry)
+        self._free_rows(entry)
+        entry.image = None
+        del self.by_key[entry.key]
+
+    def _free_rows(self, entry: Entry) -> None:
+        if entry.rows is not None:
+            entry.rows = None
+            self.used -= entry.tokens * self.row_bytes
+
+    def stats(self) -> dict[str, int]:
+        """As `Handoff.stats`."""
+        states = dict.fromkeys(EntryState, 0)
+        for entry in self.by_key.values():
+            states[entry.state] += 1
+        return {
+            "capacity_bytes": self.capacity_bytes,
+            "used_bytes": self.used,
+            "cached_bytes": self.cached_bytes(),
+            "quarantined_bytes": self.quarantined_bytes(),
+            "leases": sum(len(e.leases) for e in self.by_key.values()),
+            "cached": len(self.cached),
+            "quarantined": len(self.quarantined),
+            **{state.value: count for state, count in states.items() if state is not EntryState.FAILED},
+            **self.counters,
+        }
+
+    def check_integrity(self, *, idle: bool) -> None:
+        """As `Handoff.check_integrity`."""
+        held = sum(e.tokens * self.row_bytes for e in self.by_key.values() if e.rows is not None)
+        held += self.quarantined_bytes()
+        assert held == self.used <= self.capacity_bytes, (held, self.used, self.capacity_bytes)
+        for entry in self.by_key.values():
+            has_rows = entry.state in (EntryState.RESERVED, EntryState.WRITING, EntryState.READY)
+            assert has_rows == (entry.rows is not None), entry.state
+            assert (entry.writer is not None) == (entry.state is EntryState.WRITING), entry.state
+            assert entry.expires is None or entry.writer is not None, "a lease without a writer"
+            assert (entry in self.waiting) == (entry.state is EntryState.WAITING), entry.state
+            assert (entry.key in self.cached) == (entry.state is EntryState.READY and not entry.leases)
+            assert entry.leases or entry.state in (EntryState.READY, EntryState.WRITING), "an entry nobody wants"
+        written = {id(e.rows) for e in self.by_key.values() if e.rows is not None}
+        assert not written & {id(w.rows) for w in self.quarantined.values()}, "quarantined space is in use"
+        if idle:
+            assert len(self.cached) == len(self.by_key), "leases or encodings are left behind"
+            assert not self.quarantined, "a writer is not over"
