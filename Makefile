@@ -36,7 +36,7 @@ STAMP := $(VENV)/.saccade-setup-$(SETUP_HASH)
 # $(call needs,PATH): stops with a plain sentence where a checkout does not hold PATH.
 needs = @test -e '$(1)' || { echo "make $@: this checkout has no $(1) yet" >&2; exit 1; }
 
-.PHONY: help setup demo serve test test-fast lint format protos sdk demo-model bench aot soak gpu-check gpu-bench peers
+.PHONY: help setup demo serve test test-fast lint format protos sdk test-floors demo-model bench aot soak gpu-check gpu-bench peers
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -93,6 +93,9 @@ protos: setup  ## regenerate saccade/v1 from protos/
 
 sdk: setup  ## regenerate the synchronous client from the asyncio one
 	@$(PY) saccade/tools/async_to_sync.py
+
+test-floors: setup  ## run the client's tests with the oldest and the newest versions of what it needs (from the index)
+	@$(PY) saccade/tools/floors.py
 
 demo-model: setup  ## train the embedded model (resumes where it stopped)
 	$(call needs,demo/train.py)

@@ -2,14 +2,26 @@
 
 `python protos/generate.py [FOLDER]`; the checkout itself by default.
 
-The generator's version is pinned: generated code refuses to load on a runtime older than itself.
+The generator's version is pinned. What it writes refuses to load on a runtime older than itself, although it uses
+nothing that older ones lack: that check is taken out, so that the client can be installed beside other programs'
+grpcio and protobuf. What it needs instead is in saccade/pyproject.toml, and `make test-floors` tries it out.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+CHECKS = {
+    "_pb2.py": (
+        r"from google\.protobuf import runtime_version as _runtime_version\n",
+        r"_runtime_version\.ValidateProtobufRuntimeVersion\(\n[^)]*\)\n",
+    ),
+    "_pb2_grpc.py": (r"import warnings\n", r"GRPC_GENERATED_VERSION = .*?\n    raise RuntimeError\(.*?\n    \)\n"),
+}
+"""How a file's name ends -> what of it compares versions."""
 
 PROTOS = Path(__file__).resolve().parent
 CHECKOUT = PROTOS.parent
@@ -30,7 +42,19 @@ def generate(folder: Path) -> list[Path]:
         if protoc.main(arguments) != 0:
             raise SystemExit(f"protoc failed: {' '.join(arguments)}")
     written = sorted((folder / "saccade" / "v1").glob("*_pb2*"))
+    for path in written:
+        _take_out_checks(path)
     return [*written, generate_kserve(folder, common)]
+
+
+def _take_out_checks(path: Path) -> None:
+    text = path.read_text("utf-8")
+    for end, patterns in CHECKS.items():
+        for pattern in patterns if path.name.endswith(end) else ():
+            text, found = re.subn(pattern, "", text, flags=re.DOTALL)
+            if found != 1:
+                raise SystemExit(f"{path.name}: {pattern!r} stands there {found} times, expected once")
+    path.write_text(text, "utf-8")
 
 
 def generate_kserve(folder: Path, common: list[str]) -> Path:

@@ -139,9 +139,12 @@ def _set_sampling(message: types_pb2.SamplingParams, sampling: Mapping[str, Any]
         message.stop.extend([stop] if isinstance(stop, str) else stop)
     with _naming("stop_token_ids"):
         message.stop_token_ids.extend(map(operator.index, sampling.get("stop_token_ids") or ()))
+    bias = sampling.get("logit_bias") or {}
+    if not isinstance(bias, Mapping):
+        raise InvalidArgument(f"logit_bias: expected a mapping from token ids to numbers, got {type(bias).__name__}")
     with _naming("logit_bias"):
-        for token_id, bias in (sampling.get("logit_bias") or {}).items():
-            message.logit_bias[operator.index(token_id)] = float(bias)
+        for token_id, added in bias.items():
+            message.logit_bias[operator.index(token_id)] = float(added)
 
 
 def _set_input(

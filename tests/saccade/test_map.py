@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -217,6 +218,7 @@ def test_a_source_may_depend_on_the_outcomes(followed: Any, script: Script, orde
     assert [outcome.result().text for outcome in outcomes] == ["a", "ab", "abb", "abbb", "abbbb"]
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio.timeout came with Python 3.11")
 def test_an_async_source_may_depend_on_the_outcomes(address: str, script: Script) -> None:
     script.answer = echo
 

@@ -152,6 +152,8 @@ def test_continued_tokens_priority_model_and_id() -> None:
         pytest.param({"prompt": "", "stop": [1]}, "stop", id="stop"),
         pytest.param({"prompt": "", "stop_token_ids": ["a"]}, "stop_token_ids", id="stop-ids"),
         pytest.param({"prompt": "", "logit_bias": {-1: 0.0}}, "logit_bias", id="logit-bias"),
+        pytest.param({"prompt": "", "logit_bias": "0"}, "logit_bias: expected a mapping", id="logit-bias-string"),
+        pytest.param({"prompt": "", "logit_bias": [(1, 0.5)]}, "logit_bias: expected a mapping", id="logit-bias-list"),
         pytest.param({"prompt": "", "continued_token_ids": [-2]}, "continued_token_ids", id="continued"),
         pytest.param({"prompt": "", "temprature": 1}, "temprature.*temperature", id="misspelt"),
         pytest.param({"prompt": "", "videos": 3}, "videos", id="videos"),
