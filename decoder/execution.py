@@ -15,6 +15,7 @@ from decoder.prompt_scores import PromptScores
 from decoder.sampler import Sampler
 from decoder.scheduler import Scheduler
 from decoder.slot_tables import EndTokens
+from decoder.speculation import Speculation
 from decoder.states import States
 from decoder.step import Step
 from kernels.transfer import upload
@@ -35,6 +36,7 @@ class Execution:
         model: HybridModel,
         forward: Forward,
         sampler: Sampler,
+        speculation: Speculation | None,
         drafter: MtpDrafter | None,
         pools: Pools,
         prompt_scores: PromptScores,
@@ -43,7 +45,8 @@ class Execution:
     ) -> None:
         """`at_once`: tokens are read where they are drawn. `overlaps`: the next step may run before they are read."""
         self.scheduler, self.states = scheduler, states
-        self.model, self.forward, self.sampler, self.drafter = model, forward, sampler, drafter
+        self.model, self.forward, self.sampler = model, forward, sampler
+        self.speculation, self.drafter = speculation, drafter
         self.pools, self.prompt_scores = pools, prompt_scores
         self.counters = {"steps": 0, "batched_tokens": 0, "overlapped_steps": 0}
         self._device, self._hidden_size = options.device, config.hidden_size
@@ -81,8 +84,8 @@ class Execution:
         if before is not None and before.tokens_L is not None:
             unread = Unread(before.tokens_L, before.ended_L)
         drafter = self.drafter if self.drafter is not None and self.drafter.awake else None
-        if drafter is not None:
-            drafter.draft(step.rows)
+        if drafter is not None and self.speculation is not None:
+            self.speculation.draft(step.rows)
         computed = self.forward(step.rows, images, step.checkpoints, unread)
         if drafter is not None:
             drafter.observe(step.rows, computed)

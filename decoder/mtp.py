@@ -218,13 +218,13 @@ class MtpDrafter:
 
     # -- drafts --------------------------------------------------------------------------------------------------------
 
-    def draft(self, rows: SequenceOf[Row]) -> None:
-        """Fills in the drafts that the rows are to have: each token is drawn as plain sampling would draw it, were the
+    def draft(self, rows: SequenceOf[Row]) -> list[tuple[Sequence, list[int]]]:
+        """The drafts that rows are to have, by sequence: each token is drawn as plain sampling would draw it, were the
         head's logits the model's.
         """
         rows = [row for row in rows if row.drafts]
         if not rows:
-            return
+            return []
         self._room(len(rows))
         sources = [self._row(row.sequence.slot) for row in rows]
         sequences = [row.sequence for row in rows]
@@ -233,13 +233,11 @@ class MtpDrafter:
         if compiled is not None and draws is not None and max(len(self._due), len(rows)) <= compiled.max_tokens:
             given, due = self._given(sources)
             last = [(row.sequence.tokens[-1], *self._at(row, 0), row.drafts) for row in rows]
-            for sequence, drafts in zip(sequences, compiled.draft(given, due, last, tables, draws), strict=True):
-                sequence.draft.tokens = drafts
-            return
+            return list(zip(sequences, compiled.draft(given, due, last, tables, draws), strict=True))
         hidden = self._make_due(sources)
         tokens = [sequence.tokens[-1] for sequence in sequences]
-        for sequence in sequences:
-            sequence.draft.tokens = []
+        found: list[tuple[Sequence, list[int]]] = [(sequence, []) for sequence in sequences]
+        drafts = {sequence.arrival: drafted for sequence, drafted in found}
         for ahead in range(max(row.drafts for row in rows)):
             kept = [index for index, row in enumerate(rows) if row.drafts > ahead]
             if len(kept) < len(rows):
@@ -250,10 +248,11 @@ class MtpDrafter:
             ids, writes, keys = self._ints([tokens, places, lengths]).unbind()
             embedded = self.model.embed_ids(ids)
             hidden, logits = self.head.predict(embedded, hidden, writes, tables, keys, max(lengths))
-            choices = self.sampler.sample(logits, sequences, [sequence.draft.tokens for sequence in sequences])
+            choices = self.sampler.sample(logits, sequences, [drafts[sequence.arrival] for sequence in sequences])
             tokens = [choice.token for choice in choices]
             for sequence, token in zip(sequences, tokens, strict=True):
-                sequence.draft.tokens.append(token)
+                drafts[sequence.arrival].append(token)
+        return found
 
     def _tables(self, sequences: SequenceOf[Sequence]) -> Tensor:
         """`[R, W]` pages from the first that each looks at."""

@@ -74,8 +74,8 @@ class DecoderRunner:
         pools, scores = Pools(self.model.final_norm), PromptScores(self.model.logits)
         self.execution = Execution(
             config, options, scheduler=self.scheduler, states=self.states, model=self.model, forward=self.forward,
-            sampler=self.sampler, drafter=self.drafter, pools=pools, prompt_scores=scores, at_once=at_once,
-            overlaps=options.overlap_on and self.speculation is None,
+            sampler=self.sampler, speculation=self.speculation, drafter=self.drafter, pools=pools,
+            prompt_scores=scores, at_once=at_once, overlaps=options.overlap_on and self.speculation is None,
         )  # fmt: skip
         self.timer = StepTimer()
         self.answers = Answers(self.states, self.speculation, pools, scores, self.timer, at_once=at_once)

@@ -9,7 +9,7 @@ from typing import Protocol
 from decoder.config import DecoderOptions
 from decoder.drafting import DraftPolicy, NgramIndex, Record
 from decoder.sequence import Sequence
-from decoder.step import Step
+from decoder.step import Row, Step
 
 
 class Proposer(Protocol):
@@ -27,6 +27,9 @@ class Head(Protocol):
 
     def ready(self, sequence: Sequence) -> bool:
         """Whether enough is known of a sequence."""
+
+    def draft(self, rows: SequenceOf[Row]) -> list[tuple[Sequence, list[int]]]:
+        """Drafts of the rows that are to have some, by sequence."""
 
 
 class Speculation:
@@ -80,6 +83,12 @@ class Speculation:
         elif rows:
             unwanted = "refused" if policy.best(Record(), rows) else "unwanted"
             policy.idle("unready" if unready else "unfound" if wanted else unwanted)
+
+    def draft(self, rows: SequenceOf[Row]) -> None:
+        """Fills in the drafts of a step's rows, where a head makes them."""
+        if self.head is not None:
+            for sequence, tokens in self.head.draft(rows):
+                sequence.draft.tokens = tokens
 
     def _record(self, sequence: Sequence) -> Record:
         record = self._records.get(sequence.arrival)

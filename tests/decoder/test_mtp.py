@@ -106,11 +106,10 @@ def watch(runner: DecoderRunner) -> list[tuple[DecoderRequest, list[int], list[i
     assert runner.drafter is not None
     draft = runner.drafter.draft
 
-    def recorded(rows: Any) -> None:
-        draft(rows)
-        seen.extend(
-            (r.sequence.request, list(r.sequence.tokens), list(r.sequence.draft.tokens)) for r in rows if r.drafts
-        )
+    def recorded(rows: Any) -> Any:
+        found = draft(rows)
+        seen.extend((s.request, list(s.tokens), list(drafts)) for s, drafts in found)
+        return found
 
     runner.drafter.draft = recorded  # type: ignore[method-assign]
     return seen
@@ -207,12 +206,11 @@ def test_after_a_rest_drafts_look_at_what_came_since(options: dict[str, Any]) ->
     seen: list[tuple[DecoderRequest, list[int], list[int], int]] = []
     draft = drafter.draft
 
-    def recorded(rows: Any) -> None:
-        draft(rows)
-        of = [row.sequence for row in rows if row.drafts]
-        seen.extend(
-            (s.request, list(s.tokens), list(s.draft.tokens), drafter._first_page(s) * drafter.page + 1) for s in of
-        )
+    def recorded(rows: Any) -> Any:
+        found = draft(rows)
+        for s, drafts in found:
+            seen.append((s.request, list(s.tokens), list(drafts), drafter._first_page(s) * drafter.page + 1))
+        return found
 
     drafter.draft = recorded  # type: ignore[method-assign]
     plain = make_runner(naive.config, weights_of(naive.trunk, naive.config))

@@ -309,6 +309,9 @@ class Heads:
     def ready(self, sequence: Sequence) -> bool:
         return sequence.arrival in self.known
 
+    def draft(self, rows: list[Row]) -> list[tuple[Sequence, list[int]]]:
+        return []
+
 
 def test_only_those_that_a_head_knows_are_to_get_drafts() -> None:
     made, sequences = speculation(speculative="mtp", draft_tokens=2)
