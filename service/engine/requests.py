@@ -1,0 +1,196 @@
+"""The requests of an engine: what each of them holds, and when the decoder gets it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import torch
+
+from decoder.pace import DeadlineError
+from decoder.request import DecoderRequest, TokenEvent
+from decoder.runner import DecoderRunner
+from service.encoding.entries import EncoderUnavailable, Lease
+from service.encoding.handoff import Handoff
+from service.engine.placing import is_settled, place
+from service.engine.types import EngineEvent, EngineRequest, ErrorKind, EventSink
+
+
+class Requests:
+    """All that have not ended. Used by the engine's thread alone."""
+
+    def __init__(self, model: str, decoder: DecoderRunner, handoff: Handoff | None, emit: EventSink) -> None:
+        """`handoff`: None for text-only models. `emit` gets the events of requests, in order."""
+        self._model, self._decoder, self._handoff, self._emit = model, decoder, handoff, emit
+        self.live: set[str] = set()
+        self._leases: dict[str, list[Lease]] = {}
+        self._embedded: dict[str, Lease] = {}
+        """Requests for an image's rows themselves."""
+        self._unsettled: dict[str, EngineRequest] = {}
+        """Those whose prompt's length depends on a pruned clip that has not been encoded."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether any of them waits for rows before the decoder gets it."""
+        return bool(self._unsettled or self._embedded)
+
+    def advance(self) -> None:
+        """Rows that are there leave as events or let requests go on to the decoder."""
+        self._give_images()
+        self._settle()
+
+    def die(self) -> None:
+        """The engine stopped: all are told, and freed by nobody."""
+        doomed = sorted(self.live)
+        self.live.clear()
+        self.refuse(doomed, "died", "the engine stopped")
+
+    def check_integrity(self) -> None:
+        """Where nothing is live, nothing is held."""
+        if not self.live:
+            assert not self._leases and not self._unsettled, "leases of requests that have ended"
+            assert not self._decoder.has_work, "the decoder still has work"
+
+    def add(self, request: EngineRequest) -> None:
+        """Whatever is wrong with the request comes back as its error event."""
+        try:
+            if request.embed == "picture":
+                self._embed_image(request)
+                return
+            for name in request.names:
+                self.live.add(name)
+                self._lease(request, name)
+            if is_settled(request, self._leases[request.request_id]):
+                self._admit(request, request.names)
+            else:
+                self._unsettled[request.request_id] = request
+        except (ValueError, DeadlineError) as error:
+            self._give_up(request, error)
+
+    def _lease(self, request: EngineRequest, name: str) -> None:
+        """Leases on all images for one sample: the pixels are there once. Raises ValueError."""
+        leases = self._leases[name] = list[Lease]()
+        deadline = None if request.timeout is None else time.monotonic() + request.timeout
+        for image in request.images:
+            if self._handoff is None:
+                raise ValueError(f"{self._model} takes no images")
+            leases.append(self._handoff.lease(image.key, image.patches, name, request.priority, deadline))
+
+    def _give_up(self, request: EngineRequest, error: Exception) -> None:
+        """Nothing of the request is left, and each of its samples that is still waited for is told why."""
+        names = [name for name in request.names if name in self.live]
+        for name in names:
+            self._forget(name)
+        self.refuse(names, _kind(error), str(error))
+
+    def _embed_image(self, request: EngineRequest) -> None:
+        """Waits for the image's rows. Raises ValueError."""
+        self.live.add(request.request_id)
+        self._lease(request, request.request_id)
+        (self._embedded[request.request_id],) = self._leases[request.request_id]
+
+    def _give_images(self) -> None:
+        """Rows that are there leave as events."""
+        for request_id, lease in list(self._embedded.items()):
+            if lease.error is not None:
+                kind = _kind(lease.error)
+                event = EngineEvent(request_id, finish_reason="error", error=kind, message=str(lease.error))
+            elif lease.ready:
+                event = EngineEvent(request_id, finish_reason="length", embedded=(_bytes(lease.rows()),))
+            else:
+                continue
+            self._forget(request_id)
+            self._emit([event])
+
+    def _settle(self) -> None:
+        """Hands requests on whose pruned clips have been encoded."""
+        for request_id, request in list(self._unsettled.items()):
+            names = [name for name in request.names if name in self.live]
+            if names and not is_settled(request, self._leases[names[0]]):
+                continue
+            del self._unsettled[request_id]
+            try:
+                self._admit(request, names)
+            except (ValueError, DeadlineError) as error:
+                self._give_up(request, error)
+
+    def _admit(self, request: EngineRequest, names: Iterable[str]) -> None:
+        """Hands these samples of a request to the decoder. Raises ValueError for what it cannot run, DeadlineError for
+        what it cannot run in time.
+        """
+        made = []
+        for name in names:
+            prompt_ids, spans = place(request, self._leases[name])
+            made.append(
+                DecoderRequest(
+                    request_id=name,
+                    prompt_ids=prompt_ids,
+                    sampling=request.sampling,
+                    spans=spans,
+                    output_ids=request.output_ids,
+                    eos_token_ids=request.eos_token_ids,
+                    sample_index=request.sample_index + request.names.index(name),
+                    priority=request.priority,
+                    salt=request.salt,
+                    pooled=request.embed == "hidden",
+                    timeout=request.timeout,
+                    checkpoint_at=request.checkpoint_at,
+                )
+            )
+        if made:
+            self._decoder.add(*made)
+
+    def refuse(self, names: Iterable[str], kind: ErrorKind, message: str) -> None:
+        """Tells each of the samples why it ends."""
+        self._emit([EngineEvent(name, finish_reason="error", error=kind, message=message) for name in names])
+
+    def abort(self, request_id: str) -> None:
+        """Frees all that the request holds, with no further event."""
+        if request_id in self.live:
+            self._decoder.abort(request_id)
+            self._forget(request_id)
+            waiting = self._unsettled.items()
+            self._unsettled = {i: r for i, r in waiting if not self.live.isdisjoint(r.names)}
+
+    def _forget(self, request_id: str) -> None:
+        self.live.discard(request_id)
+        self._embedded.pop(request_id, None)
+        for lease in self._leases.pop(request_id, ()):
+            lease.release()
+
+    def publish(self, events: list[TokenEvent]) -> None:
+        """Hands on what the decoder has made of requests that are still waited for."""
+        out: list[EngineEvent] = []
+        for event in events:
+            if event.request_id not in self.live:
+                continue
+            if event.finish_reason is not None:
+                self._forget(event.request_id)
+            kind: ErrorKind | None = None
+            message = ""
+            if event.error is not None:
+                kind = _kind(event.error)
+                message = str(event.error)
+            out.append(
+                EngineEvent(
+                    event.request_id, event.token_id, event.logprob, event.top, event.finish_reason, event.stop_token,
+                    event.cached_tokens, kind, message,
+                    () if event.pooled is None else (_bytes(event.pooled.last), _bytes(event.pooled.mean)),
+                    event.prompt_scores, event.scheduled,
+                )
+            )  # fmt: skip
+        if out:
+            self._emit(out)
+
+
+def _bytes(values: torch.Tensor) -> bytes:
+    """Row by row, little-endian float32. Waits for the device."""
+    return values.detach().to("cpu", torch.float32).contiguous().numpy().astype("<f4", copy=False).tobytes()
+
+
+def _kind(error: Exception) -> ErrorKind:
+    if isinstance(error, ValueError):
+        return "invalid"
+    if isinstance(error, DeadlineError):
+        return "deadline"
+    return "unavailable" if isinstance(error, EncoderUnavailable) else "internal"
