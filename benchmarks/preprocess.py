@@ -2,8 +2,8 @@
 
     python -m benchmarks.preprocess [--model demo] [--seconds 1.0] [--write]
 
-For each size and format: decoding in this process, in a worker of its own (what a server does), resize, cut. The
-two ways of decoding run in turn, so that both see the same machine. The last line on stdout is JSON.
+For each size and format: decode, resize and cut in this process, and in a worker of its own (what a server does). The
+two ways run in turn, so that both see the same machine. The last line on stdout is JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from benchmarks import machine
 from encoder.stopwatch import Stopwatch
 from families.nemotron_h_omni.vision import RadioVision
 from service.media.image_pool import PicturePool
-from service.media.images import LocalDecoder, MediaLimits
+from service.media.images import MediaLimits
+from service.media.patches import LocalDecoder, Patcher
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SIZES = ((64, 64), (224, 224), (512, 512), (1080, 1920), (3024, 4032))
@@ -61,35 +62,33 @@ def in_turn(ways: dict[str, Callable[[], object]], seconds: float) -> dict[str, 
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def measure(config: RadioVision, dtype: torch.dtype, seconds: float) -> list[dict[str, Any]]:
+def measure(config: RadioVision, dtype: str, seconds: float) -> list[dict[str, Any]]:
     limits = MediaLimits()
-    here = LocalDecoder(limits)
-    pool = PicturePool(limits, 1, image_seconds=60, video_seconds=60)
+    here = Patcher(LocalDecoder(limits), config, dtype, limits)
+    pool = PicturePool(limits, 1, image_seconds=60, video_seconds=60, vision=config, dtype=dtype)
     rows = []
     for (height, width), form in itertools.product(SIZES, FORMATS):
         data = scene(height, width, form)
-        pixels = torch.from_numpy(here.image(data))
         watch = Stopwatch()
-
-        def cut(pixels: torch.Tensor = pixels, watch: Stopwatch = watch) -> None:
-            config.image_rule.patchify(pixels, dtype, keep_bytes=True, watch=watch)
-
-        found = in_turn(
-            {"here": lambda data=data: here.image(data), "worker": lambda data=data: pool.image(data), "cut": cut},
-            seconds,
+        ways: dict[str, Callable[[], object]] = {
+            "here": lambda data=data, watch=watch: here.image(data, watch),
+            "worker": lambda data=data: pool.image(data, Stopwatch()),
+        }
+        found = in_turn(ways, seconds)
+        decode, resize, patch = (
+            found["here"] * watch.seconds[stage] / watch.seconds.total() for stage in ("decode", "resize", "patch")
         )
-        resize = watch.seconds["resize"] / max(1e-12, watch.seconds.total())
         row = {
             "size": f"{width}x{height}",
             "format": form,
             "bytes": len(data),
-            "decode_ms": found["here"] * 1e3,
+            "decode_ms": decode * 1e3,
             "worker_ms": found["worker"] * 1e3,
             "worker_extra_ms": (found["worker"] - found["here"]) * 1e3,
-            "resize_ms": found["cut"] * resize * 1e3,
-            "patch_ms": found["cut"] * (1 - resize) * 1e3,
-            "images_per_second_here": 1 / (found["here"] + found["cut"]),
-            "images_per_second_worker": 1 / (found["worker"] + found["cut"]),
+            "resize_ms": resize * 1e3,
+            "patch_ms": patch * 1e3,
+            "images_per_second_here": 1 / found["here"],
+            "images_per_second_worker": 1 / found["worker"],
         }
         print(
             f"{row['size']:>10} {form:5} {len(data) / 1e3:8.0f} kB  decode {row['decode_ms']:7.2f} ms  worker "
@@ -124,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "seconds": arguments.seconds,
         "load": machine.load(),
         "machine": machine.describe(),
-        "rows": measure(config, torch.bfloat16, arguments.seconds),
+        "rows": measure(config, "bfloat16", arguments.seconds),
     }
     if arguments.write:
         path = RESULTS / f"{datetime.date.today()}-preprocess.json"

@@ -6,9 +6,9 @@ sequences, and how many rows come of them.
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,8 @@ Grid = tuple[int, int]
 """Rows and columns of patches."""
 IMAGE, VIDEO = "image", "video"
 """Inputs that towers have: patches of one image, and patches that span several frames of a clip."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "uint8": 1}
+"""Bytes of a number, for each type that patches may have, by the name that torch calls it."""
 
 
 def num_image_tokens(grid: Grid, *, merge_size: int = 2) -> int:
@@ -59,13 +61,11 @@ class PatchSequence:
 
 
 @dataclass(frozen=True)
-class EncoderItem:
-    """One image or clip, ready for the tower. Raises `ValueError` for patches that are not those of the sequences."""
+class ItemLayout:
+    """How an item divides into attention sequences, and how many rows come of them. Raises `ValueError`."""
 
     grid: Grid
     """Of every sequence."""
-    patches: torch.Tensor
-    """`[num_sequences * gh * gw, width]`: one sequence after the other, row-major inside."""
     _: KW_ONLY
     kind: str = IMAGE
     """Which of the tower's inputs takes the patches."""
@@ -82,19 +82,11 @@ class EncoderItem:
         check_rate(self.pruning_rate)
         if self.num_sequences < 1 or self.merge_size < 1:
             raise ValueError(f"{self.num_sequences} sequences, merge_size {self.merge_size}: both must be positive")
-        rows = self.num_sequences * self.grid[0] * self.grid[1]
-        if self.patches.dim() != 2 or self.patches.shape[0] != rows:
-            shape = tuple(self.patches.shape)
-            raise ValueError(
-                f"a grid of {self.grid[0]}x{self.grid[1]} needs {rows // self.num_sequences} rows of patches for each "
-                f"of {self.num_sequences} sequences, got shape {shape}"
-            )
 
     @property
-    def sequences(self) -> list[PatchSequence]:
-        """Views of the patches."""
-        parts = (self.patches,) if self.num_sequences == 1 else self.patches.split(self.grid[0] * self.grid[1])
-        return [PatchSequence(self.grid, patches, self.merge_size) for patches in parts]
+    def num_patches(self) -> int:
+        """Of all sequences together."""
+        return self.num_sequences * self.grid[0] * self.grid[1]
 
     @cached_property
     def sequence_tokens(self) -> int:
@@ -105,3 +97,73 @@ class EncoderItem:
     def tokens(self) -> int:
         """Rows that the decoder gets, known before the tower has run. `ValueError` for a ragged grid."""
         return retained_tokens(self.num_sequences, self.sequence_tokens, self.pruning_rate)
+
+
+@dataclass(frozen=True)
+class ItemDescription(ItemLayout):
+    """An item without its patches, as it crosses between processes and hosts; they travel as bytes beside it."""
+
+    width: int
+    """Numbers in a patch."""
+    dtype: str
+    """Of the patches: a key of `DTYPE_BYTES`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"pixels of type {self.dtype!r}; known are {', '.join(DTYPE_BYTES)}")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the patches."""
+        return self.num_patches, self.width
+
+    @property
+    def nbytes(self) -> int:
+        """Of the patches."""
+        return self.num_patches * self.width * DTYPE_BYTES[self.dtype]
+
+    def with_patches(self, patches: torch.Tensor) -> EncoderItem:
+        """The item. `patches`: of `shape` and `dtype`, else `ValueError`."""
+        if str(patches.dtype) != f"torch.{self.dtype}" or tuple(patches.shape) != self.shape:
+            raise ValueError(f"patches of {list(patches.shape)} {patches.dtype} for {list(self.shape)} {self.dtype}")
+        return EncoderItem(patches=patches, **_layout(self))
+
+
+@dataclass(frozen=True)
+class EncoderItem(ItemLayout):
+    """One image or clip, ready for the tower. Raises `ValueError` for patches that are not those of the sequences."""
+
+    patches: torch.Tensor
+    """`[num_patches, width]`: one sequence after the other, row-major inside."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rows = self.num_patches
+        if self.patches.dim() != 2 or self.patches.shape[0] != rows:
+            shape = tuple(self.patches.shape)
+            raise ValueError(
+                f"a grid of {self.grid[0]}x{self.grid[1]} needs {rows // self.num_sequences} rows of patches for each "
+                f"of {self.num_sequences} sequences, got shape {shape}"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Of the patches."""
+        return self.patches.nbytes
+
+    @property
+    def description(self) -> ItemDescription:
+        """All but the patches."""
+        dtype = str(self.patches.dtype).removeprefix("torch.")
+        return ItemDescription(width=self.patches.shape[1], dtype=dtype, **_layout(self))
+
+    @property
+    def sequences(self) -> list[PatchSequence]:
+        """Views of the patches."""
+        parts = (self.patches,) if self.num_sequences == 1 else self.patches.split(self.grid[0] * self.grid[1])
+        return [PatchSequence(self.grid, patches, self.merge_size) for patches in parts]
+
+
+def _layout(item: ItemLayout) -> dict[str, Any]:
+    return {field.name: getattr(item, field.name) for field in fields(ItemLayout)}

@@ -40,7 +40,7 @@ from service.common.types import (
     Usage,
 )
 from service.engine.types import EngineEvent, EngineHandle, EngineInfo, EngineRequest
-from service.media.images import Decoder, LocalDecoder
+from service.media.images import ImageProcessor
 from service.model.assets import ModelAssets
 
 log = logging.getLogger(__name__)
@@ -78,12 +78,11 @@ class Frontend:
 
     def __init__(
         self, engine: EngineHandle, assets: ModelAssets, limits: FrontLimits, *, workers: int = 2,
-        decoder: Decoder | None = None,
+        processor: ImageProcessor,
     ) -> None:  # fmt: skip
-        """`workers`: threads that prepare pictures. `decoder`: what decodes them and clips; None: this process. It is
-        closed with the front."""
+        """`workers`: threads that wait for images. `processor`: what prepares images and videos; closed with this."""
         self.engine, self.assets, self.limits = engine, assets, limits
-        self._preparation = Preparation(engine.info, assets, limits, decoder or LocalDecoder(limits.media), workers)
+        self._preparation = Preparation(engine.info, assets, limits, processor, workers)
         self._mail: dict[str, Mailbox] = {}
         self._calls: dict[tuple[bytes, str], _Call] = {}
         self.resolve: Resolver = no_references
@@ -172,7 +171,7 @@ class Frontend:
         self._mail[name] = call.mail
         finished = False
         try:
-            await self._submit(request)
+            self.engine.submit(request)
             call.begin([name])
             event = (await call.mail.take())[0]
             if event.finish_reason == "aborted":
@@ -292,11 +291,8 @@ class Frontend:
         )
         self._mail.update(dict.fromkeys(names, call.mail))
         try:
-            if request.images:  # copies pixels into shared memory
-                await self._submit(request)
-            else:
-                self.engine.submit(request)
-            del request  # the pixels are the engine's now
+            self.engine.submit(request)
+            del request  # the patches are the engine's now
             yield yield_started
             call.begin(names)
             while not all(state.done for state in states):
@@ -321,21 +317,6 @@ class Frontend:
                 self._mail.pop(name, None)
                 if not states[index_of[name]].done:
                     self.engine.abort(name)
-
-    async def _submit(self, request: EngineRequest) -> None:
-        """In a thread. Where the call ends meanwhile an abort follows: one that went ahead of it would end nothing."""
-        submitting = self._preparation.in_thread(self.engine.submit, request)
-        names = request.names
-
-        def abort(_: object) -> None:
-            for name in names:
-                self.engine.abort(name)
-
-        try:
-            await asyncio.shield(submitting)
-        except asyncio.CancelledError:
-            submitting.add_done_callback(abort)
-            raise
 
     def _eos(self, params: SamplingParams) -> frozenset[int]:
         return frozenset() if params.ignore_eos else self.assets.config.eos_token_ids

@@ -20,7 +20,7 @@ from service.common import errors
 from service.common.types import ChatInput, GenerateSpec, MediaSource, PictureInput, TokensInput, VideoSource, files
 from service.engine.types import EngineImage, EngineInfo
 from service.media.gate import ByteGate, Grant
-from service.media.images import Decoder, Prepared, Preparer
+from service.media.images import ImageProcessor, Prepared, Preparer
 from service.model.assets import ModelAssets
 
 T = TypeVar("T")
@@ -102,28 +102,28 @@ class Preparation:
     """One model's prompts. Used on one event loop."""
 
     def __init__(
-        self, info: EngineInfo, assets: ModelAssets, limits: FrontLimits, decoder: Decoder, workers: int
+        self, info: EngineInfo, assets: ModelAssets, limits: FrontLimits, processor: ImageProcessor, workers: int
     ) -> None:
-        """`workers`: threads that prepare pictures. `decoder` is closed with this."""
-        self._info, self._assets, self._limits, self._decoder = info, assets, limits, decoder
+        """`workers`: threads that wait for images. `processor` is closed with this."""
+        self._info, self._assets, self._limits, self._processor = info, assets, limits, processor
         self._text = ThreadPoolExecutor(TEXT_WORKERS, thread_name_prefix="saccade-front")
         # Apart, so that slow pictures keep nobody's words waiting.
         self._media = MediaThreads(workers)
         self._gate = ByteGate(limits.prepared_bytes)
         self._longest = assets.tokenizer.longest if assets.tokenizer is not None else 1
         self._preparer = None if assets.vision is None else Preparer(
-            decoder, assets.vision, info.dtype, limits.media, info.revision
+            processor, assets.vision, info.dtype, limits.media, info.revision
         )  # fmt: skip
 
     def close(self) -> None:
-        self._decoder.close()
+        self._processor.close()
         self._media.close()
         self._text.shutdown(wait=True, cancel_futures=True)
 
     def stats(self) -> dict[str, float]:
         """What preparing pictures and clips has taken so far, by stage, and the room that it takes now."""
         counts = self._preparer.stats() if self._preparer is not None else {}
-        return {**counts, **self._decoder.stats(), "held_bytes": self._gate.used}
+        return {**counts, **self._processor.stats(), "held_bytes": self._gate.used}
 
     def in_thread(self, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
         """For words and ids: what takes a while, but not as long as a picture may."""

@@ -35,7 +35,7 @@ class Prompt:
         items = [image.patches for image in images]
         self.tokens_per_image = tuple(item.tokens for item in items if item.kind == IMAGE)
         self.tokens_per_video = tuple(item.tokens for item in items if item.kind == VIDEO)
-        self.pixel_bytes = sum(image.patches.patches.nbytes for image in images)
+        self.pixel_bytes = sum(item.nbytes for item in items)
         self.system_end = 0
         """Tokens of the system prompt, which other requests are likely to begin with too; 0 for none."""
 

@@ -39,10 +39,6 @@ def serve(argv: Sequence[str]) -> int:
     options = from_command_line(ServerOptions, parser, argv)
     if options.role == "encoder":  # its maths is in this process; see service/common/helper_process.py
         os.environ.update({**SPINNING, **os.environ})
-    # The front's own maths (resizing pictures) must not start a thread team beside the engine's.
-    import torch
-
-    torch.set_num_threads(1)
     from service.servers.run import run
 
     return run(options)

@@ -10,22 +10,23 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recvfds, sendfds
 from typing import Any
 
 
-def send(connection: Connection, message: Any, descriptor: int | None = None) -> None:
-    """One message and, where its tuple says so, one descriptor. The caller holds the connection's send lock."""
+def send(connection: Connection, message: Any, descriptors: Sequence[int] = ()) -> None:
+    """One message and as many descriptors as it speaks of. The caller holds the connection's send lock."""
     connection.send(message)
-    if descriptor is not None:
+    if descriptors:
         with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            sendfds(sock, [descriptor])
+            for descriptor in descriptors:
+                sendfds(sock, [descriptor])
 
 
 def receive_descriptor(connection: Connection) -> int:
-    """The descriptor that follows the message just received."""
+    """The next of the descriptors that follow the message just received."""
     with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         return int(recvfds(sock, 1)[0])
 
@@ -37,21 +38,21 @@ class Outbox:
         """`on_lost` is called with each message that cannot be sent any more, from the thread or from `put`."""
         self._connection, self._on_lost = connection, on_lost
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[tuple[Any, int | None] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Any, Sequence[int]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def put(self, message: Any, descriptor: int | None = None) -> None:
-        """Does not wait. Takes over the descriptor."""
+    def put(self, message: Any, descriptors: Sequence[int] = ()) -> None:
+        """Does not wait. Takes over the descriptors."""
         with self._lock:
             closed = self._closed
             if not closed:
-                self._queue.put((message, descriptor))
+                self._queue.put((message, descriptors))
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._run, name="saccade-outbox", daemon=True)
                     self._thread.start()
         if closed:
-            _close(descriptor)
+            _close(descriptors)
             self._on_lost(message)
 
     def close(self, timeout: float | None = None) -> None:
@@ -65,15 +66,15 @@ class Outbox:
 
     def _run(self) -> None:
         while (entry := self._queue.get()) is not None:
-            message, descriptor = entry
+            message, descriptors = entry
             try:
-                send(self._connection, message, descriptor)
+                send(self._connection, message, descriptors)
             except (OSError, ValueError):  # closed or broken
                 self._on_lost(message)
             finally:
-                _close(descriptor)
+                _close(descriptors)
 
 
-def _close(descriptor: int | None) -> None:
-    if descriptor is not None:
+def _close(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
         os.close(descriptor)

@@ -254,11 +254,11 @@ class MediaOptions:
     )
     image_workers: int = _option(
         2,
-        "processes that decode images and videos, at least 2 so that videos leave one, and threads that cut them",
+        "processes that decode and cut images and videos, at least 2 so that videos leave one, and threads that wait",
         minimum=1,
     )
-    image_timeout: float = _option(20.0, "seconds that decoding one image may take", minimum=0.001)
-    video_timeout: float = _option(120.0, "seconds that decoding one video may take", minimum=0.001)
+    image_timeout: float = _option(20.0, "seconds that decoding and cutting one image may take", minimum=0.001)
+    video_timeout: float = _option(120.0, "seconds that decoding and cutting one video may take", minimum=0.001)
     preprocess_bytes: int = _option(
         2 * 2**30,
         "bytes of decoded and cut images and videos that the encoder has not seen",

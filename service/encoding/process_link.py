@@ -196,7 +196,7 @@ class ProcessLink:
         """The lock is held. A broken connection is the reader's to notice."""
         if self._connection is not None:
             with contextlib.suppress(OSError, ValueError):
-                send(self._connection, message, descriptor)
+                send(self._connection, message, () if descriptor is None else (descriptor,))
 
     # -- from the encoder ----------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from itertools import count
 from multiprocessing.connection import Connection
@@ -53,21 +53,21 @@ class EngineLink:
         self._reader.start()
 
     def submit(self, request: EngineRequest) -> None:
-        """Hands the request over; a dead engine, or no memory for the pixels, shows as the request's error event."""
+        """Hands the request over; a dead engine, or no memory for the patches, shows as the request's error event."""
         try:
-            bare, pixels = wire.pack_pixels(request)
+            bare, descriptors = wire.pack_images(request)
         except OSError as error:
-            message = f"no shared memory for the request's pictures: {error.strerror}"
+            message = f"no shared memory for the request's images: {error.strerror}"
             names = request.names
             self._emit([EngineEvent(name, finish_reason="error", error="full", message=message) for name in names])
             return
-        self.submit_packed(bare, pixels)
+        self.submit_packed(bare, descriptors)
 
-    def submit_packed(self, bare: EngineRequest, pixels: int | None) -> None:
-        """What `wire.pack_pixels` made of a request. Takes over the descriptor."""
+    def submit_packed(self, bare: EngineRequest, descriptors: Sequence[int]) -> None:
+        """What `wire.pack_images` made of a request. Takes over the descriptors."""
         with self._state_lock:
             self._live.update(bare.names)
-        self._outbox.put(("submit", bare, pixels is not None), pixels)
+        self._outbox.put(("submit", bare), descriptors)
 
     def abort(self, request_id: str) -> None:
         with self._state_lock:

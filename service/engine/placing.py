@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from decoder.request import ImageSpan
+from encoder.item import EncoderItem
 
 if TYPE_CHECKING:
     from service.encoding.entries import Lease
@@ -76,6 +77,7 @@ def place(request: EngineRequest, leases: Sequence[Lease]) -> tuple[list[int], t
 
 def _counts(image: EngineImage, lease: Lease) -> tuple[int, ...] | None:
     item = image.patches
+    assert isinstance(item, EncoderItem), image
     if not image.between:
         return (item.tokens,)
     if item.tokens == item.num_sequences * item.sequence_tokens:

@@ -10,6 +10,7 @@ import torch
 from decoder.pace import DeadlineError
 from decoder.request import DecoderRequest, TokenEvent
 from decoder.runner import DecoderRunner
+from encoder.item import EncoderItem
 from service.encoding.entries import EncoderUnavailable, Lease
 from service.encoding.handoff import Handoff
 from service.engine.placing import is_settled, place
@@ -74,6 +75,7 @@ class Requests:
         for image in request.images:
             if self._handoff is None:
                 raise ValueError(f"{self._model} takes no images")
+            assert isinstance(image.patches, EncoderItem), "the engine maps what comes from elsewhere"
             leases.append(self._handoff.lease(image.key, image.patches, name, request.priority, deadline))
 
     def _give_up(self, request: EngineRequest, error: Exception) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -62,8 +62,8 @@ class SupervisedEngine:
     def submit(self, request: EngineRequest) -> None:
         self._engine.submit(request)
 
-    def submit_packed(self, bare: EngineRequest, pixels: int | None) -> None:
-        self._engine.submit_packed(bare, pixels)
+    def submit_packed(self, bare: EngineRequest, descriptors: Sequence[int]) -> None:
+        self._engine.submit_packed(bare, descriptors)
 
     def abort(self, request_id: str) -> None:
         self._engine.abort(request_id)

@@ -9,7 +9,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from decoder.request import PromptScore
 from decoder.sampling import SamplingParams
-from encoder.item import EncoderItem
+from encoder.item import ItemDescription
+from service.media.sealed import PreparedItem
 
 ErrorKind = Literal["invalid", "deadline", "internal", "unavailable", "full", "died"]
 Query = Literal["stats", "integrity", "flush", "histogram", "beat"]
@@ -23,7 +24,8 @@ class EngineImage:
 
     start: int
     key: bytes
-    patches: EncoderItem
+    patches: PreparedItem | ItemDescription
+    """The description alone where the patches' file crosses beside it."""
     between: tuple[tuple[int, ...], ...] = ()
     """Of a clip whose temporal patches stand apart: the ids between one and the next. Where one ends is known when the
     clip has been encoded, if it is pruned; how many places they take together is known from the start."""

@@ -1,88 +1,36 @@
-"""Messages between the front process and the engine process: a socket pair for control, shared memory for pixels.
+"""Messages between a frontend process and the engine process: a socket pair for control, memory files for patches.
 
 Control messages are pickled by `multiprocessing.connection`, which is safe because both ends are processes of this
-program on a socket pair that has no address. The pixels of a request travel in one anonymous memory file whose
-descriptor crosses the socket: it has no name, so nothing is left behind however either process ends."""
+program on a socket pair that has no address. The patches of each image lie in a sealed memory file, whose descriptor
+crosses the socket behind the message: only the engine maps it."""
 
 from __future__ import annotations
 
-import math
-import mmap
-import os
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import replace
 
-from service.engine.types import EngineEvent, EngineImage, EngineRequest
-
-if TYPE_CHECKING:
-    import torch
-
-ALIGNMENT = 64
+from encoder.item import ItemDescription
+from service.engine.types import EngineEvent, EngineRequest
+from service.media.sealed import SealedItem, open_patches, seal
 
 
-def pack_pixels(request: EngineRequest) -> tuple[EngineRequest, int | None]:
-    """Moves the request's pixels to an anonymous memory file: (request without pixels, descriptor or None).
-
-    The caller owns the descriptor. Where an image was stands what is needed to put it together again. Raises OSError
-    where the memory cannot be had.
-    """
-    if not request.images:
-        return request, None
-    tensors = [image.patches.patches.contiguous() for image in request.images]
-    import torch
-
-    total = sum(_aligned(t.numel() * t.element_size()) for t in tensors)
-    descriptor = os.memfd_create("saccade-pixels", os.MFD_CLOEXEC)
-    try:
-        os.posix_fallocate(descriptor, 0, total)  # a full machine is an error here, and no signal in the middle
-        with mmap.mmap(descriptor, total) as memory:
-            offset = 0
-            for tensor in tensors:
-                view = tensor.view(torch.uint8).numpy().reshape(-1)
-                memory[offset : offset + view.nbytes] = view.data
-                offset += _aligned(view.nbytes)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    bare: Any = tuple(map(_Bare, request.images, tensors))
-    return replace(request, images=bare), descriptor
+def pack_images(request: EngineRequest) -> tuple[EngineRequest, tuple[int, ...]]:
+    """The request with descriptions for images, and the descriptors of their files, which are the caller's to close.
+    Patches of this process are copied to files; raises OSError where the memory cannot be had."""
+    items = []
+    for image in request.images:
+        assert not isinstance(image.patches, ItemDescription), "packed already"
+        items.append(image.patches if isinstance(image.patches, SealedItem) else seal(image.patches))
+    images = tuple(replace(image, patches=item.description) for image, item in zip(request.images, items, strict=True))
+    return replace(request, images=images), tuple(item.file.take() for item in items)
 
 
-def _aligned(size: int) -> int:
-    """Tensors of different types follow each other."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-class _Bare:
-    """A picture or clip without its pixels, as it is pickled."""
-
-    def __init__(self, image: EngineImage, tensor: torch.Tensor) -> None:
-        self.image = {f.name: getattr(image, f.name) for f in fields(image) if f.name != "patches"}
-        self.kind = type(image.patches)
-        self.item = {f.name: getattr(image.patches, f.name) for f in fields(image.patches) if f.name != "patches"}
-        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
-
-
-def unpack_pixels(request: EngineRequest, descriptor: int | None) -> EngineRequest:
-    """The other side of `pack_pixels`: patches become views of the mapped memory, which lives as long as they do.
-
-    Takes over the descriptor.
-    """
-    if descriptor is None:
-        return request
-    try:
-        memory = mmap.mmap(descriptor, 0)
-    finally:
-        os.close(descriptor)
-    import torch
-
-    images, offset = [], 0
-    for bare in request.images:
-        assert isinstance(bare, _Bare)
-        count = math.prod(bare.shape)
-        patches = torch.frombuffer(memory, dtype=bare.dtype, count=count, offset=offset).view(bare.shape)
-        offset += _aligned(count * bare.dtype.itemsize)
-        images.append(EngineImage(patches=bare.kind(patches=patches, **bare.item), **bare.image))
+def unpack_images(request: EngineRequest, descriptors: Sequence[int]) -> EngineRequest:
+    """The other side of `pack_images`: patches are views of the mapped files. Takes over the descriptors."""
+    images = []
+    for image, descriptor in zip(request.images, descriptors, strict=True):
+        assert isinstance(image.patches, ItemDescription)
+        images.append(replace(image, patches=open_patches(image.patches, descriptor)))
     return replace(request, images=tuple(images))
 
 

@@ -1,18 +1,19 @@
-"""Decoding in processes of its own (`service.media.image_worker`), which hostile files may bring down.
+"""Images and videos to patches in processes of their own (`service.media.image_worker`), which hostile files may bring
+down.
 
-A worker that dies, takes too long or talks nonsense is replaced, and the file that it was decoding is refused like any
-other that cannot be decoded. Pixels come back in a memory file that both ends map once and use again and again: fresh
-memory for each picture would cost more than decoding a small one.
+A worker that dies, takes too long or talks nonsense is replaced, and the file that it had is refused like any other
+that cannot be decoded. Patches stay in the sealed memory file that the worker made: only its size and seals are looked
+at here, and its descriptor is passed on.
 """
 
 from __future__ import annotations
 
-import fcntl
+import base64
 import json
 import logging
 import math
-import mmap
 import os
+import pickle
 import queue
 import socket
 import subprocess
@@ -20,27 +21,26 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from encoder.frames import Clip, VideoError
-from encoder.images import ImageError, ImageHeader, Pixels
+from encoder.frames import VideoError
+from encoder.images import ImageError, ImageHeader
+from encoder.item import IMAGE, VIDEO, ItemDescription
+from encoder.stopwatch import Stopwatch
+from families import VisionSpec
 from service.common import errors
 from service.media.image_worker import LENGTH
-from service.media.images import MediaLimits
+from service.media.images import Frame, MediaLimits, PreparedVideo, most_bytes, video_rule
+from service.media.sealed import MemoryFile, SealedItem
 
 log = logging.getLogger(__name__)
 
 START_SECONDS = 60.0
 MAX_REPLY = 64 * 1024
-KEPT_BYTES = 16 << 20
-"""Of pixels: what a worker's memory file holds on to between two pictures."""
-_CHANNELS = 3
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "TMPDIR")
 """Variables that a worker may see: others may be secrets."""
 _REASONS = {
@@ -65,12 +65,12 @@ class _NotStarted(Exception):
 class _Worker:
     """One process, started when it is first needed and again after its end. Used by one thread at a time."""
 
-    def __init__(self, limits: dict[str, Any], most_pixels: int) -> None:
-        self._limits, self._size = limits, most_pixels * _CHANNELS
-        self._memory: mmap.mmap | None = None
+    def __init__(self, greeting: dict[str, Any]) -> None:
+        self._greeting = greeting
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._greeted = False
+        self._file: MemoryFile | None = None
 
     @property
     def pid(self) -> int | None:
@@ -90,24 +90,22 @@ class _Worker:
     def _launch(self) -> None:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._greeted = False
-        with theirs, open(os.memfd_create("saccade-picture", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "rb") as file:
-            descriptor = file.fileno()
-            os.ftruncate(descriptor, self._size)
-            # Without the seals, the other end could shrink it under this end's mapping, which would be the end of both.
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            self._memory = mmap.mmap(descriptor, self._size)
+        with theirs:
             root = str(Path(__file__).resolve().parent.parent.parent)
             path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "service.media.image_worker", str(theirs.fileno()), str(descriptor)],
-                pass_fds=[theirs.fileno(), descriptor],
+                [sys.executable, "-m", "service.media.image_worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env={**_environment(), "PYTHONPATH": path},
             )
+            with suppress(_Lost):  # whoever waits for its answer notices
+                self._send(self._greeting, b"", START_SECONDS)
 
     def stop(self) -> None:
         """Ends the process at once. Idempotent."""
+        self._file = None
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -115,27 +113,19 @@ class _Worker:
             self._process.kill()
             self._process.wait()
             self._process = None
-        if self._memory is not None:
-            with suppress(BufferError):  # a thread is copying out of it, and is its last holder then
-                self._memory.close()
-            self._memory = None
 
-    def pixels(self, height: int, width: int) -> Pixels:
-        """A copy of what the last reply spoke of. Raises _Lost."""
-        size = height * width * _CHANNELS
-        if self._memory is None or size > self._size:
+    def take_file(self) -> MemoryFile:
+        """What came with the last reply. Raises _Lost."""
+        file, self._file = self._file, None
+        if file is None:
             raise _Lost("nonsense")
-        found = np.frombuffer(self._memory, np.uint8, size).reshape(height, width, _CHANNELS).copy()
-        if size > KEPT_BYTES:
-            self._memory.madvise(mmap.MADV_REMOVE)  # what a large picture took is not kept for small ones
-        return found
+        return file
 
     def ask(self, command: dict[str, Any], data: bytes, seconds: float) -> dict[str, Any]:
         """The reply. Raises _Lost, or _NotStarted before the file was sent."""
         self.start()
         if not self._greeted:
             try:
-                self._send({"op": "limits", **self._limits}, b"", START_SECONDS)
                 self._receive(START_SECONDS)
             except _Lost as lost:
                 raise _NotStarted(f"it was lost while starting ({lost.why})") from lost
@@ -158,7 +148,7 @@ class _Worker:
     def _receive(self, seconds: float) -> dict[str, Any]:
         deadline = time.monotonic() + seconds
         try:
-            (length,) = LENGTH.unpack(self._exactly(LENGTH.size, deadline))
+            (length,) = LENGTH.unpack(self._length(deadline))
             if length > MAX_REPLY:
                 raise _Lost("nonsense")
             reply = json.loads(self._exactly(length, deadline))
@@ -171,6 +161,16 @@ class _Worker:
             raise _Lost("died") from None
         except ValueError:
             raise _Lost("nonsense") from None
+
+    def _length(self, deadline: float) -> bytes:
+        """The bytes of a length, and the file that may come with them."""
+        assert self._connection is not None
+        self._connection.settimeout(max(deadline - time.monotonic(), 0.001))
+        data, descriptors, _, _ = socket.recv_fds(self._connection, LENGTH.size, 1, socket.MSG_CMSG_CLOEXEC)
+        self._file = MemoryFile(descriptors[0]) if descriptors else None
+        if not data:
+            raise _Lost("died")
+        return data + self._exactly(LENGTH.size - len(data), deadline)
 
     def _exactly(self, size: int, deadline: float) -> bytes:
         assert self._connection is not None
@@ -188,25 +188,38 @@ class _Worker:
 
 
 class PicturePool:
-    """A `Decoder` over `workers` processes. Thread-safe; a thread waits while all are busy."""
+    """An `ImageProcessor` over `workers` processes. Thread-safe; a thread waits while all are busy."""
 
-    def __init__(self, limits: MediaLimits, workers: int, *, image_seconds: float, video_seconds: float) -> None:
-        """`image_seconds`, `video_seconds`: what decoding one picture, and all of one clip, may take."""
-        self._limits = limits
+    def __init__(
+        self, limits: MediaLimits, workers: int, *, image_seconds: float, video_seconds: float,
+        vision: VisionSpec | None = None, dtype: str = "float32",
+    ) -> None:  # fmt: skip
+        """`image_seconds`, `video_seconds`: what preparing one image, and all of one video, may take. `vision`,
+        `dtype`: the model's rules, None where it takes no images, and the type of patches by its name."""
+        self._vision, self._dtype = vision, dtype
         self._image_seconds, self._video_seconds = image_seconds, video_seconds
-        sent = {
+        greeting = {
+            "op": "limits",
             "image": asdict(limits.image),
             "video": asdict(limits.video),
-            "file": asdict(limits.file),
-            "memory_bytes": limits.worker_bytes,
+            "memory_bytes": limits.worker_bytes + 4 * self._most_patches(limits),
+            "vision": None if vision is None else base64.b64encode(pickle.dumps(vision)).decode(),
+            "dtype": dtype,
         }
-        self.workers = [_Worker(sent, limits.frame.max_pixels) for _ in range(workers)]
+        self.workers = [_Worker(greeting) for _ in range(workers)]
         self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()
         for worker in reversed(self.workers):
             self._idle.put(worker)
         self._lock = threading.Lock()
         self._closed = False
         self._lost: Counter[str] = Counter(dict.fromkeys(_REASONS, 0))
+
+    def _most_patches(self, limits: MediaLimits) -> int:
+        """Bytes of the largest item."""
+        if self._vision is None:
+            return 0
+        video = 0 if self._vision.video_rule is None else most_bytes(self._vision, "float32", limits.video_frames)
+        return max(video, most_bytes(self._vision, "float32", None))
 
     def start(self) -> None:
         """Starts one process, so that the first picture need not wait for it; others when they are needed."""
@@ -217,15 +230,38 @@ class PicturePool:
         with self._lock:
             return {f"workers_lost_{reason}": float(count) for reason, count in self._lost.items()}
 
-    def image(self, data: bytes) -> Pixels:
+    def image(self, data: bytes, watch: Stopwatch) -> SealedItem:
         with self._borrowed(self._image_seconds, ImageError) as worker:
-            return self._pixels(worker, worker.ask({"op": "image"}, data, self._image_seconds))
+            return self._item(worker, worker.ask({"op": "image"}, data, self._image_seconds), IMAGE, watch)
 
-    def clip(self, data: bytes) -> Clip:
+    def video(self, data: bytes, frames: int, watch: Stopwatch) -> PreparedVideo:
         with self._borrowed(self._video_seconds, VideoError) as worker:
-            reply = worker.ask({"op": "clip"}, data, self._video_seconds)
-            _check(reply)
-            return _WorkerClip(self, data, _number(reply, "frames"))
+            reply = worker.ask({"op": "video", "frames": frames}, data, self._video_seconds)
+            item = self._item(worker, reply, VIDEO, watch)
+            total, fps = _number(reply, "total"), reply.get("fps")
+            if item.description.num_frames != min(frames, total):
+                raise _Lost("nonsense")
+            watch.frames += item.description.num_frames
+            return PreparedVideo(item, total, fps if isinstance(fps, float) and 1e-9 < fps < math.inf else None)
+
+    def frames(self, files: Sequence[Frame], watch: Stopwatch) -> SealedItem:
+        index = 0
+
+        def refused(words: str) -> VideoError:
+            return VideoError(f"frame {index}: {words}")
+
+        with self._borrowed(self._image_seconds, refused) as worker:
+            for place, (index, data) in enumerate(files):
+                command = {"op": "frame", "index": index} if place else {"op": "frames", "index": index}
+                reply = worker.ask({**command, "count": len(files)}, data, self._image_seconds)
+                if (place + 1 < len(files)) != (reply.get("wanted") is True) and "error" not in reply:
+                    raise _Lost("nonsense")
+                _check(reply)
+            item = self._item(worker, reply, VIDEO, watch)
+            if item.description.num_frames != len(files):
+                raise _Lost("nonsense")
+            watch.frames += len(files)
+            return item
 
     def describe(self, data: bytes) -> ImageHeader:
         # nothing is decoded for it, so it may not take as long as a video
@@ -242,7 +278,7 @@ class PicturePool:
             worker.stop()
 
     @contextmanager
-    def _borrowed(self, seconds: float, kind: type[ImageError]) -> Iterator[_Worker]:
+    def _borrowed(self, seconds: float, kind: Callable[[str], ImageError]) -> Iterator[_Worker]:
         """A worker for one file. Losing it is the file's fault and raises `kind`; not having one raises Unavailable."""
         worker = self._idle.get()
         try:
@@ -273,48 +309,28 @@ class PicturePool:
             except _NotStarted as error:
                 log.error("no picture worker: %s", error)
 
-    def _pixels(self, worker: _Worker, reply: dict[str, Any]) -> Pixels:
-        """What a worker has decoded. Its words are believed only as far as they stay within the limits."""
+    def _item(self, worker: _Worker, reply: dict[str, Any], kind: str, watch: Stopwatch) -> SealedItem:
+        """What a worker has made. It is believed as far as it is of this model, and its file no other than it says."""
         _check(reply)
-        height, width = _number(reply, "height"), _number(reply, "width")
-        self._limits.frame.check_size(width, height)
-        return worker.pixels(height, width)
-
-
-class _WorkerClip(Clip):
-    """A clip that a worker opens again whenever its frames are wanted."""
-
-    def __init__(self, pool: PicturePool, data: bytes, frames: int) -> None:
-        self._pool, self._data, self._frames = pool, data, frames
-        self._fps: float | None = None
-        self._timed = False
-
-    @property
-    def num_frames(self) -> int:
-        return self._frames
-
-    @property
-    def fps(self) -> float | None:
-        if not self._timed:
-            for _ in self.arrays([]):
-                pass
-        return self._fps
-
-    def arrays(self, indices: Sequence[int]) -> Generator[Pixels, None, None]:
-        left = seconds = self._pool._video_seconds
-        command, data = {"op": "frames", "indices": list(indices)}, self._data
-        with self._pool._borrowed(seconds, VideoError) as worker:
-            while True:
-                asked = time.monotonic()
-                reply = worker.ask(command, data, max(left, 0.001))
-                left -= time.monotonic() - asked
-                if "fps" in reply:
-                    break
-                yield self._pool._pixels(worker, reply)
-                command, data = {"op": "next"}, b""
-        fps = reply["fps"]
-        self._fps = float(fps) if isinstance(fps, float) and 1e-9 < fps < math.inf else None
-        self._timed = True
+        assert self._vision is not None
+        file, found = worker.take_file(), _description(reply.get("item"))
+        pruning = video_rule(self._vision).pruning_rate if kind == VIDEO else 0.0
+        told = (found.kind, found.width, found.merge_size, found.pruning_rate)
+        if told != (kind, self._vision.patch_widths[kind], self._vision.merge_size, pruning):
+            raise _Lost("nonsense")
+        whole = (found.num_sequences, found.num_frames) == (1, 0)
+        several = 1 <= found.num_sequences <= found.num_frames
+        if not (several if kind == VIDEO else whole) or found.dtype not in (self._dtype, "uint8"):
+            raise _Lost("nonsense")
+        if not file.is_sealed(found.nbytes):
+            raise _Lost("nonsense")
+        seconds = reply.get("seconds")
+        for stage in ("decode", "resize", "patch"):
+            value = seconds.get(stage, 0.0) if isinstance(seconds, dict) else None
+            if type(value) is not float or not 0 <= value < 1e6:
+                raise _Lost("nonsense")
+            watch.seconds[stage] += value  # type: ignore[assignment]
+        return SealedItem(found, file)
 
 
 def _environment() -> dict[str, str]:
@@ -324,13 +340,42 @@ def _environment() -> dict[str, str]:
 
 def _check(reply: dict[str, Any]) -> None:
     """Raises the error that a reply tells of."""
-    if "error" in reply:
-        kind = VideoError if reply.get("video") else ImageError
-        raise kind(str(reply["error"])[:400])
+    if "error" not in reply:
+        return
+    words = str(reply["error"])[:400]
+    match reply.get("kind"):
+        case "video":
+            raise VideoError(words)
+        case "value":
+            raise ValueError(words)
+        case "memory":
+            raise errors.Unavailable(
+                f"no shared memory for the request's images: {words}", reason="SHARED_MEMORY_FULL", retry_after=1.0
+            )
+    raise ImageError(words)
+
+
+def _description(value: Any) -> ItemDescription:
+    """Raises _Lost for what is none."""
+    names = {field.name: field.type for field in fields(ItemDescription)}
+    if not isinstance(value, dict) or value.keys() != names.keys():
+        raise _Lost("nonsense")
+    grid = value["grid"]
+    if not isinstance(grid, list) or len(grid) != 2 or any(type(side) is not int or side < 1 for side in grid):
+        raise _Lost("nonsense")
+    kinds = {"int": (int,), "float": (int, float), "str": (str,)}
+    if any(type(value[name]) not in kinds[str(kind)] for name, kind in names.items() if name != "grid"):
+        raise _Lost("nonsense")
+    try:
+        found = ItemDescription(**{**value, "grid": (grid[0], grid[1])})
+        found.tokens  # noqa: B018  raises for a ragged grid
+        return found
+    except ValueError:
+        raise _Lost("nonsense") from None
 
 
 def _number(reply: dict[str, Any], name: str) -> int:
     value = reply.get(name)
-    if not isinstance(value, int) or value < 1:
+    if type(value) is not int or value < 1:
         raise _Lost("nonsense")
     return value

@@ -1,99 +1,125 @@
-"""The process that decodes pictures and clips: `python -m service.media.image_worker FD FD`, run by `picture_pool.py`.
+"""The process that makes patches of images and videos: `python -m service.media.image_worker FD`, run by the pool.
 
 Whatever hostile bytes make of a decoder, it ends here: memory and processor time are limited, the process holds no
-key and no model, and its end costs one request. It reads one command at a time from a socket, its first argument.
-Its words back are JSON, which the other end need not trust, and pixels lie at the beginning of a memory file, its
-second, until the next command.
+key and no weights, and its end costs one request. It reads one command at a time from a socket, its argument. Its words
+back are JSON, which the other end need not trust, and patches come in a sealed memory file of their own, whose
+descriptor crosses with the reply's length.
 
     command   4 bytes of length, JSON {"op": ..., "size": n}, n bytes of a file
     reply     4 bytes of length, JSON
 
-    limits    the first: what files may be, and what this process may use       -> {}
+    limits    the first: what files may be, what this process may use, the model's vision part  -> {}
     describe  format and size of a file, undecoded                              -> {"format", "width", "height", "mode"}
-    image     the picture                                                       -> {"height", "width"} of the pixels
-    clip      how long the clip is                                              -> {"frames"}
-    frames    its frames at "indices": the first of them                        -> as next
-    next      the next of them                                                  -> {"height", "width"}, or {"fps"}
+    image     its patches                                                       -> {"item", "seconds"}
+    video     patches of at most "frames" frames                                -> as image, with "total" and "fps"
+    frames    patches of "count" frames, the first of which, number "index", is here   -> as image, or {"wanted": true}
+    frame     the next of them, if it was wanted                                -> as frames
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
-import mmap
 import os
+import pickle
 import resource
 import signal
 import socket
 import struct
 import sys
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from PIL import Image
 
-from encoder.frames import Clip, VideoError, VideoLimits, describe, open_video
-from encoder.images import ImageError, ImageLimits, Pixels, decode_pixels
+from encoder.frames import VideoError, VideoLimits, describe
+from encoder.images import ImageError, ImageLimits
+from encoder.stopwatch import Stopwatch
 from kernels.host_memory import keep_freed_memory
+from service.media.images import Frame, MediaLimits
+from service.media.sealed import PreparedItem, SealedItem, seal
+
+if TYPE_CHECKING:
+    from service.media.patches import Patcher
 
 LENGTH = struct.Struct("!I")
-KEPT_BYTES = 64 << 20
-"""Freed memory that stays for the next picture: faulting it in again took twice as long as decoding 1080p."""
+KEPT_BYTES = 256 << 20
+"""Freed memory that stays for the next image: faulting it in again took twice as long as decoding 1080p."""
+START_BYTES = 8 << 30
+"""What the process is taken to have at the start where it cannot find out."""
 
 
 class _Worker:
-    """What is open at the moment, and the limits."""
+    """The limits, and the model's rules."""
 
-    def __init__(self, connection: socket.socket, memory: mmap.mmap, limits: dict[str, Any]) -> None:
-        self._connection, self._memory = connection, memory
-        self._image, self._video = ImageLimits(**limits["image"]), VideoLimits(**limits["video"])
-        self._file = VideoLimits(**limits["file"])
-        self._clip: Clip | None = None
-        self._frames: Generator[Pixels, None, None] | None = None
+    def __init__(self, connection: socket.socket, limits: MediaLimits, patcher: Patcher | None) -> None:
+        """`patcher`: None for models that take no images, whose uploads are only described."""
+        self._connection, self._limits, self._patcher = connection, limits, patcher
 
     def answer(self, command: dict[str, Any], data: bytes) -> None:
+        file = None
         try:
-            reply = self._do(command, data)
+            reply, item = self._do(command, data)
+            if item is not None:
+                sealed = item if isinstance(item, SealedItem) else seal(item)
+                reply["item"] = asdict(sealed.description)
+                file = sealed.file
         except ImageError as error:
-            reply = {"error": error.reason, "video": isinstance(error, VideoError)}
-        except MemoryError:
-            reply = {"error": "decoding it takes more memory than is allowed"}
-        send(self._connection, reply)
+            reply = {"error": error.reason, "kind": "video" if isinstance(error, VideoError) else "image"}
+        except ValueError as error:  # what the model's rules do not take
+            reply = {"error": str(error), "kind": "value"}
+        except OSError as error:  # no memory for the file
+            reply = {"error": error.strerror or str(error), "kind": "memory"}
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "alloc" not in str(error):  # torch has no class for it
+                raise
+            reply = {"error": "decoding it takes more memory than is allowed", "kind": "image"}
+        send(self._connection, reply, None if file is None else file.take())
 
-    def _do(self, command: dict[str, Any], data: bytes) -> dict[str, Any]:
+    def _do(self, command: dict[str, Any], data: bytes) -> tuple[dict[str, Any], PreparedItem | None]:
+        if command["op"] == "describe":
+            header = describe(data, self._limits.file)
+            return {
+                "format": header.format, "width": header.width, "height": header.height, "mode": header.mode,
+            }, None  # fmt: skip
+        assert self._patcher is not None, "files of a model that takes none"
+        watch = Stopwatch()
+        reply: dict[str, Any] = {}
+        item: PreparedItem
         match command["op"]:
-            case "describe":
-                header = describe(data, self._file)
-                return {
-                    "format": header.format, "width": header.width, "height": header.height, "mode": header.mode,
-                }  # fmt: skip
             case "image":
-                return self._lay(decode_pixels(data, self._image))
-            case "clip":
-                return {"frames": open_video(data, self._video).num_frames}
+                item = self._patcher.image(data, watch)
+            case "video":
+                video = self._patcher.video(data, command["frames"], watch)
+                item, reply = video.item, {"total": video.total, "fps": video.fps}
             case "frames":
-                self._clip = open_video(data, self._video)
-                self._frames = self._clip.arrays(command["indices"])
-                return self._next()
-            case "next":
-                return self._next()
-        raise ValueError(f"no command {command['op']!r}")
+                count = command["count"]
+                item = self._patcher.stream(self._arriving((command["index"], data), count), count, watch)
+            case other:
+                raise AssertionError(f"no command {other!r}")
+        return {**reply, "seconds": dict(watch.seconds)}, item
 
-    def _next(self) -> dict[str, Any]:
-        assert self._clip is not None and self._frames is not None
-        pixels = next(self._frames, None)
-        return self._lay(pixels) if pixels is not None else {"fps": self._clip.fps}
-
-    def _lay(self, pixels: Pixels) -> dict[str, Any]:
-        """Puts the pixels where the other end finds them."""
-        np.copyto(np.frombuffer(self._memory, np.uint8, pixels.size).reshape(pixels.shape), pixels)
-        return {"height": pixels.shape[0], "width": pixels.shape[1]}
+    def _arriving(self, first: Frame, count: int) -> Iterator[Frame]:
+        """The frames of a video, each of which comes when the one before it has been cut."""
+        yield first
+        for _ in range(count - 1):
+            send(self._connection, {"wanted": True})
+            command, data = receive(self._connection)
+            _allow_seconds(command["seconds"])
+            yield command["index"], data
 
 
-def send(connection: socket.socket, reply: dict[str, Any]) -> None:
+def send(connection: socket.socket, reply: dict[str, Any], descriptor: int | None = None) -> None:
+    """Takes over the descriptor, which goes with the length."""
     words = json.dumps(reply).encode()
-    connection.sendall(LENGTH.pack(len(words)) + words)
+    if descriptor is None:
+        connection.sendall(LENGTH.pack(len(words)) + words)
+        return
+    socket.send_fds(connection, [LENGTH.pack(len(words))], [descriptor])
+    os.close(descriptor)
+    connection.sendall(words)
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], bytes]:
@@ -115,8 +141,14 @@ def _exactly(connection: socket.socket, size: int) -> bytearray:
 
 
 def _confine(memory_bytes: int) -> None:
-    """Limits that hold for the rest of this process's life."""
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    """Limits that hold for the rest of this process's life: so much memory beside what is mapped already, of which
+    torch's libraries are the most."""
+    try:
+        with open("/proc/self/statm") as file:
+            mapped = int(file.read().split()[0]) * resource.getpagesize()
+    except OSError:  # where /proc is not mounted
+        mapped = START_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + memory_bytes, mapped + memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):  # where /proc is not mounted
         with open("/proc/self/oom_score_adj", "w") as file:
@@ -130,19 +162,32 @@ def _allow_seconds(seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (end, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
-def main(descriptor: int, memory_descriptor: int) -> int:
+def _begin(connection: socket.socket) -> _Worker:
+    """Imports what files and the model need, and gives up what nobody needs."""
+    command, _ = receive(connection)
+    files = {"image": ImageLimits, "video": VideoLimits}
+    limits = MediaLimits(**{name: kind(**command[name]) for name, kind in files.items()})
+    Image.init()  # loads all readers now rather than with the first image of each format
+    patcher = None
+    if command["vision"] is not None:
+        from service.media.patches import LocalDecoder, Patcher, use_one_thread  # not above: it has torch
+
+        use_one_thread()
+        # From the server, which is trusted: the rules that its prompts count tokens with, whatever the files say now.
+        vision = pickle.loads(base64.b64decode(command["vision"]))
+        patcher = Patcher(LocalDecoder(limits), vision, command["dtype"], limits)
+    _confine(command["memory_bytes"])
+    keep_freed_memory(KEPT_BYTES)
+    send(connection, {})
+    return _Worker(connection, limits, patcher)
+
+
+def main(descriptor: int) -> int:
     # The server decides when to stop; a Ctrl-C in the terminal reaches the whole group and is not for this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as connection:
-        memory = mmap.mmap(memory_descriptor, 0)
-        os.close(memory_descriptor)
         try:
-            limits, _ = receive(connection)
-            Image.init()  # loads all readers now rather than with the first picture of each format
-            _confine(limits["memory_bytes"])
-            keep_freed_memory(KEPT_BYTES)
-            worker = _Worker(connection, memory, limits)
-            send(connection, {})
+            worker = _begin(connection)
             while True:
                 command, data = receive(connection)
                 _allow_seconds(command["seconds"])
@@ -152,4 +197,6 @@ def main(descriptor: int, memory_descriptor: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
+    code = main(int(sys.argv[1]))
+    sys.stderr.flush()
+    os._exit(code)  # threads of libraries may outlive the interpreter's teardown and crash it

@@ -1,28 +1,26 @@
-"""Pictures and clips of a request: encoded bytes in, patches for the encoder and a content key out.
+"""Images and videos of a request: encoded bytes in, an item for the encoder and a content key out.
 
-Synchronous; the front runs it in a pool of its own. What decodes is behind `Decoder`: that may be another process.
+Synchronous; a frontend runs it in threads. What decodes and cuts is behind `ImageProcessor`: in a server that is a
+process of its own (`service.media.image_pool`), and no pixel comes here.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from encoder.frames import Clip, VideoError, VideoLimits, describe, open_video
-from encoder.images import ImageError, ImageHeader, ImageLimits, Pixels, decode_pixels
-from encoder.item import IMAGE, EncoderItem
+from encoder.frames import VideoError, VideoLimits
+from encoder.images import ImageError, ImageHeader, ImageLimits
+from encoder.item import DTYPE_BYTES, IMAGE
 from encoder.stopwatch import Stopwatch
 from families import VideoRule, VisionSpec
 from service.common import errors
 from service.common.types import ImageSource, MediaSource, VideoSource
-
-if TYPE_CHECKING:
-    import torch
+from service.media.sealed import PreparedItem
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class Prepared:
 
     field: str
     """Where it was in the request."""
-    item: EncoderItem
+    item: PreparedItem
     key: bytes
     """Content key: tenant, model revision and preprocessing, content."""
     labels: tuple[str, ...] = ()
@@ -61,23 +59,42 @@ class MediaLimits:
 
     @property
     def worker_bytes(self) -> int:
-        """Memory that decoding either may take, and the decoder's own beside it."""
+        """Memory that decoding and resizing either may take, beside what the process has when it begins: pixels as
+        bytes, as floats, resized one way, and what the decoder holds."""
         pixels = self.frame.max_pixels
-        return (1 << 30) + 16 * pixels + 3 * self.file.max_bytes
+        return (1 << 30) + 48 * pixels + 3 * self.file.max_bytes
 
 
-class Decoder(Protocol):
-    """Files to pixels. Raises ImageError, or its child VideoError, whatever the bytes are, and Unavailable where
-    nothing can be decoded at the moment."""
+Frame = tuple[int, bytes]
+"""A frame that came as a file of its own: its number in the video, for messages, and the file."""
 
-    def image(self, data: bytes) -> Pixels:
-        """`[H, W, 3]` uint8."""
 
-    def clip(self, data: bytes) -> Clip:
-        """An opened clip."""
+@dataclass(frozen=True)
+class PreparedVideo:
+    """A video whose frames were chosen where it was decoded."""
+
+    item: PreparedItem
+    total: int
+    """Frames in the file."""
+    fps: float | None
+    """None where the file does not say."""
+
+
+class ImageProcessor(Protocol):
+    """Files to patches. Raises ImageError, or its child VideoError, whatever the bytes are, ValueError for what the
+    model cannot take, and Unavailable where nothing can be prepared at the moment. `watch` counts the stages."""
+
+    def image(self, data: bytes, watch: Stopwatch) -> PreparedItem:
+        """The image."""
+
+    def video(self, data: bytes, frames: int, watch: Stopwatch) -> PreparedVideo:
+        """At most so many frames of a video, as the model's rule chooses them."""
+
+    def frames(self, files: Sequence[Frame], watch: Stopwatch) -> PreparedItem:
+        """A video that came as images."""
 
     def describe(self, data: bytes) -> ImageHeader:
-        """Format and size of a picture or clip, undecoded, whatever its number of bytes."""
+        """Format and size of an image or video, undecoded, whatever its number of bytes."""
 
     def stats(self) -> Mapping[str, float]:
         """Counters since the start."""
@@ -86,37 +103,32 @@ class Decoder(Protocol):
         """Frees what it holds. Idempotent."""
 
 
-class LocalDecoder:
-    """Decodes in this process."""
+def video_rule(vision: VisionSpec) -> VideoRule:
+    """Raises ValueError for a model without one."""
+    rule = vision.video_rule
+    if rule is None:
+        raise ValueError("this model takes no video: its tower has no projection for temporal patches")
+    return rule
 
-    def __init__(self, limits: MediaLimits) -> None:
-        self._limits = limits
 
-    def image(self, data: bytes) -> Pixels:
-        return decode_pixels(data, self._limits.image)
-
-    def clip(self, data: bytes) -> Clip:
-        return open_video(data, self._limits.video)
-
-    def describe(self, data: bytes) -> ImageHeader:
-        return describe(data, self._limits.file)
-
-    def stats(self) -> Mapping[str, float]:
-        return {}
-
-    def close(self) -> None:
-        pass
+def most_bytes(vision: VisionSpec, dtype: str, frames: int | None) -> int:
+    """The most that the patches of a video of so many frames can take, or of an image, before anything is known of
+    it."""
+    if frames is None:
+        numbers = vision.max_image_tokens * vision.patches_per_token * vision.patch_widths[IMAGE]
+    else:
+        numbers = video_rule(vision).most_numbers(frames)
+    return numbers * DTYPE_BYTES[dtype]
 
 
 class Preparer:
     """Makes `Prepared` of what requests hold. Thread-safe."""
 
-    def __init__(self, decoder: Decoder, vision: VisionSpec, dtype: str, limits: MediaLimits, revision: str) -> None:
-        """`dtype`: of the patches, as torch calls it. `revision`: the model's, part of every key."""
-        import torch
-
-        self._decoder, self._vision, self._limits = decoder, vision, limits
-        self._dtype: torch.dtype = getattr(torch, dtype)
+    def __init__(
+        self, processor: ImageProcessor, vision: VisionSpec, dtype: str, limits: MediaLimits, revision: str
+    ) -> None:
+        """`dtype`: of the patches, by its name. `revision`: the model's, part of every key."""
+        self._processor, self._vision, self._dtype, self._limits = processor, vision, dtype, limits
         self._seed = hashlib.sha256(f"{revision}|{dtype}|{vision}".encode()).digest()
         self._lock = Lock()
         self._counts: Counter[str] = Counter()
@@ -126,14 +138,8 @@ class Preparer:
         watch = Stopwatch()
         try:
             if isinstance(source, VideoSource):
-                return self._clip(source, salt, watch)
-            with watch("decode"):
-                pixels_HWC = self._decoder.image(source.data)
-            import torch
-
-            item = self._vision.image_rule.patchify(
-                torch.from_numpy(pixels_HWC), self._dtype, keep_bytes=True, watch=watch
-            )
+                return self._video(source, salt, watch)
+            item = self._processor.image(source.data, watch)
             return Prepared(source.field, item, self._key(salt, b"image", source.data))
         except ImageError as error:
             kind = "VIDEO" if isinstance(source, VideoSource) else "IMAGE"
@@ -162,22 +168,14 @@ class Preparer:
         )
 
     def most_bytes(self, source: MediaSource) -> int:
-        """The most that the patches of a picture or clip can take, before anything is known of it."""
-        vision = self._vision
-        if not isinstance(source, VideoSource):
-            patches = vision.max_image_tokens * vision.patches_per_token
-            return patches * vision.patch_widths[IMAGE] * self._dtype.itemsize
-        frames = self._limits.video_frames if source.max_frames is None else source.max_frames
-        return self._video_rule().most_numbers(frames) * self._dtype.itemsize
-
-    def _video_rule(self) -> VideoRule:
-        rule = self._vision.video_rule
-        if rule is None:
-            raise ValueError("this model takes no video: its tower has no projection for temporal patches")
-        return rule
+        """The most that the patches of an image or video can take, before anything is known of it."""
+        frames = None
+        if isinstance(source, VideoSource):
+            frames = self._limits.video_frames if source.max_frames is None else source.max_frames
+        return most_bytes(self._vision, self._dtype, frames)
 
     def stats(self) -> dict[str, float]:
-        """Pictures, clips and frames since the start, and the seconds that each stage took."""
+        """Images, videos and frames since the start, and the seconds that each stage took."""
         names = ("images", "videos", "frames", "decode_seconds", "resize_seconds", "patch_seconds")
         with self._lock:
             return {name: float(self._counts[name]) for name in names}
@@ -189,68 +187,36 @@ class Preparer:
             for stage, seconds in watch.seconds.items():
                 self._counts[f"{stage}_seconds"] += seconds  # type: ignore[assignment]
 
-    def _clip(self, source: VideoSource, salt: bytes, watch: Stopwatch) -> Prepared:
+    def _video(self, source: VideoSource, salt: bytes, watch: Stopwatch) -> Prepared:
         most = self._limits.video_frames
         wanted = most if source.max_frames is None else source.max_frames
         if not 1 <= wanted <= most:
             raise ValueError(f"max_frames is {wanted}; it must be from 1 to {most}")
-        rule = self._video_rule()
-        with watch("decode"):
-            clip = _FrameList(source, self._decoder, self._limits) if source.frames else self._decoder.clip(source.data)
-        indices = rule.sample(clip.num_frames, wanted)
-        # closing: what decodes the frames is given back at once, and not when a collector finds the generators
-        with closing(clip.frames(indices)) as frames:
-            item = rule.patchify(
-                _timed(frames, watch), self._dtype, num_frames=len(indices), keep_bytes=True, watch=watch
-            )
-        dated = None if source.frames and len(indices) == clip.num_frames else indices
-        labels = rule.labels(len(indices), fps=clip.fps, indices=dated)
-        content = [source.data] if not source.frames else [source.frames[index].data for index in indices]
+        rule = video_rule(self._vision)
+        if source.frames:
+            self._check_frames(source)
+            indices = rule.sample(len(source.frames), wanted)
+            files = [source.frames[index].data for index in indices]
+            item = self._processor.frames(list(zip(indices, files, strict=True)), watch)
+            dated, fps, content = len(indices) < len(source.frames), source.fps, files
+        else:
+            video = self._processor.video(source.data, wanted, watch)
+            indices = rule.sample(video.total, wanted)
+            item, dated, fps, content = video.item, True, video.fps, [source.data]
+        labels = rule.labels(len(indices), fps=fps, indices=indices if dated else None)
         key = self._key(salt, b"video%d" % len(indices), *content)
         return Prepared(source.field, item, key, tuple(labels), len(indices))
 
+    def _check_frames(self, source: VideoSource) -> None:
+        limits = self._limits.video
+        size = sum(len(frame.data) for frame in source.frames)
+        if size > limits.max_bytes:
+            raise VideoError(f"the video has {size} bytes, more than the {limits.max_bytes} that are allowed")
+        limits.check(len(source.frames), 1, 1)
+
     def _key(self, salt: bytes, kind: bytes, *content: bytes) -> bytes:
+        """Made here and not by whoever decodes: a key binds rows to the bytes that this client sent."""
         digest = hashlib.sha256(self._seed + len(salt).to_bytes(4, "big") + salt + kind)
         for part in content:
             digest.update(hashlib.sha256(part).digest())
         return digest.digest()
-
-
-class _FrameList(Clip):
-    """Frames that came one by one, as a clip."""
-
-    def __init__(self, source: VideoSource, decoder: Decoder, limits: MediaLimits) -> None:
-        self._source, self._decoder, self._limits = source, decoder, limits
-        size = sum(len(frame.data) for frame in source.frames)
-        if size > limits.video.max_bytes:
-            raise VideoError(f"the video has {size} bytes, more than the {limits.video.max_bytes} that are allowed")
-        limits.video.check(len(source.frames), 1, 1)
-
-    @property
-    def num_frames(self) -> int:
-        return len(self._source.frames)
-
-    @property
-    def fps(self) -> float | None:
-        return self._source.fps
-
-    def arrays(self, indices: Sequence[int]) -> Generator[Pixels, None, None]:
-        for index in indices:
-            try:
-                pixels_HWC = self._decoder.image(self._source.frames[index].data)
-                self._limits.video.check(len(indices), pixels_HWC.shape[1], pixels_HWC.shape[0])
-            except VideoError:
-                raise
-            except ImageError as error:
-                raise VideoError(f"frame {index}: {error}") from error
-            yield pixels_HWC
-
-
-def _timed(frames: Iterator[torch.Tensor], watch: Stopwatch) -> Iterator[torch.Tensor]:
-    while True:
-        with watch("decode"):
-            frame = next(frames, None)
-        if frame is None:
-            return
-        watch.frames += 1
-        yield frame

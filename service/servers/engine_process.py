@@ -1,6 +1,7 @@
 """The engine process: `python -m service.servers.engine_process FD`, started by `service.engine.engine_client`.
 
-Protocol on the socket pair FD, front to engine: the options first, then ("submit", request, has_pixels), ("abort", id),
+Protocol on the socket pair FD, front to engine: the options first, then ("submit", request), which the
+descriptors of its images follow, ("abort", id),
 ("query", number, what), ("close",). Engine to front: ("ready", info) or ("failed", message), then ("events", [...]),
 ("answer", number, value, error). Either side treats the end of the stream as the death of the other.
 """
@@ -63,9 +64,9 @@ def _serve(connection: Connection, options: EngineOptions) -> int:
         try:
             while True:
                 match connection.recv():
-                    case ("submit", request, has_pixels):
-                        pixels = receive_descriptor(connection) if has_pixels else None
-                        engine.submit(wire.unpack_pixels(request, pixels))
+                    case ("submit", request):
+                        descriptors = [receive_descriptor(connection) for _ in request.images]
+                        engine.submit(wire.unpack_images(request, descriptors))
                     case ("abort", request_id):
                         engine.abort(request_id)
                     case ("query", number, what):

@@ -138,9 +138,6 @@ def main(descriptor: int) -> int:
         level=options.log_level.upper(), stream=sys.stderr,
         format=f"%(asctime)s %(levelname)s front {member} %(name)s: %(message)s",
     )  # fmt: skip
-    import torch
-
-    torch.set_num_threads(1)
     return asyncio.run(serve(connection, options, info, member))
 
 

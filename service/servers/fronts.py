@@ -160,11 +160,11 @@ class Hub:
 
     def _handle(self, front: _Front, message: Any) -> None:
         match message:
-            case ("submit", bare, has_pixels):
-                pixels = receive_descriptor(front.connection) if has_pixels else None
+            case ("submit", bare):
+                descriptors = [receive_descriptor(front.connection) for _ in bare.images]
                 with self._lock:
                     self._owners.update((name, (front, bare.salt)) for name in bare.names)
-                self.engine.submit_packed(bare, pixels)
+                self.engine.submit_packed(bare, descriptors)
             case ("abort", name):
                 with self._lock:
                     self._owners.pop(name, None)

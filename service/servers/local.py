@@ -17,6 +17,7 @@ from service.common import errors
 from service.common.config import ServerOptions
 from service.common.settings import from_keywords
 from service.engine.engine_thread import EngineThread
+from service.media.patches import local_processor
 from service.servers.limits import front_limits, load_assets
 
 T = TypeVar("T")
@@ -37,7 +38,13 @@ class LocalService:
         except ValueError as error:  # ConfigError, CheckpointError and the runners' own refusals
             raise errors.InvalidArgument(str(error)) from error
         limits = front_limits(self.options)
-        self._frontend = Frontend(engine, assets, limits, workers=self.options.image_workers)
+        self._frontend = Frontend(
+            engine,
+            assets,
+            limits,
+            workers=self.options.image_workers,
+            processor=local_processor(limits.media, assets.vision, engine.info.dtype),
+        )
         self._model = convert.model_to_proto(engine.info, assets, limits)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="saccade-local", daemon=True)

@@ -76,9 +76,9 @@ class Server:
         limits = front_limits(options)
         self.pictures = PicturePool(
             limits.media, decoder_processes(options.image_workers), image_seconds=options.image_timeout,
-            video_seconds=options.video_timeout,
+            video_seconds=options.video_timeout, vision=assets.vision, dtype=engine.info.dtype,
         )  # fmt: skip
-        self.frontend = Frontend(engine, assets, limits, workers=options.image_workers, decoder=self.pictures)
+        self.frontend = Frontend(engine, assets, limits, workers=options.image_workers, processor=self.pictures)
         self._model = convert.model_to_proto(engine.info, assets, limits, options)
         fetcher = make_fetcher(options, limits.media)
         self._credentials = server_credentials(options)

@@ -46,14 +46,14 @@ def of_process(stats: dict[str, Any], name: str) -> float:
 
 
 @contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """What this process may have in one file, memory files among them."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+def largest_file(size: int, pid: int = 0) -> Iterator[None]:
+    """What a process, or this one, may have in one file, memory files among them."""
+    before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, before[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
 
 
 def test_same_answers_and_a_kill_over_a_picture(model: Path, client: saccade.Client) -> None:
@@ -70,15 +70,16 @@ def test_same_answers_and_a_kill_over_a_picture(model: Path, client: saccade.Cli
         stats = running.drained()
         assert of_process(stats, "starts") == 2
         assert stats["encoder"]["lost"] == 1 and stats["handoff"]["failures"] == 0
-        no_shared_memory_for_a_request(apart)
+        no_shared_memory_for_a_request(apart, running)
     assert sorted(os.listdir("/dev/shm")) == shared
 
 
-def no_shared_memory_for_a_request(client: saccade.Client) -> None:
-    """From the front to the engine; this process is the front."""
+def no_shared_memory_for_a_request(client: saccade.Client, running: RunningServer) -> None:
+    """From an image worker to the engine."""
+    (worker,) = [worker.pid for worker in running.server.pictures.workers if worker.pid is not None]
     with client.stream("go on", max_tokens=300, ignore_eos=True, seed=1) as other:
         next(other)
-        with largest_file(1 << 16), pytest.raises(saccade.errors.Unavailable) as refused:
+        with largest_file(1 << 10, worker), pytest.raises(saccade.errors.Unavailable) as refused:
             client.generate("all of them", images=[picture(i, (64, 64)) for i in range(16)], max_tokens=1)
         assert refused.value.reason == "SHARED_MEMORY_FULL" and refused.value.retryable
         assert other.final().usage.completion_tokens == 300

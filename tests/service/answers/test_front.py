@@ -18,6 +18,7 @@ from service.common import errors
 from service.common.config import ServerOptions
 from service.common.types import Delta, Event, Finished, GenerateSpec, RawInput, Started, TokensInput, Usage
 from service.engine.types import EngineEvent, EngineRequest
+from service.media.patches import local_processor
 from service.model.assets import ModelAssets
 from service.servers.limits import load_assets
 from service.telemetry.call_context import CallInfo, set_current_call
@@ -53,7 +54,8 @@ def with_front(
 ) -> None:
     async def run() -> None:
         engine = Told(max_len)
-        front = Frontend(engine, assets, FrontLimits(**limits))
+        processor = local_processor(FrontLimits().media, assets.vision, "float32")
+        front = Frontend(engine, assets, FrontLimits(**limits), processor=processor)
         front.start()
         try:
             async with asyncio.timeout(60):

@@ -37,6 +37,7 @@ from service.common.types import (
 )
 from service.engine.types import EngineEvent, EngineRequest
 from service.media.images import MediaLimits
+from service.media.patches import Patcher
 from service.model.assets import ModelAssets
 from service.servers.limits import load_assets
 
@@ -115,7 +116,10 @@ def with_front(
 
     async def run() -> None:
         decoder = Controlled()
-        front = Frontend(engine, assets, limits or FrontLimits(), workers=workers, decoder=decoder)
+        limits_ = limits or FrontLimits()
+        assert assets.vision is not None
+        processor = Patcher(decoder, assets.vision, "float32", limits_.media)
+        front = Frontend(engine, assets, limits_, workers=workers, processor=processor)
         front.start()
         try:
             async with asyncio.timeout(30):

@@ -26,13 +26,18 @@ def test_nobody_waits_for_a_reader_and_the_order_stays() -> None:
     for number in range(200):
         outbox.put((number, bytes(10_000)))  # more than any socket's buffer
     assert [theirs.recv()[0] for _ in range(200)] == list(range(200))
-    descriptor = os.memfd_create("x")
-    outbox.put("with a descriptor", descriptor)
-    assert theirs.recv() == "with a descriptor"
-    os.close(receive_descriptor(theirs))
+    descriptor, other = (os.memfd_create("x") for _ in range(2))
+    os.ftruncate(descriptor, 1)
+    os.ftruncate(other, 2)
+    outbox.put("with descriptors", (descriptor, other))
+    assert theirs.recv() == "with descriptors"
+    for size in (1, 2):
+        arrived = receive_descriptor(theirs)
+        assert os.fstat(arrived).st_size == size, "they come in their order"
+        os.close(arrived)
     outbox.put("last")
     outbox.close()
-    assert theirs.recv() == "last" and not is_open(descriptor)
+    assert theirs.recv() == "last" and not is_open(descriptor) and not is_open(other)
 
 
 def test_what_cannot_be_sent_is_told() -> None:
@@ -47,10 +52,10 @@ def test_what_cannot_be_sent_is_told() -> None:
     outbox = Outbox(ours, on_lost)
     theirs.close()
     descriptors = [os.memfd_create("x") for _ in range(2)]
-    outbox.put("to nobody", descriptors[0])
+    outbox.put("to nobody", (descriptors[0],))
     assert told.acquire(timeout=30) and lost == ["to nobody"]
     outbox.close()
-    outbox.put("after the end", descriptors[1])
+    outbox.put("after the end", (descriptors[1],))
     assert lost == ["to nobody", "after the end"] and not any(map(is_open, descriptors))
     outbox.close()
 

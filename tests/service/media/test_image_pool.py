@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
 from clips import animation, moving_frames
 from fake_engine import FakeEngine
 from pictures import picture
@@ -21,20 +23,46 @@ from PIL import Image
 
 from encoder.frames import VideoError, VideoLimits
 from encoder.images import ImageError, ImageLimits
+from encoder.item import EncoderItem
+from encoder.stopwatch import Stopwatch
 from service.common import errors
 from service.common.config import ConfigError, ServerOptions
 from service.media.image_pool import PicturePool
 from service.media.image_worker import LENGTH
-from service.media.images import LocalDecoder, MediaLimits
+from service.media.images import MediaLimits
+from service.media.patches import LocalDecoder, Patcher
+from service.media.sealed import SEALS, PreparedItem, SealedItem, open_patches
 from service.servers.limits import load_assets
 from service.servers.server import Server
 
 LIMITS = MediaLimits(ImageLimits(max_pixels=3_000_000), VideoLimits(max_pixels=3_000_000, max_frames=20))
+VISION = load_assets(ServerOptions()).vision
+assert VISION is not None
+HERE = Patcher(LocalDecoder(LIMITS), VISION, "float32", LIMITS)
+
+
+def make_pool(limits: MediaLimits = LIMITS, seconds: float = 60) -> PicturePool:
+    return PicturePool(limits, 1, image_seconds=seconds, video_seconds=seconds, vision=VISION)
+
+
+def image(pool: PicturePool, data: bytes) -> EncoderItem:
+    """As the engine sees it."""
+    return opened(pool.image(data, Stopwatch()))
+
+
+def opened(sealed: PreparedItem) -> EncoderItem:
+    assert isinstance(sealed, SealedItem)
+    return open_patches(sealed.description, sealed.file.take())
+
+
+def same(got: EncoderItem, expected: PreparedItem) -> bool:
+    assert isinstance(expected, EncoderItem)
+    return got.description == expected.description and torch.equal(got.patches, expected.patches)
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[PicturePool]:
-    pool = PicturePool(LIMITS, 1, image_seconds=60, video_seconds=60)
+    pool = make_pool()
     pool.start()
     yield pool
     assert pool.stats() == {"workers_lost_time": 0, "workers_lost_died": 0, "workers_lost_nonsense": 0}
@@ -42,115 +70,195 @@ def pool() -> Iterator[PicturePool]:
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "TIFF"])
-def test_pixels_are_those_of_this_process(pool: PicturePool, form: str) -> None:
+@pytest.mark.parametrize("size", [(57, 33), (32, 32)], ids=["resized", "cut-only"])
+def test_patches_are_those_of_this_process(pool: PicturePool, form: str, size: tuple[int, int]) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     buffer = io.BytesIO()
-    Image.open(io.BytesIO(picture(3, (57, 33)))).save(buffer, form, **({} if form == "TIFF" else {"exif": exif}))
-    data = buffer.getvalue()
-    expected = LocalDecoder(LIMITS).image(data)
-    got = pool.image(data)
-    assert np.array_equal(got, expected) and got.flags.writeable
-    assert pool.describe(data) == LocalDecoder(LIMITS).describe(data)
+    Image.open(io.BytesIO(picture(3, size))).save(buffer, form, **({} if form == "TIFF" else {"exif": exif}))
+    data, watch = buffer.getvalue(), Stopwatch()
+    got = opened(pool.image(data, watch))
+    assert same(got, HERE.image(data, Stopwatch())) and got.patches.dtype == (
+        torch.uint8 if size[0] == 32 else torch.float32
+    )
+    assert watch.seconds["decode"] > 0 and watch.seconds["patch"] > 0
+    assert pool.describe(data) == HERE.describe(data)
 
 
 @pytest.mark.parametrize("form", ["GIF", "PNG", "WEBP"])
-def test_frames_are_those_of_this_process(pool: PicturePool, form: str) -> None:
-    data = animation(moving_frames(6, 20, 30), form)
-    ours, theirs = LocalDecoder(LIMITS).clip(data), pool.clip(data)
-    assert theirs.num_frames == ours.num_frames == 6
-    assert theirs.fps == ours.fps
-    for got, expected in zip(theirs.arrays([0, 3, 5]), ours.arrays([0, 3, 5]), strict=True):
-        assert np.array_equal(got, expected)
-    given_up = theirs.arrays([0, 1])
-    next(given_up)
-    given_up.close()
-    assert len(list(theirs.arrays([2]))) == 1
+def test_videos_are_those_of_this_process(pool: PicturePool, form: str) -> None:
+    data, watch = animation(moving_frames(6, 20, 30), form), Stopwatch()
+    ours, theirs = HERE.video(data, 3, Stopwatch()), pool.video(data, 3, watch)
+    assert (theirs.total, theirs.fps) == (ours.total, ours.fps) == (6, ours.fps) and watch.frames == 3
+    assert same(opened(theirs.item), ours.item)
+
+
+def test_frames_are_those_of_this_process(pool: PicturePool) -> None:
+    files = [(index, picture(index, (40, 20))) for index in (0, 2, 5)]
+    assert same(opened(pool.frames(files, Stopwatch())), HERE.frames(files, Stopwatch()))
+    for bad, words in (((5, b"junk"), "frame 5: "), ((5, picture(1, (20, 20))), "frame 2 has 20x20 pixels")):
+        for processor in (pool, HERE):
+            with pytest.raises(ValueError, match=words):
+                processor.frames([*files[:2], bad], Stopwatch())
+    assert same(opened(pool.frames(files[:1], Stopwatch())), HERE.frames(files[:1], Stopwatch()))
+
+
+def test_nobody_can_write_to_what_a_worker_has_made(pool: PicturePool) -> None:
+    sealed = pool.image(picture(1), Stopwatch())
+    descriptor = sealed.file.take()
+    try:
+        for change in (lambda: os.write(descriptor, b"x"), lambda: os.ftruncate(descriptor, 1)):
+            with pytest.raises(PermissionError):
+                change()
+    finally:
+        os.close(descriptor)
+
+
+def test_what_nobody_takes_is_closed(pool: PicturePool) -> None:
+    def files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    pool.image(picture(1), Stopwatch())
+    before = files()
+    for _ in range(3):
+        pool.image(picture(1), Stopwatch())
+    assert files() == before
 
 
 def test_refusals_are_those_of_this_process(pool: PicturePool) -> None:
-    wide = io.BytesIO()
+    wide, flat = io.BytesIO(), io.BytesIO()
     Image.new("1", (2000, 2000)).save(wide, "PNG")
-    for data in (b"", b"junk", picture(1)[:60], wide.getvalue()):
-        with pytest.raises(ImageError) as expected:
-            LocalDecoder(LIMITS).image(data)
-        with pytest.raises(ImageError) as got:
-            pool.image(data)
-        assert got.value.reason == expected.value.reason
+    Image.new("1", (1, 200)).save(flat, "PNG")
+    for data in (b"", b"junk", picture(1)[:60], wide.getvalue(), flat.getvalue()):
+        refused = []
+        for processor in (HERE, pool):
+            try:
+                processor.image(data, Stopwatch())
+            except ValueError as error:
+                refused.append((type(error), str(error)))
+        assert not refused or refused[0] == refused[1]
     long = animation(moving_frames(21, 4, 4), "GIF")
     with pytest.raises(VideoError, match="21 frames, more than the 20"):
-        pool.clip(long)
+        pool.video(long, 4, Stopwatch())
     with pytest.raises(VideoError):
-        list(pool.clip(animation(moving_frames(5, 40, 40), "GIF")[:-900]).arrays([4]))
+        pool.video(animation(moving_frames(5, 40, 40), "GIF")[:-900], 5, Stopwatch())
 
 
 def test_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = MediaLimits(ImageLimits(max_pixels=10**9))
-    monkeypatch.setattr(MediaLimits, "worker_bytes", 400 << 20)
-    pool = PicturePool(limits, 1, image_seconds=120, video_seconds=60)
+    monkeypatch.setattr(MediaLimits, "worker_bytes", 300 << 20)
+    pool = make_pool(limits, 120)
     buffer = io.BytesIO()
     Image.new("RGB", (9000, 9000)).save(buffer, "PNG", compress_level=1)
     with pytest.raises(ImageError, match="memory|cannot be decoded|died"):
-        pool.image(buffer.getvalue())
-    assert pool.image(picture(1)).shape[2] == 3
+        image(pool, buffer.getvalue())
+    assert image(pool, picture(1)).tokens
+    pool.close()
+
+
+ITEM: dict[str, Any] = {
+    "grid": [4, 4], "kind": "image", "num_sequences": 1, "num_frames": 0, "pruning_rate": 0.0, "merge_size": 2,
+    "width": VISION.patch_widths["image"], "dtype": "float32",
+}  # fmt: skip
+SECONDS = {"decode": 0.1, "resize": 0.1, "patch": 0.1}
+SIZE = 16 * ITEM["width"] * 4
+
+
+def words(seconds: Any = SECONDS, **changed: Any) -> bytes:
+    return json.dumps({"item": {**ITEM, **changed}, "seconds": seconds}).encode()
+
+
+def memory_file(size: int = SIZE, seals: int = SEALS) -> int:
+    descriptor = os.memfd_create("x", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
+def test_what_a_worker_says_is_believed_where_all_of_it_fits() -> None:
+    pool = make_pool(seconds=30)
+    with lying(pool, words(), memory_file()):
+        assert image(pool, b"an image").tokens == 4
     pool.close()
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("said", "file"),
     [
-        pytest.param(b'{"height": 4}', id="no-width"),
-        pytest.param(b'{"height": -4, "width": -4}', id="negative"),
-        pytest.param(b'{"height": "4", "width": true}', id="no-numbers"),
-        pytest.param(b'{"height": 4', id="half-json"),
-        pytest.param(b"[1, 2]", id="a-list"),
-        pytest.param(b"x" * 100_000, id="long"),
+        pytest.param(b"{}", memory_file, id="no-item"),
+        pytest.param(words(), lambda: None, id="no-file"),
+        pytest.param(words(), lambda: memory_file(SIZE - 1), id="short-file"),
+        pytest.param(words(), lambda: memory_file(SIZE + 1), id="long-file"),
+        pytest.param(words(), lambda: memory_file(seals=SEALS & ~fcntl.F_SEAL_WRITE), id="can-be-written"),
+        pytest.param(words(), lambda: memory_file(seals=SEALS & ~fcntl.F_SEAL_SHRINK), id="can-shrink"),
+        pytest.param(words(), lambda: os.open("/dev/null", os.O_RDONLY), id="no-memory-file"),
+        pytest.param(words(grid=[-4, -4]), memory_file, id="negative"),
+        pytest.param(words(grid=["4", True]), memory_file, id="no-numbers"),
+        pytest.param(words(grid=[1, 16]), memory_file, id="ragged"),
+        pytest.param(words(grid=[10**9, 10**9]), memory_file, id="more-than-there-is"),
+        pytest.param(words(width=True), memory_file, id="no-width"),
+        pytest.param(words(width=3), memory_file, id="another-width"),
+        pytest.param(words(kind="video"), memory_file, id="another-kind"),
+        pytest.param(words(merge_size=4), memory_file, id="another-merge"),
+        pytest.param(words(pruning_rate=0.5), memory_file, id="pruned"),
+        pytest.param(words(num_sequences=4, grid=[2, 2]), memory_file, id="several-sequences"),
+        pytest.param(words(num_frames=1), memory_file, id="frames-of-an-image"),
+        pytest.param(words(dtype="bfloat16", grid=[4, 8]), memory_file, id="another-type"),
+        pytest.param(words(dtype="float8"), memory_file, id="no-type"),
+        pytest.param(words(more=1), memory_file, id="one-field-more"),
+        pytest.param(words(seconds={"decode": "long"}), memory_file, id="no-seconds"),
+        pytest.param(words(seconds={"decode": -1.0}), memory_file, id="negative-seconds"),
+        pytest.param(words(seconds=[]), memory_file, id="seconds-of-nothing"),
+        pytest.param(b'{"item": 4', memory_file, id="half-json"),
+        pytest.param(b"[1, 2]", memory_file, id="a-list"),
+        pytest.param(b"x" * 100_000, memory_file, id="long"),
     ],
 )
-def test_what_a_worker_says_is_not_believed(words: bytes) -> None:
-    pool = PicturePool(LIMITS, 1, image_seconds=30, video_seconds=30)
-    with lying(pool, words), pytest.raises(ImageError, match="its decoder broke"):
-        pool.image(b"a picture")
+def test_what_a_worker_says_is_not_believed(said: bytes, file: Callable[[], int | None]) -> None:
+    pool = make_pool(seconds=30)
+    with lying(pool, said, file()), pytest.raises(ImageError, match="its decoder broke"):
+        image(pool, b"an image")
     assert pool.stats()["workers_lost_nonsense"] == 1
-    assert pool.image(picture(1)).shape[2] == 3, "and another takes its place"
     pool.close()
 
 
-def test_a_worker_cannot_speak_of_more_than_is_allowed() -> None:
-    pool = PicturePool(LIMITS, 1, image_seconds=30, video_seconds=30)
-    with lying(pool, b'{"height": 2000, "width": 2000}'), pytest.raises(ImageError, match="more than the 3000000"):
-        pool.image(b"a picture")
+def test_another_takes_the_place_of_one_that_lies() -> None:
+    pool = make_pool(seconds=30)
+    with lying(pool, b"{}", None), pytest.raises(ImageError, match="its decoder broke"):
+        image(pool, b"an image")
+    assert image(pool, picture(1)).tokens
     pool.close()
 
 
 @contextmanager
-def lying(pool: PicturePool, words: bytes) -> Iterator[None]:
-    """Puts a process in the place of the pool's worker that has said `words` before it was asked."""
+def lying(pool: PicturePool, said: bytes, file: int | None) -> Iterator[None]:
+    """Puts a process in the place of the pool's worker that has said this, and sent a file, before it was asked."""
     worker = pool.workers[0]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with theirs:
-        worker.start()
-        assert worker._process is not None and worker._connection is not None
-        worker._connection.close()
+        worker._process = subprocess.Popen(["sleep", "600"])
         worker._connection, worker._greeted = ours, True
-        theirs.sendall(LENGTH.pack(len(words)) + words)
+        socket.send_fds(theirs, [LENGTH.pack(len(said))], [] if file is None else [file])
+        if file is not None:
+            os.close(file)
+        theirs.sendall(said)
         yield
 
 
 @pytest.mark.parametrize("program", ["/bin/false", "/nowhere/python"], ids=["dies-at-once", "cannot-be-started"])
 def test_a_picture_is_not_blamed_for_a_worker_that_does_not_start(program: str) -> None:
-    pool = PicturePool(LIMITS, 1, image_seconds=60, video_seconds=60)
+    pool = make_pool()
     with pytest.MonkeyPatch.context() as machine:
         machine.setattr(sys, "executable", program)
         pool.start()
         for _ in range(2):
             with pytest.raises(errors.Unavailable, match="no process to decode") as refused:
-                pool.image(picture(1))
+                image(pool, picture(1))
             assert refused.value.reason == "NO_PICTURE_WORKER" and refused.value.retry_after
-    assert pool.image(picture(1)).shape[2] == 3, "and it is tried again"
+    assert image(pool, picture(1)).tokens, "and it is tried again"
     pool.close()
     with pytest.raises(errors.Unavailable, match="stopping"):
-        pool.image(picture(1))
+        image(pool, picture(1))
     assert pool.workers[0].pid is None
 
 
@@ -165,43 +273,28 @@ def test_uploads_outlive_a_start_that_cannot_look_at_them(tmp_path: Path, monkey
     assert kept.exists()
 
 
-def test_a_large_picture_s_memory_is_given_back() -> None:
-    pool = PicturePool(MediaLimits(), 1, image_seconds=60, video_seconds=60)
-    buffer = io.BytesIO()
-    Image.new("RGB", (3000, 3000), (1, 2, 3)).save(buffer, "PNG", compress_level=1)
-    assert (pool.image(buffer.getvalue()) == (1, 2, 3)).all()
-    memory = pool.workers[0]._memory
-    assert memory is not None and memory[:3] == b"\0\0\0", "the pages have gone"
-    assert pool.image(picture(1)).any()
-    pool.close()
-
-
-def test_a_worker_imports_no_torch_and_ends_with_its_server(tmp_path: Path) -> None:
+def test_a_worker_without_a_model_has_no_torch_and_ends_with_its_server() -> None:
     program = "import sys, service.media.image_worker; print('torch' in sys.modules, 'grpc' in sys.modules)"
     root = str(Path(__file__).resolve().parents[3])
     env: dict[str, Any] = {**os.environ, "PYTHONPATH": root}
     told = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True).stdout
     assert told == "False False\n"
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    memory = os.memfd_create("pixels")
-    os.ftruncate(memory, 4096)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "service.media.image_worker", str(theirs.fileno()), str(memory)],
-        pass_fds=[theirs.fileno(), memory],
-        env=env,
-    )
-    os.close(memory)
-    theirs.close()
-    ours.close()
-    assert process.wait(timeout=60) == 0
+    pool = PicturePool(LIMITS, 1, image_seconds=60, video_seconds=60)
+    assert pool.describe(picture(1)).format == "PNG"
+    worker = pool.workers[0]
+    assert worker._process is not None and worker._connection is not None
+    assert "libtorch" not in Path(f"/proc/{worker.pid}/maps").read_text()
+    worker._connection.close()
+    assert worker._process.wait(timeout=60) == 0
+    pool.close()
 
 
 def test_a_worker_sees_no_secret_of_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SACCADE_ADMIN_KEY", "the secret of the house")
     monkeypatch.setenv("LD_PRELOAD_NOT", "nor this")
-    pool = PicturePool(LIMITS, 1, image_seconds=60, video_seconds=60)
+    pool = make_pool()
     try:
-        assert pool.image(picture(1)).any()
+        assert image(pool, picture(1)).tokens
         pid = pool.workers[0].pid
         names = {entry.partition(b"=")[0] for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")}
         assert b"PYTHONPATH" in names and b"OMP_NUM_THREADS" in names
@@ -211,12 +304,24 @@ def test_a_worker_sees_no_secret_of_its_server(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("fps", [b"1e-320", b"NaN", b"Infinity", b"-3.0", b"0.0", b'"5"', b"1" + b"0" * 400])
-def test_a_rate_that_no_clip_has_is_not_believed(fps: bytes) -> None:
-    pool = PicturePool(LIMITS, 1, image_seconds=30, video_seconds=30)
+def test_a_rate_that_no_video_has_is_not_believed(fps: bytes) -> None:
+    pool = make_pool(seconds=30)
+    item = {**ITEM, "kind": "video", "num_frames": 2, "width": VISION.patch_widths["video"]}
+    said = json.dumps({"item": item, "seconds": SECONDS, "total": 2})[:-1].encode() + b', "fps": %b}' % fps
     try:
-        with lying(pool, b'{"frames": 2}'):
-            clip = pool.clip(b"a clip")
-        with lying(pool, b'{"fps": %b}' % fps):
-            assert clip.fps is None
+        with lying(pool, said, memory_file(2 * SIZE)):
+            assert pool.video(b"a video", 8, Stopwatch()).fps is None
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(("total", "frames"), [(0, 2), (3, 2), (True, 1), (1, 2)])
+def test_frames_that_a_video_cannot_have_are_not_believed(total: int, frames: int) -> None:
+    pool = make_pool(seconds=30)
+    item = {**ITEM, "kind": "video", "num_frames": frames, "width": VISION.patch_widths["video"]}
+    said = json.dumps({"item": item, "seconds": SECONDS, "total": total, "fps": 2.0}).encode()
+    try:
+        with lying(pool, said, memory_file(2 * SIZE)), pytest.raises(VideoError, match="its decoder broke"):
+            pool.video(b"a video", 8, Stopwatch())
     finally:
         pool.close()

@@ -10,7 +10,8 @@ from pictures import picture
 
 from service.common.config import ServerOptions
 from service.common.types import ImageSource, MediaSource, VideoSource
-from service.media.images import LocalDecoder, MediaLimits, Prepared, Preparer
+from service.media.images import MediaLimits, Prepared, Preparer
+from service.media.patches import local_processor
 from service.servers.limits import load_assets
 
 VISION = load_assets(ServerOptions()).vision
@@ -21,7 +22,7 @@ STILL, OTHER = picture(1, (32, 32)), picture(2, (32, 32))
 
 def preparer(revision: str = "r", dtype: str = "float32") -> Preparer:
     assert VISION is not None
-    return Preparer(LocalDecoder(LIMITS), VISION, dtype, LIMITS, revision)
+    return Preparer(local_processor(LIMITS, VISION, dtype), VISION, dtype, LIMITS, revision)
 
 
 def frames(*files: bytes, fps: float | None = None) -> VideoSource:
@@ -59,7 +60,7 @@ def test_no_clip_takes_more_than_was_expected_of_it(wanted: int | None) -> None:
     for source in (frames(*[STILL, OTHER] * 6), VideoSource(animation(moving_frames(12, 40, 20), "GIF"), "v")):
         made: Prepared = one.prepare(replace(source, max_frames=wanted), b"")
         assert made.frames == (wanted or LIMITS.video_frames)
-        assert made.item.patches.nbytes <= one.most_bytes(replace(source, max_frames=wanted))
+        assert made.item.nbytes <= one.most_bytes(replace(source, max_frames=wanted))
         assert len(made.labels) == -(-made.frames // 2), "the demo model looks at frames in pairs"
 
 
@@ -67,7 +68,7 @@ def test_no_picture_takes_more_than_was_expected_of_it() -> None:
     one = preparer()
     for size in ((8, 8), (32, 32), (700, 30), (1500, 1400)):
         source = ImageSource(picture(1, size), "f")
-        assert 0 < one.prepare(source, b"").item.patches.nbytes <= one.most_bytes(source)
+        assert 0 < one.prepare(source, b"").item.nbytes <= one.most_bytes(source)
 
 
 def test_labels_say_when_a_frame_was_taken_where_that_is_known() -> None:

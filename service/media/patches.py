@@ -1,0 +1,146 @@
+"""Files to patches, in the process that runs this: decoding, and the model's own rules of resizing and cutting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Protocol
+
+import torch
+
+from encoder.frames import Clip, VideoError, describe, open_video
+from encoder.images import ImageError, ImageHeader, Pixels, decode_pixels
+from encoder.item import EncoderItem
+from encoder.stopwatch import Stopwatch
+from families import VisionSpec
+from service.media.images import Frame, ImageProcessor, MediaLimits, PreparedVideo, video_rule
+
+
+class Decoder(Protocol):
+    """Files to pixels. Raises ImageError, or its child VideoError, whatever the bytes are."""
+
+    def image(self, data: bytes) -> Pixels:
+        """`[H, W, 3]` uint8."""
+
+    def clip(self, data: bytes) -> Clip:
+        """An opened video."""
+
+    def describe(self, data: bytes) -> ImageHeader:
+        """Format and size of an image or video, undecoded, whatever its number of bytes."""
+
+    def stats(self) -> Mapping[str, float]:
+        """Counters since the start."""
+
+    def close(self) -> None:
+        """Frees what it holds. Idempotent."""
+
+
+class LocalDecoder:
+    """Decodes in this process."""
+
+    def __init__(self, limits: MediaLimits) -> None:
+        self._limits = limits
+
+    def image(self, data: bytes) -> Pixels:
+        return decode_pixels(data, self._limits.image)
+
+    def clip(self, data: bytes) -> Clip:
+        return open_video(data, self._limits.video)
+
+    def describe(self, data: bytes) -> ImageHeader:
+        return describe(data, self._limits.file)
+
+    def stats(self) -> Mapping[str, float]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+class Patcher:
+    """An `ImageProcessor` of one model. Thread-safe where its decoder is."""
+
+    def __init__(self, decoder: Decoder, vision: VisionSpec, dtype: str, limits: MediaLimits) -> None:
+        """`dtype`: of the patches, by its name."""
+        self._decoder, self._vision, self._limits = decoder, vision, limits
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        self.describe, self.stats, self.close = decoder.describe, decoder.stats, decoder.close
+
+    def image(self, data: bytes, watch: Stopwatch) -> EncoderItem:
+        with watch("decode"):
+            pixels_HWC = self._decoder.image(data)
+        return self._vision.image_rule.patchify(torch.from_numpy(pixels_HWC), self._dtype, keep_bytes=True, watch=watch)
+
+    def video(self, data: bytes, frames: int, watch: Stopwatch) -> PreparedVideo:
+        with watch("decode"):
+            clip = self._decoder.clip(data)
+        indices = video_rule(self._vision).sample(clip.num_frames, frames)
+        # closing: what decodes the frames is given back at once, and not when a collector finds the generators
+        with closing(clip.frames(indices)) as tensors:
+            item = self._item(tensors, len(indices), watch)
+        return PreparedVideo(item, clip.num_frames, clip.fps)
+
+    def frames(self, files: Sequence[Frame], watch: Stopwatch) -> EncoderItem:
+        return self.stream(iter(files), len(files), watch)
+
+    def stream(self, files: Iterator[Frame], count: int, watch: Stopwatch) -> EncoderItem:
+        """`frames` of files that come one by one."""
+        return self._item(self._decoded(files, count), count, watch)
+
+    def _item(self, tensors: Iterator[torch.Tensor], count: int, watch: Stopwatch) -> EncoderItem:
+        return video_rule(self._vision).patchify(
+            _timed(tensors, watch), self._dtype, num_frames=count, keep_bytes=True, watch=watch
+        )
+
+    def _decoded(self, files: Iterator[Frame], count: int) -> Iterator[torch.Tensor]:
+        for index, data in files:
+            try:
+                pixels_HWC = self._decoder.image(data)
+                self._limits.video.check(count, pixels_HWC.shape[1], pixels_HWC.shape[0])
+            except VideoError:
+                raise
+            except ImageError as error:
+                raise VideoError(f"frame {index}: {error}") from error
+            yield torch.from_numpy(pixels_HWC)
+
+
+class NoImages:
+    """The `ImageProcessor` of a model that takes no images: none gets here."""
+
+    def image(self, data: bytes, watch: Stopwatch) -> EncoderItem:
+        raise NotImplementedError
+
+    def video(self, data: bytes, frames: int, watch: Stopwatch) -> PreparedVideo:
+        raise NotImplementedError
+
+    def frames(self, files: Sequence[Frame], watch: Stopwatch) -> EncoderItem:
+        raise NotImplementedError
+
+    def describe(self, data: bytes) -> ImageHeader:
+        raise NotImplementedError
+
+    def stats(self) -> Mapping[str, float]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+def local_processor(limits: MediaLimits, vision: VisionSpec | None, dtype: str) -> ImageProcessor:
+    """One that works in this process."""
+    return NoImages() if vision is None else Patcher(LocalDecoder(limits), vision, dtype, limits)
+
+
+def _timed(frames: Iterator[torch.Tensor], watch: Stopwatch) -> Iterator[torch.Tensor]:
+    while True:
+        with watch("decode"):
+            frame = next(frames, None)
+        if frame is None:
+            return
+        watch.frames += 1
+        yield frame
+
+
+def use_one_thread() -> None:
+    """For a whole process: others do the same beside it."""
+    torch.set_num_threads(1)

@@ -1,0 +1,96 @@
+"""Patches in a sealed memory file: written once by an image worker, passed on by its descriptor, mapped by the engine.
+
+The file is anonymous, so nothing is left behind however a process ends. Its seals say that nobody can write to it or
+change its size any more; whoever gets one from a process that hostile files may have taken over checks them first.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from encoder.item import EncoderItem, ItemDescription
+
+if TYPE_CHECKING:
+    import torch
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+
+
+class MemoryFile:
+    """Owns a descriptor until it is taken, or until the object is dropped."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def take(self) -> int:
+        """The descriptor, which is the caller's to close from here on; once."""
+        descriptor, self._descriptor = self._descriptor, -1
+        assert descriptor >= 0, "the descriptor has been taken"
+        return descriptor
+
+    def is_sealed(self, size: int) -> bool:
+        """Whether it has so many bytes, and nobody can change that or them."""
+        try:
+            seals = fcntl.fcntl(self._descriptor, fcntl.F_GET_SEALS)
+        except OSError:  # not a memory file
+            return False
+        return seals & SEALS == SEALS and os.fstat(self._descriptor).st_size == size
+
+    def __del__(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+
+@dataclass(frozen=True)
+class SealedItem:
+    """An image or video whose patches lie in a memory file."""
+
+    description: ItemDescription
+    file: MemoryFile
+
+    @property
+    def kind(self) -> str:
+        return self.description.kind
+
+    @property
+    def tokens(self) -> int:
+        return self.description.tokens
+
+    @property
+    def nbytes(self) -> int:
+        return self.description.nbytes
+
+
+PreparedItem = SealedItem | EncoderItem
+"""Prepared by a worker, or in this process."""
+
+
+def seal(item: EncoderItem) -> SealedItem:
+    """Copies the patches into a sealed file. Raises OSError where the memory cannot be had."""
+    import torch  # not above: processes that only pass files on do without
+
+    data = item.patches.contiguous().view(-1).view(torch.uint8).numpy().data
+    descriptor = os.memfd_create("saccade-patches", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    file = MemoryFile(descriptor)
+    offset = 0
+    while offset < len(data):  # written and not mapped: a full machine is an error here, and no signal in the middle
+        offset += os.write(descriptor, data[offset:])
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+    return SealedItem(item.description, file)
+
+
+def open_patches(description: ItemDescription, descriptor: int) -> EncoderItem:
+    """The item, with patches that are views of the file, which lives as long as they do. Takes over the descriptor."""
+    import torch
+
+    try:
+        # Private: a writable view of the pages, as torch wants it, of which nothing reaches the file.
+        memory = mmap.mmap(descriptor, description.nbytes, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(descriptor)
+    patches: torch.Tensor = torch.frombuffer(memory, dtype=getattr(torch, description.dtype))
+    return description.with_patches(patches.view(description.shape))
