@@ -155,14 +155,16 @@ def test_a_message_that_is_long_in_coming_counts_as_the_largest(
         counted, message = asyncio.Event(), asyncio.get_running_loop().create_future()
 
         async def arrives() -> Any:
-            while entrance.budget.used != 400:
-                await asyncio.sleep(0)
+            async with asyncio.timeout(5):
+                while entrance.budget.used != 400:
+                    await asyncio.sleep(0)
             counted.set()
             return await message
 
         with entrance.door.admit(GENERATE, ONE) as call:
             arriving = asyncio.ensure_future(call.arrival(arrives(), seconds=60.0))
-            await counted.wait()
+            async with asyncio.timeout(5):
+                await counted.wait()
             with pytest.raises(errors.ResourceExhausted) as caught, entrance.door.admit(GENERATE, ONE) as second:
                 await second.arrival(asyncio.Event().wait(), seconds=60.0)
             assert caught.value.quota == "tenant_bytes"
@@ -196,8 +198,8 @@ def test_an_answer_that_nobody_reads_is_closed_and_holds_nothing(entrance: Entra
         async def write(piece: str) -> None:
             written.append(piece)
             if len(written) == 3:
-                await closed.wait()
                 async with asyncio.timeout(5):
+                    await closed.wait()
                     while entrance.budget.used:
                         await asyncio.sleep(0)
 
