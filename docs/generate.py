@@ -153,7 +153,7 @@ def _raised(folder: str) -> Iterator[tuple[str, str, bool]]:
                 value = getattr(part, "value", None) if isinstance(part, ast.Constant) else None
                 value = constants.get(part.id) if isinstance(part, ast.Name) else value
                 if isinstance(value, str) and value.isupper():
-                    # f"{kind}_TOO_LARGE" is of pictures and of videos.
+                    # f"{kind}_TOO_LARGE" is of images and of videos.
                     for kind in ("IMAGE", "VIDEO") if value.startswith("_") else ("",):
                         yield name, kind + value, "retry_after" in given
 

@@ -1,8 +1,8 @@
 """Frames of an encoded clip, with limits on everything an attacker can declare.
 
-GIF, APNG and animated WebP are read by Pillow, with the readers that pictures are allowed. MP4 and WebM need PyAV, the
+GIF, APNG and animated WebP are read by Pillow, with the readers that images are allowed. MP4 and WebM need PyAV, the
 optional extra `video`, which is imported when the first such clip arrives. Frames come out one at a time, upright, as
-`[H, W, 3]` uint8 on white, so that a clip never lies in memory whole. A picture of one frame is a clip of one.
+`[H, W, 3]` uint8 on white, so that a clip never lies in memory whole. An image of one frame is a clip of one.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def open_video(data: bytes, limits: VideoLimits | None = None) -> Clip:
 
 
 def describe(data: bytes, limits: VideoLimits) -> ImageHeader:
-    """Format and size of a picture or clip, within the limits of a frame, without decoding it. Raises `ImageError`."""
+    """Format and size of an image or clip, within the limits of a frame, without decoding it. Raises `ImageError`."""
     container = sniff_container(data)
     if container is None:
         return read_header(data, limits.frame)

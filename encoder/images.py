@@ -1,9 +1,9 @@
-"""Bytes of a picture to RGB pixels, by Pillow, for input that nobody vouches for.
+"""Bytes of an image to RGB pixels, by Pillow, for input that nobody vouches for.
 
 Formats are an allow-list of in-process decoders: PNG (APNG), JPEG (MPO), WebP, GIF, BMP, TIFF and PPM (PBM, PGM).
 Pillow's EPS and WMF readers, which start other programs, and its rarely used readers are not on it.
 
-What becomes of each kind of picture: several frames -> the first; EXIF orientation -> applied; alpha and palette
+What becomes of each kind of image: several frames -> the first; EXIF orientation -> applied; alpha and palette
 transparency -> composited on white; CMYK, palettes, greys, one bit -> RGB as Pillow converts them, colour profiles
 unread; 16-bit greys -> scaled to 8 bits; 32-bit integer and float samples, which have no agreed white, and CIELAB ->
 refused. Limits are checked against the header before any pixel is decoded.
@@ -37,7 +37,7 @@ GREY16 = ("I;16", "I;16L", "I;16B", "I;16N")
 
 
 class ImageError(ValueError):
-    """A picture that is refused; `reason` says why in words for the person who sent it."""
+    """An image that is refused; `reason` says why in words for the person who sent it."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -46,7 +46,7 @@ class ImageError(ValueError):
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """What one picture may be, checked before it is decoded."""
+    """What one image may be, checked before it is decoded."""
 
     max_bytes: int = 64 << 20
     """Encoded size, in bytes."""
@@ -59,11 +59,11 @@ class ImageLimits:
 
     def check_bytes(self, size: int) -> None:
         if size > self.max_bytes:
-            raise ImageError(f"the picture has {size} bytes, more than the {self.max_bytes} that are allowed")
+            raise ImageError(f"the image has {size} bytes, more than the {self.max_bytes} that are allowed")
 
     def check_size(self, width: int, height: int) -> None:
-        """Raises `ImageError` with both numbers if a picture of this size is not allowed."""
-        what = f"the picture has {width}x{height} pixels"
+        """Raises `ImageError` with both numbers if an image of this size is not allowed."""
+        what = f"the image has {width}x{height} pixels"
         if width < 1 or height < 1:
             raise ImageError(f"{what}: it is empty")
         if width * height > self.max_pixels:
@@ -77,7 +77,7 @@ class ImageLimits:
 
 @dataclass(frozen=True)
 class ImageHeader:
-    """What the header of an accepted picture says; orientation is not yet applied to width and height."""
+    """What the header of an accepted image says; orientation is not yet applied to width and height."""
 
     format: str
     width: int
@@ -86,7 +86,7 @@ class ImageHeader:
 
 
 def read_header(data: bytes, limits: ImageLimits | None = None) -> ImageHeader:
-    """Format and size of a picture without decoding it. Raises `ImageError` as `decode_pixels` would."""
+    """Format and size of an image without decoding it. Raises `ImageError` as `decode_pixels` would."""
     with quiet_pillow():
         image = open_picture(data, limits or ImageLimits())
         return ImageHeader(image.format or "", image.width, image.height, image.mode)
@@ -102,7 +102,7 @@ def decode_image(data: bytes, limits: ImageLimits | None = None) -> torch.Tensor
 def decode_pixels(data: bytes, limits: ImageLimits | None = None) -> Pixels:
     """`[H, W, 3]` uint8 RGB of the first frame, upright, on white; new contiguous memory.
 
-    Raises `ImageError`, and nothing else, for bytes that are no picture of an allowed format, are cut short or
+    Raises `ImageError`, and nothing else, for bytes that are no image of an allowed format, are cut short or
     corrupt, or exceed `limits`. Pillow drops the interpreter lock while its codecs run.
     """
     limits = limits or ImageLimits()
@@ -117,20 +117,20 @@ def decode_pixels(data: bytes, limits: ImageLimits | None = None) -> Pixels:
         except ImageError:
             raise
         except Exception as error:  # whatever Pillow or a codec raises on hostile bytes
-            raise ImageError(f"the {image.format} picture cannot be decoded: {words(error)}") from error
+            raise ImageError(f"the {image.format} image cannot be decoded: {words(error)}") from error
 
 
 def open_picture(data: bytes, limits: ImageLimits) -> Image.Image:
     """Reads the header, decodes nothing. Raises `ImageError` as `decode_pixels` does; call it under `quiet_pillow`."""
     if not data:
-        raise ImageError("the picture is empty: 0 bytes")
+        raise ImageError("the image is empty: 0 bytes")
     limits.check_bytes(len(data))
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError as error:
-        raise ImageError(f"no {', '.join(FORMATS)} picture is recognised in these {len(data)} bytes") from error
+        raise ImageError(f"no {', '.join(FORMATS)} image is recognised in these {len(data)} bytes") from error
     except Exception as error:
-        raise ImageError(f"the header of the picture cannot be read: {words(error)}") from error
+        raise ImageError(f"the header of the image cannot be read: {words(error)}") from error
     limits.check_size(image.width, image.height)
     return image
 
@@ -141,11 +141,11 @@ def words(error: Exception) -> str:
 
 
 def to_rgb(image: Image.Image) -> Pixels:
-    """The loaded picture as `[H, W, 3]` uint8, transparency laid on white."""
+    """The loaded image as `[H, W, 3]` uint8, transparency laid on white."""
     if image.mode in GREY16 or (image.mode == "I" and image.format in ("PNG", "PPM")):
         return _grey16(image)
     if image.mode in ("I", "F", "LAB"):
-        raise ImageError(f"{image.format} pictures with samples of mode {image.mode} are not served: use 8 or 16 bits")
+        raise ImageError(f"{image.format} images with samples of mode {image.mode} are not served: use 8 or 16 bits")
     if image.mode == "La":  # Pillow leaves premultiplied grey only by way of LA
         image = image.convert("LA")
     transparent = image.mode[-1] in "Aa" or image.info.get("transparency") is not None
@@ -177,7 +177,7 @@ def _grey16(image: Image.Image) -> Pixels:
 
 
 def orientation_of(image: Image.Image) -> int:
-    """EXIF orientation 1..8; 1 if there is none or the metadata is broken, which is no reason to refuse a picture."""
+    """EXIF orientation 1..8; 1 if there is none or the metadata is broken, which is no reason to refuse an image."""
     try:
         value = image.getexif().get(ORIENTATION_TAG, 1)
     except Exception:
@@ -186,7 +186,7 @@ def orientation_of(image: Image.Image) -> int:
 
 
 def upright(pixels_HWC: Pixels, orientation: int) -> Pixels:
-    """Undo an EXIF orientation: 5..8 are stored transposed; the flips are in terms of the upright picture."""
+    """Undo an EXIF orientation: 5..8 are stored transposed; the flips are in terms of the upright image."""
     if orientation == 1:
         return pixels_HWC
     if orientation >= 5:

@@ -88,16 +88,16 @@ def describe(
 
 @dataclass(frozen=True)
 class ExpectedPadding:
-    """Padded over real tokens that a histogram of pictures would meet."""
+    """Padded over real tokens that a histogram of images would meet."""
 
     alone: float
     packed: float
     eager: float
-    """Share of pictures above every budget, which run eagerly and unpadded."""
+    """Share of images above every budget, which run eagerly and unpadded."""
 
 
 def expected_padding(histogram: Histogram, budgets: EncoderBudgets) -> ExpectedPadding:
-    """Raises `ValueError` for a histogram without pictures."""
+    """Raises `ValueError` for a histogram without images."""
     check_histogram(histogram)
     above = sum(count for tokens, count in histogram.items() if tokens > budgets.largest)
     return ExpectedPadding(
@@ -123,15 +123,15 @@ def render(
     arena, activations = rows[-1].buffer_bytes, rows[-1].activation_bytes
     apart = sum(row.buffer_bytes for row in rows)
     lines += [
-        f"image tokens: {sizes.min_image_tokens} to {sizes.max_image_tokens} a picture, up to {budgets.max_images} "
-        f"pictures and {budgets.largest} tokens a launch",
+        f"image tokens: {sizes.min_image_tokens} to {sizes.max_image_tokens} an image, up to {budgets.max_images} "
+        f"images and {budgets.largest} tokens a launch",
         f"graph memory: {mebibytes(arena + activations)} = one arena of {mebibytes(arena)} (buffers apart would take "
         f"{mebibytes(apart)}) + about {mebibytes(activations)} of activations, shared by all graphs",
     ]
     if histogram is not None:
         padding = expected_padding(histogram, budgets)
         lines.append(
-            f"expected padding over {sum(histogram.values())} pictures: {padding.alone:.2f}x each alone, "
+            f"expected padding over {sum(histogram.values())} images: {padding.alone:.2f}x each alone, "
             f"{padding.packed:.2f}x packed by 16, {padding.eager:.1%} above every budget"
         )
     return "\n".join(lines)

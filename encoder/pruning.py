@@ -2,7 +2,7 @@
 
 T temporal patches of N tokens and D features. The row of token n in temporal patch t scores `1 - cos(row[t, n],
 row[t - 1, n])`; the first temporal patch always stays. How many rows stay depends on shapes alone, so space is reserved
-and graphs are replayed as ever; only which rows they are depends on the pictures. The rule is transformers'
+and graphs are replayed as ever; only which rows they are depends on the images. The rule is transformers'
 `compute_retention_mask` (arXiv 2510.14624), scored in float32 whatever the rows' dtype.
 """
 

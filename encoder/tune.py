@@ -1,12 +1,12 @@
-"""Which token budgets waste least on the pictures that a server really gets.
+"""Which token budgets waste least on the images that a server really gets.
 
-Pure integers. A histogram maps image tokens to how often they were seen. A picture of t tokens that is replayed alone
+Pure integers. A histogram maps image tokens to how often they were seen. An image of t tokens that is replayed alone
 costs the smallest budget that holds it, so the work of a ladder is the sum of those budgets, and its waste is that work
 over the tokens that were real. Replays of packed batches waste less; `packed_work` replays a sample of the histogram
 through the packer to say how much less.
 
 `tuned_ladder` is exact. Some best ladder consists of seen counts, since a budget between two of them can shrink to the
-lower one. With the counts v[1..n] ascending and N[j] pictures of at most v[j] tokens, the work of the best g budgets
+lower one. With the counts v[1..n] ascending and N[j] images of at most v[j] tokens, the work of the best g budgets
 whose largest is v[j] is
 
     f(g, j) = min over i < j of  f(g - 1, i) + v[j] * (N[j] - N[i])
@@ -28,16 +28,16 @@ from encoder.budget import EncoderBudgets, token_ladder
 from encoder.packing import pack
 
 Histogram = Mapping[int, int]
-"""Image tokens -> pictures seen."""
+"""Image tokens -> images seen."""
 
 SEARCH_STEPS = 6
 """Times that `packed_ladder` tunes for the launches of the ladder before; it settles after two or three."""
 SAMPLE_PICTURES = 1024
-"""Pictures that `packed_work` draws: its ratio then differs by about 1 % between draws."""
+"""Images that `packed_work` draws: its ratio then differs by about 1 % between draws."""
 
 
 class TokenHistogram:
-    """Counts of image tokens in a bounded number of bins; a picture counts as the upper end of its bin."""
+    """Counts of image tokens in a bounded number of bins; an image counts as the upper end of its bin."""
 
     def __init__(self, largest: int, *, bins: int = 1024) -> None:
         """`largest`: the last bin, which also takes whatever is larger."""
@@ -52,26 +52,26 @@ class TokenHistogram:
         self._counts[key] = self._counts.get(key, 0) + 1
 
     def counts(self) -> dict[int, int]:
-        """Image tokens -> pictures, ascending; a copy."""
+        """Image tokens -> images, ascending; a copy."""
         return dict(sorted(self._counts.items()))
 
 
 def check_histogram(histogram: Histogram) -> None:
-    """`ValueError`, with the numbers, unless there is a picture and every size and count is positive."""
+    """`ValueError`, with the numbers, unless there is an image and every size and count is positive."""
     for tokens, count in histogram.items():
         if tokens < 1 or count < 0:
-            raise ValueError(f"a histogram entry of {count} pictures of {tokens} tokens: sizes must be positive")
+            raise ValueError(f"a histogram entry of {count} images of {tokens} tokens: sizes must be positive")
     if not any(histogram.values()):
-        raise ValueError("the histogram holds no picture")
+        raise ValueError("the histogram holds no image")
 
 
 def real_tokens(histogram: Histogram) -> int:
-    """Tokens of all pictures, before any padding."""
+    """Tokens of all images, before any padding."""
     return sum(tokens * count for tokens, count in histogram.items())
 
 
 def ladder_work(histogram: Histogram, ladder: Sequence[int]) -> int:
-    """Tokens that a replay of each picture alone computes; those above the ladder run eagerly, without padding."""
+    """Tokens that a replay of each image alone computes; those above the ladder run eagerly, without padding."""
     steps = sorted(ladder)
     work = 0
     for tokens, count in histogram.items():
@@ -83,7 +83,7 @@ def ladder_work(histogram: Histogram, ladder: Sequence[int]) -> int:
 def packed_launches(
     histogram: Histogram, budgets: EncoderBudgets, *, batch: int = 16, pictures: int = SAMPLE_PICTURES, seed: int = 0
 ) -> dict[int, int]:
-    """Real tokens of a launch -> launches, when `batch` pictures wait at a time, on a sample that `seed` fixes."""
+    """Real tokens of a launch -> launches, when `batch` images wait at a time, on a sample that `seed` fixes."""
     check_histogram(histogram)
     sizes = sorted(histogram)
     drawn = random.Random(seed).choices(sizes, [histogram[size] for size in sizes], k=pictures)
@@ -97,7 +97,7 @@ def packed_launches(
 
 
 def packed_work(histogram: Histogram, budgets: EncoderBudgets, *, batch: int = 16) -> float:
-    """Padded over real tokens when `batch` pictures wait at a time, on a fixed sample."""
+    """Padded over real tokens when `batch` images wait at a time, on a fixed sample."""
     launches = packed_launches(histogram, budgets, batch=batch)
     return ladder_work(launches, budgets.token_budgets) / real_tokens(launches)
 
@@ -118,9 +118,9 @@ def geometric_ladder(lo: int, hi: int, ratio: float) -> list[int]:
 def tuned_ladder(histogram: Histogram, max_budgets: int, *, floor: int = 1, hi: int | None = None) -> list[int]:
     """The at most `max_budgets` budgets with the least `ladder_work`; of equals, the fewest.
 
-    Every seen picture is covered. `floor`: the smallest budget allowed, such as the images of one batch. `hi`: a size
-    that must be covered although it may not have been seen, such as the largest legal picture. Raises `ValueError` for
-    an empty histogram, `max_budgets` or `floor` below 1, or a picture above `hi`.
+    Every seen image is covered. `floor`: the smallest budget allowed, such as the images of one batch. `hi`: a size
+    that must be covered although it may not have been seen, such as the largest legal image. Raises `ValueError` for
+    an empty histogram, `max_budgets` or `floor` below 1, or an image above `hi`.
     """
     check_histogram(histogram)
     if max_budgets < 1 or floor < 1:
@@ -131,7 +131,7 @@ def tuned_ladder(histogram: Histogram, max_budgets: int, *, floor: int = 1, hi: 
             merged[max(tokens, floor)] = merged.get(max(tokens, floor), 0) + count
     if hi is not None:
         if max(merged) > hi:
-            raise ValueError(f"a picture of {max(merged)} tokens is above hi {hi}")
+            raise ValueError(f"an image of {max(merged)} tokens is above hi {hi}")
         merged.setdefault(hi, 0)
     sizes = sorted(merged)
     below = [0, *accumulate(merged[size] for size in sizes)]
@@ -141,7 +141,7 @@ def tuned_ladder(histogram: Histogram, max_budgets: int, *, floor: int = 1, hi: 
 def packed_ladder(
     histogram: Histogram, max_budgets: int, *, images: int = 1, hi: int | None = None, batch: int = 16
 ) -> list[int]:
-    """The at most `max_budgets` budgets found to waste least where `batch` pictures wait and `images` share a launch.
+    """The at most `max_budgets` budgets found to waste least where `batch` images wait and `images` share a launch.
 
     Which launches there are depends on the ladder, so this is a search, not a proof: from each of several ladders, the
     launches that it leads to are tuned for exactly, and again, while that helps. Never worse, on its sample, than
@@ -166,7 +166,7 @@ def packed_ladder(
 
 
 def _best_ladder(sizes: list[int], below: list[int], max_budgets: int) -> list[int]:
-    """`sizes` ascending, `below[j]` pictures among the first j of them; the last size is always in the ladder."""
+    """`sizes` ascending, `below[j]` images among the first j of them; the last size is always in the ladder."""
     count = len(sizes)
     best: list[int | None] = [0] + [None] * count  # f(0, .): only nothing is covered by no budget
     chosen: list[list[int]] = []
@@ -233,9 +233,9 @@ class LadderReport:
     name: str
     ladder: tuple[int, ...]
     alone: float
-    """Padded over real tokens, each picture replayed by itself."""
+    """Padded over real tokens, each image replayed by itself."""
     packed: float
-    """The same with 16 pictures waiting at a time."""
+    """The same with 16 images waiting at a time."""
 
 
 def compare_ladders(
@@ -244,17 +244,17 @@ def compare_ladders(
 ) -> list[LadderReport]:  # fmt: skip
     """Doublings, sqrt(2) steps and the tuned ladders on one histogram, over the same range and images per batch.
 
-    `lo` and `hi` are the smallest and largest legal picture; without them, the smallest and largest that was seen.
+    `lo` and `hi` are the smallest and largest legal image; without them, the smallest and largest that was seen.
     """
     check_histogram(histogram)
     seen = [tokens for tokens, count in histogram.items() if count]
     lo, hi = lo or min(seen), hi or max(seen)
     if max(seen) > hi or lo > hi:
-        raise ValueError(f"pictures of up to {max(seen)} tokens and lo {lo} must not be above hi {hi}")
+        raise ValueError(f"images of up to {max(seen)} tokens and lo {lo} must not be above hi {hi}")
     images = max_images or min(hi // lo, lo)
     start = max(lo, images)
     if start > hi:
-        raise ValueError(f"max_images {images} is above the {hi} tokens of the largest picture")
+        raise ValueError(f"max_images {images} is above the {hi} tokens of the largest image")
     ladders = {
         "doublings": token_ladder(start, hi),
         "sqrt(2) steps": geometric_ladder(start, hi, math.sqrt(2)),

@@ -26,7 +26,7 @@ ASK_RETRIES = 4
 
 SERVER_COMMANDS = {
     "serve": "serve a model over gRPC",
-    "demo": "start a server on the embedded model and ask it about the shipped pictures",
+    "demo": "start a server on the embedded model and ask it about the shipped images",
     "plan": "print what a configuration will do before it runs",
     "tune": "measure this machine and suggest options",
     "quantize": "write a checkpoint with weights of 8 or 4 bits",
@@ -84,13 +84,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_ask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     ask = commands.add_parser(
-        "ask", help="ask a running server about pictures and videos", usage="%(prog)s [options] [FILE...] QUESTION"
+        "ask", help="ask a running server about images and videos", usage="%(prog)s [options] [FILE...] QUESTION"
     )
     ask.add_argument(
         "image_and_question",
         nargs="+",
         metavar="FILE... QUESTION",
-        help=f"pictures and videos ({', '.join(VIDEO_SUFFIXES)}), by path or URL, then the question",
+        help=f"images and videos ({', '.join(VIDEO_SUFFIXES)}), by path or URL, then the question",
     )
     ask.add_argument(
         "--video", action="append", default=[], metavar="FILE", help="a video whatever its name is, such as a GIF"
@@ -122,7 +122,7 @@ def _add_batch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "Started again after any interruption it goes on where it was. Exit code 0: each row has its answer; 1: some "
         "rows are errors; 2: it could not be done. The last line on stdout is a summary in JSON.",
     )
-    batch.add_argument("input", metavar="IN.jsonl", help="pictures may be named by paths inside its folder")
+    batch.add_argument("input", metavar="IN.jsonl", help="images may be named by paths inside its folder")
     batch.add_argument("output", metavar="OUT.jsonl", help="what is there of this job stays")
     _add_connection(batch)
     batch.add_argument("--model", metavar="MODEL", help="load this model here instead of asking a server")
@@ -132,9 +132,7 @@ def _add_batch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     batch.add_argument("--max-retries", type=int, default=8, metavar="N", help="of a row, while nobody answers")
     batch.add_argument("--timeout", type=float, metavar="SECONDS", help="for each row (default: 600)")
     batch.add_argument("--any-model", action="store_true", help="answer rows that name another model, too")
-    batch.add_argument(
-        "--strict", action="store_true", help="refuse the file if a picture that it names cannot be read"
-    )
+    batch.add_argument("--strict", action="store_true", help="refuse the file if an image that it names cannot be read")
     batch.add_argument("--overwrite", action="store_true", help="start anew, whatever the output holds")
     batch.add_argument(
         "--server-side",
@@ -155,7 +153,7 @@ def _add_top(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     top = commands.add_parser(
         "top",
         help="watch what a running server holds",
-        description="A live view of a running server: requests, state, picture embeddings, messages. A line for each "
+        description="A live view of a running server: requests, state, image embeddings, messages. A line for each "
         "moment where stdout is no terminal. The server has to allow it: `saccade serve --admin`, or a key with the "
         "scope admin in SACCADE_API_KEY.",
     )

@@ -208,7 +208,7 @@ class Embedding:
     last: Tensor
     """After the last token."""
     mean: Tensor
-    """Over all tokens, those of pictures among them."""
+    """Over all tokens, those of images among them."""
     prompt_tokens: int
     image_tokens: int
     model: str = ""
@@ -221,10 +221,10 @@ class Tokens:
     """What a prompt becomes."""
 
     token_ids: list[int]
-    """With one image token id for each picture and each temporal patch of a clip: `generate` takes it as a prompt,
-    together with the same pictures and clips."""
+    """With one image token id for each image and each temporal patch of a clip: `generate` takes it as a prompt,
+    together with the same images and clips."""
     prompt_tokens: int
-    """What it takes of the context, pictures among it."""
+    """What it takes of the context, images among it."""
     image_tokens: int
     tokens_per_image: list[int]
     video_tokens: int = 0
@@ -233,7 +233,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Media:
-    """An uploaded picture. It may stand for the picture wherever one is taken."""
+    """An uploaded image. It may stand for the image wherever one is taken."""
 
     media_id: str
     size_bytes: int
@@ -283,16 +283,16 @@ class ModelLimits:
     context_length: int = 0
     """Prompt and answer together, in tokens."""
     max_message_bytes: int = 0
-    """Of a whole request, pictures included."""
+    """Of a whole request, images included."""
     max_images: int = 0
     max_image_bytes: int = 0
-    """Of one picture's file."""
+    """Of one image's file."""
     max_image_pixels: int = 0
     min_image_tokens: int = 0
     max_image_tokens: int = 0
     image_formats: tuple[str, ...] = ()
     uri_schemes: tuple[str, ...] = ()
-    """Of pictures that the server fetches; none: it fetches none."""
+    """Of images that the server fetches; none: it fetches none."""
     max_samples: int = 0
     max_logprobs: int = 0
     max_stop_strings: int = 0
@@ -323,7 +323,7 @@ class Model:
     default_sampling: dict[str, float | int | bool] = field(default_factory=dict)
     """What `generate` does where an argument is None."""
     image_token_id: int | None = None
-    """The id to put into a prompt of token ids for each picture."""
+    """The id to put into a prompt of token ids for each image."""
     eos_token_ids: tuple[int, ...] = ()
     vocab_size: int = 0
     has_tokenizer: bool = True

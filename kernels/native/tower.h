@@ -1,4 +1,4 @@
-// A vision tower: layers of attention without a mask and of an MLP, on rows of several pictures that lie one after the other.
+// A vision tower: layers of attention without a mask and of an MLP, on rows of several images that lie one after the other.
 
 #pragma once
 
@@ -44,13 +44,13 @@ struct Tower {
     float token_eps, scale;  // scale: of attention's scores
 };
 
-struct TowerStep {  // tower rows, patches of the pictures, tokens for the decoder
+struct TowerStep {  // tower rows, patches of the images, tokens for the decoder
     int64_t rows, patches, tokens;
     float* x;                            // [rows, hidden]: the residual stream
     const void *pixels, *positions;      // [patches, k of the projection], [patches, hidden]
     const int64_t *source, *token_rows;  // [rows]: a table row, or table_rows + a patch; [tokens, merged]
     int64_t sequences;
-    const int32_t* bounds;               // [sequences + 1]: rows of one picture attend to one another
+    const int32_t* bounds;               // [sequences + 1]: rows of one image attend to one another
     void *normed, *wide, *out;           // what products read and write in between; [tokens, n of the last product]
 };
 }

@@ -1,4 +1,4 @@
-"""Pictures in the forms that users hold them, turned into `Image` messages.
+"""Images in the forms that users hold them, turned into `Image` messages.
 
 Files and bytes pass through untouched: re-encoding could change what the model sees. Pillow and numpy are looked at
 only if the caller has already imported them, which somebody who holds one of their objects has.
@@ -46,7 +46,7 @@ _PNG_COLOR_TYPES = {1: 0, 2: 4, 3: 2, 4: 6}
 
 
 def image_messages(images: Iterable[ImageInput] | ImageInput) -> list[types_pb2.Image]:
-    """One message per picture; a single picture is taken as a list of one."""
+    """One message per image; a single image is taken as a list of one."""
     if isinstance(images, list | tuple):
         items = list(images)
     elif _is_single(images):
@@ -54,12 +54,12 @@ def image_messages(images: Iterable[ImageInput] | ImageInput) -> list[types_pb2.
     elif isinstance(images, Iterable):
         items = list(images)
     else:
-        raise InvalidArgument(f"images: expected a list of pictures, got {type(images).__name__}")
+        raise InvalidArgument(f"images: expected a list of images, got {type(images).__name__}")
     return [image_message(item, f"images[{position}]") for position, item in enumerate(items)]
 
 
 def image_message(image: ImageInput, name: str = "image") -> types_pb2.Image:
-    """The message for one picture.
+    """The message for one image.
 
     Args:
         image: a path, an http(s) or data URL, the bytes of an encoded file, a binary file object, a Pillow image, or a
@@ -96,7 +96,7 @@ def _is_single(value: Any) -> bool:
         value, "read"
     ):
         return True
-    # An array of four dimensions is a batch, and iterating over it gives its pictures.
+    # An array of four dimensions is a batch, and iterating over it gives its images.
     return is_pillow(value) or (is_array(value) and value.ndim <= 3)
 
 

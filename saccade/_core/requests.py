@@ -196,7 +196,7 @@ def _struct(values: Mapping[str, Any]) -> struct_pb2.Struct:
 
 
 def _chat_messages(messages: list[Any], media: _Media) -> list[types_pb2.ChatMessage]:
-    """The conversation, with `images` put where it has parts {"type": "image"} without a picture of their own, and
+    """The conversation, with `images` put where it has parts {"type": "image"} without an image of their own, and
     `videos` in such parts for clips; where it has no such part, they come first in the last user message."""
     waiting: _Places = {"image": [], "video": []}
     built = [_chat_message(message, f"messages[{i}]", waiting) for i, message in enumerate(messages)]
@@ -268,7 +268,7 @@ def _add_part(message: types_pb2.ChatMessage, part: Any, name: str, waiting: _Pl
 
 
 def _part_source(part: Mapping[str, Any]) -> Any:
-    """The picture inside an image part in any of the common spellings, or None if the part only marks a place."""
+    """The image inside an image part in any of the common spellings, or None if the part only marks a place."""
     if part.get("media_id"):
         return types_pb2.Image(media_id=str(part["media_id"]))
     for key in ("image", "image_url", "url", "path", "data"):

@@ -62,7 +62,7 @@ class CallSettings:
     idle_timeout: float | None = None
     """Seconds that a reader of a stream waits for each further piece; None for no limit."""
     upload_above: int | None = 2 * 2**20
-    """Pictures of more bytes than this are uploaded once and named from then on; None: they travel in each request."""
+    """Images of more bytes than this are uploaded once and named from then on; None: they travel in each request."""
 
     def __post_init__(self) -> None:
         for name in ("timeout", "first_token_timeout", "idle_timeout"):

@@ -1,6 +1,6 @@
 """Clips in the forms that users hold them, turned into `Video` messages.
 
-A file passes through untouched. Frames that are held one by one travel as pictures, each like one of `_core.images`.
+A file passes through untouched. Frames that are held one by one travel as images, each like one of `_core.images`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Video:
 
     source: Any
     """A path, an http(s) or data URL, the bytes of a GIF, APNG, WebP, MP4 or WebM file, a binary file object; or
-    frames: a list of anything that is a picture for `images=`, or a uint8 array `[T, H, W, C]`."""
+    frames: a list of anything that is an image for `images=`, or a uint8 array `[T, H, W, C]`."""
     fps: float | None = None
     """Frames per second of frames that are given one by one: they are dated in the prompt. None: they are numbered."""
     max_frames: int | None = None
@@ -51,7 +51,7 @@ def video_message(video: VideoInput, name: str = "video") -> types_pb2.Video:
     wrapped = video if isinstance(video, Video) else Video(video)
     source = wrapped.source
     if is_pillow(source) or (is_array(source) and source.ndim <= 3):
-        raise InvalidArgument(f"{name}: this is one picture; a clip is a file or a list of pictures")
+        raise InvalidArgument(f"{name}: this is one image; a clip is a file or a list of images")
     if isinstance(source, list | tuple) or is_array(source):
         built = _from_frames(source, wrapped.fps, name)
     elif wrapped.fps is not None:

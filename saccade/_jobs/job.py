@@ -127,7 +127,7 @@ class BatchJob:
         options: BatchOptions,
         folder: ImageFolder | None = None,
     ) -> None:
-        """`folder`: of the pictures that rows name; None: the source's own."""
+        """`folder`: of the images that rows name; None: the source's own."""
         self._source, self._output = Path(source), Path(output)
         self.options = options
         self._folder = folder or ImageFolder(self._source.parent)
@@ -179,7 +179,7 @@ class BatchJob:
         """The request for a row."""
         options = self.options
         request = request_from(row, self._folder, priority=options.priority, model=not options.any_model)
-        row.body = {}  # the answer may have to wait for those before it, and need not keep its pictures meanwhile
+        row.body = {}  # the answer may have to wait for those before it, and need not keep its images meanwhile
         return request, options.timeout
 
     def take(self, row: Row, result: Generation | SaccadeError) -> None:

@@ -94,18 +94,18 @@ class Row:
 
 
 class ImageFolder:
-    """The pictures that a row may name: files inside one folder, with links resolved. `None` allows none."""
+    """The images that a row may name: files inside one folder, with links resolved. `None` allows none."""
 
     def __init__(self, root: Path | None) -> None:
         self._root = root.resolve() if root is not None else None
 
     def look(self, image: types_pb2.Image, where: str) -> None:
-        """At a picture that is no path. Raises InvalidArgument for one that cannot be had."""
+        """At an image that is no path. Raises InvalidArgument for one that cannot be had."""
 
     def resolve(self, name: str, where: str) -> Path:
         """The file. Raises InvalidArgument for one that is outside, absent or not a plain file."""
         if self._root is None:
-            raise InvalidArgument(f"{where}: a picture is a data URL or a media id here, not a path")
+            raise InvalidArgument(f"{where}: an image is a data URL or a media id here, not a path")
         try:
             path = (self._root / name).resolve(strict=True)
             status = path.stat()
@@ -263,7 +263,7 @@ def _canonical(row: dict[str, Any]) -> bytes:
 
 
 def _build(body: Mapping[str, Any], picture: Callable[[Any, str], Any]) -> inference_pb2.GenerateRequest:
-    """`picture(source, where)` turns a path into bytes; it gets bytes and messages as they are."""
+    """`image(source, where)` turns a path into bytes; it gets bytes and messages as they are."""
     fields = {key: value for key, value in body.items() if value is not None}
     _check_fields(fields)
     messages = [_message(m, f"messages[{i}]", picture) for i, m in enumerate(_messages(fields))]

@@ -76,9 +76,9 @@ class Methods(Session):
             prompt: a string, put through the model's chat template as a user's message (`raw=True` takes it as it is);
                 or a list of chat messages `{"role": ..., "content": ...}`, whose content is a string or a list of parts
                 `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}`; or a list of token ids, taken as
-                they are, with one image token id for each picture.
+                they are, with one image token id for each image.
             images: paths, encoded bytes, binary files, Pillow images or uint8 arrays `[H, W, C]`. With a string they
-                come before the text; with chat messages they fill the image parts that hold no picture.
+                come before the text; with chat messages they fill the image parts that hold no image.
             videos: paths or bytes of GIF, APNG, WebP, MP4 or WebM files, lists of frames (each as in `images`), or
                 `saccade.Video`, which says more of a clip. They come after the images.
             max_tokens, temperature, top_p, top_k, seed, stop, logprobs: None leaves each to the model's defaults;
@@ -185,7 +185,7 @@ class Methods(Session):
         return self._run(embed_steps(build, self._calls.upload_above), timeout)
 
     def embed_image(self, image: ImageInput, *, model: str = "", timeout: float | None = None) -> Tensor:
-        """A picture's tokens behind the projector, as the decoder reads them: `[image tokens, hidden size]`."""
+        """An image's tokens behind the projector, as the decoder reads them: `[image tokens, hidden size]`."""
         steps = embed_image_steps(lambda: embed_image_request(image, model=model), self._calls.upload_above)
         return self._run(steps, timeout)
 
@@ -277,7 +277,7 @@ class Methods(Session):
         that name a file which cannot be read, unless `strict=True`.
 
         Args:
-            source, output: paths. Pictures may be named by paths inside the source's folder.
+            source, output: paths. Images may be named by paths inside the source's folder.
             max_retries: how often a row is tried again while the server is unavailable; None: as often as its timeout
                 allows.
             options: concurrency, ordered, max_errors, overwrite, any_model, strict, timeout, priority, on_progress,

@@ -8,7 +8,7 @@ from saccade.v1 import batch_pb2 as saccade_dot_v1_dot_batch__pb2
 
 class BatchServiceStub:
     """Files of requests that the server answers while their sender is away, behind all live calls. The file is in OpenAI's
-    batch format, one chat completion request in each line; pictures are data URLs or uploaded media (media:ID). A batch
+    batch format, one chat completion request in each line; images are data URLs or uploaded media (media:ID). A batch
     survives a restart of the server, and belongs to the tenant that has created it.
     """
 
@@ -57,7 +57,7 @@ class BatchServiceStub:
 
 class BatchServiceServicer:
     """Files of requests that the server answers while their sender is away, behind all live calls. The file is in OpenAI's
-    batch format, one chat completion request in each line; pictures are data URLs or uploaded media (media:ID). A batch
+    batch format, one chat completion request in each line; images are data URLs or uploaded media (media:ID). A batch
     survives a restart of the server, and belongs to the tenant that has created it.
     """
 
@@ -157,7 +157,7 @@ def add_BatchServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class BatchService:
     """Files of requests that the server answers while their sender is away, behind all live calls. The file is in OpenAI's
-    batch format, one chat completion request in each line; pictures are data URLs or uploaded media (media:ID). A batch
+    batch format, one chat completion request in each line; images are data URLs or uploaded media (media:ID). A batch
     survives a restart of the server, and belongs to the tenant that has created it.
     """
 

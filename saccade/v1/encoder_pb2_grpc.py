@@ -31,9 +31,9 @@ class EncoderServiceServicer:
 
     def Attach(self, request_iterator, context):
         """One decoder's connection, for as long as both live. The decoder says `hello`, the encoder `welcome`, or refuses a partner
-        of another model. Then pictures go one way and rows the other, in any order.
+        of another model. Then images go one way and rows the other, in any order.
 
-        Credits bound what is under way. A picture is sent only once the decoder has reserved the space of its rows: the picture
+        Credits bound what is under way. An image is sent only once the decoder has reserved the space of its rows: the image
         is the credit for them. Its pixels are sent only within the window that `welcome` opened, which `credit` opens again by
         as much as the encoder has let go of.
         """

@@ -66,7 +66,7 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """What the model makes of a prompt or of a picture, as numbers instead of words.
+        """What the model makes of a prompt or of an image, as numbers instead of words.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

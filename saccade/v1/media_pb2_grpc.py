@@ -7,7 +7,7 @@ from saccade.v1 import media_pb2 as saccade_dot_v1_dot_media__pb2
 
 
 class MediaServiceStub:
-    """Pictures that are sent once and named in any number of requests, by Image.media_id. The id is the SHA-256 of the file in
+    """Images that are sent once and named in any number of requests, by Image.media_id. The id is the SHA-256 of the file in
     lower-case hexadecimal digits: uploading the same file again gives the same id and a new lease of life. An id means
     something only to the tenant that has uploaded it.
     """
@@ -36,7 +36,7 @@ class MediaServiceStub:
 
 
 class MediaServiceServicer:
-    """Pictures that are sent once and named in any number of requests, by Image.media_id. The id is the SHA-256 of the file in
+    """Images that are sent once and named in any number of requests, by Image.media_id. The id is the SHA-256 of the file in
     lower-case hexadecimal digits: uploading the same file again gives the same id and a new lease of life. An id means
     something only to the tenant that has uploaded it.
     """
@@ -87,7 +87,7 @@ def add_MediaServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class MediaService:
-    """Pictures that are sent once and named in any number of requests, by Image.media_id. The id is the SHA-256 of the file in
+    """Images that are sent once and named in any number of requests, by Image.media_id. The id is the SHA-256 of the file in
     lower-case hexadecimal digits: uploading the same file again gives the same id and a new lease of life. An id means
     something only to the tenant that has uploaded it.
     """

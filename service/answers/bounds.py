@@ -23,7 +23,7 @@ class FrontLimits:
     max_videos: int = 4
     media: MediaLimits = field(default_factory=MediaLimits)
     prepared_bytes: int = 2**31
-    """Of decoded and cut pictures and clips that the encoder has not seen yet."""
+    """Of decoded and cut images and clips that the encoder has not seen yet."""
     max_answer_bytes: int = 2**31 - 1
     """Of one message."""
 

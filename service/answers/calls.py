@@ -195,7 +195,7 @@ class Calls:
         return embedded
 
     async def tokenize(self, spec: GenerateSpec, *, timeout: float | None) -> Tokenized:
-        """`timeout` as in `stream`. Raises StatusError: it takes a place like any request, since it decodes pictures as
+        """`timeout` as in `stream`. Raises StatusError: it takes a place like any request, since it decodes images as
         they do; it costs no tokens."""
         tenant = current_call().tenant
         limit = self._admit(timeout)

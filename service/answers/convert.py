@@ -81,7 +81,7 @@ def _request_id(given: str) -> str:
 
 
 def spec_from_embed(request: inference_pb2.EmbedRequest) -> GenerateSpec:
-    """The prompt or the picture, as a request for one token. Raises InvalidArgument as `spec_from_proto`."""
+    """The prompt or the image, as a request for one token. Raises InvalidArgument as `spec_from_proto`."""
     value: ChatInput | RawInput | TokensInput | PictureInput = PictureInput()
     if request.WhichOneof("input") == "image":
         media: tuple[MediaSource, ...] = (_image(request.image, "image"),)

@@ -18,7 +18,7 @@ SALT = b"warm-up"
 
 
 async def warm_up(frontend: Frontend) -> None:
-    """A short answer and, of a model that takes them, a picture. Raises StatusError: a server that cannot answer this
+    """A short answer and, of a model that takes them, an image. Raises StatusError: a server that cannot answer this
     will not answer anything."""
     began = time.perf_counter()
     sampling = {"max_tokens": 2, "temperature": 0.0, "ignore_eos": True}

@@ -28,7 +28,7 @@ METHOD = "/saccade.v1.BatchService/Row"
 
 
 class Uploaded(ImageFolder):
-    """Of the pictures that a row may name: a tenant's uploaded media, which live on from here."""
+    """Of the images that a row may name: a tenant's uploaded media, which live on from here."""
 
     def __init__(self, spool: Spool, tenant: Tenant) -> None:
         super().__init__(None)
@@ -36,7 +36,7 @@ class Uploaded(ImageFolder):
 
     def look(self, image: types_pb2.Image, where: str) -> None:
         if image.WhichOneof("source") == "uri":
-            raise InvalidArgument(f"{where}: a picture is a data URL or a media id here, not a URL")
+            raise InvalidArgument(f"{where}: an image is a data URL or a media id here, not a URL")
         if image.WhichOneof("source") == "media_id":
             try:
                 self._spool.renew(self._tenant, image.media_id)

@@ -49,7 +49,7 @@ class Batches:
         budget: ByteBudget, tenant: Callable[[str], Tenant | None], folder: Callable[[Tenant], ImageFolder],
     ) -> None:  # fmt: skip
         """`budget`: of what rows hold while they run. `tenant`: by name, None where its keys are gone. `folder`: of the
-        pictures that its rows may name."""
+        images that its rows may name."""
         self.store = store
         self._calls, self._model, self._limits = calls, model, limits
         self._budget, self._find_tenant, self._folder = budget, tenant, folder

@@ -35,7 +35,7 @@ AUTO_CHECKPOINTS = (
     "last multiple of chunks",
     "end of the answer",
 )
-"""What `auto` keeps of one request without pictures, at most; each picture adds one."""
+"""What `auto` keeps of one request without images, at most; each image adds one."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def concurrency_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
 
 
 def states_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
-    """What one request of `max_len` can hold of states under each `state_cache`, pictures of it counted as none."""
+    """What one request of `max_len` can hold of states under each `state_cache`, images of it counted as none."""
     decoder, layout = decoder_options(options, checkpoint), arena_layout(options, checkpoint)
     config = checkpoint.config.decoder
     block = resolve_state_block(decoder.state_block, decoder.page_size, config.scan_chunk or decoder.page_size)
@@ -209,8 +209,8 @@ def encoder_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
         tokens = rule.tokens(CLIP_FRAMES, 9, 16)
         clip = f", {tokens} for {CLIP_FRAMES} frames of 16:9 at a pruning rate of {rule.pruning_rate:g}"
     return Table(
-        f"encoder, graphs {options.graphs}: {vision.min_image_tokens} to {vision.max_image_tokens} tokens a picture"
-        f"{clip}, up to {budgets.max_images} pictures a batch, one arena of {size(described[-1].buffer_bytes)} for all "
+        f"encoder, graphs {options.graphs}: {vision.min_image_tokens} to {vision.max_image_tokens} tokens an image"
+        f"{clip}, up to {budgets.max_images} images a batch, one arena of {size(described[-1].buffer_bytes)} for all "
         "budgets",
         rows,
     )

@@ -1,4 +1,4 @@
-"""`saccade tune HISTOGRAM.json`: the encoder budgets that waste least on the pictures a server has seen."""
+"""`saccade tune HISTOGRAM.json`: the encoder budgets that waste least on the images a server has seen."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         "saccade tune", description="Choose encoder token budgets for a recorded histogram of image sizes."
     )
-    parser.add_argument("histogram", type=Path, help="JSON: an object of image tokens -> pictures")
+    parser.add_argument("histogram", type=Path, help="JSON: an object of image tokens -> images")
     parser.add_argument("--budgets", type=int, default=8, help="graphs to spend, at most (default: %(default)s)")
-    parser.add_argument("--lo", type=int, help="tokens of the smallest legal picture (default: the smallest seen)")
-    parser.add_argument("--hi", type=int, help="tokens of the largest legal picture (default: the largest seen)")
-    parser.add_argument("--max-images", type=int, help="pictures of one batch, which no budget may be below")
+    parser.add_argument("--lo", type=int, help="tokens of the smallest legal image (default: the smallest seen)")
+    parser.add_argument("--hi", type=int, help="tokens of the largest legal image (default: the largest seen)")
+    parser.add_argument("--max-images", type=int, help="images of one batch, which no budget may be below")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(list(argv))
     for name in ("budgets", "lo", "hi", "max_images"):
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _as_table(histogram: Histogram, reports: Sequence[LadderReport]) -> str:
     name_width = max(len(report.name) for report in reports)
-    lines = [f"{sum(histogram.values())} pictures, padded work over real work:"]
+    lines = [f"{sum(histogram.values())} images, padded work over real work:"]
     lines.append(f"{'ladder'.ljust(name_width)}  graphs  alone  packed by 16")
     for report in reports:
         lines.append(

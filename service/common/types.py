@@ -19,7 +19,7 @@ class Message:
 
 @dataclass(frozen=True)
 class ImageSource:
-    """One picture and where in the request it was, for error messages: its encoded bytes, or where they can be had."""
+    """One image and where in the request it was, for error messages: its encoded bytes, or where they can be had."""
 
     data: bytes
     field: str
@@ -56,14 +56,14 @@ MediaSource = ImageSource | VideoSource
 
 
 def files(media: Iterable[MediaSource]) -> Iterator[MediaSource]:
-    """Each file of pictures and clips: a clip's own, or those of its frames."""
+    """Each file of images and clips: a clip's own, or those of its frames."""
     for source in media:
         yield from source.frames if isinstance(source, VideoSource) and source.frames else (source,)
 
 
 @dataclass(frozen=True)
 class ChatInput:
-    """Messages in which None stands for the next of the request's pictures and clips."""
+    """Messages in which None stands for the next of the request's images and clips."""
 
     messages: tuple[Message, ...]
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class RawInput:
 
 @dataclass(frozen=True)
 class TokensInput:
-    """Ids that are taken as they are, one image token id for each picture; for a clip one, or one for each of its
+    """Ids that are taken as they are, one image token id for each image; for a clip one, or one for each of its
     temporal patches."""
 
     ids: tuple[int, ...]
@@ -92,7 +92,7 @@ class GenerateSpec:
     model: str
     input: ChatInput | RawInput | TokensInput | PictureInput
     media: tuple[MediaSource, ...] = ()
-    """Pictures and clips in the order of the prompt."""
+    """Images and clips in the order of the prompt."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     n: int = 1
@@ -102,8 +102,8 @@ class GenerateSpec:
 
 @dataclass(frozen=True)
 class Tokenized:
-    """What a prompt becomes: ids with one image token id per picture and per temporal patch, and how many tokens each
-    picture and each clip takes."""
+    """What a prompt becomes: ids with one image token id per image and per temporal patch, and how many tokens each
+    image and each clip takes."""
 
     ids: tuple[int, ...]
     prompt_tokens: int
@@ -121,12 +121,12 @@ class Tokenized:
 
 @dataclass(frozen=True)
 class PictureInput:
-    """The request's only picture, without a prompt."""
+    """The request's only image, without a prompt."""
 
 
 @dataclass(frozen=True)
 class Embedded:
-    """Numbers about a prompt or a picture, each `[..., hidden]` little-endian float32; empty where not asked for."""
+    """Numbers about a prompt or an image, each `[..., hidden]` little-endian float32; empty where not asked for."""
 
     request_id: str
     model: str

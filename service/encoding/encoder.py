@@ -1,4 +1,4 @@
-"""Who turns reserved pictures into rows. One interface over three ways:
+"""Who turns reserved images into rows. One interface over three ways:
 
     LocalEncoder   the runner in this process: writes straight into the handoff's space (this module)
     EncoderPool    encoders in processes of their own, on this host or others (service/encoding/encoder_pool.py)
@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 TURN_SECONDS = 0.1
 """Between two decoder steps, where both share the cores. A running stream is never without a token for longer than
-this, a layer and a step, however large the pictures are and however many: nine tokens a second, faster than one reads.
-A decoder step of few rows, which reads all weights for them, then takes a twentieth of the time that pictures wait for.
+this, a layer and a step, however large the images are and however many: nine tokens a second, faster than one reads.
+A decoder step of few rows, which reads all weights for them, then takes a twentieth of the time that images wait for.
 """
 
 
@@ -32,10 +32,10 @@ class Encoding(Protocol):
     """What an engine asks of it. `turn` and `close` are called from the engine's thread, the rest from any."""
 
     seconds: float
-    """Time that the engine's own maths spent on pictures."""
+    """Time that the engine's own maths spent on images."""
 
     def start(self, on_fatal: Callable[[BaseException], None]) -> None:
-        """Begins to work. `on_fatal` hears of an error after which no picture would be encoded any more."""
+        """Begins to work. `on_fatal` hears of an error after which no image would be encoded any more."""
 
     def turn(self) -> bool:
         """One bounded piece of work. False where there is nothing to do, or others do it."""
@@ -46,7 +46,7 @@ class Encoding(Protocol):
     def stats(self) -> dict[str, Any]: ...
 
     def histogram(self) -> dict[int, int]:
-        """Image tokens -> pictures encoded."""
+        """Image tokens -> images encoded."""
 
     def check_integrity(self) -> None: ...
 
@@ -168,7 +168,7 @@ class LocalEncoder:
         return True
 
     def _encode_alone(self, work: list[Work], error: Exception) -> None:
-        """One picture must not take its neighbours along: those of a failed batch get a run each, and what fails again
+        """One image must not take its neighbours along: those of a failed batch get a run each, and what fails again
         fails for good."""
         if len(work) > 1:
             log.warning("a batch of %d images could not be encoded; trying each alone", len(work), exc_info=error)

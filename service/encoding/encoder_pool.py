@@ -1,8 +1,8 @@
-"""Encoders in other processes: which of them gets a picture, and what happens when one is late, wrong or gone.
+"""Encoders in other processes: which of them gets an image, and what happens when one is late, wrong or gone.
 
-A picture goes to the encoder with the fewest tokens under way. What each has under way is bounded, so that pictures
+An image goes to the encoder with the fewest tokens under way. What each has under way is bounded, so that images
 wait in the handoff, where the most urgent goes first, and not in front of an encoder. A writer has a lease on its
-space: one that keeps it longer is passed over until it is heard of again, and the picture goes to another. A picture
+space: one that keeps it longer is passed over until it is heard of again, and the image goes to another. An image
 whose encoder died is taken again by another. Where there has been no encoder for as long as a lease, whoever waits
 for one is told, and so is whoever comes until there is one.
 """
@@ -86,7 +86,7 @@ class EncoderPool:
     """The encoders of one decoder, behind `service.encoding.encoder.Encoding`. Has a thread of its own."""
 
     def __init__(self, handoff: Handoff, links: Sequence[Link], *, lease: float, step_tokens: int) -> None:
-        """`lease`: seconds that an encoder may take over a picture, from being given it. `step_tokens`: image tokens
+        """`lease`: seconds that an encoder may take over an image, from being given it. `step_tokens`: image tokens
         of one step of an encoder. Raises PartnerRefused."""
         self.seconds = 0.0
         self.links = list(links)
@@ -161,7 +161,7 @@ class EncoderPool:
 
     def lost(self, link: Link, works: Sequence[Work], reason: str) -> None:
         if works:
-            log.warning("encoder %s is gone with %d pictures under way: %s", link.name, len(works), reason)
+            log.warning("encoder %s is gone with %d images under way: %s", link.name, len(works), reason)
         for work in works:
             self._end(link, work, "lost")
             self._handoff.retry(work, EncodingFailed(f"encoder {link.name} is gone: {reason}"))
@@ -190,7 +190,7 @@ class EncoderPool:
                 self._take_back()
                 pause = self._give()
                 self._wake.wait(pause)
-        except BaseException as error:  # a bug: no picture would be given to anybody any more
+        except BaseException as error:  # a bug: no image would be given to anybody any more
             on_fatal(error)
 
     def _take_back(self) -> None:
@@ -201,7 +201,7 @@ class EncoderPool:
                 if link is not None:
                     self._late.setdefault(link.name, time.monotonic() + self._lease)
             if link is not None:
-                log.warning("encoder %s did not write a picture within %g s", link.name, self._lease)
+                log.warning("encoder %s did not write an image within %g s", link.name, self._lease)
                 self._revoke(link, work, "late")
         for work in self._handoff.unwanted():
             with self._lock:

@@ -1,9 +1,9 @@
-"""The encoder's end of `EncoderService.Attach`: pictures in, rows out, one session for each decoder.
+"""The encoder's end of `EncoderService.Attach`: images in, rows out, one session for each decoder.
 
-The encoder keeps a handoff of its own, so everything that holds there holds here: space for the rows before a picture
+The encoder keeps a handoff of its own, so everything that holds there holds here: space for the rows before an image
 is encoded, one encoding however many decoders ask for the same key, a cache, order by deadline. A session leases what
 its decoder asked for, sends the rows as they become ready and lets go of them when they are sent. Rows that are not
-read stay leased; then the space is full, nothing is encoded, no window opens, and the decoders keep their pictures.
+read stay leased; then the space is full, nothing is encoded, no window opens, and the decoders keep their images.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
 
 @dataclass
 class _Arriving:
-    """A picture whose pixels are on their way."""
+    """An image whose pixels are on their way."""
 
     item: encoder_pb2.EncodeItem
     pixels: torch.Tensor

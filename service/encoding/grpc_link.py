@@ -66,7 +66,7 @@ class GrpcLink:
         self, address: str, partner: Partner, *, pixel_bytes: int, max_tokens: int,
         credentials: grpc.ChannelCredentials | None = None, api_key: str | None = None,
     ) -> None:  # fmt: skip
-        """`pixel_bytes`, `max_tokens`: of the largest picture that may be sent."""
+        """`pixel_bytes`, `max_tokens`: of the largest image that may be sent."""
         self.name = address
         self._partner, self._pixel_bytes, self._max_tokens = partner, pixel_bytes, max_tokens
         self._credentials = credentials
@@ -219,12 +219,12 @@ class GrpcLink:
         self._partner.check(partner_from_proto(welcome.partner), name)
         if welcome.window_bytes < self._pixel_bytes:
             raise PartnerRefused(
-                f"{name} takes {welcome.window_bytes} bytes of pixels and the largest picture here has "
+                f"{name} takes {welcome.window_bytes} bytes of pixels and the largest image here has "
                 f"{self._pixel_bytes}; raise its max_inflight_bytes"
             )
         if welcome.max_tokens < self._max_tokens:
             raise PartnerRefused(
-                f"{name} holds pictures of {welcome.max_tokens} tokens and the largest here has {self._max_tokens}; "
+                f"{name} holds images of {welcome.max_tokens} tokens and the largest here has {self._max_tokens}; "
                 "raise its handoff_bytes"
             )
         self._window = welcome.window_bytes
@@ -339,7 +339,7 @@ class _Session:
             self._changed.notify_all()
 
     def drain(self) -> list[Work]:
-        """Nothing more is sent but the picture under way; what has been sent comes back. Returns the rest."""
+        """Nothing more is sent but the image under way; what has been sent comes back. Returns the rest."""
         with self._changed:
             self.open = False
             unsent = [work for work, _ in self._unsent]
@@ -375,7 +375,7 @@ class _Session:
                 yield from self._picture(*what)
 
     def _next(self) -> int | tuple[Work, float | None] | None:
-        """A ticket to cancel, or a picture that the window has room for; None at the end."""
+        """A ticket to cancel, or an image that the window has room for; None at the end."""
         with self._changed:
             while not self._sending_ended:
                 if self._cancels:

@@ -1,4 +1,4 @@
-"""Pictures and clips as messages, pixels and rows as bytes: what crosses between an encoder and a decoder elsewhere."""
+"""Images and clips as messages, pixels and rows as bytes: what crosses between an encoder and a decoder elsewhere."""
 
 from __future__ import annotations
 

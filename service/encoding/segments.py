@@ -1,7 +1,7 @@
 """Shared memory between two processes: anonymous files, so that nothing is left behind however either ends.
 
 A segment has no name. Its descriptor crosses the socket pair once, both sides map it, and it is kept for further
-pictures of about its size: fresh pages cost as much as the copy. Memory is taken when the segment is made, so that a
+images of about its size: fresh pages cost as much as the copy. Memory is taken when the segment is made, so that a
 full machine shows as an error here and not as a signal in the middle of a copy. Where there is a CUDA device, segments
 are page-locked, which lets copies to and from it run at the bus's speed.
 """
@@ -74,7 +74,7 @@ def open_segment(number: int, descriptor: int) -> Segment:
 
 
 class SegmentPool:
-    """Segments for pictures under way, bounded in bytes. A segment that was taken comes back by `give_back`, not before
+    """Segments for images under way, bounded in bytes. A segment that was taken comes back by `give_back`, not before
     nobody writes to it any more."""
 
     def __init__(self, capacity_bytes: int) -> None:

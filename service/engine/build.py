@@ -79,12 +79,12 @@ def encoder_options(options: EngineOptions, checkpoint: Checkpoint) -> EncoderOp
 
 
 def check_handoff(options: EngineOptions, vision: VisionSpec, dtype: torch.dtype) -> None:
-    """Raises ConfigError where not even the smallest picture fits the handoff."""
+    """Raises ConfigError where not even the smallest image fits the handoff."""
     row = vision.row_width * dtype.itemsize
     if options.handoff_bytes // row < vision.min_image_tokens:
         raise ConfigError(
             f"handoff_bytes: {options.handoff_bytes} holds {options.handoff_bytes // row} image tokens and the "
-            f"smallest picture has {vision.min_image_tokens}; at least {vision.min_image_tokens * row} would work"
+            f"smallest image has {vision.min_image_tokens}; at least {vision.min_image_tokens * row} would work"
         )
 
 
@@ -194,10 +194,10 @@ def encoder_of_process(options: EngineOptions, source: WorkSource) -> LocalEncod
 
 
 def check_role(options: EngineOptions, checkpoint: Checkpoint) -> None:
-    """Raises ConfigError for a role that is about pictures, of a model that takes none."""
+    """Raises ConfigError for a role that is about images, of a model that takes none."""
     if options.role != "all" and checkpoint.config.vision is None:
         nothing = {"encoder": "to encode", "decoder": "that encoders could do"}[options.role]
-        raise ConfigError(f"role: {checkpoint.config.name} takes no pictures, so there is nothing {nothing}")
+        raise ConfigError(f"role: {checkpoint.config.name} takes no images, so there is nothing {nothing}")
 
 
 def build_encoder(options: EngineOptions) -> tuple[LocalEncoder, Handoff, Partner]:

@@ -1,4 +1,4 @@
-"""Pictures and videos by their URLs, for servers whose operator has named the hosts that they may come from.
+"""Images and videos by their URLs, for servers whose operator has named the hosts that they may come from.
 
 Whoever may name a URL may make this server talk to an address of their choice, so a URL is followed only as far as each
 of these holds, for the URL itself and again for whatever it redirects to: https; a host on the list; a name that

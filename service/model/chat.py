@@ -45,14 +45,14 @@ class ChatTemplate:
         return self._template is not None
 
     def render(self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None) -> str:
-        """The prompt text, one image token per picture, ready for the assistant's turn.
+        """The prompt text, one image token per image, ready for the assistant's turn.
 
         Text that spells an image token is marked as literal. Raises ValueError with the template's own words where it
         refuses the messages.
         """
         pictures = sum(self._meant(part) for message in messages for part in message.parts)
         if pictures and self.image_token is None:
-            raise ValueError(f"the messages hold {pictures} pictures and this model takes none")
+            raise ValueError(f"the messages hold {pictures} images and this model takes none")
         if self._template is None:
             return "\n".join(self._flat(message) for message in messages)
         text = self._render([self._structured(m) for m in messages], arguments)
@@ -60,7 +60,7 @@ class ChatTemplate:
             # A template made for text only prints a list as it is or drops it: give it strings.
             text = self._render([{"role": m.role, "content": self._flat(m)} for m in messages], arguments)
             if text.count(self.image_token) - self._literals(messages) != pictures:
-                raise ValueError(f"the chat template does not place all {pictures} pictures of these messages")
+                raise ValueError(f"the chat template does not place all {pictures} images of these messages")
         return text
 
     def _render(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any] | None) -> str:

@@ -80,7 +80,7 @@ def _encode(tokenizer: _Tokenizer, text: str) -> list[int]:
 
 def literal(text: str, *tokens: str) -> str:
     """Marks each occurrence of `tokens` in a user's text so that `Tokenizer.encode` reads it as characters: a user who
-    writes `<image>` has written seven characters, not sent a picture."""
+    writes `<image>` has written seven characters, not sent an image."""
     text = text.replace(_LITERAL_OPEN, "").replace(_LITERAL_CLOSE, "")
     for token in tokens:
         text = text.replace(token, f"{_LITERAL_OPEN}{token}{_LITERAL_CLOSE}")

@@ -107,7 +107,7 @@ def main(descriptor: int) -> int:
         level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     keep_freed_memory()
-    with contextlib.suppress(EOFError, ConnectionError):  # the decoder is gone; so are its pictures
+    with contextlib.suppress(EOFError, ConnectionError):  # the decoder is gone; so are its images
         return _serve(connection, options)
     return 0
 

@@ -51,7 +51,7 @@ class Metrics:
             registry=self.registry,
         )  # fmt: skip
         self._queue = Histogram(
-            "saccade_queue_seconds", "from arrival to the engine: pictures and text are prepared, others go first",
+            "saccade_queue_seconds", "from arrival to the engine: images and text are prepared, others go first",
             buckets=SECONDS, registry=self.registry,
         )  # fmt: skip
         self._gap = Histogram(

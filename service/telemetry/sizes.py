@@ -1,4 +1,4 @@
-"""The file of picture sizes that `saccade tune` reads: image tokens -> pictures, over all runs of a server."""
+"""The file of image sizes that `saccade tune` reads: image tokens -> images, over all runs of a server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def read_histogram(path: Path) -> dict[int, int]:
-    """Image tokens -> pictures. Accepts that object itself or one that holds it under `image_tokens`.
+    """Image tokens -> images. Accepts that object itself or one that holds it under `image_tokens`.
 
     Raises `ValueError` naming the file and what is wrong with it.
     """
@@ -30,11 +30,11 @@ def read_histogram(path: Path) -> dict[int, int]:
     if isinstance(content, dict) and "image_tokens" in content:
         content = content["image_tokens"]
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no object of image tokens -> pictures")
+        raise ValueError(f"{path} holds no object of image tokens -> images")
     histogram: dict[int, int] = {}
     for key, value in content.items():
         if not key.isascii() or not key.isdigit() or not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError(f"{path}: {key!r}: {value!r} is no count of pictures of a number of tokens")
+            raise ValueError(f"{path}: {key!r}: {value!r} is no count of images of a number of tokens")
         histogram[int(key)] = histogram.get(int(key), 0) + value
     try:
         check_histogram(histogram)

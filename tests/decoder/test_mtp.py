@@ -120,7 +120,7 @@ SHARED = list(range(40, 53))
 
 
 def requests() -> list[DecoderRequest]:
-    """Some share a beginning, in the middle of a page and at its end; one has a picture, twice."""
+    """Some share a beginning, in the middle of a page and at its end; one has an image, twice."""
     return [
         request("a", [*SHARED, 7, 8], greedy_params(14), checkpoint_at=(13,)),
         request("b", [*SHARED, 9], greedy_params(14), checkpoint_at=(13,)),

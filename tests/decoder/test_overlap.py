@@ -187,7 +187,7 @@ def test_what_comes_next_into_the_memory_of_one_that_ended_is_unharmed() -> None
 
 @pytest.mark.parametrize("options", [{}, {"graphs": "on"}], ids=["eager", "graphs"])
 def test_a_launch_reads_nothing_of_the_device(options: dict[str, Any]) -> None:
-    """Prompts, pictures, samples of one prompt, every way of drawing, ends, log-probabilities, checkpoints, hits."""
+    """Prompts, images, samples of one prompt, every way of drawing, ends, log-probabilities, checkpoints, hits."""
     runner = make(native="off", max_chunk=9, **options)
     assert isinstance(runner.loop, OverlappedLoop)
     reads, launch = HostReads(), runner.loop.launch
@@ -347,7 +347,7 @@ def test_rows_of_a_picture_stay_until_the_step_that_read_them_is_collected() -> 
 
 
 def test_a_picture_that_fails_in_flight_ends_its_request_behind_what_it_has_drawn() -> None:
-    """The rows of the second picture never come; the first chunk is in flight when that is known."""
+    """The rows of the second image never come; the first chunk is in flight when that is known."""
     runner = make()
     late = image(12, PICTURE, ready=False)
     runner.add(request("bad", range(25), greedy_params(3), [image(2, PICTURE), late]))
@@ -364,7 +364,7 @@ def test_a_picture_that_fails_in_flight_ends_its_request_behind_what_it_has_draw
 
 
 def test_rows_that_are_read_again_are_not_given_back() -> None:
-    """The request is put out, to be computed again, before the step that read its picture is collected."""
+    """The request is put out, to be computed again, before the step that read its image is collected."""
     runner = make(host_bytes=0, state_cache="none")
     span = image(2, PICTURE)
     runner.add(request("a", range(12), greedy_params(4), [span]))
@@ -379,7 +379,7 @@ def test_rows_that_are_read_again_are_not_given_back() -> None:
 
 
 def test_a_step_in_flight_holds_rows_that_others_wait_for() -> None:
-    """Nothing can be computed before the second picture comes, and its rows may need the space of the first one's."""
+    """Nothing can be computed before the second image comes, and its rows may need the space of the first one's."""
     runner = make()
     spans = [image(2, PICTURE), image(12, PICTURE, ready=False)]
     first, second = (span.source for span in spans)

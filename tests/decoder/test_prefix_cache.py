@@ -334,7 +334,7 @@ def sampling(kind: int) -> SamplingParams:
 
 
 def conversation(parts: Sequence[tuple[int, int]], kind: int, name: str) -> DecoderRequest:
-    """Text and pictures by number, one after the other: prompts that share their first parts share a prefix."""
+    """Text and images by number, one after the other: prompts that share their first parts share a prefix."""
     prompt: list[int] = []
     spans = []
     for what, number in parts:

@@ -1,4 +1,4 @@
-"""Decoding by allow-list: every kind of picture, every limit, and nothing but ImageError for hostile bytes."""
+"""Decoding by allow-list: every kind of image, every limit, and nothing but ImageError for hostile bytes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def encoded(image: Image.Image, format: str, **options: Any) -> bytes:
 
 
 def white_rgb(image: Image.Image) -> torch.Tensor:
-    """The oracle: what transformers makes of a PIL picture, transparency on white and the rest by Pillow."""
+    """The oracle: what transformers makes of a PIL image, transparency on white and the rest by Pillow."""
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, (255,) * 4), image)

@@ -66,7 +66,7 @@ def test_video_widens_the_patches_only() -> None:
 def test_expected_padding(tiny: TinyTower) -> None:
     padding = expected_padding({60: 3, 100: 1}, EncoderBudgets((64,), 1))
     assert (padding.alone, padding.packed, padding.eager) == ((3 * 64 + 100) / 280, pytest.approx(1.04, abs=0.02), 0.25)
-    with pytest.raises(ValueError, match="no picture"):
+    with pytest.raises(ValueError, match="no image"):
         expected_padding({}, EncoderBudgets((64,), 1))
 
 
@@ -78,8 +78,8 @@ def test_the_text_names_every_budget_and_the_totals(tiny: TinyTower) -> None:
     shape_bytes = describe(tiny.config, budgets, torch.float32)[-1]
     total = (shape_bytes.buffer_bytes + shape_bytes.activation_bytes) / 2**20
     assert f"graph memory: {total:.1f} MiB" in text
-    assert "up to 4 pictures and 64 tokens a launch" in text
-    assert "over 4 pictures" in lines[-1]
+    assert "up to 4 images and 64 tokens a launch" in text
+    assert "over 4 images" in lines[-1]
 
 
 def test_bytes_grow_with_the_dtype(tiny: TinyTower) -> None:

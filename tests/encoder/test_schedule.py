@@ -1,4 +1,4 @@
-"""The order of the queue and the stated bounds: neither large nor small pictures starve, in any stream of arrivals."""
+"""The order of the queue and the stated bounds: neither large nor small images starve, in any stream of arrivals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ POLICY = SchedulePolicy()
 
 
 def items(*tokens: int) -> list[Waiting]:
-    """Pictures that arrived one after the other."""
+    """Images that arrived one after the other."""
     return [Waiting(count, float(index)) for index, count in enumerate(tokens)]
 
 
@@ -72,7 +72,7 @@ def test_pictures_of_one_request_are_taken_in_several_steps() -> None:
     ("call", "numbers"),
     [
         (lambda: choose(items(1), 0), "got 0"),
-        (lambda: choose(items(4, 0), 10), "picture 1 has 0"),
+        (lambda: choose(items(4, 0), 10), "image 1 has 0"),
         (lambda: SchedulePolicy(patience=-1), "patience -1"),
         (lambda: SchedulePolicy(head_start=-2), "head_start -2"),
     ],
@@ -85,7 +85,7 @@ def test_misuse_names_the_numbers(call: object, numbers: str) -> None:
 
 @dataclass
 class Waiter:
-    """A picture in the simulation, and what waited beside it that was due no later."""
+    """An image in the simulation, and what waited beside it that was due no later."""
 
     item: Waiting
     key: tuple[float, float, int]

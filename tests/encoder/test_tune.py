@@ -165,7 +165,7 @@ def test_a_ladder_for_packed_batches_is_no_worse_than_the_others(
 
 
 def test_tuning_for_packed_batches_pays() -> None:
-    """Pictures of 200 to 3,320 tokens, sixteen waiting: the launches are larger than the pictures."""
+    """Images of 200 to 3,320 tokens, sixteen waiting: the launches are larger than the images."""
     histogram = dict.fromkeys(range(200, 3329, 40), 1)
     alone = tuned_ladder(histogram, 5, floor=13, hi=3328)
     packed = packed_ladder(histogram, 5, images=13, hi=3328)
@@ -176,10 +176,10 @@ def test_tuning_for_packed_batches_pays() -> None:
 @pytest.mark.parametrize(
     ("call", "numbers"),
     [
-        pytest.param(lambda: tuned_ladder({}, 3), "no picture", id="empty"),
-        pytest.param(lambda: tuned_ladder({5: 0}, 3), "no picture", id="all-zero"),
+        pytest.param(lambda: tuned_ladder({}, 3), "no image", id="empty"),
+        pytest.param(lambda: tuned_ladder({5: 0}, 3), "no image", id="all-zero"),
         pytest.param(lambda: tuned_ladder({0: 1}, 3), "0 tokens", id="zero-size"),
-        pytest.param(lambda: tuned_ladder({5: -1}, 3), "-1 pictures of 5", id="negative-count"),
+        pytest.param(lambda: tuned_ladder({5: -1}, 3), "-1 images of 5", id="negative-count"),
         pytest.param(lambda: tuned_ladder({5: 1}, 0), "max_budgets 0", id="no-budgets"),
         pytest.param(lambda: tuned_ladder({5: 1}, 1, floor=0), "floor 0", id="zero-floor"),
         pytest.param(lambda: tuned_ladder({50: 1}, 1, hi=40), "50 .*40", id="above-hi"),

@@ -44,7 +44,7 @@ def test_the_server_can_come_from_the_environment(
     address: str, script: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SACCADE_SERVER", address)
-    assert cli.main(["ask", "no picture?"]) == 0
+    assert cli.main(["ask", "no image?"]) == 0
     assert capsys.readouterr().out == "a red square\n"
     assert not script.requests[0].sampling.HasField("temperature")
 

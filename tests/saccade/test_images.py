@@ -1,4 +1,4 @@
-"""Pictures in every form that the client takes."""
+"""Images in every form that the client takes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def decoded(data: bytes) -> Image.Image:
 
 def test_files_and_bytes_pass_untouched(tmp_path: pathlib.Path) -> None:
     data = jpeg()
-    path = tmp_path / "a picture.jpg"
+    path = tmp_path / "an image.jpg"
     path.write_bytes(data)
     with path.open("rb") as file:
         forms = [path, str(path), data, bytearray(data), memoryview(data), file, io.BytesIO(data)]

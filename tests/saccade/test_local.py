@@ -15,7 +15,7 @@ from service.common import errors as service_errors
 from service.rpc.statuses import details
 
 FAILURES = [
-    service_errors.InvalidArgument("bad picture", reason="IMAGE_DECODE_FAILED", field="images[0]"),
+    service_errors.InvalidArgument("bad image", reason="IMAGE_DECODE_FAILED", field="images[0]"),
     service_errors.InvalidArgument("600 > 512", reason="CONTEXT_LENGTH_EXCEEDED", metadata={"limit": "512"}),
     service_errors.NotFound("no such model"),
     service_errors.AlreadyExists("in use"),

@@ -45,8 +45,8 @@ def test_a_list_holds_clips_and_a_file_is_a_list_of_one() -> None:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        pytest.param(FRAME, "one picture; a clip is", id="array"),
-        pytest.param(Image.new("RGB", (2, 2)), "one picture; a clip is", id="pillow"),
+        pytest.param(FRAME, "one image; a clip is", id="array"),
+        pytest.param(Image.new("RGB", (2, 2)), "one image; a clip is", id="pillow"),
         pytest.param([], "needs a frame", id="empty"),
         pytest.param(saccade.Video(b"abc", fps=2), "a file says it itself", id="fps"),
         pytest.param(saccade.Video(b"abc", max_frames="two"), "max_frames", id="max-frames"),

@@ -156,7 +156,7 @@ def test_misuse_names_the_numbers() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_become_the_same_numbers(dtype: torch.dtype) -> None:
-    """A picture or clip that needs no resize stays uint8 on its way, and nothing is lost or gained by it."""
+    """An image or clip that needs no resize stays uint8 on its way, and nothing is lost or gained by it."""
     config = RadioVision(
         patch_size=4, min_num_patches=4, max_num_patches=64, video_target_num_patches=24, video_temporal_patch_size=2
     )  # fmt: skip

@@ -70,7 +70,7 @@ def test_a_picture_in_the_question_ends_it(assets: ModelAssets) -> None:
 
 
 def prepared(tokens: int = 4, labels: tuple[str, ...] = ()) -> Prepared:
-    """A picture of so many tokens in two rows, or a clip of a group of them for each label."""
+    """An image of so many tokens in two rows, or a clip of a group of them for each label."""
     groups = max(1, len(labels))
     item = EncoderItem((4, 2 * tokens // groups // 2), torch.zeros(4 * tokens, 3), num_sequences=groups)
     return Prepared("prompt.images[0]", item, b"key", labels, len(labels))

@@ -34,7 +34,7 @@ def test_the_plan_agrees_with_the_arena(tmp_path: Path) -> None:
     budgets = engine._encoding.runner.budgets  # type: ignore[union-attr]
     engine.close()
     assert [row[0] for row in encoder.rows[1:]] == [str(b) for b in budgets.token_budgets]
-    assert f"{budgets.max_images} pictures a batch" in encoder.title
+    assert f"{budgets.max_images} images a batch" in encoder.title
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
@@ -103,5 +103,5 @@ def test_a_role_plans_for_what_it_serves(tmp_path: Path) -> None:
 def test_a_role_without_pictures_is_refused(tmp_path: Path, role: str) -> None:
     make_checkpoint(tmp_path, 3, vision=False, text={"pattern": "M*-M"})
     encoders = ("localhost:1",) if role == "decoder" else ()
-    with pytest.raises(ConfigError, match="role: .* takes no pictures"):
+    with pytest.raises(ConfigError, match="role: .* takes no images"):
         plan(EngineOptions(model=str(tmp_path), role=role, encoders=encoders))

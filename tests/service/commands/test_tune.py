@@ -22,7 +22,7 @@ def recorded(tmp_path: Path) -> Path:
 def test_the_last_line_is_an_option_that_the_server_takes(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tune.main([str(recorded), "--budgets", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("121 pictures")
+    assert lines[0].startswith("121 images")
     assert [line.split("  ")[0] for line in lines[2:6]] == [
         "doublings",
         "sqrt(2) steps",
@@ -54,7 +54,7 @@ def test_json(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ('{"64": 1.5}', "1.5"),
         ('{"64": true}', "True"),
         ('{"-3": 1}', "-3"),
-        ("{}", "no picture"),
+        ("{}", "no image"),
         ('{"0": 1}', "0 tokens"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Which encoder gets a picture, and what becomes of pictures whose encoder is late, full or gone. Links are fakes."""
+"""Which encoder gets an image, and what becomes of images whose encoder is late, full or gone. Links are fakes."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_an_encoder_s_refusal_is_the_picture_s_end() -> None:
     pool, handoff = make(link)
     (lease,) = ask(handoff, "a")
     pool._give()
-    pool.failed(link, link.works.pop(), ValueError("not a picture"))
+    pool.failed(link, link.works.pop(), ValueError("not an image"))
     assert isinstance(lease.error, ValueError) and pool.stats()["failed"] == 1
     assert not pool.histogram() and not pool._given
 

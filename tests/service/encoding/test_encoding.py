@@ -1,4 +1,4 @@
-"""The encoder in the engine's process: taken, written, published; a picture that fails does so alone."""
+"""The encoder in the engine's process: taken, written, published; an image that fails does so alone."""
 
 from __future__ import annotations
 

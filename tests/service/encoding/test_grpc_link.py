@@ -17,7 +17,7 @@ from service.encoding.partner import PROTOCOL, Partner
 
 PARTNER = Partner(PROTOCOL, "tiny", "revision", "digest", "patches", "float32", 2)
 SMALL = 3 * 4 * 4
-"""Bytes of pixels of a picture of one token."""
+"""Bytes of pixels of an image of one token."""
 
 
 def picture(ticket: int, tokens: int = 1, width: int = 3) -> Work:
@@ -68,7 +68,7 @@ def test_what_was_never_sent_needs_no_cancellation() -> None:
 
 
 def test_the_window_bounds_what_is_sent() -> None:
-    """To the byte, and in order: a small picture does not pass the large one that waits for room."""
+    """To the byte, and in order: a small image does not pass the large one that waits for room."""
     session, messages, _ = opened(3 * SMALL - 1)
     for work in (picture(1, 1), picture(2, 2), picture(3, 1)):
         session.add(work, None)

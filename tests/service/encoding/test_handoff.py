@@ -130,7 +130,7 @@ def test_the_encoder_takes_at_most_its_step_but_always_one() -> None:
 
 
 def test_two_requests_with_two_large_pictures_each_do_not_lock_each_other_out() -> None:
-    """11,844 tokens twice against a bound of 16,384: each request holds one picture and waits for the other's room."""
+    """11,844 tokens twice against a bound of 16,384: each request holds one image and waits for the other's room."""
     handoff = Handoff(16_384 * ROW, HIDDEN, torch.float32)
     leases: dict[str, list[Lease]] = {}
     for owner, keys in (("r1", (b"a", b"b")), ("r2", (b"b", b"a"))):
@@ -267,7 +267,7 @@ def test_a_second_encoding_keeps_the_first_one_s_counts() -> None:
     for work in handoff.take():
         handoff.publish([work], [(2, 4)])
     assert clip.counts == other.counts == (2, 4)
-    assert handoff.unblock(), "rows are taken back for the picture that waits longest"
+    assert handoff.unblock(), "rows are taken back for the image that waits longest"
     assert not clip.ready and clip.counts == (2, 4)
     assert encode(handoff) == [b"c"] and blocked.counts == (6,)
     blocked.release()
@@ -348,7 +348,7 @@ def test_without_an_encoder_those_who_wait_are_told_and_what_is_there_stays() ->
 
 class HandoffMachine(RuleBasedStateMachine):
     """Random clients and random encoders, some of them late, dead or wrong; afterwards everything is consumed in
-    order. Every row that a client sees is of its own picture."""
+    order. Every row that a client sees is of its own image."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Pictures and clips cross as messages and come out as they went in."""
+"""Images and clips cross as messages and come out as they went in."""
 
 from __future__ import annotations
 

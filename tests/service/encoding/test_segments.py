@@ -49,7 +49,7 @@ def test_sizes_are_powers_of_two(size: int, segment: int) -> None:
 def test_a_segment_serves_again_for_pictures_of_about_its_size(
     pool: SegmentPool, left: int, wanted: int, again: bool
 ) -> None:
-    """From its own size down to half of it: a small picture must not hold a large segment."""
+    """From its own size down to half of it: a small image must not hold a large segment."""
     first = take(pool, left * KIB)
     pool.give_back(first)
     found = pool.take(wanted * KIB)

@@ -167,7 +167,7 @@ def test_a_user_cannot_smuggle_a_picture_place(tokenizer: Tokenizer) -> None:
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages.__class__.__mro__ }}", "chat template"),
         ("{{ nothing.attribute }}", "chat template"),
-        ("no pictures here", "does not place all 1 pictures"),
+        ("no images here", "does not place all 1 images"),
     ],
 )
 def test_refusals_of_a_template(source: str, message: str) -> None:
@@ -226,7 +226,7 @@ def test_templates_change_nothing_and_reach_nothing(source: str) -> None:
 def test_a_model_without_pictures_refuses_them() -> None:
     text_only = ChatTemplate(None, image_token=None, special_tokens={})
     assert text_only.render([Message("user", ("a",))]) == "a"
-    with pytest.raises(ValueError, match="hold 2 pictures and this model takes none"):
+    with pytest.raises(ValueError, match="hold 2 images and this model takes none"):
         text_only.render([Message("user", (None, "a", None))])
 
 
