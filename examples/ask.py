@@ -1,4 +1,4 @@
-"""Asks one question about one or more images: python examples/ask.py IMAGE... QUESTION"""
+"""Asks one question about one or more pictures: python examples/ask.py PICTURE... QUESTION"""
 
 import os
 import sys

@@ -1,6 +1,6 @@
-"""A file with a request for each image, answered as a batch: python examples/batch.py QUESTION IMAGE...
+"""A file with a request for each picture, answered as a batch: python examples/batch.py QUESTION PICTURE...
 
-The images have to lie in one folder, in which the two files are written. Stop it and start it again: it goes on.
+The pictures have to lie in one folder, in which the two files are written. Stop it and start it again: it goes on.
 """
 
 import json

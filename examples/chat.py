@@ -1,4 +1,4 @@
-"""A conversation about an image, with two questions after each other: python examples/chat.py IMAGE"""
+"""A conversation about a picture, with two questions after each other: python examples/chat.py PICTURE"""
 
 import os
 import sys
@@ -12,7 +12,7 @@ with saccade.Client(os.environ.get("SACCADE_SERVER", "127.0.0.1:50051")) as clie
     messages = [
         {
             "role": "user",
-            "content": [{"type": "image", "image": sys.argv[1]}, {"type": "text", "text": "What is in the image?"}],
+            "content": [{"type": "image", "image": sys.argv[1]}, {"type": "text", "text": "What is in the picture?"}],
         }
     ]
     for question in ("Where is it?", None):

@@ -1,6 +1,6 @@
-"""A batch that the server answers by itself: python examples/server_batch.py QUESTION IMAGE...
+"""A batch that the server answers by itself: python examples/server_batch.py QUESTION PICTURE...
 
-The images are uploaded, the file is handed over, and from then on this program may end and ask for the batch later.
+The pictures are uploaded, the file is handed over, and from then on this program may end and ask for the batch later.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Asks about a video: python examples/video.py [CLIP] QUESTION
 
 CLIP is a GIF, APNG or WebP animation, or an MP4 or WebM film. Without one, a square is drawn that wanders to the right:
-a list of images is a clip, too.
+a list of pictures is a clip, too.
 """
 
 import os

@@ -24,7 +24,7 @@ CASES = {
     "chat.py": (["{picture}"], "a red square\na red square\n"),
     "many.py": (
         ["What is it?", "{picture}", "no/such.png"],
-        "{image}: a red square\nno/such.png: failed: images[0]: cannot read",
+        "{picture}: a red square\nno/such.png: failed: images[0]: cannot read",
     ),
     "batch.py": (["What is it?", "{picture}"], "1 of 1 answered, 3 tokens\na.png: a red square\n"),
     "logprobs.py": (["{picture}", "What is it?"], "token 0: 0.61 (likeliest 0: 1.00, 1: 0.37)\n"),
@@ -72,9 +72,9 @@ def test_the_readmes_client(address: str, script: Script, tmp_path: Path) -> Non
 
 DEMO = EXAMPLES.parent / "demo" / "pictures"
 REAL = {
-    "local.py": ([DEMO / "shapes.png", "What does the image show?"], "a purple triangle at the top, a blue circle"),
+    "local.py": ([DEMO / "shapes.png", "What does the picture show?"], "a purple triangle at the top, a blue circle"),
     "embed.py": ([DEMO / "shapes.png", DEMO / "number.png"], f"{DEMO / 'shapes.png'}: 1.000\n"),
-    "server_batch.py": (["What does the image show?", DEMO / "shapes.png"], "shapes.png: a purple triangle"),
+    "server_batch.py": (["What does the picture show?", DEMO / "shapes.png"], "shapes.png: a purple triangle"),
 }
 """What these ask is more than a script can answer: the embedded model is asked."""
 
@@ -102,7 +102,7 @@ def test_the_example_with_a_video(demo: str, tmp_path: Path) -> None:
     frames[0].save(tmp_path / "clip.gif", save_all=True, append_images=frames[1:], duration=200)
     environment = {**os.environ, "SACCADE_SERVER": demo, "PYTHONPATH": str(EXAMPLES.parent)}
     for clip, count in (([str(tmp_path / "clip.gif")], 5), ([], 6)):
-        command = [sys.executable, str(EXAMPLES / "video.py"), *clip, "What does the image show?"]
+        command = [sys.executable, str(EXAMPLES / "video.py"), *clip, "What does the picture show?"]
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr
         assert re.fullmatch(rf"\({count} frames, \d+ tokens\)", done.stdout.splitlines()[-1])
