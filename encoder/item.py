@@ -125,9 +125,10 @@ class ItemDescription(ItemLayout):
 
     def with_patches(self, patches: torch.Tensor) -> EncoderItem:
         """The item. `patches`: of `shape` and `dtype`, else `ValueError`."""
-        if str(patches.dtype) != f"torch.{self.dtype}" or tuple(patches.shape) != self.shape:
+        item = EncoderItem(patches=patches, **_layout(self))
+        if item.description != self:
             raise ValueError(f"patches of {list(patches.shape)} {patches.dtype} for {list(self.shape)} {self.dtype}")
-        return EncoderItem(patches=patches, **_layout(self))
+        return item
 
 
 @dataclass(frozen=True)

@@ -389,7 +389,7 @@ class _Session:
             return None
 
     def _picture(self, work: Work, seconds_left: float | None) -> Iterator[encoder_pb2.AttachRequest]:
-        item = item_to_proto(work.image)
+        item = item_to_proto(work.image.description)
         item.ticket, item.key = work.ticket, work.key
         if seconds_left is not None:
             item.seconds_left = max(seconds_left, 0.0)
@@ -402,7 +402,7 @@ class _Session:
 
 
 def _pixel_bytes(work: Work) -> int:
-    return work.image.patches.numel() * work.image.patches.itemsize
+    return work.image.nbytes
 
 
 def _words(error: grpc.RpcError) -> str:

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 
 import torch
 
-from encoder.item import IMAGE, VIDEO, EncoderItem
+from encoder.item import DTYPE_BYTES, IMAGE, VIDEO, EncoderItem, ItemDescription
 from saccade.v1 import encoder_pb2
 
 PIECE_BYTES = 1 << 20
 """Of pixels or rows in one message: large enough to cost little, small enough for others to get in between."""
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -38,29 +37,27 @@ def write_bytes(target: torch.Tensor, offset: int, data: bytes) -> int:
     return end
 
 
-def item_to_proto(item: EncoderItem) -> encoder_pb2.EncodeItem:
-    """Everything but the pixels, the ticket and the urgency.
+def item_to_proto(item: ItemDescription) -> encoder_pb2.EncodeItem:
+    """All of it; the ticket and the urgency are the caller's.
 
-    The message names no kind: what has frames is a clip, and its shape begins with its sequences.
+    The message names no kind: what has frames is a video, and its shape begins with its sequences.
     """
-    rows, width = item.patches.shape
+    rows, width = item.shape
     shape = (item.num_sequences, rows // item.num_sequences, width) if item.num_frames else (rows, width)
     return encoder_pb2.EncodeItem(
-        grid_rows=item.grid[0], grid_columns=item.grid[1], merge_size=item.merge_size,
-        shape=shape, dtype=str(item.patches.dtype).removeprefix("torch."), num_frames=item.num_frames,
-        pruning_rate=item.pruning_rate,
+        grid_rows=item.grid[0], grid_columns=item.grid[1], merge_size=item.merge_size, shape=shape, dtype=item.dtype,
+        num_frames=item.num_frames, pruning_rate=item.pruning_rate,
     )  # fmt: skip
 
 
 def empty_pixels(message: encoder_pb2.EncodeItem, limit: int) -> torch.Tensor:
     """The tensor that the item's pixels are written to. Raises ValueError for a type or size that cannot be."""
-    dtype = _DTYPES.get(message.dtype)
-    if dtype is None:
-        raise ValueError(f"pixels of type {message.dtype!r}; known are {', '.join(_DTYPES)}")
-    size = math.prod(message.shape) * dtype.itemsize
+    if message.dtype not in DTYPE_BYTES:
+        raise ValueError(f"pixels of type {message.dtype!r}; known are {', '.join(DTYPE_BYTES)}")
+    size = math.prod(message.shape) * DTYPE_BYTES[message.dtype]
     if not 0 < size <= limit:
         raise ValueError(f"{size} bytes of pixels, where from 1 to {limit} can be under way")
-    return torch.empty(tuple(message.shape), dtype=dtype)
+    return torch.empty(tuple(message.shape), dtype=getattr(torch, message.dtype))
 
 
 def item_from_proto(message: encoder_pb2.EncodeItem, pixels: torch.Tensor) -> EncoderItem:
@@ -68,8 +65,9 @@ def item_from_proto(message: encoder_pb2.EncodeItem, pixels: torch.Tensor) -> En
     sequences, dimensions = (pixels.shape[0], 3) if message.num_frames else (1, 2)
     if pixels.dim() != dimensions:
         raise ValueError(f"pixels of shape {list(message.shape)} of an item of {message.num_frames} frames")
-    return EncoderItem(
-        (message.grid_rows, message.grid_columns), pixels.flatten(0, -2), kind=VIDEO if message.num_frames else IMAGE,
-        num_sequences=sequences, num_frames=message.num_frames, pruning_rate=message.pruning_rate,
-        merge_size=message.merge_size,
+    description = ItemDescription(
+        (message.grid_rows, message.grid_columns), pixels.shape[-1], str(pixels.dtype).removeprefix("torch."),
+        kind=VIDEO if message.num_frames else IMAGE, num_sequences=sequences, num_frames=message.num_frames,
+        pruning_rate=message.pruning_rate, merge_size=message.merge_size,
     )  # fmt: skip
+    return description.with_patches(pixels.flatten(0, -2))

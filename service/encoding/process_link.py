@@ -1,11 +1,11 @@
 """An encoder in a process of its own on this host: the decoder's end. What kills it costs a retry, not the engine.
 
-Pixels and rows lie in shared segments (`segments.py`); control messages cross a socket pair, as between frontend
-and engine. Decoder to encoder: (options, log level) first, then ("segment", number) with a descriptor, ("forget",
-number), ("encode", item, segment, rows), ("cancel", ticket), ("close",). Encoder to decoder: ("ready",) or ("failed",
-message), then for each ticket exactly one of ("done", ticket, counts, stats), ("error", ticket, message, invalid) and
-("cancelled", ticket). Until that, or until the process is dead, its segment is not used for anything else: a picture
-that was taken back from an encoder that is late may still be written there.
+Pixels and rows lie in shared segments (`segments.py`); control messages cross a socket pair, as between frontend and
+engine. Decoder to encoder: (options, log level) first, then ("segment", number) with a descriptor, ("forget", number),
+("encode", ticket, description, segment, rows), ("cancel", ticket), ("close",). Encoder to decoder: ("ready",) or
+("failed", message), then for each ticket exactly one of ("done", ticket, counts, stats), ("error", ticket, message,
+invalid) and ("cancelled", ticket). Until that, or until the process is dead, its segment is not used for anything else:
+a picture that was taken back from an encoder that is late may still be written there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import logging
 import subprocess
 import threading
 from collections import deque
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -34,17 +34,6 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.2, 30.0
 ALIGNMENT = 64
 MAX_UNDER_WAY = 64
 """Pictures in the process: their messages fit the socket's buffer, so that a process that has stopped blocks nobody."""
-
-
-@dataclass(frozen=True)
-class PlacedItem:
-    """A picture or clip without its pixels, as it crosses."""
-
-    ticket: int
-    fields: dict[str, Any]
-    """Of `EncoderItem`."""
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -183,13 +172,9 @@ class ProcessLink:
         if is_new:
             self._post(("segment", segment.number), segment.descriptor)
         segment.tensor(0, tuple(pixels.shape), pixels.dtype).copy_(pixels)
-        names = (field.name for field in fields(work.image))
-        values = {name: getattr(work.image, name) for name in names if name != "patches"}
-        item = PlacedItem(work.ticket, values, tuple(pixels.shape), pixels.dtype)
+        rows = PlacedRows(offset, tuple(work.rows.shape), work.rows.dtype)
         self._segments[work.ticket] = segment
-        self._post(
-            ("encode", item, segment.number, PlacedRows(offset, tuple(work.rows.shape), work.rows.dtype)),
-        )
+        self._post(("encode", work.ticket, work.image.description, segment.number, rows))
         return True
 
     def _post(self, message: Any, descriptor: int | None = None) -> None:
@@ -285,5 +270,4 @@ class ProcessLink:
 
 def _rows_offset(work: Work) -> int:
     """Rows come after the pixels."""
-    pixels = work.image.patches
-    return -(-pixels.numel() * pixels.itemsize // ALIGNMENT) * ALIGNMENT
+    return -(-work.image.nbytes // ALIGNMENT) * ALIGNMENT

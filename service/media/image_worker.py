@@ -29,13 +29,14 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
 from encoder.frames import VideoError, VideoLimits, describe
 from encoder.images import ImageError, ImageLimits
+from encoder.item import ItemDescription
 from encoder.stopwatch import Stopwatch
 from kernels.host_memory import keep_freed_memory
 from service.media.images import Frame, MediaLimits
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from service.media.patches import Patcher
 
 LENGTH = struct.Struct("!I")
+ITEM_FIELDS = tuple(field.name for field in fields(ItemDescription))
 KEPT_BYTES = 256 << 20
 """Freed memory that stays for the next image: faulting it in again took twice as long as decoding 1080p."""
 START_BYTES = 8 << 30
@@ -64,7 +66,7 @@ class _Worker:
             reply, item = self._do(command, data)
             if item is not None:
                 sealed = item if isinstance(item, SealedItem) else seal(item)
-                reply["item"] = asdict(sealed.description)
+                reply["item"] = {name: getattr(sealed.description, name) for name in ITEM_FIELDS}
                 file = sealed.file
         except ImageError as error:
             reply = {"error": error.reason, "kind": "video" if isinstance(error, VideoError) else "image"}

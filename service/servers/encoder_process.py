@@ -14,13 +14,15 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from encoder.item import EncoderItem
+import torch
+
+from encoder.item import ItemDescription
 from kernels.host_memory import keep_freed_memory
 from service.common.channel import receive_descriptor
 from service.common.config import EngineOptions
 from service.encoding.encoder import LocalEncoder
 from service.encoding.entries import Work
-from service.encoding.process_link import PlacedItem, PlacedRows
+from service.encoding.process_link import PlacedRows
 from service.encoding.segments import Segment, open_segment
 
 REPORTED = ("images", "batches", "real_tokens", "padded_tokens", "encode_seconds")
@@ -51,8 +53,8 @@ class SegmentWork:
                         self._segments[number] = open_segment(number, receive_descriptor(self._connection))
                     case ("forget", number):
                         self._segments.pop(number).close()
-                    case ("encode", item, number, rows):
-                        self._add(item, self._segments[number], rows)
+                    case ("encode", ticket, description, number, rows):
+                        self._add(ticket, description, self._segments[number], rows)
                     case ("cancel", ticket):
                         if self._waiting.pop(ticket, None) is not None:
                             self.send(("cancelled", ticket))
@@ -67,12 +69,9 @@ class SegmentWork:
         """Until there is something new. False: the end."""
         return self._arrived.get()
 
-    def _add(self, item: PlacedItem, segment: Segment, rows: PlacedRows) -> None:
-        pixels = segment.tensor(0, item.shape, item.dtype)
-        picture = EncoderItem(patches=pixels, **item.fields)
-        self._waiting[item.ticket] = Work(
-            b"", picture, segment.tensor(rows.offset, rows.shape, rows.dtype), item.ticket
-        )
+    def _add(self, ticket: int, description: ItemDescription, segment: Segment, rows: PlacedRows) -> None:
+        item = description.with_patches(segment.tensor(0, description.shape, getattr(torch, description.dtype)))
+        self._waiting[ticket] = Work(b"", item, segment.tensor(rows.offset, rows.shape, rows.dtype), ticket)
         self._arrived.put(True)
 
     def take(self, max_tokens: int | None = None) -> list[Work]:

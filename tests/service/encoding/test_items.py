@@ -39,7 +39,7 @@ def items(draw: st.DrawFn) -> EncoderItem:
 
 @given(item=items(), cuts=st.lists(st.integers(0, 5000), max_size=4))
 def test_there_and_back(item: EncoderItem, cuts: list[int]) -> None:
-    message = encoder_pb2.EncodeItem.FromString(item_to_proto(item).SerializeToString())
+    message = encoder_pb2.EncodeItem.FromString(item_to_proto(item.description).SerializeToString())
     data = bytes(bytes_of(item.patches))
     pixels, offset = empty_pixels(message, len(data)), 0
     for cut in [*sorted(c for c in cuts if c <= len(data)), len(data)]:
@@ -52,12 +52,12 @@ def test_there_and_back(item: EncoderItem, cuts: list[int]) -> None:
 
 
 def test_the_message_of_an_item_stays_what_older_partners_read() -> None:
-    still = item_to_proto(EncoderItem((2, 4), torch.zeros(8, 12)))
+    still = item_to_proto(EncoderItem((2, 4), torch.zeros(8, 12)).description)
     assert still == encoder_pb2.EncodeItem(
         grid_rows=2, grid_columns=4, merge_size=2, shape=[8, 12], dtype="float32"
     )  # fmt: skip
     clip = EncoderItem((2, 4), torch.zeros(24, 12), kind=VIDEO, num_sequences=3, num_frames=5, pruning_rate=0.5)
-    assert item_to_proto(clip) == encoder_pb2.EncodeItem(
+    assert item_to_proto(clip.description) == encoder_pb2.EncodeItem(
         grid_rows=2, grid_columns=4, merge_size=2, shape=[3, 8, 12], dtype="float32", num_frames=5, pruning_rate=0.5
     )
 
@@ -69,7 +69,7 @@ def test_pieces_are_bounded_and_complete() -> None:
 
 
 def test_what_cannot_be_is_refused_with_its_numbers() -> None:
-    message = item_to_proto(EncoderItem((2, 4), torch.zeros(8, 12)))
+    message = item_to_proto(EncoderItem((2, 4), torch.zeros(8, 12)).description)
     with pytest.raises(ValueError, match="384 bytes .* 383"):
         empty_pixels(message, 383)
     with pytest.raises(ValueError, match="400 bytes .* 384"):
