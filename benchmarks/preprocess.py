@@ -28,7 +28,7 @@ from PIL import Image
 from benchmarks import machine
 from encoder.stopwatch import Stopwatch
 from families.nemotron_h_omni.vision import RadioVision
-from service.media.image_pool import PicturePool
+from service.media.image_pool import ImagePool
 from service.media.images import MediaLimits
 from service.media.patches import LocalDecoder, Patcher
 
@@ -65,7 +65,7 @@ def in_turn(ways: dict[str, Callable[[], object]], seconds: float) -> dict[str, 
 def measure(config: RadioVision, dtype: str, seconds: float) -> list[dict[str, Any]]:
     limits = MediaLimits()
     here = Patcher(LocalDecoder(limits), config, dtype, limits)
-    pool = PicturePool(limits, 1, image_seconds=60, video_seconds=60, vision=config, dtype=dtype)
+    pool = ImagePool(limits, 1, image_seconds=60, video_seconds=60, vision=config, dtype=dtype)
     rows = []
     for (height, width), form in itertools.product(SIZES, FORMATS):
         data = scene(height, width, form)

@@ -23,7 +23,7 @@ from encoder.images import (
     ImageHeader,
     ImageLimits,
     Pixels,
-    open_picture,
+    open_image_file,
     orientation_of,
     quiet_pillow,
     read_header,
@@ -155,7 +155,7 @@ class _PillowClip(Clip):
 
     def _open(self) -> Any:
         try:
-            return open_picture(self._data, self._limits.frame)
+            return open_image_file(self._data, self._limits.frame)
         except ImageError as error:
             raise VideoError(error.reason) from error
 

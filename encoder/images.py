@@ -88,7 +88,7 @@ class ImageHeader:
 def read_header(data: bytes, limits: ImageLimits | None = None) -> ImageHeader:
     """Format and size of an image without decoding it. Raises `ImageError` as `decode_pixels` would."""
     with quiet_pillow():
-        image = open_picture(data, limits or ImageLimits())
+        image = open_image_file(data, limits or ImageLimits())
         return ImageHeader(image.format or "", image.width, image.height, image.mode)
 
 
@@ -107,7 +107,7 @@ def decode_pixels(data: bytes, limits: ImageLimits | None = None) -> Pixels:
     """
     limits = limits or ImageLimits()
     with quiet_pillow():
-        image = open_picture(data, limits)
+        image = open_image_file(data, limits)
         try:
             image.load()
             # A file may declare one size and deliver another once its frames or tiles are read.
@@ -120,7 +120,7 @@ def decode_pixels(data: bytes, limits: ImageLimits | None = None) -> Pixels:
             raise ImageError(f"the {image.format} image cannot be decoded: {words(error)}") from error
 
 
-def open_picture(data: bytes, limits: ImageLimits) -> Image.Image:
+def open_image_file(data: bytes, limits: ImageLimits) -> Image.Image:
     """Reads the header, decodes nothing. Raises `ImageError` as `decode_pixels` does; call it under `quiet_pillow`."""
     if not data:
         raise ImageError("the image is empty: 0 bytes")

@@ -19,11 +19,11 @@ from service.common.types import (
     Event,
     Finished,
     GenerateSpec,
+    ImageInput,
     ImageSource,
     Logprob,
     MediaSource,
     Message,
-    PictureInput,
     PromptLogprob,
     RawInput,
     Started,
@@ -82,7 +82,7 @@ def _request_id(given: str) -> str:
 
 def spec_from_embed(request: inference_pb2.EmbedRequest) -> GenerateSpec:
     """The prompt or the image, as a request for one token. Raises InvalidArgument as `spec_from_proto`."""
-    value: ChatInput | RawInput | TokensInput | PictureInput = PictureInput()
+    value: ChatInput | RawInput | TokensInput | ImageInput = ImageInput()
     if request.WhichOneof("input") == "image":
         media: tuple[MediaSource, ...] = (_image(request.image, "image"),)
     else:

@@ -1,4 +1,4 @@
-"""The front's work on a request: text to ids, pictures to patches, ids to text, and a watch over what the engine holds.
+"""The front's work on a request: text to ids, images to patches, ids to text, and a watch over what the engine holds.
 
     prepare    request -> prompt (service/answers/prepare.py)
     submit     one engine request for all samples; from here on the engine holds resources
@@ -32,8 +32,8 @@ from service.common.types import (
     Event,
     Finished,
     GenerateSpec,
+    ImageInput,
     Logprob,
-    PictureInput,
     PromptLogprob,
     Started,
     Tokenized,
@@ -103,7 +103,7 @@ class Frontend:
         self._preparation.close()
 
     def stats(self) -> dict[str, float]:
-        """What preparing pictures and clips has taken so far, by stage, and the room that it takes now."""
+        """What preparing images and clips has taken so far, by stage, and the room that it takes now."""
         return self._preparation.stats()
 
     @property
@@ -149,10 +149,10 @@ class Frontend:
                         yield event
 
     async def embed(self, spec: GenerateSpec, *, salt: bytes = b"") -> Embedded:
-        """Hidden states of the prompt, or the tokens of the picture where the input is one. Raises StatusError."""
+        """Hidden states of the prompt, or the tokens of the image where the input is one. Raises StatusError."""
         with self._admitted(spec, salt) as call:
             async with self._preparation.prompt(spec, salt, self.resolve) as (prompt, _):
-                picture = isinstance(spec.input, PictureInput)
+                picture = isinstance(spec.input, ImageInput)
                 params = await self._sampling(spec, len(prompt.ids))
                 request = EngineRequest(
                     f"{next(self._numbers)}:{spec.request_id}", prompt.ids, params, prompt.take_images(),

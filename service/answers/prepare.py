@@ -1,4 +1,4 @@
-"""From a request to its prompt: pictures and clips decoded and patched, messages to ids with room for their rows.
+"""From a request to its prompt: images and clips decoded and patched, messages to ids with room for their rows.
 
 Runs on one event loop; what takes longer than a millisecond runs in threads. Whatever a request decodes is on its
 account from before it is decoded until the encoder is done with it, also where the request has failed meanwhile.
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from service.answers.bounds import FrontLimits, characters, check_counts, check_size
 from service.answers.prompts import Prompt, check_ids, check_room, read, system_end, widen
 from service.common import errors
-from service.common.types import ChatInput, GenerateSpec, MediaSource, PictureInput, TokensInput, VideoSource, files
+from service.common.types import ChatInput, GenerateSpec, ImageInput, MediaSource, TokensInput, VideoSource, files
 from service.engine.types import EngineImage, EngineInfo
 from service.media.gate import ByteGate, Grant
 from service.media.images import ImageProcessor, Prepared, Preparer
@@ -25,7 +25,7 @@ from service.model.assets import ModelAssets
 
 T = TypeVar("T")
 Resolver = Callable[[GenerateSpec, bytes], Awaitable[GenerateSpec]]
-"""Fetches the pictures that a request of a tenant only names."""
+"""Fetches the images that a request of a tenant only names."""
 
 TEXT_WORKERS = 2
 _LIGHT = 2048
@@ -47,12 +47,12 @@ async def no_references(spec: GenerateSpec, salt: bytes) -> GenerateSpec:
 
 
 def decoder_processes(workers: int) -> int:
-    """Processes for `workers` threads: videos never take all of them, so that one is left for pictures."""
+    """Processes for `workers` threads: videos never take all of them, so that one is left for images."""
     return max(2, workers)
 
 
 class MediaThreads:
-    """Threads that prepare pictures, and apart from them those for videos, each of which may take minutes."""
+    """Threads that prepare images, and apart from them those for videos, each of which may take minutes."""
 
     def __init__(self, workers: int) -> None:
         self._images = ThreadPoolExecutor(workers, thread_name_prefix="saccade-pictures")
@@ -107,7 +107,7 @@ class Preparation:
         """`workers`: threads that wait for images. `processor` is closed with this."""
         self._info, self._assets, self._limits, self._processor = info, assets, limits, processor
         self._text = ThreadPoolExecutor(TEXT_WORKERS, thread_name_prefix="saccade-front")
-        # Apart, so that slow pictures keep nobody's words waiting.
+        # Apart, so that slow images keep nobody's words waiting.
         self._media = MediaThreads(workers)
         self._gate = ByteGate(limits.prepared_bytes)
         self._longest = assets.tokenizer.longest if assets.tokenizer is not None else 1
@@ -121,12 +121,12 @@ class Preparation:
         self._text.shutdown(wait=True, cancel_futures=True)
 
     def stats(self) -> dict[str, float]:
-        """What preparing pictures and clips has taken so far, by stage, and the room that it takes now."""
+        """What preparing images and clips has taken so far, by stage, and the room that it takes now."""
         counts = self._preparer.stats() if self._preparer is not None else {}
         return {**counts, **self._processor.stats(), "held_bytes": self._gate.used}
 
     def in_thread(self, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
-        """For words and ids: what takes a while, but not as long as a picture may."""
+        """For words and ids: what takes a while, but not as long as an image may."""
         return asyncio.get_running_loop().run_in_executor(self._text, functools.partial(function, *arguments))
 
     @asynccontextmanager
@@ -164,7 +164,7 @@ class Preparation:
         media: list[Prepared] = []
         if self._preparer is not None:
             media = await self._media.map(functools.partial(self._preparer.prepare, salt=salt), spec.media)
-        if isinstance(spec.input, PictureInput):
+        if isinstance(spec.input, ImageInput):
             return self._picture(media[0])
         if _weight(spec) > _LIGHT:
             return await self.in_thread(self._read, spec, media)
@@ -179,7 +179,7 @@ class Preparation:
         return prompt
 
     def _picture(self, item: Prepared) -> Prompt:
-        """A picture without a prompt, held against what its rows take in the handoff and in a message."""
+        """An image without a prompt, held against what its rows take in the handoff and in a message."""
         check_room(item, self._info)
         tokens = item.item.tokens
         size = tokens * self._assets.config.decoder.hidden_size * 4

@@ -1,6 +1,6 @@
-"""A request's words and pictures -> the ids that the decoder reads, and where pictures lie among them.
+"""A request's words and images -> the ids that the decoder reads, and where images lie among them.
 
-Text holds one image token for each picture and one for each temporal patch of a clip, each of which becomes as many as
+Text holds one image token for each image and one for each temporal patch of a clip, each of which becomes as many as
 it has rows.
 """
 
@@ -29,7 +29,7 @@ class Prompt:
         self, ids: list[int], images: tuple[EngineImage, ...], narrow_ids: tuple[int, ...], frames: int = 0
     ) -> None:
         """`ids`: as the decoder reads them; of a pruned clip, which of its rows go where is not known yet.
-        `narrow_ids`: with one image token id for each picture and each temporal patch. `frames`: of all clips."""
+        `narrow_ids`: with one image token id for each image and each temporal patch. `frames`: of all clips."""
         self.ids, self.narrow_ids, self.frames = ids, narrow_ids, frames
         self._images = images
         items = [image.patches for image in images]
@@ -40,7 +40,7 @@ class Prompt:
         """Tokens of the system prompt, which other requests are likely to begin with too; 0 for none."""
 
     def take_images(self) -> tuple[EngineImage, ...]:
-        """Its pictures, once: their pixels must not live for as long as the answer is written."""
+        """Its images, once: their pixels must not live for as long as the answer is written."""
         images, self._images = self._images, ()
         return images
 
@@ -54,7 +54,7 @@ class Prompt:
 
 
 def read(spec: GenerateSpec, media: Sequence[Prepared], assets: ModelAssets) -> list[int]:
-    """Prompt ids with one image token id for each picture and each temporal patch (token ids may have one for a clip).
+    """Prompt ids with one image token id for each image and each temporal patch (token ids may have one for a clip).
     Raises StatusError."""
     if isinstance(spec.input, TokensInput):
         check_ids("tokens.ids", spec.input.ids, assets)
@@ -69,7 +69,7 @@ def read(spec: GenerateSpec, media: Sequence[Prepared], assets: ModelAssets) -> 
         text = assets.template.render(_with_clips(spec.input.messages, clips), spec.input.template_arguments)
     except ValueError as error:
         raise errors.InvalidArgument(str(error), field="chat") from None
-    return assets.wrap_pictures(assets.tokenizer.encode(text))
+    return assets.wrap_images(assets.tokenizer.encode(text))
 
 
 def check_ids(field: str, ids: Sequence[int], assets: ModelAssets) -> None:
@@ -83,7 +83,7 @@ def check_ids(field: str, ids: Sequence[int], assets: ModelAssets) -> None:
 
 def system_end(spec: GenerateSpec, ids: Sequence[int], assets: ModelAssets) -> int:
     """How many of a chat's ids come before the first words of its user: what it shares with the same system messages
-    and another question. Pictures end it. 0 where there are no such tokens, or no template to tell.
+    and another question. Images end it. 0 where there are no such tokens, or no template to tell.
     """
     if not isinstance(spec.input, ChatInput) or not assets.template.present or assets.tokenizer is None:
         return 0
@@ -103,7 +103,7 @@ def system_end(spec: GenerateSpec, ids: Sequence[int], assets: ModelAssets) -> i
 
 
 def _words(item: Prepared, assets: ModelAssets) -> Marked | None:
-    """What stands for a clip in text; None for a picture."""
+    """What stands for a clip in text; None for an image."""
     if not item.labels:
         return None
     rule = None if assets.vision is None else assets.vision.video_rule
@@ -122,7 +122,7 @@ def _with_clips(messages: Sequence[Message], clips: Sequence[Marked | None]) -> 
 
 
 def _raw_ids(text: str, clips: Sequence[Marked | None], assets: ModelAssets, tokenizer: Tokenizer) -> list[int]:
-    """Raw text may hold image tokens of its own; where it holds none, pictures and clips come first."""
+    """Raw text may hold image tokens of its own; where it holds none, images and clips come first."""
     token, picture = assets.image_token, assets.image_token_id
     if token is None or picture is None:
         return tokenizer.encode(literal(text))
@@ -131,7 +131,7 @@ def _raw_ids(text: str, clips: Sequence[Marked | None], assets: ModelAssets, tok
     pieces = literal(text).split(token)
     if len(pieces) == 1:
         before = [tokenizer.encode(words) if words is not None else [picture] for words in clips]
-        return [*assets.wrap_pictures([i for ids in before for i in ids]), *tokenizer.encode(pieces[0])]
+        return [*assets.wrap_images([i for ids in before for i in ids]), *tokenizer.encode(pieces[0])]
     if len(pieces) - 1 == len(clips):
         filled = [piece + (words or token) for piece, words in zip(pieces, clips)]
         return tokenizer.encode("".join((*filled, pieces[-1])))
@@ -139,7 +139,7 @@ def _raw_ids(text: str, clips: Sequence[Marked | None], assets: ModelAssets, tok
 
 
 def widen(ids: list[int], media: Sequence[Prepared], continued: int, assets: ModelAssets, info: EngineInfo) -> Prompt:
-    """Each image token id becomes as many as its picture has tokens. `continued`: tokens of output that are there
+    """Each image token id becomes as many as its image has tokens. `continued`: tokens of output that are there
     already. Raises InvalidArgument."""
     places = [i for i, token in enumerate(ids) if token == assets.image_token_id]
     runs = [max(1, len(item.labels)) for item in media]
@@ -183,7 +183,7 @@ def _needed(media: Sequence[Prepared], runs: Sequence[int]) -> str:
 
 
 def check_room(item: Prepared, info: EngineInfo) -> None:
-    """Raises InvalidArgument for a picture or clip that the handoff can never hold."""
+    """Raises InvalidArgument for an image or clip that the handoff can never hold."""
     if item.item.tokens > info.max_image_tokens:
         raise errors.InvalidArgument(
             f"{item.field} takes {item.item.tokens} tokens and the server's handoff holds {info.max_image_tokens}",

@@ -9,7 +9,7 @@ import time
 
 from service.answers.frontend import Frontend
 from service.common import errors
-from service.common.types import GenerateSpec, ImageSource, PictureInput, TokensInput
+from service.common.types import GenerateSpec, ImageInput, ImageSource, TokensInput
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +29,8 @@ async def warm_up(frontend: Frontend) -> None:
         ):
             pass
         if frontend.assets.vision is not None:
-            picture = ImageSource(await asyncio.to_thread(_grey_picture), "image")
-            spec = GenerateSpec("picture", "", PictureInput(), (picture,), {"max_tokens": 1})
+            picture = ImageSource(await asyncio.to_thread(_grey_image), "image")
+            spec = GenerateSpec("picture", "", ImageInput(), (picture,), {"max_tokens": 1})
             await frontend.embed(spec, salt=SALT)
     except errors.InvalidArgument as error:  # limits so tight that not even this fits: then neither does it need warmth
         log.warning("warm-up: %s", error)
@@ -41,7 +41,7 @@ async def warm_up(frontend: Frontend) -> None:
     log.info("warmed up in %.1f s", time.perf_counter() - began)
 
 
-def _grey_picture() -> bytes:
+def _grey_image() -> bytes:
     from PIL import Image
 
     file = io.BytesIO()

@@ -57,7 +57,7 @@ def plan(argv: Sequence[str]) -> int:
 
 
 def tune(argv: Sequence[str]) -> int:
-    """`saccade tune HISTOGRAM.json`: encoder budgets for the pictures that a server has seen."""
+    """`saccade tune HISTOGRAM.json`: encoder budgets for the images that a server has seen."""
     from service.commands.tune import main as run
 
     return run(argv)
@@ -85,7 +85,7 @@ def probe(argv: Sequence[str]) -> int:
 
 
 def demo(argv: Sequence[str]) -> int:
-    """`saccade demo`: a real server, real pictures, every answer checked. Exit code 0 only if each one is right."""
+    """`saccade demo`: a real server, real images, every answer checked. Exit code 0 only if each one is right."""
     parser = argparse.ArgumentParser("saccade demo", description="Start a server on the embedded model and ask it.")
     parser.parse_args(list(argv))
     import saccade
@@ -112,7 +112,7 @@ def demo(argv: Sequence[str]) -> int:
                 wrong += not correct
                 print("" if correct else f"   <- wrong, expected {entry['answer']!r}", flush=True)
     right = len(questions) - wrong
-    print(f"\n{right} of {len(questions)} answers right, {tokens / seconds:.0f} tokens/s (pictures included)")
+    print(f"\n{right} of {len(questions)} answers right, {tokens / seconds:.0f} tokens/s (images included)")
     return 1 if wrong else 0
 
 

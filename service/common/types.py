@@ -90,7 +90,7 @@ class GenerateSpec:
 
     request_id: str
     model: str
-    input: ChatInput | RawInput | TokensInput | PictureInput
+    input: ChatInput | RawInput | TokensInput | ImageInput
     media: tuple[MediaSource, ...] = ()
     """Images and clips in the order of the prompt."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class Tokenized:
 
 
 @dataclass(frozen=True)
-class PictureInput:
+class ImageInput:
     """The request's only image, without a prompt."""
 
 

@@ -5,7 +5,7 @@ engine. Decoder to encoder: (options, log level) first, then ("segment", number)
 ("encode", ticket, description, segment, rows), ("cancel", ticket), ("close",). Encoder to decoder: ("ready",) or
 ("failed", message), then for each ticket exactly one of ("done", ticket, counts, stats), ("error", ticket, message,
 invalid) and ("cancelled", ticket). Until that, or until the process is dead, its segment is not used for anything else:
-a picture that was taken back from an encoder that is late may still be written there.
+an image that was taken back from an encoder that is late may still be written there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 30.0
 ALIGNMENT = 64
 MAX_UNDER_WAY = 64
-"""Pictures in the process: their messages fit the socket's buffer, so that a process that has stopped blocks nobody."""
+"""Images in the process: their messages fit the socket's buffer, so that a process that has stopped blocks nobody."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""Where the rows of pictures and clips lie in a prompt.
+"""Where the rows of images and clips lie in a prompt.
 
-A picture is one run of rows. A clip is as many as it has temporal patches, with words between them. Pruning drops
+An image is one run of rows. A clip is as many as it has temporal patches, with words between them. Pruning drops
 rows after the encoder has seen them: how many stay of the whole clip is known from its shape, how many of each temporal
 patch only then. So the prompt's length, which is what admission and limits need, is known at once, and a request with
 a pruned clip goes to the decoder when its clip has been encoded for the first time.

@@ -15,12 +15,12 @@ from service.media.sealed import PreparedItem
 ErrorKind = Literal["invalid", "deadline", "internal", "unavailable", "full", "died"]
 Query = Literal["stats", "integrity", "flush", "histogram", "beat"]
 Embedding = Literal["hidden", "picture"]
-"""Of a prompt: its last and its mean hidden state. Of a picture: its tokens, as the decoder reads them."""
+"""Of a prompt: its last and its mean hidden state. Of an image: its tokens, as the decoder reads them."""
 
 
 @dataclass(frozen=True)
 class EngineImage:
-    """One picture or clip of a request: its rows go to `prompt_ids[start : start + length]`."""
+    """One image or clip of a request: its rows go to `prompt_ids[start : start + length]`."""
 
     start: int
     key: bytes
@@ -50,11 +50,11 @@ class EngineRequest:
     priority: int = 0
     salt: bytes = b""
     embed: Embedding | None = None
-    """What is wanted instead of an answer; `picture` is about the only one of `images`, whose `start` says nothing."""
+    """What is wanted instead of an answer; `image` is about the only one of `images`, whose `start` says nothing."""
     timeout: float | None = None
     """Seconds from its handing over in which an answer is of use."""
     checkpoint_at: tuple[int, ...] = ()
-    """Prompt positions, before the first picture, where other prompts are likely to part from this one."""
+    """Prompt positions, before the first image, where other prompts are likely to part from this one."""
     siblings: tuple[str, ...] = ()
     """Ids of further samples, whose indices follow on `sample_index`. Each lives and ends by itself."""
 
@@ -77,7 +77,7 @@ class EngineEvent(NamedTuple):
     error: ErrorKind | None = None
     message: str = ""
     embedded: tuple[bytes, ...] = ()
-    """Little-endian float32: (last, mean) of `hidden`, (rows,) of `picture`."""
+    """Little-endian float32: (last, mean) of `hidden`, (rows,) of `image`."""
     prompt_scores: tuple[PromptScore, ...] = ()
     """With a first token, where they were asked for."""
     scheduled: float | None = None
@@ -93,7 +93,7 @@ class EngineInfo:
     max_len: int
     max_seqs: int
     max_image_tokens: int
-    """Of one picture, by the handoff bound. 0: the model takes no pictures."""
+    """Of one image, by the handoff bound. 0: the model takes no images."""
     dtype: str
     """Of weights, activations and patches, as torch calls it."""
     takes_video: bool = False

@@ -187,7 +187,7 @@ class _Worker:
         return data
 
 
-class PicturePool:
+class ImagePool:
     """An `ImageProcessor` over `workers` processes. Thread-safe; a thread waits while all are busy."""
 
     def __init__(
@@ -222,7 +222,7 @@ class PicturePool:
         return max(video, most_bytes(self._vision, "float32", None))
 
     def start(self) -> None:
-        """Starts one process, so that the first picture need not wait for it; others when they are needed."""
+        """Starts one process, so that the first image need not wait for it; others when they are needed."""
         self._restart(self.workers[0])
 
     def stats(self) -> dict[str, float]:
@@ -287,14 +287,14 @@ class PicturePool:
             yield worker
         except _NotStarted as error:
             worker.stop()
-            log.error("no picture worker: %s", error)
+            log.error("no image worker: %s", error)
             raise errors.Unavailable(
-                f"no process to decode pictures could be started: {error}", reason="NO_PICTURE_WORKER", retry_after=1.0
+                f"no process to decode images could be started: {error}", reason="NO_PICTURE_WORKER", retry_after=1.0
             ) from error
         except _Lost as lost:
             with self._lock:
                 self._lost[lost.why] += 1
-            log.warning("a picture worker is replaced: %s", lost.why)
+            log.warning("an image worker is replaced: %s", lost.why)
             worker.stop()
             self._restart(worker)
             raise kind(_REASONS[lost.why].format(seconds=seconds)) from lost
@@ -307,7 +307,7 @@ class PicturePool:
             try:
                 worker.start()
             except _NotStarted as error:
-                log.error("no picture worker: %s", error)
+                log.error("no image worker: %s", error)
 
     def _item(self, worker: _Worker, reply: dict[str, Any], kind: str, watch: Stopwatch) -> SealedItem:
         """What a worker has made. It is believed as far as it is of this model, and its file no other than it says."""

@@ -25,7 +25,7 @@ from service.media.sealed import PreparedItem
 
 @dataclass(frozen=True)
 class Prepared:
-    """One picture or clip, ready for the engine."""
+    """One image or clip, ready for the engine."""
 
     field: str
     """Where it was in the request."""
@@ -40,7 +40,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class MediaLimits:
-    """What one picture and one clip may be."""
+    """What one image and one clip may be."""
 
     image: ImageLimits = ImageLimits()
     video: VideoLimits = VideoLimits()
@@ -54,7 +54,7 @@ class MediaLimits:
 
     @property
     def frame(self) -> ImageLimits:
-        """Of decoded pixels that may be a picture's or a frame's."""
+        """Of decoded pixels that may be an image's or a frame's."""
         return replace(self.image, max_pixels=max(self.image.max_pixels, self.video.max_pixels))
 
     @property

@@ -33,7 +33,7 @@ class ModelAssets:
             return "", ""
         return wrappers
 
-    def wrap_pictures(self, ids: list[int]) -> list[int]:
+    def wrap_images(self, ids: list[int]) -> list[int]:
         """Puts the family's image wrappers around image tokens that stand bare, where the vocabulary has them: the
         released processor adds them after the template."""
         if self.tokenizer is None or self.image_token_id not in ids or not all(self.image_wrappers):

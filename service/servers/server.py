@@ -41,7 +41,7 @@ from service.common.errors import EngineDied
 from service.common.limits import Places
 from service.engine.types import EngineHandle, EngineInfo
 from service.media.fetch import make_fetcher
-from service.media.image_pool import PicturePool
+from service.media.image_pool import ImagePool
 from service.media.images import MediaLimits
 from service.media.media import Spool
 from service.model.assets import ModelAssets
@@ -74,7 +74,7 @@ class Server:
         check_sizes_file(options)
         self.options = options
         limits = front_limits(options)
-        self.pictures = PicturePool(
+        self.pictures = ImagePool(
             limits.media, decoder_processes(options.image_workers), image_seconds=options.image_timeout,
             video_seconds=options.video_timeout, vision=assets.vision, dtype=engine.info.dtype,
         )  # fmt: skip

@@ -255,7 +255,7 @@ async def _over(server: RunningServer, tenant: str, batch_id: str) -> tuple[str,
 
 
 def test_an_upload_that_pauses_gives_its_room_back(model: Path) -> None:
-    """Neither a batch nor a picture that stops in the middle may keep what was reserved for it."""
+    """Neither a batch nor an image that stops in the middle may keep what was reserved for it."""
     go_on = threading.Event()
 
     def parts(make: Any, header: Any) -> Iterator[Any]:

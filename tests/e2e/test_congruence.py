@@ -211,7 +211,7 @@ def test_embed(any_client: Any, client: saccade.Client) -> None:
     (rows,) = any_client.embed_image(picture(5)).shape[:1]
     assert rows == any_client.tokenize("x", images=[picture(5)]).image_tokens
     with pytest.raises(errors.InvalidArgument) as caught:
-        any_client.embed_image(b"no picture")
+        any_client.embed_image(b"no image")
     assert caught.value.reason == "IMAGE_DECODE_FAILED"
     with pytest.raises(errors.InvalidArgument, match="600"):
         any_client.embed("x" * 2000)
@@ -221,7 +221,7 @@ WRONG: list[tuple[Request, type[errors.SaccadeError], str]] = [
     ({"prompt": "x", "top_p": 1.5}, errors.InvalidArgument, "top_p"),
     ({"prompt": "x", "max_tokens": 10_000}, errors.InvalidArgument, "10000"),
     ({"prompt": "x" * 2000}, errors.InvalidArgument, "600"),
-    ({"prompt": "x", "images": [b"no picture"]}, errors.InvalidArgument, "image"),
+    ({"prompt": "x", "images": [b"no image"]}, errors.InvalidArgument, "image"),
     ({"prompt": [9, IMAGE_TOKEN]}, errors.InvalidArgument, "image tokens"),
     ({"prompt": [100_000]}, errors.InvalidArgument, "vocabulary"),
     ({"prompt": "x", "model": "none"}, errors.NotFound, "none"),

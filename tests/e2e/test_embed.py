@@ -42,7 +42,7 @@ def check(found: saccade.Embedding, wanted_TD: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("seed", [11, 12, 13])
 def test_hidden_states_are_those_of_transformers(tmp_path: Path, seed: int) -> None:
-    """Read in chunks that cut pictures in two, and a second time, when the whole prompt lies in the cache."""
+    """Read in chunks that cut images in two, and a second time, when the whole prompt lies in the cache."""
     tiny = make_served(tmp_path, seed)
     files = [picture(seed), picture(seed + 50)]
     options: dict[str, Any] = {"dtype": "float32", "threads": 1, "max_len": 600, "max_seqs": 2}
@@ -70,7 +70,7 @@ def test_hidden_states_are_those_of_transformers(tmp_path: Path, seed: int) -> N
 
 
 def test_under_load_and_memory_that_is_too_small_for_everybody(tmp_path: Path) -> None:
-    """Prompts that are put out in the middle of being read, and pictures that wait for each other's room."""
+    """Prompts that are put out in the middle of being read, and images that wait for each other's room."""
     tiny = make_served(tmp_path, 11)
     files = [picture(i) for i in range(6)]
     with RunningServer(

@@ -132,7 +132,7 @@ def test_shared_memory_that_is_full_is_one_pictures_error(options: EngineOptions
         while not all(entry.ready or entry.error for entry in leases):
             pass
 
-    large = (1 << 16) // (vision.patch_dim * 4) // 2 * 2  # columns of a picture that takes the whole bound
+    large = (1 << 16) // (vision.patch_dim * 4) // 2 * 2  # columns of an image that takes the whole bound
     with largest_file(1 << 16):
         leases = [lease(1, 4), lease(2, large), lease(3, 6)]
         settle(*leases)

@@ -74,7 +74,7 @@ def test_all_fronts_answer_as_one(fronts: ServerProcess, server: RunningServer) 
         check_same(list(pool.map(lambda pair: open_stream(*pair).final(), pairs)), wanted)
     held = owners(children(fronts.pid, "service.servers.front_process"), port)
     assert len(held) == FRONTS and all(held.values()), held
-    # a picture that one front has taken is there for all, and gone for all
+    # an image that one front has taken is there for all, and gone for all
     media = many[0].media.upload(picture(3))
     answers = {tuple(c.generate("x", images=[media], max_tokens=5, temperature=0).token_ids) for c in many}
     assert len(answers) == 1

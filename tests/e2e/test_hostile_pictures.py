@@ -33,14 +33,14 @@ def test_a_worker_that_is_killed_costs_its_own_request_only(model: Path) -> None
             doomed = threads.submit(client.generate, "what?", images=[picture(2)], max_tokens=3)
             sent_to(worker)
             beside = threads.submit(client.generate, "what?", images=[picture(1)], max_tokens=3, temperature=0)
-            words = client.generate("no picture", max_tokens=3)
+            words = client.generate("no image", max_tokens=3)
             os.kill(worker.pid, signal.SIGKILL)
             with pytest.raises(saccade.errors.InvalidArgument) as error:
                 doomed.result()
             assert error.value.reason == "IMAGE_DECODE_FAILED" and not error.value.retryable
             assert beside.result() == good and words.finish_reason
             assert server.server.pictures.stats()["workers_lost_died"] == 1
-            # Between two pictures, its end costs nobody anything.
+            # Between two images, its end costs nobody anything.
             assert worker.pid is not None
             os.kill(worker.pid, signal.SIGKILL)
             os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)

@@ -1,4 +1,4 @@
-"""The whole path against transformers in fp32, on random tiny models: pictures as files in, log-probabilities out."""
+"""The whole path against transformers in fp32, on random tiny models: images as files in, log-probabilities out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GREEDY = 32
 
 
 def build(tmp_path: Path, seed: int) -> tuple[TinyCheckpoint, list[int], list[bytes]]:
-    """Model, prompt ids with one image token per picture, and the pictures, all from one seed."""
+    """Model, prompt ids with one image token per image, and the images, all from one seed."""
     rng = random.Random(1000 + seed)
     vision = seed % 4 != 3
     tiny = make_checkpoint(
@@ -38,7 +38,7 @@ def build(tmp_path: Path, seed: int) -> tuple[TinyCheckpoint, list[int], list[by
 def test_logits_greedy_tokens_and_logprobs(tmp_path: Path, seed: int) -> None:
     tiny, ids, files = build(tmp_path, seed)
     with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=2, max_len=512, threads=1) as client:
-        # the oracle takes an image token in the answer for one more picture: it is not to be drawn
+        # the oracle takes an image token in the answer for one more image: it is not to be drawn
         answer = client.generate(
             ids, images=files, max_tokens=GREEDY, temperature=0, ignore_eos=True, logprobs=VOCAB,
             logit_bias={IMAGE_TOKEN: -1e9},

@@ -47,7 +47,7 @@ def decoder(model: Path, *encoders: Any, **options: Any) -> RunningServer:
 
 
 def ask(client: Any, number: int, **options: Any) -> list[int]:
-    """The tokens of an answer about a picture that nothing has in a cache."""
+    """The tokens of an answer about an image that nothing has in a cache."""
     values = {"max_tokens": 6, "ignore_eos": True, "temperature": 0, **options}
     return client.generate(f"what is {number}", images=[picture(number)], **values).token_ids
 
@@ -76,7 +76,7 @@ def far(model: Path) -> Iterator[ServerProcess]:
 
 
 def test_remote_equals_local(client: saccade.Client, plain: RunningServer, near: RunningEncoder) -> None:
-    """Greedy and sampled, one picture, several, a picture that is asked for again, and none."""
+    """Greedy and sampled, one image, several, an image that is asked for again, and none."""
     requests: list[dict[str, Any]] = [
         {"images": [picture(1)], "temperature": 0},
         {"images": [picture(2), picture(3), picture(1)], "seed": 7},
@@ -180,7 +180,7 @@ def test_without_an_encoder_pictures_are_refused_and_text_is_answered(model: Pat
                 ask(remote, 600)
             assert refused.value.reason == "ENCODER_UNAVAILABLE" and refused.value.retryable
             text = {"max_tokens": 5, "temperature": 0}
-            assert remote.generate("no picture", **text).token_ids == client.generate("no picture", **text).token_ids
+            assert remote.generate("no image", **text).token_ids == client.generate("no image", **text).token_ids
 
 
 # -- the connection itself ---------------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def test_pictures_go_where_least_is_under_way_and_stay_when_one_stops(model: Pat
 
 
 def test_pixels_wait_for_the_window_and_rows_for_space(model: Path) -> None:
-    """Sixty pictures through a window of two and a store of three, on either side."""
+    """Sixty images through a window of two and a store of three, on either side."""
     checkpoint = open_checkpoint(str(model))
     vision = checkpoint.config.vision
     assert vision is not None
@@ -359,10 +359,10 @@ def test_an_encoder_of_another_dtype_or_store_is_refused_with_both_values(model:
             Pool(model, other)
     width = open_checkpoint(str(model)).config.decoder.hidden_size
     with RunningEncoder(str(model), handoff_bytes=5 * width * 4) as small:
-        with pytest.raises(ConfigError, match="pictures of 5 tokens and the largest here has 16"):
+        with pytest.raises(ConfigError, match="images of 5 tokens and the largest here has 16"):
             Pool(model, small)
     with RunningEncoder(str(model), max_inflight_bytes=4096) as narrow:
-        with pytest.raises(ConfigError, match="takes 1024 bytes of pixels and the largest picture here has"):
+        with pytest.raises(ConfigError, match="takes 1024 bytes of pixels and the largest image here has"):
             Pool(model, narrow)
 
 
@@ -425,5 +425,5 @@ def test_sizes_are_recorded_for_tune(model: Path, tmp_path: Path, capsys: pytest
         with saccade.Client(running.address) as client:
             ask(client, 1)
     assert main(["tune", str(sizes)]) == 0
-    assert capsys.readouterr().out.startswith("3 pictures")
+    assert capsys.readouterr().out.startswith("3 images")
     assert [path.name for path in tmp_path.iterdir()] == ["sizes.json"]

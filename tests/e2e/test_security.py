@@ -100,7 +100,7 @@ def test_tenants_share_nothing(guarded: RunningServer, stubs: Stubs) -> None:
     delete = media_pb2.DeleteMediaRequest(media_id=media)
     assert fails(stubs.media.DeleteMedia, delete, metadata=bearer("two"))[0] == "NOT_FOUND"
     stubs.inference.Generate(ask(images=[{"data": data}]), metadata=bearer("two"))
-    assert encoded() == before + 2, "one tenant's picture answered for another's"
+    assert encoded() == before + 2, "one tenant's image answered for another's"
 
     text = "a prompt that is long enough to be worth keeping " * 4
     cached = [

@@ -25,7 +25,7 @@ Request = dict[str, Any]
 
 
 def mixed_requests(count: int) -> list[Request]:
-    """Requests of every kind: chat and ids, zero to two pictures, greedy and sampled, short and long."""
+    """Requests of every kind: chat and ids, zero to two images, greedy and sampled, short and long."""
     requests: list[Request] = []
     for i in range(count):
         images = [picture(100 + i % 7 + j) for j in range(i % 3)]
@@ -178,9 +178,9 @@ INVALID: list[tuple[str, Request, str]] = [
     ("too long", {"prompt": [5] * 700}, "700.*600"),
     ("image without a place", {"prompt": [5], "images": [picture(1)]}, "0 image tokens.*1 images"),
     ("place without an image", {"prompt": [5, IMAGE_TOKEN]}, "1 image tokens.*0 images"),
-    ("not a picture", {"images": [b"hello"]}, "recognised"),
+    ("not an image", {"images": [b"hello"]}, "recognised"),
     ("cut short", {"images": [picture(1, (64, 64))[:200]]}, "images"),
-    ("too many pictures", {"images": [picture(1)] * 17}, "from 0 to 16"),
+    ("too many images", {"images": [picture(1)] * 17}, "from 0 to 16"),
     ("continued with samples", {"continued_token_ids": [5], "n": 2}, "continued"),
 ]
 
@@ -201,7 +201,7 @@ def test_bad_input_is_named_and_nothing_else_is_touched(
 
 def test_an_undecodable_picture_has_its_own_reason(client: saccade.Client) -> None:
     with pytest.raises(saccade.errors.InvalidArgument) as error:
-        client.generate("x", images=[b"not a picture"])
+        client.generate("x", images=[b"not an image"])
     assert error.value.reason == "IMAGE_DECODE_FAILED"
 
 
@@ -280,7 +280,7 @@ def test_a_live_request_id_is_not_taken_twice(server: RunningServer) -> None:
 
 
 def test_pictures_that_fill_the_handoff_one_by_one_still_pass(model: Path, local: saccade.LocalClient) -> None:
-    """Room for one picture, requests with three each, sharing some in another order: all end, with the same answers."""
+    """Room for one image, requests with three each, sharing some in another order: all end, with the same answers."""
     shared = [picture(50 + i, (64, 64)) for i in range(4)]
     requests = [
         {"prompt": f"{i}", "images": [shared[i % 4], shared[(i + 2) % 4], shared[(3 * i + 1) % 4]], "max_tokens": 6}
@@ -289,7 +289,7 @@ def test_pictures_that_fill_the_handoff_one_by_one_still_pass(model: Path, local
     for request in requests:
         request |= {"temperature": 0}
     hidden = local._service._frontend.assets.config.decoder.hidden_size
-    bound = 16 * 4 * hidden  # a picture of 64 x 64 pixels takes 16 tokens
+    bound = 16 * 4 * hidden  # an image of 64 x 64 pixels takes 16 tokens
     with saccade.LocalClient(model, dtype="float32", threads=1, max_seqs=2, max_len=600, handoff_bytes=bound) as small:
         with ThreadPoolExecutor(10) as pool:
             together = list(pool.map(lambda request: ask(small, request), requests))
@@ -300,7 +300,7 @@ def test_pictures_that_fill_the_handoff_one_by_one_still_pass(model: Path, local
 
 @pytest.mark.parametrize("step", [*range(1, 10), 15, 16, 17, 31, 32, 33, 64])
 def test_any_step_size_gives_the_same(model: Path, local: saccade.LocalClient, step: int) -> None:
-    """Chunked = whole, pictures cut in the middle."""
+    """Chunked = whole, images cut in the middle."""
     requests = mixed_requests(6)
     with saccade.LocalClient(
         model, dtype="float32", threads=1, max_seqs=3, max_len=600, max_batched_tokens=step
@@ -320,7 +320,7 @@ def test_encoder_graphs_change_nothing(model: Path, local: saccade.LocalClient, 
 
 @pytest.mark.parametrize("mode", ["auto", "align", "all", "none"])
 def test_the_same_picture_asked_about_again(model: Path, mode: str) -> None:
-    """What is cached is not computed again, its picture not encoded again, and the answers do not change."""
+    """What is cached is not computed again, its image not encoded again, and the answers do not change."""
     data = picture(9, (64, 64))
     questions = [f"question number {i}?" for i in range(4)]
     options: Request = {"images": [data], "max_tokens": 6, "temperature": 0, "logprobs": 1}
@@ -341,7 +341,7 @@ def test_the_same_picture_asked_about_again(model: Path, mode: str) -> None:
 
 
 def test_prompt_logprobs_in_a_unary_answer_and_in_a_stream(client: saccade.Client) -> None:
-    """One for each token but the first and the picture's; the sum is the same however the answer comes."""
+    """One for each token but the first and the image's; the sum is the same however the answer comes."""
     options: dict[str, Any] = {"images": [picture(950)], "max_tokens": 3, "seed": 4, "prompt_logprobs": 2, "n": 2}
     whole = client.generate("what is it?", **options)
     stream = client.stream("what is it?", **options)

@@ -1,4 +1,4 @@
-"""Pictures that the clients upload by themselves, and what they do where a server has no room."""
+"""Images that the clients upload by themselves, and what they do where a server has no room."""
 
 from __future__ import annotations
 

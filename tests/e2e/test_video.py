@@ -272,7 +272,7 @@ def test_limits_are_named_with_both_numbers(
             with pytest.raises(saccade.errors.InvalidArgument) as error:
                 small.generate(QUESTION, videos=videos, max_tokens=2)
             assert words in str(error.value)
-    with pytest.raises(saccade.errors.InvalidArgument, match="one picture; a clip is a file or a list"):
+    with pytest.raises(saccade.errors.InvalidArgument, match="one image; a clip is a file or a list"):
         video_client.generate(QUESTION, videos=[np.zeros((4, 4, 3), np.uint8)])
     assert video_client.get_model().takes_videos and video_client.get_model().limits.max_video_frames == 32
 

@@ -102,7 +102,7 @@ def drawn(sequence: Sequence, at: int) -> int:
 
 
 def contents(sequence: Sequence) -> Prefix:
-    """What each token is: its salt, its id, or its row of a picture."""
+    """What each token is: its salt, its id, or its row of an image."""
     units: list[Any] = [drawn(sequence, at) if id_ == UNREAD else id_ for at, id_ in enumerate(sequence.tokens)]
     for span in sequence.request.spans:
         for row in range(span.length):

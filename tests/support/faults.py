@@ -148,15 +148,15 @@ def sigterm_under_load(model: str, clients: int) -> Numbers:
 
 # -- clients that behave badly -----------------------------------------------------------------------------------------
 
-# Opens ten streams with a picture each, reads one message of every one, and is gone without a word.
+# Opens ten streams with an image each, reads one message of every one, and is gone without a word.
 VANISHING = """
 import os, sys
 sys.path[:0] = [sys.argv[3], sys.argv[4]]
 import saccade
-from pictures import picture
+from images import image
 client = saccade.Client(sys.argv[1])
 streams = [
-    client.stream("tell me", images=[picture(int(sys.argv[2]) * 10 + i)], max_tokens=400, ignore_eos=True, seed=i)
+    client.stream("tell me", images=[image(int(sys.argv[2]) * 10 + i)], max_tokens=400, ignore_eos=True, seed=i)
     for i in range(10)
 ]
 for i, stream in enumerate(streams):
@@ -317,7 +317,7 @@ def disk_full(model: str, folder: Path, uploads: int) -> Numbers:
                     raise AssertionError(f"upload {i} was taken")
                 except saccade.errors.RateLimited as error:
                     assert error.reason == refused
-            # a picture too large for the spool travels with its request
+            # an image too large for the spool travels with its request
             small = client.with_options(upload_above=1000)
             assert small.generate("x", images=[picture(2, (120, 120))], max_tokens=1).usage.image_tokens
         assert client.generate("x", max_tokens=5, temperature=0) == before
@@ -419,7 +419,7 @@ def certificate_rotated(model: str, folder: Path, rotations: int) -> Numbers:
 
 
 def batch_rows(count: int) -> Iterator[bytes]:
-    """Every tenth row has a picture."""
+    """Every tenth row has an image."""
     for i in range(count):
         content: Any = f"row {i}"
         if i % 10 == 0:

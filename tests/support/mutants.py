@@ -1,4 +1,4 @@
-"""Broken and hostile picture files, sent to a real server beside good ones."""
+"""Broken and hostile image files, sent to a real server beside good ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import saccade
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 REFUSALS = {"IMAGE_DECODE_FAILED", "INVALID_ARGUMENT"}
-"""What a broken picture may be told: it cannot be decoded, or its size suits no grid."""
+"""What a broken image may be told: it cannot be decoded, or its size suits no grid."""
 
 
 def original(rng: random.Random) -> bytes:
@@ -113,7 +113,7 @@ def mutants(count: int, seed: int) -> Iterator[tuple[str, bytes]]:
 
 
 def run_mutants(server: RunningServer, count: int, seed: int) -> dict[str, Any]:
-    """Sends `count` of them while another caller asks about a sound picture over and over, whose answers must not
+    """Sends `count` of them while another caller asks about a sound image over and over, whose answers must not
     change. Raises AssertionError with the file's number; returns what was seen."""
     ask: dict[str, Any] = {"max_tokens": 2, "temperature": 0}
     sound = original(random.Random(seed))

@@ -1,4 +1,4 @@
-"""Pictures to send. Light: test programs that are killed import it too."""
+"""Images to send. Light: test programs that are killed import it too."""
 
 from __future__ import annotations
 

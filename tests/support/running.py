@@ -46,7 +46,7 @@ class RunningServer:
         return self.engine.query("stats").result(timeout=60)
 
     def drained(self, timeout: float = 60.0) -> dict[str, Any]:
-        """Waits until no request is live in front and engine and no picture is being encoded, then checks every pool.
+        """Waits until no request is live in front and engine and no image is being encoded, then checks every pool.
         Returns the counters."""
 
         async def busy() -> bool:

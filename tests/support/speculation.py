@@ -75,7 +75,7 @@ def sampling(kind: int, output: int) -> SamplingParams:
 
 
 def workload(config: DecoderConfig, seed: int, count: int, output: int) -> list[DecoderRequest]:
-    """Prompts of few tokens in runs that come again, some with the same pictures, some that begin alike."""
+    """Prompts of few tokens in runs that come again, some with the same images, some that begin alike."""
     draw = random.Random(seed)
     runs = [[draw.randrange(12, config.vocab_size) for _ in range(draw.randrange(2, 7))] for _ in range(3)]
     pictures = [

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def sent_to(worker: Any, timeout: float = 30.0) -> None:
-    """Until a command has been written to a picture worker that does not read: then it is the worker's to lose."""
+    """Until a command has been written to an image worker that does not read: then it is the worker's to lose."""
     deadline = time.monotonic() + timeout
     unread = array.array("i", [0])
     while not unread[0]:

@@ -27,10 +27,10 @@ from service.common.types import (
     Delta,
     Finished,
     GenerateSpec,
+    ImageInput,
     ImageSource,
     MediaSource,
     Message,
-    PictureInput,
     RawInput,
     TokensInput,
     VideoSource,
@@ -224,7 +224,7 @@ def test_a_bad_picture_ends_its_call_when_the_others_are_over(assets: ModelAsset
         decoder.go_on.set()
         with pytest.raises(errors.InvalidArgument, match=r"images\[1\]: it is bad"):
             await call
-        assert len(decoder.decoded) <= 2, "the pictures behind it were given up"
+        assert len(decoder.decoded) <= 2, "the images behind it were given up"
 
     with_front(assets, body)
 
@@ -373,7 +373,7 @@ def sizes(assets: ModelAssets, max_len: int) -> list[tuple[Any, dict[str, Any], 
 
 @pytest.mark.parametrize("case", range(6))
 def test_what_no_context_holds_is_refused_by_its_count(assets: ModelAssets, case: int) -> None:
-    """Before it is read: a picture of the same request is not decoded."""
+    """Before it is read: an image of the same request is not decoded."""
     engine = FakeEngine(vocabulary=64, max_len=50)
     given, fields, words = sizes(assets, 50)[case]
 
@@ -396,7 +396,7 @@ def test_what_just_fits_is_not_refused_by_its_count(assets: ModelAssets) -> None
         check_size(spec(input=given, continued=(1,) * 50), FrontLimits(), 50, assets.tokenizer.longest)
     videos = (VideoSource(b"", "v"), VideoSource(b"", "v"))
     check_size(spec(*videos, input=TokensInput((7,) * (50 + 64))), FrontLimits(), 50, 1)
-    check_size(GenerateSpec("", "", PictureInput()), FrontLimits(), 50, 1)
+    check_size(GenerateSpec("", "", ImageInput()), FrontLimits(), 50, 1)
 
 
 @pytest.mark.parametrize(

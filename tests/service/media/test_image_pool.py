@@ -27,7 +27,7 @@ from encoder.item import EncoderItem
 from encoder.stopwatch import Stopwatch
 from service.common import errors
 from service.common.config import ConfigError, ServerOptions
-from service.media.image_pool import PicturePool
+from service.media.image_pool import ImagePool
 from service.media.image_worker import LENGTH
 from service.media.images import MediaLimits
 from service.media.patches import LocalDecoder, Patcher
@@ -41,11 +41,11 @@ assert VISION is not None
 HERE = Patcher(LocalDecoder(LIMITS), VISION, "float32", LIMITS)
 
 
-def make_pool(limits: MediaLimits = LIMITS, seconds: float = 60) -> PicturePool:
-    return PicturePool(limits, 1, image_seconds=seconds, video_seconds=seconds, vision=VISION)
+def make_pool(limits: MediaLimits = LIMITS, seconds: float = 60) -> ImagePool:
+    return ImagePool(limits, 1, image_seconds=seconds, video_seconds=seconds, vision=VISION)
 
 
-def image(pool: PicturePool, data: bytes) -> EncoderItem:
+def image(pool: ImagePool, data: bytes) -> EncoderItem:
     """As the engine sees it."""
     return opened(pool.image(data, Stopwatch()))
 
@@ -61,7 +61,7 @@ def same(got: EncoderItem, expected: PreparedItem) -> bool:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[PicturePool]:
+def pool() -> Iterator[ImagePool]:
     pool = make_pool()
     pool.start()
     yield pool
@@ -71,7 +71,7 @@ def pool() -> Iterator[PicturePool]:
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("size", [(57, 33), (32, 32)], ids=["resized", "cut-only"])
-def test_patches_are_those_of_this_process(pool: PicturePool, form: str, size: tuple[int, int]) -> None:
+def test_patches_are_those_of_this_process(pool: ImagePool, form: str, size: tuple[int, int]) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     buffer = io.BytesIO()
@@ -86,14 +86,14 @@ def test_patches_are_those_of_this_process(pool: PicturePool, form: str, size: t
 
 
 @pytest.mark.parametrize("form", ["GIF", "PNG", "WEBP"])
-def test_videos_are_those_of_this_process(pool: PicturePool, form: str) -> None:
+def test_videos_are_those_of_this_process(pool: ImagePool, form: str) -> None:
     data, watch = animation(moving_frames(6, 20, 30), form), Stopwatch()
     ours, theirs = HERE.video(data, 3, Stopwatch()), pool.video(data, 3, watch)
     assert (theirs.total, theirs.fps) == (ours.total, ours.fps) == (6, ours.fps) and watch.frames == 3
     assert same(opened(theirs.item), ours.item)
 
 
-def test_frames_are_those_of_this_process(pool: PicturePool) -> None:
+def test_frames_are_those_of_this_process(pool: ImagePool) -> None:
     files = [(index, picture(index, (40, 20))) for index in (0, 2, 5)]
     assert same(opened(pool.frames(files, Stopwatch())), HERE.frames(files, Stopwatch()))
     for bad, words in (((5, b"junk"), "frame 5: "), ((5, picture(1, (20, 20))), "frame 2 has 20x20 pixels")):
@@ -103,7 +103,7 @@ def test_frames_are_those_of_this_process(pool: PicturePool) -> None:
     assert same(opened(pool.frames(files[:1], Stopwatch())), HERE.frames(files[:1], Stopwatch()))
 
 
-def test_nobody_can_write_to_what_a_worker_has_made(pool: PicturePool) -> None:
+def test_nobody_can_write_to_what_a_worker_has_made(pool: ImagePool) -> None:
     sealed = pool.image(picture(1), Stopwatch())
     descriptor = sealed.file.take()
     try:
@@ -114,7 +114,7 @@ def test_nobody_can_write_to_what_a_worker_has_made(pool: PicturePool) -> None:
         os.close(descriptor)
 
 
-def test_what_nobody_takes_is_closed(pool: PicturePool) -> None:
+def test_what_nobody_takes_is_closed(pool: ImagePool) -> None:
     def files() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 
@@ -125,7 +125,7 @@ def test_what_nobody_takes_is_closed(pool: PicturePool) -> None:
     assert files() == before
 
 
-def test_refusals_are_those_of_this_process(pool: PicturePool) -> None:
+def test_refusals_are_those_of_this_process(pool: ImagePool) -> None:
     wide, flat = io.BytesIO(), io.BytesIO()
     Image.new("1", (2000, 2000)).save(wide, "PNG")
     Image.new("1", (1, 200)).save(flat, "PNG")
@@ -231,7 +231,7 @@ def test_another_takes_the_place_of_one_that_lies() -> None:
 
 
 @contextmanager
-def lying(pool: PicturePool, said: bytes, file: int | None) -> Iterator[None]:
+def lying(pool: ImagePool, said: bytes, file: int | None) -> Iterator[None]:
     """Puts a process in the place of the pool's worker that has said this, and sent a file, before it was asked."""
     worker = pool.workers[0]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -279,7 +279,7 @@ def test_a_worker_without_a_model_has_no_torch_and_ends_with_its_server() -> Non
     env: dict[str, Any] = {**os.environ, "PYTHONPATH": root}
     told = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True).stdout
     assert told == "False False\n"
-    pool = PicturePool(LIMITS, 1, image_seconds=60, video_seconds=60)
+    pool = ImagePool(LIMITS, 1, image_seconds=60, video_seconds=60)
     assert pool.describe(picture(1)).format == "PNG"
     worker = pool.workers[0]
     assert worker._process is not None and worker._connection is not None

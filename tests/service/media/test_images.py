@@ -1,4 +1,4 @@
-"""What pictures and clips become: keys that tell apart what must not be shared, and the most that they can take."""
+"""What images and clips become: keys that tell apart what must not be shared, and the most that they can take."""
 
 from __future__ import annotations
 
