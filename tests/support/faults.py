@@ -153,10 +153,10 @@ VANISHING = """
 import os, sys
 sys.path[:0] = [sys.argv[3], sys.argv[4]]
 import saccade
-from images import image
+from pictures import picture
 client = saccade.Client(sys.argv[1])
 streams = [
-    client.stream("tell me", images=[image(int(sys.argv[2]) * 10 + i)], max_tokens=400, ignore_eos=True, seed=i)
+    client.stream("tell me", images=[picture(int(sys.argv[2]) * 10 + i)], max_tokens=400, ignore_eos=True, seed=i)
     for i in range(10)
 ]
 for i, stream in enumerate(streams):
