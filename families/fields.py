@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from decoder.config import DecoderConfig
 from decoder.layers.descriptions import Attention, Mamba2
+from families.family import FamilyConfig, ModelFiles
 from families.files import CheckpointError, first
 from kernels.rope import Rope
+
+
+def text_only(
+    read: Callable[[Mapping[str, Any]], DecoderConfig],
+) -> Callable[[ModelFiles], FamilyConfig]:
+    """`Family.read_config` of a text-only family, given what reads its `config.json`. What that finds wrong, and what
+    the descriptions of layers find wrong, is a CheckpointError.
+    """
+
+    def read_config(files: ModelFiles) -> FamilyConfig:
+        try:
+            return FamilyConfig(files.config, read(files.config))
+        except CheckpointError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"config.json: {error}") from None
+
+    return read_config
 
 
 def required(text: Mapping[str, Any], *names: str) -> list[Any]:

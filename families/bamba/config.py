@@ -9,21 +9,10 @@ from decoder.config import DecoderConfig
 from decoder.layers.descriptions import Mlp
 from decoder.layers.spec import Layer, MixerSpec
 from families import fields
-from families.family import FamilyConfig, ModelFiles
 from families.files import CheckpointError, first
 
 ROTATED = 0.5
 """Share of each head that takes rotary positions; the same for all published models."""
-
-
-def read_config(files: ModelFiles) -> FamilyConfig:
-    """Raises CheckpointError with the field at fault."""
-    try:
-        return FamilyConfig(files.config, decoder_config(files.config))
-    except CheckpointError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"config.json: {error}") from None
 
 
 def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
@@ -53,3 +42,6 @@ def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
         max_position_embeddings=int(first(text, "max_position_embeddings", default=262144)),
         position_axes=int(bool(attention_layers)),
     )
+
+
+read_config = fields.text_only(decoder_config)

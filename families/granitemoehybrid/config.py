@@ -9,18 +9,7 @@ from decoder.config import DecoderConfig
 from decoder.layers.descriptions import Experts, Mlp
 from decoder.layers.spec import Layer, MixerSpec
 from families import fields
-from families.family import FamilyConfig, ModelFiles
 from families.files import CheckpointError, first
-
-
-def read_config(files: ModelFiles) -> FamilyConfig:
-    """Raises CheckpointError with the field at fault."""
-    try:
-        return FamilyConfig(files.config, decoder_config(files.config))
-    except CheckpointError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"config.json: {error}") from None
 
 
 def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
@@ -84,3 +73,6 @@ def _feed_forward(text: Mapping[str, Any], hidden: int, shared: int) -> tuple[tu
         routing="softmax",
     )
     return ("moe", experts), mlp
+
+
+read_config = fields.text_only(decoder_config)
