@@ -174,7 +174,7 @@ class NativeStep(Operations):
             batch.places_T.data_ptr(), tables.stride(0) if tables.dim() == 2 else 0, None,
         )  # fmt: skip
         if rows.rewound is not None:
-            step.origins, step.seats, step.counts = (column.data_ptr() for column in rows.rewound)
+            step.origins, step.batch_slots, step.counts = (column.data_ptr() for column in rows.rewound)
         if scan is not None and scan.tables_RW.dim() == 2:
             step.scans, step.scan_computed = scan.computed_R.shape[0], scan.computed_R.data_ptr()
             step.scan_tables, step.scan_table_stride = scan.tables_RW.data_ptr(), scan.tables_RW.stride(0)

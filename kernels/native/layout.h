@@ -69,7 +69,7 @@ void add_step(Layout& layout) {
     STRUCT(Step);
     FIELD(Step, tokens); FIELD(Step, rows); FIELD(Step, starts); FIELD(Step, slots); FIELD(Step, initial);
     FIELD(Step, save_count); FIELD(Step, saves); FIELD(Step, lengths); FIELD(Step, tables); FIELD(Step, places);
-    FIELD(Step, table_stride); FIELD(Step, logits); FIELD_AS(Step, from, origins); FIELD(Step, seats);
+    FIELD(Step, table_stride); FIELD(Step, logits); FIELD_AS(Step, from, origins); FIELD(Step, batch_slots);
     FIELD(Step, counts); FIELD(Step, scans); FIELD(Step, scan_computed); FIELD(Step, scan_tables);
     FIELD(Step, scan_table_stride); FIELD(Step, ids); FIELD(Step, largest);
 }

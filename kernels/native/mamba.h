@@ -326,29 +326,29 @@ class HeadGroup {
 
 // -- rows --------------------------------------------------------------------------------------------------------------------
 
-// The first `count` steps of a seat's ring, on a place; nobody wants their outputs.
+// Advances the state in `place` by the first `count` steps of a batch slot's ring, without outputs.
 template <typename T>
-void replay(const Model& m, const Op& op, HeadGroup<T>& group, RowState<T> place, int64_t seat, int64_t count) {
-    group.advance_by(place, {op.ring + seat * op.ring_stride, m.conv_dim + m.heads, count, false, false});
+void replay(const Model& m, const Op& op, HeadGroup<T>& group, RowState<T> place, int64_t batch_slot, int64_t count) {
+    group.advance_by(place, {op.ring + batch_slot * op.ring_stride, m.conv_dim + m.heads, count, false, false});
 }
 
 // A row whose tokens may be taken back: the ring's steps go into the slot, whose state then stays as it is; its inputs begin
 // the ring anew.
 template <typename T>
 void mamba_on_ring(const Model& m, const Op& op, const Step& step, int64_t row, HeadGroup<T>& group) {
-    const int64_t begin = step.starts[row], seat = step.seats[row];
+    const int64_t begin = step.starts[row], batch_slot = step.batch_slots[row];
     const Projected in{m.wide + begin * m.ld + m.inner, m.ld, step.starts[row + 1] - begin, true, false};
     const RowState<T> slot = group.in_slot(step.slots[row]), place = group.in_scratch();
-    if (step.counts[row]) replay(m, op, group, slot, seat, step.counts[row]);
+    if (step.counts[row]) replay(m, op, group, slot, batch_slot, step.counts[row]);
     group.copy_window(slot, place);
-    group.keep(in, op.ring + seat * op.ring_stride);
+    group.keep(in, op.ring + batch_slot * op.ring_stride);
     group.advance_by(place, in, slot.states);
     group.write(begin, in.tokens);
 }
 
 template <typename T>
 void mamba(const Model& m, const Op& op, const Step& step, int64_t row, HeadGroup<T> group) {
-    if (step.seats && step.seats[row] >= 0) {
+    if (step.batch_slots && step.batch_slots[row] >= 0) {
         mamba_on_ring<T>(m, op, step, row, group);
         return;
     }

@@ -137,8 +137,8 @@ class StepJob : public Job {
     const int64_t first_, last_;
 };
 
-// In each Mamba layer: the state in a slot, after the first steps of a ring, goes to a target. jobs: [rows, 4] of seat, slot,
-// target, steps.
+// In each Mamba layer: the state of a state slot, advanced by the first steps of a ring, goes to a target state slot.
+// jobs: [rows, 4] of (batch slot, state slot, target, steps).
 class AdvanceJob : public Job {
   public:
     AdvanceJob(const Model& m, int64_t rows, const int64_t* jobs) : m_(m), rows_(rows), jobs_(jobs) {}

@@ -48,7 +48,7 @@ struct Op {
     const float *conv, *conv_bias, *a, *d, *dt_bias;  // conv: [taps, conv]
     void* kv;                                         // ATTENTION: [pages, 2, page, kv_heads, width]; EMBED: [vocab, hidden]
     int64_t kv_stride;
-    float* ring;  // MAMBA, or null: [seats, steps, conv + heads], projected inputs since the state in a slot
+    float* ring;  // MAMBA, or null: [batch slots, steps, conv + heads], projected inputs since the state in a slot
     int64_t ring_stride;
     const Experts* experts;  // from ROUTE to COMBINE
     int64_t first_key;       // ATTENTION: the first place that is looked at
@@ -84,10 +84,10 @@ struct Step {
     const int64_t *lengths, *tables, *places;  // ATTENTION, of each token, lengths and tables but for the last `scans` rows
     int64_t table_stride;
     float* logits;  // [tokens, vocab]
-    // Of rows whose tokens may be taken back. Null, or [rows]: the slot that a row begins from, if not its own; its seat and
-    // how many steps of the seat's ring go into its slot before it; then the slot stays as it is, and the ring gets the row's
-    // inputs (-1: not so).
-    const int64_t *from, *seats, *counts;
+    // For rows whose tokens may be rejected (drafts). Null, or [rows]. `from`: the state slot that a row starts from, if not its
+    // own. `batch_slots`, `counts`: the first `counts` steps of the ring of that batch slot are applied to the row's state slot
+    // before the row; the state slot then stays as it is, and the row's inputs go into the ring. Batch slot -1: no ring.
+    const int64_t *from, *batch_slots, *counts;
     // ATTENTION: the last rows may be of many tokens. Of each of these: the keys before its first token, and its pages.
     int64_t scans;
     const int64_t *scan_computed, *scan_tables;

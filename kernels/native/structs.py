@@ -108,7 +108,7 @@ class Step(Structure):
     _fields_ = [
         ("tokens", c_int64), ("rows", c_int64), ("starts", c_void_p), ("slots", c_void_p), ("initial", c_void_p),
         ("save_count", c_int64), ("saves", c_void_p), ("lengths", c_void_p), ("tables", c_void_p), ("places", c_void_p),
-        ("table_stride", c_int64), ("logits", c_void_p), ("origins", c_void_p), ("seats", c_void_p),
+        ("table_stride", c_int64), ("logits", c_void_p), ("origins", c_void_p), ("batch_slots", c_void_p),
         ("counts", c_void_p), ("scans", c_int64), ("scan_computed", c_void_p), ("scan_tables", c_void_p),
         ("scan_table_stride", c_int64),
         ("ids", c_void_p), ("largest", c_void_p),

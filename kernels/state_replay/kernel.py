@@ -26,7 +26,7 @@ from kernels.state_replay.reference import MambaTerms
 def _mix_kernel(
     p_windows,  # [S, W - 1, C]
     p_rings,  # [Q, L, X], X = C + H
-    p_seats,  # [R]
+    p_batch_slots,  # [R]
     p_slots,  # [R]
     p_targets,  # [R]; with ADVANCE
     p_counts,  # [R]
@@ -36,7 +36,7 @@ def _mix_kernel(
     p_bias,  # [C] float32
     p_mixed,  # [R, L, C]
     slot_stride,
-    seat_stride,
+    ring_stride,
     input_stride,
     token_stride,
     STEPS: tl.constexpr,
@@ -57,7 +57,7 @@ def _mix_kernel(
         end = count + tl.load(p_lengths + i_row)
     o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     m_x, m_c = o_c < WIDTH, o_c < CHANNELS
-    p_ring = p_rings + tl.load(p_seats + i_row).to(tl.int64) * seat_stride + o_c
+    p_ring = p_rings + tl.load(p_batch_slots + i_row).to(tl.int64) * ring_stride + o_c
     p_last = p_windows + slot * slot_stride + (TAPS - 2) * CHANNELS + o_c
     b_a = tl.load(p_last - 2 * CHANNELS, mask=m_c & (TAPS >= 4), other=0.0)
     b_b = tl.load(p_last - CHANNELS, mask=m_c & (TAPS >= 3), other=0.0)
@@ -85,7 +85,7 @@ def _mix_kernel(
 def _tokens_kernel(
     p_states,  # [S, H, P, N]
     p_rings,  # [Q, L, X]
-    p_seats,  # [R]
+    p_batch_slots,  # [R]
     p_slots,  # [R]
     p_counts,  # [R]
     p_lengths,  # [R]
@@ -97,7 +97,7 @@ def _tokens_kernel(
     limit_low,
     limit_high,
     slot_stride,
-    seat_stride,
+    ring_stride,
     SCALE: tl.constexpr,
     TOKENS: tl.constexpr,
     STEPS: tl.constexpr,
@@ -127,7 +127,7 @@ def _tokens_kernel(
     b_h = tl.load(p_state, mask=m_p[:, None] & m_n[None, :], other=0.0, eviction_policy="evict_first").to(tl.float32)
     count = tl.load(p_counts + i_row)
     m_l = o_l < count + tl.load(p_lengths + i_row)
-    p_dt = p_rings + tl.load(p_seats + i_row).to(tl.int64) * seat_stride + CHANNELS + i_head
+    p_dt = p_rings + tl.load(p_batch_slots + i_row).to(tl.int64) * ring_stride + CHANNELS + i_head
     b_dt = tl.load(p_dt + o_l * (CHANNELS + HEADS), mask=m_l, other=0.0)
     b_dt = step_size(b_dt, tl.load(p_dt_bias + i_head), limit_low, limit_high, LIMITED)
     b_dt = tl.where(m_l, b_dt, 0.0)
@@ -156,7 +156,7 @@ def _tokens_kernel(
 def _advance_kernel(
     p_states,  # [S, H, P, N]
     p_rings,  # [Q, L, X]
-    p_seats,  # [R]
+    p_batch_slots,  # [R]
     p_slots,  # [R]
     p_targets,  # [R]
     p_counts,  # [R]
@@ -166,7 +166,7 @@ def _advance_kernel(
     limit_low,
     limit_high,
     slot_stride,
-    seat_stride,
+    ring_stride,
     STEPS: tl.constexpr,
     CHANNELS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -189,7 +189,7 @@ def _advance_kernel(
     p_states += (i_head * WIDTH + o_p[:, None]) * STATE + o_n[None, :]
     b_h = tl.load(p_states + slot * slot_stride, mask=m_state, other=0.0).to(tl.float32)
     a, bias = tl.load(p_A + i_head), tl.load(p_dt_bias + i_head)
-    p_dt = p_rings + tl.load(p_seats + i_row).to(tl.int64) * seat_stride + CHANNELS + i_head
+    p_dt = p_rings + tl.load(p_batch_slots + i_row).to(tl.int64) * ring_stride + CHANNELS + i_head
     p_x = p_mixed + i_row * STEPS * CHANNELS + i_head * WIDTH + o_p
     p_B = p_mixed + i_row * STEPS * CHANNELS + HEADS * WIDTH + (i_head // (HEADS // GROUPS)) * STATE + o_n
     for step in range(tl.load(p_counts + i_row)):
@@ -205,7 +205,7 @@ def replay_tokens(
     states_SHPN: Tensor,
     windows_SWC: Tensor,
     rings_QLX: Tensor,
-    seats_R: Tensor,
+    batch_slots_R: Tensor,
     slots_R: Tensor,
     counts_R: Tensor,
     lengths_R: Tensor,
@@ -217,7 +217,7 @@ def replay_tokens(
     """As the reference, but the result has the inputs' dtype. `span` and `runs` are not needed here. No host sync."""
     rows, tokens, _ = inputs_RTX.shape
     heads, width = states_SHPN.shape[1:3]
-    mixed = _mix(windows_SWC, rings_QLX, seats_R, slots_R, counts_R, terms, lengths_R, inputs_RTX, None)
+    mixed = _mix(windows_SWC, rings_QLX, batch_slots_R, slots_R, counts_R, terms, lengths_R, inputs_RTX, None)
     out = torch.empty(rows, tokens, heads, width, dtype=inputs_RTX.dtype, device=inputs_RTX.device)
     blocks = _blocks(states_SHPN, rings_QLX, terms)
     launch(
@@ -225,7 +225,7 @@ def replay_tokens(
         (heads * triton.cdiv(width, blocks["BLOCK_P"]), rows),
         p_states=states_SHPN,
         p_rings=rings_QLX,
-        p_seats=seats_R,
+        p_batch_slots=batch_slots_R,
         p_slots=slots_R,
         p_counts=counts_R,
         p_lengths=lengths_R,
@@ -237,7 +237,7 @@ def replay_tokens(
         limit_low=terms.limit[0],
         limit_high=terms.limit[1],
         slot_stride=states_SHPN.stride(0),
-        seat_stride=rings_QLX.stride(0),
+        ring_stride=rings_QLX.stride(0),
         SCALE=LOG2_E,
         TOKENS=tokens,
         BLOCK_L=triton.next_power_of_2(rings_QLX.shape[1]),
@@ -251,7 +251,7 @@ def replay_advance(
     states_SHPN: Tensor,
     windows_SWC: Tensor,
     rings_QLX: Tensor,
-    seats_R: Tensor,
+    batch_slots_R: Tensor,
     slots_R: Tensor,
     targets_R: Tensor,
     counts_R: Tensor,
@@ -260,14 +260,14 @@ def replay_advance(
 ) -> None:
     """As the reference. `span` is not needed here. No host sync."""
     heads, width = states_SHPN.shape[1:3]
-    mixed = _mix(windows_SWC, rings_QLX, seats_R, slots_R, counts_R, terms, None, None, targets_R)
+    mixed = _mix(windows_SWC, rings_QLX, batch_slots_R, slots_R, counts_R, terms, None, None, targets_R)
     blocks = _blocks(states_SHPN, rings_QLX, terms)
     launch(
         _advance_kernel,
         (heads * triton.cdiv(width, blocks["BLOCK_P"]), slots_R.shape[0]),
         p_states=states_SHPN,
         p_rings=rings_QLX,
-        p_seats=seats_R,
+        p_batch_slots=batch_slots_R,
         p_slots=slots_R,
         p_targets=targets_R,
         p_counts=counts_R,
@@ -277,7 +277,7 @@ def replay_advance(
         limit_low=terms.limit[0],
         limit_high=terms.limit[1],
         slot_stride=states_SHPN.stride(0),
-        seat_stride=rings_QLX.stride(0),
+        ring_stride=rings_QLX.stride(0),
         **blocks,
         num_warps=4,
     )
@@ -305,7 +305,7 @@ def _blocks(states_SHPN: Tensor, rings_QLX: Tensor, terms: MambaTerms) -> dict[s
 def _mix(
     windows_SWC: Tensor,
     rings_QLX: Tensor,
-    seats_R: Tensor,
+    batch_slots_R: Tensor,
     slots_R: Tensor,
     counts_R: Tensor,
     terms: MambaTerms,
@@ -324,7 +324,7 @@ def _mix(
         (slots_R.shape[0], triton.cdiv(size, BLOCK_CHANNELS)),
         p_windows=windows_SWC,
         p_rings=rings_QLX,
-        p_seats=seats_R,
+        p_batch_slots=batch_slots_R,
         p_slots=slots_R,
         p_targets=slots_R if targets_R is None else targets_R,
         p_counts=counts_R,
@@ -334,7 +334,7 @@ def _mix(
         p_bias=terms.conv_WC if terms.conv_bias_C is None else terms.conv_bias_C,
         p_mixed=mixed,
         slot_stride=windows_SWC.stride(0),
-        seat_stride=rings_QLX.stride(0),
+        ring_stride=rings_QLX.stride(0),
         input_stride=0 if inputs_RTX is None else inputs_RTX.stride(0),
         token_stride=0 if inputs_RTX is None else inputs_RTX.stride(1),
         STEPS=steps,

@@ -1,7 +1,7 @@
 """Several tokens a row on top of a state that stays as it is, and of the inputs since; the maths is in README.md.
 
 `R` rows, `T` new tokens of a row, `L` steps of a ring, `C` conv channels, `H` heads, `P` channels of a head, `G`
-groups, `N` state size, `S` slots, `W` taps, `Q` seats.
+groups, `N` state size, `S` state slots, `W` taps, `Q` batch slots.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def replay_tokens(
     states_SHPN: Tensor,
     windows_SWC: Tensor,
     rings_QLX: Tensor,
-    seats_R: Tensor,
+    batch_slots_R: Tensor,
     slots_R: Tensor,
     counts_R: Tensor,
     lengths_R: Tensor,
@@ -47,24 +47,24 @@ def replay_tokens(
 ) -> Tensor:
     """Output of each row's new tokens, `[R, T, H, P]` float32; slots are only read.
 
-    rings: `[Q, L, X]`, X = C + H: projected conv inputs and raw dt of each step since the slot's state, by seat. The
-    first `counts[r]` of seat `seats[r]` are valid; the row's `lengths[r]` new inputs are written behind them, and the
-    new count is for the caller to set, once it is known how many of them stay. `span`: at least the largest of counts +
-    lengths, at most L. Outputs behind a row's length, and of rows with slot -1, are finite and mean nothing; such rows
-    write nothing.
+    rings: `[Q, L, X]`, X = C + H: for each batch slot, the projected conv inputs and raw dt of each step since the
+    state in the state slot. The first `counts[r]` steps of batch slot `batch_slots[r]` count; the row's `lengths[r]`
+    new inputs are written after them, and the caller sets the new count once it knows how many of them are accepted.
+    `span`: at least the largest of counts + lengths, at most L. Outputs past a row's length, and of rows with slot -1,
+    are finite and have no meaning; such rows write nothing.
     """
     rows, tokens, _ = inputs_RTX.shape
     heads, width = states_SHPN.shape[1:3]
     steps = torch.arange(span, device=rings_QLX.device)
     ends_R = counts_R + lengths_R
-    seats = seats_R.clamp(min=0)
-    ring = rings_QLX[seats, :span]
+    batch_slots = batch_slots_R.clamp(min=0)
+    ring = rings_QLX[batch_slots, :span]
     offset_RL = steps - counts_R[:, None]
     new_RL = (offset_RL >= 0) & (steps < ends_R[:, None]) & (slots_R >= 0)[:, None]
     taken = inputs_RTX.gather(1, offset_RL.clamp(0, tokens - 1)[:, :, None].expand(-1, -1, inputs_RTX.shape[2]))
     ring = torch.where(new_RL[:, :, None], taken, ring)
     row_of, step_of = new_RL.nonzero(as_tuple=True)
-    rings_QLX[seats[row_of], step_of] = ring[row_of, step_of]
+    rings_QLX[batch_slots[row_of], step_of] = ring[row_of, step_of]
     valid_RL = (steps < ends_R[:, None]) & (slots_R >= 0)[:, None]
     x, dt, b, c = _recurrence_inputs(ring, valid_RL, windows_SWC, slots_R, heads, width, terms)
 
@@ -118,7 +118,7 @@ def replay_advance(
     states_SHPN: Tensor,
     windows_SWC: Tensor,
     rings_QLX: Tensor,
-    seats_R: Tensor,
+    batch_slots_R: Tensor,
     slots_R: Tensor,
     targets_R: Tensor,
     counts_R: Tensor,
@@ -131,7 +131,7 @@ def replay_advance(
     """
     rows, (heads, width), keep = slots_R.shape[0], states_SHPN.shape[1:3], windows_SWC.shape[1]
     steps = torch.arange(span, device=rings_QLX.device)
-    ring = rings_QLX[seats_R.clamp(min=0), :span]
+    ring = rings_QLX[batch_slots_R.clamp(min=0), :span]
     valid_RL = (steps < counts_R[:, None]) & (slots_R >= 0)[:, None]
     x, dt, b, _ = _recurrence_inputs(ring, valid_RL, windows_SWC, slots_R, heads, width, terms)
     sums = torch.cumsum(dt * (terms.A_H * LOG2_E), 1)

@@ -323,7 +323,7 @@ class Replay:
         self.counts = [3, 0, 0]
         self.rings[2, :3] = torch.randn(3, channels + 4, device=DEVICE)
         self.states[[0, 2, 4]], self.windows[[0, 2, 4]] = NAN, NAN
-        self.seats, self.slots = places([2, 0, -1]), places([3, 1, -1])
+        self.batch_slots, self.slots = places([2, 0, -1]), places([3, 1, -1])
 
     def exact(self, ring: Tensor, slot: int) -> tuple[Tensor, Tensor]:
         """(outputs, state behind them) of a ring's steps on top of a slot, float64."""
@@ -340,7 +340,7 @@ def test_replayed_tokens() -> None:
     made = Replay()
     inputs = torch.randn(3, 2, made.rings.shape[2], device=DEVICE)
     lengths, plain_rings = places([2, 1, 0]), made.rings.clone()
-    tail = (made.seats, made.slots, places(made.counts), lengths, inputs, made.terms, 5)
+    tail = (made.batch_slots, made.slots, places(made.counts), lengths, inputs, made.terms, 5)
     before = made.states.clone()
     with forced("triton"), poisoned():
         out = replay_tokens(made.states, made.windows, made.rings, *tail)
@@ -348,8 +348,8 @@ def test_replayed_tokens() -> None:
         plain = replay_tokens(made.states, made.windows, plain_rings, *tail)
     assert torch.equal(made.rings.nan_to_num(7.0), plain_rings.nan_to_num(7.0)) and out.isfinite().all()
     assert torch.equal(made.states.nan_to_num(7.0), before.nan_to_num(7.0))
-    for row, (seat, slot, count, length) in enumerate([(2, 3, 3, 2), (0, 1, 0, 1)]):
-        y = made.exact(made.rings[seat, : count + length], slot)[0][count:]
+    for row, (batch_slot, slot, count, length) in enumerate([(2, 3, 3, 2), (0, 1, 0, 1)]):
+        y = made.exact(made.rings[batch_slot, : count + length], slot)[0][count:]
         assert_as_good(out[row, :length], y, plain[row, :length])
 
 
@@ -358,7 +358,7 @@ def test_replay_advances_a_state() -> None:
     made = Replay()
     y, state = made.exact(made.rings[2, :3], 3)
     plain = made.states.clone(), made.windows.clone()
-    tail = (made.rings, made.seats, made.slots, places([4, 1, -1]), places(made.counts), made.terms, 3)
+    tail = (made.rings, made.batch_slots, made.slots, places([4, 1, -1]), places(made.counts), made.terms, 3)
     with forced("triton"), poisoned():
         replay_advance(made.states, made.windows, *tail)
     with forced("reference"):
