@@ -70,7 +70,10 @@ class Experts:
     mlp_bias: bool = False
     """Biases of the shared expert and of the latent projections."""
     routing: Literal["sigmoid", "softmax"] = "sigmoid"
-    """`sigmoid`: of each expert by itself, with a correction of the choice and groups; `softmax`: over the chosen."""
+    """`sigmoid`: of each expert by itself, with a correction of the choice and groups; `softmax`: over the chosen (the
+    same as over all, divided by the sum of the chosen)."""
+    shared_gate: bool = False
+    """Whether the shared expert's output is multiplied with a sigmoid of its own row of weights."""
     n_group: int = 1
     topk_group: int = 1
     norm_topk_prob: bool = True
@@ -83,6 +86,11 @@ class Experts:
         require(latent is None or latent >= 1, f"moe_latent_size must be at least 1, not {latent}")
         if self.moe_shared_expert_intermediate_size is not None:
             positive(self, "moe_shared_expert_intermediate_size")
+        require(self.shared is not None or not self.shared_gate, "shared_gate needs a shared expert, and there is none")
+        if self.routing == "softmax":
+            sigmoid = {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0}
+            for name, only in sigmoid.items():
+                require(getattr(self, name) == only, f"{name} {getattr(self, name)} is not served with softmax routing")
         experts, groups, kept, chosen = self.n_routed_experts, self.n_group, self.topk_group, self.num_experts_per_tok
         require(experts % groups == 0, f"n_routed_experts {experts} is not a multiple of n_group {groups}")
         require(kept <= groups, f"topk_group {kept} is above n_group {groups}")
@@ -122,6 +130,8 @@ class Experts:
             found[f"experts.{name.removesuffix('.weight')}"] = (experts, *shape)
         if self.shared is not None:
             found |= {f"shared_experts.{name}": shape for name, shape in self.shared.weights().items()}
+        if self.shared_gate:
+            found["shared_expert_gate.weight"] = (1, self.hidden_size)
         if self.moe_latent_size is not None:
             found["fc1_latent_proj.weight"] = (self.moe_latent_size, self.hidden_size)
             found["fc2_latent_proj.weight"] = (self.hidden_size, self.moe_latent_size)

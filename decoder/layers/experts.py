@@ -7,6 +7,7 @@ from collections.abc import Sequence as SequenceOf
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from decoder.batch import Batch
 from decoder.config import DecoderOptions
@@ -57,6 +58,7 @@ class ExpertsMixer:
         prefix = "shared_experts."
         shared = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
         self.shared = None if spec.shared is None else mlp_of(spec.shared, options, shared)
+        self.shared_gate_1D = float_vector(weights, "shared_expert_gate.weight", options) if spec.shared_gate else None
         latent = spec.moe_latent_size is not None
         self.enter = named_linear(weights, "fc1_latent_proj", options) if latent else None
         self.leave = named_linear(weights, "fc2_latent_proj", options) if latent else None
@@ -64,7 +66,8 @@ class ExpertsMixer:
     @property
     def plain(self) -> bool:
         """Sigmoid routing among squared-ReLU experts and a shared one like them: what compiled code has."""
-        return self.correction_E is not None and isinstance(self.shared, MlpMixer) and self.shared.squared
+        shared = isinstance(self.shared, MlpMixer) and self.shared.squared and self.shared_gate_1D is None
+        return self.correction_E is not None and shared
 
     def __call__(self, x_TD: Tensor, batch: Batch | None = None) -> Tensor:
         spec = self.spec
@@ -85,4 +88,9 @@ class ExpertsMixer:
         routed = run_experts(inner, experts, weights, self.experts)
         if self.leave is not None:
             routed = self.leave(routed)
-        return routed if self.shared is None else routed + self.shared(x_TD)
+        if self.shared is None:
+            return routed
+        shared = self.shared(x_TD)
+        if self.shared_gate_1D is not None:
+            shared = (torch.sigmoid(F.linear(x_TD.float(), self.shared_gate_1D)) * shared).to(shared.dtype)
+        return routed + shared

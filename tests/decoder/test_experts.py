@@ -1,0 +1,67 @@
+"""Layers of experts against transformers' in float32."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSparseMoeBlock
+
+from decoder.config import DecoderOptions
+from decoder.layers.descriptions import Experts
+from decoder.layers.experts import ExpertsMixer
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_softmax_routing_and_gated_shared_expert(seed: int) -> None:
+    """Softmax over all experts, the chosen divided by their sum; a sigmoid times the shared expert."""
+    rng = random.Random(seed)
+    hidden, inner, shared = rng.choice([24, 40]), rng.choice([8, 24, 33]), rng.choice([16, 31])
+    experts = rng.choice([4, 16, 130])
+    chosen = rng.randint(1, 4)
+    torch.manual_seed(seed)
+    block = Qwen3_5MoeSparseMoeBlock(
+        Qwen3_5MoeTextConfig(
+            hidden_size=hidden, moe_intermediate_size=inner, shared_expert_intermediate_size=shared,
+            num_experts=experts, num_experts_per_tok=chosen, hidden_act="silu",
+        )
+    )  # fmt: skip
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=1.5 * parameter.shape[-1] ** -0.5)
+    gate, up = block.experts.gate_up_proj.detach().chunk(2, 1)
+    names = {"gate_proj.weight", "up_proj.weight", "down_proj.weight"}
+    weights = {
+        "gate.weight": block.gate.weight.detach(),
+        "experts.gate_proj": gate,
+        "experts.up_proj": up,
+        "experts.down_proj": block.experts.down_proj.detach(),
+        "shared_expert_gate.weight": block.shared_expert_gate.weight.detach(),
+        **{f"shared_experts.{name}": block.shared_expert.get_parameter(name).detach() for name in names},
+    }
+    spec = Experts(
+        hidden, experts, chosen, inner, shared, mlp_hidden_act="silu", gated=True, routing="softmax", shared_gate=True
+    )
+    assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == spec.weights()
+    x = torch.randn(50, hidden)
+    with torch.no_grad():
+        expected = block(x[None])[0]
+        found = ExpertsMixer(spec, DecoderOptions(), weights)(x)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"moe_shared_expert_intermediate_size": None, "shared_gate": True}, "shared_gate needs a shared expert"),
+        ({"norm_topk_prob": False}, "norm_topk_prob False is not served with softmax routing"),
+        ({"routed_scaling_factor": 2.5}, "routed_scaling_factor 2.5 is not served with softmax routing"),
+        ({"n_group": 2, "topk_group": 1}, "n_group 2 is not served with softmax routing"),
+    ],
+)
+def test_what_softmax_routing_does_not_have_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(Experts(64, routing="softmax"), **changes)
