@@ -113,7 +113,7 @@ class Operations:
         match mixer:
             case ExpertsMixer() if mixer.plain and mixer.spec == self.mixture:
                 return self._experts(norm, mixer)
-            case AttentionMixer() if mixer.spec == self.attention and mixer.spec.rope is None:
+            case AttentionMixer() if mixer.spec == self.attention and _plain(mixer.spec):
                 first, last = self.packed(mixer.qkv), self.packed(mixer.o_proj)
                 kv = mixer.kv
                 middle = [Op(Code.ATTENTION, kv=kv.data_ptr(), kv_stride=kv.stride(0))]
@@ -223,3 +223,7 @@ class Operations:
             mixer.ring.data_ptr() if mixer.ring.numel() else None, mixer.ring.stride(0),
         )  # fmt: skip
         return [op] if itself else [op, Op(Code.CONVERT, after.kind, after.k)]
+
+
+def _plain(spec: Attention) -> bool:
+    return spec.rope is None and spec.qk_norm is None and not spec.gate

@@ -1,10 +1,15 @@
-"""Grouped-query attention over paged keys and values, with rotary positions or none. q, k and v are one product.
+"""Grouped-query attention over paged keys and values: with rotary positions or none, norms of queries and keys, a gate.
 
-Letters: `T` tokens, `Q` single queries, `R` scanned rows, `K` key heads, `P` head size, `B` pages, `S` tokens
-of a page.
+    q, k, v, g = projections of x, one product;  q, k = rope(norm(q)), rope(norm(k)), of each head
+    y = o_proj(attention(q, k, v) * sigmoid(g))        keys are stored as they are here, normalised and rotated
+
+Letters: `T` tokens, `Q` single queries, `R` scanned rows, `H` query heads, `K` key heads, `P` head size, `A` axes of
+positions, `B` pages, `S` tokens of a page.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,11 +17,22 @@ from torch import Tensor
 from decoder.batch import Batch
 from decoder.config import DecoderOptions
 from decoder.layers.descriptions import Attention
-from decoder.layers.linear import named_linear, stored_linear
+from decoder.layers.linear import float_vector, named_linear, stored_linear
 from decoder.layers.spec import Weights
 from kernels.linear import concatenate
 from kernels.paged_attention import decode_attention, extend_attention, write_kv
+from kernels.rms_norm import rms_norm
 from kernels.rotary import rope_table, rotate
+
+
+class Projected(NamedTuple):
+    """What attention takes of its tokens."""
+
+    q_THP: Tensor
+    k_TKP: Tensor
+    v_TKP: Tensor
+    gate_TD: Tensor | None
+    """Before the sigmoid; `None` for a layer without one."""
 
 
 class AttentionMixer:
@@ -28,23 +44,44 @@ class AttentionMixer:
         self.kv, self.scale = kv_B2SKP, spec.multiplier
         self.table = None if spec.rope is None else rope_table(spec.rope, options.max_len, options.device)
         self.axes = () if spec.rope is None else spec.rope.axes
-        names = ("q_proj", "k_proj", "v_proj")
-        bias = None
+        names, bias = spec.projections, None
         if any(f"{name}.bias" in weights for name in names):
             zeros = {name: torch.zeros(weights[f"{name}.weight"].shape[0]) for name in names}
             bias = torch.cat([weights.get(f"{name}.bias", zeros[name]) for name in names])
         self.qkv = stored_linear(concatenate([weights[f"{name}.weight"] for name in names]), bias, options)
+        """And the gate, where there is one."""
+        self.norms: tuple[Tensor, Tensor] | None = None
+        """Of queries and keys, `[P]` float32."""
+        if spec.qk_norm is not None:
+            q_norm, k_norm = (float_vector(weights, f"{name}_norm.weight", options) for name in "qk")
+            self.norms = q_norm, k_norm
         self.o_proj = named_linear(weights, "o_proj", options)
 
-    def __call__(self, x_TD: Tensor, batch: Batch) -> Tensor:
-        tokens, queries, width = x_TD.shape[0], batch.queries, self.width
-        qkv = self.qkv(x_TD).view(tokens, -1, width)
-        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-        if self.table is not None:
-            assert batch.positions_TA is not None
-            q, k = rotate(qkv[:, : self.heads + self.kv_heads], self.table, batch.positions_TA, self.axes).split(
-                [self.heads, self.kv_heads], dim=1
+    def project(self, x_TD: Tensor, positions_TA: Tensor | None) -> Projected:
+        """Of normalised rows."""
+        tokens, heads, kv_heads = x_TD.shape[0], self.heads, self.kv_heads
+        projected = self.qkv(x_TD).view(tokens, -1, self.width)
+        q, k, v, gate = projected.split([heads, kv_heads, kv_heads, heads * self.spec.gate], dim=1)
+        if self.norms is not None:
+            assert self.spec.qk_norm is not None
+            q, k = (
+                rms_norm(of.reshape(-1, self.width), norm, self.spec.qk_norm).view(of.shape)
+                for of, norm in zip((q, k), self.norms, strict=True)
             )
+        if self.table is not None:
+            assert positions_TA is not None
+            both = projected[:, : heads + kv_heads] if self.norms is None else torch.cat((q, k), dim=1)
+            q, k = rotate(both, self.table, positions_TA, self.axes).split([heads, kv_heads], dim=1)
+        return Projected(q, k, v, gate.reshape(tokens, -1) if self.spec.gate else None)
+
+    def output(self, attended_THP: Tensor, gate_TD: Tensor | None) -> Tensor:
+        """`[T, d]`: gated, and projected back."""
+        out_TD = attended_THP.reshape(attended_THP.shape[0], -1)
+        return self.o_proj(out_TD if gate_TD is None else out_TD * gate_TD.sigmoid())
+
+    def __call__(self, x_TD: Tensor, batch: Batch) -> Tensor:
+        queries = batch.queries
+        q, k, v, gate = self.project(x_TD, batch.positions_TA)
         outs, scan, places = [], batch.scan, batch.places_T
         # A verified row's tokens attend one by one, so that each finds the keys of those before it in the pages.
         together = batch.verify is not None
@@ -59,4 +96,4 @@ class AttentionMixer:
             known = (self.kv, scan.tables_RW, scan.computed_R, scan.starts_R)
             outs.append(extend_attention(*new, *known, self.scale, None if together else places[queries:]))
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
-        return self.o_proj(out.reshape(tokens, -1))
+        return self.output(out, gate)

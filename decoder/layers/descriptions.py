@@ -157,9 +157,14 @@ class Attention:
     scale: float | None = None
     """See `multiplier`; `None`: `head_dim ** -0.5`."""
     rope: Rope | None = None
+    gate: bool = False
+    """The output of each head is multiplied with the sigmoid of a further projection of the input."""
+    qk_norm: float | None = None
+    """Epsilon of RMS norms over each head of queries and keys, before they are rotated; `None`: there are none."""
 
     def __post_init__(self) -> None:
         positive(self, "num_attention_heads", "kv_heads", "head_dim")
+        require(self.qk_norm is None or self.qk_norm > 0, f"qk_norm must be above 0, not {self.qk_norm}")
         require(
             self.num_attention_heads % self.kv_heads == 0,
             f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads {self.kv_heads}",
@@ -184,7 +189,12 @@ class Attention:
 
     @property
     def activations(self) -> int:
-        return (3 * self.num_attention_heads + 2 * self.kv_heads) * self.head_dim
+        return ((3 + self.gate) * self.num_attention_heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Of the input, in the order of the one product that they are."""
+        return ("q_proj", "k_proj", "v_proj", *("gate_proj",) * self.gate)
 
     def weights(self) -> dict[str, tuple[int, ...]]:
         d, q, kv = self.hidden_size, self.num_attention_heads * self.head_dim, self.kv_heads * self.head_dim
@@ -196,6 +206,10 @@ class Attention:
         }
         if self.attention_bias:
             found |= {"q_proj.bias": (q,), "k_proj.bias": (kv,), "v_proj.bias": (kv,), "o_proj.bias": (d,)}
+        if self.gate:
+            found |= {"gate_proj.weight": (q, d)} | ({"gate_proj.bias": (q,)} if self.attention_bias else {})
+        if self.qk_norm is not None:
+            found |= {"q_norm.weight": (self.head_dim,), "k_norm.weight": (self.head_dim,)}
         return found
 
     def optional_weights(self) -> frozenset[str]:

@@ -16,7 +16,7 @@ from kernels.rope import Rope
 @lru_cache(maxsize=8)
 def rope_table(rope: Rope, positions: int, device: str) -> Tensor:
     """`[L, 2, D/2]` float32: cosines and sines of the positions below `positions`. Shared between layers."""
-    frequencies = rope.theta ** -(torch.arange(0, rope.dims, 2, dtype=torch.int64).float() / rope.dims)
+    frequencies = 1.0 / rope.theta ** (torch.arange(0, rope.dims, 2, dtype=torch.int64).float() / rope.dims)
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies
     return torch.stack((angles.cos(), angles.sin()), dim=1).to(device)
 

@@ -1,0 +1,139 @@
+"""Attention with norms of queries and keys, rotary positions on several axes and a gate, against transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from gated_decoder import gated_config, grid_positions, interleaved
+from tiny_decoder import image, make_runner, random_weights, request, run, tokens
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention, Qwen3_5TextRotaryEmbedding
+
+from decoder.config import DecoderConfig
+from decoder.layers.descriptions import Attention
+from decoder.positions import Positions
+from decoder.sampling import SamplingParams
+from kernels.rope import Rope
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int
+    kv_heads: int
+    head_dim: int
+    section: tuple[int, int, int]
+    bias: bool = False
+
+
+SHAPES = [
+    pytest.param(Shape(4, 2, 256, (11, 11, 10)), id="published"),
+    pytest.param(Shape(6, 2, 32, (2, 1, 1), bias=True), id="biases"),
+    pytest.param(Shape(3, 3, 12, (1, 1, 1)), id="no-groups"),
+]
+
+
+class Oracle:
+    """Embedding, one layer of transformers' attention, final norm and head, of whole sequences."""
+
+    def __init__(self, shape: Shape, config: DecoderConfig, weights: dict[str, Tensor]) -> None:
+        published = Qwen3_5TextConfig(
+            hidden_size=config.hidden_size, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+            head_dim=shape.head_dim, attention_bias=shape.bias, rms_norm_eps=1e-6,
+            rope_parameters={
+                "rope_type": "default", "rope_theta": 1e7, "mrope_section": list(shape.section),
+                "partial_rotary_factor": 2 * sum(shape.section) / shape.head_dim,
+            },
+        )  # fmt: skip
+        published._attn_implementation = "eager"
+        self.config, self.weights = config, weights
+        self.rope = Qwen3_5TextRotaryEmbedding(published)
+        self.attention = Qwen3_5Attention(published, 0).eval()
+        mine = {name.removeprefix("model.layers.0.mixer."): w for name, w in weights.items() if ".mixer." in name}
+        for kind in ("weight", "bias") if shape.bias else ("weight",):
+            query, gate = (
+                mine.pop(f"{name}.{kind}").unflatten(0, (shape.heads, shape.head_dim))
+                for name in ("q_proj", "gate_proj")
+            )
+            mine[f"q_proj.{kind}"] = torch.cat((query, gate), 1).flatten(0, 1)
+        for name in ("q_norm.weight", "k_norm.weight"):
+            mine[name] = mine[name] - 1
+        self.attention.load_state_dict(mine)
+
+    @torch.no_grad()
+    def logprobs(self, x_TD: Tensor, positions_TA: Tensor) -> Tensor:
+        """`[T, vocab]`."""
+        count, eps = x_TD.shape[0], self.config.norm_eps
+        rotation = self.rope(x_TD[None], positions_TA.T[:, None])
+        mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
+        normed = F.rms_norm(x_TD, x_TD.shape[-1:], self.weights["model.layers.0.norm.weight"], eps)
+        x_TD = x_TD + self.attention(normed[None], rotation, mask)[0][0]
+        return (F.rms_norm(x_TD, x_TD.shape[-1:], self.weights["model.norm_f.weight"], eps) @ self.head.T).log_softmax(
+            -1
+        )
+
+    @property
+    def head(self) -> Tensor:
+        return self.weights["lm_head.weight"]
+
+
+@pytest.mark.parametrize("native", ["off", "auto"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_probabilities_are_those_of_transformers(shape: Shape, native: str) -> None:
+    """Of a prompt in chunks with an image between text, and of tokens after it."""
+    config = gated_config("*", head_dim=shape.head_dim)
+    spec = Attention(
+        config.hidden_size, shape.heads, shape.kv_heads, shape.head_dim, shape.bias,
+        rope=Rope(2 * sum(shape.section), 1e7, interleaved(shape.section)), gate=True, qk_norm=1e-6,
+    )  # fmt: skip
+    layer = type(config.layers[0])((("mixer", spec),))
+    config = DecoderConfig(config.vocab_size, config.hidden_size, (layer,), position_axes=3)
+    weights = dict(random_weights(config))
+    oracle = Oracle(shape, config, weights)
+
+    picture = torch.randn(12, config.hidden_size, generator=torch.Generator().manual_seed(1))
+    prompt = [5, 9, 2, *[0] * 12, 7, 3, 7, 1]
+    positions = grid_positions(len(prompt), (3, 3, 4))
+    params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True, logprobs=3, prompt_logprobs=3)
+    runner = make_runner(config, weights, native=native, max_chunk=5, page_size=4)
+    events = run(runner, request("a", prompt, params, [image(3, picture)], positions=positions))["a"]
+
+    ids = prompt + tokens(events)
+    x_TD = weights["model.embeddings.weight"][torch.tensor(ids)].clone()
+    x_TD[3:15] = picture
+    at = [*positions.prompt, *((len(prompt) + i + positions.delta,) * 3 for i in range(9))]
+    expected = oracle.logprobs(x_TD, torch.tensor(at))
+    plain = oracle.logprobs(x_TD, torch.arange(len(ids))[:, None].expand(-1, 3))
+    assert (expected - plain).abs().max() > 0.1, "positions matter"
+    for score in events[0].prompt_scores:
+        found = expected[score.position - 1]
+        assert abs(score.logprob - found[score.token]) < 1e-4
+        assert all(abs(logprob - found[token]) < 1e-4 for token, logprob in score.top)
+    assert len(events[0].prompt_scores) == len(prompt) - 1 - 12
+    for index, event in enumerate(events, start=len(prompt)):
+        assert event.logprob is not None and event.token_id == expected[index - 1].argmax()
+        assert abs(event.logprob - expected[index - 1][event.token_id]) < 1e-4
+
+
+def test_axes_are_interleaved_as_published() -> None:
+    axes = interleaved((11, 11, 10))
+    assert [axis for axis, of in enumerate((11, 11, 10)) if axes.count(axis) != of] == []
+    assert axes[:7] == (0, 1, 2, 0, 1, 2, 0) and axes[-3:] == (2, 0, 1)
+
+
+def test_text_of_counted_positions_needs_none() -> None:
+    config = gated_config()
+    prompt = list(range(3, 25))
+    given = Positions([(index,) * 3 for index in range(len(prompt))], 0)
+    found = [
+        tokens(run(make_runner(config), request("a", prompt, positions=positions))["a"]) for positions in (None, given)
+    ]
+    assert found[0] == found[1]
+
+
+def test_a_norm_without_epsilon_is_refused() -> None:
+    with pytest.raises(ValueError, match="qk_norm must be above 0, not 0"):
+        Attention(32, qk_norm=0.0)

@@ -1,0 +1,67 @@
+"""Decoders of gated, normed attention with rotary positions on several axes, and positions of prompts with images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from tiny_decoder import tiny_config
+
+from decoder.config import DecoderConfig
+from decoder.layers.descriptions import Attention, Mlp
+from decoder.layers.spec import Layer, MixerSpec
+from decoder.positions import Positions
+from kernels.rope import Rope
+
+
+def interleaved(section: Sequence[int]) -> tuple[int, ...]:
+    """Axis of each frequency, as Qwen interleaves them: `section` frequencies of time, height and width."""
+    axes = [0] * sum(section)
+    for axis in (1, 2):
+        for index in range(axis, 3 * section[axis], 3):
+            axes[index] = axis
+    return tuple(axes)
+
+
+def gated(spec: MixerSpec, **changes: Any) -> MixerSpec:
+    """An attention of this shape with all that an attention may have; anything else as it is."""
+    if not isinstance(spec, Attention):
+        return spec
+    fields: dict[str, Any] = {"rope": Rope(6, 100.0, interleaved((1, 1, 1))), "gate": True, "qk_norm": 1e-6}
+    return replace(spec, **(fields | changes))
+
+
+def gated_config(pattern: str = "M*-M", *, head_dim: int = 12, mtp: bool = False, **changes: Any) -> DecoderConfig:
+    """As `tiny_config`, every attention with rotary positions on three axes, a gate and norms; `changes`: of these.
+
+    `mtp`: a head of such an attention, of another shape than the layers', and a gated MLP.
+    """
+    config = tiny_config(pattern, head_dim=head_dim)
+    layers = tuple(
+        Layer(tuple((name, gated(mixer, **changes)) for name, mixer in layer.mixers), layer.residual_scale)
+        for layer in config.layers
+    )
+    head: tuple[MixerSpec, ...] = ()
+    if mtp:
+        hidden = config.hidden_size
+        head = gated(Attention(hidden, 4, 1, head_dim), **changes), Mlp(hidden, 40, "silu", gated=True)
+    return replace(config, layers=layers, position_axes=3, mtp=head)
+
+
+def grid_positions(length: int, *images: tuple[int, int, int]) -> Positions:
+    """Of a prompt of `length` tokens with images of (first token, rows, columns), as Qwen counts: a token of row y and
+    column x of an image at p has (p, p + y, p + x), and what follows it goes on from p + max(rows, columns).
+    """
+    found: list[tuple[int, ...]] = []
+    at = 0
+    for start, rows, columns in images:
+        while len(found) < start:
+            found.append((at,) * 3)
+            at += 1
+        found += [(at, at + y, at + x) for y in range(rows) for x in range(columns)]
+        at += max(rows, columns)
+    while len(found) < length:
+        found.append((at,) * 3)
+        at += 1
+    return Positions(found, at - length)
