@@ -35,14 +35,12 @@ def _experts(
             mlp_of(spec.expert, options, {f"{name}.weight": stack[e] for name, stack in stacks.items()})
             for e in range(spec.n_routed_experts)
         ]
-    if spec.mlp_hidden_act != "relu2" or spec.gated:
-        shape = "gated " * spec.gated + spec.mlp_hidden_act
-        raise ValueError(f"experts run with plain relu2 alone on {device.type}, and the model has {shape}")
     if options.weights is not None or any(isinstance(stack, Quantised) for stack in stacks.values()):
         raise ValueError(
             f"quantised experts run on a CPU alone, and the device is {device.type}: leave `weights` unset"
         )
-    return StackedExperts(*(stacks[name].to(device, options.dtype) for name in ("up_proj", "down_proj")))
+    stacked = {name: stack.to(device, options.dtype) for name, stack in stacks.items()}
+    return StackedExperts(stacked["up_proj"], stacked["down_proj"], stacked.get("gate_proj"), spec.mlp_hidden_act)
 
 
 class ExpertsMixer:

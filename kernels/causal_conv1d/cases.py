@@ -14,6 +14,8 @@ from kernels.shapes import Case, ModelShape, meta
 
 def cases(shape: ModelShape) -> Iterator[Case]:
     """A prefill of two rows, one token a row, and a step with three drafts a row."""
+    if not shape.mamba_heads:
+        return
     channels, taps = shape.conv_channels, shape.conv
     width = shape.mamba_inner + channels + shape.mamba_heads
     weight, bias = meta(taps, channels), meta(channels)

@@ -11,6 +11,8 @@ from kernels.shapes import Case, ModelShape, meta
 
 def cases(shape: ModelShape) -> Iterator[Case]:
     """The end of a mixer; the gate is a part of the rows of the projection before it."""
+    if not shape.mamba_heads:
+        return
     channels, weight = shape.mamba_inner, meta(shape.mamba_inner)
     for dtype in shape.dtypes:
         gate = meta(64, channels + shape.conv_channels + shape.mamba_heads, dtype=dtype)[:, :channels]

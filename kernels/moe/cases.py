@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from kernels.moe.experts import Experts
-from kernels.moe.kernel import route, run_experts
+from kernels.moe.kernel import route, route_softmax, run_experts
 from kernels.shapes import Case, ModelShape, meta
 
 
@@ -19,10 +19,13 @@ def cases(shape: ModelShape) -> Iterator[Case]:
     size = (shape.experts, shape.intermediate, shape.hidden)
     gate, correction = meta(shape.experts, shape.hidden), meta(shape.experts)
     for dtype in shape.dtypes:
-        experts = Experts(meta(*size, dtype=dtype), meta(size[0], size[2], size[1], dtype=dtype))
+        up, down = meta(*size, dtype=dtype), meta(size[0], size[2], size[1], dtype=dtype)
+        experts = Experts(up, down, up, "silu") if shape.gated else Experts(up, down)
         name = str(dtype).removeprefix("torch.")
         x = meta(64, shape.hidden, dtype=dtype)
-        for groups in (1, 4):
+        if shape.gated:
+            yield Case(f"route softmax {name}", partial(route_softmax, x, gate, shape.experts_per_token))
+        for groups in () if shape.gated else (1, 4):
             chosen = partial(route, x, gate, correction, shape.experts_per_token, groups, max(groups // 2, 1))
             yield Case(f"route {groups} {name}", chosen)
         for tokens in (4, 64, 4096):

@@ -3,31 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu2": lambda x: torch.square(F.relu(x)),
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+"""What grouped products have."""
+
 
 class Experts(Sequence[Callable[[Tensor], Tensor]]):
-    """Ungated experts `down(act(up(x)))` over weights that lie together; each is also a function of rows by itself."""
+    """Experts `down(act(up(x)))`, or gated ones, `down(act(gate(x)) * up(x))`, over weights that lie together; each is
+    also a function of rows by itself.
+    """
 
-    def __init__(self, up_EID: Tensor, down_EDI: Tensor, act: Callable[[Tensor], Tensor] | None = None) -> None:
-        """`act`: `None` is relu^2, the one that grouped products have. `ValueError` when the shapes do not fit."""
+    def __init__(
+        self, up_EID: Tensor, down_EDI: Tensor, gate_EID: Tensor | None = None, activation: str = "relu2"
+    ) -> None:
+        """`ValueError` when the shapes do not fit, or for an activation that is not in `ACTIVATIONS`."""
         count, self.inner, width = up_EID.shape
         if down_EDI.shape != (count, width, self.inner):
             raise ValueError(f"experts of {tuple(up_EID.shape)} do not fit {tuple(down_EDI.shape)} behind them")
+        if gate_EID is not None and gate_EID.shape != up_EID.shape:
+            raise ValueError(f"gates of {tuple(gate_EID.shape)} do not fit experts of {tuple(up_EID.shape)}")
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"experts have one of {', '.join(ACTIVATIONS)} as their activation, not {activation}")
         self.up_EID, self.down_EDI = up_EID.contiguous(), down_EDI.contiguous()
-        self.squared = act is None
-        self._act = act or _relu_squared
+        self.gate_EID = None if gate_EID is None else gate_EID.contiguous()
+        self.activation = activation
 
     def __len__(self) -> int:
         return self.up_EID.shape[0]
 
     def __getitem__(self, expert: int) -> Callable[[Tensor], Tensor]:  # type: ignore[override]
-        up, down, act = self.up_EID[expert], self.down_EDI[expert], self._act
-        return lambda x: F.linear(act(F.linear(x, up)), down)
-
-
-def _relu_squared(x: Tensor) -> Tensor:
-    return torch.square(F.relu(x))
+        act, up, down = ACTIVATIONS[self.activation], self.up_EID[expert], self.down_EDI[expert]
+        if self.gate_EID is None:
+            return lambda x: F.linear(act(F.linear(x, up)), down)
+        gate = self.gate_EID[expert]
+        return lambda x: F.linear(act(F.linear(x, gate)) * F.linear(x, up), down)

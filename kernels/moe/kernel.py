@@ -1,7 +1,6 @@
-"""Mixture of experts in Triton: choice of experts, grouped products, and a path for a few tokens; README.md.
+"""Mixture of experts in Triton: grouped products, and a path for a few tokens; README.md. Choice is in `router.py`.
 
-`T` tokens, `E` experts, `K` chosen experts of a token, `D` width of a token, `I` of an expert, `X` = T x K pairs, `G`
-groups of experts.
+`T` tokens, `E` experts, `K` chosen experts of a token, `D` width of a token, `I` of an expert, `X` = T x K pairs.
 """
 
 from __future__ import annotations
@@ -12,11 +11,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional as F
 
 from kernels.launch import by_architecture, launch
 from kernels.moe.experts import Experts
+from kernels.moe.router import route, route_softmax
 from kernels.varlen_attention.kernel import find_segment
+
+__all__ = ["route", "route_softmax", "run_experts"]
 
 
 @dataclass(frozen=True)
@@ -46,64 +47,28 @@ TILES_FLOAT32 = (Tile(16, 32, 32, 4, 2), Tile(32, 32, 32, 4, 2))
 
 
 @triton.jit
-def _choose(  # type: ignore[no-untyped-def]
-    p_logits,  # [T, E] float32
-    p_correction,  # [E]
-    p_experts,  # [T, K] int64
-    p_weights,  # [T, K] float32
-    scaling,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    GROUPS: tl.constexpr,
-    KEPT: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    NORMALISE: tl.constexpr,
-):
-    i_token = tl.program_id(0).to(tl.int64)
-    SIZE: tl.constexpr = E // GROUPS
-    NEVER: tl.constexpr = float("-inf")
-    o_g = tl.arange(0, BLOCK_G)
-    o_s = tl.arange(0, BLOCK_S)
-    o_e = o_g[:, None] * SIZE + o_s[None, :]
-    m_e = (o_g < GROUPS)[:, None] & (o_s < SIZE)[None, :]
-    logits = tl.load(p_logits + i_token * E + o_e, mask=m_e, other=0.0)
-    scores = 1.0 / (1.0 + tl.exp(-logits))
-    choice = tl.where(m_e, scores + tl.load(p_correction + o_e, mask=m_e, other=0.0), NEVER)
-    if KEPT < GROUPS:
-        best = tl.max(choice, 1)
-        if SIZE > 1:
-            first = tl.argmax(choice, 1)
-            best += tl.max(tl.where(o_s[None, :] == first[:, None], NEVER, choice), 1)
-        best = tl.where(o_g < GROUPS, best, NEVER)
-        kept = tl.zeros([BLOCK_G], tl.int32)
-        for _ in tl.static_range(KEPT):
-            taken = tl.argmax(best, 0)
-            kept = tl.where(o_g == taken, 1, kept)
-            best = tl.where(o_g == taken, NEVER, best)
-        choice = tl.where((kept > 0)[:, None], choice, NEVER)
-    o_k = tl.arange(0, BLOCK_K)
-    experts = tl.zeros([BLOCK_K], tl.int32)
-    weights = tl.zeros([BLOCK_K], tl.float32)
-    for k in tl.static_range(K):
-        top = tl.max(tl.max(choice, 1), 0)
-        # The lowest id among equals; a row of NaN (padding may be) still names an expert that is there.
-        taken = tl.min(tl.min(tl.where((choice == top) & m_e, o_e, E - 1), 1), 0)
-        weight = tl.sum(tl.sum(tl.where((o_e == taken) & m_e, scores, 0.0), 1), 0)
-        experts = tl.where(o_k == k, taken, experts)
-        weights = tl.where(o_k == k, weight, weights)
-        choice = tl.where(o_e == taken, NEVER, choice)
-    if NORMALISE:
-        weights = weights / (tl.sum(weights, 0) + 1e-20)
-    tl.store(p_experts + i_token * K + o_k, experts.to(tl.int64), mask=o_k < K)
-    tl.store(p_weights + i_token * K + o_k, weights * scaling, mask=o_k < K)
+def _activated(x, ACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The activation of that name, in float32."""
+    if ACT == "relu2":
+        y = tl.maximum(x, 0.0)
+        y = y * y
+    elif ACT == "relu":
+        y = tl.maximum(x, 0.0)
+    elif ACT == "silu":
+        y = x * tl.sigmoid(x)
+    elif ACT == "gelu":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        tl.static_assert(ACT == "gelu_pytorch_tanh")
+        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # (1 + tanh(z)) / 2 = sigmoid(2 z)
+    return y
 
 
 @triton.jit
 def _few_up(  # type: ignore[no-untyped-def]
     p_x,  # [T, D]
     p_up,  # [E, I, D]
+    p_gate,  # [E, I, D]; with GATED
     p_experts,  # [X]
     p_hidden,  # [X, I]
     K: tl.constexpr,
@@ -111,20 +76,31 @@ def _few_up(  # type: ignore[no-untyped-def]
     I: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    ACT: tl.constexpr,
+    GATED: tl.constexpr,
 ):
     i_pair = tl.program_id(0).to(tl.int64)
     o_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     o_k = tl.arange(0, BLOCK_K)
     m_n = o_n < I
-    p_w = p_up + tl.load(p_experts + i_pair).to(tl.int64) * I * D + o_n.to(tl.int64)[:, None] * D
+    o_w = tl.load(p_experts + i_pair).to(tl.int64) * I * D + o_n.to(tl.int64)[:, None] * D
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    if GATED:
+        acc_gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for k in range(0, D, BLOCK_K):
         m_k = k + o_k < D
         x = tl.load(p_x + (i_pair // K) * D + k + o_k, mask=m_k, other=0.0).to(tl.float32)
-        w = tl.load(p_w + (k + o_k)[None, :], mask=m_n[:, None] & m_k[None, :], other=0.0).to(tl.float32)
-        acc += w * x[None, :]
-    hidden = tl.maximum(tl.sum(acc, 1), 0.0)
-    tl.store(p_hidden + i_pair * I + o_n, (hidden * hidden).to(p_hidden.dtype.element_ty), mask=m_n)
+        o_wk = o_w + (k + o_k)[None, :]
+        m_w = m_n[:, None] & m_k[None, :]
+        acc += tl.load(p_up + o_wk, mask=m_w, other=0.0).to(tl.float32) * x[None, :]
+        if GATED:
+            acc_gate += tl.load(p_gate + o_wk, mask=m_w, other=0.0).to(tl.float32) * x[None, :]
+    hidden = tl.sum(acc, 1)
+    if GATED:
+        hidden = hidden * _activated(tl.sum(acc_gate, 1), ACT)
+    else:
+        hidden = _activated(hidden, ACT)
+    tl.store(p_hidden + i_pair * I + o_n, hidden.to(p_hidden.dtype.element_ty), mask=m_n)
 
 
 @triton.jit
@@ -162,6 +138,7 @@ def _few_down(  # type: ignore[no-untyped-def]
 def _grouped(  # type: ignore[no-untyped-def]
     p_in,  # [T or X, IN]
     p_weight,  # [E, OUT, IN]
+    p_gate,  # [E, OUT, IN]; with GATED
     p_order,  # [X]: pairs by expert
     p_starts,  # [E + 1]: each expert's first in that order
     p_scales,  # [X] float32: weight of each pair
@@ -174,6 +151,8 @@ def _grouped(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UP: tl.constexpr,
+    ACT: tl.constexpr,
+    GATED: tl.constexpr,
 ):
     # Blocks of outputs are neighbours in the grid, so that the rows they share stay in the cache.
     i_block = tl.program_id(1)
@@ -190,16 +169,22 @@ def _grouped(  # type: ignore[no-untyped-def]
     m_n = o_n < OUT
     pair = tl.load(p_order + begin + o_m, mask=m_m, other=0).to(tl.int64)
     p_x = p_in + ((pair // K) * IN if UP else pair * IN)[:, None]
-    p_w = p_weight + i_expert.to(tl.int64) * OUT * IN + o_n.to(tl.int64)[None, :] * IN
+    o_w = i_expert.to(tl.int64) * OUT * IN + o_n.to(tl.int64)[None, :] * IN
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if GATED:
+        acc_gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, IN, BLOCK_K):
         m_k = k + o_k < IN
         x = tl.load(p_x + (k + o_k)[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0)
-        w = tl.load(p_w + (k + o_k)[:, None], mask=m_n[None, :] & m_k[:, None], other=0.0)
-        acc = tl.dot(x, w, acc, input_precision="ieee")
-    if UP:
-        acc = tl.maximum(acc, 0.0)
-        acc = acc * acc
+        o_wk = o_w + (k + o_k)[:, None]
+        m_w = m_n[None, :] & m_k[:, None]
+        acc = tl.dot(x, tl.load(p_weight + o_wk, mask=m_w, other=0.0), acc, input_precision="ieee")
+        if GATED:
+            acc_gate = tl.dot(x, tl.load(p_gate + o_wk, mask=m_w, other=0.0), acc_gate, input_precision="ieee")
+    if GATED:
+        acc = acc * _activated(acc_gate, ACT)
+    elif UP:
+        acc = _activated(acc, ACT)
     else:
         acc = acc * tl.load(p_scales + pair, mask=m_m, other=0.0)[:, None]
     m_out = m_m[:, None] & m_n[None, :]
@@ -223,49 +208,8 @@ def _sum_pairs(  # type: ignore[no-untyped-def]
     tl.store(p_out + i_token * D + o_d, out.to(p_out.dtype.element_ty), mask=m_d)
 
 
-def route(
-    x_TD: Tensor,
-    gate_ED: Tensor,
-    correction_E: Tensor,
-    top_k: int,
-    groups: int = 1,
-    kept_groups: int = 1,
-    normalise: bool = True,
-    scaling: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """As the reference; the choice among equals is the lowest id. The product is torch's, in float32."""
-    tokens, experts = x_TD.shape[0], gate_ED.shape[0]
-    logits = F.linear(x_TD.float(), gate_ED)
-    ids = torch.empty(tokens, top_k, dtype=torch.int64, device=x_TD.device)
-    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=x_TD.device)
-    launch(
-        _choose,
-        (tokens,),
-        p_logits=logits,
-        p_correction=correction_E,
-        p_experts=ids,
-        p_weights=weights,
-        scaling=scaling,
-        E=experts,
-        K=top_k,
-        GROUPS=groups,
-        KEPT=kept_groups,
-        BLOCK_G=triton.next_power_of_2(groups),
-        BLOCK_S=triton.next_power_of_2(experts // groups),
-        BLOCK_K=triton.next_power_of_2(top_k),
-        NORMALISE=normalise,
-        num_warps=1,
-    )
-    return ids, weights
-
-
 def run_experts(x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: Experts) -> Tensor:
-    """As the reference, for stacked experts. No host sync: which experts have work is read on the device.
-
-    Raises `ValueError` for an activation that the kernel has not.
-    """
-    if not experts.squared:
-        raise ValueError("the kernel for experts has relu2 alone as its activation")
+    """As the reference, for stacked experts. No host sync: which experts have work is read on the device."""
     x_TD = x_TD.contiguous()
     if x_TD.shape[0] <= FEW_TOKENS:
         return _run_few(x_TD, experts_TK, weights_TK, experts)
@@ -278,14 +222,18 @@ def _run_few(x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: Expe
     out = torch.empty_like(x_TD)
     hidden = torch.empty(tokens * chosen, inner, dtype=x_TD.dtype, device=x_TD.device)
     sizes = {"K": chosen, "D": width, "I": inner, "BLOCK_N": FEW.n, "BLOCK_K": FEW.k}
+    gate = experts.gate_EID
     options = {"num_warps": FEW.warps, "num_stages": FEW.stages}
     launch(
         _few_up,
         (tokens * chosen, triton.cdiv(inner, FEW.n)),
         p_x=x_TD,
         p_up=experts.up_EID,
+        p_gate=experts.up_EID if gate is None else gate,
         p_experts=experts_TK,
         p_hidden=hidden,
+        ACT=experts.activation,
+        GATED=gate is not None,
         **sizes,
         **options,
     )
@@ -313,13 +261,17 @@ def _run_many(x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: Exp
     tile = table[pairs > MANY_PAIRS * count]
     hidden = torch.empty(pairs, inner, dtype=x_TD.dtype, device=x_TD.device)
     weighted = torch.empty(pairs, width, dtype=torch.float32, device=x_TD.device)
-    steps = ((x_TD, experts.up_EID, hidden, True), (hidden, experts.down_EDI, weighted, False))
-    for given, weight, result, up in steps:
+    steps = (
+        (x_TD, experts.up_EID, experts.gate_EID, hidden, True),
+        (hidden, experts.down_EDI, None, weighted, False),
+    )
+    for given, weight, gate, result, up in steps:
         launch(
             _grouped,
             (triton.cdiv(result.shape[1], tile.n), pairs // tile.m + count),
             p_in=given,
             p_weight=weight,
+            p_gate=weight if gate is None else gate,
             p_order=order,
             p_starts=starts,
             p_scales=weights_TK,
@@ -332,6 +284,8 @@ def _run_many(x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: Exp
             BLOCK_N=tile.n,
             BLOCK_K=tile.k,
             UP=up,
+            ACT=experts.activation,
+            GATED=gate is not None,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )

@@ -14,6 +14,8 @@ from kernels.shapes import Case, ModelShape, meta
 
 def cases(shape: ModelShape) -> Iterator[Case]:
     """Normalised patches, and bytes."""
+    if not shape.radio:
+        return
     depth, width = 3 * shape.patch**2, shape.vit_hidden
     source, scale = meta(1040, dtype=torch.int64), meta(depth)
     for dtype in shape.dtypes:

@@ -13,6 +13,8 @@ from kernels.shapes import Case, ModelShape, meta
 
 def cases(shape: ModelShape) -> Iterator[Case]:
     """Four patches to a token, with and without the tower's own last norm."""
+    if not shape.radio:
+        return
     rows, weight = meta(256, 4, dtype=torch.int64), meta(4 * shape.vit_hidden)
     for dtype in shape.dtypes:
         x, vector = meta(1040, shape.vit_hidden, dtype=dtype), meta(shape.vit_hidden, dtype=dtype)

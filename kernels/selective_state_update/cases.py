@@ -31,6 +31,8 @@ def states(shape: ModelShape, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def cases(shape: ModelShape) -> Iterator[Case]:
     """One token a row, and a step with three drafts a row."""
+    if not shape.mamba_heads:
+        return
     slots, head = meta(64, dtype=torch.int64), meta(shape.mamba_heads)
     for dtype in shape.dtypes:
         x, b, c = mixed(shape, 64, dtype)

@@ -15,6 +15,8 @@ from kernels.state_replay.reference import MambaTerms
 
 def cases(shape: ModelShape) -> Iterator[Case]:
     """A token and three drafts on a ring of 16, and its end."""
+    if not shape.mamba_heads:
+        return
     channels, head, row = shape.conv_channels, meta(shape.mamba_heads), meta(16, dtype=torch.int64)
     size = channels + shape.mamba_heads
     terms = MambaTerms(meta(shape.conv, channels), meta(channels), head, head, head, shape.groups, shape.state)

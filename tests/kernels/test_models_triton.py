@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from tiny_decoder import TINY, make_runner, random_weights, request, run, tiny_config, tokens
@@ -60,18 +58,33 @@ def test_encoder(graphs: str, final_layernorm: bool) -> None:
         assert relative_error(got.cpu(), expected) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("changes", "options", "message"),
-    [
-        ({"mlp_hidden_act": "silu"}, {}, "plain relu2 alone on cpu, and the model has silu"),
-        ({}, {"weights": "int8"}, "quantised experts run on a CPU alone"),
-    ],
-)
-def test_experts_that_no_kernel_has_are_refused(changes: dict[str, Any], options: dict[str, Any], message: str) -> None:
-    config = tiny_config("E", **changes)
+def test_quantised_experts_are_refused() -> None:
+    config = tiny_config("E")
     prefix = "model.layers.0.mixer."
     weights = {name.removeprefix(prefix): w for name, w in random_weights(config) if name.startswith(prefix)}
     [spec] = config.mixers
     assert isinstance(spec, Experts)
-    with forced("triton"), pytest.raises(ValueError, match=message):
-        ExpertsMixer(spec, DecoderOptions(**options), weights)
+    with forced("triton"), pytest.raises(ValueError, match="quantised experts run on a CPU alone"):
+        ExpertsMixer(spec, DecoderOptions(weights="int8"), weights)
+
+
+@pytest.mark.parametrize("tokens", [2, 40])
+@pytest.mark.parametrize(
+    ("gated", "activation", "shared"),
+    [(True, "silu", 40), (True, "gelu_pytorch_tanh", None), (False, "silu", None), (False, "gelu", 40)],
+)
+def test_a_layer_of_experts(gated: bool, activation: str, shared: int | None, tokens: int) -> None:
+    """Softmax routing among experts of any activation, gated or not."""
+    spec = Experts(
+        32, 6, 2, 24, shared, mlp_hidden_act=activation, gated=gated, routing="softmax"
+    )  # fmt: skip
+    weights = {name: torch.randn(size, device=DEVICE) / size[-1] ** 0.5 for name, size in spec.weights().items()}
+    x, options = torch.randn(tokens, 32, device=DEVICE), DecoderOptions(device=str(DEVICE), dtype=torch.float32)
+
+    def added() -> torch.Tensor:
+        return ExpertsMixer(spec, options, weights)(x)
+
+    with forced("reference"):
+        expected = added()
+    with forced("triton"):
+        torch.testing.assert_close(added(), expected, rtol=1e-5, atol=1e-5)

@@ -10,7 +10,8 @@ from torch import Tensor
 from triton_kernels import DEVICE, assert_as_good, poisoned
 
 from kernels.dispatch import forced
-from kernels.moe import Experts, reference, route, run_experts
+from kernels.moe import Experts, reference, route, route_softmax, run_experts
+from kernels.moe.experts import ACTIVATIONS
 
 DTYPES = [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, id="bf16")]
 
@@ -32,45 +33,74 @@ def test_route_chooses_as_the_reference(experts: int, groups: int, kept: int, to
     torch.testing.assert_close(weights, shares, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 3), (12, 5), (5, 5)])
+def test_softmax_routing_chooses_as_the_reference(experts: int, top_k: int) -> None:
+    x, gate = torch.randn(19, 24) * 3, torch.randn(experts, 24)
+    found, weights = route_softmax(x, gate, top_k)
+    expected, shares = reference.route_softmax(x, gate, top_k)
+    assert torch.equal(found, expected)
+    torch.testing.assert_close(weights, shares, rtol=1e-5, atol=1e-6)
+
+
 def test_route_of_a_broken_row_names_experts_that_exist() -> None:
     x = torch.full((2, 4), float("nan"))
     found, _ = route(x, torch.randn(6, 4), torch.zeros(6), 3)
     assert bool(((found >= 0) & (found < 6)).all())
 
 
-def mixed(x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor, kind: torch.dtype) -> Tensor:
+def mixed(
+    x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor, kind: torch.dtype,
+    gate: Tensor | None = None, activation: str = "relu2",
+) -> Tensor:  # fmt: skip
+    act = ACTIVATIONS[activation]
     out = torch.zeros(x.shape, dtype=torch.float64 if kind == torch.float64 else torch.float32)
     for token in range(x.shape[0]):
         for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True):
-            hidden = (x[token].to(kind) @ up[expert].to(kind).T).relu().square()
+            hidden = x[token].to(kind) @ up[expert].to(kind).T
+            hidden = act(hidden) if gate is None else act(x[token].to(kind) @ gate[expert].to(kind).T) * hidden
             out[token] += weight * (hidden @ down[expert].to(kind).T).to(out.dtype)
     return out.to(kind)
 
 
+SHAPES = [(False, "relu2"), (True, "silu"), (True, "relu"), (True, "gelu"), (False, "gelu_pytorch_tanh")]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [1, 7, 9, 41], ids=lambda n: f"T{n}")
-def test_run_experts(tokens: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "gated", "activation"),
+    [
+        *((tokens, gated, name) for tokens in (1, 7, 9, 41) for gated, name in SHAPES[:2]),
+        *((tokens, *shape) for tokens in (2, 9) for shape in SHAPES[2:]),
+    ],
+)
+def test_run_experts(tokens: int, gated: bool, activation: str, dtype: torch.dtype) -> None:
     """Both paths, with an expert that nobody chose and one that everybody chose."""
     count, width, inner = 6, 40, 52
     x = torch.randn(tokens, width).to(dtype)
     up, down = (torch.randn(count, *size).to(dtype) / 6 for size in ((inner, width), (width, inner)))
     ids = torch.stack([torch.cat((torch.tensor([3]), torch.randperm(3)[:2])) for _ in range(tokens)])
     weights = torch.rand(tokens, 3)
-    out = run_experts(x, ids, weights, Experts(up, down))
-    exact, plain = (mixed(x, ids, weights, up, down, kind) for kind in (torch.float64, dtype))
+    gate = torch.randn(count, inner, width).to(dtype) / 6 if gated else None
+    out = run_experts(x, ids, weights, Experts(up, down, gate, activation))
+    exact, plain = (mixed(x, ids, weights, up, down, kind, gate, activation) for kind in (torch.float64, dtype))
     assert_as_good(out, exact, plain)
 
 
-def test_only_what_the_kernel_computes_is_taken() -> None:
-    experts = Experts(torch.ones(2, 3, 4), torch.ones(2, 4, 3), torch.nn.functional.silu)
-    with pytest.raises(ValueError, match="relu2 alone"):
-        run_experts(torch.ones(1, 4), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1), experts)
+def test_experts_that_do_not_fit_are_refused() -> None:
+    up, down = torch.ones(2, 3, 4), torch.ones(2, 4, 3)
+    with pytest.raises(ValueError, match="not tanh"):
+        Experts(up, down, activation="tanh")
     with pytest.raises(ValueError, match=r"\(2, 3, 4\) do not fit \(2, 3, 4\)"):
-        Experts(torch.ones(2, 3, 4), torch.ones(2, 3, 4))
+        Experts(up, up)
+    with pytest.raises(ValueError, match=r"gates of \(2, 4, 3\) do not fit experts of \(2, 3, 4\)"):
+        Experts(up, down, down)
 
 
-def test_stacked_experts_serve_the_reference_too() -> None:
+@pytest.mark.parametrize("gated", [True, False])
+def test_stacked_experts_serve_the_reference_too(gated: bool) -> None:
     up, down, x = torch.randn(4, 5, 6), torch.randn(4, 6, 5), torch.randn(3, 6)
+    gate = torch.randn(4, 5, 6) if gated else None
     ids, weights = torch.tensor([[0, 3], [3, 1], [1, 0]]), torch.rand(3, 2)
-    out = reference.run_experts(x, ids, weights, Experts(up, down))
-    torch.testing.assert_close(out, mixed(x, ids, weights, up, down, torch.float64).float(), rtol=1e-4, atol=1e-5)
+    out = reference.run_experts(x, ids, weights, Experts(up, down, gate, "silu"))
+    exact = mixed(x, ids, weights, up, down, torch.float64, gate, "silu").float()
+    torch.testing.assert_close(out, exact, rtol=1e-4, atol=1e-5)
