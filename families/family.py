@@ -113,6 +113,10 @@ class Target(NamedTuple):
     place: int = 0
     """Which part, or which entry of the stack."""
     parts: int = 1
+    groups: int = 1
+    """The rows are so many equal groups, each of which has all parts: those of each head, where heads hold two."""
+    offset: float = 0.0
+    """Added to every number, in float32: what zero-centred norms leave out. Never of a matrix that is quantised."""
 
 
 @dataclass(frozen=True)

@@ -51,10 +51,10 @@ class Quantised:
     def __getitem__(self, index: int) -> Quantised:
         return Quantised(self.kind, self.values[index], self.scale[index], self.in_features)
 
-    def row_part(self, place: int, parts: int) -> Quantised:
-        """One of so many equal parts of the rows; aliases this one."""
-        values = self.values.chunk(parts, -2)[place]
-        scale = self.scale.chunk(parts, -1 if self.kind == "int8" else -2)[place]
+    def row_part(self, place: int, parts: int, groups: int = 1) -> Quantised:
+        """One of so many equal parts of the rows, or of each of their equal groups; aliases this one where it can."""
+        values = row_part(self.values, place, parts, groups, -2)
+        scale = row_part(self.scale, place, parts, groups, -1 if self.kind == "int8" else -2)
         return Quantised(self.kind, values, scale, self.in_features)
 
     def to(self, device: torch.device | str) -> Quantised:
@@ -73,6 +73,16 @@ class Quantised:
         if self.kind == "int4":
             scale = self.scale.repeat_interleave(GROUP, -1)[..., : self.in_features]
         return (self.integers() * scale).to(dtype)
+
+
+def row_part(tensor: Tensor, place: int, parts: int, groups: int, dim: int) -> Tensor:
+    """Along a negative `dim`: part `place` of `parts` equal parts of each of `groups` equal groups, group after group.
+    Aliases the tensor where there is one group.
+    """
+    if groups == 1:
+        return tensor.chunk(parts, dim)[place]
+    split = tensor.unflatten(dim, (groups, parts, -1)).select(dim - 1, place)
+    return split.flatten(dim - 1, dim)
 
 
 def quantised_bytes(shape: Sequence[int], kind: str) -> int:

@@ -15,9 +15,9 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from families import CheckpointError
+from families import CheckpointError, Target
 from families.files import read_json
 from service.model.modelconfig import ModelConfig, load_config
 
@@ -36,12 +36,11 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class _Source:
-    """Where the tensor of one of our names comes from: a whole tensor, an equal part of one, or tensors to stack."""
+    """Where the tensor of one of our names comes from: one stored tensor, or several to stack."""
 
     names: tuple[str, ...]
-    how: Literal["whole", "part", "stack"] = "whole"
-    part: int = 0
-    parts: int = 1
+    target: Target
+    """What becomes of it; of those of a stack, the first."""
 
 
 def hub_cache() -> Path:
@@ -161,23 +160,33 @@ class Checkpoint:
         stored = {name for native, source in self._plan.items() if ours(native) for name in source.names}
         return sum(math.prod(self._shapes[name]) for name in stored)
 
-    def _resolve_sources(self) -> dict[str, _Source]:
-        """Matches stored names with the expected ones; one error lists every name that is missing, unexpected or of
-        another shape."""
-        whole: dict[str, _Source] = {}
-        stacks: dict[str, dict[int, str]] = {}
+    def _sources(self) -> tuple[dict[str, _Source], list[str], list[str]]:
+        """Our name -> where its tensor comes from; stored names that are passed over; what is wrong with the others."""
+        found: dict[str, dict[int, tuple[str, Target]]] = {}
         passed_over: list[str] = []
+        problems: list[str] = []
         for stored in self._shapes:
             targets = self.targets(stored)
             if not targets:
                 passed_over.append(stored)
             for target in targets:
-                if target.how == "stack":
-                    stacks.setdefault(target.name, {})[target.place] = stored
-                else:
-                    whole[target.name] = _Source((stored,), target.how, target.place, target.parts)
-        for name, entries in stacks.items():
-            whole[name] = _Source(tuple(entries[i] for i in sorted(entries)), "stack")
+                entries = found.setdefault(target.name, {})
+                entry = target.place if target.how == "stack" else -1
+                if entry in entries or (entries and (entry < 0) != (min(entries) < 0)):
+                    problems.append(f"{stored} and {next(iter(entries.values()))[0]} are both {target.name}")
+                entries[entry] = stored, target
+        sources: dict[str, _Source] = {}
+        for name, entries in found.items():
+            numbers = sorted(entries)
+            if numbers[0] >= 0 and numbers != list(range(len(numbers))):
+                problems.append(f"{name} has entries {numbers}, which do not count up from 0")
+            sources[name] = _Source(tuple(entries[i][0] for i in numbers), entries[numbers[0]][1])
+        return sources, passed_over, problems
+
+    def _resolve_sources(self) -> dict[str, _Source]:
+        """Matches stored names with the expected ones; one error lists every name that is missing, unexpected, there
+        twice or of another shape."""
+        whole, passed_over, problems = self._sources()
         if passed_over:
             parts = sorted({".".join(n.split(".")[:2]) for n in passed_over})
             log.info("%d weights of parts that are not served are passed over: %s", len(passed_over), ", ".join(parts))
@@ -189,7 +198,7 @@ class Checkpoint:
             optional |= vision.optional_weights()
         if self.config.decoder.tie_word_embeddings:
             whole.pop("lm_head.weight", None)
-        problems = [
+        problems += [
             f"missing {name} {list(shape)}"
             for name, shape in expected.items()
             if name not in whole and name not in optional
@@ -206,13 +215,13 @@ class Checkpoint:
         return {name: whole[name] for name in expected if name in whole}
 
     def _shape_of(self, source: _Source) -> tuple[int, ...]:
-        first = self._shapes[source.names[0]]
-        if source.how == "part":
+        first, target = self._shapes[source.names[0]], source.target
+        if target.how == "part":
             at = max(0, len(first) - 2)
             rows = first[at]
-            found = (*first[:at], rows // source.parts, *first[at + 1 :])
-            return found if rows % source.parts == 0 else ()
-        if source.how == "stack":
+            found = (*first[:at], rows // target.parts, *first[at + 1 :])
+            return found if rows % (target.parts * target.groups) == 0 else ()
+        if target.how == "stack":
             same = all(self._shapes[n] == first for n in source.names)
             return (len(source.names), *first) if same else ()
         return first
@@ -246,12 +255,8 @@ class Checkpoint:
         try:
             for name in wanted:
                 source = self._plan[name]
-                if source.how == "stack":
-                    yield name, stack([load(n) for n in source.names])
-                elif source.how == "part":
-                    yield name, _row_part(load(source.names[0]), source.part, source.parts)
-                else:
-                    yield name, load(source.names[0])
+                tensors = [load(n) for n in source.names]
+                yield name, _made(stack(tensors) if source.target.how == "stack" else tensors[0], source.target)
                 done += sum(self._bytes[n] for n in source.names)
                 if progress:
                     progress(done, total)
@@ -267,13 +272,19 @@ def open_checkpoint(model: str) -> Checkpoint:
     return Checkpoint(path, name=name)
 
 
-def _row_part(tensor: torch.Tensor | Quantised, place: int, parts: int) -> torch.Tensor | Quantised:
-    """One of `parts` equal parts of the rows, or of the numbers of a vector; aliases the tensor."""
-    from kernels.linear import Quantised
+def _made(tensor: torch.Tensor | Quantised, target: Target) -> torch.Tensor | Quantised:
+    """What the target is made of a stored tensor; aliases it where it can."""
+    from kernels.linear import Quantised, row_part
 
-    if isinstance(tensor, Quantised):
-        return tensor.row_part(place, parts)
-    return tensor.chunk(parts, dim=max(0, tensor.dim() - 2))[place]
+    if target.how == "part":
+        of = target.place, target.parts, target.groups
+        if isinstance(tensor, Quantised):
+            return tensor.row_part(*of)
+        tensor = row_part(tensor, *of, max(-2, -tensor.dim()))
+    if target.offset:
+        assert not isinstance(tensor, Quantised), f"{target.name} is quantised, and {target.offset} to be added"
+        tensor = tensor.float() + target.offset
+    return tensor
 
 
 def _weight_files(path: Path) -> list[Path]:

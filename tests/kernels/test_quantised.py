@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from kernels.linear import Linear, Packed, Quantised, concatenate, quantise, stack
+from kernels.linear import Linear, Packed, Quantised, concatenate, quantise, row_part, stack
 from kernels.linear.packed import MOST_INPUTS
 from kernels.native import NativeUnavailable
 
@@ -102,6 +102,18 @@ def test_parts_are_joined_as_they_are() -> None:
         assert torch.equal(stacked[1].dequantise(), quantise(weights[1], kind).dequantise())
     with pytest.raises(ValueError, match="not all quantised in the same way"):
         concatenate([weights[0], quantise(weights[1], "int8")])
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_part_of_each_group_of_rows_is_taken_as_of_the_plain_weight(kind: str, place: int) -> None:
+    """As where heads hold a query and a gate: of 3 heads, 2 parts of 5 rows each."""
+    weight = torch.randn(30, 130)
+    whole = quantise(weight, kind).dequantise()
+    expected = whole.view(3, 2, 5, 130)[:, place].reshape(15, 130)
+    assert torch.equal(quantise(weight, kind).row_part(place, 2, 3).dequantise(), expected)
+    assert torch.equal(row_part(weight, place, 2, 3, -2), weight.view(3, 2, 5, 130)[:, place].reshape(15, 130))
+    assert torch.equal(row_part(weight[:, 0], place, 2, 3, -1), weight[:, 0].view(3, 2, 5)[:, place].reshape(15))
 
 
 def test_what_cannot_be_quantised_is_refused() -> None:

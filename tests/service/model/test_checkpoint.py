@@ -326,3 +326,23 @@ def test_the_pattern_of_those_heads_is_read_either_way(field: str) -> None:
     value = {"mtp_hybrid_override_pattern": "*EE", "mtp_layers_block_type": ["attention", "moe", "moe"]}[field]
     text = {"vocab_size": 9, "hidden_size": 8, "hybrid_override_pattern": "M", field: value}
     assert decoder_config(text).mtp_pattern == "*EE"
+
+
+def test_a_weight_that_is_there_twice_is_an_error(tmp_path: Path) -> None:
+    """Under two of the names that it may have: which of them would be served?"""
+    make_checkpoint(tmp_path, 2, vision=False, text={"pattern": "M"})
+    weights = load_file(tmp_path / "model.safetensors")
+    [known] = [name for name in weights if name.endswith("norm_f.weight")]
+    other = known.replace("backbone", "model") if known.startswith("backbone") else known.replace("model", "backbone")
+    edit_weights(tmp_path, {other: weights[known] + 1})
+    with pytest.raises(CheckpointError, match=r"norm_f\.weight and .*norm_f\.weight are both model\.norm_f\.weight"):
+        Checkpoint(tmp_path)
+
+
+def test_experts_that_do_not_count_up_are_an_error(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 1, vision=False, text={"pattern": "E"})
+    weights = load_file(tmp_path / "model.safetensors")
+    [name] = [name for name in weights if name.endswith("experts.1.up_proj.weight")]
+    edit_weights(tmp_path, {name: None, name.replace(".1.", ".77."): weights[name]})
+    with pytest.raises(CheckpointError, match=r"experts\.up_proj has entries \[0.*77\], which do not count up from 0"):
+        Checkpoint(tmp_path)
