@@ -1,4 +1,4 @@
-"""Mixture of experts in Triton: grouped products, and a path for a few tokens; README.md. Choice is in `router.py`.
+"""Mixture of experts in Triton: grouped products, and a path for a few tokens; README.md. Choice is in `route_kernel.py`.
 
 `T` tokens, `E` experts, `K` chosen experts of a token, `D` width of a token, `I` of an expert, `X` = T x K pairs.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.launch import by_architecture, launch
 from kernels.moe.experts import Experts
-from kernels.moe.router import route, route_softmax
+from kernels.moe.route_kernel import route, route_softmax
 from kernels.varlen_attention.kernel import find_segment
 
 __all__ = ["route", "route_softmax", "run_experts"]
