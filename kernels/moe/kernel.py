@@ -1,4 +1,4 @@
-"""Mixture of experts in Triton: grouped products, and a path for a few tokens; README.md. Choice is in `route_kernel.py`.
+"""Mixture of experts in Triton: grouped products, and a path for a few tokens; README.md. `route_kernel` chooses.
 
 `T` tokens, `E` experts, `K` chosen experts of a token, `D` width of a token, `I` of an expert, `X` = T x K pairs.
 """
