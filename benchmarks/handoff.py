@@ -140,7 +140,7 @@ def first_token(asker: Asker, text: list[int], image: EngineImage, *, separately
     placed = EngineImage(len(text), image.key, image.patches)
     started = time.perf_counter()
     if separately:
-        list(asker.times(asker.submit([], 1, (image,), embed="picture")))
+        list(asker.times(asker.submit([], 1, (image,), embed="image")))
     return list(asker.times(asker.submit(ids, 1, (placed,))))[0] - started
 
 
@@ -187,7 +187,7 @@ def gaps_of(asker: Asker, streams: int, tokens: int, images: int) -> tuple[list[
         thread.start()
     began = time.perf_counter()
     for _ in range(images):
-        list(asker.times(asker.submit([], 1, (picture(),), embed="picture")))
+        list(asker.times(asker.submit([], 1, (picture(),), embed="image")))
     spent = time.perf_counter() - began
     busy_until = began + spent if images else float("inf")
     for thread in threads:

@@ -32,7 +32,7 @@ Histogram = Mapping[int, int]
 
 SEARCH_STEPS = 6
 """Times that `packed_ladder` tunes for the launches of the ladder before; it settles after two or three."""
-SAMPLE_PICTURES = 1024
+SAMPLE_IMAGES = 1024
 """Images that `packed_work` draws: its ratio then differs by about 1 % between draws."""
 
 
@@ -81,14 +81,14 @@ def ladder_work(histogram: Histogram, ladder: Sequence[int]) -> int:
 
 
 def packed_launches(
-    histogram: Histogram, budgets: EncoderBudgets, *, batch: int = 16, pictures: int = SAMPLE_PICTURES, seed: int = 0
+    histogram: Histogram, budgets: EncoderBudgets, *, batch: int = 16, sample: int = SAMPLE_IMAGES, seed: int = 0
 ) -> dict[int, int]:
     """Real tokens of a launch -> launches, when `batch` images wait at a time, on a sample that `seed` fixes."""
     check_histogram(histogram)
     sizes = sorted(histogram)
-    drawn = random.Random(seed).choices(sizes, [histogram[size] for size in sizes], k=pictures)
+    drawn = random.Random(seed).choices(sizes, [histogram[size] for size in sizes], k=sample)
     launches: dict[int, int] = {}
-    for first in range(0, pictures, batch):
+    for first in range(0, sample, batch):
         counts = drawn[first : first + batch]
         for packed in pack(counts, budgets):
             total = sum(counts[index] for index in packed.indices)

@@ -201,10 +201,10 @@ def _chat_messages(messages: list[Any], media: _Media) -> list[types_pb2.ChatMes
     waiting: _Places = {"image": [], "video": []}
     built = [_chat_message(message, f"messages[{i}]", waiting) for i, message in enumerate(messages)]
     first: list[types_pb2.Part] = []
-    for kind, word, given in (("image", "pictures", media.images), ("video", "videos", media.videos)):
+    for kind, given in (("image", media.images), ("video", media.videos)):
         places = waiting[kind]
         if places and len(places) != len(given):
-            raise InvalidArgument(f"the messages have {len(places)} places for {word}, {kind}s= holds {len(given)}")
+            raise InvalidArgument(f"the messages have {len(places)} places for {kind}s, {kind}s= holds {len(given)}")
         for part, item in zip(places, given, strict=False):
             getattr(part, kind).CopyFrom(item)
         if not places:

@@ -262,11 +262,11 @@ def _canonical(row: dict[str, Any]) -> bytes:
         raise InvalidArgument(f"a number is out of range: {error}") from error
 
 
-def _build(body: Mapping[str, Any], picture: Callable[[Any, str], Any]) -> inference_pb2.GenerateRequest:
+def _build(body: Mapping[str, Any], image: Callable[[Any, str], Any]) -> inference_pb2.GenerateRequest:
     """`image(source, where)` turns a path into bytes; it gets bytes and messages as they are."""
     fields = {key: value for key, value in body.items() if value is not None}
     _check_fields(fields)
-    messages = [_message(m, f"messages[{i}]", picture) for i, m in enumerate(_messages(fields))]
+    messages = [_message(m, f"messages[{i}]", image) for i, m in enumerate(_messages(fields))]
     options = {
         name: fields[name]
         for name in _FIELDS
@@ -308,7 +308,7 @@ def _messages(fields: Mapping[str, Any]) -> list[Any]:
     return messages
 
 
-def _message(message: Any, name: str, picture: Callable[[Any, str], Any]) -> Any:
+def _message(message: Any, name: str, image: Callable[[Any, str], Any]) -> Any:
     if not isinstance(message, dict):
         raise InvalidArgument(f"{name}: expected a message with role and content, got {_short(message)}")
     built = dict(message)
@@ -316,13 +316,13 @@ def _message(message: Any, name: str, picture: Callable[[Any, str], Any]) -> Any
         built["role"] = "system"
     if isinstance(built.get("content"), list):
         built["content"] = [
-            _part(part, f"{name}.content[{i}]", picture) if isinstance(part, dict) else part
+            _part(part, f"{name}.content[{i}]", image) if isinstance(part, dict) else part
             for i, part in enumerate(built["content"])
         ]
     return built
 
 
-def _part(part: dict[str, Any], name: str, picture: Callable[[Any, str], Any]) -> dict[str, Any]:
+def _part(part: dict[str, Any], name: str, image: Callable[[Any, str], Any]) -> dict[str, Any]:
     kind = part.get("type")
     extra = sorted(part.keys() - _PART_KEYS.get(str(kind), part.keys()))
     if extra:
@@ -341,16 +341,16 @@ def _part(part: dict[str, Any], name: str, picture: Callable[[Any, str], Any]) -
     plain = str(kind).removesuffix("_url")
     options = {key: part[key] for key in ("fps", "max_frames") if part.get(key) is not None}
     if kind == "video" and isinstance(source, list):
-        frames = [_opened(frame, f"{name}[{i}]", picture) for i, frame in enumerate(source)]
+        frames = [_opened(frame, f"{name}[{i}]", image) for i, frame in enumerate(source)]
         return {"type": plain, plain: frames, **options}
-    return {"type": plain, plain: _opened(source, name, picture), **options}
+    return {"type": plain, plain: _opened(source, name, image), **options}
 
 
-def _opened(source: Any, name: str, picture: Callable[[Any, str], Any]) -> Any:
+def _opened(source: Any, name: str, image: Callable[[Any, str], Any]) -> Any:
     """The bytes or the message that a string in a row stands for."""
     if not isinstance(source, str) or not source:
         raise InvalidArgument(f"{name}: expected a data URL, media:ID or a path, got {_short(source)}")
-    return picture(_source(source, name), name)
+    return image(_source(source, name), name)
 
 
 def _source(source: str, name: str) -> str | types_pb2.Image:

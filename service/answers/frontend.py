@@ -152,15 +152,15 @@ class Frontend:
         """Hidden states of the prompt, or the tokens of the image where the input is one. Raises StatusError."""
         with self._admitted(spec, salt) as call:
             async with self._preparation.prompt(spec, salt, self.resolve) as (prompt, _):
-                picture = isinstance(spec.input, ImageInput)
+                of_image = isinstance(spec.input, ImageInput)
                 params = await self._sampling(spec, len(prompt.ids))
                 request = EngineRequest(
                     f"{next(self._numbers)}:{spec.request_id}", prompt.ids, params, prompt.take_images(),
-                    priority=spec.priority, salt=salt, embed="picture" if picture else "hidden",
+                    priority=spec.priority, salt=salt, embed="image" if of_image else "hidden",
                 )  # fmt: skip
                 embedded = await self._embedded(request, call)
                 info, hidden = self.engine.info, self.assets.config.decoder.hidden_size
-                values = {"rows": embedded[0]} if picture else {"last": embedded[0], "mean": embedded[1]}
+                values = {"rows": embedded[0]} if of_image else {"last": embedded[0], "mean": embedded[1]}
                 return Embedded(
                     spec.request_id, info.model, info.revision, len(prompt.ids), prompt.image_tokens, hidden, **values
                 )

@@ -55,7 +55,7 @@ class MediaThreads:
     """Threads that prepare images, and apart from them those for videos, each of which may take minutes."""
 
     def __init__(self, workers: int) -> None:
-        self._images = ThreadPoolExecutor(workers, thread_name_prefix="saccade-pictures")
+        self._images = ThreadPoolExecutor(workers, thread_name_prefix="saccade-images")
         self._videos = ThreadPoolExecutor(decoder_processes(workers) - 1, thread_name_prefix="saccade-videos")
 
     async def map(self, function: Callable[[MediaSource], T], sources: Sequence[MediaSource]) -> list[T]:
@@ -106,7 +106,7 @@ class Preparation:
     ) -> None:
         """`workers`: threads that wait for images. `processor` is closed with this."""
         self._info, self._assets, self._limits, self._processor = info, assets, limits, processor
-        self._text = ThreadPoolExecutor(TEXT_WORKERS, thread_name_prefix="saccade-front")
+        self._text = ThreadPoolExecutor(TEXT_WORKERS, thread_name_prefix="saccade-text")
         # Apart, so that slow images keep nobody's words waiting.
         self._media = MediaThreads(workers)
         self._gate = ByteGate(limits.prepared_bytes)
@@ -165,7 +165,7 @@ class Preparation:
         if self._preparer is not None:
             media = await self._media.map(functools.partial(self._preparer.prepare, salt=salt), spec.media)
         if isinstance(spec.input, ImageInput):
-            return self._picture(media[0])
+            return self._image_alone(media[0])
         if _weight(spec) > _LIGHT:
             return await self.in_thread(self._read, spec, media)
         return self._read(spec, media)
@@ -178,7 +178,7 @@ class Preparation:
         prompt.system_end = shared
         return prompt
 
-    def _picture(self, item: Prepared) -> Prompt:
+    def _image_alone(self, item: Prepared) -> Prompt:
         """An image without a prompt, held against what its rows take in the handoff and in a message."""
         check_room(item, self._info)
         tokens = item.item.tokens

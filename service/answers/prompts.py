@@ -123,14 +123,14 @@ def _with_clips(messages: Sequence[Message], clips: Sequence[Marked | None]) -> 
 
 def _raw_ids(text: str, clips: Sequence[Marked | None], assets: ModelAssets, tokenizer: Tokenizer) -> list[int]:
     """Raw text may hold image tokens of its own; where it holds none, images and clips come first."""
-    token, picture = assets.image_token, assets.image_token_id
-    if token is None or picture is None:
+    token, image_id = assets.image_token, assets.image_token_id
+    if token is None or image_id is None:
         return tokenizer.encode(literal(text))
     if not clips:
         return tokenizer.encode(literal(text, token))
     pieces = literal(text).split(token)
     if len(pieces) == 1:
-        before = [tokenizer.encode(words) if words is not None else [picture] for words in clips]
+        before = [tokenizer.encode(words) if words is not None else [image_id] for words in clips]
         return [*assets.wrap_images([i for ids in before for i in ids]), *tokenizer.encode(pieces[0])]
     if len(pieces) - 1 == len(clips):
         filled = [piece + (words or token) for piece, words in zip(pieces, clips)]

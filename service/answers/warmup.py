@@ -29,8 +29,8 @@ async def warm_up(frontend: Frontend) -> None:
         ):
             pass
         if frontend.assets.vision is not None:
-            picture = ImageSource(await asyncio.to_thread(_grey_image), "image")
-            spec = GenerateSpec("picture", "", ImageInput(), (picture,), {"max_tokens": 1})
+            image = ImageSource(await asyncio.to_thread(_grey_image), "image")
+            spec = GenerateSpec("image", "", ImageInput(), (image,), {"max_tokens": 1})
             await frontend.embed(spec, salt=SALT)
     except errors.InvalidArgument as error:  # limits so tight that not even this fits: then neither does it need warmth
         log.warning("warm-up: %s", error)

@@ -178,8 +178,8 @@ class _Session:
         item = arriving.item
         deadline = time.monotonic() + item.seconds_left if item.HasField("seconds_left") else None
         try:
-            picture = item_from_proto(item, arriving.pixels)
-            lease = self._handoff.lease(item.key, picture, str(id(self)), item.priority, deadline)
+            image = item_from_proto(item, arriving.pixels)
+            lease = self._handoff.lease(item.key, image, str(id(self)), item.priority, deadline)
         except ValueError as error:
             self._fail(item.ticket, error, arriving.size)
         else:

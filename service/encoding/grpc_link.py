@@ -372,7 +372,7 @@ class _Session:
             if isinstance(what, int):
                 yield encoder_pb2.AttachRequest(cancel=what)
             else:
-                yield from self._picture(*what)
+                yield from self._item_messages(*what)
 
     def _next(self) -> int | tuple[Work, float | None] | None:
         """A ticket to cancel, or an image that the window has room for; None at the end."""
@@ -388,7 +388,7 @@ class _Session:
                 self._changed.wait()
             return None
 
-    def _picture(self, work: Work, seconds_left: float | None) -> Iterator[encoder_pb2.AttachRequest]:
+    def _item_messages(self, work: Work, seconds_left: float | None) -> Iterator[encoder_pb2.AttachRequest]:
         item = item_to_proto(work.image.description)
         item.ticket, item.key = work.ticket, work.key
         if seconds_left is not None:

@@ -55,7 +55,7 @@ class Requests:
     def add(self, request: EngineRequest) -> None:
         """Whatever is wrong with the request comes back as its error event."""
         try:
-            if request.embed == "picture":
+            if request.embed == "image":
                 self._embed_image(request)
                 return
             for name in request.names:

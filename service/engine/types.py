@@ -14,7 +14,7 @@ from service.media.sealed import PreparedItem
 
 ErrorKind = Literal["invalid", "deadline", "internal", "unavailable", "full", "died"]
 Query = Literal["stats", "integrity", "flush", "histogram", "beat"]
-Embedding = Literal["hidden", "picture"]
+Embedding = Literal["hidden", "image"]
 """Of a prompt: its last and its mean hidden state. Of an image: its tokens, as the decoder reads them."""
 
 

@@ -50,17 +50,17 @@ class ChatTemplate:
         Text that spells an image token is marked as literal. Raises ValueError with the template's own words where it
         refuses the messages.
         """
-        pictures = sum(self._meant(part) for message in messages for part in message.parts)
-        if pictures and self.image_token is None:
-            raise ValueError(f"the messages hold {pictures} images and this model takes none")
+        images = sum(self._meant(part) for message in messages for part in message.parts)
+        if images and self.image_token is None:
+            raise ValueError(f"the messages hold {images} images and this model takes none")
         if self._template is None:
             return "\n".join(self._flat(message) for message in messages)
         text = self._render([self._structured(m) for m in messages], arguments)
-        if self.image_token and text.count(self.image_token) - self._literals(messages) != pictures:
+        if self.image_token and text.count(self.image_token) - self._literals(messages) != images:
             # A template made for text only prints a list as it is or drops it: give it strings.
             text = self._render([{"role": m.role, "content": self._flat(m)} for m in messages], arguments)
-            if text.count(self.image_token) - self._literals(messages) != pictures:
-                raise ValueError(f"the chat template does not place all {pictures} images of these messages")
+            if text.count(self.image_token) - self._literals(messages) != images:
+                raise ValueError(f"the chat template does not place all {images} images of these messages")
         return text
 
     def _render(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any] | None) -> str:

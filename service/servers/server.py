@@ -74,11 +74,11 @@ class Server:
         check_sizes_file(options)
         self.options = options
         limits = front_limits(options)
-        self.pictures = ImagePool(
+        self.image_pool = ImagePool(
             limits.media, decoder_processes(options.image_workers), image_seconds=options.image_timeout,
             video_seconds=options.video_timeout, vision=assets.vision, dtype=engine.info.dtype,
         )  # fmt: skip
-        self.frontend = Frontend(engine, assets, limits, workers=options.image_workers, processor=self.pictures)
+        self.frontend = Frontend(engine, assets, limits, workers=options.image_workers, processor=self.image_pool)
         self._model = convert.model_to_proto(engine.info, assets, limits, options)
         fetcher = make_fetcher(options, limits.media)
         self._credentials = server_credentials(options)
@@ -113,7 +113,7 @@ class Server:
         model cannot answer."""
         self.frontend.start()
         if self.frontend.assets.vision is not None:
-            self.pictures.start()
+            self.image_pool.start()
         server = grpc.aio.server(options=channel_options(self.options), interceptors=[DoorInterceptor(self._door)])
         self._set_health = add_standard_services(server, self._add_services(server))
         self.port = listen(server, self.options, self._credentials)
@@ -173,7 +173,7 @@ class Server:
         with self._folder("media_dir") as folder:
             return self._make_spool(
                 folder, options.media_bytes, options.media_ttl, limits.file.frame,
-                tenant_capacity=options.media_tenant_bytes, describe=self.pictures.describe,
+                tenant_capacity=options.media_tenant_bytes, describe=self.image_pool.describe,
             )  # fmt: skip
 
     def _open_spans(self) -> Spans | None:

@@ -76,7 +76,7 @@ def test_same_answers_and_a_kill_over_a_picture(model: Path, client: saccade.Cli
 
 def no_shared_memory_for_a_request(client: saccade.Client, running: RunningServer) -> None:
     """From an image worker to the engine."""
-    (worker,) = [worker.pid for worker in running.server.pictures.workers if worker.pid is not None]
+    (worker,) = [worker.pid for worker in running.server.image_pool.workers if worker.pid is not None]
     with client.stream("go on", max_tokens=300, ignore_eos=True, seed=1) as other:
         next(other)
         with largest_file(1 << 10, worker), pytest.raises(saccade.errors.Unavailable) as refused:

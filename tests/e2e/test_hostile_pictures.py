@@ -27,7 +27,7 @@ def test_a_worker_that_is_killed_costs_its_own_request_only(model: Path) -> None
     with RunningServer(str(model), max_seqs=4, max_len=600, image_workers=1) as server:
         with saccade.Client(server.address) as client, ThreadPoolExecutor(2) as threads:
             good = client.generate("what?", images=[picture(1)], max_tokens=3, temperature=0)
-            worker = server.server.pictures.workers[0]
+            worker = server.server.image_pool.workers[0]
             assert worker.pid is not None
             os.kill(worker.pid, signal.SIGSTOP)
             doomed = threads.submit(client.generate, "what?", images=[picture(2)], max_tokens=3)
@@ -39,18 +39,18 @@ def test_a_worker_that_is_killed_costs_its_own_request_only(model: Path) -> None
                 doomed.result()
             assert error.value.reason == "IMAGE_DECODE_FAILED" and not error.value.retryable
             assert beside.result() == good and words.finish_reason
-            assert server.server.pictures.stats()["workers_lost_died"] == 1
+            assert server.server.image_pool.stats()["workers_lost_died"] == 1
             # Between two images, its end costs nobody anything.
             assert worker.pid is not None
             os.kill(worker.pid, signal.SIGKILL)
             os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
             assert client.generate("what?", images=[picture(1)], max_tokens=3, temperature=0) == good
-            assert server.server.pictures.stats()["workers_lost_died"] == 1
+            assert server.server.image_pool.stats()["workers_lost_died"] == 1
 
 
 def test_a_picture_that_takes_too_long(model: Path) -> None:
     with RunningServer(str(model), max_seqs=4, max_len=600, image_workers=1) as server:
-        pool = server.server.pictures
+        pool = server.server.image_pool
         with saccade.Client(server.address) as client:
             good = client.generate("what?", images=[picture(1)], max_tokens=3, temperature=0)
             pool._image_seconds = 0.2

@@ -149,4 +149,4 @@ def run_mutants(server: RunningServer, count: int, seed: int) -> dict[str, Any]:
             other.join()
     assert not disturbed, disturbed[:3]
     server.drained()
-    return {"files": count, "seed": seed, "neighbours": answered, **outcomes, **server.server.pictures.stats()}
+    return {"files": count, "seed": seed, "neighbours": answered, **outcomes, **server.server.image_pool.stats()}

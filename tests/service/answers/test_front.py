@@ -53,6 +53,7 @@ def with_front(
     assets: ModelAssets, body: Callable[[Frontend, Told], Awaitable[None]], *, max_len: int = 1000, **limits: Any
 ) -> None:
     async def run() -> None:
+        set_current_call(CallInfo())  # not one that an earlier test has left in this thread's context
         engine = Told(max_len)
         processor = local_processor(FrontLimits().media, assets.vision, "float32")
         front = Frontend(engine, assets, FrontLimits(**limits), processor=processor)
@@ -290,7 +291,6 @@ def test_the_engine_is_told_what_is_left_of_the_time(assets: ModelAssets) -> Non
         await engine.submitted.wait()
         left = engine.requests[-1].timeout
         assert left is not None and 0 < left <= 30.0, "a caller without a deadline gets the server's"
-        set_current_call(CallInfo())
         await calls.cancel("r")
         await waiting
         with pytest.raises(errors.NotFound):
