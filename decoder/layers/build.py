@@ -11,8 +11,9 @@ from decoder.arena import Arena
 from decoder.batch import Batch
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.layers.attention import AttentionMixer
-from decoder.layers.descriptions import Attention, Experts, Mamba2, Mlp
+from decoder.layers.descriptions import Attention, Experts, GatedDelta, Mamba2, Mlp
 from decoder.layers.experts import ExpertsMixer
+from decoder.layers.gated_delta import GatedDeltaMixer
 from decoder.layers.linear import float_vector
 from decoder.layers.mamba2 import Mamba2Mixer
 from decoder.layers.mlp import mlp_of
@@ -72,6 +73,8 @@ def build_mixer(
     match spec:
         case Mamba2():
             return Mamba2Mixer(spec, options, weights, *next(slots))
+        case GatedDelta():
+            return GatedDeltaMixer(spec, options, weights, *next(slots))
         case Attention():
             return AttentionMixer(spec, options, weights, next(pages))
         case Mlp():

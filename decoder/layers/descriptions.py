@@ -290,3 +290,75 @@ class Mamba2:
 
     def optional_weights(self) -> frozenset[str]:
         return frozenset()
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """Shape of one mixer of the gated delta rule, in elements."""
+
+    hidden_size: int
+    num_key_heads: int = 16
+    num_value_heads: int = 16
+    """A multiple of `num_key_heads`: neighbouring value heads share a query and a key."""
+    key_head_dim: int = 128
+    value_head_dim: int = 128
+    conv_kernel: int = 4
+    chunk_size: int = 64
+    """Length of the chunks of the scan; a power of two. It changes rounding, never the result."""
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        positive(
+            self, "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel", "chunk_size"
+        )  # fmt: skip
+        require(
+            self.num_value_heads % self.num_key_heads == 0,
+            f"num_value_heads {self.num_value_heads} is not a multiple of num_key_heads {self.num_key_heads}",
+        )
+        require(self.conv_kernel >= 2, f"conv_kernel must be at least 2, not {self.conv_kernel}")
+        require(
+            self.chunk_size & (self.chunk_size - 1) == 0, f"chunk_size must be a power of two, not {self.chunk_size}"
+        )
+        require(self.norm_eps > 0, f"norm_eps must be above 0, not {self.norm_eps}")
+
+    @property
+    def keys(self) -> int:
+        """Channels of the keys of all heads, and of the queries."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def values(self) -> int:
+        """Channels of the values of all heads."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels that pass through the causal convolution: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    @property
+    def memory(self) -> SlotSpec:
+        state = (self.num_value_heads, self.key_head_dim, self.value_head_dim)
+        inputs = self.conv_dim + 2 * self.num_value_heads
+        return SlotSpec((self.conv_kernel - 1, self.conv_dim), state, inputs, self.chunk_size)
+
+    @property
+    def activations(self) -> int:
+        return 3 * self.values + 3 * self.conv_dim + 2 * self.num_value_heads
+
+    def weights(self) -> dict[str, tuple[int, ...]]:
+        d, heads = self.hidden_size, self.num_value_heads
+        return {
+            "in_proj_qkv.weight": (self.conv_dim, d),
+            "in_proj_z.weight": (self.values, d),
+            "in_proj_b.weight": (heads, d),
+            "in_proj_a.weight": (heads, d),
+            "conv1d.weight": (self.conv_dim, 1, self.conv_kernel),
+            "A_log": (heads,),
+            "dt_bias": (heads,),
+            "norm.weight": (self.value_head_dim,),
+            "out_proj.weight": (d, self.values),
+        }
+
+    def optional_weights(self) -> frozenset[str]:
+        return frozenset()

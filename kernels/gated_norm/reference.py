@@ -1,4 +1,4 @@
-"""Gate, then RMS norm over groups of channels; the maths is in README.md."""
+"""Gate and RMS norm over groups of channels, in either order; the maths is in README.md."""
 
 from __future__ import annotations
 
@@ -10,21 +10,29 @@ from kernels.rms_norm.reference import BLOCK_ROWS, inverse_rms
 
 
 def gated_norm(
-    y: Tensor, gate: Tensor, weight: Tensor, group_size: int, eps: float, dtype: torch.dtype | None = None
+    y: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    group_size: int,
+    eps: float,
+    dtype: torch.dtype | None = None,
+    norm_first: bool = False,
 ) -> Tensor:
-    """`y * silu(gate)`, normalised over each group of `group_size` channels, times `weight`.
+    """`y * silu(gate)`, normalised over each group of `group_size` channels, times `weight`; with `norm_first`, y
+    normalised over each group, times `weight` and `silu(gate)`.
 
     y, gate: `[rows, channels]` of any float dtype; weight: `[channels]` float32. Computed in float32, returned in
     `dtype` (default: the gate's). `group_size` divides the channels. Many rows are worked through in blocks that stay
     in the cache.
     """
     dtype = dtype or gate.dtype
+    work = _norm_gated if norm_first else _gated_norm
     if y.shape[0] <= BLOCK_ROWS:
-        return _gated_norm(y, gate, weight, group_size, eps).to(dtype)
+        return work(y, gate, weight, group_size, eps).to(dtype)
     out = torch.empty(y.shape, dtype=dtype, device=y.device)
     parts = zip(y.split(BLOCK_ROWS), gate.split(BLOCK_ROWS), out.split(BLOCK_ROWS), strict=True)
     for value, gating, result in parts:
-        result.copy_(_gated_norm(value, gating, weight, group_size, eps))
+        result.copy_(work(value, gating, weight, group_size, eps))
     return out
 
 
@@ -33,3 +41,9 @@ def _gated_norm(y: Tensor, gate: Tensor, weight: Tensor, group_size: int, eps: f
     grouped = value.view(y.shape[0], -1, group_size)
     grouped.mul_(inverse_rms(grouped, eps))
     return value.mul_(weight)
+
+
+def _norm_gated(y: Tensor, gate: Tensor, weight: Tensor, group_size: int, eps: float) -> Tensor:
+    grouped = y.float().view(y.shape[0], -1, group_size)
+    value = (grouped * inverse_rms(grouped, eps)).view(y.shape)
+    return value.mul_(weight).mul_(F.silu(gate.float()))

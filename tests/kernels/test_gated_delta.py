@@ -1,0 +1,146 @@
+"""The gated delta rule's references against its definition in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.chunk_scan import chunk_table, plan_chunks
+from kernels.gated_delta import delta_gates, gated_delta_scan, gated_delta_tokens, gated_delta_update
+from kernels.gated_norm import gated_norm
+from kernels.slots import SlotRun
+
+
+class Inputs:
+    """Random tokens of `key_heads` keys of `key` numbers and `heads` values of `value` numbers."""
+
+    def __init__(self, tokens: int, key_heads: int = 2, heads: int = 4, key: int = 8, value: int = 6, seed: int = 0):
+        self.draw = torch.Generator().manual_seed(seed)
+        self.heads, self.key, self.value = heads, key, value
+        self.q, self.k = self.randn(tokens, key_heads, key), self.randn(tokens, key_heads, key)
+        self.v, self.a, self.b = self.randn(tokens, heads, value), self.randn(tokens, heads), self.randn(tokens, heads)
+        self.A, self.bias = -self.randn(heads).exp(), self.randn(heads)
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.draw)
+
+    def pool(self, slots: int = 9) -> Tensor:
+        return self.randn(slots, self.heads, self.key, self.value)
+
+    def recurrence(self, part: slice, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs and the last state by the definition, float64."""
+        q, k, v, a, b = (x[part].double() for x in (self.q, self.k, self.v, self.a, self.b))
+        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+        each = self.heads // q.shape[1]
+        q, k = (x.repeat_interleave(each, 1) for x in (q * self.key**-0.5, k))
+        decay = (self.A.double() * (1 + (a + self.bias).exp()).log()).exp()
+        outs, s = [], state.double()
+        for t in range(v.shape[0]):
+            s = s * decay[t, :, None, None]
+            change = b[t, :, None].sigmoid() * (v[t] - torch.einsum("hkv,hk->hv", s, k[t]))
+            s = s + k[t, :, :, None] * change[:, None]
+            outs.append(torch.einsum("hkv,hk->hv", s, q[t]))
+        return torch.stack(outs), s
+
+    def scan(self, pool: Tensor, slots: list[int], lengths: list[int], computed: list[int], chunk: int) -> Tensor:
+        initial = torch.tensor([old > 0 for old in computed])
+        given = (self.q, self.k, self.v, *delta_gates(self.b, self.a, self.A, self.bias))
+        return gated_delta_scan(pool, torch.tensor(slots), initial, *given, plan_chunks(lengths, computed, chunk))
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("shape", [(2, 4, 8, 6), (3, 3, 1, 4), (1, 3, 5, 1)], ids=str)
+def test_update(shape: tuple[int, int, int, int], told: bool) -> None:
+    i = Inputs(6, *shape)
+    pool = i.pool()
+    before, slots = pool.clone(), [2, 3, 4, -1, 8, 0]
+    runs = SlotRun.of(slots) if told else None
+    out = gated_delta_update(pool, torch.tensor(slots), i.q, i.k, i.v, i.b, i.a, i.A, i.bias, runs)
+    for row, slot in enumerate(slots):
+        start = before[slot] if slot >= 0 else torch.zeros_like(before[0])
+        y, state = i.recurrence(slice(row, row + 1), start)
+        close(out[row], y[0])
+        if slot >= 0:
+            close(pool[slot], state)
+    assert torch.equal(pool[[1, 5, 6, 7]], before[[1, 5, 6, 7]])
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 16, 64])
+@pytest.mark.parametrize("lengths", [[1], [16], [5, 1, 9], [3, 33, 17, 64]], ids=str)
+def test_scan(chunk: int, lengths: list[int]) -> None:
+    i = Inputs(sum(lengths))
+    pool = i.pool()
+    before, slots, computed = pool.clone(), [3, 0, 8, 5][: len(lengths)], [0, 5, 16, 3][: len(lengths)]
+    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    out = i.scan(pool, slots, lengths, computed, chunk)
+    for row, slot in enumerate(slots):
+        part = slice(starts[row], starts[row + 1])
+        y, state = i.recurrence(part, before[slot] if computed[row] else torch.zeros_like(before[slot]))
+        close(out[part], y)
+        close(pool[slot], state)
+    others = [slot for slot in range(9) if slot not in slots]
+    assert torch.equal(pool[others], before[others])
+
+
+@pytest.mark.parametrize("bias", [-60.0, 0.0, 60.0])
+def test_a_scan_with_equal_keys_and_extreme_gates(bias: float) -> None:
+    """Decays of 1 and of nearly 0, changes that cancel each other: nothing overflows, nothing is lost."""
+    i = Inputs(64)
+    i.k[:], i.bias[:], i.b[:] = i.k[:1], bias, 30.0
+    pool = i.pool()
+    y, state = i.recurrence(slice(0, 64), pool[2])
+    close(i.scan(pool, [2], [64], [1], 64), y)
+    close(pool[2], state)
+
+
+def test_a_static_batch_of_a_scan_is_padded() -> None:
+    """Tables with lines of -1, tokens behind the last chunk: those give zeros, and nobody's state is touched."""
+    i = Inputs(12)
+    chunks = plan_chunks([4, 5], [3, 0], 4, [[5], []])
+    pool, table = i.pool(5), torch.full((9, 4), -1, dtype=torch.int64)
+    table[: len(chunks)] = torch.tensor(chunk_table(chunks))
+    gates = delta_gates(i.b, i.a, i.A, i.bias)
+    found = []
+    for told, saves in ((chunks, [(1, 3)]), (table, torch.tensor([[1, 3], [-1, -1], [-1, 0]]))):
+        slots = pool.clone()
+        given = (torch.tensor([2, 1]), torch.tensor([True, False]), i.q, i.k, i.v, *gates)
+        found.append((gated_delta_scan(slots, *given, told, saves), slots))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    out, slots = found[0]
+    assert not out[9:].any() and bool(out[:9].any(-1).all())
+    assert torch.equal(slots[[0, 4]], pool[[0, 4]])
+    assert bool((slots[[1, 2, 3]] != pool[[1, 2, 3]]).flatten(1).any(-1).all())
+
+
+@pytest.mark.parametrize("kind", ["update", "scan", "tokens"])
+def test_slots_of_nobody_may_hold_anything(kind: str) -> None:
+    i = Inputs(4)
+    pool = i.pool(3)
+    pool.fill_(float("nan"))
+    pool[1] = 1.0
+    if kind == "update":
+        slots = torch.tensor([-1, -1, 1, -1])
+        out = gated_delta_update(pool, slots, i.q, i.k, i.v, i.b, i.a, i.A, i.bias)
+    elif kind == "scan":
+        out = i.scan(pool, [-1, 1, -1], [1, 1, 2], [0, 3, 5], 4)
+    else:
+        slots = torch.tensor([[-1, -1], [1, 1]])
+        rows = (x.unflatten(0, (2, 2)) for x in (i.q, i.k, i.v, i.b, i.a))
+        given = (slots, torch.tensor([1, 1]), torch.tensor([0, 1]))
+        out = gated_delta_tokens(pool, *given, *rows, i.A, i.bias)
+    assert out.isfinite().all() and pool[1].isfinite().all() and pool[[0, 2]].isnan().all()
+
+
+@pytest.mark.parametrize("rows", [3, 600])
+def test_the_norm_comes_before_the_gate(rows: int) -> None:
+    i = Inputs(rows, 4, 4, 8, 8)
+    y, gate, weight = i.v.flatten(1), i.q.flatten(1), i.randn(32)
+    grouped = y.double().unflatten(1, (4, 8))
+    normed = (grouped / (grouped.square().mean(-1, keepdim=True) + 1e-6).sqrt()).flatten(1) * weight
+    expected = normed * gate.double() / (1 + (-gate.double()).exp())
+    close(gated_norm(y, gate, weight, 8, 1e-6, norm_first=True), expected)
