@@ -310,11 +310,13 @@ class Forward:
         before = torch.arange(hidden.shape[0], device=more.device) if first.samples is None else first.samples
         samples = torch.cat((before, behind + hidden.shape[0]))
         moved = tuple((at + hidden.shape[0], embeddings) for at, embeddings in second.splices)
+        at, more_at = first.positions_TA, second.positions_TA
         whole = replace(
             first,
             ids_T=torch.cat((first.ids_T, second.ids_T)),
             splices=first.splices + moved,
             places_T=torch.cat((first.places_T, second.places_T)),
+            positions_TA=None if at is None or more_at is None else torch.cat((at, more_at)),
         )
         return Computed(torch.cat((hidden, more)), samples, whole)
 

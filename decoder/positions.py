@@ -19,6 +19,33 @@ class Positions:
         """Of the token at this index of prompt and output together."""
         return self.prompt[index] if index < len(self.prompt) else (index + self.delta,) * axes
 
+    def check(self, tokens: int, last: int, axes: int, limit: int) -> None:
+        """`ValueError` unless each of a prompt's `tokens` has a number for each axis, and no number, up to that of the
+        token at index `last`, is below 0 or reaches `limit`: tables are read by them.
+        """
+        if not axes:
+            raise ValueError("positions are given for a model that reads none")
+        if len(self.prompt) != tokens:
+            raise ValueError(f"positions are given for {len(self.prompt)} tokens of a prompt of {tokens}")
+        widths = {len(at) for at in self.prompt}
+        if widths - {axes}:
+            raise ValueError(f"positions have {min(widths - {axes})} axes where the model reads {axes}")
+        found = [number for at in self.prompt for number in at]
+        found += [tokens + self.delta, last + self.delta] if last >= tokens else []
+        low, high = min(found, default=0), max(found, default=0)
+        if low < 0 or high >= limit:
+            raise ValueError(f"positions from {low} to {high} are not between 0 and {limit - 1}")
+
+    def uncounted(self, start: int, end: int) -> list[int]:
+        """The numbers of the tokens from `start` to `end`, token by token; empty where they count up from 0 on all
+        axes, as without positions.
+        """
+        axes = len(self.prompt[0]) if self.prompt else 1
+        found = positions_of(self, start, end, axes)
+        if all(at == (index,) * axes for index, at in enumerate(found, start)):
+            return []
+        return [number for at in found for number in at]
+
 
 def positions_of(positions: Positions | None, start: int, end: int, axes: int) -> list[tuple[int, ...]]:
     """Of the tokens from `start` to `end` of one request; `None` counts up from 0."""

@@ -1,8 +1,9 @@
 """What finished and running sequences leave behind for later ones: KV pages and state checkpoints, by their content.
 
-A tree of pages. A node is one full page of tokens after its parent's; its key hashes the parent's key, the tokens and
-the content keys of image rows, so equal keys mean equal prefixes; the root's key is the salt's. A node carries the
-checkpoints whose prefix ends inside its next page: at its own end, or after a tail of a few tokens.
+A tree of pages. A node is one full page of tokens after its parent's; its key hashes the parent's key, the tokens,
+their positions where they do not count up, and the content keys of image rows, so equal keys mean equal prefixes; the
+root's key is the salt's. A node carries the checkpoints whose prefix ends inside its next page: at its own end, or
+after a tail of a few tokens.
 
 Who owns what, and until when:
 
@@ -303,10 +304,14 @@ class PrefixCache:
 
 
 def _digest(parent: bytes, sequence: Sequence, begin: int, end: int) -> bytes:
-    """Hash of tokens `[begin, end)` after the prefix of key `parent`; rows of an image by its content."""
-    state = blake2b(parent, digest_size=KEY_BYTES)
+    """Hash of tokens `[begin, end)` after the prefix of key `parent`; rows of an image by its content, whose positions
+    depend on its rows and columns.
+    """
+    state, positions = blake2b(parent, digest_size=KEY_BYTES), sequence.request.positions
     state.update(struct.pack("<q", end - begin))
     state.update(array("q", sequence.tokens[begin:end]).tobytes())
+    if positions is not None and (numbers := positions.uncounted(begin, end)):
+        state.update(array("q", [-1, len(numbers), *numbers]).tobytes())  # what follows never begins with -1
     for span in sequence.request.spans:
         first, last = max(begin, span.start), min(end, span.end)
         if first < last:

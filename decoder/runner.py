@@ -114,6 +114,7 @@ class DecoderRunner:
         try:
             for sample in samples:
                 added.append(self.scheduler.add(sample, added[0] if added else None))
+            self._check_positions(added)
             if request.timeout is not None:
                 self._check_deadline(added[0], request.timeout)
         except Exception:  # nothing of the group stays
@@ -122,6 +123,13 @@ class DecoderRunner:
             raise
         for sequence in added:
             self.answers.add(sequence)
+
+    def _check_positions(self, samples: list[Sequence]) -> None:
+        """`ValueError` for positions that tokens of theirs, drawn ones too, cannot have."""
+        positions, prompt = samples[0].request.positions, samples[0].prompt_len
+        if positions is not None:
+            last = prompt + max(sample.limit for sample in samples) - 1
+            positions.check(prompt, last, self.config.position_axes, self.options.max_len)
 
     def _check_deadline(self, sequence: Sequence, timeout: float) -> None:
         """`DeadlineError` when the sequence cannot have its first tokens in time."""
@@ -226,5 +234,6 @@ def _check_sample(first: DecoderRequest, sample: DecoderRequest, vocab: int) -> 
     if sample is not first:
         assert sample.prompt_ids == first.prompt_ids and not sample.output_ids and not first.output_ids
         assert sample.salt == first.salt and sample.pooled == first.pooled
+        assert sample.positions == first.positions, "samples of one prompt have the same positions"
         spans = [[(span.start, span.length, span.key) for span in each.spans] for each in (first, sample)]
         assert spans[0] == spans[1], "samples of one prompt have the same images"
