@@ -19,10 +19,10 @@ from decoder.config import DecoderOptions
 from decoder.layers.descriptions import Attention
 from decoder.layers.linear import float_vector, named_linear, stored_linear
 from decoder.layers.spec import Weights
+from kernels.gates import sigmoid_gate
 from kernels.linear import concatenate
 from kernels.paged_attention import decode_attention, extend_attention, write_kv
-from kernels.rms_norm import rms_norm
-from kernels.rotary import rope_table, rotate
+from kernels.rotary import norm_rotate, rope_table
 
 
 class Projected(NamedTuple):
@@ -62,22 +62,16 @@ class AttentionMixer:
         tokens, heads, kv_heads = x_TD.shape[0], self.heads, self.kv_heads
         projected = self.qkv(x_TD).view(tokens, -1, self.width)
         q, k, v, gate = projected.split([heads, kv_heads, kv_heads, heads * self.spec.gate], dim=1)
-        if self.norms is not None:
-            assert self.spec.qk_norm is not None
-            q, k = (
-                rms_norm(of.reshape(-1, self.width), norm, self.spec.qk_norm).view(of.shape)
-                for of, norm in zip((q, k), self.norms, strict=True)
-            )
-        if self.table is not None:
-            assert positions_TA is not None
-            both = projected[:, : heads + kv_heads] if self.norms is None else torch.cat((q, k), dim=1)
-            q, k = rotate(both, self.table, positions_TA, self.axes).split([heads, kv_heads], dim=1)
+        if self.norms is not None or self.table is not None:
+            both, eps = projected[:, : heads + kv_heads], self.spec.qk_norm or 0.0
+            turned = norm_rotate(both, heads, self.norms, eps, self.table, positions_TA, self.axes)
+            q, k = turned.split([heads, kv_heads], dim=1)
         return Projected(q, k, v, gate.reshape(tokens, -1) if self.spec.gate else None)
 
     def output(self, attended_THP: Tensor, gate_TD: Tensor | None) -> Tensor:
         """`[T, d]`: gated, and projected back."""
         out_TD = attended_THP.reshape(attended_THP.shape[0], -1)
-        return self.o_proj(out_TD if gate_TD is None else out_TD * gate_TD.sigmoid())
+        return self.o_proj(out_TD if gate_TD is None else sigmoid_gate(out_TD, gate_TD))
 
     def __call__(self, x_TD: Tensor, batch: Batch) -> Tensor:
         queries = batch.queries

@@ -7,7 +7,6 @@ from collections.abc import Sequence as SequenceOf
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from decoder.batch import Batch
 from decoder.config import DecoderOptions
@@ -16,6 +15,7 @@ from decoder.layers.linear import float_vector, named_linear
 from decoder.layers.mlp import MlpMixer, mlp_of
 from decoder.layers.spec import Weights
 from kernels.dispatch import implementation
+from kernels.gates import add_gated
 from kernels.linear import Quantised
 from kernels.moe import Experts as StackedExperts
 from kernels.moe import route, route_softmax, run_experts
@@ -89,6 +89,6 @@ class ExpertsMixer:
         if self.shared is None:
             return routed
         shared = self.shared(x_TD)
-        if self.shared_gate_1D is not None:
-            shared = (torch.sigmoid(F.linear(x_TD.float(), self.shared_gate_1D)) * shared).to(shared.dtype)
-        return routed + shared
+        if self.shared_gate_1D is None:
+            return routed + shared
+        return add_gated(routed, shared, x_TD, self.shared_gate_1D)

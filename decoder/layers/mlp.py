@@ -10,6 +10,7 @@ from decoder.config import DecoderOptions
 from decoder.layers.descriptions import Mlp
 from decoder.layers.linear import ACTIVATIONS, named_linear, stored_linear
 from decoder.layers.spec import Weights
+from kernels.gates import swiglu
 from kernels.linear import concatenate
 
 
@@ -38,9 +39,13 @@ class GatedMlpMixer:
         self.gate_up = stored_linear(concatenate([weights[f"{name}.weight"] for name in names]), bias, options)
         self.down = named_linear(weights, "down_proj", options)
         self.act = ACTIVATIONS[spec.mlp_hidden_act]
+        self.swiglu = spec.mlp_hidden_act == "silu"
 
     def __call__(self, x_TD: Tensor, batch: Batch | None = None) -> Tensor:
-        gate, up = self.gate_up(x_TD).chunk(2, dim=-1)
+        gate_up = self.gate_up(x_TD)
+        if self.swiglu:
+            return self.down(swiglu(gate_up))
+        gate, up = gate_up.chunk(2, dim=-1)
         return self.down(self.act(gate) * up)
 
 

@@ -30,6 +30,7 @@ def _gated_norm_kernel(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     MANY: tl.constexpr,
+    NORM_FIRST: tl.constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
     o_group = tl.program_id(1) * MANY + tl.arange(0, MANY)[:, None]
@@ -40,14 +41,25 @@ def _gated_norm_kernel(
     b_gate = tl.load(p_gate + i_row * gate_stride + o_col, mask=m_col, other=0.0, eviction_policy="evict_first")
     b_weight = tl.load(p_weight + o_col, mask=m_col, other=0.0, eviction_policy="evict_last")
     b_gate = b_gate.to(tl.float32)
-    b_v = b_y.to(tl.float32) * b_gate * tl.sigmoid(b_gate)
+    b_silu = b_gate * tl.sigmoid(b_gate)
+    b_v = b_y.to(tl.float32)
+    if not NORM_FIRST:
+        b_v = b_v * b_silu
     scale = tl.rsqrt(tl.sum(b_v * b_v, 1, keep_dims=True) / GROUP + eps)
     b_out = b_v * scale * b_weight
+    if NORM_FIRST:
+        b_out = b_out * b_silu
     tl.store(p_out + i_row * out_stride + o_col, b_out.to(p_out.dtype.element_ty), mask=m_col)
 
 
 def gated_norm(
-    y: Tensor, gate: Tensor, weight: Tensor, group_size: int, eps: float, dtype: torch.dtype | None = None
+    y: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    group_size: int,
+    eps: float,
+    dtype: torch.dtype | None = None,
+    norm_first: bool = False,
 ) -> Tensor:
     """As the reference. Rows of y and of the gate may lie apart; their last dimension is contiguous. No host sync."""
     rows, channels = y.shape
@@ -70,6 +82,7 @@ def gated_norm(
         GROUP=group_size,
         BLOCK=block,
         MANY=many,
+        NORM_FIRST=norm_first,
         num_warps=max(1, min(8, block * many // 512)),
     )
     return out

@@ -1,6 +1,11 @@
-"""Rotary position embedding of queries and keys."""
+"""Rotary position embedding of queries and keys, behind a norm of each head where the model has one."""
 
+from kernels.dispatch import dispatched
 from kernels.rope import Rope
-from kernels.rotary.reference import rope_table, rotate
+from kernels.rotary import reference
+from kernels.rotary.reference import rope_table
 
-__all__ = ["Rope", "rope_table", "rotate"]
+norm_rotate = dispatched(reference.norm_rotate)
+rotate = dispatched(reference.rotate)
+
+__all__ = ["Rope", "norm_rotate", "rope_table", "rotate"]

@@ -10,6 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from kernels.rms_norm.reference import rms_norm
 from kernels.rope import Rope
 
 
@@ -34,3 +35,27 @@ def rotate(x_THP: Tensor, table: Tensor, positions_TA: Tensor, axes: tuple[int, 
     cos, sin = turned.to(x_THP.dtype)[:, None].unbind(2)
     first, second, rest = x_THP.split([half, half, x_THP.shape[-1] - 2 * half], dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def norm_rotate(
+    x_THP: Tensor,
+    heads: int,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    table: Tensor | None,
+    positions_TA: Tensor | None,
+    axes: tuple[int, ...] = (),
+) -> Tensor:
+    """Queries and keys of one product, as attention takes them: an RMS norm of each head, then `rotate`; new memory.
+
+    `norms`: weights `[P]` float32 of the first `heads` heads, the queries, and of the keys behind them, or `None` for
+    no norm. Without a table nothing is rotated. Rows of x may lie apart; heads do not.
+    """
+    if norms is not None:
+        width, keys = x_THP.shape[-1], x_THP.shape[1] - heads
+        parts = zip(x_THP.split([heads, keys], dim=1), norms, strict=True)
+        x_THP = torch.cat([rms_norm(part.reshape(-1, width), w, eps).view(part.shape) for part, w in parts], dim=1)
+    if table is None:
+        return x_THP
+    assert positions_TA is not None
+    return rotate(x_THP, table, positions_TA, axes)

@@ -1,0 +1,23 @@
+"""What `kernels.aot` compiles of gates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from kernels.gates.kernel import add_gated, sigmoid_gate, swiglu
+from kernels.shapes import Case, ModelShape, meta
+
+
+def cases(shape: ModelShape) -> Iterator[Case]:
+    """For models of gated attention and MLPs; the gates are parts of wider rows."""
+    if not shape.delta_value_heads:
+        return
+    width = shape.heads * shape.head_dim
+    for dtype in shape.dtypes:
+        name = str(dtype).removeprefix("torch.")
+        gate = meta(64, 3 * width, dtype=dtype)[:, width : 2 * width]
+        yield Case(f"sigmoid {name}", partial(sigmoid_gate, meta(64, width, dtype=dtype), gate))
+        yield Case(f"swiglu {name}", partial(swiglu, meta(64, 2 * shape.intermediate, dtype=dtype)))
+        rows = meta(64, shape.hidden, dtype=dtype)
+        yield Case(f"add {name}", partial(add_gated, rows, rows, rows, meta(1, shape.hidden)))

@@ -1,0 +1,25 @@
+"""Products with a gate; the maths is in README.md. `T` tokens, `D` width of a token, `I` of a hidden layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def sigmoid_gate(x_TD: Tensor, gate_TD: Tensor) -> Tensor:
+    """`x * sigmoid(gate)`, in x's dtype; new memory. Rows of either may lie apart."""
+    return x_TD * gate_TD.sigmoid()
+
+
+def swiglu(gate_up_TI: Tensor) -> Tensor:
+    """`silu(gate) * up` of rows `[gate, up]`: `[T, 2 I]` to `[T, I]`."""
+    gate, up = gate_up_TI.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def add_gated(routed_TD: Tensor, shared_TD: Tensor, x_TD: Tensor, weight_1D: Tensor) -> Tensor:
+    """`routed + sigmoid(x . weight) * shared`, in routed's dtype; weight: `[1, D]` float32, and so are product and
+    sigmoid.
+    """
+    return routed_TD + (torch.sigmoid(F.linear(x_TD.float(), weight_1D)) * shared_TD).to(shared_TD.dtype)

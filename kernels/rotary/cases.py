@@ -1,0 +1,26 @@
+"""What `kernels.aot` compiles of rotary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from kernels.rotary.kernel import norm_rotate, rotate
+from kernels.shapes import Case, ModelShape, meta
+
+
+def cases(shape: ModelShape) -> Iterator[Case]:
+    """Queries and keys of a product that has values and gates behind them; positions of one axis, and of several."""
+    if not shape.rope_dims:
+        return
+    count, width = shape.heads + shape.kv_heads, shape.head_dim
+    table, weight = meta(4096, 2, min(shape.rope_dims, width) // 2), meta(width)
+    axes = shape.rope_axes or tuple(i % 3 for i in range(table.shape[-1]))
+    for dtype in shape.dtypes:
+        name = str(dtype).removeprefix("torch.")
+        x = meta(64, 2 * count, width, dtype=dtype)[:, :count]
+        at = meta(64, 3, dtype=torch.int64)
+        yield Case(f"norm {name}", partial(norm_rotate, x, shape.heads, (weight, weight), 1e-6, table, at, axes))
+        yield Case(f"plain {name}", partial(rotate, x, table, at[:, :1]))
