@@ -3,7 +3,7 @@
     python -m benchmarks.serve [--only PART,...] [--model demo] [--scale 0.01] [--write]
 
 overhead   the same requests through LocalClient and through gRPC, in turn: what a request and a streamed token cost
-ceiling    streamed tokens/s of one front over an engine that has no model, read by clients in processes of their own
+ceiling    streamed tokens/s of one frontend over an engine that has no model, read by clients in processes of their own
 closed     a fixed number of callers with mixed pictures, each asking again as soon as it is answered
 open       callers that arrive by chance at a given rate, whether or not the others have been answered
 memory     resident memory of both processes over many requests, which has to stay where it is
@@ -85,7 +85,8 @@ def overhead(model: str, scale: float) -> dict[str, Any]:
     }
 
 
-# -- the front alone ---------------------------------------------------------------------------------------------------
+# -- the frontend alone
+# ---------------------------------------------------------------------------------------------------
 
 READER = """
 import asyncio, sys, time
@@ -261,7 +262,7 @@ def memory(model: str, scale: float) -> dict[str, Any]:
     """`growth_bytes_per_request`: of both processes, over the second half."""
     total = max(200, round(50_000 * scale))
     with ServerProcess([model, *SERVER]) as server, saccade.Client(server.address, max_retries=0) as client:
-        pids = {"front": server.pid, "engine": _engine_of(server.pid)}
+        pids = {"frontend": server.pid, "engine": _engine_of(server.pid)}
         samples: list[dict[str, int]] = []
         with ThreadPoolExecutor(16) as pool:
             for tenth in range(10):

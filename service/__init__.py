@@ -1,1 +1,1 @@
-"""The Saccade server: gRPC front, engine wiring, embedding handoff, checkpoints, configuration."""
+"""The Saccade server: gRPC frontend, engine wiring, embedding handoff, checkpoints, configuration."""

@@ -233,7 +233,7 @@ def test_what_a_machine_cannot_run_is_skipped_with_a_reason() -> None:
     assert not found
 
 
-@pytest.mark.parametrize("module", ["service.servers.run", "service.servers.front_process"])
+@pytest.mark.parametrize("module", ["service.servers.run", "service.servers.frontend_process"])
 def test_a_frontend_imports_no_torch(module: str) -> None:
     """Only processes with tensors pay for it: the engine, the encoder, and the workers that make patches."""
     program = f"import sys, {module}; print(sorted({{'torch', 'triton', 'safetensors'}} & set(sys.modules)))"

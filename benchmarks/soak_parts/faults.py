@@ -32,7 +32,7 @@ def run(scale: float) -> Outcome:
 
         table: dict[str, Callable[[], dict[str, Any]]] = {
             "engine_killed": lambda: faults.engine_killed(model, scaled(64, 4), image_token=IMAGE_TOKEN),
-            "front_killed": lambda: faults.front_killed(model, scaled(32, 2)),
+            "frontend_killed": lambda: faults.frontend_killed(model, scaled(32, 2)),
             "sigterm_under_load": lambda: faults.sigterm_under_load(model, scaled(64, 4)),
             "vanishing_clients": vanishing,
             "slow_readers": lambda: faults.slow_readers(model, scaled(32, 2)),

@@ -15,7 +15,7 @@ MAX_STOP_LENGTH = 256
 
 
 @dataclass(frozen=True)
-class FrontLimits:
+class FrontendLimits:
     """What one request may ask for."""
 
     max_queue: int = 1024
@@ -28,7 +28,7 @@ class FrontLimits:
     """Of one message."""
 
 
-def check_counts(spec: GenerateSpec, limits: FrontLimits) -> None:
+def check_counts(spec: GenerateSpec, limits: FrontendLimits) -> None:
     """Bounds on how much one request may ask for. Raises InvalidArgument."""
     bounds = [
         ("sampling.n", spec.n, 1, MAX_SAMPLES),
@@ -65,7 +65,7 @@ def _bounds_of(source: VideoSource, limits: MediaLimits) -> list[tuple[str, int 
     return [(f"{source.field}.max_frames", source.max_frames, 1, limits.video_frames)]
 
 
-def check_size(spec: GenerateSpec, limits: FrontLimits, max_len: int, longest_token: int) -> None:
+def check_size(spec: GenerateSpec, limits: FrontendLimits, max_len: int, longest_token: int) -> None:
     """Refuses what cannot fit a context of `max_len` tokens whatever it says, by counts that cost next to nothing.
 
     A message, and a part of one, counts as a token at least, and no token stands for more than `longest_token`

@@ -9,7 +9,7 @@ from typing import Any
 from google.protobuf import json_format
 
 from saccade.v1 import inference_pb2, model_pb2, types_pb2
-from service.answers.bounds import MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_LENGTH, MAX_STOP_STRINGS, FrontLimits
+from service.answers.bounds import MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_LENGTH, MAX_STOP_STRINGS, FrontendLimits
 from service.common import errors
 from service.common.config import ServerOptions
 from service.common.types import (
@@ -337,7 +337,7 @@ class ResponseBuilder:
 
 
 def model_to_proto(
-    info: EngineInfo, assets: ModelAssets, limits: FrontLimits, options: ServerOptions | None = None
+    info: EngineInfo, assets: ModelAssets, limits: FrontendLimits, options: ServerOptions | None = None
 ) -> model_pb2.Model:
     """What clients need to know before they send anything."""
     from encoder.images import FORMATS
@@ -379,7 +379,7 @@ def model_to_proto(
     )
 
 
-def _video_limits(limits: FrontLimits, info: EngineInfo) -> dict[str, Any]:
+def _video_limits(limits: FrontendLimits, info: EngineInfo) -> dict[str, Any]:
     from encoder.frames import video_formats
 
     if not info.takes_video:

@@ -1,4 +1,4 @@
-"""The front's work on a request: text to ids, images to patches, ids to text, and a watch over what the engine holds.
+"""The frontend's work on a request: text to ids, images to patches, ids to text, and tracking what the engine holds.
 
     prepare    request -> prompt (service/answers/prepare.py)
     submit     one engine request for all samples; from here on the engine holds resources
@@ -20,7 +20,7 @@ from itertools import count
 from typing import Any, TypeVar
 
 from decoder.sampling import SamplingParams
-from service.answers.bounds import FrontLimits
+from service.answers.bounds import FrontendLimits
 from service.answers.mailbox import Mailbox
 from service.answers.prepare import Preparation, Resolver, no_references
 from service.answers.prompts import Prompt
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DELTA_RATE = 400.0
-"""Deltas a second over all streams that the front aims at. Tokens that come faster share one."""
+"""Target number of deltas per second over all streams. Tokens that come faster share a delta."""
 LONGEST_PAUSE = 0.05
 """Seconds that a token may wait for company: 20 deltas a second read as a steady flow."""
 _QUICK = 32
@@ -74,10 +74,10 @@ class _Call:
 
 
 class Frontend:
-    """One model's front over one engine."""
+    """The frontend of one model over one engine."""
 
     def __init__(
-        self, engine: EngineHandle, assets: ModelAssets, limits: FrontLimits, *, workers: int = 2,
+        self, engine: EngineHandle, assets: ModelAssets, limits: FrontendLimits, *, workers: int = 2,
         processor: ImageProcessor,
     ) -> None:  # fmt: skip
         """`workers`: threads that wait for images. `processor`: what prepares images and videos; closed with this."""
@@ -112,7 +112,8 @@ class Frontend:
         return len(self._calls)
 
     def number(self, numbers: Iterator[int]) -> None:
-        """Where several fronts share an engine: numbers that none of the others uses."""
+        """Sets the numbers that prefix request ids in the engine: where several frontends share one, each needs its
+        own."""
         self._numbers = numbers
 
     def cancel(self, request_id: str, *, salt: bytes = b"") -> bool:

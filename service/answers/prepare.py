@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from service.answers.bounds import FrontLimits, characters, check_counts, check_size
+from service.answers.bounds import FrontendLimits, characters, check_counts, check_size
 from service.answers.prompts import Prompt, check_ids, check_room, read, system_end, widen
 from service.common import errors
 from service.common.types import ChatInput, GenerateSpec, ImageInput, MediaSource, TokensInput, VideoSource, files
@@ -102,7 +102,7 @@ class Preparation:
     """One model's prompts. Used on one event loop."""
 
     def __init__(
-        self, info: EngineInfo, assets: ModelAssets, limits: FrontLimits, processor: ImageProcessor, workers: int
+        self, info: EngineInfo, assets: ModelAssets, limits: FrontendLimits, processor: ImageProcessor, workers: int
     ) -> None:
         """`workers`: threads that wait for images. `processor` is closed with this."""
         self._info, self._assets, self._limits, self._processor = info, assets, limits, processor

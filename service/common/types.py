@@ -1,4 +1,4 @@
-"""Nouns of the front: a request as its caller meant it, and the events of an answer. Plain Python, no protos."""
+"""Types of the frontend: a request as its caller meant it, and the events of an answer. Plain Python, no protos."""
 
 from __future__ import annotations
 

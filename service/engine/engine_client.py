@@ -1,4 +1,4 @@
-"""The front's side of the engine process: starts it, speaks to it, notices when it ends or hangs."""
+"""The frontend's side of the engine process: starts it, sends and receives messages, notices when it ends or hangs."""
 
 from __future__ import annotations
 

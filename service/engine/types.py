@@ -38,7 +38,7 @@ class EngineImage:
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """One sample to draw, or several of one prompt, as the front hands it over."""
+    """One sample to draw, or several of one prompt, as the frontend submits it."""
 
     request_id: str
     prompt_ids: list[int]
@@ -86,7 +86,7 @@ class EngineEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What the front needs to know of a running engine to judge requests before it sends them."""
+    """What the frontend needs to know about a running engine to validate requests before it submits them."""
 
     model: str
     revision: str
@@ -103,7 +103,7 @@ EventSink = Callable[[list[EngineEvent]], None]
 
 
 class EngineHandle(Protocol):
-    """What a front talks to: this engine, or the client of one in another process."""
+    """What a frontend submits requests to: an engine in this process, or the client of one in another process."""
 
     info: EngineInfo
 

@@ -1,4 +1,4 @@
-"""What the front needs of a model besides the engine: tokenizer, chat template, image rule, sampling defaults."""
+"""What the frontend needs of a model besides the engine: tokenizer, chat template, image rule, sampling defaults."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The engine process: `python -m service.servers.engine_process FD`, started by `service.engine.engine_client`.
 
-Protocol on the socket pair FD, front to engine: the options first, then ("submit", request), which the
+Protocol on the socket pair FD, frontend to engine: the options first, then ("submit", request), which the
 descriptors of its images follow, ("abort", id),
-("query", number, what), ("close",). Engine to front: ("ready", info) or ("failed", message), then ("events", [...]),
+("query", number, what), ("close",). Engine to frontend: ("ready", info) or ("failed", message), then ("events", [...]),
 ("answer", number, value, error). Either side treats the end of the stream as the death of the other.
 """
 
@@ -28,7 +28,7 @@ from service.engine import wire
 
 def main(descriptor: int) -> int:
     connection: Connection = Connection(descriptor)
-    # The front decides when to stop; a Ctrl-C in the terminal reaches the whole group and is not for this process.
+    # A Ctrl-C in the terminal reaches the whole process group; the frontend decides when this process stops.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     options, log_level = connection.recv()
@@ -39,7 +39,7 @@ def main(descriptor: int) -> int:
     try:
         return _serve(connection, options)
     except (EOFError, ConnectionError, BrokenPipeError):
-        return 0  # the front is gone; so are its requests
+        return 0  # the frontend has ended, and its requests with it
 
 
 def _serve(connection: Connection, options: EngineOptions) -> int:
@@ -74,7 +74,7 @@ def _serve(connection: Connection, options: EngineOptions) -> int:
                     case ("close",):
                         return
         except (EOFError, ConnectionError):
-            pass  # the front is gone; so are its requests
+            pass  # the frontend has ended, and its requests with it
         finally:
             engine.stop()
 

@@ -45,7 +45,8 @@ def listen(server: Any, options: ServerOptions, credentials: Any) -> int:
 
 def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
     settings = [
-        # Off, or a second server on the port would silently take half of the calls; fronts do share one, under a lock.
+        # Off, so that a second server on the port fails instead of silently receiving half of the calls. Several
+        # frontend processes of one server share the port; `frontends.reserved_port` keeps other servers off it.
         ("grpc.so_reuseport", int(options.fronts > 1)),
         ("grpc.max_receive_message_length", options.max_message_bytes),
         ("grpc.max_send_message_length", options.max_message_bytes),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from encoder.frames import VideoLimits
 from encoder.images import ImageLimits
-from service.answers.bounds import FrontLimits
+from service.answers.bounds import FrontendLimits
 from service.answers.door import DoorLimits
 from service.answers.weigh import MIN_IDS
 from service.common.config import ServerOptions
@@ -15,12 +15,12 @@ from service.model.checkpoint import open_checkpoint
 from service.model.resolve import resolve_vision
 
 
-def front_limits(options: ServerOptions) -> FrontLimits:
+def frontend_limits(options: ServerOptions) -> FrontendLimits:
     image = ImageLimits(max_bytes=options.max_image_bytes, max_pixels=options.max_image_pixels)
     video = VideoLimits(
         options.max_video_bytes, options.max_video_file_frames, options.max_image_pixels, options.max_video_pixels
     )
-    return FrontLimits(
+    return FrontendLimits(
         max_queue=options.max_queue, max_images=options.max_images_per_request,
         max_videos=options.max_videos_per_request, media=MediaLimits(image, video, options.max_video_frames),
         prepared_bytes=options.preprocess_bytes, max_answer_bytes=options.max_message_bytes,

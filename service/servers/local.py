@@ -1,4 +1,4 @@
-"""The same engine and front without a server, for `saccade.LocalClient`: protos in, protos out, in this process."""
+"""The same engine and frontend without a server, for `saccade.LocalClient`: protos in, protos out, in this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from service.common.config import ServerOptions
 from service.common.settings import from_keywords
 from service.engine.engine_thread import EngineThread
 from service.media.patches import local_processor
-from service.servers.limits import front_limits, load_assets
+from service.servers.limits import frontend_limits, load_assets
 
 T = TypeVar("T")
 Message: TypeAlias = inference_pb2.StreamGenerateResponse | errors.StatusError | None
@@ -37,7 +37,7 @@ class LocalService:
             engine = EngineThread(self.options)
         except ValueError as error:  # ConfigError, CheckpointError and the runners' own refusals
             raise errors.InvalidArgument(str(error)) from error
-        limits = front_limits(self.options)
+        limits = frontend_limits(self.options)
         self._frontend = Frontend(
             engine,
             assets,

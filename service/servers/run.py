@@ -10,7 +10,7 @@ from service.common.config import ServerOptions
 from service.engine.supervisor import SupervisedEngine
 from service.model.assets import ModelAssets
 from service.servers.exposure import check_exposure
-from service.servers.fronts import serve_fronts
+from service.servers.frontends import serve_frontends
 from service.servers.lifetime import stop_signals, until_stopped
 from service.servers.limits import load_assets
 from service.servers.server import Server
@@ -58,5 +58,5 @@ def run(options: ServerOptions) -> int:
 
         return asyncio.run(serve_encoder(options))
     if options.fronts > 1:
-        return asyncio.run(serve_fronts(options))
+        return asyncio.run(serve_frontends(options))
     return asyncio.run(serve(options))

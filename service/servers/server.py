@@ -55,7 +55,7 @@ from service.rpc.statuses import has_details
 from service.servers.credentials import server_credentials
 from service.servers.exposure import channel_options, check_exposure, listen
 from service.servers.health import SetHealth, add_standard_services
-from service.servers.limits import byte_budget, door_limits, front_limits
+from service.servers.limits import byte_budget, door_limits, frontend_limits
 from service.telemetry.access_log import AccessLog
 from service.telemetry.metrics import make_metrics
 from service.telemetry.sizes import check_sizes_file, record_sizes
@@ -73,7 +73,7 @@ class Server:
         check_exposure(options)
         check_sizes_file(options)
         self.options = options
-        limits = front_limits(options)
+        limits = frontend_limits(options)
         self.image_pool = ImagePool(
             limits.media, decoder_processes(options.image_workers), image_seconds=options.image_timeout,
             video_seconds=options.video_timeout, vision=assets.vision, dtype=engine.info.dtype,

@@ -87,12 +87,12 @@ class Metrics:
             self._seconds.observe(seconds)
 
     def watch_engine(
-        self, query: Callable[[], Future[dict[str, Any]]], front: Callable[[], dict[str, float]],
+        self, query: Callable[[], Future[dict[str, Any]]], gauges: Callable[[], dict[str, float]],
         parts: Callable[[], dict[str, dict[str, float]]] = dict,
     ) -> None:  # fmt: skip
         """Adds the engine's counters, asked for at each scrape, the frontend's gauges, and counters of its parts,
         named as the engine's."""
-        self.registry.register(_EngineCollector(query, front, parts))  # type: ignore[arg-type]
+        self.registry.register(_EngineCollector(query, gauges, parts))  # type: ignore[arg-type]
 
     def serve(self, host: str, port: int) -> tuple[int, Callable[[], None]]:
         """Starts the HTTP endpoint: (its port, what stops it). Raises ConfigError where the port cannot be had."""
@@ -113,10 +113,10 @@ class _EngineCollector:
     """Turns the engine's nested counters into metrics, whatever their names are."""
 
     def __init__(
-        self, query: Callable[[], Future[dict[str, Any]]], front: Callable[[], dict[str, float]],
+        self, query: Callable[[], Future[dict[str, Any]]], gauges: Callable[[], dict[str, float]],
         parts: Callable[[], dict[str, dict[str, float]]],
     ) -> None:  # fmt: skip
-        self._query, self._front, self._parts = query, front, parts
+        self._query, self._gauges, self._parts = query, gauges, parts
 
     def describe(self) -> list[Metric]:
         return []  # or the registry would ask the engine while the server is being put together
@@ -130,8 +130,8 @@ class _EngineCollector:
             stats = {}
         up.add_metric([], float(bool(stats)))
         yield up
-        for name, value in self._front().items():
-            yield GaugeMetricFamily(f"saccade_{name}", f"the front's {name.replace('_', ' ')}", value=value)
+        for name, value in self._gauges().items():
+            yield GaugeMetricFamily(f"saccade_{name}", f"the frontend's {name.replace('_', ' ')}", value=value)
         yield from engine_metrics({**stats, **self._parts()})
 
 

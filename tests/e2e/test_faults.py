@@ -13,7 +13,7 @@ from served import IMAGE_TOKEN
 
 FAULTS: dict[str, Callable[[str, Path], Any]] = {
     "engine killed": lambda model, folder: faults.engine_killed(model, 8, image_token=IMAGE_TOKEN),
-    "front killed": lambda model, folder: faults.front_killed(model, 3),
+    "frontend killed": lambda model, folder: faults.frontend_killed(model, 3),
     "sigterm": lambda model, folder: faults.sigterm_under_load(model, 6),
     "slow readers": lambda model, folder: faults.slow_readers(model, 3),
     "disk full": lambda model, folder: faults.disk_full(model, folder, 2),

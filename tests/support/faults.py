@@ -111,7 +111,7 @@ def engine_killed(model: str, streams: int, *, image_token: int | None = None) -
     return {"streams": streams, "tokens": sum(len(s.token_ids) for answer in found for s in answer.samples)}
 
 
-def front_killed(model: str, streams: int) -> Numbers:
+def frontend_killed(model: str, streams: int) -> Numbers:
     """kill -9 of the whole server under streams that the client resumes on the next one at the same address."""
     arguments = [model, *PLAIN, "--max-seqs", str(streams)]
     requests = long_requests(streams)
@@ -129,7 +129,7 @@ def front_killed(model: str, streams: int) -> Numbers:
         check_same(found, wanted)
     with started[0] as second:
         for engine in engines:
-            while Path(f"/proc/{engine}").exists():  # it goes by itself once its front is gone
+            while Path(f"/proc/{engine}").exists():  # it goes by itself once its frontend has ended
                 time.sleep(0.01)
         assert second.stop() == 0
     return {"streams": streams, "engines_left": 0}

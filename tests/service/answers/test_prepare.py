@@ -18,7 +18,7 @@ from fake_engine import FakeEngine
 
 from encoder.frames import Clip
 from encoder.images import ImageError, ImageHeader, Pixels
-from service.answers.bounds import FrontLimits
+from service.answers.bounds import FrontendLimits
 from service.answers.frontend import Frontend
 from service.common import errors
 from service.common.config import ServerOptions
@@ -107,27 +107,27 @@ class Controlled:
         self.go_on.set()
 
 
-def with_front(
+def with_frontend(
     assets: ModelAssets, body: Callable[[Frontend, Controlled], Awaitable[None]], *, engine: FakeEngine | None = None,
-    workers: int = 2, limits: FrontLimits | None = None,
+    workers: int = 2, limits: FrontendLimits | None = None,
 ) -> None:  # fmt: skip
     engine = engine or FakeEngine(vocabulary=64)
     engine.info = replace(engine.info, takes_video=True)
 
     async def run() -> None:
         decoder = Controlled()
-        limits_ = limits or FrontLimits()
+        limits_ = limits or FrontendLimits()
         assert assets.vision is not None
         processor = Patcher(decoder, assets.vision, "float32", limits_.media)
-        front = Frontend(engine, assets, limits_, workers=workers, processor=processor)
-        front.start()
+        frontend = Frontend(engine, assets, limits_, workers=workers, processor=processor)
+        frontend.start()
         try:
             async with asyncio.timeout(30):
-                await body(front, decoder)
-            assert front.stats()["held_bytes"] == 0 and front.live == 0
+                await body(frontend, decoder)
+            assert frontend.stats()["held_bytes"] == 0 and frontend.live == 0
         finally:
             decoder.go_on.set()
-            await asyncio.to_thread(front.close)
+            await asyncio.to_thread(frontend.close)
 
     asyncio.run(run())
 
@@ -139,8 +139,8 @@ def spec(*media: MediaSource, name: str = "r", **fields: Any) -> GenerateSpec:
     )
 
 
-async def ask(front: Frontend, request: GenerateSpec) -> list[Any]:
-    return [event async for event in front.stream(request)]
+async def ask(frontend: Frontend, request: GenerateSpec) -> list[Any]:
+    return [event async for event in frontend.stream(request)]
 
 
 async def begun(decoder: Controlled, count: int = 1) -> None:
@@ -157,40 +157,40 @@ def image(data: bytes = b"slow", number: int = 0) -> ImageSource:
 
 @pytest.mark.parametrize("frames", [-(2**31), -1, 0, 33, 2**31 - 1])
 def test_frames_that_no_video_may_ask_for_leave_the_account_alone(assets: ModelAssets, frames: int) -> None:
-    async def body(front: Frontend, decoder: Controlled) -> None:
+    async def body(frontend: Frontend, decoder: Controlled) -> None:
         with pytest.raises(
             errors.InvalidArgument, match=f"v.max_frames is {frames}; it must be from 1 to 32"
         ) as refused:
-            await ask(front, spec(VideoSource(b"quick", "v", max_frames=frames)))
-        assert refused.value.field == "v.max_frames" and front.stats()["held_bytes"] == 0
+            await ask(frontend, spec(VideoSource(b"quick", "v", max_frames=frames)))
+        assert refused.value.field == "v.max_frames" and frontend.stats()["held_bytes"] == 0
         decoder.go_on.set()
-        await ask(front, spec(VideoSource(b"", "v", max_frames=1)))
-        await ask(front, spec(VideoSource(b"", "v", max_frames=32)))
+        await ask(frontend, spec(VideoSource(b"", "v", max_frames=1)))
+        await ask(frontend, spec(VideoSource(b"", "v", max_frames=32)))
 
-    with_front(assets, body)
+    with_frontend(assets, body)
 
 
 def test_a_list_of_frames_is_counted_before_any_is_fetched(assets: ModelAssets) -> None:
-    limits = FrontLimits(media=replace(MediaLimits(), video=replace(MediaLimits().video, max_frames=3)))
+    limits = FrontendLimits(media=replace(MediaLimits(), video=replace(MediaLimits().video, max_frames=3)))
 
-    async def body(front: Frontend, decoder: Controlled) -> None:
+    async def body(frontend: Frontend, decoder: Controlled) -> None:
         async def never(given: GenerateSpec, salt: bytes) -> GenerateSpec:
             raise AssertionError("something was fetched")
 
-        front.resolve = never
+        frontend.resolve = never
         frames = tuple(ImageSource(b"", "f", uri="https://a/b") for _ in range(4))
         with pytest.raises(errors.InvalidArgument, match="v.frames are 4; at most 3 are allowed") as refused:
-            await ask(front, spec(VideoSource(b"", "v", frames=frames)))
+            await ask(frontend, spec(VideoSource(b"", "v", frames=frames)))
         assert refused.value.reason == "VIDEO_TOO_LARGE"
-        await ask(front, spec(VideoSource(b"", "v", frames=(image(b"quick"),) * 3)))
+        await ask(frontend, spec(VideoSource(b"", "v", frames=(image(b"quick"),) * 3)))
 
-    with_front(assets, body, limits=limits)
+    with_frontend(assets, body, limits=limits)
 
 
 def test_only_frames_that_are_looked_at_are_fetched(assets: ModelAssets) -> None:
     asked: list[str] = []
 
-    async def body(front: Frontend, decoder: Controlled) -> None:
+    async def body(frontend: Frontend, decoder: Controlled) -> None:
         async def fetch(given: GenerateSpec, salt: bytes) -> GenerateSpec:
             (video,) = given.media
             assert isinstance(video, VideoSource) and len(video.frames) == 100 and video.fps == 4.0
@@ -198,15 +198,15 @@ def test_only_frames_that_are_looked_at_are_fetched(assets: ModelAssets) -> None
             frames = tuple(replace(f, data=b"quick", uri=None) if f.elsewhere else f for f in video.frames)
             return replace(given, media=(replace(video, frames=frames),))
 
-        front.resolve = fetch
+        frontend.resolve = fetch
         frames = tuple(ImageSource(b"", f"f{i}", uri=str(i)) for i in range(100))
-        await ask(front, spec(VideoSource(b"", "v", frames=frames, fps=4.0, max_frames=4)))
+        await ask(frontend, spec(VideoSource(b"", "v", frames=frames, fps=4.0, max_frames=4)))
         assert asked == ["0", "25", "50", "75"]
         asked.clear()
-        await ask(front, spec(VideoSource(b"", "v", frames=frames, fps=4.0)))
+        await ask(frontend, spec(VideoSource(b"", "v", frames=frames, fps=4.0)))
         assert len(asked) == 32
 
-    with_front(assets, body)
+    with_frontend(assets, body)
 
 
 # -- accounts ----------------------------------------------------------------------------------------------------------
@@ -215,59 +215,59 @@ def test_only_frames_that_are_looked_at_are_fetched(assets: ModelAssets) -> None
 def test_a_bad_picture_ends_its_call_when_the_others_are_over(assets: ModelAssets) -> None:
     """Those that had begun are waited for and accounted for, those that had not never begin."""
 
-    async def body(front: Frontend, decoder: Controlled) -> None:
+    async def body(frontend: Frontend, decoder: Controlled) -> None:
         sources = (image(b"slow 0", 0), image(b"bad", 1), *(image(b"slow %d" % i, i) for i in range(2, 8)))
-        call = asyncio.create_task(ask(front, spec(*sources)))
+        call = asyncio.create_task(ask(frontend, spec(*sources)))
         await begun(decoder)
         await asyncio.wait({call}, timeout=0.05)
-        assert not call.done() and front.live == 1 and front.stats()["held_bytes"] > 0
+        assert not call.done() and frontend.live == 1 and frontend.stats()["held_bytes"] > 0
         decoder.go_on.set()
         with pytest.raises(errors.InvalidArgument, match=r"images\[1\]: it is bad"):
             await call
         assert len(decoder.decoded) <= 2, "the images behind it were given up"
 
-    with_front(assets, body)
+    with_frontend(assets, body)
 
 
 def test_errors_of_several_files_are_all_looked_at(assets: ModelAssets) -> None:
     """One is told; asyncio must not report the others as never retrieved when they are collected."""
     reported: list[dict[str, Any]] = []
 
-    async def body(front: Frontend, decoder: Controlled) -> None:
+    async def body(frontend: Frontend, decoder: Controlled) -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
         with pytest.raises(errors.InvalidArgument):
-            await ask(front, spec(image(b"bad", 0), image(b"bad", 1), image(b"bad", 2)))
+            await ask(frontend, spec(image(b"bad", 0), image(b"bad", 1), image(b"bad", 2)))
         gc.collect()
 
-    with_front(assets, body)
+    with_frontend(assets, body)
     assert not reported
 
 
 def test_a_video_that_waits_does_not_hide_the_error_of_a_picture(assets: ModelAssets) -> None:
-    async def body(front: Frontend, decoder: Controlled) -> None:
-        other = asyncio.create_task(ask(front, spec(VideoSource(b"long", "v"), name="other")))
+    async def body(frontend: Frontend, decoder: Controlled) -> None:
+        other = asyncio.create_task(ask(frontend, spec(VideoSource(b"long", "v"), name="other")))
         await begun(decoder)
         with pytest.raises(errors.InvalidArgument, match="it is bad"):
-            await ask(front, spec(VideoSource(b"behind it", "v"), image(b"bad")))
+            await ask(frontend, spec(VideoSource(b"behind it", "v"), image(b"bad")))
         decoder.go_on.set()
         await other
 
-    with_front(assets, body)
+    with_frontend(assets, body)
 
 
 def test_a_call_that_is_cancelled_keeps_its_room_until_its_pictures_are_over(assets: ModelAssets) -> None:
-    async def body(front: Frontend, decoder: Controlled) -> None:
-        call = asyncio.create_task(ask(front, spec(image())))
+    async def body(frontend: Frontend, decoder: Controlled) -> None:
+        call = asyncio.create_task(ask(frontend, spec(image())))
         await begun(decoder)
         for _ in range(3):
             call.cancel()
             await asyncio.wait({call}, timeout=0.02)
-            assert not call.done() and front.stats()["held_bytes"] > 0
+            assert not call.done() and frontend.stats()["held_bytes"] > 0
         decoder.go_on.set()
         with pytest.raises(asyncio.CancelledError):
             await call
 
-    with_front(assets, body)
+    with_frontend(assets, body)
 
 
 class Keeper(FakeEngine):
@@ -298,10 +298,10 @@ def without_collections() -> Iterator[None]:
 def test_pixels_do_not_live_for_as_long_as_their_answer(assets: ModelAssets) -> None:
     engine = Keeper()
 
-    async def body(front: Frontend, decoder: Controlled) -> None:
+    async def body(frontend: Frontend, decoder: Controlled) -> None:
         decoder.go_on.set()
         seen = []
-        async for event in front.stream(spec(image(), VideoSource(b"", "v"), sampling={"max_tokens": 3})):
+        async for event in frontend.stream(spec(image(), VideoSource(b"", "v"), sampling={"max_tokens": 3})):
             seen.append(event)
             assert len(engine.pixels) == 2
             while any(pixels() is not None for pixels in engine.pixels):  # a thread may be about to let go of them
@@ -309,33 +309,33 @@ def test_pixels_do_not_live_for_as_long_as_their_answer(assets: ModelAssets) -> 
         assert isinstance(seen[-1], Finished) and seen[-1].usage.image_tokens > 0 < seen[-1].usage.video_tokens
 
     with without_collections():
-        with_front(assets, body, engine=engine)
+        with_frontend(assets, body, engine=engine)
 
 
 def test_room_for_pixels_is_given_back_with_the_first_tokens(assets: ModelAssets) -> None:
-    async def body(front: Frontend, decoder: Controlled) -> None:
+    async def body(frontend: Frontend, decoder: Controlled) -> None:
         decoder.go_on.set()
         held = [
-            (type(event), front.stats()["held_bytes"] > 0)
-            async for event in front.stream(spec(image(), sampling={"max_tokens": 3}))
+            (type(event), frontend.stats()["held_bytes"] > 0)
+            async for event in frontend.stream(spec(image(), sampling={"max_tokens": 3}))
         ]
         assert held[0][1] and not held[-1][1] and not any(more for kind, more in held if kind is Delta)
 
-    with_front(assets, body)
+    with_frontend(assets, body)
 
 
 def test_what_decodes_a_video_is_free_at_once_when_it_is_refused(assets: ModelAssets) -> None:
     """Frames of two sizes: the error comes from behind the decoder, which is in the middle of the clip."""
 
-    async def body(front: Frontend, decoder: Controlled) -> None:
+    async def body(frontend: Frontend, decoder: Controlled) -> None:
         decoder.go_on.set()
         decoder.frames = [GREY, GREY[:16], GREY]
         with pytest.raises(errors.InvalidArgument, match="frame 1 has 16x32 pixels") as refused:
-            await ask(front, spec(VideoSource(b"", "v")))
+            await ask(frontend, spec(VideoSource(b"", "v")))
         assert decoder.borrowed == 0, refused
 
     with without_collections():
-        with_front(assets, body)
+        with_frontend(assets, body)
 
 
 # -- who waits for whom ------------------------------------------------------------------------------------------------
@@ -343,15 +343,15 @@ def test_what_decodes_a_video_is_free_at_once_when_it_is_refused(assets: ModelAs
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_long_videos_leave_room_for_pictures(assets: ModelAssets, workers: int) -> None:
-    async def body(front: Frontend, decoder: Controlled) -> None:
-        videos = [asyncio.create_task(ask(front, spec(VideoSource(b"", "v"), name=f"v{i}"))) for i in range(4)]
+    async def body(frontend: Frontend, decoder: Controlled) -> None:
+        videos = [asyncio.create_task(ask(frontend, spec(VideoSource(b"", "v"), name=f"v{i}"))) for i in range(4)]
         await begun(decoder, max(1, workers - 1))
-        assert await ask(front, spec(image(b"quick")))
+        assert await ask(frontend, spec(image(b"quick")))
         assert not decoder.begun.acquire(blocking=False), "no more videos at a time than leave a process free"
         decoder.go_on.set()
         await asyncio.gather(*videos)
 
-    with_front(assets, body, workers=workers)
+    with_frontend(assets, body, workers=workers)
 
 
 # -- size --------------------------------------------------------------------------------------------------------------
@@ -377,13 +377,13 @@ def test_what_no_context_holds_is_refused_by_its_count(assets: ModelAssets, case
     engine = FakeEngine(vocabulary=64, max_len=50)
     given, fields, words = sizes(assets, 50)[case]
 
-    async def body(front: Frontend, decoder: Controlled) -> None:
+    async def body(frontend: Frontend, decoder: Controlled) -> None:
         with pytest.raises(errors.InvalidArgument, match=words) as refused:
-            await ask(front, spec(image(b"bad"), input=given, **fields))
+            await ask(frontend, spec(image(b"bad"), input=given, **fields))
         assert refused.value.reason == "CONTEXT_LENGTH_EXCEEDED"
         assert int(refused.value.metadata["got"]) == int(refused.value.metadata["limit"]) + 1
 
-    with_front(assets, body, engine=engine)
+    with_frontend(assets, body, engine=engine)
 
 
 def test_what_just_fits_is_not_refused_by_its_count(assets: ModelAssets) -> None:
@@ -393,10 +393,10 @@ def test_what_just_fits_is_not_refused_by_its_count(assets: ModelAssets) -> None
     for given in (
         ChatInput((Message("user", ()),) * 50), RawInput("a" * 50 * assets.tokenizer.longest), TokensInput((7,) * 50)
     ):  # fmt: skip
-        check_size(spec(input=given, continued=(1,) * 50), FrontLimits(), 50, assets.tokenizer.longest)
+        check_size(spec(input=given, continued=(1,) * 50), FrontendLimits(), 50, assets.tokenizer.longest)
     videos = (VideoSource(b"", "v"), VideoSource(b"", "v"))
-    check_size(spec(*videos, input=TokensInput((7,) * (50 + 64))), FrontLimits(), 50, 1)
-    check_size(GenerateSpec("", "", ImageInput()), FrontLimits(), 50, 1)
+    check_size(spec(*videos, input=TokensInput((7,) * (50 + 64))), FrontendLimits(), 50, 1)
+    check_size(GenerateSpec("", "", ImageInput()), FrontendLimits(), 50, 1)
 
 
 @pytest.mark.parametrize(
@@ -412,9 +412,9 @@ def test_what_just_fits_is_not_refused_by_its_count(assets: ModelAssets) -> None
 def test_ids_that_the_model_does_not_have(assets: ModelAssets, fields: dict[str, Any], field: str) -> None:
     words = f"is not below the vocabulary size of {assets.config.decoder.vocab_size}"
 
-    async def body(front: Frontend, decoder: Controlled) -> None:
+    async def body(frontend: Frontend, decoder: Controlled) -> None:
         with pytest.raises(errors.InvalidArgument, match=words) as refused:
-            await ask(front, spec(**fields))
+            await ask(frontend, spec(**fields))
         assert refused.value.field == field
 
-    with_front(assets, body)
+    with_frontend(assets, body)

@@ -149,7 +149,7 @@ def test_a_file_s_time_begins_anew_where_it_is_asked_for(tmp_path: Path) -> None
         assert gone.value.reason == "MEDIA_NOT_FOUND"
 
 
-def test_fronts_share_their_files(tmp_path: Path) -> None:
+def test_frontends_share_their_files(tmp_path: Path) -> None:
     clock = Clock()
 
     def member(number: int) -> SharedSpool:
@@ -173,7 +173,7 @@ def test_fronts_share_their_files(tmp_path: Path) -> None:
     for asked in (one.get, other.get, other.size, other.read):
         with pytest.raises(errors.NotFound):
             asked("t", media.media_id)
-    # what a front that has died took is deleted by the first, and by no other
+    # the files of a frontend that has died are deleted by the first frontend, and by no other
     (tmp_path / "t" / ("1" * 64)).write_bytes(data)
     os.utime(tmp_path / "t" / ("1" * 64), (clock.now - 100.0, clock.now - 100.0))
     assert other.sweep() == 0 and (tmp_path / "t" / ("1" * 64)).exists()

@@ -16,7 +16,7 @@ from served import VOCAB, make_served
 
 from service.common.config import ConfigError, ServerOptions
 from service.servers.exposure import channel_options
-from service.servers.fronts import share
+from service.servers.frontends import share
 from service.servers.health import LIVENESS
 from service.servers.limits import byte_budget, door_limits
 
@@ -96,7 +96,7 @@ def test_what_grpc_is_told() -> None:
     assert dict(channel_options(ServerOptions(fronts=2)))["grpc.so_reuseport"] == 1
 
 
-def test_fronts_divide_what_all_may_hold_and_each_gets_something() -> None:
+def test_limits_are_divided_among_frontends_and_each_gets_at_least_one() -> None:
     bounds = {
         "max_queue": 2, "max_tenant_calls": 9, "max_tenant_requests": 7, "max_inflight_bytes": 6000, "media_bytes": 30,
         "media_tenant_bytes": 8, "image_workers": 4, "preprocess_bytes": 10, "metrics_port": 9100,

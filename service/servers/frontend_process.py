@@ -1,9 +1,10 @@
-"""One front of several: `python -m service.servers.front_process FD`, started by `service.servers.fronts`.
+"""One of several frontend processes: `python -m service.servers.frontend_process FD`, started by
+`service.servers.frontends`.
 
-Protocol on the socket pair FD, hub to front: (options, engine info, member) first; then what an engine process sends,
-and ("alive", bool), ("given up",), ("drain",), ("beat",). Front to hub: ("serving", port) or ("failed", message); then
-what an engine process takes, and ("cancel", number, salt, request id), ("drain",), and ("beat",) in answer to one. A
-front that has lost its hub ends.
+Protocol on the socket pair FD. Hub to frontend: (options, engine info, member) first; then what an engine process
+sends, and ("alive", bool), ("given up",), ("drain",), ("beat",). Frontend to hub: ("serving", port) or ("failed",
+message) first; then what an engine process receives, and ("cancel", number, salt, request id), ("drain",), and
+("beat",) as the answer to each ("beat",). A frontend whose connection to the hub closes ends its process.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class HubLink(EngineLink):
-    """The engine, as the hub passes it on."""
+    """The engine client of a frontend process: messages to and from the engine go through the hub."""
 
     def __init__(self, connection: Connection, info: EngineInfo, on_death: Callable[[], None]) -> None:
         super().__init__(connection, on_death)
@@ -61,25 +62,26 @@ class HubLink(EngineLink):
                 super()._other(message)
 
     async def cancel_elsewhere(self, request_id: str, salt: bytes) -> bool:
-        """Whether another front had the request, which then ends."""
+        """Cancels a request of another frontend; whether there was one."""
         answer = await asyncio.wrap_future(self._ask("cancel", salt, request_id))
         return bool(answer["found"])
 
     def drain_all(self) -> None:
-        """All fronts, this one too."""
+        """Drains all frontends, this one included."""
         self._outbox.put(("drain",))
 
     def tell(self, message: Any) -> None:
         self._outbox.put(message)
 
     def close(self) -> None:
-        """The engine is the hub's to stop; what has been said to the hub gets there. Idempotent."""
+        """Closes the connection after queued messages have been sent. The engine goes on: the hub stops it.
+        Idempotent."""
         self._closing = True
         self._outbox.close(timeout=5.0)
 
 
-class Front(Server):
-    """A server whose engine and whose port others share."""
+class FrontendServer(Server):
+    """A server that shares its engine and its port with other frontend processes."""
 
     has_batches = False
 
@@ -87,7 +89,7 @@ class Front(Server):
         self._member = member
         super().__init__(options, link, load_assets(options))
         self._link = link
-        # Ids in the engine are apart from those of the other fronts, and of one that died in this one's place.
+        # Request ids in the engine must differ from those of the other frontends and of a dead one this one replaces.
         first = secrets.randbits(32) * options.fronts + member
         self.frontend.number(itertools.count(first, options.fronts))
         self.calls.elsewhere = link.cancel_elsewhere
@@ -110,11 +112,11 @@ class Front(Server):
 
 
 async def serve(connection: Connection, options: ServerOptions, info: EngineInfo, member: int) -> int:
-    """Until SIGTERM, or until the hub is gone."""
+    """Runs a frontend until SIGTERM, or until the connection to the hub closes. Returns the exit code."""
     stopping = stop_signals()
     link = HubLink(connection, info, on_death=_orphaned)
     try:
-        server = Front(options, link, member)
+        server = FrontendServer(options, link, member)
         await server.start()
     except ValueError as error:
         link.tell(("failed", str(error)))
@@ -126,7 +128,7 @@ async def serve(connection: Connection, options: ServerOptions, info: EngineInfo
 
 
 def _orphaned() -> None:
-    """Without the hub there is no engine, and nothing to wait for."""
+    """Ends the process at once: without the hub there is no engine."""
     log.error("the hub is gone")
     os._exit(1)
 
@@ -136,13 +138,13 @@ def main(descriptor: int) -> int:
     options, info, member = connection.recv()
     logging.basicConfig(
         level=options.log_level.upper(), stream=sys.stderr,
-        format=f"%(asctime)s %(levelname)s front {member} %(name)s: %(message)s",
+        format=f"%(asctime)s %(levelname)s frontend {member} %(name)s: %(message)s",
     )  # fmt: skip
     return asyncio.run(serve(connection, options, info, member))
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the hub decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the hub sends SIGTERM
     code = main(int(sys.argv[1]))
     sys.stderr.flush()
-    os._exit(code)  # the link's reader may still wait for a hub that is busy
+    os._exit(code)  # not exit(): the link's reader thread may still be blocked on the hub

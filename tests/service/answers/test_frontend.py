@@ -1,4 +1,4 @@
-"""The front over an engine that says what it is told: who may end what, where answers end, both sides of bounds."""
+"""The frontend over an engine that says what it is told: who may end what, where answers end, both sides of bounds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fake_engine import FakeEngine
 
-from service.answers.bounds import FrontLimits
+from service.answers.bounds import FrontendLimits
 from service.answers.calls import Calls
 from service.answers.coalesce import coalesce
 from service.answers.frontend import Frontend
@@ -49,21 +49,21 @@ def assets() -> ModelAssets:
     return load_assets(ServerOptions())
 
 
-def with_front(
+def with_frontend(
     assets: ModelAssets, body: Callable[[Frontend, Told], Awaitable[None]], *, max_len: int = 1000, **limits: Any
 ) -> None:
     async def run() -> None:
         set_current_call(CallInfo())  # not one that an earlier test has left in this thread's context
         engine = Told(max_len)
-        processor = local_processor(FrontLimits().media, assets.vision, "float32")
-        front = Frontend(engine, assets, FrontLimits(**limits), processor=processor)
-        front.start()
+        processor = local_processor(FrontendLimits().media, assets.vision, "float32")
+        frontend = Frontend(engine, assets, FrontendLimits(**limits), processor=processor)
+        frontend.start()
         try:
             async with asyncio.timeout(60):
-                await body(front, engine)
-            assert front.live == 0 and front.idle.is_set()
+                await body(frontend, engine)
+            assert frontend.live == 0 and frontend.idle.is_set()
         finally:
-            await asyncio.to_thread(front.close)
+            await asyncio.to_thread(frontend.close)
 
     asyncio.run(run())
 
@@ -76,10 +76,10 @@ async def collect(events: AsyncGenerator[Event, None]) -> list[Event]:
     return [event async for event in events]
 
 
-async def asked(front: Frontend, engine: Told, given: GenerateSpec, **options: Any) -> asyncio.Task[list[Event]]:
+async def asked(frontend: Frontend, engine: Told, given: GenerateSpec, **options: Any) -> asyncio.Task[list[Event]]:
     """The answer that is being written, once the engine has the request."""
     engine.submitted.clear()
-    task = asyncio.create_task(collect(front.stream(given, **options)))
+    task = asyncio.create_task(collect(frontend.stream(given, **options)))
     waiting = asyncio.create_task(engine.submitted.wait())
     await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
@@ -94,19 +94,19 @@ def ends(events: list[Event]) -> list[Finished]:
 
 
 def test_only_a_tenant_s_own_request_is_cancelled(assets: ModelAssets) -> None:
-    async def body(front: Frontend, engine: Told) -> None:
-        task = await asked(front, engine, spec(n=2), salt=b"a")
-        assert not front.cancel("r", salt=b"b") and not front.cancel("r") and not front.cancel("q", salt=b"a")
-        assert front.cancel("r", salt=b"a")
+    async def body(frontend: Frontend, engine: Told) -> None:
+        task = await asked(frontend, engine, spec(n=2), salt=b"a")
+        assert not frontend.cancel("r", salt=b"b") and not frontend.cancel("r") and not frontend.cancel("q", salt=b"a")
+        assert frontend.cancel("r", salt=b"a")
         assert [end.reason for end in ends(await task)] == ["aborted", "aborted"]
         assert sorted(engine.aborted) == sorted(engine.requests[0].names) and len(engine.aborted) == 2
-        assert not front.cancel("r", salt=b"a"), "it is over"
+        assert not frontend.cancel("r", salt=b"a"), "it is over"
 
-    with_front(assets, body)
+    with_frontend(assets, body)
 
 
 def test_a_cancellation_before_the_engine_has_the_request_is_not_lost(assets: ModelAssets) -> None:
-    async def body(front: Frontend, engine: Told) -> None:
+    async def body(frontend: Frontend, engine: Told) -> None:
         asking, go_on = asyncio.Event(), asyncio.Event()
 
         async def slow(given: GenerateSpec, salt: bytes) -> GenerateSpec:
@@ -116,40 +116,42 @@ def test_a_cancellation_before_the_engine_has_the_request_is_not_lost(assets: Mo
 
         from service.common.types import ImageSource
 
-        front.resolve = slow
+        frontend.resolve = slow
         given = spec(media=(ImageSource(b"", "f", media_id="0"),), n=3)
-        task = asyncio.create_task(collect(front.stream(given)))
+        task = asyncio.create_task(collect(frontend.stream(given)))
         await asking.wait()
-        assert front.cancel("r")
+        assert frontend.cancel("r")
         go_on.set()
         assert [end.reason for end in ends(await task)] == ["aborted"] * 3
 
-    with_front(assets, body)
+    with_frontend(assets, body)
 
 
 def test_names_and_places(assets: ModelAssets) -> None:
-    async def body(front: Frontend, engine: Told) -> None:
-        first = await asked(front, engine, spec("a"), salt=b"1")
+    async def body(frontend: Frontend, engine: Told) -> None:
+        first = await asked(frontend, engine, spec("a"), salt=b"1")
         with pytest.raises(errors.AlreadyExists):
-            await collect(front.stream(spec("a"), salt=b"1"))
-        second = await asked(front, engine, spec("a"), salt=b"2")
-        assert front.live == 2 and not front.idle.is_set() and engine.requests[0].names != engine.requests[1].names
+            await collect(frontend.stream(spec("a"), salt=b"1"))
+        second = await asked(frontend, engine, spec("a"), salt=b"2")
+        assert (
+            frontend.live == 2 and not frontend.idle.is_set() and engine.requests[0].names != engine.requests[1].names
+        )
         with pytest.raises(errors.Unavailable, match="holds 2 requests, the most it takes") as full:
-            await collect(front.stream(spec("b"), salt=b"1"))
+            await collect(frontend.stream(spec("b"), salt=b"1"))
         assert full.value.reason == "QUEUE_FULL"
-        front.cancel("a", salt=b"1")
+        frontend.cancel("a", salt=b"1")
         await first
-        third = await asked(front, engine, spec("b"), salt=b"1")
-        front.cancel("a", salt=b"2")
-        front.cancel("b", salt=b"1")
+        third = await asked(frontend, engine, spec("b"), salt=b"1")
+        frontend.cancel("a", salt=b"2")
+        frontend.cancel("b", salt=b"1")
         await asyncio.gather(second, third)
 
-    with_front(assets, body, max_queue=2)
+    with_frontend(assets, body, max_queue=2)
 
 
 def test_an_answer_that_is_left_is_aborted_and_one_that_ended_is_not(assets: ModelAssets) -> None:
-    async def body(front: Frontend, engine: Told) -> None:
-        events = front.stream(spec(n=2))
+    async def body(frontend: Frontend, engine: Told) -> None:
+        events = frontend.stream(spec(n=2))
         assert isinstance(await anext(events), Started)
         done, left = engine.requests[0].names
         engine.say(EngineEvent(done, 5, finish_reason="length"), EngineEvent(left, 6))
@@ -158,7 +160,7 @@ def test_an_answer_that_is_left_is_aborted_and_one_that_ended_is_not(assets: Mod
         await events.aclose()
         assert engine.aborted == [left]
 
-    with_front(assets, body)
+    with_frontend(assets, body)
 
 
 # -- bounds ------------------------------------------------------------------------------------------------------------
@@ -174,19 +176,19 @@ def test_an_answer_that_is_left_is_aborted_and_one_that_ended_is_not(assets: Mod
 def test_prompt_and_answer_share_the_context(
     assets: ModelAssets, ids: int, continued: int, max_tokens: int | None, fits: bool
 ) -> None:
-    async def body(front: Frontend, engine: Told) -> None:
+    async def body(frontend: Frontend, engine: Told) -> None:
         sampling = {} if max_tokens is None else {"max_tokens": max_tokens}
-        task = await asked(front, engine, spec(ids=ids, continued=(30,) * continued, sampling=sampling))
+        task = await asked(frontend, engine, spec(ids=ids, continued=(30,) * continued, sampling=sampling))
         if fits:
             assert engine.requests[0].sampling.max_tokens in (max_tokens, 50 - ids, None)
-            front.cancel("r")
+            frontend.cancel("r")
             await task
             return
         with pytest.raises(errors.InvalidArgument) as refused:
             await task
         assert refused.value.reason == "CONTEXT_LENGTH_EXCEEDED" and not engine.requests
 
-    with_front(assets, body, max_len=50)
+    with_frontend(assets, body, max_len=50)
 
 
 @pytest.mark.parametrize(
@@ -200,23 +202,23 @@ def test_prompt_and_answer_share_the_context(
     ],
 )  # fmt: skip
 def test_more_than_may_be_asked_for(assets: ModelAssets, fields: dict[str, Any], field: str) -> None:
-    async def body(front: Frontend, engine: Told) -> None:
+    async def body(frontend: Frontend, engine: Told) -> None:
         with pytest.raises(errors.InvalidArgument) as refused:
-            await collect(front.stream(spec(**fields)))
+            await collect(frontend.stream(spec(**fields)))
         assert refused.value.field == field
 
-    with_front(assets, body)
+    with_frontend(assets, body)
 
 
 def test_as_much_as_may_be_asked_for(assets: ModelAssets) -> None:
-    async def body(front: Frontend, engine: Told) -> None:
+    async def body(frontend: Frontend, engine: Told) -> None:
         sampling = {"logprobs": 100, "prompt_logprobs": 100, "max_tokens": 3}
-        task = await asked(front, engine, spec(n=64, stop=("a" * 256,) * 32, sampling=sampling))
+        task = await asked(frontend, engine, spec(n=64, stop=("a" * 256,) * 32, sampling=sampling))
         assert len(engine.requests[0].names) == 64
-        front.cancel("r")
+        frontend.cancel("r")
         await task
 
-    with_front(assets, body)
+    with_frontend(assets, body)
 
 
 # -- where answers end -------------------------------------------------------------------------------------------------
@@ -235,12 +237,12 @@ def test_an_answer_that_had_ended_is_not_gone_on_with(
 ) -> None:
     last = min(assets.config.eos_token_ids) if continued == "eos" else 30
 
-    async def body(front: Frontend, engine: Told) -> None:
+    async def body(frontend: Frontend, engine: Told) -> None:
         given = spec(continued=(31, 32, last), sampling={"max_tokens": 20, **sampling})
-        task = await asked(front, engine, given)
+        task = await asked(frontend, engine, given)
         if reason is None:
             assert engine.requests[0].output_ids == (31, 32, last)
-            front.cancel("r")
+            frontend.cancel("r")
             await task
             return
         started, end = await task
@@ -248,7 +250,7 @@ def test_an_answer_that_had_ended_is_not_gone_on_with(
         assert end.reason == reason and end.stop_token == (last if reason == "stop" else None)
         assert end.usage.completion_tokens == 3
 
-    with_front(assets, body)
+    with_frontend(assets, body)
 
 
 def test_a_stop_string_counts_from_min_tokens_on(assets: ModelAssets) -> None:
@@ -256,10 +258,10 @@ def test_a_stop_string_counts_from_min_tokens_on(assets: ModelAssets) -> None:
     ids = assets.tokenizer.encode("zz")
     assert ids
 
-    async def body(front: Frontend, engine: Told) -> None:
+    async def body(frontend: Frontend, engine: Told) -> None:
         for minimum, tokens in ((0, 1), (3, 3)):
             given = spec(stop=("z",), sampling={"max_tokens": 20, "min_tokens": minimum})
-            task = await asked(front, engine, given)
+            task = await asked(frontend, engine, given)
             name = engine.requests[-1].request_id
             z = assets.tokenizer.encode("z")[-1]  # type: ignore[union-attr]
             for _ in range(5):
@@ -268,17 +270,17 @@ def test_a_stop_string_counts_from_min_tokens_on(assets: ModelAssets) -> None:
             assert (end.reason, end.stop_string, end.usage.completion_tokens) == ("stop", "z", tokens)
             assert name in engine.aborted, "the engine would go on"
 
-    with_front(assets, body)
+    with_frontend(assets, body)
 
 
 def test_the_engine_is_told_what_is_left_of_the_time(assets: ModelAssets) -> None:
-    async def body(front: Frontend, engine: Told) -> None:
-        task = await asked(front, engine, spec(), timeout=50.0)
+    async def body(frontend: Frontend, engine: Told) -> None:
+        task = await asked(frontend, engine, spec(), timeout=50.0)
         left = engine.requests[0].timeout
         assert left is not None and 0 < left < 50.0
-        front.cancel("r")
+        frontend.cancel("r")
         await task
-        calls = Calls(front, default_timeout=30.0)
+        calls = Calls(frontend, default_timeout=30.0)
         for timeout in (0.0, -1.0):
             with pytest.raises(errors.DeadlineExceeded) as late:
                 await collect(calls.stream(spec(), timeout=timeout))
@@ -296,7 +298,7 @@ def test_the_engine_is_told_what_is_left_of_the_time(assets: ModelAssets) -> Non
         with pytest.raises(errors.NotFound):
             await calls.cancel("r")
 
-    with_front(assets, body)
+    with_frontend(assets, body)
 
 
 # -- coalescing --------------------------------------------------------------------------------------------------------
@@ -342,8 +344,8 @@ def test_the_delay_runs_from_the_first_that_is_held() -> None:
 
 
 def test_raw_text_needs_a_tokenizer_s_ids(assets: ModelAssets) -> None:
-    async def body(front: Frontend, engine: Told) -> None:
-        told = await front.tokenize(GenerateSpec("t", "", RawInput("hello")))
-        assert told.prompt_tokens == len(told.ids) > 0 and front.live == 0
+    async def body(frontend: Frontend, engine: Told) -> None:
+        told = await frontend.tokenize(GenerateSpec("t", "", RawInput("hello")))
+        assert told.prompt_tokens == len(told.ids) > 0 and frontend.live == 0
 
-    with_front(assets, body)
+    with_frontend(assets, body)

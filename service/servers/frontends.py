@@ -1,11 +1,12 @@
-"""Several fronts over one engine: `saccade serve --fronts N`.
+"""Several frontend processes over one engine process: `saccade serve --fronts N`.
 
-This process, the hub, owns the engine and starts the fronts. Each front listens on the same port, and the kernel deals
-the connections out; what a front submits goes through the hub to the engine, and events go back to who submitted. A
-front that dies is replaced, and what it had in the engine is aborted; the others do not notice. The hub holds the port
-and a file lock, without which a second instance would take part of the connections and nobody would know.
+This process, the hub, owns the engine and starts the frontend processes. All of them listen on the same port
+(SO_REUSEPORT) and the kernel distributes the connections. The hub forwards requests from the frontends to the engine
+and events back to the frontend that submitted the request. A frontend that dies is replaced and its requests in the
+engine are aborted; the other frontends go on. The hub binds the port and holds a file lock on it: without them a
+second server on the same port would silently receive part of the connections.
 
-Bounds on what a server holds at a time are divided among the fronts.
+Limits on what a server holds at a time are divided among the frontends.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE, STEADY = 0.2, 10.0, 60.0
 BEAT_SECONDS = 1.0
-"""Between two questions whether a front's event loop still turns."""
+"""Time between two heartbeats, by which the hub checks that a frontend's event loop still runs."""
 
 
 @dataclass(eq=False)
-class _Front:
-    """One process and this side of its connection."""
+class _Frontend:
+    """A frontend process and the hub's end of the connection to it."""
 
     member: int
     process: subprocess.Popen[bytes]
@@ -56,31 +57,31 @@ class _Front:
     serving: Future[int] = field(default_factory=Future)
     started: float = field(default_factory=time.monotonic)
     unanswered: int = 0
-    """Questions of the hub since its last answer."""
+    """Heartbeats sent since its last answer to one."""
 
     def __post_init__(self) -> None:
         self._outbox = Outbox(self.connection)
 
     def send(self, message: Any) -> None:
-        """Does not wait. Nothing happens where it is gone: whoever reads from it notices."""
+        """Queues a message without blocking. Does nothing where the process is gone: the reader thread notices that."""
         self._outbox.put(message)
 
     def close(self) -> None:
-        """Of one whose process has ended."""
+        """Closes the connection; the process must have ended."""
         self._outbox.close()
         self.connection.close()
 
 
 class Hub:
-    """The engine, and the fronts around it."""
+    """Owns the engine and the frontend processes, and forwards messages between them."""
 
     def __init__(self, options: ServerOptions, port: int) -> None:
         """Starts the engine. Raises ConfigError."""
         self.port = port
         self._options = options
         self._lock, self._life = threading.Lock(), threading.Lock()
-        self._owners: dict[str, tuple[_Front, bytes]] = {}
-        self._fronts: dict[int, _Front] = {}
+        self._owners: dict[str, tuple[_Frontend, bytes]] = {}
+        self._frontends: dict[int, _Frontend] = {}
         self._failures: dict[int, int] = {}
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -91,100 +92,104 @@ class Hub:
         self.engine.start(self._deliver)
 
     def start(self) -> None:
-        """All fronts serve on return. Raises ConfigError with the words of the first that cannot."""
+        """Starts all frontends; they serve on return. Raises ConfigError with the message of the first that cannot."""
         for member in range(self._options.fronts):
-            self._start_front(member)
+            self._start_frontend(member)
         try:
-            for front in list(self._fronts.values()):
-                front.serving.result()
+            for frontend in list(self._frontends.values()):
+                frontend.serving.result()
         except ConfigError:
             self._stopping.set()  # what cannot start the first time is not tried again
             raise
-        watch = threading.Thread(target=self._watch, name="saccade-front-watch", daemon=True)
+        watch = threading.Thread(target=self._watch, name="saccade-frontend-watch", daemon=True)
         self._threads.append(watch)
         watch.start()
 
     def _watch(self) -> None:
-        """Kills fronts whose event loops have stopped. Counted in waits of this thread and not by the clock: where all
-        processes were stopped together and go on, nobody is late."""
+        """Kills frontends whose event loops have stopped. Time is counted in waits of this thread and not by the clock,
+        so that nothing is killed after all processes were suspended and resumed together."""
         while not self._stopping.wait(BEAT_SECONDS):
-            for front in list(self._fronts.values()):
-                if not front.serving.done() or front.process.poll() is not None:
+            for frontend in list(self._frontends.values()):
+                if not frontend.serving.done() or frontend.process.poll() is not None:
                     continue
-                if front.unanswered * BEAT_SECONDS > self._options.hang_timeout:
+                if frontend.unanswered * BEAT_SECONDS > self._options.hang_timeout:
                     log.critical(
-                        "front %d has not answered for %g s (hang_timeout): it is killed",
-                        front.member, self._options.hang_timeout,
+                        "frontend %d has not answered for %g s (hang_timeout): it is killed",
+                        frontend.member, self._options.hang_timeout,
                     )  # fmt: skip
-                    front.process.kill()
-                front.unanswered += 1
-                front.send(("beat",))  # each time: an answer that crosses with the count would else be the last
+                    frontend.process.kill()
+                frontend.unanswered += 1
+                frontend.send(
+                    ("beat",)
+                )  # also while one is unanswered: its answer may have been counted before `unanswered` rose
 
-    def _start_front(self, member: int) -> None:
+    def _start_frontend(self, member: int) -> None:
         with self._life:
             if self._stopping.is_set():
                 return
-            process, connection = start_helper("service.servers.front_process")
-            front = self._fronts[member] = _Front(member, process, connection)
-        front.send((share(self._options, member, self.port), self.engine.info, member))
+            process, connection = start_helper("service.servers.frontend_process")
+            frontend = self._frontends[member] = _Frontend(member, process, connection)
+        frontend.send((share(self._options, member, self.port), self.engine.info, member))
         if not self.engine.alive:
-            front.send(("alive", False))
+            frontend.send(("alive", False))
         if self.engine.given_up:
-            front.send(("given up",))
-        thread = threading.Thread(target=self._read, args=(front,), name=f"saccade-front-{member}", daemon=True)
+            frontend.send(("given up",))
+        thread = threading.Thread(target=self._read, args=(frontend,), name=f"saccade-frontend-{member}", daemon=True)
         self._threads.append(thread)
         thread.start()
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
-    def _read(self, front: _Front) -> None:
+    def _read(self, frontend: _Frontend) -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
-                self._handle(front, front.connection.recv())
-        code = front.process.wait()
-        if not front.serving.done():
-            front.serving.set_exception(ConfigError(f"front {front.member} ended with code {code} while starting"))
-            front.serving.exception()
+                self._handle(frontend, frontend.connection.recv())
+        code = frontend.process.wait()
+        if not frontend.serving.done():
+            frontend.serving.set_exception(
+                ConfigError(f"frontend {frontend.member} ended with code {code} while starting")
+            )
+            frontend.serving.exception()
         with self._lock:
-            lost = [name for name, (owner, _) in self._owners.items() if owner is front]
+            lost = [name for name, (owner, _) in self._owners.items() if owner is frontend]
             for name in lost:
                 del self._owners[name]
         for name in lost:
             self.engine.abort(name)
-        front.close()
+        frontend.close()
         if not self._stopping.is_set():
             log.error(
-                "front %d ended by itself (code %d); %d requests of it are dropped", front.member, code, len(lost)
+                "frontend %d ended by itself (code %d); its %d requests are dropped", frontend.member, code, len(lost)
             )
-            self._replace(front)
+            self._replace(frontend)
 
-    def _handle(self, front: _Front, message: Any) -> None:
+    def _handle(self, frontend: _Frontend, message: Any) -> None:
         match message:
             case ("submit", bare):
-                descriptors = [receive_descriptor(front.connection) for _ in bare.images]
+                descriptors = [receive_descriptor(frontend.connection) for _ in bare.images]
                 with self._lock:
-                    self._owners.update((name, (front, bare.salt)) for name in bare.names)
+                    self._owners.update((name, (frontend, bare.salt)) for name in bare.names)
                 self.engine.submit_packed(bare, descriptors)
             case ("abort", name):
                 with self._lock:
                     self._owners.pop(name, None)
                 self.engine.abort(name)
             case ("query", number, what):
-                self.engine.query(what).add_done_callback(lambda future: _answer(front, number, future))
+                self.engine.query(what).add_done_callback(lambda future: _answer(frontend, number, future))
             case ("cancel", number, salt, request_id):
-                front.send(("answer", number, {"found": self._cancel(salt, request_id)}, None))
+                frontend.send(("answer", number, {"found": self._cancel(salt, request_id)}, None))
             case ("drain",):
-                for other in list(self._fronts.values()):
+                for other in list(self._frontends.values()):
                     other.send(("drain",))
             case ("beat",):
-                front.unanswered = 0
+                frontend.unanswered = 0
             case ("serving", port):
-                front.serving.set_result(port)
+                frontend.serving.set_result(port)
             case ("failed", words):
-                front.serving.set_exception(ConfigError(words))
+                frontend.serving.set_exception(ConfigError(words))
 
     def _cancel(self, salt: bytes, request_id: str) -> bool:
-        """Ends a request of any front: its front hears what it would have done itself."""
+        """Aborts a request of any frontend, which gets the event that ends it. False: no such request."""
         with self._lock:
             found = [
                 (name, owner)
@@ -196,8 +201,8 @@ class Hub:
         return bool(found)
 
     def _deliver(self, events: list[EngineEvent]) -> None:
-        """On the engine's reader thread: each front gets its own, all of a step at once."""
-        parts: dict[_Front, list[EngineEvent]] = {}
+        """Sends each frontend its events, those of a step in one message. Runs on the engine's reader thread."""
+        parts: dict[_Frontend, list[EngineEvent]] = {}
         with self._lock:
             for event in events:
                 owner = self._owners.get(event.request_id)
@@ -205,53 +210,54 @@ class Hub:
                     parts.setdefault(owner[0], []).append(event)
                     if event.finish_reason is not None:
                         del self._owners[event.request_id]
-        for front, mine in parts.items():
-            front.send(("events", wire.pack_events(mine)))
+        for frontend, mine in parts.items():
+            frontend.send(("events", wire.pack_events(mine)))
 
     def _engine_changed(self, alive: bool) -> None:
-        for front in list(self._fronts.values()):
-            front.send(("alive", alive))
+        for frontend in list(self._frontends.values()):
+            frontend.send(("alive", alive))
 
     def _engine_given_up(self) -> None:
-        for front in list(self._fronts.values()):
-            front.send(("given up",))
+        for frontend in list(self._frontends.values()):
+            frontend.send(("given up",))
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
-    def _replace(self, dead: _Front) -> None:
-        """On the dead front's own reader thread."""
+    def _replace(self, dead: _Frontend) -> None:
+        """Starts a frontend in place of a dead one, after a pause that doubles with each failure. Runs on the dead
+        one's reader thread."""
         if time.monotonic() - dead.started > STEADY:
             self._failures[dead.member] = 0
         failures = self._failures.get(dead.member, 0)
         self._failures[dead.member] = failures + 1
         if not self._stopping.wait(min(FIRST_PAUSE * 2**failures, LONGEST_PAUSE)):
-            self._start_front(dead.member)
+            self._start_frontend(dead.member)
 
     async def stop(self, grace: float | None = None) -> None:
-        """SIGTERM to all fronts, which end their calls with the grace that they have; a second call hurries them.
-        Idempotent."""
+        """Sends SIGTERM to all frontends, which let running calls end within `options.grace`; a second call makes them
+        end at once. Returns when all have ended and the engine is closed. Idempotent."""
         with self._life:
             self._stopping.set()
-        for front in self._fronts.values():
-            if front.process.poll() is None:
-                front.process.send_signal(signal.SIGTERM)
+        for frontend in self._frontends.values():
+            if frontend.process.poll() is None:
+                frontend.process.send_signal(signal.SIGTERM)
         await asyncio.get_running_loop().run_in_executor(None, self._join)
 
     def _join(self) -> None:
-        for front in list(self._fronts.values()):
-            front.process.wait()
+        for frontend in list(self._frontends.values()):
+            frontend.process.wait()
         for thread in self._threads:
             thread.join()
         self.engine.close()
 
 
-def _answer(front: _Front, number: int, future: Future[dict[str, Any]]) -> None:
+def _answer(frontend: _Frontend, number: int, future: Future[dict[str, Any]]) -> None:
     error = future.exception()
-    front.send(("answer", number, None if error else future.result(), repr(error) if error else None))
+    frontend.send(("answer", number, None if error else future.result(), repr(error) if error else None))
 
 
 def share(options: ServerOptions, member: int, port: int) -> ServerOptions:
-    """One front's part of what all may hold together."""
+    """The options of one frontend: limits that hold for the whole server are divided by the number of frontends."""
 
     def part(total: int) -> int:
         return max(1, total // options.fronts)
@@ -269,51 +275,54 @@ def share(options: ServerOptions, member: int, port: int) -> ServerOptions:
 
 
 def check(options: ServerOptions) -> None:
-    """Raises ConfigError for what no front could serve with, and for what several cannot keep."""
+    """Raises ConfigError for options that are invalid, or that several frontends cannot implement together."""
     server_credentials(options)
     if options.batch_dir is not None:
         raise ConfigError(
-            f"batch_dir: batches are one front's work, and there are to be {options.fronts}; fronts 1 would work"
+            f"batch_dir: batches need a server with one frontend process, and fronts is {options.fronts}; use fronts 1"
         )
     if options.sizes_file is not None:
-        raise ConfigError(f"sizes_file: written by a server with one front; {options.fronts} are asked for")
+        raise ConfigError(
+            f"sizes_file: only a server with one frontend process writes it, but fronts is {options.fronts}"
+        )
     if options.api_keys is not None:
         limited = [t.name for t in watch_keys(options.api_keys).current().values() if t.limits.limited]
         if limited:
             raise ConfigError(
-                f"api_keys: {limited[0]!r} has a rate, which {options.fronts} fronts would each count by themselves; "
-                "take the rates out, or use fronts 1"
+                f"api_keys: {limited[0]!r} has a rate limit, which each of {options.fronts} frontends would count by "
+                "itself; remove the rate limits, or use fronts 1"
             )
 
 
 @contextlib.contextmanager
 def reserved_port(options: ServerOptions) -> Iterator[int]:
-    """Holds the address for the fronts, and keeps other instances off it. Raises ConfigError."""
+    """Binds the port for the frontends and keeps other servers off it while the context lasts; yields the port. Raises
+    ConfigError where the port is taken."""
     family, kind, _, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
     with contextlib.ExitStack() as held:
         if options.port:
             path = Path(tempfile.gettempdir()) / f"saccade-{os.getuid()}-{address[0]}-{options.port}.lock"
-            try:  # in a folder of everybody's: nobody's link is followed
+            try:  # O_NOFOLLOW: everybody can create links in this folder
                 lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             except OSError as error:
-                raise ConfigError(f"port: the lock {path} cannot be had: {error.strerror}") from None
+                raise ConfigError(f"port: the lock file {path} cannot be opened: {error.strerror}") from None
             held.callback(os.close, lock)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise ConfigError(f"port: another server has its fronts on {options.host}:{options.port}") from None
+                raise ConfigError(f"port: another server has its frontends on {options.host}:{options.port}") from None
         sock = held.enter_context(socket.socket(family, kind))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
-            sock.bind(address)  # and never listens: connections go to those that do
+            sock.bind(address)  # without listen(): connections go only to the frontends, which listen
         except OSError:
             raise ConfigError(f"port: cannot listen on {options.host}:{options.port}; is it taken?") from None
         yield int(sock.getsockname()[1])
 
 
-async def serve_fronts(options: ServerOptions) -> int:
-    """Runs until SIGTERM or SIGINT; prints the ready line once all fronts serve. Returns the exit code."""
+async def serve_frontends(options: ServerOptions) -> int:
+    """Runs until SIGTERM or SIGINT; prints the ready line once all frontends serve. Returns the exit code."""
     check_exposure(options)
     check(options)
     loop, stopping = asyncio.get_running_loop(), stop_signals()
@@ -328,6 +337,6 @@ async def serve_fronts(options: ServerOptions) -> int:
         except BaseException:
             await hub.stop()
             raise
-        log.info("%d fronts on port %d; BatchService is not served by several", options.fronts, port)
+        log.info("%d frontends on port %d; BatchService is served only by a single one", options.fronts, port)
         await until_stopped(hub, stopping, options)
     return 0

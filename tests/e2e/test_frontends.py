@@ -26,7 +26,7 @@ from saccade import errors
 from saccade.v1 import admin_pb2, inference_pb2
 from service.commands.cli import ServerProcess
 from service.common.config import ConfigError, ServerOptions
-from service.servers.fronts import check, reserved_port, share
+from service.servers.frontends import check, reserved_port, share
 
 ROOT = Path(__file__).resolve().parents[2]
 FRONTS = 2
@@ -39,7 +39,7 @@ def arguments(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str
 
 
 @pytest.fixture(scope="module")
-def fronts(arguments: list[str]) -> Iterator[ServerProcess]:
+def frontends(arguments: list[str]) -> Iterator[ServerProcess]:
     with socket.socket() as free:  # a port by name: only those are locked
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -64,17 +64,17 @@ def owners(pids: list[int], port: int) -> dict[int, int]:
     return held
 
 
-def test_all_fronts_answer_as_one(fronts: ServerProcess, server: RunningServer) -> None:
-    port = int(fronts.address.rpartition(":")[2])
-    many = clients(fronts.address, 24)
+def test_all_frontends_answer_as_one(frontends: ServerProcess, server: RunningServer) -> None:
+    port = int(frontends.address.rpartition(":")[2])
+    many = clients(frontends.address, 24)
     requests = long_requests(24)
     with saccade.Client(server.address) as single, ThreadPoolExecutor(24) as pool:
         wanted = [open_stream(single, request).final() for request in requests]
         pairs = list(zip(many, requests, strict=True))
         check_same(list(pool.map(lambda pair: open_stream(*pair).final(), pairs)), wanted)
-    held = owners(children(fronts.pid, "service.servers.front_process"), port)
+    held = owners(children(frontends.pid, "service.servers.frontend_process"), port)
     assert len(held) == FRONTS and all(held.values()), held
-    # an image that one front has taken is there for all, and gone for all
+    # an image that one frontend has taken is there for all, and gone for all
     media = many[0].media.upload(picture(3))
     answers = {tuple(c.generate("x", images=[media], max_tokens=5, temperature=0).token_ids) for c in many}
     assert len(answers) == 1
@@ -82,14 +82,14 @@ def test_all_fronts_answer_as_one(fronts: ServerProcess, server: RunningServer) 
     for client in many:
         with pytest.raises(errors.NotFound):
             client.media.get(media.media_id)
-    # and a request of any front can be ended through any other
+    # and a request of any frontend can be ended through any other
     for client in many[:8]:
         stream = client.stream("x", max_tokens=550, ignore_eos=True)
         next(stream)
-        with connect(fronts.address) as stubs:
+        with connect(frontends.address) as stubs:
             stubs.inference.CancelGeneration(inference_pb2.CancelGenerationRequest(request_id=stream.request_id))
         assert stream.final().finish_reason == "aborted"
-    with connect(fronts.address) as stubs, pytest.raises(Exception, match="NOT_FOUND|no request"):
+    with connect(frontends.address) as stubs, pytest.raises(Exception, match="NOT_FOUND|no request"):
         stubs.inference.CancelGeneration(inference_pb2.CancelGenerationRequest(request_id="nobody"))
     with pytest.raises(errors.Unimplemented):
         many[0].batches.list()
@@ -97,12 +97,12 @@ def test_all_fronts_answer_as_one(fronts: ServerProcess, server: RunningServer) 
         client.close()
 
 
-def test_a_killed_front_is_replaced_and_an_engine_too(fronts: ServerProcess) -> None:
+def test_a_killed_frontend_is_replaced_and_an_engine_too(frontends: ServerProcess) -> None:
     requests = long_requests(12)
-    many = clients(fronts.address, 12, max_retries=60)
+    many = clients(frontends.address, 12, max_retries=60)
     wanted = [open_stream(many[0], request).final() for request in requests]
-    for victim in ("service.servers.front_process", "service.servers.engine_process"):
-        before = children(fronts.pid, victim)
+    for victim in ("service.servers.frontend_process", "service.servers.engine_process"):
+        before = children(frontends.pid, victim)
         begun = threading.Barrier(13)
 
         def read(pair: Any, begun: threading.Barrier = begun) -> saccade.Generation:
@@ -117,44 +117,44 @@ def test_a_killed_front_is_replaced_and_an_engine_too(fronts: ServerProcess) -> 
             begun.wait(120)
             os.kill(before[0], signal.SIGKILL)
             check_same([future.result(120) for future in futures], wanted)
-        while len(after := children(fronts.pid, victim)) < len(before) or after == before:
+        while len(after := children(frontends.pid, victim)) < len(before) or after == before:
             assert many[0].generate("x", max_tokens=1).token_ids
         assert set(before[1:]) <= set(after), "the others live on"
-    with connect(fronts.address) as stubs:
+    with connect(frontends.address) as stubs:
         while (loads := stubs.admin.GetLoads(admin_pb2.GetLoadsRequest())).running or loads.waiting:
             pass
     for client in many:
         client.close()
 
 
-def test_a_front_that_hangs_is_replaced(fronts: ServerProcess) -> None:
+def test_a_frontend_that_hangs_is_replaced(frontends: ServerProcess) -> None:
     # One that was still starting when the engine was killed, in the test before, is replaced after a pause.
-    while len(running := children(fronts.pid, "service.servers.front_process")) < FRONTS:
+    while len(running := children(frontends.pid, "service.servers.frontend_process")) < FRONTS:
         pass
     first, second = running
     os.kill(first, signal.SIGSTOP)
-    while first in (now := children(fronts.pid, "service.servers.front_process")) or len(now) < FRONTS:
+    while first in (now := children(frontends.pid, "service.servers.frontend_process")) or len(now) < FRONTS:
         pass
     assert second in now, "the other one, which had always answered, lives on"
 
 
-def test_a_second_instance_is_told(fronts: ServerProcess, arguments: list[str]) -> None:
-    port = fronts.address.rpartition(":")[2]
+def test_a_second_instance_is_told(frontends: ServerProcess, arguments: list[str]) -> None:
+    port = frontends.address.rpartition(":")[2]
     command = [sys.executable, "-m", "service", "serve", *arguments, "--port", port]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and "has its fronts on" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "has its frontends on" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_lock_that_is_somebody_s_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_file_that_is_a_symbolic_link_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "theirs").write_text("precious")
     (tmp_path / f"saccade-{os.getuid()}-127.0.0.1-50077.lock").symlink_to(tmp_path / "theirs")
-    with pytest.raises(ConfigError, match="lock .* cannot be had"), reserved_port(ServerOptions(port=50077)):
+    with pytest.raises(ConfigError, match="lock file .* cannot be opened"), reserved_port(ServerOptions(port=50077)):
         pass
     assert (tmp_path / "theirs").read_text() == "precious"
 
 
-def test_what_several_fronts_cannot_keep(model: Path, tmp_path: Path) -> None:
+def test_options_that_several_frontends_cannot_implement(model: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text(f'[[key]]\nname = "a"\nsha256 = "{"0" * 64}"\nrequests_per_minute = 5\n')
     cases: list[tuple[dict[str, Any], str]] = [
@@ -170,16 +170,16 @@ def test_what_several_fronts_cannot_keep(model: Path, tmp_path: Path) -> None:
     assert 3 * parts[0].max_queue <= ServerOptions().max_queue
 
 
-def test_the_end_is_that_of_all(fronts: ServerProcess) -> None:
-    """Drained through one front, all refuse; SIGTERM leaves no process."""
-    engines, workers = (children(fronts.pid, f"service.servers.{name}_process") for name in ("engine", "front"))
-    with connect(fronts.address) as stubs:
+def test_the_end_is_that_of_all(frontends: ServerProcess) -> None:
+    """Drained through one frontend, all refuse; SIGTERM leaves no process."""
+    engines, workers = (children(frontends.pid, f"service.servers.{name}_process") for name in ("engine", "frontend"))
+    with connect(frontends.address) as stubs:
         stubs.admin.Drain(admin_pb2.DrainRequest())
-    for client in clients(fronts.address, 8, max_retries=0):
+    for client in clients(frontends.address, 8, max_retries=0):
         with pytest.raises(errors.Overloaded) as refused:
             while True:  # until the word has come round
                 client.generate("x", max_tokens=1)
         assert refused.value.reason == "DRAINING"
         client.close()
-    assert fronts.stop() == 0
+    assert frontends.stop() == 0
     assert not any(Path(f"/proc/{pid}").exists() for pid in (*engines, *workers))
