@@ -38,9 +38,17 @@ def required(text: Mapping[str, Any], *names: str) -> list[Any]:
     return [text[name] for name in names]
 
 
-def only(text: Mapping[str, Any], name: str, served: str) -> None:
+def count(text: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """A whole number of at least 1. Raises CheckpointError that names the field."""
+    [value] = required(text, name) if default is None else [first(text, name, default=default)]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"config.json: {name} must be a whole number of at least 1, not {value!r}")
+    return value
+
+
+def only(text: Mapping[str, Any], name: str, served: object) -> None:
     """Raises CheckpointError where a field says something else than the one value that is served."""
-    if text.get(name, served) != served:
+    if first(text, name, default=served) != served:
         raise CheckpointError(f"config.json: {name} is {text[name]!r}; this family is served with {served!r}")
 
 
@@ -103,12 +111,20 @@ def attention(
     )
 
 
-def rope(text: Mapping[str, Any], dims: int) -> Rope:
+def rope(text: Mapping[str, Any], dims: int, *, kinds: tuple[str, ...] = ("default",)) -> Rope:
     """From `rope_parameters`, or from `rope_theta` and `rope_scaling` in older files. Raises CheckpointError for a
-    `rope_type` that is not served.
+    `rope_type` that is not one of `kinds`.
     """
-    parameters = first(text, "rope_parameters", "rope_scaling", default={})
+    parameters = rope_parameters(text)
     kind = first(parameters, "rope_type", "type", default="default")
-    if kind != "default":
-        raise CheckpointError(f"config.json: rope_type {kind!r} is not served; 'default' is")
+    if kind not in kinds:
+        raise CheckpointError(f"config.json: rope_type {kind!r} is not served; {kinds[0]!r} is")
     return Rope(dims, float(first(parameters, "rope_theta", default=first(text, "rope_theta", default=10000.0))))
+
+
+def rope_parameters(text: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`rope_parameters`, or `rope_scaling` in older files; empty where neither is set. Raises CheckpointError."""
+    found = first(text, "rope_parameters", "rope_scaling", default={})
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"config.json: rope_parameters must be an object, not {found!r}")
+    return found

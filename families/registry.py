@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from families import bamba, granitemoehybrid, nemotron_h, nemotron_h_omni
+from families import bamba, granitemoehybrid, nemotron_h, nemotron_h_omni, qwen3_5
 from families.family import Family
 from families.files import CheckpointError
 
-FAMILIES: tuple[Family, ...] = (nemotron_h_omni.FAMILY, nemotron_h.FAMILY, granitemoehybrid.FAMILY, bamba.FAMILY)
+FAMILIES: tuple[Family, ...] = (
+    nemotron_h_omni.FAMILY,
+    nemotron_h.FAMILY,
+    granitemoehybrid.FAMILY,
+    bamba.FAMILY,
+    qwen3_5.FAMILY,
+    qwen3_5.MOE_FAMILY,
+)
 
 
 def served_model_types() -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from service.model.modelconfig import WEIGHTS_FORMAT, WEIGHTS_KEY
 
 SHARD_BYTES = 2 * 2**30
 _LINEAR = re.compile(
-    r"(in_proj|out_proj|[qkvo]_proj|gate_proj|up_proj|down_proj|fc[12]_latent_proj|^lm_head)(\.weight)?$"
+    r"(in_proj(_qkv|_[zba])?|out_proj|[qkvo]_proj|gate_proj|up_proj|down_proj|fc[12]_latent_proj|^lm_head)(\.weight)?$"
 )
 
 

@@ -1,0 +1,22 @@
+"""Qwen3.5, 3.6 and 3.8 (Alibaba): gated delta rule and gated attention, each followed by a SwiGLU MLP or by experts."""
+
+from functools import partial
+
+from families.family import Family
+from families.qwen3_5.config import read_config
+from families.qwen3_5.names import weights
+
+FAMILY = Family(
+    name="qwen3_5",
+    read_config=partial(read_config, moe=False),
+    weights=weights,
+    aliases=("qwen3_5_text", "Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"),
+    image_wrappers=("<|vision_start|>", "<|vision_end|>"),
+)
+MOE_FAMILY = Family(
+    name="qwen3_5_moe",
+    read_config=partial(read_config, moe=True),
+    weights=weights,
+    aliases=("qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"),
+    image_wrappers=("<|vision_start|>", "<|vision_end|>"),
+)

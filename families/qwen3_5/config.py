@@ -1,0 +1,173 @@
+"""`config.json` -> `DecoderConfig`. Reference: transformers, models/qwen3_5/modeling_qwen3_5.py and qwen3_5_moe.
+
+Files of vision-language models hold the decoder's fields in `text_config`, files of text-only ones at the top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from decoder.config import DecoderConfig
+from decoder.layers.descriptions import Attention, Experts, GatedDelta, Mlp
+from decoder.layers.spec import Layer, MixerSpec
+from families import fields
+from families.family import FamilyConfig, ModelFiles
+from families.files import CheckpointError, first
+from kernels.rope import Rope
+
+SECTIONS = (11, 11, 10)
+"""Frequencies of the time, row and column axes where a file does not say."""
+ROTATED = 0.25
+"""Share of each head that is rotated where a file does not say."""
+
+
+def read_config(files: ModelFiles, *, moe: bool) -> FamilyConfig:
+    """Raises CheckpointError with the field at fault."""
+    config = files.config
+    text = _section(config, "text_config") or config
+    vision = {} if first(config, "language_model_only", default=False) else _section(config, "vision_config")
+    _check_type(text, "text_config", "text", moe=moe)
+    _check_type(vision, "vision_config", "vision", moe=moe)
+    tied = bool(first(config, "tie_word_embeddings", default=first(text, "tie_word_embeddings", default=False)))
+    return FamilyConfig(text, decoder_config(text, moe=moe, tied=tied, axes=3 if vision else 1))
+
+
+def decoder_config(text: Mapping[str, Any], *, moe: bool = False, tied: bool = False, axes: int = 1) -> DecoderConfig:
+    """The decoder that a file's fields describe. `moe`: with experts instead of MLPs; `axes`: of the positions, 3 where
+    prompts hold images, whose tokens have a row and a column. Raises CheckpointError.
+    """
+    try:
+        return _decoder_config(text, moe, tied, axes)
+    except CheckpointError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"config.json: {error}") from None
+
+
+def _decoder_config(text: Mapping[str, Any], moe: bool, tied: bool, axes: int) -> DecoderConfig:
+    inner = () if moe else ("intermediate_size",)
+    fields.required(
+        text, "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", *inner
+    )
+    vocab, hidden, layers = (fields.count(text, name) for name in ("vocab_size", "hidden_size", "num_hidden_layers"))
+    fields.only(text, "hidden_act", "silu")
+    fields.only(text, "attn_output_gate", True)
+    fields.only(text, "use_sliding_window", False)
+    if first(text, "output_gate_type", default="swish") not in ("swish", "silu"):
+        raise CheckpointError(f"config.json: output_gate_type is {text['output_gate_type']!r}; 'swish' is served")
+    eps = float(first(text, "rms_norm_eps", default=1e-6))
+    attention = _attention(text, hidden, eps, axes)
+    mixers: dict[str, MixerSpec] = {"mamba": _gated_delta(text, hidden, eps), "attention": attention}
+    feed_forward = _experts(text, hidden) if moe else _mlp(text, hidden)
+    found = []
+    for kind in _layer_kinds(text, layers):
+        found += [Layer((("mixer", mixers[kind]),)), Layer((("mixer", feed_forward),))]
+    return DecoderConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        layers=tuple(found),
+        norm_eps=eps,
+        tie_word_embeddings=tied,
+        max_position_embeddings=fields.count(text, "max_position_embeddings", 32768),
+        position_axes=axes,
+        mtp=(attention, feed_forward) if _has_mtp(text) else (),
+    )
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = first(config, name, default={})
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"config.json: {name} must be an object, not {found!r}")
+    return found
+
+
+def _check_type(section: Mapping[str, Any], name: str, part: str, *, moe: bool) -> None:
+    """Files that predate the types of the parts give both parts the model's own."""
+    whole = "qwen3_5_moe" if moe else "qwen3_5"
+    found = first(section, "model_type", default=whole)
+    if found not in (whole, f"{whole}_{part}"):
+        raise CheckpointError(f"config.json: {name}.model_type is {found!r}; {whole}_{part} is served here")
+
+
+def _layer_kinds(text: Mapping[str, Any], layers: int) -> list[str]:
+    if (kinds := text.get("layer_types")) is not None:
+        return fields.layer_kinds(kinds, layers, "layer_types")
+    interval = fields.count(text, "full_attention_interval", 4)
+    return ["mamba" if (index + 1) % interval else "attention" for index in range(layers)]
+
+
+def _gated_delta(text: Mapping[str, Any], hidden: int, eps: float) -> GatedDelta:
+    return GatedDelta(
+        hidden_size=hidden,
+        num_key_heads=fields.count(text, "linear_num_key_heads", 16),
+        num_value_heads=fields.count(text, "linear_num_value_heads", 32),
+        key_head_dim=fields.count(text, "linear_key_head_dim", 128),
+        value_head_dim=fields.count(text, "linear_value_head_dim", 128),
+        conv_kernel=fields.count(text, "linear_conv_kernel_dim", 4),
+        norm_eps=eps,
+    )
+
+
+def _attention(text: Mapping[str, Any], hidden: int, eps: float, axes: int) -> Attention:
+    width = fields.count(text, "head_dim", 256)
+    return Attention(
+        hidden_size=hidden,
+        num_attention_heads=fields.count(text, "num_attention_heads"),
+        num_key_value_heads=fields.count(text, "num_key_value_heads"),
+        head_dim=width,
+        attention_bias=bool(first(text, "attention_bias", default=False)),
+        rope=_rope(text, width, axes),
+        gate=True,
+        qk_norm=eps,
+    )
+
+
+def _rope(text: Mapping[str, Any], width: int, axes: int) -> Rope:
+    """Rotary positions of the first part of each head; with several axes, frequencies of rows and columns stand between
+    those of time: T H W T H W and so on, and T again where an axis has used up its section.
+    """
+    parameters = fields.rope_parameters(text)
+    fields.only(parameters, "mrope_interleaved", True)
+    share = first(parameters, "partial_rotary_factor", default=first(text, "partial_rotary_factor", default=ROTATED))
+    plain = fields.rope(text, int(width * float(share)), kinds=("default", "mrope"))
+    sections = first(parameters, "mrope_section", default=SECTIONS)
+    if len(sections) != 3 or not all(isinstance(n, int) and n >= 0 for n in sections):
+        raise CheckpointError(f"config.json: mrope_section must be three counts of frequencies, not {sections!r}")
+    if axes == 1:
+        return plain
+    taken = [0] * (plain.dims // 2)
+    for axis in (1, 2):
+        for index in range(axis, min(3 * sections[axis], len(taken)), 3):
+            taken[index] = axis
+    return Rope(plain.dims, plain.theta, tuple(taken))
+
+
+def _mlp(text: Mapping[str, Any], hidden: int) -> Mlp:
+    return Mlp(hidden, fields.count(text, "intermediate_size"), "silu", gated=True)
+
+
+def _experts(text: Mapping[str, Any], hidden: int) -> Experts:
+    fields.only(text, "norm_topk_prob", True)
+    fields.only(text, "decoder_sparse_step", 1)
+    fields.only(text, "mlp_only_layers", [])
+    return Experts(
+        hidden_size=hidden,
+        n_routed_experts=fields.count(text, "num_experts", 256),
+        num_experts_per_tok=fields.count(text, "num_experts_per_tok", 8),
+        moe_intermediate_size=fields.count(text, "moe_intermediate_size", 512),
+        moe_shared_expert_intermediate_size=fields.count(text, "shared_expert_intermediate_size", 512),
+        mlp_hidden_act="silu",
+        gated=True,
+        routing="softmax",
+        shared_gate=True,
+    )
+
+
+def _has_mtp(text: Mapping[str, Any]) -> bool:
+    """Whether the model has a head that predicts further tokens."""
+    layers = first(text, "mtp_num_hidden_layers", default=0)
+    if layers not in (0, 1):
+        raise CheckpointError(f"config.json: mtp_num_hidden_layers is {layers!r}; 0 and 1 are served")
+    fields.only(text, "mtp_use_dedicated_embeddings", False)
+    return bool(layers)

@@ -1,0 +1,98 @@
+"""Names of published weights -> ours.
+
+A published layer is two of ours: gated delta rule or attention, then the MLP or experts. Queries and the gates of the
+attention's output are one tensor, both of one head after the other. Norms store what is added to 1, but for those of
+the gated delta rule. Experts are stored as one tensor, gates before ups, or one by one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from decoder.config import DecoderConfig
+from decoder.layers.descriptions import Attention
+from families.family import FamilyConfig, Target
+
+# `model.language_model.` in files of vision-language models, `model.` in text-only ones; conversions have others.
+_PREFIX = re.compile(r"^(model\.)?(language_model\.)?(model\.)?(?=embed_tokens\.|norm\.|layers\.|mtp\.|lm_head\.)")
+_LAYER = re.compile(r"^(mtp\.)?layers\.(\d+)\.(.*)$")
+_EXPERT = re.compile(r"^mlp\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
+_QUERIES = re.compile(r"^self_attn\.q_proj\.(weight|bias)$")
+_VISION = re.compile(r"^(model\.)?visual\.")
+# Name, or prefix ending in a dot, in a published layer -> which of our two layers, and ours in it.
+_PARTS = {
+    "input_layernorm.": (0, "norm."),
+    "post_attention_layernorm.": (1, "norm."),
+    "linear_attn.": (0, "mixer."),
+    "self_attn.": (0, "mixer."),
+    "mlp.shared_expert.": (1, "mixer.shared_experts."),
+    "mlp.": (1, "mixer."),
+}
+_OUTER = {
+    "embed_tokens.weight": "model.embeddings.weight",
+    "norm.weight": "model.norm_f.weight",
+    "mtp.fc.weight": "mtp.layers.0.eh_proj.weight",
+    "mtp.pre_fc_norm_embedding.weight": "mtp.layers.0.enorm.weight",
+    "mtp.pre_fc_norm_hidden.weight": "mtp.layers.0.hnorm.weight",
+    "mtp.norm.weight": "mtp.layers.1.final_layernorm.weight",
+}
+_CENTRED = re.compile(r"^(mtp\.)?norm\.weight$|layernorm\.weight$|\.[qk]_norm\.weight$|^mtp\.pre_fc_norm_\w+\.weight$")
+
+
+def weights(config: FamilyConfig) -> Callable[[str], list[Target]]:
+    def targets(name: str) -> list[Target]:
+        return [] if _VISION.match(name) else decoder_targets(name, config.decoder)
+
+    return targets
+
+
+def decoder_targets(name: str, config: DecoderConfig) -> list[Target]:
+    """What a stored tensor of the decoder is; nothing for heads that predict further tokens where the configuration has
+    none. Names that are not known stay as they are.
+    """
+    inner = _PREFIX.sub("", name)
+    if inner.startswith("mtp.") and not config.mtp:
+        return []
+    if layer := _LAYER.match(inner):
+        first, part = 2 * int(layer[2]), layer[3]
+        if layer[1] and first:
+            return [Target(name)]
+        return _layer_targets(f"{layer[1] or 'model.'}layers.", first, part, config) or [Target(name)]
+    if inner == "lm_head.weight":
+        return [Target(inner)]
+    if (ours := _OUTER.get(inner)) is None:
+        return [Target(name)]
+    return [Target(ours, offset=_offset(inner))]
+
+
+def _layer_targets(prefix: str, first: int, part: str, config: DecoderConfig) -> list[Target]:
+    if queries := _QUERIES.match(part):
+        both, heads = ("q_proj", "gate_proj"), _heads(config)
+        return [
+            Target(f"{prefix}{first}.mixer.{ours}.{queries[1]}", "part", place, 2, groups=heads)
+            for place, ours in enumerate(both)
+        ]
+    if expert := _EXPERT.match(part):
+        return [Target(f"{prefix}{first + 1}.mixer.experts.{expert[2]}", "stack", int(expert[1]))]
+    if part == "mlp.experts.gate_up_proj":
+        both = ("gate_proj", "up_proj")
+        return [
+            Target(f"{prefix}{first + 1}.mixer.experts.{ours}", "part", place, 2) for place, ours in enumerate(both)
+        ]
+    for stored, (which, ours) in _PARTS.items():
+        if part.startswith(stored):
+            name = f"{prefix}{first + which}.{ours}{part.removeprefix(stored)}"
+            return [Target(name, offset=_offset(part))]
+    return []
+
+
+def _heads(config: DecoderConfig) -> int:
+    """Of the attention, which is the same in all layers."""
+    specs = (*config.mixers, *config.mtp)
+    return next((spec.num_attention_heads for spec in specs if isinstance(spec, Attention)), 1)
+
+
+def _offset(part: str) -> float:
+    """1 for norms that store what is added to it."""
+    return 1.0 if _CENTRED.search(part) else 0.0

@@ -1,0 +1,166 @@
+"""Published configurations, in the nesting that they are published in, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from published_qwen import PUBLISHED, published
+
+from decoder.layers.descriptions import Attention, Experts, GatedDelta, Mlp
+from families import CheckpointError
+from service.model.modelconfig import ModelConfig, load_config
+
+
+def load(path: Path, config: dict[str, Any]) -> ModelConfig:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return load_config(path)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations(tmp_path: Path, name: str) -> None:
+    hidden, layers, heads, kv, inner, values, tied = PUBLISHED[name]
+    found = load(tmp_path, published(name))
+    decoder = found.decoder
+    assert (decoder.vocab_size, decoder.hidden_size, len(decoder.layers)) == (248320, hidden, 2 * layers)
+    assert decoder.tie_word_embeddings is tied
+    assert decoder.position_axes == 3
+    assert found.dtype == "bfloat16" and found.eos_token_ids == {248044}
+    kinds = ["*" if isinstance(spec, Attention) else "G" for spec in decoder.mixers[::2]]
+    assert "".join(kinds) == "GGG*" * (layers // 4)
+    delta = decoder.mixers[0]
+    assert delta == GatedDelta(hidden, 16, values, 128, 128, 4, 64, 1e-6)
+    attention = decoder.mixers[6]
+    assert isinstance(attention, Attention) and attention.rope is not None
+    assert (attention.num_attention_heads, attention.kv_heads, attention.head_dim) == (heads, kv, 256)
+    assert attention.gate and attention.qk_norm == 1e-6 and not attention.attention_bias
+    assert (attention.rope.dims, attention.rope.theta) == (64, 1e7)
+    feed_forward = decoder.mixers[1]
+    if isinstance(inner, int):
+        assert feed_forward == Mlp(hidden, inner, "silu", gated=True)
+    else:
+        experts, chosen, width, shared = inner
+        assert feed_forward == Experts(
+            hidden,
+            experts,
+            chosen,
+            width,
+            shared,
+            mlp_hidden_act="silu",
+            gated=True,
+            routing="softmax",
+            shared_gate=True,
+        )
+    assert decoder.mtp == (attention, feed_forward)
+
+
+def test_axes_of_frequencies_are_those_of_transformers(tmp_path: Path) -> None:
+    """Rows take 1, 4, .. 31, columns 2, 5, .. 29, time the rest."""
+    rope = load(tmp_path, published("0.8B")).decoder.mixers[6].rope  # type: ignore[attr-defined]
+    assert [i for i, axis in enumerate(rope.axes) if axis == 1] == list(range(1, 32, 3))
+    assert [i for i, axis in enumerate(rope.axes) if axis == 2] == list(range(2, 30, 3))
+
+
+def change(config: dict[str, Any], section: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """The same configuration with other fields at the top or in a section; None takes one away."""
+    part = config if section == "" else config[section]
+    for name, value in fields.items():
+        part.pop(name, None)
+        if value is not None:
+            part[name] = value
+    return config
+
+
+OLDER_ROPE = {
+    "rope_parameters": None, "rope_theta": 10000000, "partial_rotary_factor": 0.25,
+    "rope_scaling": {"type": "mrope", "mrope_section": [11, 11, 10], "mrope_interleaved": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("section", "fields"),
+    [
+        pytest.param("text_config", {"layer_types": None}, id="interval"),
+        pytest.param("text_config", {"full_attention_interval": None}, id="layer-types"),
+        pytest.param("text_config", OLDER_ROPE, id="older-rope-fields"),
+        pytest.param("text_config", {"model_type": None, "output_gate_type": None}, id="no-types"),
+        pytest.param("vision_config", {"model_type": "qwen3_5_vision"}, id="newer-vision-type"),
+        pytest.param("", {"tie_word_embeddings": None}, id="tied-in-the-text-only"),
+        pytest.param("text_config", {"tie_word_embeddings": None}, id="tied-at-the-top-only"),
+        pytest.param("", {"model_type": None}, id="architecture-only"),
+    ],
+)
+def test_the_same_model_written_otherwise(tmp_path: Path, section: str, fields: dict[str, Any]) -> None:
+    expected = load(tmp_path / "a", published("0.8B")).decoder
+    assert load(tmp_path / "b", change(published("0.8B"), section, fields)).decoder == expected
+
+
+@pytest.mark.parametrize(("name", "kind"), [("4B", "qwen3_5_text"), ("35B-A3B", "qwen3_5_moe_text")])
+def test_text_only_files_hold_their_fields_at_the_top(tmp_path: Path, name: str, kind: str) -> None:
+    whole = published(name)
+    tied = whole["tie_word_embeddings"]
+    flat = load(tmp_path / "a", {**whole["text_config"], "model_type": kind, "tie_word_embeddings": tied})
+    alone = load(tmp_path / "b", whole | {"language_model_only": True})
+    assert flat.decoder == alone.decoder
+    assert flat.decoder.position_axes == 1 and flat.decoder.mixers[6].rope.axes == ()  # type: ignore[attr-defined]
+    assert flat.vision is None and alone.vision is None and alone.image_token_id is None
+
+
+@pytest.mark.parametrize(
+    ("section", "fields", "message"),
+    [
+        ("text_config", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn' is not served"),
+        ("text_config", {"rope_parameters": {"rope_type": "llama3"}}, "rope_type 'llama3' is not served"),
+        ("text_config", {"rope_parameters": 3}, "rope_parameters must be an object, not 3"),
+        ("text_config", {"rope_parameters": {"mrope_interleaved": False}}, "mrope_interleaved is False"),
+        ("text_config", {"rope_parameters": {"mrope_section": [11, 11]}}, r"mrope_section must be three .* \[11, 11\]"),
+        ("text_config", {"rope_parameters": {"partial_rotary_factor": 0.001}}, "rotated dimensions"),
+        (
+            "text_config",
+            {"rope_parameters": {"partial_rotary_factor": 2}},
+            "512 rotated dimensions are above",
+        ),
+        ("text_config", {"rope_parameters": {"rope_theta": 0}}, "rope theta must be above 0"),
+        ("text_config", {"vocab_size": None, "num_attention_heads": None}, "lacks vocab_size, num_attention_heads"),
+        ("text_config", {"intermediate_size": None}, "lacks intermediate_size"),
+        ("text_config", {"hidden_size": "1024"}, "hidden_size must be a whole number of at least 1, not '1024'"),
+        ("text_config", {"head_dim": 0}, "head_dim must be a whole number of at least 1, not 0"),
+        ("text_config", {"num_key_value_heads": 3}, "num_attention_heads 8 is not a multiple of num_key_value_heads 3"),
+        ("text_config", {"linear_num_value_heads": 17}, "num_value_heads 17 is not a multiple of num_key_heads 16"),
+        ("text_config", {"linear_conv_kernel_dim": 1}, "conv_kernel must be at least 2, not 1"),
+        ("text_config", {"layer_types": ["linear_attention", "sliding_attention"]}, "sliding_attention"),
+        ("text_config", {"layer_types": ["linear_attention"] * 9}, "names 9 layers and num_hidden_layers is 24"),
+        ("text_config", {"full_attention_interval": 0, "layer_types": None}, "full_attention_interval must be"),
+        ("text_config", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("text_config", {"attn_output_gate": False}, "attn_output_gate is False"),
+        ("text_config", {"output_gate_type": "sigmoid"}, "output_gate_type is 'sigmoid'"),
+        ("text_config", {"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers is 2; 0 and 1 are served"),
+        ("text_config", {"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings is True"),
+        ("text_config", {"rms_norm_eps": 0}, "must be above 0"),
+        ("text_config", {"model_type": "qwen3_next"}, "text_config.model_type is 'qwen3_next'"),
+        ("vision_config", {"model_type": "siglip"}, "vision_config.model_type is 'siglip'"),
+        ("", {"text_config": []}, r"text_config must be an object, not \[\]"),
+    ],
+)
+def test_configurations_that_are_refused(tmp_path: Path, section: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path, change(published("0.8B"), section, fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_experts_per_tok": 257}, "num_experts_per_tok 257 is above the 256 experts"),
+        ({"norm_topk_prob": False}, "norm_topk_prob is False"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+        ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size must be a whole number"),
+        ({"model_type": "qwen3_5_text"}, "text_config.model_type is 'qwen3_5_text'; qwen3_5_moe_text"),
+    ],
+)
+def test_experts_that_are_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path, change(published("35B-A3B"), "text_config", fields))

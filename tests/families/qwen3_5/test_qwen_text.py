@@ -1,0 +1,139 @@
+"""The family's decoder against transformers in float32, on random tiny checkpoints, with every option."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from qwen_checkpoint import NAMINGS, make_qwen
+from safetensors.torch import load_file, save_file
+from speculation import pairwise
+from tiny_checkpoint import VOCAB
+from tiny_decoder import greedy_params, request, run, tokens
+
+from decoder.config import DecoderOptions
+from decoder.runner import DecoderRunner
+from families import CheckpointError
+from kernels.native import NativeUnavailable, library
+from service.model.checkpoint import Checkpoint
+from service.model.quantise import quantise_checkpoint
+
+SEEDS = 44
+STEPS = 32
+
+
+def compiled() -> list[str]:
+    try:
+        library()
+    except NativeUnavailable:
+        return ["off"]
+    return ["on", "off"]
+
+
+OPTIONS = pairwise(
+    {
+        "state_cache": ["none", "align", "all", "auto"],
+        "speculative": ["none", "ngram"],
+        "spec_state": ["replay", "slots"],
+        "max_chunk": [None, 5],
+        "graphs": ["off", "on"],
+        "native": compiled(),
+        "preempt_every": [0, 3],
+    }
+)
+
+
+def runner_of(checkpoint: Checkpoint, **options: Any) -> DecoderRunner:
+    common = {"max_seqs": 3, "max_len": 128, "max_batched_tokens": 64, "page_size": 4, "host_bytes": 2**24}
+    chosen = DecoderOptions(**{**common, "draft_policy": "fixed", **options})
+    return DecoderRunner(checkpoint.config.decoder, chosen, checkpoint.decoder_weights())
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_tokens_and_logprobs_with_any_options(tmp_path: Path, seed: int) -> None:
+    """Two prompts with a common beginning, one after the other: the second finds what the first has left."""
+    tiny = make_qwen(tmp_path, seed, naming=NAMINGS[seed % len(NAMINGS)], mtp=seed % 2 == 0)
+    checkpoint = Checkpoint(tmp_path)
+    chosen: dict[str, Any] = dict(OPTIONS[seed % len(OPTIONS)])
+    preempt_every = chosen.pop("preempt_every")
+    block = {"state_block": 64} if chosen["state_cache"] in ("align", "all") else {}
+    runner = runner_of(checkpoint, **block, **chosen)
+    rng = random.Random(seed)
+    common = [rng.randint(3, 9) for _ in range(rng.choice([9, 24, 33]))]
+    for name in ("first", "second"):
+        ids = [*common, *(rng.randint(3, VOCAB - 2) for _ in range(rng.randint(1, 12)))]
+        events = run(runner, request(name, ids, greedy_params(STEPS, logprobs=3)), preempt_every=preempt_every)[name]
+        drawn = tokens(events)
+        oracle = tiny.logits(ids + drawn[:-1])[len(ids) - 1 :]
+        scale = max(1.0, float(oracle.abs().max()))
+        for row, event in zip(torch.log_softmax(oracle, -1), events, strict=True):
+            assert event.logprob == pytest.approx(float(row[event.token_id]), abs=1e-4 * scale)
+            assert float(row.max() - row[event.token_id]) <= 1e-4 * scale
+    runner.check_integrity()
+
+
+@pytest.mark.parametrize("moe", [False, True])
+def test_every_naming_is_the_same_model(tmp_path: Path, moe: bool) -> None:
+    """Also with experts one by one; and norms get their 1 in float32, whatever they are stored in."""
+    tensors = []
+    for index, naming in enumerate(NAMINGS):
+        path = tmp_path / str(index)
+        make_qwen(path, 3, moe=moe, tied=False, naming=naming, mtp=True, one_by_one=index % 2 == 0)
+        tensors.append(dict(Checkpoint(path).decoder_weights()))
+    for found in tensors[1:]:
+        assert found.keys() == tensors[0].keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in tensors[0].items())
+
+
+def test_a_released_file_in_bfloat16_keeps_the_bits_of_its_norms_and_decays(tmp_path: Path) -> None:
+    make_qwen(tmp_path, 0, mtp=True)
+    weights = {name: tensor.bfloat16() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    found = dict(Checkpoint(tmp_path).decoder_weights())
+    centred = {name for name, tensor in found.items() if tensor.dtype == torch.float32}
+    layers = Checkpoint(tmp_path).config.decoder.layers
+    assert {f"model.layers.{index}.norm.weight" for index in range(len(layers))} < centred
+    assert {f"mtp.layers.{name}.weight" for name in ("0.enorm", "0.hnorm", "1.norm", "1.final_layernorm")} < centred
+    assert {name for name in found if name.endswith(("q_norm.weight", "k_norm.weight", "norm_f.weight"))} < centred
+    assert not any("mixer.norm" in name or "proj" in name or "A_log" in name for name in centred)
+    [stored] = [tensor for name, tensor in weights.items() if name.endswith("language_model.norm.weight")] or [
+        tensor for name, tensor in weights.items() if name.endswith("model.norm.weight")
+    ]
+    assert torch.equal(found["model.norm_f.weight"], 1 + stored.float())
+
+
+def test_leftover_tensors_are_errors(tmp_path: Path) -> None:
+    make_qwen(tmp_path, 1, moe=False, naming="model.")
+    weights = load_file(tmp_path / "model.safetensors")
+    extra = {
+        "model.layers.0.mlp.gate_proj.weight_scale_inv": torch.ones(1),
+        "model.layers.0.linear_attn.in_proj_ba.weight": torch.ones(1),
+        "model.layers.0.shared_mlp.x": torch.ones(1),
+        "mtp.layers.1.input_layernorm.weight": torch.ones(1),
+    }
+    save_file(weights | extra, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="3 weights do not fit") as caught:
+        Checkpoint(tmp_path)
+    assert all(name.split(".")[-2] in str(caught.value) for name in list(extra)[:3])
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"mtp_num_hidden_layers": 1}))
+    with pytest.raises(CheckpointError, match=r"unexpected mtp\.layers\.1\.input_layernorm"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("moe", [False, True])
+def test_quantised_files_are_read_back(tmp_path: Path, moe: bool) -> None:
+    """Fused tensors are quantised as they are stored and split when they are read."""
+    make_qwen(tmp_path / "model", 5, moe=moe, text={"layer_types": ["linear_attention", "full_attention"],
+              "num_hidden_layers": 2})  # fmt: skip
+    checkpoint = Checkpoint(tmp_path / "model")
+    quantise_checkpoint(checkpoint, tmp_path / "small", "int8")
+
+    def answer(of: Checkpoint, weights: str | None) -> list[int]:
+        return tokens(run(runner_of(of, weights=weights), request("a", [5, 7, 9], greedy_params(12)))["a"])
+
+    assert answer(Checkpoint(tmp_path / "small"), None) == answer(checkpoint, "int8")
