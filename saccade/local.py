@@ -16,8 +16,8 @@ class LocalClient(Methods):
     which only a server can keep.
 
     Args:
-        model: "demo" for the embedded model, a checkpoint's folder, or a hub id that the local Hugging Face cache
-        holds.
+        model: "demo" for the embedded model, a checkpoint's folder, or a hub id, which is downloaded where it has to be
+        (`revision`, an option of the server, names a branch, tag or commit).
         dtype: "float32" or "bfloat16"; None leaves it to the engine.
         device: "cpu" or "cuda"; None leaves it to the engine.
         engine_options: the options of `saccade serve`, with underscores.

@@ -24,6 +24,7 @@ from service.engine.build import (
     resolve_dtype,
 )
 from service.model.checkpoint import Checkpoint, open_checkpoint
+from service.model.hub import fetched
 from service.model.quantise import quantised_name
 from service.model.resolve import resolve_vision
 
@@ -66,7 +67,8 @@ def size(count: int) -> str:
 
 def plan(options: EngineOptions) -> list[Table]:
     """The tables of the plan. Raises what the server would raise for the same options."""
-    checkpoint = open_checkpoint(options.model)
+    options = fetched(options)
+    checkpoint = open_checkpoint(options.model, options.revision)
     check_role(options, checkpoint)
     if options.role == "encoder":
         return [memory_table(options, checkpoint), encoder_table(options, checkpoint)]

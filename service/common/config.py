@@ -24,7 +24,10 @@ def _option(
 class EngineOptions:
     """What the engine process is built from."""
 
-    model: str = _option("demo", "'demo', a checkpoint directory, or a hub id that the local Hugging Face cache holds")
+    model: str = _option("demo", "'demo', a checkpoint directory, or a hub id, which is downloaded where it has to be")
+    revision: str | None = _option(
+        None, "branch, tag or commit of a model that is named by its hub id; unset: main as it is now"
+    )
     dtype: str | None = _option(
         None, "compute dtype; unset: what the checkpoint declares", choices=("float32", "bfloat16")
     )

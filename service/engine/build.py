@@ -92,7 +92,7 @@ def build_engine(options: EngineOptions) -> Engine:
     """Reads the checkpoint and makes encoder, handoff and decoder. Raises ConfigError or CheckpointError with the
     number that would work; nothing is started yet."""
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
-    checkpoint = open_checkpoint(options.model)
+    checkpoint = open_checkpoint(options.model, options.revision)
     check_role(options, checkpoint)
     dtype = resolve_dtype(options, checkpoint)
     vision = resolve_vision(options, checkpoint)
@@ -186,7 +186,7 @@ def encoder_process(options: EngineOptions, vision: VisionSpec, handoff: Handoff
 def encoder_of_process(options: EngineOptions, source: WorkSource) -> LocalEncoder:
     """The same from inside. Works on the caller's turns, on every device."""
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
-    checkpoint = open_checkpoint(options.model)
+    checkpoint = open_checkpoint(options.model, options.revision)
     vision = resolve_vision(options, checkpoint)
     assert vision is not None, "a process for the encoder of a model without one"
     runner = _encoder_runner(options, checkpoint, vision)
@@ -203,7 +203,7 @@ def check_role(options: EngineOptions, checkpoint: Checkpoint) -> None:
 def build_encoder(options: EngineOptions) -> tuple[LocalEncoder, Handoff, Partner]:
     """The encoder's half of a model, for `--role encoder`. Raises ConfigError or CheckpointError."""
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
-    checkpoint = open_checkpoint(options.model)
+    checkpoint = open_checkpoint(options.model, options.revision)
     check_role(options, checkpoint)
     dtype = resolve_dtype(options, checkpoint)
     vision = resolve_vision(options, checkpoint)

@@ -9,8 +9,6 @@ import hashlib
 import json
 import logging
 import math
-import os
-import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from families import CheckpointError, Target
-from families.files import read_json
+from service.model.cache import indexed_files, resolve_model
 from service.model.modelconfig import ModelConfig, load_config
 
 if TYPE_CHECKING:
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["Checkpoint", "CheckpointError", "open_checkpoint", "resolve_model"]
+__all__ = ["Checkpoint", "CheckpointError", "open_checkpoint"]
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes in all) as weights stream in."""
@@ -41,35 +39,6 @@ class _Source:
     names: tuple[str, ...]
     target: Target
     """What becomes of it; of those of a stack, the first."""
-
-
-def hub_cache() -> Path:
-    """The folder in which the Hugging Face tools keep downloaded snapshots."""
-    if path := os.environ.get("HF_HUB_CACHE"):
-        return Path(path)
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
-    return Path(home).expanduser() / "hub"
-
-
-def resolve_model(model: str) -> Path:
-    """`demo`, a directory, or a hub id that the local cache holds -> the directory. Never downloads."""
-    if model == "demo":
-        return Path(__file__).resolve().parent.parent.parent / "demo" / "model"
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    repository = hub_cache() / f"models--{model.replace('/', '--')}"
-    snapshots = repository / "snapshots"
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and snapshots.is_dir():
-        reference = repository / "refs" / "main"
-        if reference.is_file() and (snapshots / reference.read_text().strip()).is_dir():
-            return snapshots / reference.read_text().strip()
-        if found := sorted(p for p in snapshots.iterdir() if p.is_dir()):
-            return found[-1]
-    raise CheckpointError(
-        f"no model {model!r}: it is neither 'demo', nor a directory, nor a hub id under {hub_cache()} "
-        "(this server never downloads; fetch it with `hf download` first)"
-    )
 
 
 class Checkpoint:
@@ -264,10 +233,10 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: a weights file cannot be read: {error}") from error
 
 
-def open_checkpoint(model: str) -> Checkpoint:
-    """`demo`, directory or hub id -> Checkpoint. Raises CheckpointError, with everything that is wrong in one
-    message."""
-    path = resolve_model(model)
+def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
+    """`demo`, directory or hub id in the cache -> Checkpoint. Raises CheckpointError, with everything that is wrong in
+    one message."""
+    path = resolve_model(model, revision)
     name = model if model == "demo" or not Path(model).expanduser().is_dir() else None
     return Checkpoint(path, name=name)
 
@@ -290,7 +259,7 @@ def _made(tensor: torch.Tensor | Quantised, target: Target) -> torch.Tensor | Qu
 def _weight_files(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     if index.exists():
-        files = sorted({path / file for file in read_json(index).get("weight_map", {}).values()})
+        files = [path / file for file in indexed_files(index)]
         if absent := [f.name for f in files if not f.exists()]:
             raise CheckpointError(f"{path}: the index names files that are not there: {', '.join(absent)}")
         return files

@@ -41,5 +41,5 @@ def door_limits(options: ServerOptions, max_len: int = 0) -> DoorLimits:
 
 
 def load_assets(options: ServerOptions) -> ModelAssets:
-    checkpoint = open_checkpoint(options.model)
+    checkpoint = open_checkpoint(options.model, options.revision)
     return ModelAssets(checkpoint.config, resolve_vision(options, checkpoint))

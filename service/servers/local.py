@@ -18,6 +18,7 @@ from service.common.config import ServerOptions
 from service.common.settings import from_keywords
 from service.engine.engine_thread import EngineThread
 from service.media.patches import local_processor
+from service.model.hub import fetched
 from service.servers.limits import frontend_limits, load_assets
 
 T = TypeVar("T")
@@ -32,7 +33,8 @@ class LocalService:
     ) -> None:
         """`options`: any option of the server by name. Raises InvalidArgument with what would work instead."""
         try:
-            self.options = from_keywords(ServerOptions, {"model": model, "dtype": dtype, "device": device, **options})
+            named = from_keywords(ServerOptions, {"model": model, "dtype": dtype, "device": device, **options})
+            self.options = fetched(named)
             assets = load_assets(self.options)
             engine = EngineThread(self.options)
         except ValueError as error:  # ConfigError, CheckpointError and the runners' own refusals

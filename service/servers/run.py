@@ -9,6 +9,7 @@ import sys
 from service.common.config import ServerOptions
 from service.engine.supervisor import SupervisedEngine
 from service.model.assets import ModelAssets
+from service.model.hub import fetched
 from service.servers.exposure import check_exposure
 from service.servers.frontends import serve_frontends
 from service.servers.lifetime import stop_signals, until_stopped
@@ -53,6 +54,7 @@ def run(options: ServerOptions) -> int:
     logging.basicConfig(
         level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    options = fetched(options)
     if options.role == "encoder":
         from service.servers.encoder_server import serve_encoder  # not above: it has torch, and a frontend has not
 

@@ -11,7 +11,7 @@ from transformers import NemotronH_Omni_Reasoning_V3
 import saccade
 from demo import data
 from demo.mtp import trunk_digest
-from service.model.checkpoint import resolve_model
+from service.model.cache import resolve_model
 
 
 def asked(client: saccade.LocalClient, seeds: range, **sampling: Any) -> list[tuple[str, list[int], str]]:

@@ -217,7 +217,7 @@ def test_a_second_sigterm_stops_now(model: Path) -> None:
         (["--handoff-bytes", "16"], "at least"),
         (["--memory-bytes", "1000"], "memory"),
         (["--token-budgets", "4096"], "4096"),
-        (["/nonexistent"], "never downloads"),
+        (["/nonexistent"], "nor a folder, nor a hub id"),
     ],
 )
 def test_configurations_that_cannot_work_are_errors_with_a_way_out(

@@ -16,7 +16,8 @@ from families import CheckpointError, FamilyConfig
 from families.nemotron_h.config import NemotronHConfig, decoder_config
 from families.nemotron_h_omni import FAMILY as OMNI
 from service.model.assets import sampling_defaults
-from service.model.checkpoint import Checkpoint, open_checkpoint, resolve_model
+from service.model.cache import resolve_model
+from service.model.checkpoint import Checkpoint, open_checkpoint
 from service.model.modelconfig import load_config
 
 
@@ -292,11 +293,12 @@ def test_hub_ids_resolve_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.
     (repository / "refs" / "main").write_text("abc\n")
     assert resolve_model("some/model") == repository / "snapshots" / "abc"
     assert open_checkpoint("some/model").config.name == "some/model"
-    (repository / "snapshots" / "abd").mkdir()
+    (repository / "snapshots" / "abd").mkdir()  # as after a download that was cut short
     assert resolve_model("some/model") == repository / "snapshots" / "abc"
-    (repository / "refs" / "main").write_text("gone\n")  # as after a download that was cut short
-    assert resolve_model("some/model") == repository / "snapshots" / "abd"
-    with pytest.raises(CheckpointError, match="never downloads"):
+    (repository / "refs" / "main").write_text("gone\n")
+    assert resolve_model("some/model") == repository / "snapshots" / "abc"
+    assert resolve_model("some/model", "abd") == repository / "snapshots" / "abd"
+    with pytest.raises(CheckpointError, match="there is no such folder, and .* holds nothing of it"):
         resolve_model("some/other")
 
 

@@ -1,0 +1,108 @@
+"""Which directory a model's name means: `demo`, a local folder, or what the Hugging Face cache holds of a hub id."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from families import CheckpointError
+from families.files import read_json
+
+DEMO = Path(__file__).resolve().parent.parent.parent / "demo" / "model"
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_REVISION = re.compile(r"[\w][\w.+-]*(/[\w][\w.+-]*)*")
+
+
+def hub_cache() -> Path:
+    """The folder in which the Hugging Face tools keep downloaded snapshots."""
+    if path := os.environ.get("HF_HUB_CACHE"):
+        return Path(path).expanduser()
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
+    return Path(home).expanduser() / "hub"
+
+
+def repository_of(model: str) -> Path:
+    """The folder of a hub id in the cache, whether it is there or not."""
+    return hub_cache() / f"models--{model.replace('/', '--')}"
+
+
+def local_folder(model: str) -> Path | None:
+    """The folder that `demo` or a path names; None for a hub id. A folder always wins over a hub id of the same name.
+    Raises CheckpointError for what is neither, and for what could be both.
+    """
+    path = Path(model).expanduser()
+    if model == "demo":
+        if (path / "config.json").is_file():
+            raise CheckpointError("'demo' is the embedded model and a model's folder here: say './demo' for the folder")
+        return DEMO
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{model!r} is a file; a model is a folder with config.json and its weights")
+    if _HUB_ID.fullmatch(model) and len(model) <= 96 and ".." not in model and "--" not in model:
+        return None
+    address = re.fullmatch(r"(?:hf://|https?://[^/]+/)(?:models/)?([^/@?#]+/[^/@?#]+).*", model)
+    hint = f"; the hub id in this address is {address[1]!r}" if address else ""
+    raise CheckpointError(
+        f"no model {model!r}: it is neither 'demo', nor a folder, nor a hub id such as 'Qwen/Qwen3.5-0.8B'{hint}"
+    )
+
+
+def check_revision(revision: str) -> None:
+    """Raises CheckpointError for what no branch, tag or commit is called: it becomes part of a path."""
+    if not _REVISION.fullmatch(revision) or ".." in revision:
+        raise CheckpointError(f"revision: {revision!r} is no branch, tag or commit")
+
+
+def cached_snapshot(model: str, revision: str | None) -> Path | None:
+    """What the cache holds of a hub id: of the branch, tag or commit `revision`; of `main`, or else whatever there is,
+    where that is None. The folder need not be complete."""
+    repository = repository_of(model)
+    snapshots = repository / "snapshots"
+    if revision is not None and (snapshots / revision).is_dir():
+        return snapshots / revision
+    reference = repository / "refs" / (revision or "main")
+    if reference.is_file() and (found := snapshots / reference.read_text().strip()).is_dir():
+        return found
+    if revision is None and snapshots.is_dir() and (every := sorted(p for p in snapshots.iterdir() if p.is_dir())):
+        return max(every, key=lambda p: not missing_files(p))
+    return None
+
+
+def missing_files(snapshot: Path) -> list[str]:
+    """What a snapshot lacks to be a model: `config.json`, weights that its index names, or any weights at all."""
+    if not (snapshot / "config.json").is_file():
+        return ["config.json"]
+    if (index := snapshot / "model.safetensors.index.json").is_file():
+        return [file for file in indexed_files(index) if not (snapshot / file).is_file()]
+    return [] if any(snapshot.glob("*.safetensors")) else ["model.safetensors"]
+
+
+def indexed_files(index: Path) -> list[str]:
+    """The weight files that a `model.safetensors.index.json` names. Raises CheckpointError."""
+    named = read_json(index).get("weight_map")
+    if not isinstance(named, dict) or not named or not all(isinstance(file, str) for file in named.values()):
+        raise CheckpointError(f"{index}: weight_map must hold the file of each weight")
+    files = sorted(set(named.values()))
+    if strange := [file for file in files if "/" in file or not file.endswith(".safetensors")]:
+        raise CheckpointError(f"{index}: weight_map names {strange[0]!r}, which is no safetensors file beside it")
+    return files
+
+
+def resolve_model(model: str, revision: str | None = None) -> Path:
+    """`demo`, a folder, or a hub id of which the cache holds all -> the folder. Never downloads: `service.model.hub`
+    does, before this. Raises CheckpointError.
+    """
+    if (folder := local_folder(model)) is not None:
+        if revision is not None:
+            raise CheckpointError(f"revision: {revision!r} would not be used: {model!r} is a folder here")
+        return folder
+    if revision is not None:
+        check_revision(revision)
+    snapshot = cached_snapshot(model, revision)
+    if snapshot is None:
+        at = f" of revision {revision!r}" if revision else ""
+        raise CheckpointError(f"no model {model!r}: there is no such folder, and {hub_cache()} holds nothing{at} of it")
+    return snapshot

@@ -1,0 +1,397 @@
+"""Downloads models that are named by their hub ids into the Hugging Face cache, before anything is started.
+
+Only JSON, chat templates and safetensors are fetched, never code or pickles. Small files come first, so that a model
+which is not served is refused before its weights are fetched. `HF_ENDPOINT`, `HF_TOKEN` (or the token's file),
+`HF_HUB_CACHE` and `HF_HUB_OFFLINE` mean what they mean to the Hugging Face tools, and the cache is shared with them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from families import CheckpointError
+from service.common.config import EngineOptions
+from service.model.cache import (
+    cached_snapshot,
+    check_revision,
+    hub_cache,
+    indexed_files,
+    local_folder,
+    missing_files,
+    repository_of,
+    resolve_model,
+)
+from service.model.download_progress import NoBar, Progress, size
+from service.model.modelconfig import load_config
+
+if TYPE_CHECKING:
+    from huggingface_hub.file_download import HfFileMetadata
+
+log = logging.getLogger(__name__)
+
+OptionsT = TypeVar("OptionsT", bound=EngineOptions)
+
+SMALL = (".json", ".jinja")
+"""Endings of the files beside the weights that a server reads: configurations, tokenizer, templates."""
+WORKERS = 4
+"""Weight files that are fetched at a time."""
+RETRIES, RETRY_SECONDS = 4, 0.5
+"""Connections in a row that may bring nothing, and the wait before the second, which doubles from then on."""
+
+
+def fetched(options: OptionsT) -> OptionsT:
+    """The options with their model in this host's cache and pinned to one commit, so that every process started from
+    them reads the same files, also after the branch has moved on. As they are for `demo` and folders. Raises
+    CheckpointError, in one sentence that says what to do.
+    """
+    if local_folder(options.model) is not None:
+        resolve_model(options.model, options.revision)  # raises for a revision, which a folder has not
+        return options
+    return replace(options, revision=fetch(options.model, options.revision).name)
+
+
+def fetch(model: str, revision: str | None = None) -> Path:
+    """The snapshot's folder of a hub id, complete; its name is the commit. Asks the hub what `revision` (`main` where
+    None) is now, and fetches what the cache lacks of it. Where the hub gives no answer, a complete copy in the cache
+    is taken, with a warning. Raises CheckpointError.
+    """
+    if revision is not None:
+        check_revision(revision)
+    cached = cached_snapshot(model, revision)
+    complete = cached is not None and not missing_files(cached)
+    if cached is not None and complete and cached.name == revision:
+        return cached  # a commit never changes
+    if _offline():
+        if cached is not None and complete:
+            return cached
+        raise CheckpointError(_not_cached(model, cached, "HF_HUB_OFFLINE is set", "unset it, or"))
+    try:
+        return _Download(model, revision or "main").run()
+    except _Unavailable as error:
+        if cached is None or not complete:
+            if isinstance(error, _Unreachable):
+                raise CheckpointError(_not_cached(model, cached_snapshot(model, revision), str(error))) from None
+            raise
+        log.warning("%s: serving commit %s from the cache", error, cached.name)
+        return cached
+    except OSError as error:
+        raise CheckpointError(f"{model!r} cannot be kept in {hub_cache()}: {error}") from None
+
+
+class _Unavailable(CheckpointError):
+    """The hub does not answer, or not to this caller: a copy in the cache may do."""
+
+
+class _Unreachable(_Unavailable):
+    """Nobody answers there."""
+
+
+def _offline() -> bool:
+    value = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    return value.upper() in ("1", "ON", "YES", "TRUE")
+
+
+def _not_cached(model: str, cached: Path | None, reason: str, first: str = "") -> str:
+    there = f"{hub_cache()} does not hold it"
+    if cached is not None and (lacking := missing_files(cached)):
+        there = f"{hub_cache()} holds only a part of it ({len(lacking)} files are missing, such as {lacking[0]})"
+    return (
+        f"{model!r} is no folder here, {there}, and {reason}: {first}{' ' if first else ''}run `hf download {model}` "
+        "where the hub can be reached and copy the folder, then name that folder"
+    )
+
+
+@dataclass(frozen=True)
+class _File:
+    """A weight file that the cache lacks."""
+
+    name: str
+    metadata: HfFileMetadata
+    blob: Path
+    """Where it goes. What has come of it so far lies beside it, with the ending `.incomplete`."""
+
+    @property
+    def size(self) -> int:
+        assert self.metadata.size is not None
+        return self.metadata.size
+
+    @property
+    def partial(self) -> Path:
+        return self.blob.with_name(f"{self.blob.name}.incomplete")
+
+    @property
+    def there(self) -> int:
+        """Bytes that an earlier download has left."""
+        if self.blob.exists():
+            return self.size
+        found = self.partial.stat().st_size if self.partial.exists() else 0
+        return found if found <= self.size else 0
+
+
+class _Download:
+    """One model at one revision."""
+
+    def __init__(self, model: str, revision: str) -> None:
+        from huggingface_hub import HfApi, constants, get_token
+
+        # Its lines at INFO show where weights are redirected to: signed addresses, which are as good as a token.
+        logging.getLogger("httpx2").setLevel(logging.WARNING)
+        self.model, self.revision = model, revision
+        self.endpoint = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
+        self.repository = repository_of(model)
+        self.commit = ""
+        self._api = HfApi(endpoint=self.endpoint)
+        self._has_token = get_token() is not None
+
+    def run(self) -> Path:
+        """Fetches what is missing. Returns the snapshot's folder. Raises CheckpointError."""
+        info = self._ask(lambda: self._api.model_info(self.model, revision=self.revision))
+        self.commit = info.sha or ""
+        check_revision(self.commit)
+        names = [file.rfilename for file in info.siblings or ()]
+        snapshot = self.repository / "snapshots" / self.commit
+        small = [name for name in names if name.endswith(SMALL) and "/" not in name]
+        if "config.json" not in small:
+            raise CheckpointError(f"{self.model!r} on {self.endpoint} is no model: it has no config.json")
+        for name in small:
+            self._fetch_small(name)
+        load_config(snapshot, name=self.model)  # raises for a model that is not served
+        self._fetch_weights([name for name in self._weights(snapshot, names) if not (snapshot / name).exists()])
+        self._write_reference()
+        return snapshot
+
+    def _weights(self, snapshot: Path, names: list[str]) -> list[str]:
+        """The files that the checkpoint reader will ask for: other formats and copies stay where they are."""
+        files = [name for name in names if name.endswith(".safetensors") and "/" not in name]
+        if not files:
+            raise CheckpointError(
+                f"{self.model!r} on {self.endpoint} has no safetensors weights; other formats are not fetched, since "
+                "loading them can run code"
+            )
+        if (index := snapshot / "model.safetensors.index.json").is_file():
+            wanted = indexed_files(index)
+            if absent := [file for file in wanted if file not in files]:
+                raise CheckpointError(f"{self.model!r} on {self.endpoint} lacks {absent[0]}, which its index names")
+            return wanted
+        return ["model.safetensors"] if "model.safetensors" in files else files
+
+    def _fetch_small(self, name: str) -> None:
+        from huggingface_hub import hf_hub_download
+
+        self._ask(
+            lambda: hf_hub_download(
+                self.model, name, revision=self.commit, cache_dir=hub_cache(), endpoint=self.endpoint, tqdm_class=NoBar
+            )
+        )
+
+    def _fetch_weights(self, names: list[str]) -> None:
+        """Several at a time, each from where an earlier download of it ended."""
+        if not names:
+            return
+        with ThreadPoolExecutor(WORKERS) as pool:
+            files = list(pool.map(self._file, names))
+        need = sum(file.size - file.there for file in files)
+        self._check_disk(need)
+        log.info("fetching %s at %s: %d files, %s", self.model, self.commit[:12], len(files), size(need))
+        with Progress(self.model, sum(file.size for file in files)) as progress, ThreadPoolExecutor(WORKERS) as pool:
+            runs = [pool.submit(self._fetch_file, file, progress) for file in files]
+            try:
+                for run in runs:
+                    run.result()
+            except BaseException:
+                progress.stopping = True
+                for run in runs:
+                    run.cancel()
+                # The failure, rather than that others were stopped for it.
+                pool.shutdown(wait=True)
+                for failure in (run.exception() for run in runs if run.done() and not run.cancelled()):
+                    if isinstance(failure, CheckpointError):
+                        raise failure from None
+                raise
+
+    def _file(self, name: str) -> _File:
+        from huggingface_hub import get_hf_file_metadata
+
+        metadata = self._ask(lambda: get_hf_file_metadata(self._url(name), endpoint=self.endpoint))
+        if metadata.etag is None or metadata.size is None:
+            raise CheckpointError(
+                f"{self.endpoint} gives no ETag or no size for {name}: it is no hub, or a broken mirror"
+            )
+        check_revision(metadata.etag)  # it becomes a file's name
+        return _File(name, metadata, self.repository / "blobs" / metadata.etag)
+
+    def _url(self, name: str) -> str:
+        from huggingface_hub import hf_hub_url
+
+        return hf_hub_url(self.model, name, revision=self.commit, endpoint=self.endpoint)
+
+    def _fetch_file(self, file: _File, progress: Progress) -> None:
+        from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
+
+        lock = hub_cache() / ".locks" / self.repository.name / f"{file.blob.name}.lock"
+        for folder in (lock.parent, file.blob.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(lock):  # the Hugging Face tools take the same one
+            if file.blob.exists():
+                progress.add(file.size)
+            else:
+                self._fetch_blob(file, progress)
+        pointer = self.repository / "snapshots" / self.commit / file.name
+        temporary = pointer.with_name(f".{pointer.name}.{os.getpid()}")
+        temporary.symlink_to(os.path.relpath(file.blob, pointer.parent))
+        temporary.replace(pointer)
+
+    def _fetch_blob(self, file: _File, progress: Progress) -> None:
+        """The bytes after those that are there; the whole is then checked against its hash, where its ETag is one.
+
+        `hf_hub_download` starts a file anew after an interruption, so that its inner half is written here.
+        """
+        there = file.there
+        if there == 0:
+            file.partial.unlink(missing_ok=True)
+        progress.add(there)
+        with file.partial.open("ab") as stream:
+            self._ask(lambda: self._receive(file, stream, progress), file)
+        if len(file.blob.name) == 64 and _sha256(file.partial) != file.blob.name:
+            file.partial.unlink()
+            raise CheckpointError(
+                f"{file.name} of {self.model!r} arrived damaged (its SHA-256 is not {file.blob.name}) and was deleted: "
+                "start again"
+            )
+        file.partial.replace(file.blob)
+
+    def _receive(self, file: _File, stream: io.BufferedWriter, progress: Progress) -> None:
+        """Appends the rest of a file, over as many connections as that takes while each of them brings something."""
+        import httpx2
+
+        failures = 0
+        while (there := stream.tell()) < file.size:
+            try:
+                self._receive_from(there, file, stream, progress)
+            except httpx2.TransportError:
+                failures = 0 if stream.tell() > there else failures + 1
+                if failures > RETRIES:
+                    raise
+                time.sleep(RETRY_SECONDS * 2**failures)
+
+    def _receive_from(self, there: int, file: _File, stream: io.BufferedWriter, progress: Progress) -> None:
+        from huggingface_hub import constants, get_session
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
+
+        headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
+        if there:
+            headers["Range"] = f"bytes={there}-"
+        timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+        # Redirects are followed; one to another host loses the token on the way, httpx2 sees to that.
+        with get_session().stream("GET", self._url(file.name), headers=headers, timeout=timeout) as response:
+            hf_raise_for_status(response)
+            if there and not response.headers.get("Content-Range", "").startswith(f"bytes {there}-"):
+                stream.truncate(0)  # a server without ranges sends the whole again
+                progress.add(-there)
+            for chunk in response.iter_raw():
+                progress.add(len(chunk))
+                stream.write(chunk)
+                stream.flush()
+        if (got := stream.tell()) != file.size:
+            file.partial.unlink()
+            raise CheckpointError(
+                f"{file.name} of {self.model!r} has {got} bytes and {self.endpoint} announced {file.size}: it was "
+                "deleted, start again"
+            )
+
+    def _check_disk(self, need: int) -> None:
+        folder = hub_cache()
+        while not folder.exists():
+            folder = folder.parent
+        free = shutil.disk_usage(folder).free
+        if need > free:
+            raise CheckpointError(
+                f"{self.model!r} needs {size(need)} more ({need} bytes) in {hub_cache()}, and {size(free)} ({free} "
+                "bytes) are free there: make room, or set HF_HUB_CACHE to a folder on another disk"
+            )
+
+    def _write_reference(self) -> None:
+        """Which commit the branch or tag is, for offline use; only now, when all of it is there."""
+        if self.revision == self.commit:
+            return
+        reference = self.repository / "refs" / self.revision
+        if reference.is_file() and reference.read_text() == self.commit:
+            return
+        reference.parent.mkdir(parents=True, exist_ok=True)
+        temporary = reference.with_name(f".{reference.name}.{os.getpid()}")
+        temporary.write_text(self.commit)
+        temporary.replace(reference)
+
+    def _ask(self, call: Callable[[], Any], file: _File | None = None) -> Any:
+        """The answer of a call to the hub. Its errors become CheckpointError; none of them holds the token."""
+        import httpx2
+        from huggingface_hub import errors
+
+        try:
+            return call()
+        except errors.RevisionNotFoundError:
+            raise CheckpointError(f"{self.model!r} on {self.endpoint} has no revision {self.revision!r}") from None
+        except errors.HfHubHTTPError as error:
+            raise self._refused(error.response.status_code, error) from None
+        except (httpx2.HTTPError, errors.LocalEntryNotFoundError) as error:
+            cause = error if error.__cause__ is None else error.__cause__
+            if isinstance(cause, errors.HfHubHTTPError):
+                raise self._refused(cause.response.status_code, cause) from None
+            if file is not None and file.there:
+                raise CheckpointError(
+                    f"{file.name} of {self.model!r} broke off after {file.there} of {file.size} bytes "
+                    f"({_reason(cause)}): start again, it goes on from there"
+                ) from None
+            raise _Unreachable(f"{self.endpoint} cannot be reached ({_reason(cause)})") from None
+        except errors.HFValidationError as error:
+            raise CheckpointError(f"{self.model!r} is no hub id: {error}") from None
+        except OSError as error:
+            if file is None:
+                raise
+            free = shutil.disk_usage(file.blob.parent).free
+            raise CheckpointError(
+                f"{file.name} of {self.model!r} could not be written to {file.blob.parent} after {file.there} of "
+                f"{file.size} bytes, with {free} bytes free there: {error}"
+            ) from None
+
+    def _refused(self, status: int, error: Exception) -> CheckpointError:
+        from huggingface_hub import errors
+
+        page = f"{self.endpoint}/{self.model}"
+        if isinstance(error, errors.GatedRepoError) or status == 403:
+            sent = "this token has no access" if self._has_token else "no token was sent"
+            return _Unavailable(
+                f"{page} is gated ({status}) and {sent}: accept its terms there and set HF_TOKEN to a token that may "
+                "read it"
+            )
+        if status == 401 and self._has_token:
+            return _Unavailable(
+                f"{self.endpoint} does not accept the token for {self.model!r} (401): check HF_TOKEN, or the file that "
+                "`hf auth login` wrote"
+            )
+        if status in (401, 404):
+            who = "this token" if self._has_token else "callers without a token; set HF_TOKEN if it is private"
+            return _Unavailable(
+                f"{self.model!r} is no folder here, and {self.endpoint} has no such model ({status}) for {who}"
+            )
+        return _Unavailable(f"{self.endpoint} answers {status} for {self.model!r}: try again later")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _reason(error: BaseException) -> str:
+    text = str(error).splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text and text[0] else type(error).__name__

@@ -1,0 +1,384 @@
+"""Models that are named by their hub ids, downloaded from a hub on this host."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hub_server import HubServer
+from tiny_checkpoint import make_checkpoint
+
+import saccade
+from families import CheckpointError
+from service.commands.cli import ServerProcess
+from service.common.config import EngineOptions
+from service.model import hub as downloads
+from service.model.cache import resolve_model
+from service.model.checkpoint import open_checkpoint
+from service.model.hub import fetch, fetched
+
+ROOT = Path(__file__).resolve().parents[3]
+MODEL = "some/model"
+COMMIT, OTHER = "a" * 40, "b" * 40
+TOKEN = "hf_aSecretThatNobodyMaySee"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of several weight files, with what a repository holds besides."""
+    folder = tmp_path_factory.mktemp("hub") / "tiny"
+    make_checkpoint(folder, 1, text={"pattern": "M*-"}, shard="60KB")
+    for name in (
+        "modeling_evil.py",
+        "pytorch_model.bin",
+        "README.md",
+        "onnx/model.safetensors",
+        "consolidated.safetensors",
+    ):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"not wanted")
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    return folder
+
+
+@pytest.fixture
+def hub(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    with HubServer() as hub:
+        hub.add(MODEL, tiny)
+        # huggingface_hub reads the variable once, and conftest.py has set it.
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        monkeypatch.setattr(downloads, "RETRY_SECONDS", 0.0)
+        yield hub
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
+
+
+def shards(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.glob("model-*.safetensors"))
+
+
+def test_a_whole_download_takes_safetensors_and_json_and_nothing_else(hub: HubServer, tiny: Path) -> None:
+    snapshot = fetch(MODEL)
+    assert snapshot.name == COMMIT and len(shards(tiny)) > 1
+    wanted = {p.name for p in tiny.glob("*.json")} | {"chat_template.jinja", *shards(tiny)}
+    assert files(snapshot) == {name: (tiny / name).read_bytes() for name in wanted}
+    assert not [path for path in hub.fetched() if path.endswith((".py", ".bin", ".md", "onnx/model.safetensors"))]
+    checkpoint = open_checkpoint(MODEL)
+    assert checkpoint.config.name == MODEL and checkpoint.revision == open_checkpoint(str(tiny)).revision
+    before = len(hub.fetched())
+    assert fetch(MODEL) == snapshot
+    assert hub.fetched()[before:] == [f"/api/models/{MODEL}/revision/main"]  # what `main` is now, and no file
+    asked = len(hub.requests)
+    assert fetch(MODEL, COMMIT) == snapshot and len(hub.requests) == asked
+
+
+def test_a_connection_that_breaks_off_is_taken_up_where_it_was(hub: HubServer, tiny: Path) -> None:
+    hub.cut_after = 20_000
+    snapshot = fetch(MODEL)
+    first = shards(tiny)[0]
+    assert (snapshot / first).read_bytes() == (tiny / first).read_bytes()
+    ranges = [
+        headers.get("range") for method, path, headers in hub.requests if method == "GET" and path.endswith(first)
+    ]
+    assert ranges[:3] == [None, "bytes=20000-", "bytes=40000-"]
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_killed_download_goes_on_where_it_was(hub: HubServer, tiny: Path, tmp_path: Path, ranges: bool) -> None:
+    hub.hold_after = 31_000
+    code = f"from service.model.hub import fetch; fetch({MODEL!r})"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "0"}
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment)
+    blobs = downloads.repository_of(MODEL) / "blobs"
+    deadline = time.monotonic() + 60
+    while [p.stat().st_size for p in blobs.glob("*.incomplete")] != [31_000] * len(shards(tiny)):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    with pytest.raises(CheckpointError, match="holds only a part of it"):
+        fetch_offline()
+    hub.hold_after, hub.ranges = None, ranges
+    hub.go.set()
+    hub.requests.clear()
+    snapshot = fetch(MODEL)
+    for name in shards(tiny):
+        asked = [headers["range"] for method, path, headers in hub.requests if method == "GET" and path.endswith(name)]
+        assert asked == ["bytes=31000-"]
+        assert (snapshot / name).read_bytes() == (tiny / name).read_bytes()
+    assert not list(blobs.glob("*.incomplete"))
+
+
+def fetch_offline(revision: str | None = None) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        return fetch(MODEL, revision)
+
+
+def test_what_arrives_damaged_is_not_kept(hub: HubServer, tiny: Path) -> None:
+    blobs = downloads.repository_of(MODEL) / "blobs"
+    blobs.mkdir(parents=True)
+    content = (tiny / shards(tiny)[0]).read_bytes()
+    (blobs / f"{hashlib.sha256(content).hexdigest()}.incomplete").write_bytes(bytes(100))  # another file's beginning
+    with pytest.raises(CheckpointError, match="arrived damaged .* start again"):
+        fetch(MODEL)
+    assert (fetch(MODEL) / shards(tiny)[0]).read_bytes() == content
+
+
+def test_a_model_that_is_not_served_is_refused_before_its_weights_are_fetched(hub: HubServer) -> None:
+    config = json.loads(hub.repositories[MODEL].files["config.json"])
+    hub.repositories[MODEL].files["config.json"] = json.dumps({**config, "model_type": "gpt17"}).encode()
+    with pytest.raises(CheckpointError, match="'gpt17' is not served"):
+        fetch(MODEL)
+    assert not hub.fetched(".safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"config.json": None}, "has no config.json"),
+        ({"": ".safetensors"}, "no safetensors weights; other formats are not fetched"),
+        (
+            {"model.safetensors.index.json": {"weight_map": {"a": "../../evil.safetensors"}}},
+            "no safetensors file beside",
+        ),
+        ({"model.safetensors.index.json": {"weight_map": {"a": "pytorch_model.bin"}}}, "no safetensors file beside"),
+        ({"model.safetensors.index.json": {"weight_map": {"a": "gone.safetensors"}}}, "lacks gone.safetensors"),
+        ({"model.safetensors.index.json": {"weight_map": {}}}, "weight_map must hold"),
+    ],
+)
+def test_repositories_that_hold_no_model(hub: HubServer, change: dict[str, object], message: str) -> None:
+    here = hub.repositories[MODEL].files
+    for name, value in change.items():
+        if value is None:
+            del here[name]
+        elif name == "":
+            for file in [file for file in here if file.endswith(str(value))]:
+                del here[file]
+        else:
+            here[name] = json.dumps(value).encode()
+    with pytest.raises(CheckpointError, match=message):
+        fetch(MODEL)
+    assert not hub.fetched(".safetensors") and not hub.fetched(".bin")
+
+
+@pytest.mark.parametrize("way", ["variable", "file"])
+def test_private_models_need_the_token_and_nobody_reads_it(
+    hub: HubServer, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    caplog.set_level(logging.DEBUG)
+    hub.repositories[MODEL].token = TOKEN
+    said = []
+    with pytest.raises(
+        CheckpointError, match=r"no such model \(401\) for callers without a token; set HF_TOKEN"
+    ) as error:
+        fetch(MODEL)
+    said.append(str(error.value))
+    monkeypatch.setenv("HF_TOKEN", TOKEN + "x")
+    with pytest.raises(CheckpointError, match=r"does not accept the token .*\(401\): check HF_TOKEN") as error:
+        fetch(MODEL)
+    said.append(str(error.value))
+    monkeypatch.delenv("HF_TOKEN")
+    if way == "variable":
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+    else:
+        (tmp_path / "token").write_text(TOKEN + "\n")
+    assert fetch(MODEL).name == COMMIT
+    output = capfd.readouterr()
+    assert TOKEN not in " ".join([*said, caplog.text, output.out, output.err])
+    assert not [p for p in (tmp_path / "cache").rglob("*.json") if TOKEN in p.read_text()]
+
+
+def test_gated_models_say_where_their_terms_are(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.repositories[MODEL].gated = True
+    with pytest.raises(CheckpointError, match=rf"{hub.endpoint}/{MODEL} is gated \(403\) and no token was sent"):
+        fetch(MODEL)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with pytest.raises(CheckpointError, match=r"is gated \(403\) and this token has no access: accept its terms"):
+        fetch(MODEL)
+
+
+def test_the_token_is_not_told_to_the_host_that_weights_are_redirected_to(
+    hub: HubServer, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repositories[MODEL].token = TOKEN
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with HubServer() as elsewhere:
+        elsewhere.add(MODEL, tiny)
+        hub.elsewhere = elsewhere
+        assert (fetch(MODEL) / shards(tiny)[0]).read_bytes() == (tiny / shards(tiny)[0]).read_bytes()
+        assert len(elsewhere.fetched(".safetensors")) == len(shards(tiny))
+        assert not [1 for _, _, headers in elsewhere.requests if "authorization" in headers]
+
+
+def test_names_and_revisions_that_the_hub_does_not_have(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CheckpointError, match=rf"'no/such' is no folder here, and {hub.endpoint} has no such model"):
+        fetch("no/such")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with pytest.raises(CheckpointError, match=r"'no/such' is no folder here, .* no such model \(404\) for this token"):
+        fetch("no/such")
+    with pytest.raises(CheckpointError, match=r"'some/model' on .* has no revision 'v9'"):
+        fetch(MODEL, "v9")
+    for revision in ("../../x", "", "a b", "/etc"):
+        with pytest.raises(CheckpointError, match="no branch, tag or commit"):
+            fetch(MODEL, revision)
+    hub.status = 503
+    with pytest.raises(CheckpointError, match="answers 503 for 'some/model': try again later"):
+        fetch(MODEL)
+
+
+def test_each_revision_is_a_model_of_its_own(hub: HubServer, caplog: pytest.LogCaptureFixture) -> None:
+    repository = hub.repositories[MODEL]
+    repository.revisions |= {"v1": OTHER, "refs/pr/1": OTHER}
+    assert fetch(MODEL).name == COMMIT and fetch(MODEL, "v1").name == OTHER
+    options = fetched(EngineOptions(model=MODEL, revision="v1"))
+    assert options.revision == OTHER and options.model == MODEL
+    repository.revisions["main"] = OTHER  # the branch has moved on; what was started stays with its commit
+    assert resolve_model(MODEL, COMMIT).name == COMMIT
+    assert fetch(MODEL).name == OTHER and fetch_offline().name == OTHER and fetch_offline("v1").name == OTHER
+    assert fetch_offline(COMMIT).name == COMMIT
+    with pytest.raises(CheckpointError, match="does not hold it, and HF_HUB_OFFLINE is set"):
+        fetch_offline("v2")
+
+
+def test_offline_only_the_cache_counts(hub: HubServer) -> None:
+    with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set: unset it, or run `hf download some/model`"):
+        fetch_offline()
+    fetch(MODEL)
+    asked = len(hub.requests)
+    assert fetch_offline().name == COMMIT and len(hub.requests) == asked
+
+
+def test_without_a_hub_the_cache_is_served_with_a_warning(
+    hub: HubServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.close()
+    with pytest.raises(CheckpointError) as error:
+        fetch(MODEL)
+    assert str(error.value).count(". ") == 0  # one sentence
+    for part in (hub.endpoint, "cannot be reached", "hf download some/model", "name that folder"):
+        assert part in str(error.value)
+    with HubServer() as again:
+        again.repositories = hub.repositories
+        monkeypatch.setenv("HF_ENDPOINT", again.endpoint)
+        fetch(MODEL)
+        for status in (401, 503):
+            again.status = status
+            caplog.clear()
+            assert fetch(MODEL).name == COMMIT
+            assert f"serving commit {COMMIT} from the cache" in caplog.text
+    caplog.clear()
+    assert fetch(MODEL).name == COMMIT
+    assert "cannot be reached" in caplog.text and f"serving commit {COMMIT} from the cache" in caplog.text
+
+
+def test_a_full_disk_is_refused_with_both_numbers(hub: HubServer, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need = sum((tiny / name).stat().st_size for name in shards(tiny))
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9 - need + 1, need - 1))
+    with pytest.raises(CheckpointError, match=rf"\({need} bytes\) in .* \({need - 1} bytes\) are free .*HF_HUB_CACHE"):
+        fetch(MODEL)
+    assert not hub.fetched(".safetensors")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9 - need, need))
+    fetch(MODEL)
+
+
+def test_a_disk_that_fills_up_is_named(hub: HubServer, tiny: Path) -> None:
+    """A limit on the size of files stands for it: the system refuses the write in the same way."""
+    code = (
+        "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (40000, 40000))\n"
+        "from service.commands.cli import main; raise SystemExit(main(['plan', 'some/model']))"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "0"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "could not be written to" in done.stderr and "after 40000 of" in done.stderr
+
+
+def test_a_cache_that_cannot_be_written_is_named(hub: HubServer, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(CheckpointError, match=r"'some/model' cannot be kept in .*/cache: "):
+        fetch(MODEL)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model", "nor a hub id such as"),
+        ("a/b/c", "nor a hub id such as"),
+        ("./some/model", "nor a hub id such as"),
+        ("some/..", "nor a hub id such as"),
+        ("https://huggingface.co/some/model/tree/main", "the hub id in this address is 'some/model'"),
+        ("hf://some/model", "the hub id in this address is 'some/model'"),
+    ],
+)
+def test_names_that_mean_nothing(hub: HubServer, name: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        fetched(EngineOptions(model=name))
+    assert not hub.requests
+
+
+def test_a_local_folder_always_wins(
+    hub: HubServer, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch(MODEL)
+    hub.requests.clear()
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny, tmp_path / "some" / "model")
+    options = fetched(EngineOptions(model=MODEL))
+    assert options.revision is None and resolve_model(options.model) == Path(MODEL)
+    with pytest.raises(CheckpointError, match="revision: 'v1' would not be used: 'some/model' is a folder here"):
+        fetched(EngineOptions(model=MODEL, revision="v1"))
+    with pytest.raises(CheckpointError, match="revision: 'v1' would not be used"):
+        fetched(EngineOptions(revision="v1"))
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="'file' is a file"):
+        fetched(EngineOptions(model="file"))
+    shutil.copytree(tiny, tmp_path / "demo")
+    with pytest.raises(CheckpointError, match=r"the embedded model and a model's folder here: say './demo'"):
+        fetched(EngineOptions())
+    assert not hub.requests
+
+
+def test_the_commands_and_the_local_client_download(hub: HubServer, tiny: Path, tmp_path: Path) -> None:
+    from service.commands.cli import main
+
+    assert main(["plan", MODEL, "--max-seqs", "2", "--max-len", "128"]) == 0
+    got = len(hub.fetched(".safetensors"))
+    assert got == len(shards(tiny))
+    assert main(["quantize", MODEL, str(tmp_path / "small"), "--weights", "int8", "--revision", "main"]) == 0
+    with saccade.LocalClient(MODEL, threads=1, max_seqs=2, max_len=128, revision=COMMIT) as client:
+        assert client.get_model().name == MODEL
+    assert len(hub.fetched(".safetensors")) == got
+
+
+def test_a_server_of_several_processes_downloads_once(hub: HubServer, tiny: Path) -> None:
+    arguments = [MODEL, "--threads", "1", "--max-seqs", "2", "--max-len", "128", "--fronts", "2", "--no-warmup"]
+    with ServerProcess(arguments) as server, saccade.Client(server.address) as client:
+        assert client.get_model().name == MODEL
+    assert hub.fetched(".safetensors") == [f"/{MODEL}/resolve/{COMMIT}/{name}" for name in hub_order(hub)]
+    assert len(hub.fetched(".safetensors")) == len(shards(tiny))
+    assert [path for path in hub.fetched() if path.startswith("/api/models")] == [f"/api/models/{MODEL}/revision/main"]
+
+
+def hub_order(hub: HubServer) -> list[str]:
+    return [path.rpartition("/")[2] for path in hub.fetched(".safetensors")]
