@@ -235,7 +235,7 @@ class BatchBuilder:
         in one tensor. `None` where there are others.
         """
         tables = self.tables
-        alone = singles(rows, tables, self.options.page_size)
+        alone = singles(rows, tables, self.options.page_size, 0)
         if alone is None:
             return None
         columns = [alone.ids, alone.slots, alone.lengths]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from decoder.layers.descriptions import Attention
 from decoder.layers.spec import Layer, MixerSpec, PageSpec, SlotSpec, positive, require
 from decoder.metadata import STATE_MODES
 
@@ -52,6 +53,9 @@ class DecoderConfig:
         require(self.norm_eps > 0, f"norm_eps must be above 0, not {self.norm_eps}")
         chunks = sorted({slot.chunk for slot in self.slots})
         require(len(chunks) < 2, f"layers scan in chunks of different lengths: {chunks}")
+        ropes = [mixer.rope for mixer in (*self.mixers, *self.mtp) if isinstance(mixer, Attention)]
+        axes = max((rope.num_axes for rope in ropes if rope is not None), default=0)
+        require(self.position_axes >= axes, f"position_axes {self.position_axes} is below the {axes} that layers read")
 
     @property
     def mixers(self) -> tuple[MixerSpec, ...]:

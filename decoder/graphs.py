@@ -295,8 +295,8 @@ class Forward:
         self, rows: SequenceOf[Row], images: Images, checkpoints: Checkpoints, unread: Unread | None = None
     ) -> Computed:
         if self._native is not None and len(rows) <= self._native.max_singles and not (unread or any(images.values())):
-            tables = self.builder.tables
-            if (found := singles(rows, tables, self.builder.options.page_size)) is not None:
+            tables, axes = self.builder.tables, self.builder.config.position_axes
+            if (found := singles(rows, tables, self.builder.options.page_size, axes)) is not None:
                 self._eager += 1
                 return Computed(self._native.single(found, None if tables is None else tables.table))
         alone = sum(1 for row in rows if row.alone)

@@ -1,7 +1,7 @@
 """A step on a CPU in a few calls of compiled code: the layers; the final norm and the vocabulary projection.
 
 The same maths as `decoder.model` with `decoder.layers`, on the same weights, states and pages. Layers that have no
-compiled form (rotary positions, gated MLPs, experts of many tokens) are called in between, on the same residual stream;
+compiled form (gated MLPs, experts of many tokens) are called in between, on the same residual stream;
 a graph's rows of drafts or prompts, states that are not float32, and machines without a compiler or AVX-512 go the
 other way.
 """
@@ -146,8 +146,7 @@ class NativeStep(Operations):
         whole = all(layer.ops for layer in layers) and self.config.embedding_scale == 1.0
         self.max_singles = MAX_ROUTED if whole else 0
         """Rows that `single` takes: none where a layer has to be called, or embeddings are scaled."""
-        pages = -(-options.max_len // options.page_size)
-        self._room = SinglesRoom(options.max_seqs, self.x, self.config.vocab_size, pages, options.page_size)
+        self._room = SinglesRoom(options, self.config, self.x)
         self._largest: tuple[Tensor, list[int] | None] = self._scored[1], None
 
     def takes(self, tokens: int, batch: Batch) -> bool:
@@ -178,6 +177,9 @@ class NativeStep(Operations):
         if scan is not None and scan.tables_RW.dim() == 2:
             step.scans, step.scan_computed = scan.computed_R.shape[0], scan.computed_R.data_ptr()
             step.scan_tables, step.scan_table_stride = scan.tables_RW.data_ptr(), scan.tables_RW.stride(0)
+        if batch.positions_TA is not None:
+            assert batch.positions_TA.is_contiguous()
+            step.positions, step.axes = batch.positions_TA.data_ptr(), batch.positions_TA.shape[1]
         eps, dtype = self.config.norm_eps, self.options.dtype
         whole = batch.samples is None and batch.known_slots is not None  # in a graph nobody has asked for logits yet
         if whole:

@@ -1,7 +1,7 @@
 """Operations of compiled code for layers of a decoder, on the weights, states and pages of its mixers.
 
-Compiled code has one shape of Mamba-2, of attention and of experts in each model, those of its first layers of these
-kinds; layers of other kinds, shapes or activations are called between its operations.
+Compiled code has one shape of Mamba-2 and of experts in each model, those of its first layers of these kinds; layers of
+other kinds, shapes or activations are called between its operations. `decoder.attention_operations` has attention.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from decoder.attention_operations import attention_operations
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.layers.attention import AttentionMixer
 from decoder.layers.build import BuiltLayer, Mixer
-from decoder.layers.descriptions import Attention, Experts, Mamba2
+from decoder.layers.descriptions import Experts, Mamba2
 from decoder.layers.experts import ExpertsMixer
 from decoder.layers.mamba2 import Mamba2Mixer
 from decoder.layers.mlp import MlpMixer
@@ -47,7 +48,6 @@ class Operations:
         self.config, self.options = config, options
         hidden = config.hidden_size
         self.mamba = next((spec for spec in mixers if isinstance(spec, Mamba2)), Mamba2(hidden))
-        self.attention = next((spec for spec in mixers if isinstance(spec, Attention)), Attention(hidden))
         self.mixture = next((spec for spec in mixers if isinstance(spec, Experts)), Experts(hidden))
         """The shapes that there is compiled code for."""
         self.on_operation: Callable[[Op, float], None] | None = None
@@ -73,15 +73,14 @@ class Operations:
         self._picked = torch.empty(picks, padded), torch.empty(picks), torch.empty(picks, widest)
         self._picks = torch.empty(2, picks, dtype=torch.int64), torch.empty(picks)
         self._runs = torch.empty(1 + 3 * min(picks, self.mixture.n_routed_experts), dtype=torch.int64)
-        mamba, attention = self.mamba, self.attention
+        mamba = self.mamba
         low, high = mamba.time_step_limit
         self.model = Model(
             count=len(ops), ops=ctypes.addressof(self._ops), threads=1, hidden=config.hidden_size,
             vocab=config.vocab_size, heads=mamba.mamba_num_heads, head=mamba.mamba_head_dim, groups=mamba.n_groups,
             state=mamba.ssm_state_size, taps=mamba.conv_kernel, conv_dim=mamba.conv_dim, inner=mamba.inner,
-            q_heads=attention.num_attention_heads, kv_heads=attention.kv_heads, width=attention.head_dim,
-            page=options.page_size, stored_bf16=int(options.dtype == torch.bfloat16), eps=config.norm_eps,
-            dt_low=low, dt_high=high, scale=attention.multiplier, x=self.x.data_ptr(),
+            page=options.page_size, positions=options.max_len, stored_bf16=int(options.dtype == torch.bfloat16),
+            eps=config.norm_eps, dt_low=low, dt_high=high, x=self.x.data_ptr(),
             wide=self.wide.data_ptr(), mid=self._mid.data_ptr(), ld=widest, operand=self.operand.data_ptr(),
             operand_ld=padded, operand_scale=self._scales.data_ptr(), picks=self._picks[0][0].data_ptr(),
             places=self._picks[0][1].data_ptr(), shares=self._picks[1].data_ptr(), runs=self._runs.data_ptr(),
@@ -113,16 +112,12 @@ class Operations:
         match mixer:
             case ExpertsMixer() if mixer.plain and mixer.spec == self.mixture:
                 return self._experts(norm, mixer)
-            case AttentionMixer() if mixer.spec == self.attention and _plain(mixer.spec):
-                first, last = self.packed(mixer.qkv), self.packed(mixer.o_proj)
-                kv = mixer.kv
-                middle = [Op(Code.ATTENTION, kv=kv.data_ptr(), kv_stride=kv.stride(0))]
-                middle.append(Op(Code.CONVERT, last.kind, last.k))
+            case AttentionMixer():
+                return attention_operations(self, norm, mixer)
             case MlpMixer() if mixer.squared:
                 return self._mlp(norm, mixer)
             case _:
                 return []
-        return self._between(norm, first, middle, last)
 
     def _between(self, norm: Tensor, first: Packed, middle: list[Op], last: Packed) -> list[Op]:
         ends = self.norm(norm, first), self.linear(first, Target.WIDE), self.linear(last, Target.RESIDUAL)
@@ -182,8 +177,12 @@ class Operations:
         if packed is None:
             assert isinstance(linear.weight, Tensor)
             packed = Packed(linear.weight, linear.bias)
-        self._kept.append(packed)
+        self.keep(packed)
         return packed
+
+    def keep(self, what: object) -> None:
+        """As long as there are operations that point to it."""
+        self._kept.append(what)
 
     def pointer(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
@@ -223,7 +222,3 @@ class Operations:
             mixer.ring.data_ptr() if mixer.ring.numel() else None, mixer.ring.stride(0),
         )  # fmt: skip
         return [op] if itself else [op, Op(Code.CONVERT, after.kind, after.k)]
-
-
-def _plain(spec: Attention) -> bool:
-    return spec.rope is None and spec.qk_norm is None and not spec.gate

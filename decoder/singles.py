@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from decoder.config import DecoderConfig, DecoderOptions
 from decoder.slot_tables import PageTables
 from decoder.step import Row
 from kernels.native.structs import Step
@@ -29,20 +30,16 @@ class Singles:
     batch_slots: list[int]
     places: list[int]
     """Where each token's key and value go; empty in a model without pages."""
+    positions: list[int]
+    """Of each token on each axis; empty in a model that reads none."""
     greedy: bool
     """The largest logit decides in every row, and nothing else is asked for."""
 
 
-def singles(rows: SequenceOf[Row], tables: PageTables | None, page_size: int) -> Singles | None:
-    """`None` where a row is of another kind, or does not draw."""
-    ids, slots, lengths, batch_slots, places, greedy = (
-        list[int](),
-        list[int](),
-        list[int](),
-        list[int](),
-        list[int](),
-        True,
-    )
+def singles(rows: SequenceOf[Row], tables: PageTables | None, page_size: int, axes: int) -> Singles | None:
+    """`None` where a row is of another kind, or does not draw. `axes`: of the positions that the model reads."""
+    ids, slots, lengths, batch_slots, places, positions = (list[int]() for _ in range(6))
+    greedy = True
     for row in rows:
         sequence, start = row.sequence, row.start
         held = sequence.held
@@ -51,32 +48,39 @@ def singles(rows: SequenceOf[Row], tables: PageTables | None, page_size: int) ->
         ids.append(sequence.tokens[start])
         slots.append(sequence.slot)
         lengths.append(start + 1)
+        if axes:
+            given = sequence.request.positions
+            positions += (start,) * axes if given is None else given.at(start, axes)
         greedy = greedy and sequence.request.sampling.plain
         if tables is not None:
             tables.update(sequence)
             batch_slots.append(held.batch_slot)
             places.append(held.pages[start // page_size] * page_size + start % page_size)
-    return Singles(ids, slots, lengths, batch_slots, places, greedy) if ids else None
+    return Singles(ids, slots, lengths, batch_slots, places, positions, greedy) if ids else None
 
 
 class SinglesRoom:
     """Memory of such steps, and the `Step` that points to it."""
 
-    def __init__(self, max_seqs: int, x_TD: Tensor, vocab: int, pages: int, page_size: int) -> None:
-        """`x_TD`: the residual stream. `pages`: the most that a sequence has."""
+    def __init__(self, options: DecoderOptions, config: DecoderConfig, x_TD: Tensor) -> None:
+        """`x_TD`: the residual stream."""
+        max_seqs, page_size, axes = options.max_seqs, options.page_size, config.position_axes
+        pages = -(-options.max_len // page_size)
         self._columns = [(ctypes.c_int64 * max_seqs)() for _ in range(5)]
         self._ids, self._slots, self._lengths, self._places, self._largest = self._columns
         self._pages, self._page_size = pages, page_size
         self._tables = (ctypes.c_int64 * (max_seqs * pages))()
+        self._positions = (ctypes.c_int64 * (max_seqs * axes))()
         self._starts = (ctypes.c_int64 * (max_seqs + 1))(*range(max_seqs + 1))
         self._initial = (ctypes.c_int64 * max_seqs)(*[1] * max_seqs)
-        self._x, self._logits = x_TD, torch.empty(max_seqs, vocab)
+        self._x, self._logits = x_TD, torch.empty(max_seqs, config.vocab_size)
         self._views: dict[int, tuple[Tensor, Tensor]] = {}
         address = ctypes.addressof
         self.step = Step(
             starts=address(self._starts), slots=address(self._slots), initial=address(self._initial),
             lengths=address(self._lengths), tables=address(self._tables), places=address(self._places),
             table_stride=pages, logits=self._logits.data_ptr(), ids=address(self._ids),
+            positions=address(self._positions) if axes else None, axes=axes,
         )  # fmt: skip
 
     def fill(self, rows: Singles, table_SW: Tensor | None) -> None:
@@ -86,6 +90,7 @@ class SinglesRoom:
         self.step.largest = ctypes.addressof(self._largest) if rows.greedy else None
         for column, values in zip(self._columns, (rows.ids, rows.slots, rows.lengths, rows.places), strict=False):
             column[: len(values)] = values  # type: ignore[assignment]
+        self._positions[: len(rows.positions)] = rows.positions  # type: ignore[assignment]
         if table_SW is None:
             return
         source, target, size = table_SW.data_ptr(), ctypes.addressof(self._tables), 8 * self._pages

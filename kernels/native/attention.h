@@ -15,32 +15,33 @@ namespace {
 
 constexpr int64_t TOKEN_LANES = 10 * LANES;  // queries of a unit: each packs the row's keys for itself
 
-inline int64_t tokens_of_unit(const Model& m) { return std::max<int64_t>(TOKEN_LANES / (m.q_heads / m.kv_heads), 1); }
-
-inline int64_t token_blocks(const Model& m, const Step& step, int64_t row) {
-    return (step.starts[row + 1] - step.starts[row] + tokens_of_unit(m) - 1) / tokens_of_unit(m);
+inline int64_t tokens_of_unit(const AttentionShape& shape) {
+    return std::max<int64_t>(TOKEN_LANES / (shape.q_heads / shape.kv_heads), 1);
 }
 
 // Blocks of a scanned row; the other rows are one each.
-inline int64_t most_blocks(const Model& m, const Step& step) {
+inline int64_t most_blocks(const AttentionShape& shape, const Step& step) {
+    const int64_t each = tokens_of_unit(shape);
     int64_t most = 1;
-    for (int64_t row = step.rows - step.scans; row < step.rows; row++) most = std::max(most, token_blocks(m, step, row));
+    for (int64_t row = step.rows - step.scans; row < step.rows; row++)
+        most = std::max(most, (step.starts[row + 1] - step.starts[row] + each - 1) / each);
     return most;
 }
 
 // Heads of a unit of a row that is not scanned: all of them, so that a page is read as it lies, unless threads would go without.
-inline int64_t heads_together(const Model& m, const Step& step) {
+inline int64_t heads_together(const Model& m, const AttentionShape& shape, const Step& step) {
     const int64_t rows = step.rows - step.scans;
     int64_t parts = 1;
-    while (parts < m.kv_heads && rows * parts % m.threads && rows * parts < 4 * m.threads) parts++;
-    return (m.kv_heads + parts - 1) / parts;
+    while (parts < shape.kv_heads && rows * parts % m.threads && rows * parts < 4 * m.threads) parts++;
+    return (shape.kv_heads + parts - 1) / parts;
 }
 
 struct AttentionUnits {
     int64_t rows, together, groups, most, count;  // rows that are not scanned; their heads of a unit, and units
-    AttentionUnits(const Model& m, const Step& step)
-        : rows(step.rows - step.scans), together(heads_together(m, step)), groups((m.kv_heads + together - 1) / together),
-          most(most_blocks(m, step)), count(rows * groups + step.scans * most * m.kv_heads) {}
+    AttentionUnits(const Model& m, const AttentionShape& shape, const Step& step)
+        : rows(step.rows - step.scans), together(heads_together(m, shape, step)),
+          groups((shape.kv_heads + together - 1) / together), most(most_blocks(shape, step)),
+          count(rows * groups + step.scans * most * shape.kv_heads) {}
 };
 
 // Queries are tokens [first, behind), and of each token the heads that share a key/value head.
@@ -48,6 +49,7 @@ template <typename T>
 struct PagedRow {
     const Model& m;
     const Op& op;
+    const AttentionShape& shape;
     int64_t head, heads, share;  // the first of how many key/value heads
     int64_t begin, before;       // the row's first token, and how many keys come before its own
     int64_t first, behind;
@@ -58,7 +60,7 @@ struct PagedRow {
         one.head += index;
         return one;
     }
-    const float* fresh(int64_t token, int64_t index) const { return m.wide + token * m.ld + index * m.width; }
+    const float* fresh(int64_t token, int64_t index) const { return m.wide + token * m.ld + index * shape.width; }
     // Keys and values of this step are taken from where they were made: others may be writing them to their pages now.
     struct Lines {
         int64_t width, count, old;  // how many of them lie in pages
@@ -84,84 +86,113 @@ struct PagedRow {
         }
     };
     Lines lines(int64_t position, int64_t count) const {
-        Lines found{m.width, count, std::min(std::max<int64_t>(before - position, 0), count), {}, {}, m.ld};
-        const int64_t side = m.page * m.kv_heads * m.width;
+        Lines found{shape.width, count, std::min(std::max<int64_t>(before - position, 0), count), {}, {}, m.ld};
+        const int64_t side = m.page * shape.kv_heads * shape.width;
         for (int64_t i = 0, index = position / m.page, place = position % m.page; i < found.old; i++, place++) {
             if (place == m.page) index++, place = 0;
             const T* page = static_cast<const T*>(op.kv) + table[index] * op.kv_stride;
-            found.stored[0][i] = page + (place * m.kv_heads + head) * m.width;
+            found.stored[0][i] = page + (place * shape.kv_heads + head) * shape.width;
             found.stored[1][i] = found.stored[0][i] + side;
         }
         const int64_t token = begin + std::max(position - before, int64_t(0));
-        found.fresh[0] = fresh(token, m.q_heads + head), found.fresh[1] = fresh(token, m.q_heads + m.kv_heads + head);
+        found.fresh[0] = fresh(token, shape.q_heads + head), found.fresh[1] = fresh(token, shape.q_heads + shape.kv_heads + head);
         return found;
     }
     int64_t last(int64_t i) const { return before + first - begin + i / share; }
     template <typename Cells>
     __m512i query(Cells, int64_t i, int64_t cell) const {
-        return Cells::row(fresh(first + i / share, head * share + i % share), m.width, cell);
+        return Cells::row(fresh(first + i / share, head * share + i % share), shape.width, cell);
     }
-    void fetch_query(int64_t i) const { fetch(fresh(first + i / share, head * share + i % share), m.width); }
+    void fetch_query(int64_t i) const { fetch(fresh(first + i / share, head * share + i % share), shape.width); }
     void write(int64_t i, const float* numbers) const {
-        float* out = m.mid + (first + i / share) * m.ld + (head * share + i % share) * m.width;
-        std::copy(numbers, numbers + m.width, out);
+        float* out = m.mid + (first + i / share) * m.ld + (head * share + i % share) * shape.width;
+        std::copy(numbers, numbers + shape.width, out);
     }
     void keep(const int64_t* places) const {  // the new keys and values
         for (int64_t token = first; token < behind; token++) {
             if (places[token] < 0) continue;
             for (int64_t side = 0; side < 2; side++) {
-                const float* from = fresh(token, m.q_heads + side * m.kv_heads + head);
+                const float* from = fresh(token, shape.q_heads + side * shape.kv_heads + head);
                 T* to = static_cast<T*>(op.kv) + places[token] / m.page * op.kv_stride
-                    + ((side * m.page + places[token] % m.page) * m.kv_heads + head) * m.width;
+                    + ((side * m.page + places[token] % m.page) * shape.kv_heads + head) * shape.width;
 #pragma omp simd
-                for (int64_t i = 0; i < heads * m.width; i++) store(to, i, from[i]);
+                for (int64_t i = 0; i < heads * shape.width; i++) store(to, i, from[i]);
             }
         }
     }
     void fetch_stored(int64_t position) const {
         if (position >= before) return;
         const T* page = static_cast<const T*>(op.kv) + table[position / m.page] * op.kv_stride;
-        const T* key = page + (position % m.page * m.kv_heads + head) * m.width;
-        fetch(key, heads * m.width), fetch(key + m.page * m.kv_heads * m.width, heads * m.width);
+        const T* key = page + (position % m.page * shape.kv_heads + head) * shape.width;
+        fetch(key, heads * shape.width), fetch(key + m.page * shape.kv_heads * shape.width, heads * shape.width);
     }
 };
 
 // What a unit works on; no queries where there is nothing left for it.
 template <typename T>
 PagedRow<T> paged_row(const Model& m, const Op& op, const Step& step, const AttentionUnits& units, int64_t unit) {
-    PagedRow<T> found{m, op, 0, 1, m.q_heads / m.kv_heads, 0, 0, 0, 0, nullptr};
+    const AttentionShape& shape = *op.attention;
+    PagedRow<T> found{m, op, shape, 0, 1, shape.q_heads / shape.kv_heads, 0, 0, 0, 0, nullptr};
     if (unit < units.rows * units.groups) {
         const int64_t row = unit / units.groups;
-        found.head = unit % units.groups * units.together, found.heads = std::min(units.together, m.kv_heads - found.head);
+        found.head = unit % units.groups * units.together, found.heads = std::min(units.together, shape.kv_heads - found.head);
         found.begin = found.first = step.starts[row], found.behind = step.starts[row + 1];
         found.before = step.lengths[found.begin] - 1, found.table = step.tables + found.begin * step.table_stride;
         return found;
     }
     unit -= units.rows * units.groups;
-    const int64_t part = unit / m.kv_heads, scan = part / units.most;
+    const int64_t part = unit / shape.kv_heads, scan = part / units.most;
     const int64_t block = units.most - 1 - part % units.most;  // those with most keys first
-    found.head = unit % m.kv_heads;
-    found.begin = step.starts[units.rows + scan], found.first = found.begin + block * tokens_of_unit(m);
-    found.behind = std::min(found.first + tokens_of_unit(m), step.starts[units.rows + scan + 1]);
+    found.head = unit % shape.kv_heads;
+    found.begin = step.starts[units.rows + scan], found.first = found.begin + block * tokens_of_unit(shape);
+    found.behind = std::min(found.first + tokens_of_unit(shape), step.starts[units.rows + scan + 1]);
     found.before = step.scan_computed[scan], found.table = step.scan_tables + scan * step.scan_table_stride;
     return found;
+}
+
+// A token's queries and keys: normalised, then rotated, head by head where they lie. `scratch`: of 2 x pairs.
+inline void prepare_heads(const Model& m, const AttentionShape& shape, const Step& step, int64_t token, float* scratch) {
+    float* row = m.wide + token * m.ld;
+    float *cosines = scratch, *sines = scratch + shape.pairs;
+    for (int64_t i = 0; i < shape.pairs; i++) {
+        const float* at = shape.rotations + step.positions[token * step.axes + shape.axes[i]] * 2 * shape.pairs + i;
+        cosines[i] = at[0], sines[i] = at[shape.pairs];
+    }
+    for (int64_t head = 0; head < shape.q_heads + shape.kv_heads; head++, row += shape.width) {
+        const float* norm = head < shape.q_heads ? shape.q_norm : shape.k_norm;
+        if (norm) rms_norm(row, norm, shape.width, shape.norm_eps, row);
+        float *first = row, *second = row + shape.pairs;
+#pragma omp simd
+        for (int64_t i = 0; i < shape.pairs; i++) {
+            const float x = first[i], y = second[i];
+            first[i] = x * cosines[i] - y * sines[i], second[i] = y * cosines[i] + x * sines[i];
+        }
+    }
+}
+
+// What attention found for a token, times the sigmoid of the row's gates, which lie behind its values.
+inline void gate_row(const Model& m, const AttentionShape& shape, int64_t token, float* out) {
+    const float *from = m.mid + token * m.ld, *gates = m.wide + token * m.ld + (shape.q_heads + 2 * shape.kv_heads) * shape.width;
+#pragma omp simd
+    for (int64_t i = 0; i < shape.q_heads * shape.width; i++) out[i] = from[i] / (1.0f + fast_exp(-gates[i]));
 }
 
 template <typename T>
 void attention(const Model& m, const Op& op, const Step& step, int64_t unit, std::vector<float>& scratch) {
     using Cells = CellsOf<T>;
-    const AttentionUnits units(m, step);
+    const AttentionShape& shape = *op.attention;
+    const AttentionUnits units(m, shape, step);
     PagedRow<T> source = paged_row<T>(m, op, step, units, unit);
     if (source.first >= source.behind) return;
     source.keep(step.places);
     for (; source.first < source.behind && source.last(0) < op.first_key; source.first++) {  // padding, or nothing to look at yet
-        float* out = m.mid + source.first * m.ld + source.head * source.share * m.width;
-        std::fill(out, out + source.heads * source.share * m.width, 0.0f);
+        float* out = m.mid + source.first * m.ld + source.head * source.share * shape.width;
+        std::fill(out, out + source.heads * source.share * shape.width, 0.0f);
     }
-    const Head head = Head::of<Cells>(m.width, m.scale);
+    const Head head = Head::of<Cells>(shape.width, shape.scale);
     const int64_t queries = (source.behind - source.first) * source.share;
     if (queries <= 0) return;
-    if (queries > FEW || m.width % Cells::EACH) {
+    if (queries > FEW || shape.width % Cells::EACH) {
         for (int64_t h = 0; h < source.heads; h++) attend<Cells>(head, source.of(h), queries, op.first_key, scratch);
         return;
     }

@@ -45,21 +45,29 @@ void add_experts(Layout& layout) {
     FIELD(Experts, down);
 }
 
+void add_attention_shape(Layout& layout) {
+    STRUCT(AttentionShape);
+    FIELD(AttentionShape, q_heads); FIELD(AttentionShape, kv_heads); FIELD(AttentionShape, width);
+    FIELD(AttentionShape, scale); FIELD(AttentionShape, norm_eps); FIELD(AttentionShape, q_norm);
+    FIELD(AttentionShape, k_norm); FIELD(AttentionShape, pairs); FIELD(AttentionShape, rotations);
+    FIELD(AttentionShape, axes);
+}
+
 void add_op(Layout& layout) {
     STRUCT(Op);
     FIELD(Op, code); FIELD(Op, kind); FIELD(Op, width); FIELD(Op, weight); FIELD(Op, target); FIELD(Op, norm);
     FIELD(Op, windows); FIELD(Op, window_stride); FIELD(Op, states); FIELD(Op, state_stride); FIELD(Op, conv);
     FIELD(Op, conv_bias); FIELD(Op, a); FIELD(Op, d); FIELD(Op, dt_bias); FIELD(Op, kv); FIELD(Op, kv_stride);
-    FIELD(Op, ring); FIELD(Op, ring_stride); FIELD(Op, experts); FIELD(Op, first_key);
+    FIELD(Op, ring); FIELD(Op, ring_stride); FIELD(Op, experts); FIELD(Op, first_key); FIELD(Op, attention);
 }
 
 void add_model(Layout& layout) {
     STRUCT(Model);
     FIELD(Model, count); FIELD(Model, ops); FIELD(Model, threads); FIELD(Model, hidden); FIELD(Model, vocab);
     FIELD(Model, heads); FIELD(Model, head); FIELD(Model, groups); FIELD(Model, state); FIELD(Model, taps);
-    FIELD(Model, conv_dim); FIELD(Model, inner); FIELD(Model, q_heads); FIELD(Model, kv_heads); FIELD(Model, width);
-    FIELD(Model, page); FIELD(Model, stored_bf16); FIELD(Model, eps); FIELD(Model, dt_low); FIELD(Model, dt_high);
-    FIELD(Model, scale); FIELD(Model, x); FIELD(Model, wide); FIELD(Model, mid); FIELD(Model, ld); FIELD(Model, operand);
+    FIELD(Model, conv_dim); FIELD(Model, inner); FIELD(Model, page); FIELD(Model, positions);
+    FIELD(Model, stored_bf16); FIELD(Model, eps); FIELD(Model, dt_low); FIELD(Model, dt_high);
+    FIELD(Model, x); FIELD(Model, wide); FIELD(Model, mid); FIELD(Model, ld); FIELD(Model, operand);
     FIELD(Model, operand_ld); FIELD(Model, operand_scale); FIELD(Model, picks); FIELD(Model, places);
     FIELD(Model, shares); FIELD(Model, runs); FIELD(Model, picked); FIELD(Model, picked_scale);
     FIELD(Model, picked_wide);
@@ -71,7 +79,8 @@ void add_step(Layout& layout) {
     FIELD(Step, save_count); FIELD(Step, saves); FIELD(Step, lengths); FIELD(Step, tables); FIELD(Step, places);
     FIELD(Step, table_stride); FIELD(Step, logits); FIELD_AS(Step, from, origins); FIELD(Step, batch_slots);
     FIELD(Step, counts); FIELD(Step, scans); FIELD(Step, scan_computed); FIELD(Step, scan_tables);
-    FIELD(Step, scan_table_stride); FIELD(Step, ids); FIELD(Step, largest);
+    FIELD(Step, scan_table_stride); FIELD(Step, ids); FIELD(Step, largest); FIELD(Step, positions);
+    FIELD(Step, axes);
 }
 
 void add_varlen_attention(Layout& layout) {
@@ -133,7 +142,7 @@ void add_numbers(Layout& layout) {
     VALUE_AS(Code, ROUTE, ROUTE); VALUE_AS(Code, GROUP_PICKS, GROUP_PICKS); VALUE_AS(Code, GATHER, GATHER);
     VALUE_AS(Code, EXPERTS, EXPERTS); VALUE_AS(Code, PICKED_RELU_SQUARED, PICKED_RELU_SQUARED);
     VALUE_AS(Code, COMBINE, COMBINE); VALUE_AS(Code, NORM_PAIR, NORM_PAIR); VALUE_AS(Code, EMBED, EMBED);
-    VALUE_AS(Code, LARGEST, LARGEST);
+    VALUE_AS(Code, LARGEST, LARGEST); VALUE_AS(Code, HEADS, HEADS); VALUE_AS(Code, GATE, GATE);
     VALUE_AS(Target, WIDE, WIDE); VALUE_AS(Target, RESIDUAL, RESIDUAL); VALUE_AS(Target, LOGITS, LOGITS);
     VALUE_AS(Target, MID, MID); VALUE_AS(Target, OPERAND, OPERAND); VALUE_AS(Target, STREAM, STREAM);
     VALUE_AS(Target, INNER, INNER);
@@ -161,7 +170,7 @@ void add_numbers(Layout& layout) {
 const char* layout_lines() {
     static const std::string lines = [] {
         Layout layout;
-        for (auto* add : {add_weight, add_experts, add_op, add_model, add_step, add_varlen_attention, add_wish,
+        for (auto* add : {add_weight, add_experts, add_attention_shape, add_op, add_model, add_step, add_varlen_attention, add_wish,
                           add_draw, add_drafting, add_tower_op, add_tower, add_tower_step, add_numbers})
             add(layout);
         return layout.lines();

@@ -40,6 +40,9 @@ void make_row(const Model& m, const Op& op, int64_t row, float* scratch) {
     } else if (op.code == RELU_SQUARED) {
         square(from, width, scratch);
         from = scratch;
+    } else if (op.code == GATE) {
+        gate_row(m, *op.attention, row, scratch);
+        from = scratch;
     }
     make_operand(from, width, op.kind, m.operand, m.operand_ld, m.operand_scale, row);
 }
@@ -61,7 +64,7 @@ int64_t units_of(const Model& m, const Op& op, const Step& step) {
     switch (op.code) {
         case LINEAR: return Units(op.weight, step.tokens, m.threads).count;
         case MAMBA: return step.rows * m.groups;
-        case ATTENTION: return AttentionUnits(m, step).count;
+        case ATTENTION: return AttentionUnits(m, *op.attention, step).count;
         case GROUP_PICKS: return 1;
         case EMBED: return step.ids ? step.tokens : 0;
         case LARGEST: return step.largest ? step.tokens : 0;
@@ -92,6 +95,7 @@ class StepJob : public Job {
                 if (m_.stored_bf16) attention<uint16_t>(m_, op, step_, unit, scratch);
                 else attention<float>(m_, op, step_, unit, scratch);
                 break;
+            case HEADS: prepare_heads(m_, *op.attention, step_, unit, scratch.data()); break;
             case ROUTE: route(m_, op, unit, scratch.data()); break;
             case GROUP_PICKS: group_picks(m_, op, step_.tokens); break;
             case GATHER: gather(m_, op, unit); break;
@@ -223,6 +227,7 @@ const char* saccade_layout() { return layout_lines(); }
 // Runs the model's operations [first, last) on `m.x`.
 const char* saccade_step(const Model* model, const Step* step, int64_t first, int64_t last) {
     if (step->ids && !within(step->ids, step->tokens, model->vocab)) return "a token is not in the vocabulary";
+    if (step->positions && !within(step->positions, step->tokens * step->axes, model->positions)) return "a position is in no table";
     pool().run(StepJob(*model, *step, first, last), model->threads);
     return nullptr;
 }

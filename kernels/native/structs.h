@@ -11,7 +11,7 @@ enum Store : int64_t { STORE = 0, ADD = 1, STORE_BF16 = 2 };
 enum Code : int64_t {
     NORM = 0, LINEAR = 1, MAMBA = 2, ATTENTION = 3, CONVERT = 4, RELU_SQUARED = 5,
     ROUTE = 6, GROUP_PICKS = 7, GATHER = 8, EXPERTS = 9, PICKED_RELU_SQUARED = 10, COMBINE = 11,
-    NORM_PAIR = 12, EMBED = 13, LARGEST = 14,
+    NORM_PAIR = 12, EMBED = 13, LARGEST = 14, HEADS = 15, GATE = 16,
 };
 enum Target : int64_t { WIDE = 0, RESIDUAL = 1, LOGITS = 2, MID = 3, OPERAND = 4, STREAM = 5, INNER = 6 };
 
@@ -33,6 +33,16 @@ struct Experts {  // a mixture of them
     const Weight *up, *down;   // [count]
 };
 
+struct AttentionShape {  // rows of `wide` are queries, keys, values and, where GATE follows, a gate for each number of a query
+    int64_t q_heads, kv_heads, width;
+    float scale;                   // of products of queries and keys
+    float norm_eps;                // HEADS:
+    const float *q_norm, *k_norm;  // [width], or null
+    int64_t pairs;                 // of each head, i and i + pairs are rotated together; 0: nothing is
+    const float* rotations;        // [positions, 2, pairs]: cosines, sines
+    const int64_t* axes;           // [pairs]: which axis of the positions each takes
+};
+
 struct Op {
     int64_t code, kind, width;  // kind: of the operand that an operation makes; width: of its rows
     Weight weight;              // LINEAR; EXPERTS: the first expert's
@@ -52,6 +62,7 @@ struct Op {
     int64_t ring_stride;
     const Experts* experts;  // from ROUTE to COMBINE
     int64_t first_key;       // ATTENTION: the first place that is looked at
+    const AttentionShape* attention;  // HEADS, ATTENTION, GATE
 };
 
 struct Model {
@@ -59,9 +70,10 @@ struct Model {
     const Op* ops;
     int64_t threads, hidden, vocab;
     int64_t heads, head, groups, state, taps, conv_dim, inner;
-    int64_t q_heads, kv_heads, width, page;
+    int64_t page;
+    int64_t positions;    // rotations that there are
     int64_t stored_bf16;  // windows and pages; else float32
-    float eps, dt_low, dt_high, scale;
+    float eps, dt_low, dt_high;
     float *x, *wide, *mid;  // [rows, hidden], [rows, ld], [rows, ld]
     int64_t ld;
     void* operand;  // [rows, operand_ld] of 4 bytes at most
@@ -94,6 +106,8 @@ struct Step {
     int64_t scan_table_stride;
     const int64_t* ids;  // EMBED, or null: then x is there already
     int64_t* largest;    // LARGEST, or null: [tokens], ids of the largest logits
+    const int64_t* positions;  // HEADS, or null: [tokens, axes]
+    int64_t axes;
 };
 
 struct VarlenAttention {    // attention within each of several packed sequences

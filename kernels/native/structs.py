@@ -53,6 +53,8 @@ class Code(IntEnum):
     NORM_PAIR = 12
     EMBED = 13
     LARGEST = 14
+    HEADS = 15
+    GATE = 16
 
 
 class Target(IntEnum):
@@ -81,13 +83,20 @@ class Experts(Structure):
     ]  # fmt: skip
 
 
+class AttentionShape(Structure):
+    _fields_ = [
+        ("q_heads", c_int64), ("kv_heads", c_int64), ("width", c_int64), ("scale", c_float), ("norm_eps", c_float),
+        ("q_norm", c_void_p), ("k_norm", c_void_p), ("pairs", c_int64), ("rotations", c_void_p), ("axes", c_void_p),
+    ]  # fmt: skip
+
+
 class Op(Structure):
     _fields_ = [
         ("code", c_int64), ("kind", c_int64), ("width", c_int64), ("weight", Weight), ("target", c_int64),
         ("norm", c_void_p), ("windows", c_void_p), ("window_stride", c_int64), ("states", c_void_p),
         ("state_stride", c_int64), ("conv", c_void_p), ("conv_bias", c_void_p), ("a", c_void_p), ("d", c_void_p),
         ("dt_bias", c_void_p), ("kv", c_void_p), ("kv_stride", c_int64), ("ring", c_void_p), ("ring_stride", c_int64),
-        ("experts", c_void_p), ("first_key", c_int64),
+        ("experts", c_void_p), ("first_key", c_int64), ("attention", c_void_p),
     ]  # fmt: skip
 
 
@@ -95,9 +104,9 @@ class Model(Structure):
     _fields_ = [
         ("count", c_int64), ("ops", c_void_p), ("threads", c_int64), ("hidden", c_int64), ("vocab", c_int64),
         ("heads", c_int64), ("head", c_int64), ("groups", c_int64), ("state", c_int64), ("taps", c_int64),
-        ("conv_dim", c_int64), ("inner", c_int64), ("q_heads", c_int64), ("kv_heads", c_int64), ("width", c_int64),
-        ("page", c_int64), ("stored_bf16", c_int64), ("eps", c_float), ("dt_low", c_float), ("dt_high", c_float),
-        ("scale", c_float), ("x", c_void_p), ("wide", c_void_p), ("mid", c_void_p), ("ld", c_int64),
+        ("conv_dim", c_int64), ("inner", c_int64), ("page", c_int64), ("positions", c_int64),
+        ("stored_bf16", c_int64), ("eps", c_float), ("dt_low", c_float), ("dt_high", c_float),
+        ("x", c_void_p), ("wide", c_void_p), ("mid", c_void_p), ("ld", c_int64),
         ("operand", c_void_p), ("operand_ld", c_int64), ("operand_scale", c_void_p),
         ("picks", c_void_p), ("places", c_void_p), ("shares", c_void_p), ("runs", c_void_p), ("picked", c_void_p),
         ("picked_scale", c_void_p), ("picked_wide", c_void_p),
@@ -111,7 +120,7 @@ class Step(Structure):
         ("table_stride", c_int64), ("logits", c_void_p), ("origins", c_void_p), ("batch_slots", c_void_p),
         ("counts", c_void_p), ("scans", c_int64), ("scan_computed", c_void_p), ("scan_tables", c_void_p),
         ("scan_table_stride", c_int64),
-        ("ids", c_void_p), ("largest", c_void_p),
+        ("ids", c_void_p), ("largest", c_void_p), ("positions", c_void_p), ("axes", c_int64),
     ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from decoder.config import DecoderConfig, DecoderOptions
 from decoder.layers.descriptions import Experts
 from decoder.layers.experts import ExpertsMixer
 from decoder.operations import Operations
-from kernels.native.structs import Code, Kind, Op, Step
+from kernels.native.structs import AttentionShape, Code, Kind, Op, Step
 from kernels.rms_norm import rms_norm
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -119,14 +120,17 @@ class Attention:
     def __init__(self, heads: tuple[int, int], width: int, dtype: torch.dtype, page: int, first_key: int = 0) -> None:
         self.q_heads, self.kv_heads = heads
         self.width, self.page, self.first = width, page, first_key
-        names = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "head_dim": width}
-        config = tiny_config("*", **names)
+        config = tiny_config("*")
+        self.shape = AttentionShape(*heads, width, width**-0.5)
         self.operations = Operations(config, DecoderOptions(dtype=dtype, page_size=page), config.mixers)
         self.order = torch.randperm(200, generator=torch.Generator().manual_seed(page))
         self.clear()
         size = (heads[0] + 2 * heads[1]) * width
         stride = self.pages.stride(0)
-        op = Op(Code.ATTENTION, Kind.F32, size, kv=self.pages.data_ptr(), kv_stride=stride, first_key=first_key)
+        op = Op(
+            Code.ATTENTION, Kind.F32, size, kv=self.pages.data_ptr(), kv_stride=stride, first_key=first_key,
+            attention=ctypes.addressof(self.shape),
+        )  # fmt: skip
         self.operations.complete([op], 2048)
 
     def clear(self) -> None:
@@ -186,7 +190,7 @@ DTYPES = [torch.bfloat16, torch.float32]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize(("width", "page"), [(64, 16), (8, 4), (72, 5), (5, 16)])
+@pytest.mark.parametrize(("width", "page"), [(64, 16), (8, 4), (72, 5), (5, 16), (256, 16)])
 def test_attention_of_a_prompt(heads: tuple[int, int], width: int, page: int, dtype: torch.dtype) -> None:
     attention = Attention(heads, width, dtype, page)
     x = attention.inputs(150, deviation=3.0)
@@ -198,7 +202,7 @@ def test_attention_of_a_prompt(heads: tuple[int, int], width: int, page: int, dt
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize(("width", "page", "first_key"), [(64, 16, 0), (8, 4, 1), (5, 16, 0), (24, 7, 9)])
+@pytest.mark.parametrize(("width", "page", "first_key"), [(64, 16, 0), (8, 4, 1), (5, 16, 0), (24, 7, 9), (256, 16, 0)])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_attention_of_a_token_does_not_depend_on_how_it_came(
     heads: tuple[int, int], width: int, page: int, first_key: int, dtype: torch.dtype, threads: int

@@ -1,0 +1,43 @@
+"""Operations of compiled code for attention: its product, norms and rotation, attention itself, gate, projection."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from decoder.layers.attention import AttentionMixer
+from kernels.native.structs import AttentionShape, Code, Op, Target
+
+if TYPE_CHECKING:
+    from decoder.operations import Operations
+
+
+def attention_operations(of: Operations, norm: Tensor, mixer: AttentionMixer) -> list[Op]:
+    """Of the layer with this norm before it."""
+    first, last = of.packed(mixer.qkv), of.packed(mixer.o_proj)
+    spec, kv = mixer.spec, mixer.kv
+    address = ctypes.addressof(_shape(of, mixer))
+    ops = [of.norm(norm, first), of.linear(first, Target.WIDE)]
+    if spec.rope is not None or spec.qk_norm is not None:
+        ops.append(Op(Code.HEADS, attention=address))
+    ops.append(Op(Code.ATTENTION, kv=kv.data_ptr(), kv_stride=kv.stride(0), attention=address))
+    ops.append(Op(Code.GATE if spec.gate else Code.CONVERT, last.kind, last.k, attention=address))
+    return [*ops, of.linear(last, Target.RESIDUAL)]
+
+
+def _shape(of: Operations, mixer: AttentionMixer) -> AttentionShape:
+    spec = mixer.spec
+    q_norm, k_norm = mixer.norms or (None, None)
+    shape = AttentionShape(
+        spec.num_attention_heads, spec.kv_heads, spec.head_dim, spec.multiplier, spec.qk_norm or 0.0,
+        of.pointer(q_norm), of.pointer(k_norm),
+    )  # fmt: skip
+    if spec.rope is not None:
+        axes = torch.tensor(spec.rope.axes or (0,) * (spec.rope.dims // 2), dtype=torch.int64)
+        shape.pairs, shape.rotations, shape.axes = axes.shape[0], of.pointer(mixer.table), axes.data_ptr()
+        of.keep(axes)
+    of.keep(shape)
+    return shape

@@ -1,0 +1,124 @@
+"""Compiled attention with all that an attention may have: the operations' maths, and the same bits however it comes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from compiled import needs_compiled
+from gated_decoder import gated, gated_config, grid_positions
+from tiny_decoder import FakeSource, make_runner, random_weights, request, run
+
+from decoder.config import DecoderConfig
+from decoder.layers.descriptions import Attention
+from decoder.layers.spec import Layer
+from decoder.request import DecoderRequest, ImageSpan, TokenEvent
+from decoder.runner import DecoderRunner
+from decoder.sampling import SamplingParams
+from kernels.rope import Rope
+
+pytestmark = needs_compiled
+WIDE = Rope(64, 1e7, (0, 1, 2) * 10 + (1, 0))
+PLAIN: dict[str, Any] = {"rope": None, "gate": False, "qk_norm": None}
+CHANGES: dict[str, dict[str, Any]] = {
+    "all": {},
+    "rope": PLAIN | {"rope": Rope(8, 50.0)},
+    "gate": PLAIN | {"gate": True},
+    "norms": PLAIN | {"qk_norm": 1e-5},
+    "biases": {"attention_bias": True},
+    "wide": {"head_dim": 256, "rope": WIDE},
+}
+
+
+def config_of(pattern: str = "*-M*", **changes: Any) -> DecoderConfig:
+    """Its second attention has another shape than its first."""
+    config = gated_config(pattern, **({"head_dim": 12} | changes))
+    layers = [*config.layers]
+    at = max(index for index, mixer in enumerate(config.mixers) if isinstance(mixer, Attention))
+    other = Attention(config.hidden_size, 3, 3, 72 if "head_dim" in changes else 16)
+    layers[at] = Layer((("mixer", gated(other, **{k: v for k, v in changes.items() if k != "head_dim"})),))
+    return replace(config, layers=tuple(layers))
+
+
+def scored(runner: DecoderRunner) -> dict[str, list[TokenEvent]]:
+    """Of prompts with images and without, in one step and in several."""
+    rows = torch.randn(6, runner.config.hidden_size, generator=torch.Generator().manual_seed(3))
+    runner.arena.buffer.fill_(255)
+
+    def asked(name: str, before: int, grid: tuple[int, int] | None, after: int, bias: int) -> DecoderRequest:
+        params = SamplingParams(
+            max_tokens=7, temperature=0.0, ignore_eos=True, logprobs=0, prompt_logprobs=0, logit_bias={bias: 1e6}
+        )
+        prompt = [(7 * index + bias) % 97 for index in range(before + 6 * bool(grid) + after)]
+        if grid is None:
+            return request(name, prompt, params)
+        spans = [ImageSpan(before, 6, name.encode(), FakeSource(rows))]
+        return request(name, prompt, params, spans, positions=grid_positions(len(prompt), (before, *grid)))
+
+    return run(
+        runner,
+        asked("a", 5, (2, 3), 30, 4),
+        asked("b", 1, (3, 2), 3, 9),
+        asked("c", 20, None, 0, 7),
+        asked("d", 1, None, 0, 7),
+    )
+
+
+def numbers(events: dict[str, list[TokenEvent]]) -> torch.Tensor:
+    """Every log-probability, in order."""
+    each = [events[name] for name in sorted(events)]
+    found = [[score.logprob for event in of for score in event.prompt_scores] for of in each]
+    found += [[event.logprob for event in of if event.logprob is not None] for of in each]
+    return torch.tensor([number for of in found for number in of], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+def test_float32_equals_the_operations(changes: str) -> None:
+    config = config_of(**CHANGES[changes])
+    weights = dict(random_weights(config))
+    fast, slow = (make_runner(config, weights, native=mode, page_size=4, max_chunk=9) for mode in ("on", "off"))
+    assert fast.model.native is not None and fast.model.native.max_singles > 0, "nothing is called"
+    torch.testing.assert_close(numbers(scored(fast)), numbers(scored(slow)), rtol=0, atol=2e-5)
+
+
+def test_bfloat16_is_no_further_from_float32_than_the_operations() -> None:
+    config = config_of("*-*-M*-")
+    weights = dict(random_weights(config))
+    exact = numbers(scored(make_runner(config, weights, native="off")))
+    fast, slow = (
+        numbers(scored(make_runner(config, weights, native=mode, dtype=torch.bfloat16))) for mode in ("on", "off")
+    )
+    assert 0 < (fast - exact).square().mean() <= 1.5 * (slow - exact).square().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("changes", ["all", "wide"])
+def test_bits_do_not_depend_on_how_a_token_came(changes: str, dtype: torch.dtype) -> None:
+    """Whole, in chunks, token by token, beside others, as drafts, with several threads."""
+    config = config_of(**CHANGES[changes])
+    weights = dict(random_weights(config))
+
+    def found(**options: Any) -> torch.Tensor:
+        return numbers(scored(make_runner(config, weights, native="on", dtype=dtype, page_size=4, **options)))
+
+    whole = found(max_seqs=1)
+    assert whole.isfinite().all()
+    for options in (
+        {"max_chunk": 1}, {"max_chunk": 5}, {"max_batched_tokens": 6, "max_seqs": 4},
+        {"speculative": "ngram", "draft_policy": "fixed", "spec_state": "slots"}, {"speculative": "ngram"},
+    ):  # fmt: skip
+        assert torch.equal(found(**options), whole), options
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(found(), whole)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_more_axes_than_positions_have_are_refused() -> None:
+    config = gated_config("*")
+    with pytest.raises(ValueError, match="position_axes 2 is below the 3 that layers read"):
+        replace(config, position_axes=2)
