@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 from transformers import NemotronHConfig, NemotronHForCausalLM
 
 from decoder.config import DecoderConfig, DecoderOptions
+from decoder.layers.descriptions import GatedDelta
+from decoder.layers.spec import Layer
 from decoder.request import DecoderRequest, ImageSpan, TokenEvent
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
@@ -45,6 +48,26 @@ def tiny_config(pattern: str = "M-*EM", **changes: Any) -> DecoderConfig:
     published = Published(pattern=pattern, **(TINY | changes))
     _PUBLISHED[published.decoder] = published
     return published.decoder
+
+
+TINY_DELTA: dict[str, Any] = {
+    "num_key_heads": 2,
+    "num_value_heads": 4,
+    "key_head_dim": 16,
+    "value_head_dim": 16,
+    "chunk_size": 8,
+}
+
+
+def delta_config(pattern: str = "G-*G-", delta: dict[str, Any] | None = None, **changes: Any) -> DecoderConfig:
+    """The same, G in the pattern being a layer of the gated delta rule; `delta` changes its shape."""
+    plain = tiny_config(pattern.replace("G", "M"), **changes)
+    mixer = GatedDelta(plain.hidden_size, **(TINY_DELTA | (delta or {})))
+    layers = [
+        Layer((("mixer", mixer),)) if letter == "G" else layer
+        for letter, layer in zip(pattern, plain.layers, strict=True)
+    ]
+    return replace(plain, layers=tuple(layers))
 
 
 def oracle(decoder: DecoderConfig, seed: int = 0) -> NemotronHForCausalLM:
