@@ -22,15 +22,13 @@ from decoder.layers.experts import ExpertsMixer
 from decoder.layers.mamba2 import Mamba2Mixer
 from decoder.layers.mlp import MlpMixer
 from decoder.layers.spec import MixerSpec
+from decoder.recurrences import MAX_TAPS, Recurrence, recurrence_operations
 from kernels.linear import Linear, Packed
 from kernels.native import NativeUnavailable, library, structs
 from kernels.native.structs import Code, Kind, Model, Op, Step, Target, Weight
 
 MAX_ROUTED = 512
 """Tokens whose experts run in compiled code: it keeps a row for each token and expert."""
-
-MAX_TAPS = 4
-"""Of a Mamba layer's convolution, in compiled code; more are never seen."""
 
 
 class Operations:
@@ -103,8 +101,8 @@ class Operations:
         if len(layer.mixers) != 1:
             return []
         [mixer] = layer.mixers
-        if isinstance(mixer, Mamba2Mixer):
-            return self._mamba(layer.norm, mixer, layer.residual_scale)
+        if isinstance(mixer, Recurrence):
+            return self._recurrent(layer.norm, mixer, layer.residual_scale)
         return self.mixer(layer.norm, mixer) if layer.residual_scale == 1.0 else []
 
     def mixer(self, norm: Tensor, mixer: Mixer) -> list[Op]:
@@ -197,28 +195,14 @@ class Operations:
     def linear(self, packed: Packed, target: Target) -> Op:
         return Op(Code.LINEAR, Kind.F32, 0, weight=packed.descriptor, target=target)
 
-    def _mamba(self, norm: Tensor, mixer: Mamba2Mixer, residual_scale: float) -> list[Op]:
-        spec = mixer.spec
-        if spec != self.mamba or spec.conv_kernel > MAX_TAPS or spec.norm_eps != self.config.norm_eps:
+    def _recurrent(self, norm: Tensor, mixer: Recurrence, residual_scale: float) -> list[Op]:
+        if mixer.spec.conv_kernel > MAX_TAPS or (residual_scale != 1.0 and mixer.out_proj.bias is not None):
             return []
-        if residual_scale != 1.0 and mixer.out_proj.bias is not None:
+        if isinstance(mixer, Mamba2Mixer) and (mixer.spec, mixer.spec.norm_eps) != (self.mamba, self.config.norm_eps):
             return []
         first, last = self.packed(mixer.in_proj), self.packed(mixer.out_proj)
         # What the layer adds is scaled where its rows are float32 anyway: in the gated norm before the projection.
         scaled = mixer.norm_weight if residual_scale == 1.0 else mixer.norm_weight * residual_scale
-        return self._between(norm, first, self._recurrence(mixer, scaled, last), last)
-
-    def _recurrence(self, mixer: Mamba2Mixer, norm_weight: Tensor, after: Packed) -> list[Op]:
-        """The mixer, and what makes its rows the operand of the product after it: itself, unless a form depends on
-        a whole row, of which the mixer sees a group of heads at a time.
-        """
-        itself = after.kind in (Kind.BF16, Kind.F32) and after.kpad == after.k
-        op = Op(
-            Code.MAMBA, after.kind, after.k, Weight(), Target.OPERAND if itself else Target.MID,
-            self.pointer(norm_weight),
-            mixer.windows.data_ptr(), mixer.windows.stride(0), mixer.states.data_ptr(), mixer.states.stride(0),
-            self.pointer(mixer.conv_WC), self.pointer(mixer.conv_bias_C), self.pointer(mixer.A_H),
-            self.pointer(mixer.D_H), self.pointer(mixer.dt_bias_H), None, 0,
-            mixer.ring.data_ptr() if mixer.ring.numel() else None, mixer.ring.stride(0),
-        )  # fmt: skip
-        return [op] if itself else [op, Op(Code.CONVERT, after.kind, after.k)]
+        middle, shape = recurrence_operations(mixer, scaled, last, self.pointer)
+        self._kept.append(shape)
+        return self._between(norm, first, middle, last)

@@ -53,12 +53,19 @@ void add_attention_shape(Layout& layout) {
     FIELD(AttentionShape, axes);
 }
 
+void add_delta_shape(Layout& layout) {
+    STRUCT(DeltaShape);
+    FIELD(DeltaShape, key_heads); FIELD(DeltaShape, heads); FIELD(DeltaShape, key); FIELD(DeltaShape, value); FIELD(DeltaShape, taps);
+    FIELD(DeltaShape, eps);
+}
+
 void add_op(Layout& layout) {
     STRUCT(Op);
     FIELD(Op, code); FIELD(Op, kind); FIELD(Op, width); FIELD(Op, weight); FIELD(Op, target); FIELD(Op, norm);
     FIELD(Op, windows); FIELD(Op, window_stride); FIELD(Op, states); FIELD(Op, state_stride); FIELD(Op, conv);
     FIELD(Op, conv_bias); FIELD(Op, a); FIELD(Op, d); FIELD(Op, dt_bias); FIELD(Op, kv); FIELD(Op, kv_stride);
-    FIELD(Op, ring); FIELD(Op, ring_stride); FIELD(Op, experts); FIELD(Op, first_key); FIELD(Op, attention);
+    FIELD(Op, ring); FIELD(Op, ring_stride); FIELD(Op, experts); FIELD(Op, delta); FIELD(Op, first_key);
+    FIELD(Op, attention);
 }
 
 void add_model(Layout& layout) {
@@ -142,7 +149,7 @@ void add_numbers(Layout& layout) {
     VALUE_AS(Code, ROUTE, ROUTE); VALUE_AS(Code, GROUP_PICKS, GROUP_PICKS); VALUE_AS(Code, GATHER, GATHER);
     VALUE_AS(Code, EXPERTS, EXPERTS); VALUE_AS(Code, PICKED_RELU_SQUARED, PICKED_RELU_SQUARED);
     VALUE_AS(Code, COMBINE, COMBINE); VALUE_AS(Code, NORM_PAIR, NORM_PAIR); VALUE_AS(Code, EMBED, EMBED);
-    VALUE_AS(Code, LARGEST, LARGEST); VALUE_AS(Code, HEADS, HEADS); VALUE_AS(Code, GATE, GATE);
+    VALUE_AS(Code, LARGEST, LARGEST); VALUE_AS(Code, HEADS, HEADS); VALUE_AS(Code, GATE, GATE); VALUE_AS(Code, DELTA, DELTA);
     VALUE_AS(Target, WIDE, WIDE); VALUE_AS(Target, RESIDUAL, RESIDUAL); VALUE_AS(Target, LOGITS, LOGITS);
     VALUE_AS(Target, MID, MID); VALUE_AS(Target, OPERAND, OPERAND); VALUE_AS(Target, STREAM, STREAM);
     VALUE_AS(Target, INNER, INNER);
@@ -170,8 +177,8 @@ void add_numbers(Layout& layout) {
 const char* layout_lines() {
     static const std::string lines = [] {
         Layout layout;
-        for (auto* add : {add_weight, add_experts, add_attention_shape, add_op, add_model, add_step, add_varlen_attention, add_wish,
-                          add_draw, add_drafting, add_tower_op, add_tower, add_tower_step, add_numbers})
+        for (auto* add : {add_weight, add_experts, add_attention_shape, add_delta_shape, add_op, add_model, add_step,
+                          add_varlen_attention, add_wish, add_draw, add_drafting, add_tower_op, add_tower, add_tower_step, add_numbers})
             add(layout);
         return layout.lines();
     }();

@@ -9,8 +9,9 @@ from enum import IntEnum
 from kernels.native import structs, tower
 
 STRUCTS: tuple[type[Structure], ...] = (
-    structs.Weight, structs.Experts, structs.AttentionShape, structs.Op, structs.Model, structs.Step,
-    structs.VarlenAttention, structs.Wish, structs.Draw, structs.Drafting, tower.TowerOp, tower.Tower, tower.TowerStep,
+    structs.Weight, structs.Experts, structs.AttentionShape, structs.DeltaShape, structs.Op, structs.Model,
+    structs.Step, structs.VarlenAttention, structs.Wish, structs.Draw, structs.Drafting, tower.TowerOp, tower.Tower,
+    tower.TowerStep,
 )  # fmt: skip
 ENUMS: Mapping[str, type[IntEnum]] = {
     "Kind": structs.Kind, "Code": structs.Code, "Target": structs.Target, "Activation": structs.Activation,

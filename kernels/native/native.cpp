@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "delta.h"
 #include "draft.h"
 #include "experts.h"
 #include "layout.h"
@@ -60,10 +61,25 @@ Product product_of(const Model& m, const Op& op, const Step& step) {
     return job;
 }
 
+// Groups of heads that a recurrent mixer is worked through in, each apart from the others; 0 of other operations.
+int64_t groups_of(const Model& m, const Op& op) { return op.code == MAMBA ? m.groups : op.code == DELTA ? op.delta->key_heads : 0; }
+
+// Calls work(group) with one of these groups.
+template <typename F>
+void with_group(const Model& m, const Op& op, int64_t group, std::vector<float>& scratch, F&& work) {
+    const size_t needed = op.code == MAMBA ? HeadGroup<float>::scratch(m) : DeltaGroup<float>::scratch(*op.delta);
+    if (scratch.size() < needed) scratch.resize(needed);
+    if (op.code == MAMBA && m.stored_bf16) work(HeadGroup<uint16_t>(m, op, group, scratch.data()));
+    else if (op.code == MAMBA) work(HeadGroup<float>(m, op, group, scratch.data()));
+    else if (m.stored_bf16) work(DeltaGroup<uint16_t>(m, op, group, scratch.data()));
+    else work(DeltaGroup<float>(m, op, group, scratch.data()));
+}
+
 int64_t units_of(const Model& m, const Op& op, const Step& step) {
     switch (op.code) {
         case LINEAR: return Units(op.weight, step.tokens, m.threads).count;
-        case MAMBA: return step.rows * m.groups;
+        case MAMBA:
+        case DELTA: return step.rows * groups_of(m, op);
         case ATTENTION: return AttentionUnits(m, *op.attention, step).count;
         case GROUP_PICKS: return 1;
         case EMBED: return step.ids ? step.tokens : 0;
@@ -82,15 +98,13 @@ class StepJob : public Job {
     int64_t units(int64_t phase) const override { return units_of(m_, m_.ops[first_ + phase], step_); }
     void run(int64_t phase, int64_t unit, std::vector<float>& scratch) const override {
         const Op& op = m_.ops[first_ + phase];
-        const int64_t own = op.code == MAMBA ? HeadGroup<float>::scratch(m_) : op.code == ROUTE ? 3 * op.experts->count : 0;
+        const int64_t own = op.code == ROUTE ? 3 * op.experts->count : 0;
         const size_t needed = std::max(m_.ld, own);
         if (scratch.size() < needed) scratch.resize(needed);
         switch (op.code) {
             case LINEAR: run_linear(phase, unit); break;
             case MAMBA:
-                if (m_.stored_bf16) mix<uint16_t>(op, unit, scratch.data());
-                else mix<float>(op, unit, scratch.data());
-                break;
+            case DELTA: mix(op, unit, scratch); break;
             case ATTENTION:
                 if (m_.stored_bf16) attention<uint16_t>(m_, op, step_, unit, scratch);
                 else attention<float>(m_, op, step_, unit, scratch);
@@ -131,9 +145,9 @@ class StepJob : public Job {
         run_unit(job, Units(op.weight, step_.tokens, m_.threads), unit, step_.tokens);
     }
 
-    template <typename T>
-    void mix(const Op& op, int64_t unit, float* scratch) const {
-        mamba<T>(m_, op, step_, unit / m_.groups, HeadGroup<T>(m_, op, unit % m_.groups, scratch));
+    void mix(const Op& op, int64_t unit, std::vector<float>& scratch) const {
+        const int64_t groups = groups_of(m_, op);
+        with_group(m_, op, unit % groups, scratch, [&](auto group) { recurrent_row(m_, op, step_, unit / groups, group); });
     }
 
     const Model& m_;
@@ -141,29 +155,20 @@ class StepJob : public Job {
     const int64_t first_, last_;
 };
 
-// In each Mamba layer: the state of a state slot, advanced by the first steps of a ring, goes to a target state slot.
+// In each recurrent layer: the state of a state slot, advanced by the first steps of a ring, goes to a target state slot.
 // jobs: [rows, 4] of (batch slot, state slot, target, steps).
 class AdvanceJob : public Job {
   public:
     AdvanceJob(const Model& m, int64_t rows, const int64_t* jobs) : m_(m), rows_(rows), jobs_(jobs) {}
     int64_t phases() const override { return m_.count; }
-    int64_t units(int64_t phase) const override { return m_.ops[phase].code == MAMBA ? rows_ * m_.groups : 0; }
+    int64_t units(int64_t phase) const override { return rows_ * groups_of(m_, m_.ops[phase]); }
     void run(int64_t phase, int64_t unit, std::vector<float>& scratch) const override {
-        if (scratch.size() < size_t(HeadGroup<float>::scratch(m_))) scratch.resize(HeadGroup<float>::scratch(m_));
-        if (m_.stored_bf16) advance_row<uint16_t>(m_.ops[phase], unit, scratch.data());
-        else advance_row<float>(m_.ops[phase], unit, scratch.data());
+        const Op& op = m_.ops[phase];
+        const int64_t groups = groups_of(m_, op);
+        with_group(m_, op, unit % groups, scratch, [&](auto group) { advance_row(op, jobs_ + unit / groups * 4, group); });
     }
 
   private:
-    template <typename T>
-    void advance_row(const Op& op, int64_t unit, float* scratch) const {
-        const int64_t* job = jobs_ + unit / m_.groups * 4;
-        HeadGroup<T> group(m_, op, unit % m_.groups, scratch);
-        const RowState<T> target = group.in_slot(job[2]);
-        if (job[1] >= 0 && job[1] != job[2]) group.copy(group.in_slot(job[1]), target);
-        replay(m_, op, group, target, job[0], job[3]);
-    }
-
     const Model& m_;
     const int64_t rows_;
     const int64_t* jobs_;

@@ -11,7 +11,7 @@ enum Store : int64_t { STORE = 0, ADD = 1, STORE_BF16 = 2 };
 enum Code : int64_t {
     NORM = 0, LINEAR = 1, MAMBA = 2, ATTENTION = 3, CONVERT = 4, RELU_SQUARED = 5,
     ROUTE = 6, GROUP_PICKS = 7, GATHER = 8, EXPERTS = 9, PICKED_RELU_SQUARED = 10, COMBINE = 11,
-    NORM_PAIR = 12, EMBED = 13, LARGEST = 14, HEADS = 15, GATE = 16,
+    NORM_PAIR = 12, EMBED = 13, LARGEST = 14, HEADS = 15, GATE = 16, DELTA = 17,
 };
 enum Target : int64_t { WIDE = 0, RESIDUAL = 1, LOGITS = 2, MID = 3, OPERAND = 4, STREAM = 5, INNER = 6 };
 
@@ -43,24 +43,30 @@ struct AttentionShape {  // rows of `wide` are queries, keys, values and, where 
     const int64_t* axes;           // [pairs]: which axis of the positions each takes
 };
 
+struct DeltaShape {  // shape of a mixer of the gated delta rule
+    int64_t key_heads, heads, key, value, taps;  // heads: of values; key, value: widths of heads
+    float eps;                                   // of the norm behind it
+};
+
 struct Op {
     int64_t code, kind, width;  // kind: of the operand that an operation makes; width: of its rows
     Weight weight;              // LINEAR; EXPERTS: the first expert's
     // LINEAR: WIDE, RESIDUAL (added to x), STREAM (x itself), LOGITS or INNER: relu(y)^2 lies in `wide` as rows that a plain weight
     // multiplies, `width` numbers of `kind` each; a LINEAR with a width and another target multiplies such rows. COMBINE: RESIDUAL or MID; GATHER: from WIDE or float OPERAND;
-    // EXPERTS: WIDE for the first product, RESIDUAL for the second; MAMBA: MID, or OPERAND of a product of F32 or BF16
+    // EXPERTS: WIDE for the first product, RESIDUAL for the second; MAMBA, DELTA: MID, or OPERAND of a product of F32 or BF16
     int64_t target;
-    const float* norm;          // NORM, MAMBA, NORM_PAIR: weight
-    void* windows;              // MAMBA: [slots, taps - 1, conv] ...
+    const float* norm;          // NORM, MAMBA, DELTA, NORM_PAIR: weight
+    void* windows;              // MAMBA, DELTA: [slots, taps - 1, conv] ...
     int64_t window_stride;      // ... elements between slots
-    float* states;              // [slots, heads, head, state]
+    float* states;              // [slots, heads, head, state]; DELTA: [slots, heads, key, value]
     int64_t state_stride;
     const float *conv, *conv_bias, *a, *d, *dt_bias;  // conv: [taps, conv]
     void* kv;                                         // ATTENTION: [pages, 2, page, kv_heads, width]; EMBED: [vocab, hidden]
     int64_t kv_stride;
-    float* ring;  // MAMBA, or null: [batch slots, steps, conv + heads], projected inputs since the state in a slot
+    float* ring;  // MAMBA, DELTA, or null: [batch slots, steps, conv + heads] (DELTA: two of each head), projected inputs since the state in a slot
     int64_t ring_stride;
     const Experts* experts;  // from ROUTE to COMBINE
+    const DeltaShape* delta;      // DELTA
     int64_t first_key;       // ATTENTION: the first place that is looked at
     const AttentionShape* attention;  // HEADS, ATTENTION, GATE
 };
@@ -89,7 +95,7 @@ struct Model {
 
 struct Step {
     int64_t tokens;
-    int64_t rows;  // MAMBA: row r is tokens [starts[r], starts[r + 1]) ...
+    int64_t rows;  // MAMBA, DELTA: row r is tokens [starts[r], starts[r + 1]) ...
     const int64_t *starts, *slots, *initial;  // ... and begins with zeros unless initial[r]
     int64_t save_count;
     const int64_t* saves;  // [saves, 3]: (row, token, slot): what there is of the row before that token goes to that slot too

@@ -55,6 +55,7 @@ class Code(IntEnum):
     LARGEST = 14
     HEADS = 15
     GATE = 16
+    DELTA = 17
 
 
 class Target(IntEnum):
@@ -90,13 +91,20 @@ class AttentionShape(Structure):
     ]  # fmt: skip
 
 
+class DeltaShape(Structure):
+    _fields_ = [
+        ("key_heads", c_int64), ("heads", c_int64), ("key", c_int64), ("value", c_int64), ("taps", c_int64),
+        ("eps", c_float),
+    ]  # fmt: skip
+
+
 class Op(Structure):
     _fields_ = [
         ("code", c_int64), ("kind", c_int64), ("width", c_int64), ("weight", Weight), ("target", c_int64),
         ("norm", c_void_p), ("windows", c_void_p), ("window_stride", c_int64), ("states", c_void_p),
         ("state_stride", c_int64), ("conv", c_void_p), ("conv_bias", c_void_p), ("a", c_void_p), ("d", c_void_p),
         ("dt_bias", c_void_p), ("kv", c_void_p), ("kv_stride", c_int64), ("ring", c_void_p), ("ring_stride", c_int64),
-        ("experts", c_void_p), ("first_key", c_int64), ("attention", c_void_p),
+        ("experts", c_void_p), ("delta", c_void_p), ("first_key", c_int64), ("attention", c_void_p),
     ]  # fmt: skip
 
 

@@ -1,24 +1,34 @@
-"""A compiled Mamba layer: the definition in float64, and the same bits in any cut of a row and any company."""
+"""A compiled layer with a recurrence, Mamba-2 or the gated delta rule: the definition in float64, and the same bits in
+any cut of a row and any company.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mamba_inputs import Inputs, by_definition, recurrence
-from tiny_decoder import greedy_params, make_runner, random_weights, request, run, tiny_config, tokens
+from tiny_decoder import delta_config, greedy_params, make_runner, random_weights, request, run, tiny_config, tokens
 from torch import Tensor
 
-from decoder.config import DecoderConfig, DecoderOptions
+from decoder.config import RING, DecoderConfig, DecoderOptions
 from decoder.layers.build import BuiltLayer
-from decoder.layers.descriptions import Mamba2
+from decoder.layers.descriptions import GatedDelta, Mamba2
+from decoder.layers.gated_delta import GatedDeltaMixer
 from decoder.layers.mamba2 import Mamba2Mixer
 from decoder.operations import Operations
 from kernels.native.structs import Step
 
+DELTA: dict[str, dict[str, int]] = {
+    "delta": {},
+    "delta-wide": {"key_head_dim": 24, "value_head_dim": 144, "num_value_heads": 2},
+    "delta-odd": {"num_key_heads": 1, "num_value_heads": 3, "key_head_dim": 7, "value_head_dim": 37, "conv_kernel": 2},
+}
 SHAPES = {
     "registers": {"ssm_state_size": 32, "mamba_head_dim": 8, "mamba_num_heads": 8},
     "wide": {"ssm_state_size": 128, "mamba_head_dim": 16, "conv_kernel": 3},
@@ -31,16 +41,22 @@ class Layer:
     """One layer on pools of its own, in which whatever nobody wrote is NaN."""
 
     def __init__(self, shape: str, options: DecoderOptions) -> None:
-        self.config = config = tiny_config("M", **SHAPES[shape])  # type: ignore[arg-type]
+        if shape in DELTA:
+            self.config = config = delta_config("G", DELTA[shape])
+        else:
+            self.config = config = tiny_config("M", **SHAPES[shape])  # type: ignore[arg-type]
         prefix = "model.layers.0."
         self.weights = {n.removeprefix(prefix): w for n, w in random_weights(config) if n.startswith(prefix)}
         weights = {name.removeprefix("mixer."): tensor.to(options.dtype) for name, tensor in self.weights.items()}
         [spec] = config.mixers
-        assert isinstance(spec, Mamba2)
+        assert isinstance(spec, Mamba2 | GatedDelta)
         self.windows = torch.empty(SLOTS, *spec.memory.window, dtype=options.dtype)
         self.states = torch.empty(SLOTS, *spec.memory.state)
-        ring = torch.empty(0, 0, 0)
-        self.mixer = Mamba2Mixer(spec, options, weights, self.windows, self.states, ring)
+        self.ring = torch.empty(2, RING, spec.memory.inputs)
+        given = (options, weights, self.windows, self.states, self.ring)
+        self.mixer: Any = (
+            Mamba2Mixer(spec, *given) if isinstance(spec, Mamba2) else GatedDeltaMixer(spec, *given)
+        )  # fmt: skip
         self.compiled = Operations(config, options, config.mixers)
         ops = self.compiled.layer(BuiltLayer(self.weights["norm.weight"], [self.mixer], 1.0))
         self.range = range(len(ops))
@@ -50,11 +66,18 @@ class Layer:
     def forget(self) -> None:
         self.windows.fill_(float("nan"))
         self.states.fill_(float("nan"))
+        self.ring.fill_(float("nan"))
 
     def step(
-        self, rows: list[tuple[Tensor, int, bool]], saves: list[tuple[int, int, int]] = (), threads: int = 1
-    ) -> list[Tensor]:  # type: ignore[assignment]
-        """What the layer adds to rows of (inputs, slot, goes on); saves: (row, its tokens before, slot)."""
+        self,
+        rows: list[tuple[Tensor, int, bool]],
+        saves: list[tuple[int, int, int]] = (),  # type: ignore[assignment]
+        threads: int = 1,
+        rewound: list[tuple[int, int, int]] | None = None,
+    ) -> list[Tensor]:
+        """What the layer adds to rows of (inputs, slot, goes on); saves: (row, its tokens before, slot); rewound: of
+        each row the slot that it starts from, its batch slot or -1, and how many steps of that one's ring count.
+        """
         lengths = [x.shape[0] for x, _, _ in rows]
         starts = torch.tensor([0, *lengths]).cumsum(0)
         slots = torch.tensor([slot for _, slot, _ in rows])
@@ -66,6 +89,9 @@ class Layer:
             tokens=x.shape[0], rows=len(rows), starts=starts.data_ptr(), slots=slots.data_ptr(),
             initial=initial.data_ptr(), save_count=len(saves), saves=kept.data_ptr(),
         )  # fmt: skip
+        origins = torch.tensor(rewound or [], dtype=torch.int64).view(-1, 3).t().contiguous()
+        if rewound is not None:
+            step.origins, step.batch_slots, step.counts = (column.data_ptr() for column in origins)
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
@@ -88,6 +114,8 @@ def equal(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> bool:
 
 def exact(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
     """(what the layer adds, final state) by the definitions, float64."""
+    if isinstance(layer.mixer, GatedDeltaMixer):
+        return exact_delta(layer, x)
     config, mixer, eps = layer.mixer.spec, layer.mixer, layer.config.norm_eps
     weights = {name: tensor.double() for name, tensor in layer.weights.items()}
     x = x.double()
@@ -108,8 +136,34 @@ def exact(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
     return (gated * weights["mixer.norm.weight"]) @ weights["mixer.out_proj.weight"].T, state
 
 
+def exact_delta(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
+    spec, eps = layer.mixer.spec, layer.config.norm_eps
+    weights = {name.removeprefix("mixer."): tensor.double() for name, tensor in layer.weights.items()}
+    x = x.double()
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * layer.weights["norm.weight"]
+    conv_in, z, b, a = (normed @ weights[f"in_proj_{name}.weight"].T for name in ("qkv", "z", "b", "a"))
+    window = torch.zeros(spec.conv_kernel - 1, spec.conv_dim, dtype=torch.float64)
+    mixed = by_definition(conv_in, window, weights["conv1d.weight"][:, 0].T, None)
+    q, k, v = layer.mixer.terms.split(mixed)
+    each = spec.num_value_heads // spec.num_key_heads
+    q, k = (
+        (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(each, 1) for part in (q, k)
+    )  # fmt: skip
+    decay = torch.exp(-weights["A_log"].exp() * torch.nn.functional.softplus(a + weights["dt_bias"]))
+    state = torch.zeros(spec.num_value_heads, spec.key_head_dim, spec.value_head_dim, dtype=torch.float64)
+    outs = []
+    for t in range(x.shape[0]):
+        state = state * decay[t, :, None, None]
+        change = b[t, :, None].sigmoid() * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
+        state = state + k[t, :, :, None] * change[:, None]
+        outs.append(torch.einsum("hkv,hk->hv", state, q[t]) * spec.key_head_dim**-0.5)
+    y = torch.stack(outs)
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + spec.norm_eps) * layer.weights["mixer.norm.weight"]
+    return (y.flatten(1) * torch.nn.functional.silu(z)) @ weights["out_proj.weight"].T, state
+
+
 @pytest.mark.parametrize("tokens", [1, 31, 33, 100])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, *DELTA])
 def test_float32_is_the_definition(shape: str, tokens: int) -> None:
     layer = Layer(shape, DecoderOptions())
     x = inputs(layer.config, tokens)
@@ -130,6 +184,10 @@ LAYERS = {
         ("wide", "bfloat16"),
         ("odd", "float32"),
         ("odd", "int8"),
+        ("delta", "bfloat16"),
+        ("delta-wide", "float32"),
+        ("delta-odd", "bfloat16"),
+        ("delta-odd", "int8"),
     ]
 }
 
@@ -173,8 +231,49 @@ def test_a_prompt_is_the_same_token_after_token(which: tuple[str, str]) -> None:
     assert equal(layer.memory(2), layer.memory(0))
 
 
-def test_padding_touches_nothing() -> None:
-    layer = LAYERS["registers", "bfloat16"]
+@pytest.mark.parametrize("which", sorted(LAYERS), ids=str)
+@pytest.mark.parametrize("kept", [1, 2, 4])
+@pytest.mark.parametrize("replayed", [True, False], ids=["replay", "slots"])
+def test_drafts_that_are_rejected_change_no_bit(which: tuple[str, str], kept: int, replayed: bool) -> None:
+    """Steps of four tokens, of which the first `kept` stay each time, beside another row."""
+    layer = LAYERS[which]
+    layer.forget()
+    x, other = inputs(layer.config, 40), inputs(layer.config, 40, seed=2)
+    (whole,) = layer.step([(x, 0, False)])
+    layer.forget()
+    slots, accepted, computed = [5, 2, 7, 1], 0, 6
+    found = layer.step([(x[:computed], 5, False), (other[:computed], 3, False)])[:1]
+    state = 0  # where in the slots the current one is
+    for step in range(4):
+        wrong = inputs(layer.config, 4 - kept, seed=9 + step)
+        drafted = torch.cat((x[computed : computed + kept], wrong))
+        beside = (other[computed : computed + 1], 3, True)
+        if replayed:
+            rewound = [(3, -1, -1), (5, 1, accepted)]
+            (_, out) = layer.step([beside, (drafted, 5, True)], rewound=rewound)
+            accepted = kept
+        else:
+            saves = [(1, token + 1, slots[token]) for token in range(3)]
+            rewound = [(3, -1, -1), (slots[state], -1, -1)]
+            (_, out) = layer.step([beside, (drafted, slots[3], True)], saves, rewound=rewound)
+            state = kept - 1
+        found.append(out[:kept])
+        computed += kept
+    current = 5 if replayed else slots[state]
+    if replayed:
+        job = torch.tensor([[1, 5, 6, accepted], [1, 5, 5, accepted]])
+        for row in job:
+            layer.compiled.library.saccade_advance(
+                ctypes.byref(layer.compiled.model), ctypes.c_int64(1), ctypes.c_void_p(row.data_ptr())
+            )
+        assert equal(layer.memory(5), layer.memory(6))
+    found += layer.step([(x[computed:], current, True)])
+    assert torch.equal(torch.cat(found), whole)
+
+
+@pytest.mark.parametrize("which", [("registers", "bfloat16"), ("delta", "bfloat16")], ids=str)
+def test_padding_touches_nothing(which: tuple[str, str]) -> None:
+    layer = LAYERS[which]
     layer.forget()
     x = inputs(layer.config, 1)
     alone = layer.step([(x, 5, False)])[0]

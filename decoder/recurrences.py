@@ -1,0 +1,50 @@
+"""Operations of compiled code for layers with a recurrence: Mamba-2 and the gated delta rule."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+from torch import Tensor
+
+from decoder.layers.gated_delta import GatedDeltaMixer
+from decoder.layers.mamba2 import Mamba2Mixer
+from kernels.linear import Packed
+from kernels.native.structs import Code, DeltaShape, Kind, Op, Target, Weight
+
+MAX_TAPS = 4
+"""Of a layer's convolution, in compiled code; more are never seen."""
+
+Recurrence = Mamba2Mixer | GatedDeltaMixer
+
+
+def recurrence_operations(
+    mixer: Recurrence, norm_weight: Tensor, after: Packed, pointer: Callable[[Tensor | None], int | None]
+) -> tuple[list[Op], DeltaShape | None]:
+    """The mixer between its projections, and what makes its rows the operand of the product `after` it: itself, unless
+    a form depends on a whole row, of which the mixer sees a group of heads at a time.
+
+    `norm_weight`: of the norm behind the recurrence. `pointer`: addresses of tensors, which are to be kept; so is the
+    shape that comes with the operations.
+    """
+    itself = after.kind in (Kind.BF16, Kind.F32) and after.kpad == after.k
+    shape = None
+    if isinstance(mixer, Mamba2Mixer):
+        code = Code.MAMBA
+        terms: tuple[Tensor | None, ...] = (mixer.conv_WC, mixer.conv_bias_C, mixer.A_H, mixer.D_H, mixer.dt_bias_H)
+    else:
+        code, spec, own = Code.DELTA, mixer.spec, mixer.terms
+        terms = (own.conv_WC, None, own.A_H, None, own.dt_bias_H)
+        shape = DeltaShape(
+            spec.num_key_heads, spec.num_value_heads, spec.key_head_dim, spec.value_head_dim, spec.conv_kernel,
+            spec.norm_eps,
+        )  # fmt: skip
+    op = Op(
+        code, after.kind, after.k, Weight(), Target.OPERAND if itself else Target.MID, pointer(norm_weight),
+        mixer.windows.data_ptr(), mixer.windows.stride(0), mixer.states.data_ptr(), mixer.states.stride(0),
+        *(pointer(term) for term in terms), None, 0,
+        mixer.ring.data_ptr() if mixer.ring.numel() else None, mixer.ring.stride(0),
+    )  # fmt: skip
+    if shape is not None:
+        op.delta = ctypes.addressof(shape)
+    return ([op] if itself else [op, Op(Code.CONVERT, after.kind, after.k)]), shape

@@ -1,0 +1,223 @@
+// The mixer of the gated delta rule between its projections, one row and one key head with its value heads.
+//
+// A state is [key, value], so that lanes are values: p = S^T k and s = S^T q are sums of rows of S, one chain for each value in
+// the order of keys, in a register from the first row to the last. No sum goes across lanes, and how values are cut into
+// vectors, or tokens into blocks, changes no bit.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "activations.h"
+#include "numbers.h"
+#include "recurrent.h"
+#include "structs.h"
+
+namespace {
+
+// -- the recurrence ----------------------------------------------------------------------------------------------------------
+
+struct DeltaBlock {  // of a block of tokens and one value head
+    int64_t tokens, keys, values;
+    const float *q, *k;                // [tokens, keys], of length 1
+    const float *kq, *decay, *beta;    // [tokens]
+    const float* before;               // state [keys, values] ...
+    float* after;                      // ... and after the block, which may be the same; null: nobody wants it
+    float* tile;                       // [keys, 16 * DELTA_VECTORS]
+    float* out;                        // [tokens, ld]: values v, which become what is read out
+    int64_t ld;
+};
+
+constexpr int DELTA_VECTORS = 2;  // of values whose states stay in the first-level cache for a block: 16 KB for 128 keys
+constexpr int DELTA_WIDE = 8;     // the same for one token, which reads a state from memory: whole rows of 128 values
+
+// d = beta (v - g p); o = g s + (k . q) d.
+inline __m512 change(const DeltaBlock& b, int64_t t, __m512 p, __m512 s, float* at, __mmask16 mask) {
+    const __m512 decay = _mm512_set1_ps(b.decay[t]);
+    const __m512 d = _mm512_mul_ps(_mm512_set1_ps(b.beta[t]), _mm512_fnmadd_ps(decay, p, load16(at, mask)));
+    store16(at, mask, _mm512_fmadd_ps(_mm512_set1_ps(b.kq[t]), d, _mm512_mul_ps(decay, s)));
+    return d;
+}
+
+// W vectors of values from `first` on, all of whose lanes count unless W is 1.
+template <int W>
+void delta_tile(const DeltaBlock& b, int64_t first) {
+    const __mmask16 mask = W > 1 ? __mmask16(0xffff) : lanes(b.values - first);
+    const auto load = [&](const float* p) { return W > 1 ? _mm512_loadu_ps(p) : load16(p, mask); };
+    const auto store = [&](float* p, __m512 v) {
+        if (W > 1) _mm512_storeu_ps(p, v);
+        else store16(p, mask, v);
+    };
+    __m512 p[W], s[W], d[W];
+    for (int w = 0; w < W; w++) p[w] = s[w] = _mm512_setzero_ps();
+    const float* from = b.before + first;
+    int64_t ld = b.values;
+    for (int64_t i = 0; i < b.keys; i++) {
+        const __m512 k = _mm512_set1_ps(b.k[i]), q = _mm512_set1_ps(b.q[i]);
+        for (int w = 0; w < W; w++) {
+            const __m512 row = load(from + i * ld + 16 * w);
+            p[w] = _mm512_fmadd_ps(k, row, p[w]);
+            s[w] = _mm512_fmadd_ps(q, row, s[w]);
+        }
+    }
+    for (int64_t t = 0;; t++) {
+        for (int w = 0; w < W; w++) d[w] = change(b, t, p[w], s[w], b.out + t * b.ld + first + 16 * w, mask);
+        const float *k = b.k + t * b.keys, *next_k = k + b.keys, *next_q = b.q + (t + 1) * b.keys;
+        const __m512 decay = _mm512_set1_ps(b.decay[t]);
+        if (t + 1 == b.tokens) {
+            for (int64_t i = 0; b.after && i < b.keys; i++) {
+                const __m512 in = _mm512_set1_ps(k[i]);
+                for (int w = 0; w < W; w++) {
+                    const __m512 row = _mm512_mul_ps(decay, load(from + i * ld + 16 * w));
+                    store(b.after + i * b.values + first + 16 * w, _mm512_fmadd_ps(in, d[w], row));
+                }
+            }
+            return;
+        }
+        for (int w = 0; w < W; w++) p[w] = s[w] = _mm512_setzero_ps();
+        for (int64_t i = 0; i < b.keys; i++) {  // this token's change, and what the next one reads
+            const __m512 in = _mm512_set1_ps(k[i]), by_k = _mm512_set1_ps(next_k[i]), by_q = _mm512_set1_ps(next_q[i]);
+            for (int w = 0; w < W; w++) {
+                const __m512 row = _mm512_fmadd_ps(in, d[w], _mm512_mul_ps(decay, load(from + i * ld + 16 * w)));
+                store(b.tile + (i * W + w) * 16, row);
+                p[w] = _mm512_fmadd_ps(by_k, row, p[w]);
+                s[w] = _mm512_fmadd_ps(by_q, row, s[w]);
+            }
+        }
+        from = b.tile, ld = 16 * W;
+    }
+}
+
+void delta_head(const DeltaBlock& b) {
+    for (int64_t first = 0; first < b.values;) {
+        const int64_t left = b.values - first;
+        if (b.tokens == 1 && left >= 16 * DELTA_WIDE) delta_tile<DELTA_WIDE>(b, first), first += 16 * DELTA_WIDE;
+        else if (left >= 16 * DELTA_VECTORS) delta_tile<DELTA_VECTORS>(b, first), first += 16 * DELTA_VECTORS;
+        else delta_tile<1>(b, first), first += 16;
+    }
+}
+
+// -- a key head and its value heads ------------------------------------------------------------------------------------------
+
+template <typename T>
+class DeltaGroup : public RecurrentGroup<T> {
+    using Base = RecurrentGroup<T>;
+    using Base::m_, Base::op_;
+
+  public:
+    DeltaGroup(const Model& m, const Op& op, int64_t group, float* scratch)
+        : Base(m, op, op.delta->taps, channels(*op.delta)), shape_(*op.delta), first_(group * shape_.heads / shape_.key_heads),
+          heads_(shape_.heads / shape_.key_heads), width_(heads_ * shape_.value), out_(aligned(scratch)), q_(out_ + BLOCK * width_),
+          k_(q_ + BLOCK * shape_.key), tile_(k_ + BLOCK * shape_.key), kq_(tile_ + shape_.key * 16 * DELTA_VECTORS),
+          decays_(kq_ + BLOCK), betas_(decays_ + heads_ * BLOCK) {
+        const int64_t keys = shape_.key_heads * shape_.key, inputs = 2 * keys + shape_.heads * shape_.value;
+        this->parts_[0] = {group * shape_.key, shape_.key, q_}, this->parts_[1] = {keys + group * shape_.key, shape_.key, k_};
+        this->parts_[2] = {2 * keys + first_ * shape_.value, width_, out_};
+        this->behind_[0] = {inputs + first_, heads_, nullptr}, this->behind_[1] = {inputs + shape_.heads + first_, heads_, nullptr};
+        this->states_count_ = heads_ * shape_.key * shape_.value, this->states_at_ = group * this->states_count_;
+        this->spare_ = betas_ + heads_ * BLOCK;
+    }
+
+    static int64_t channels(const DeltaShape& d) { return 2 * d.key_heads * d.key + d.heads * d.value; }
+
+    static int64_t scratch(const DeltaShape& d) {  // floats
+        const int64_t heads = d.heads / d.key_heads, width = heads * d.value;
+        return BLOCK * (width + 2 * d.key + 1 + 2 * heads) + d.key * 16 * DELTA_VECTORS +
+               Base::spare(width * d.key, d.taps, channels(d)) + 16;
+    }
+
+    int64_t first_channel() const { return shape_.heads * shape_.value; }  // gates come first
+    int64_t step_width() const { return channels(shape_) + 2 * shape_.heads; }
+
+    void advance_by(RowState<T> place, Projected in, const float* before) {
+        this->convolve(place, in);
+        norm_keys(in.tokens);
+        gates(in);
+        const int64_t state = shape_.key * shape_.value;
+        for (int64_t h = 0; h < heads_; h++)
+            delta_head({in.tokens, shape_.key, shape_.value, q_, k_, kq_, decays_ + h * BLOCK, betas_ + h * BLOCK,
+                        before + h * state, place.states + h * state, tile_, out_ + h * shape_.value, width_});
+    }
+
+    // The block's outputs, normed and gated, as the step's tokens from `token` on: to `mid`, or as the operand that is multiplied.
+    void write(int64_t token, int64_t tokens) const {
+        const int64_t first = first_ * shape_.value;
+        for (int64_t t = token; t < token + tokens; t++) {
+            const float* gate = m_.wide + t * m_.ld + first;
+            const int64_t at = t * m_.operand_ld + first;
+            if (op_.target == MID) write_token(t - token, gate, m_.mid + t * m_.ld + first);
+            else if (op_.kind == BF16) write_token(t - token, gate, static_cast<uint16_t*>(m_.operand) + at);
+            else write_token(t - token, gate, static_cast<float*>(m_.operand) + at);
+        }
+    }
+
+  private:
+    // Queries and keys of length 1, queries times key ** -0.5 besides, and their products.
+    void norm_keys(int64_t tokens) {
+        const float scale = 1.0f / std::sqrt(float(shape_.key));
+        for (int64_t t = 0; t < tokens; t++) {
+            float *q = q_ + t * shape_.key, *k = k_ + t * shape_.key;
+            __m512 qq = _mm512_setzero_ps(), kk = qq, kq = qq;
+            for (int64_t i = 0; i < shape_.key; i += 16) {
+                const __mmask16 mask = lanes(shape_.key - i);
+                const __m512 a = load16(q + i, mask), b = load16(k + i, mask);
+                qq = _mm512_fmadd_ps(a, a, qq), kk = _mm512_fmadd_ps(b, b, kk), kq = _mm512_fmadd_ps(a, b, kq);
+            }
+            const float by_q = scale / std::sqrt(_mm512_reduce_add_ps(qq) + 1e-6f);
+            const float by_k = 1.0f / std::sqrt(_mm512_reduce_add_ps(kk) + 1e-6f);
+            kq_[t] = _mm512_reduce_add_ps(kq) * by_q * by_k;
+            for (int64_t i = 0; i < shape_.key; i += 16) {
+                const __mmask16 mask = lanes(shape_.key - i);
+                store16(q + i, mask, _mm512_mul_ps(_mm512_set1_ps(by_q), load16(q + i, mask)));
+                store16(k + i, mask, _mm512_mul_ps(_mm512_set1_ps(by_k), load16(k + i, mask)));
+            }
+        }
+    }
+
+    // Decays exp(a softplus(input + bias)), and how much of a change counts: sigmoid of the other input. Sixteen tokens at once.
+    void gates(Projected in) {
+        for (int64_t h = 0; h < heads_; h++) {
+            const __m512 a = _mm512_set1_ps(op_.a[first_ + h]), bias = _mm512_set1_ps(op_.dt_bias[first_ + h]);
+            const float* rows = in.rows + channels(shape_) + first_ + h;
+            for (int64_t first = 0; first < in.tokens; first += 16) {
+                alignas(64) float beta[16] = {}, step[16] = {};
+                for (int64_t t = 0; t < std::min<int64_t>(16, in.tokens - first); t++) {
+                    beta[t] = rows[(first + t) * in.ld];
+                    step[t] = rows[(first + t) * in.ld + shape_.heads];
+                }
+                const __m512 time = softplus16(_mm512_add_ps(_mm512_load_ps(step), bias)), one = _mm512_set1_ps(1.0f);
+                _mm512_storeu_ps(decays_ + h * BLOCK + first, exp16(_mm512_mul_ps(time, a)));
+                _mm512_storeu_ps(betas_ + h * BLOCK + first, times_sigmoid(one, _mm512_load_ps(beta)));
+            }
+        }
+    }
+
+    // One token's outputs over the root of their mean square, head by head, times SiLU of their gate.
+    template <typename To>
+    void write_token(int64_t t, const float* gate, To* out) const {
+        for (int64_t h = 0; h < heads_; h++, gate += shape_.value, out += shape_.value) {
+            const float *y = out_ + t * width_ + h * shape_.value, *weight = op_.norm + (first_ + h) * shape_.value;
+            __m512 squares = _mm512_setzero_ps();
+            for (int64_t i = 0; i < shape_.value; i += 16) {
+                const __m512 v = load16(y + i, lanes(shape_.value - i));
+                squares = _mm512_fmadd_ps(v, v, squares);
+            }
+            const __m512 inverse = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / shape_.value + shape_.eps));
+            for (int64_t i = 0; i < shape_.value; i += 16) {
+                const __mmask16 mask = lanes(shape_.value - i);
+                const __m512 g = load16(gate + i, mask), scale = _mm512_mul_ps(inverse, load16(weight + i, mask));
+                store16(out + i, mask, _mm512_mul_ps(_mm512_mul_ps(load16(y + i, mask), scale), times_sigmoid(g, g)));
+            }
+        }
+    }
+
+    const DeltaShape& shape_;
+    const int64_t first_, heads_, width_;  // of its value heads: the first one, how many, their values
+    float *const out_, *const q_, *const k_, *const tile_, *const kq_, *const decays_, *const betas_;
+};
+
+}  // namespace

@@ -1,0 +1,211 @@
+// What recurrent mixers have in common: rows of tokens on slots of windows and states, one group of heads at a time.
+//
+// Token after token in float32, whatever the blocks: how a row was cut, and who takes it further, changes no bit of it.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <utility>
+
+#include "activations.h"
+#include "numbers.h"
+#include "structs.h"
+
+namespace {
+
+constexpr int64_t BLOCK = 32;  // tokens of a row that a group of heads works through at a time
+
+struct Projected {  // of a few tokens, `ld` apart: the channels before the convolution, then the inputs behind them
+    const float* rows;
+    int64_t ld, tokens;
+    bool gated, more;  // gates lie before the channels, and are read next; as many tokens behind these come after that
+};
+
+template <typename T>
+struct RowState {  // a row's window [taps - 1, channels], and the states of a group
+    T* window;
+    float* states;
+};
+
+struct Part {  // some of the channels, or of the inputs behind them
+    int64_t begin, count;
+    float* out;  // where the convolution's outputs go, [tokens, count]
+};
+
+// log(1 + exp(x)) within 4 ulp: max(x, 0) + 2 artanh(z / (2 + z)) with z = exp(-|x|).
+inline __m512 softplus16(__m512 x) {
+    const __m512 z = exp16(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_abs_ps(x)));
+    const __m512 s = _mm512_div_ps(z, _mm512_add_ps(z, _mm512_set1_ps(2.0f))), square = _mm512_mul_ps(s, s);
+    __m512 p = _mm512_set1_ps(2.0f / 15);
+    for (float c : {2.0f / 13, 2.0f / 11, 2.0f / 9, 2.0f / 7, 2.0f / 5, 2.0f / 3})
+        p = _mm512_fmadd_ps(p, square, _mm512_set1_ps(c));
+    const __m512 rest = _mm512_fmadd_ps(_mm512_mul_ps(p, square), s, _mm512_add_ps(s, s));
+    return _mm512_add_ps(_mm512_max_ps(_mm512_setzero_ps(), x), rest);
+}
+
+// What a load finds of a number that went to memory of this type.
+inline __m512 kept16(const float*, __m512 v) { return v; }
+inline __m512 kept16(const uint16_t*, __m512 v) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(v)), 16));
+}
+
+inline float* aligned(float* p) { return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(p) + 63) / 64 * 64); }
+
+// The channels and states of a group. What is derived from it says how tokens advance them.
+template <typename T>
+class RecurrentGroup {
+  public:
+    RecurrentGroup(const Model& m, const Op& op, int64_t taps, int64_t channels) : m_(m), op_(op), taps_(taps), channels_(channels) {}
+
+    RowState<T> in_slot(int64_t slot) const {
+        return {static_cast<T*>(op_.windows) + slot * op_.window_stride, op_.states + slot * op_.state_stride + states_at_};
+    }
+
+    // Memory of nobody.
+    RowState<T> in_scratch() const { return {reinterpret_cast<T*>(spare_ + states_count_), spare_}; }
+
+    static int64_t spare(int64_t states, int64_t taps, int64_t channels) { return states + taps * channels; }  // floats
+
+    void clear(RowState<T> place) const {
+        each_of_window([&](int64_t begin, int64_t count) { std::fill_n(place.window + begin, count, 0); });
+        std::fill_n(place.states, states_count_, 0.0f);
+    }
+
+    void copy(RowState<T> from, RowState<T> to) const {
+        copy_window(from, to);
+        std::copy_n(from.states, states_count_, to.states);
+    }
+
+    void copy_window(RowState<T> from, RowState<T> to) const {
+        each_of_window([&](int64_t begin, int64_t count) { std::copy_n(from.window + begin, count, to.window + begin); });
+    }
+
+    // A row's inputs of this group to a ring, whose steps have `wide` numbers.
+    void keep(Projected in, float* ring, int64_t wide) const {
+        for (int64_t t = 0; t < in.tokens; t++) {
+            for (const Part& part : parts_) std::copy_n(in.rows + t * in.ld + part.begin, part.count, ring + t * wide + part.begin);
+            for (const Part& part : behind_) std::copy_n(in.rows + t * in.ld + part.begin, part.count, ring + t * wide + part.begin);
+        }
+    }
+
+  protected:
+    void convolve(RowState<T> place, Projected in) const {
+        for (const Part& part : parts_) {
+            T* window = place.window + part.begin;
+            if (taps_ == 4) convolve<3>(window, in, part);
+            else if (taps_ == 3) convolve<2>(window, in, part);
+            else convolve<1>(window, in, part);
+        }
+    }
+
+    const Model& m_;
+    const Op& op_;
+    const int64_t taps_, channels_;
+    Part parts_[3] = {}, behind_[2] = {};  // of the channels; of the inputs behind them
+    int64_t states_at_ = 0, states_count_ = 0;  // in a slot
+    float* spare_ = nullptr;
+
+  private:
+    template <typename F>
+    void each_of_window(F&& visit) const {
+        for (int64_t tap = 0; tap + 1 < taps_; tap++)
+            for (const Part& part : parts_) visit(tap * channels_ + part.begin, part.count);
+    }
+
+    // KEEP + 1 taps, then SiLU. An input is rounded to what the window holds once it is no longer the newest.
+    template <int KEEP>
+    void convolve(T* window, Projected in, const Part& part) const {
+        for (int64_t i = 0; i < part.count; i += 16) {
+            const __mmask16 mask = lanes(part.count - i);
+            const float* weights = op_.conv + part.begin + i;
+            const __m512 bias = op_.conv_bias ? load16(op_.conv_bias + part.begin + i, mask) : _mm512_setzero_ps();
+            __m512 weight[KEEP + 1], past[KEEP];
+            for (int k = 0; k <= KEEP; k++) weight[k] = load16(weights + k * channels_, mask);
+            for (int k = 0; k < KEEP; k++) past[k] = load16(window + k * channels_ + i, mask);
+            for (int64_t t = 0; t < in.tokens; t++) {
+                const __m512 x = load16(in.rows + t * in.ld + part.begin + i, mask);
+                __m512 sum = _mm512_fmadd_ps(weight[KEEP], x, bias);
+                for (int k = 0; k < KEEP; k++) sum = _mm512_fmadd_ps(weight[k], past[k], sum);
+                for (int k = 0; k + 1 < KEEP; k++) past[k] = past[k + 1];
+                past[KEEP - 1] = kept16(window, x);
+                store16(part.out + t * part.count + i, mask, times_sigmoid(sum, sum));
+            }
+            for (int k = 0; k < KEEP; k++) store16(window + k * channels_ + i, mask, past[k]);
+        }
+    }
+};
+
+// -- rows --------------------------------------------------------------------------------------------------------------------
+
+// A group has, besides the above: first_channel() and step_width(), where a token's channels begin in `wide` and how many
+// inputs it has; advance_by(place, in, before), a block of tokens from the states `before`, what the heads read out being left
+// for write(token, tokens), which makes it the step's tokens from `token` on.
+
+// The first `count` steps of a batch slot's ring, on a place; nobody wants their outputs.
+template <typename Group, typename Place>
+void replay(const Op& op, Group& group, Place place, int64_t batch_slot, int64_t count) {
+    group.advance_by(place, {op.ring + batch_slot * op.ring_stride, group.step_width(), count, false, false}, place.states);
+}
+
+// A row whose tokens may be rejected: the ring's steps go into the slot, whose state then stays as it is; its inputs begin the
+// ring anew.
+template <typename Group>
+void row_on_ring(const Model& m, const Op& op, const Step& step, int64_t row, Group& group) {
+    const int64_t begin = step.starts[row], batch_slot = step.batch_slots[row];
+    const Projected in{m.wide + begin * m.ld + group.first_channel(), m.ld, step.starts[row + 1] - begin, true, false};
+    const auto slot = group.in_slot(step.slots[row]), place = group.in_scratch();
+    if (step.counts[row]) replay(op, group, slot, batch_slot, step.counts[row]);
+    group.copy_window(slot, place);
+    group.keep(in, op.ring + batch_slot * op.ring_stride, group.step_width());
+    group.advance_by(place, in, slot.states);
+    group.write(begin, in.tokens);
+}
+
+template <typename Group>
+void recurrent_row(const Model& m, const Op& op, const Step& step, int64_t row, Group group) {
+    if (step.batch_slots && step.batch_slots[row] >= 0) {
+        row_on_ring(m, op, step, row, group);
+        return;
+    }
+    const int64_t slot = step.slots[row], last = step.starts[row + 1];
+    const auto place = slot < 0 ? group.in_scratch() : group.in_slot(slot);  // padding: zeros that nobody keeps
+    const float* before = place.states;
+    if (step.from && step.from[row] >= 0 && step.from[row] != slot) {
+        group.copy_window(group.in_slot(step.from[row]), place);
+        before = group.in_slot(step.from[row]).states;
+    }
+    if (slot < 0 || !step.initial[row]) {
+        group.clear(place);
+        before = place.states;
+    }
+    for (int64_t begin = step.starts[row]; begin < last;) {
+        int64_t end = std::min(last, begin + BLOCK);
+        for (int64_t i = 0; i < step.save_count; i++) {
+            const int64_t* save = step.saves + 3 * i;
+            if (save[0] == row && begin < save[1] && save[1] < end) end = save[1];
+        }
+        const float* rows = m.wide + begin * m.ld + group.first_channel();
+        group.advance_by(place, {rows, m.ld, end - begin, true, last - end >= end - begin}, before);
+        before = place.states;
+        group.write(begin, end - begin);
+        for (int64_t i = 0; i < step.save_count; i++) {
+            const int64_t* save = step.saves + 3 * i;
+            if (save[0] == row && save[1] == end) group.copy(place, group.in_slot(save[2]));
+        }
+        begin = end;
+    }
+}
+
+// The state in a slot, after the first steps of a ring, goes to a target. job: batch slot, slot, target, steps.
+template <typename Group>
+void advance_row(const Op& op, const int64_t* job, Group group) {
+    const auto target = group.in_slot(job[2]);
+    if (job[1] >= 0 && job[1] != job[2]) group.copy(group.in_slot(job[1]), target);
+    replay(op, group, target, job[0], job[3]);
+}
+
+}  // namespace
