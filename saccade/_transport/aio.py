@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from saccade._core.settings import Settings
@@ -30,11 +30,14 @@ class AsyncExchange:
         import grpc
 
         self._check(call.request_id)
-        sent = _beside_the_loop(call.message()) if callable(call.message) else call.message
+        streamed = callable(call.message)
+        started = self._connection.start(call, _beside_the_loop(call.message()) if streamed else call.message, timeout)
+        ended = _ServersStatus(started) if streamed else None
         try:
-            return await self._connection.start(call, sent, timeout)
+            return await started
         except grpc.RpcError as rpc_error:
-            raise error_from_rpc(rpc_error, request_id=call.request_id) from rpc_error
+            error = rpc_error if ended is None else ended.instead_of(rpc_error)
+            raise error_from_rpc(error, request_id=call.request_id) from error
         except asyncio.CancelledError:
             if self._ended and not _task_is_cancelled():
                 raise Cancelled("the client has been closed", request_id=call.request_id) from None
@@ -83,6 +86,54 @@ class AsyncExchange:
         self._closed = True
         if self._call is not None:
             self._call.cancel()
+
+
+_WRITE_FAILED = "Internal error from Core"
+"""Details of the status that grpc.aio sets where a message could not be written."""
+
+
+class _ServersStatus:
+    """The status with which the server ended a call whose request is a stream.
+
+    A server may end such a call before it has read all messages: it refuses a file that it has no room for. The write
+    in progress then fails, and grpc.aio may replace the server's status with an INTERNAL of its own
+    (https://github.com/grpc/grpc/issues/36066). A callback sees each status at the moment when it is set.
+    """
+
+    def __init__(self, call: Any) -> None:
+        self._error: Any = None
+        call.add_done_callback(self._note)
+
+    def _note(self, call: Any) -> None:
+        import grpc
+
+        details = _result_of(call.details())
+        if details != _WRITE_FAILED:
+            code, trailers = _result_of(call.code()), _result_of(call.trailing_metadata())
+            self._error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailers, details)
+
+    def instead_of(self, error: Any) -> Any:
+        """`error`, or what the server said where `error` is that of a failed write."""
+        import grpc
+
+        if error.details() != _WRITE_FAILED:
+            return error
+        if self._error is not None and self._error.code() != grpc.StatusCode.OK:
+            return self._error
+        # The server has ended the call and its reason is lost: like a lost connection, worth another attempt.
+        words = "the server ended the call before it had read the whole request, and its status was lost"
+        return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), words)
+
+
+def _result_of(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that need not wait for anything."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    coroutine.close()
+    raise AssertionError("the call has ended, so its status is known")
 
 
 async def _within(result: Awaitable[T], seconds: float | None) -> T:

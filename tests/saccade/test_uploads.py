@@ -19,6 +19,7 @@ from saccade._core.requests import build_request
 from saccade._core.retrying import Deadline
 from saccade._core.steps import Call, Send, Steps, with_retries
 from saccade._core.uploads import Uploads, files
+from saccade._transport.aio import _ServersStatus
 from saccade.v1 import inference_pb2, media_pb2, media_pb2_grpc
 
 Code = grpc.StatusCode
@@ -161,6 +162,48 @@ def test_a_full_spool_is_not_waited_for(ask: Ask, replicas: tuple[list[Replica],
     ask(address, 2, images=[LARGE])
     assert sum(replica.refused for replica in both) == 2, "once for each request"
     assert [seen for replica in both for seen in replica.seen] == [["data"], ["data"]]
+
+
+def test_what_a_server_says_to_an_upload_that_it_stops_reading_is_told() -> None:
+    """grpc.aio at times puts INTERNAL in place of the server's status where a message is being written meanwhile."""
+
+    async def refusals(address: str) -> set[str]:
+        async with saccade.AsyncClient(address, timeout=60, max_retries=0) as client:
+
+            async def one_after_the_other(worker: int) -> set[str]:
+                told = set()
+                for number in range(40):
+                    with pytest.raises(errors.SaccadeError) as caught:
+                        await client.media.upload(b"file %d.%d" % (worker, number))
+                    told.add(f"{type(caught.value).__name__} {caught.value.reason} {caught.value.message}")
+                return told
+
+            return set().union(*await asyncio.gather(*map(one_after_the_other, range(32))))
+
+    with ExitStack() as ends:
+        replica = Replica()
+        replica.full = True
+        told = asyncio.run(refusals(served(replica, ends)))
+    assert told == {"RateLimited MEDIA_SPOOL_FULL refused"}
+
+
+def test_an_upload_whose_status_is_lost_is_tried_again() -> None:
+    class Ended:
+        """A call that has told its callbacks of no status but that of the failed write."""
+
+        def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+            callback(self)
+
+        async def details(self) -> str:
+            return "Internal error from Core"
+
+    nothing = grpc.aio.Metadata()
+    status = _ServersStatus(Ended())
+    lost = status.instead_of(grpc.aio.AioRpcError(Code.INTERNAL, nothing, nothing, "Internal error from Core"))
+    error = errors.error_from_rpc(lost)
+    assert isinstance(error, errors.Unavailable) and error.retryable and "status was lost" in str(error)
+    other = grpc.aio.AioRpcError(Code.INTERNAL, nothing, nothing, "anything else")
+    assert status.instead_of(other) is other
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
