@@ -21,7 +21,7 @@ from encoder.item import IMAGE, PatchSequence
 from encoder.layout import Layout, layout
 from encoder.plan import buffer_sizes
 from encoder.positions import PositionCache
-from encoder.tower import PackedBatch, Tower
+from encoder.tower import PackedBatch, Tower, patch_order, rotation_width
 from kernels.graphs import GraphPool, StaticGraph
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,9 @@ COMPARISON_SECONDS = 0.05
 """Beyond this one budget's comparison ends early: noise is small against calls that long."""
 CLEAR_WIN = 0.95
 """Share of the eager time that a replay must stay below: a graph that wins by noise would still cost its padding."""
+
 INPUTS = ("patches", "positions", "source", "cu_seqlens", "token_rows")
+"""Buffers that every tower reads; `rotations` are there for those that rotate."""
 
 
 class EncoderArena:
@@ -59,7 +61,8 @@ class EncoderArena:
             for name, (size, kind) in buffers.items()
         }
         # Leading elements of each buffer that some earlier batch may have left non-zero.
-        self._dirty = {"patches": 0, "positions": 0}
+        self._dirty = dict.fromkeys(("patches", "positions", *("rotations",) * bool(rotation_width(sizes))), 0)
+        self._order = patch_order(sizes)
 
     @property
     def bytes(self) -> int:
@@ -76,15 +79,18 @@ class EncoderArena:
     ) -> Layout:
         """Copy a batch into the view of `budget`: `[0, n)` written, the stale rows behind it cleared."""
         shape = self.shapes[budget]
-        placed = layout([part.grid for part in sequences], prefix=self._prefix, merge=self._merge, shape=shape)
+        grids = [part.grid for part in sequences]
+        placed = layout(grids, prefix=self._prefix, merge=self._merge, shape=shape, order=self._order)
         buffers = self.view(budget, kind=kind)
         row = 0
         for part in sequences:
             end = row + part.patches.shape[0]
             buffers["patches"][row:end].copy_(part.patches)
             buffers["positions"][row:end].copy_(positions.get(part.grid))
+            if positions.rotates:
+                buffers["rotations"][row:end].copy_(positions.rotations(part.grid))
             row = end
-        for name in ("patches", "positions"):
+        for name in self._dirty:
             self._clear_stale(name, buffers[name], row)
         buffers["source"].copy_(placed.source_R)
         buffers["cu_seqlens"].copy_(placed.cu_seqlens)
@@ -100,6 +106,10 @@ class EncoderArena:
         self._dirty[name] = dirty if dirty > room else written
 
 
+def _inputs(view: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: view[name] for name in (*INPUTS, "rotations") if name in view}
+
+
 def _step(tower: Tower, shape: GraphShape, kind: str) -> Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]:
     """The tower over one budget's buffers. `max_seqlen` is baked: the padding sequence may take every row."""
 
@@ -111,6 +121,7 @@ def _step(tower: Tower, shape: GraphShape, kind: str) -> Callable[[Mapping[str, 
             cu_seqlens=inputs["cu_seqlens"],
             token_rows_NM=inputs["token_rows"],
             max_seqlen=shape.rows,
+            rotations_TF=inputs.get("rotations"),
         )
         outputs["rows"].copy_(tower.forward(batch, kind=kind))
 
@@ -145,7 +156,7 @@ class EncoderGraphs:
             graph = StaticGraph(
                 f"encoder-{budget}" if kind == IMAGE else f"encoder-{kind}-{budget}",
                 _step(tower, arena.shapes[budget], kind),
-                {name: view[name] for name in INPUTS},
+                _inputs(view),
                 {"rows": view["rows"]},
                 pool=arena.pool,
             )
@@ -158,7 +169,7 @@ class EncoderGraphs:
         """Rows of `sequences` in their order, `[tokens, row_width]`: a view of the arena until the next `run`."""
         placed = self.arena.fill(budget, sequences, self._positions, kind=self._kind)
         view = self.arena.view(budget, kind=self._kind)
-        outputs = self._graphs[budget].replay({name: view[name] for name in INPUTS})
+        outputs = self._graphs[budget].replay(_inputs(view))
         return outputs["rows"][: placed.tokens]
 
     def _sample(self, tokens: int) -> PatchSequence:
@@ -167,7 +178,7 @@ class EncoderGraphs:
         rows = max(math.isqrt(tokens), 1)
         grid = (rows * sizes.merge_size, tokens // rows * sizes.merge_size)
         patches = torch.zeros(grid[0] * grid[1], sizes.patch_widths[self._kind], dtype=self._tower.dtype)
-        return PatchSequence(grid, patches, sizes.merge_size)
+        return PatchSequence(grid, patches, sizes.merge_size, patch_order(sizes))
 
     def calibrate(self, eager: Callable[[Sequence[PatchSequence]], Tensor], *, seconds: float) -> dict[int, Verdict]:
         """Time each budget's replay against `eager` on a batch half way between the budget below and this one.

@@ -19,6 +19,8 @@ Grid = tuple[int, int]
 """Rows and columns of patches."""
 IMAGE, VIDEO = "image", "video"
 """Inputs that towers have: patches of one image, and patches that span several frames of a clip."""
+ROW_MAJOR, BLOCK_MAJOR = "rows", "blocks"
+"""Orders of a sequence's patches: row by row; or those under one image token together, tokens row by row."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "uint8": 1}
 """Bytes of a number, for each type that patches may have, by the name that torch calls it."""
 
@@ -48,11 +50,12 @@ def retained_tokens(sequences: int, tokens: int, rate: float) -> int:
 
 @dataclass(frozen=True)
 class PatchSequence:
-    """One attention sequence: `patches` `[gh * gw, width]`, row-major."""
+    """One attention sequence: `patches` `[gh * gw, width]`, in `order`."""
 
     grid: Grid
     patches: torch.Tensor
     merge_size: int = 2
+    order: str = ROW_MAJOR
 
     @cached_property
     def tokens(self) -> int:
@@ -77,9 +80,13 @@ class ItemLayout:
     """Share of the rows that are dropped after the tower."""
     merge_size: int = 2
     """Patches under one row along each side."""
+    order: str = ROW_MAJOR
+    """Of the patches inside a sequence: `ROW_MAJOR` or `BLOCK_MAJOR`."""
 
     def __post_init__(self) -> None:
         check_rate(self.pruning_rate)
+        if self.order not in (ROW_MAJOR, BLOCK_MAJOR):
+            raise ValueError(f"patches in order {self.order!r}; known are {ROW_MAJOR!r} and {BLOCK_MAJOR!r}")
         if self.num_sequences < 1 or self.merge_size < 1:
             raise ValueError(f"{self.num_sequences} sequences, merge_size {self.merge_size}: both must be positive")
 
@@ -136,7 +143,7 @@ class EncoderItem(ItemLayout):
     """One image or clip, ready for the tower. Raises `ValueError` for patches that are not those of the sequences."""
 
     patches: torch.Tensor
-    """`[num_patches, width]`: one sequence after the other, row-major inside."""
+    """`[num_patches, width]`: one sequence after the other, in `order` inside."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -163,7 +170,7 @@ class EncoderItem(ItemLayout):
     def sequences(self) -> list[PatchSequence]:
         """Views of the patches."""
         parts = (self.patches,) if self.num_sequences == 1 else self.patches.split(self.grid[0] * self.grid[1])
-        return [PatchSequence(self.grid, patches, self.merge_size) for patches in parts]
+        return [PatchSequence(self.grid, patches, self.merge_size, self.order) for patches in parts]
 
 
 def _layout(item: ItemLayout) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from encoder.item import IMAGE, PatchSequence
 from encoder.layout import layout
 from encoder.pieces import Pieces, finish
 from encoder.positions import PositionCache
-from encoder.tower import PackedBatch, Tower
+from encoder.tower import PackedBatch, Tower, patch_order
 
 log = logging.getLogger(__name__)
 
@@ -104,14 +104,19 @@ class Lane:
     def batch(self, sequences: Sequence[PatchSequence]) -> PackedBatch:
         """`sequences` as a launch of exactly their size."""
         sizes, device = self.tower.sizes, self.tower.device
-        placed = layout([part.grid for part in sequences], prefix=sizes.num_prefix_tokens, merge=sizes.merge_size)
+        placed = layout(
+            [part.grid for part in sequences], prefix=sizes.num_prefix_tokens, merge=sizes.merge_size,
+            order=patch_order(sizes),
+        )  # fmt: skip
+        cache = self._positions
         return PackedBatch(
             patches_TP=torch.cat([part.patches.to(device, self.tower.dtype) for part in sequences]),
-            positions_TD=torch.cat([self._positions.get(part.grid) for part in sequences]),
+            positions_TD=torch.cat([cache.get(part.grid) for part in sequences]),
             source_R=placed.source_R.to(device),
             cu_seqlens=placed.cu_seqlens.to(device),
             token_rows_NM=placed.token_rows_NM.to(device),
             max_seqlen=placed.max_seqlen,
+            rotations_TF=torch.cat([cache.rotations(part.grid) for part in sequences]) if cache.rotates else None,
         )
 
     def close(self) -> None:

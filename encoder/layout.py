@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from encoder.budget import GraphShape
-from encoder.item import Grid
+from encoder.item import BLOCK_MAJOR, ROW_MAJOR, Grid
 from kernels.pixel_shuffle import shuffle_order
 
 
@@ -36,12 +36,17 @@ class Layout:
 
 
 @lru_cache(maxsize=256)
-def _shuffle(grid: Grid, merge: int) -> Tensor:
-    return shuffle_order(grid[0], grid[1], merge)
+def _shuffle(grid: Grid, merge: int, order: str) -> Tensor:
+    """`[tokens, merge * merge]`: the patches under each token of a sequence in that order."""
+    tokens_NM = shuffle_order(grid[0], grid[1], merge)
+    return torch.arange(grid[0] * grid[1]).view(tokens_NM.shape) if order == BLOCK_MAJOR else tokens_NM
 
 
-def layout(grids: Sequence[Grid], *, prefix: int, merge: int, shape: GraphShape | None = None) -> Layout:
-    """Place `grids` in their order; padded to `shape` where one is given, else exactly as long as needed."""
+def layout(
+    grids: Sequence[Grid], *, prefix: int, merge: int, shape: GraphShape | None = None, order: str = ROW_MAJOR
+) -> Layout:
+    """Place `grids` in their order; padded to `shape` where one is given, else exactly as long as needed. `order`: of
+    the patches of each."""
     assert grids, "a launch needs an image"
     patches = sum(rows * columns for rows, columns in grids)
     tokens = patches // merge**2
@@ -61,7 +66,7 @@ def layout(grids: Sequence[Grid], *, prefix: int, merge: int, shape: GraphShape 
         torch.arange(prefix, out=source_R[row : row + prefix])
         first = row + prefix
         torch.arange(prefix + 1 + patch, prefix + 1 + patch + count, out=source_R[first : first + count])
-        torch.add(_shuffle(grid, merge), first, out=token_rows_NM[token : token + count // merge**2])
+        torch.add(_shuffle(grid, merge, order), first, out=token_rows_NM[token : token + count // merge**2])
         row, patch, token = first + count, patch + count, token + count // merge**2
         cu_seqlens[index + 1] = row
     cu_seqlens[-1] = total

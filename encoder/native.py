@@ -128,8 +128,8 @@ class NativeViT:
         self._native = Tower(
             len(ops), ctypes.addressof(self._ops), 1, self._kind, sizes.hidden_size, sizes.num_heads, merged,
             max(sizes.hidden_size * merged, 2 * sizes.intermediate_size), vit.table_KD.shape[0],
-            self._floats(vit.table_KD), self._floats(vit.projector_norm), sizes.projector_eps,
-            (sizes.hidden_size // sizes.num_heads) ** -0.5,
+            self._floats(vit.table_KD), None if vit.projector_norm is None else self._floats(vit.projector_norm),
+            sizes.projector_eps, (sizes.hidden_size // sizes.num_heads) ** -0.5,
         )  # fmt: skip
         self._reserve(max_rows)
 

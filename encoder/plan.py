@@ -9,7 +9,7 @@ import torch
 
 from encoder.budget import EncoderBudgets, GraphShape, graph_shape, rows_per_image
 from encoder.item import IMAGE
-from encoder.tower import TowerSizes
+from encoder.tower import TowerSizes, rotation_width
 from encoder.tune import Histogram, check_histogram, ladder_work, packed_work, real_tokens
 
 INT64, INT32 = 8, 4
@@ -20,9 +20,11 @@ def buffer_sizes(
 ) -> Mapping[str, tuple[tuple[int, ...], torch.dtype | None]]:
     """Shape and dtype (None: the tower's) of each static buffer of one budget, wide enough for patches of `kinds`."""
     width = max(sizes.patch_widths[kind] for kind in kinds)
+    rotated = rotation_width(sizes)
     return {
         "patches": ((shape.patches, width), None),
         "positions": ((shape.patches, sizes.position_width), None),
+        **({"rotations": ((shape.patches, rotated), torch.float32)} if rotated else {}),
         "source": ((shape.rows,), torch.int64),
         "cu_seqlens": ((shape.sequences + 1,), torch.int32),
         "token_rows": ((shape.capacity, sizes.patches_per_token), torch.int64),

@@ -1,4 +1,4 @@
-"""A tower's positions per patch grid, made once and kept while there is room."""
+"""What a tower makes of each patch grid's places, made once and kept while there is room: positions, and rotations."""
 
 from __future__ import annotations
 
@@ -13,30 +13,47 @@ from encoder.item import Grid
 class PositionCache:
     """Least recently used grids go first once `max_bytes` are held; one grid larger than that is not kept."""
 
-    def __init__(self, make: Callable[[Grid], Tensor], max_bytes: int) -> None:
-        """`make`: a grid's positions, in new memory (`Tower.positions`)."""
-        self._make = make
+    def __init__(
+        self, make: Callable[[Grid], Tensor], max_bytes: int, rotations: Callable[[Grid], Tensor] | None = None
+    ) -> None:
+        """`make`: a grid's positions, in new memory (`Tower.positions`). `rotations`: the same of
+        `RotaryTower.rotations`, where there are any."""
+        self._make, self._make_rotations = make, rotations
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[Grid, Tensor] = OrderedDict()
+        self._entries: OrderedDict[tuple[Grid, bool], Tensor] = OrderedDict()
         self.bytes = 0
         self.hits = 0
         self.misses = 0
 
     def get(self, grid: Grid) -> Tensor:
         """`[gh * gw, position_width]`; shared memory, not to be written."""
-        found = self._entries.get(grid)
+        return self._get(grid, False, self._make)
+
+    @property
+    def rotates(self) -> bool:
+        """Whether there are rotations."""
+        return self._make_rotations is not None
+
+    def rotations(self, grid: Grid) -> Tensor:
+        """`[gh * gw, rotation_width]` float32; shared memory, not to be written."""
+        assert self._make_rotations is not None, "the tower rotates nothing"
+        return self._get(grid, True, self._make_rotations)
+
+    def _get(self, grid: Grid, rotated: bool, make: Callable[[Grid], Tensor]) -> Tensor:
+        key = grid, rotated
+        found = self._entries.get(key)
         if found is not None:
             self.hits += 1
-            self._entries.move_to_end(grid)
+            self._entries.move_to_end(key)
             return found
         self.misses += 1
-        made = self._make(grid)
+        made = make(grid)
         size = made.numel() * made.element_size()
         if size <= self._max_bytes:
             while self.bytes + size > self._max_bytes:
                 _, oldest = self._entries.popitem(last=False)
                 self.bytes -= oldest.numel() * oldest.element_size()
-            self._entries[grid] = made
+            self._entries[key] = made
             self.bytes += size
         return made
 

@@ -22,7 +22,7 @@ from encoder.lane import Lane
 from encoder.packing import Packed, pack
 from encoder.pieces import Pieces
 from encoder.positions import PositionCache
-from encoder.tower import NATIVE_MODES, TowerSpec
+from encoder.tower import NATIVE_MODES, RotaryTower, TowerSpec, patch_order
 from encoder.tune import TokenHistogram
 from kernels.varlen_attention import reads_host
 
@@ -91,7 +91,8 @@ class EncoderRunner:
             self.tower = spec.build(
                 weights, dtype=options.dtype, device=device, native=options.native, max_rows=self._max_rows()
             )
-            self.positions = PositionCache(self.tower.positions, options.position_cache_bytes)
+            rotations = self.tower.rotations if isinstance(self.tower, RotaryTower) else None
+            self.positions = PositionCache(self.tower.positions, options.position_cache_bytes, rotations)
             self._counts: Counter[str] = Counter()
             self._seconds = 0.0
             self._sizes = TokenHistogram(max(spec.max_image_tokens, self.budgets.largest))
@@ -176,6 +177,8 @@ class EncoderRunner:
             raise ValueError(f"{name} {index}: patches of shape {tuple(item.patches.shape)}, expected {wanted}")
         if item.merge_size != spec.merge_size:
             raise ValueError(f"{name} {index}: merge_size {item.merge_size}, the tower's is {spec.merge_size}")
+        if item.order != patch_order(spec):
+            raise ValueError(f"{name} {index}: patches by {item.order}, the tower takes them by {patch_order(spec)}")
         expected = (item.tokens, spec.row_width)
         if tuple(rows.shape) != expected or rows.dtype != self.options.dtype:
             raise ValueError(
@@ -226,7 +229,7 @@ class EncoderRunner:
         if part.patches.dtype != torch.uint8:
             return part
         patches = self.tower.as_floats(part.patches.to(self.tower.device))
-        return PatchSequence(part.grid, patches, part.merge_size)
+        return PatchSequence(part.grid, patches, part.merge_size, part.order)
 
     # -- what it is and what it did -------------------------------------------------------------------------------
 

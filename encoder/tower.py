@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from encoder.item import Grid
+from encoder.item import ROW_MAJOR, Grid
 from encoder.pieces import Pieces
 
 if TYPE_CHECKING:
@@ -33,10 +33,15 @@ class PackedBatch:
     token_rows_NM: Tensor
     """int64: the tower rows under each image token."""
     max_seqlen: int
+    rotations_TF: Tensor | None = None
+    """float32, of patches as `RotaryTower.rotations` gives them; None for towers without."""
 
 
 class TowerSizes(Protocol):
-    """The numbers of a tower that budgets, buffers, plans and checks follow from."""
+    """The numbers of a tower that budgets, buffers, plans and checks follow from.
+
+    Two more are read where a tower has them: `rotation_width` (`rotation_width` below) and `patch_order` (below too).
+    """
 
     @property
     def num_prefix_tokens(self) -> int:
@@ -73,6 +78,16 @@ class TowerSizes(Protocol):
     @property
     def max_image_tokens(self) -> int:
         """Tokens of the largest image that the image rule aims at: `hi` of the budgets by default."""
+
+
+def rotation_width(sizes: TowerSizes) -> int:
+    """Features of what `RotaryTower.rotations` gives for each patch; 0 for towers that rotate nothing."""
+    return int(getattr(sizes, "rotation_width", 0))
+
+
+def patch_order(sizes: TowerSizes) -> str:
+    """The order of patches that a tower takes: row by row, unless it says otherwise."""
+    return str(getattr(sizes, "patch_order", ROW_MAJOR))
 
 
 class TowerSpec(TowerSizes, Protocol):
@@ -131,3 +146,12 @@ class Tower(Protocol):
 
     def pieces(self, batch: PackedBatch, *, kind: str) -> Pieces[Tensor]:
         """The same, to be left after each layer."""
+
+
+@runtime_checkable
+class RotaryTower(Protocol):
+    """What a tower has besides where its `rotation_width` is not 0."""
+
+    def rotations(self, grid: Grid) -> Tensor:
+        """`[gh * gw, rotation_width]` float32, on its device, in the order of the patches: cosines of each pair of
+        features of a head, then their sines; new memory."""

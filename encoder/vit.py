@@ -74,6 +74,24 @@ class Block:
     down: Linear
 
 
+Rotated = tuple[Tensor, Tensor]
+"""Cosines and sines of each tower row, `[R, 1, 1, head width / 2]` float32."""
+
+
+def _rotations(rotations_TF: Tensor, source_R: Tensor, table_KD: Tensor) -> Rotated:
+    """Those of the patch that each tower row is; rows that are none stay as they are."""
+    prefix, half = table_KD.shape[0], rotations_TF.shape[1] // 2
+    fixed_KF = torch.cat((rotations_TF.new_ones(prefix, half), rotations_TF.new_zeros(prefix, half)), 1)
+    rows_RF = torch.cat((fixed_KF, rotations_TF)).index_select(0, source_R)[:, None, None]
+    return rows_RF[..., :half], rows_RF[..., half:]
+
+
+def _rotate(x_R2HD: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """In place, in float32."""
+    first, second = x_R2HD.float().chunk(2, -1)
+    x_R2HD.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), -1))
+
+
 class ViTSizes(Protocol):
     """The numbers of such a tower."""
 
@@ -120,7 +138,11 @@ class ViTSizes(Protocol):
 
 @dataclass(frozen=True)
 class ViT:
-    """Weights fused and cast. `pieces` is a pure function of the batch, in torch operations and kernels."""
+    """Weights fused and cast. `pieces` is a pure function of the batch, in torch operations and kernels.
+
+    Queries and keys are rotated where a batch says how (`PackedBatch.rotations_TF`): with feature i of the first half
+    of a head and the same of the second as the two numbers of a pair.
+    """
 
     sizes: ViTSizes
     dtype: torch.dtype
@@ -131,11 +153,13 @@ class ViT:
     blocks: Sequence[Block]
     final_norm: Norm | None
     """Between the last block and the pixel shuffle."""
-    projector_norm: Tensor
-    """float32 weight of the RMS norm of joined rows."""
+    projector_norm: Tensor | None
+    """float32 weight of the RMS norm of joined rows; None: they pass none."""
     linear_1: Linear
-    """Squared ReLU follows it."""
+    """`projector_act` follows it."""
     linear_2: Linear
+    projector_act: str = "relu2"
+    """One of `ACTIVATIONS`."""
 
     def pieces(self, batch: PackedBatch, *, kind: str) -> Pieces[Tensor]:
         """`[N, row_width]` rows in the tower's dtype, one per entry of `token_rows_NM`; new memory. May be left after
@@ -143,17 +167,23 @@ class ViT:
         """
         projection = self.projections[kind]
         x_RD = patch_embed(batch.patches_TP, projection, batch.positions_TD, self.table_KD, batch.source_R)
+        rotated = None if batch.rotations_TF is None else _rotations(batch.rotations_TF, batch.source_R, self.table_KD)
         for block in self.blocks:
-            x_RD = self._block(block, x_RD, batch)
+            x_RD = self._block(block, x_RD, batch, rotated)
             yield
         norm = self.final_norm
         final = None if norm is None else (norm.weight, norm.bias, norm.eps)
         normed = shuffle_norm(x_RD, batch.token_rows_NM, self.projector_norm, self.sizes.projector_eps, final)
-        return self.linear_2(self.linear_1.relu_squared(normed))
+        if self.projector_act == "relu2":
+            return self.linear_2(self.linear_1.relu_squared(normed))
+        return self.linear_2(ACTIVATIONS[self.projector_act](self.linear_1(normed)))
 
-    def _block(self, block: Block, x_RD: Tensor, batch: PackedBatch) -> Tensor:
+    def _block(self, block: Block, x_RD: Tensor, batch: PackedBatch, rotated: Rotated | None) -> Tensor:
         rows, heads, width = x_RD.shape[0], self.sizes.num_heads, self.sizes.hidden_size // self.sizes.num_heads
-        q_RHD, k_RHD, v_RHD = block.qkv(block.norm1(x_RD)).view(rows, 3, heads, width).unbind(1)
+        qkv_R3HD = block.qkv(block.norm1(x_RD)).view(rows, 3, heads, width)
+        if rotated is not None:
+            _rotate(qkv_R3HD[:, :2], *rotated)
+        q_RHD, k_RHD, v_RHD = qkv_R3HD.unbind(1)
         mixed_RHD = varlen_attention(q_RHD, k_RHD, v_RHD, batch.cu_seqlens, batch.max_seqlen, scale=width**-0.5)
         x_RD = block.out(mixed_RHD.view(rows, heads * width)).add_(x_RD)
         inner = block.up(block.norm2(x_RD))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from decoder.config import DecoderConfig
+from decoder.positions import Positions
 from encoder.item import EncoderItem, Grid
 from encoder.stopwatch import Stopwatch
 from encoder.tower import TowerSpec
@@ -24,7 +25,9 @@ class ModelFiles:
     config: Mapping[str, Any]
     """`config.json`."""
     preprocessor: Mapping[str, Any] = field(default_factory=dict)
-    """`preprocessor_config.json`, the image processor's part where it is nested."""
+    """Of the image processor: `preprocessor_config.json`, or its part of `processor_config.json`."""
+    video_preprocessor: Mapping[str, Any] = field(default_factory=dict)
+    """Of the video processor: `video_preprocessor_config.json`, or its part of `processor_config.json`."""
 
 
 class ImageRule(Protocol):
@@ -49,6 +52,10 @@ class VideoRule(Protocol):
 
     def sample(self, total: int, count: int) -> list[int]:
         """Which of `total` frames to take for at most `count`, ascending. Both positive, else ValueError."""
+
+    def sample_file(self, total: int, count: int, fps: Callable[[], float | None]) -> list[int]:
+        """The same of a video whose frames nobody has chosen yet. `fps`: gives those of the source, or None where it
+        does not say; asked only where it matters, since it may take reading the file."""
 
     def tokens(self, num_frames: int, height: int, width: int) -> int:
         """Rows that a clip gives the decoder, before anything is decoded."""
@@ -84,6 +91,11 @@ class VisionSpec(TowerSpec, Protocol):
     def limited(self, *, max_model_len: int, video_pruning_rate: float | None = None) -> VisionSpec:
         """The same for a context of at most so many tokens, and with another pruning rate where one is given. Raises
         ValueError for a rate that is not at least 0 and below 1."""
+
+    def positions(self, length: int, blocks: Sequence[tuple[int, Grid]]) -> Positions | None:
+        """Of a prompt of `length` tokens, for decoders that read them; None where they simply count up. `blocks`: where
+        the rows of each attention sequence begin, ascending, and its grid of patches. ValueError for blocks that do
+        not lie in the prompt one after the other."""
 
     def describe_preprocessing(self) -> str:
         """What decides the pixels of a patch, in one line: equal on two hosts that may exchange patches."""

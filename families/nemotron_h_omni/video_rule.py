@@ -9,7 +9,7 @@ tower, so a long clip passes in as many launches as it needs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -46,6 +46,10 @@ class OmniVideoRule:
 
     def sample(self, total: int, count: int) -> list[int]:
         """Evenly spaced frames from the first."""
+        return sample_indices(total, count)
+
+    def sample_file(self, total: int, count: int, fps: Callable[[], float | None]) -> list[int]:
+        """The same, however fast they follow each other."""
         return sample_indices(total, count)
 
     def tokens(self, num_frames: int, height: int, width: int) -> int:

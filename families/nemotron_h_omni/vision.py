@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from decoder.positions import Positions
+from encoder.item import Grid
 from families.nemotron_h_omni.image_rule import OmniImageRule
 from families.nemotron_h_omni.video_rule import OmniVideoRule
 from families.nemotron_h_omni.vision_config import VisionConfig
@@ -40,6 +42,9 @@ class RadioVision(VisionConfig):
         length = min(self.max_model_len, max_model_len)
         rate = self.video_pruning_rate if video_pruning_rate is None else video_pruning_rate
         return replace(self, max_model_len=length, video_pruning_rate=rate)
+
+    def positions(self, length: int, blocks: Sequence[tuple[int, Grid]]) -> Positions | None:
+        return None
 
     def describe_preprocessing(self) -> str:
         return (

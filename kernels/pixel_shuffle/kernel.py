@@ -29,6 +29,7 @@ def _shuffle_norm(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     FINAL: tl.constexpr,
+    NORM: tl.constexpr,
 ):
     i_token = tl.program_id(0).to(tl.int64)
     o_m = tl.arange(0, BLOCK_M)
@@ -43,25 +44,27 @@ def _shuffle_norm(  # type: ignore[no-untyped-def]
         weight = tl.load(p_final_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
         bias = tl.load(p_final_bias + o_d, mask=m_d, other=0.0).to(tl.float32)
         x = tl.where(m, centred * scale[:, None] * weight[None, :] + bias[None, :], 0.0)
-    scale = tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / (MERGED * D) + eps)
     o_e = o_m[:, None] * D + o_d[None, :]
-    weight = tl.load(p_weight + o_e, mask=m, other=0.0).to(tl.float32)
-    tl.store(p_out + i_token * (MERGED * D) + o_e, (x * scale * weight).to(p_out.dtype.element_ty), mask=m)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / (MERGED * D) + eps)
+        weight = tl.load(p_weight + o_e, mask=m, other=0.0).to(tl.float32)
+        x = x * scale * weight
+    tl.store(p_out + i_token * (MERGED * D) + o_e, x.to(p_out.dtype.element_ty), mask=m)
 
 
 def shuffle_norm(
     x_RD: Tensor,
     token_rows_NM: Tensor,
-    weight_E: Tensor,
+    weight_E: Tensor | None,
     eps: float,
     final: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
     """As the reference, with one rounding at the end. Reads each tower row once. No host sync."""
     tokens, merged = token_rows_NM.shape
     width = x_RD.shape[1]
-    assert x_RD.stride(1) == 1 and token_rows_NM.is_contiguous() and weight_E.is_contiguous()
+    assert x_RD.stride(1) == 1 and token_rows_NM.is_contiguous() and (weight_E is None or weight_E.is_contiguous())
     out = torch.empty(tokens, merged * width, dtype=x_RD.dtype, device=x_RD.device)
-    final_weight, final_bias, final_eps = final or (weight_E, weight_E, 0.0)
+    final_weight, final_bias, final_eps = final or (x_RD, x_RD, 0.0)
     launch(
         _shuffle_norm,
         (tokens,),
@@ -69,7 +72,7 @@ def shuffle_norm(
         p_rows=token_rows_NM,
         p_final_weight=final_weight,
         p_final_bias=final_bias,
-        p_weight=weight_E,
+        p_weight=x_RD if weight_E is None else weight_E,
         p_out=out,
         x_row=x_RD.stride(0),
         final_eps=final_eps,
@@ -79,6 +82,7 @@ def shuffle_norm(
         BLOCK_M=triton.next_power_of_2(merged),
         BLOCK_D=triton.next_power_of_2(width),
         FINAL=final is not None,
+        NORM=weight_E is not None,
         num_warps=8,
     )
     return out

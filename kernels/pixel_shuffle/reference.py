@@ -21,14 +21,14 @@ def pixel_shuffle(x_RD: Tensor, token_rows_NM: Tensor) -> Tensor:
 def shuffle_norm(
     x_RD: Tensor,
     token_rows_NM: Tensor,
-    weight_E: Tensor,
+    weight_E: Tensor | None,
     eps: float,
     final: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
     """The same, through the norms that follow: `[N, M * M * D]` in x's dtype. No host sync.
 
     `final`: weight and bias `[D]` and epsilon of a LayerNorm of each tower row; then an RMS norm of the whole token
-    with `weight_E` `[M * M * D]` float32.
+    with `weight_E` `[M * M * D]` float32, unless that is None.
     """
     # Both norms are per row or token, so that taking the image rows out first is the same and does less.
     features_NE = pixel_shuffle(x_RD, token_rows_NM)
@@ -37,7 +37,7 @@ def shuffle_norm(
         width = x_RD.shape[1]
         normed = F.layer_norm(features_NE.view(-1, width), (width,), weight_D, bias_D, final_eps)
         features_NE = normed.view(features_NE.shape)
-    return rms_norm(features_NE, weight_E, eps)
+    return features_NE if weight_E is None else rms_norm(features_NE, weight_E, eps)
 
 
 def shuffle_order(rows: int, columns: int, merge: int = 2) -> Tensor:

@@ -63,7 +63,7 @@ class Welcome(_message.Message):
     def __init__(self, partner: _Optional[_Union[Partner, _Mapping]] = ..., window_bytes: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
 class EncodeItem(_message.Message):
-    __slots__ = ("ticket", "key", "grid_rows", "grid_columns", "merge_size", "shape", "dtype", "num_frames", "pruning_rate", "priority", "seconds_left")
+    __slots__ = ("ticket", "key", "grid_rows", "grid_columns", "merge_size", "shape", "dtype", "num_frames", "pruning_rate", "priority", "seconds_left", "order")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     GRID_ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +75,7 @@ class EncodeItem(_message.Message):
     PRUNING_RATE_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     SECONDS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
     ticket: int
     key: bytes
     grid_rows: int
@@ -86,7 +87,8 @@ class EncodeItem(_message.Message):
     pruning_rate: float
     priority: int
     seconds_left: float
-    def __init__(self, ticket: _Optional[int] = ..., key: _Optional[bytes] = ..., grid_rows: _Optional[int] = ..., grid_columns: _Optional[int] = ..., merge_size: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., num_frames: _Optional[int] = ..., pruning_rate: _Optional[float] = ..., priority: _Optional[int] = ..., seconds_left: _Optional[float] = ...) -> None: ...
+    order: str
+    def __init__(self, ticket: _Optional[int] = ..., key: _Optional[bytes] = ..., grid_rows: _Optional[int] = ..., grid_columns: _Optional[int] = ..., merge_size: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., num_frames: _Optional[int] = ..., pruning_rate: _Optional[float] = ..., priority: _Optional[int] = ..., seconds_left: _Optional[float] = ..., order: _Optional[str] = ...) -> None: ...
 
 class Piece(_message.Message):
     __slots__ = ("ticket", "data")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from encoder.item import DTYPE_BYTES, IMAGE, VIDEO, EncoderItem, ItemDescription
+from encoder.item import DTYPE_BYTES, IMAGE, ROW_MAJOR, VIDEO, EncoderItem, ItemDescription
 from saccade.v1 import encoder_pb2
 
 PIECE_BYTES = 1 << 20
@@ -46,7 +46,7 @@ def item_to_proto(item: ItemDescription) -> encoder_pb2.EncodeItem:
     shape = (item.num_sequences, rows // item.num_sequences, width) if item.num_frames else (rows, width)
     return encoder_pb2.EncodeItem(
         grid_rows=item.grid[0], grid_columns=item.grid[1], merge_size=item.merge_size, shape=shape, dtype=item.dtype,
-        num_frames=item.num_frames, pruning_rate=item.pruning_rate,
+        num_frames=item.num_frames, pruning_rate=item.pruning_rate, order=item.order,
     )  # fmt: skip
 
 
@@ -68,6 +68,6 @@ def item_from_proto(message: encoder_pb2.EncodeItem, pixels: torch.Tensor) -> En
     description = ItemDescription(
         (message.grid_rows, message.grid_columns), pixels.shape[-1], str(pixels.dtype).removeprefix("torch."),
         kind=VIDEO if message.num_frames else IMAGE, num_sequences=sequences, num_frames=message.num_frames,
-        pruning_rate=message.pruning_rate, merge_size=message.merge_size,
+        pruning_rate=message.pruning_rate, merge_size=message.merge_size, order=message.order or ROW_MAJOR,
     )  # fmt: skip
     return description.with_patches(pixels.flatten(0, -2))

@@ -125,7 +125,7 @@ def build_engine(options: EngineOptions) -> Engine:
         info.model, info.dtype, info.revision, checkpoint.parameters() / 1e6, decoder.options.device, options.max_seqs,
         info.max_len,
     )  # fmt: skip
-    return Engine(info, decoder, handoff, encoding)
+    return Engine(info, decoder, handoff, encoding, vision)
 
 
 def local_encoder(

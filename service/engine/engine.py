@@ -27,6 +27,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from decoder.runner import DecoderRunner
+from families import VisionSpec
 from service.encoding.encoder import Encoding
 from service.encoding.handoff import Handoff
 from service.engine.requests import Requests
@@ -36,16 +37,17 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Decoder, handoff and what encodes, of one model. `handoff` and `encoding` are None for text-only models."""
+    """Decoder, handoff and what encodes, of one model; text-only ones have no `handoff`, `encoding` and `vision`."""
 
     def __init__(
-        self, info: EngineInfo, decoder: DecoderRunner, handoff: Handoff | None = None, encoding: Encoding | None = None
-    ) -> None:
+        self, info: EngineInfo, decoder: DecoderRunner, handoff: Handoff | None = None,
+        encoding: Encoding | None = None, vision: VisionSpec | None = None,
+    ) -> None:  # fmt: skip
         self.info = info
         self._decoder, self._handoff, self._encoding = decoder, handoff, encoding
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = threading.Event()
-        self._requests = Requests(info.model, decoder, handoff, lambda events: self._emit(events))
+        self._requests = Requests(info.model, decoder, handoff, vision, lambda events: self._emit(events))
         self._emit: EventSink = lambda events: None
         self._closing = threading.Event()
         self._fatal: BaseException | None = None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from decoder.request import ImageSpan
-from encoder.item import EncoderItem
+from encoder.item import EncoderItem, Grid
 
 if TYPE_CHECKING:
     from service.encoding.entries import Lease
@@ -73,6 +73,22 @@ def place(request: EngineRequest, leases: Sequence[Lease]) -> tuple[list[int], t
             row += count
         ids[image.start : image.start + image.length] = laid
     return ids, tuple(spans)
+
+
+def blocks(request: EngineRequest, leases: Sequence[Lease]) -> list[tuple[int, Grid]]:
+    """Where the attention sequences of images and clips begin in a settled prompt, and their grids; none of clips that
+    failed or that were pruned."""
+    found: list[tuple[int, Grid]] = []
+    for image, lease in zip(request.images, leases, strict=True):
+        item, start = image.patches, image.start
+        assert isinstance(item, EncoderItem), image
+        counts = _counts(image, lease)
+        if counts is None or counts.count(counts[0]) * counts[0] != item.num_sequences * item.sequence_tokens:
+            continue
+        for words in (*image.between, *[()] * (item.num_sequences - 1 - len(image.between)), ()):
+            found.append((start, item.grid))
+            start += item.sequence_tokens + len(words)
+    return found
 
 
 def _counts(image: EngineImage, lease: Lease) -> tuple[int, ...] | None:

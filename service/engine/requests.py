@@ -8,21 +8,26 @@ from collections.abc import Iterable
 import torch
 
 from decoder.pace import DeadlineError
+from decoder.positions import Positions
 from decoder.request import DecoderRequest, TokenEvent
 from decoder.runner import DecoderRunner
 from encoder.item import EncoderItem
+from families import VisionSpec
 from service.encoding.entries import EncoderUnavailable, Lease
 from service.encoding.handoff import Handoff
-from service.engine.placing import is_settled, place
+from service.engine.placing import blocks, is_settled, place
 from service.engine.types import EngineEvent, EngineRequest, ErrorKind, EventSink
 
 
 class Requests:
     """All that have not ended. Used by the engine's thread alone."""
 
-    def __init__(self, model: str, decoder: DecoderRunner, handoff: Handoff | None, emit: EventSink) -> None:
-        """`handoff`: None for text-only models. `emit` gets the events of requests, in order."""
+    def __init__(
+        self, model: str, decoder: DecoderRunner, handoff: Handoff | None, vision: VisionSpec | None, emit: EventSink
+    ) -> None:
+        """`handoff` and `vision`: None for text-only models. `emit` gets the events of requests, in order."""
         self._model, self._decoder, self._handoff, self._emit = model, decoder, handoff, emit
+        self._vision = vision
         self.live: set[str] = set()
         self._leases: dict[str, list[Lease]] = {}
         self._embedded: dict[str, Lease] = {}
@@ -123,6 +128,7 @@ class Requests:
         made = []
         for name in names:
             prompt_ids, spans = place(request, self._leases[name])
+            positions = self._positions(request, self._leases[name], len(prompt_ids))
             made.append(
                 DecoderRequest(
                     request_id=name,
@@ -137,10 +143,18 @@ class Requests:
                     pooled=request.embed == "hidden",
                     timeout=request.timeout,
                     checkpoint_at=request.checkpoint_at,
+                    positions=positions,
                 )
             )
         if made:
             self._decoder.add(*made)
+
+    def _positions(self, request: EngineRequest, leases: list[Lease], length: int) -> Positions | None:
+        """As the model's family gives them to prompts with images. Raises ValueError for images that overlap or do not
+        lie in the prompt."""
+        if self._vision is None or not request.images:
+            return None
+        return self._vision.positions(length, blocks(request, leases))
 
     def refuse(self, names: Iterable[str], kind: ErrorKind, message: str) -> None:
         """Tells each of the samples why it ends."""

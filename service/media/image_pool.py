@@ -31,6 +31,7 @@ from encoder.frames import VideoError
 from encoder.images import ImageError, ImageHeader
 from encoder.item import IMAGE, VIDEO, ItemDescription
 from encoder.stopwatch import Stopwatch
+from encoder.tower import patch_order
 from families import VisionSpec
 from service.common import errors
 from service.media.image_worker import LENGTH
@@ -239,10 +240,13 @@ class ImagePool:
             reply = worker.ask({"op": "video", "frames": frames}, data, self._video_seconds)
             item = self._item(worker, reply, VIDEO, watch)
             total, fps = _number(reply, "total"), reply.get("fps")
-            if item.description.num_frames != min(frames, total):
+            fps = fps if isinstance(fps, float) and 1e-9 < fps < math.inf else None
+            assert self._vision is not None
+            wanted = video_rule(self._vision).sample_file(total, frames, lambda: fps)
+            if item.description.num_frames != len(wanted):
                 raise _Lost("nonsense")
-            watch.frames += item.description.num_frames
-            return PreparedVideo(item, total, fps if isinstance(fps, float) and 1e-9 < fps < math.inf else None)
+            watch.frames += len(wanted)
+            return PreparedVideo(item, total, fps)
 
     def frames(self, files: Sequence[Frame], watch: Stopwatch) -> SealedItem:
         index = 0
@@ -315,8 +319,9 @@ class ImagePool:
         assert self._vision is not None
         file, found = worker.take_file(), _description(reply.get("item"))
         pruning = video_rule(self._vision).pruning_rate if kind == VIDEO else 0.0
-        told = (found.kind, found.width, found.merge_size, found.pruning_rate)
-        if told != (kind, self._vision.patch_widths[kind], self._vision.merge_size, pruning):
+        told = (found.kind, found.width, found.merge_size, found.pruning_rate, found.order)
+        vision = self._vision
+        if told != (kind, vision.patch_widths[kind], vision.merge_size, pruning, patch_order(vision)):
             raise _Lost("nonsense")
         whole = (found.num_sequences, found.num_frames) == (1, 0)
         several = 1 <= found.num_sequences <= found.num_frames

@@ -201,7 +201,7 @@ class Preparer:
             dated, fps, content = len(indices) < len(source.frames), source.fps, files
         else:
             video = self._processor.video(source.data, wanted, watch)
-            indices = rule.sample(video.total, wanted)
+            indices = rule.sample_file(video.total, wanted, lambda: video.fps)
             item, dated, fps, content = video.item, True, video.fps, [source.data]
         labels = rule.labels(len(indices), fps=fps, indices=indices if dated else None)
         key = self._key(salt, b"video%d" % len(indices), *content)

@@ -74,7 +74,7 @@ class Patcher:
     def video(self, data: bytes, frames: int, watch: Stopwatch) -> PreparedVideo:
         with watch("decode"):
             clip = self._decoder.clip(data)
-        indices = video_rule(self._vision).sample(clip.num_frames, frames)
+        indices = video_rule(self._vision).sample_file(clip.num_frames, frames, lambda: clip.fps)
         # closing: what decodes the frames is given back at once, and not when a collector finds the generators
         with closing(clip.frames(indices)) as tensors:
             item = self._item(tensors, len(indices), watch)

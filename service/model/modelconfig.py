@@ -80,15 +80,27 @@ def _weights_kind(path: Path, config: Mapping[str, Any]) -> str | None:
     return str(entry["kind"])
 
 
+def _processor(path: Path, part: str, file: str) -> Mapping[str, Any]:
+    """A processor's settings: its part of `processor_config.json`, else a file of its own. Raises CheckpointError."""
+    for name in ("processor_config.json", file):
+        content = optional_json(path / name)
+        if part in content:
+            if not isinstance(content[part], dict):
+                raise CheckpointError(f"{path / name}: {part} must be an object, not {content[part]!r}")
+            return dict(content[part])
+        if name == file:
+            return content
+    raise AssertionError("not reached")
+
+
 def load_config(path: Path, *, name: str | None = None) -> ModelConfig:
     """Reads a model directory's JSON files. Raises CheckpointError with the field at fault."""
     config = read_json(path / "config.json")
     family = family_of(str(config.get("model_type") or (config.get("architectures") or [""])[0]))
-    preprocessor = optional_json(path / "preprocessor_config.json")
-    if "image_processor" in preprocessor:  # processor_config.json style nesting
-        preprocessor = preprocessor["image_processor"]
     generation = optional_json(path / "generation_config.json")
-    model = family.read_config(ModelFiles(path, config, preprocessor))
+    image = _processor(path, "image_processor", "preprocessor_config.json")
+    video = _processor(path, "video_processor", "video_preprocessor_config.json")
+    model = family.read_config(ModelFiles(path, config, image, video))
     return ModelConfig(
         path=path,
         name=name or path.resolve().name,

@@ -28,4 +28,8 @@ def resolve_vision(options: EngineOptions, checkpoint: Checkpoint) -> VisionSpec
     rate = options.video_pruning_rate
     if rate is not None and not 0 <= rate < 1:
         raise ConfigError(f"video_pruning_rate: {rate:g} is not at least 0 and below 1; 0.5 drops half")
-    return vision.limited(max_model_len=resolve_max_len(options, checkpoint), video_pruning_rate=rate)
+    length = resolve_max_len(options, checkpoint)
+    try:
+        return vision.limited(max_model_len=length, video_pruning_rate=rate)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None

@@ -1,0 +1,141 @@
+"""From a decoded image to flattened patches: the released image processor's size, resize and scale.
+
+Shapes: H, W pixels; C = 3 channels; p the patch side; m the merge size; T patches.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from encoder.images import RGB
+from encoder.item import BLOCK_MAJOR, EncoderItem, Grid, num_image_tokens
+from encoder.stopwatch import Stopwatch
+from families.qwen3_5.vision_config import MAX_ASPECT, VisionConfig
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class QwenImageRule:
+    """`families.family.ImageRule` with the numbers of `config`."""
+
+    config: VisionConfig
+
+    def grid(self, height: int, width: int) -> Grid:
+        """The patch grid of an image of that many pixels."""
+        config = self.config
+        sides = smart_resize(height, width, config.factor, config.image.min_pixels, config.image.max_pixels)
+        return sides[0] // config.patch_size, sides[1] // config.patch_size
+
+    def patchify(
+        self, image_HWC: torch.Tensor, dtype: torch.dtype, *, keep_bytes: bool = False, watch: Stopwatch | None = None
+    ) -> EncoderItem:
+        """Resize and cut one image, and normalise it unless `keep_bytes`: patches then stay uint8, of which the tower's
+        `as_floats` makes the same numbers.
+
+        `image_HWC`: `[H, W, 3]` uint8. The resize is Pillow's bicubic on bytes, whatever the size. Returns new memory.
+        Raises `ValueError` for another shape or dtype, and for an image of more tokens than the context has.
+        """
+        import torch  # not above: grids and tokens are counted without
+
+        if image_HWC.dim() != 3 or image_HWC.shape[2] != RGB or image_HWC.dtype != torch.uint8:
+            raise ValueError(f"expected [H, W, 3] uint8 pixels, got {tuple(image_HWC.shape)} {image_HWC.dtype}")
+        config = self.config
+        grid = self.grid(image_HWC.shape[0], image_HWC.shape[1])
+        check_tokens(config, num_image_tokens(grid, merge_size=config.merge_size))
+        watch = watch or Stopwatch()
+        with watch("resize"):
+            resized_HWC = resize_bytes(image_HWC, (grid[0] * config.patch_size, grid[1] * config.patch_size))
+        with watch("patch"):
+            patches = cut_blocks(resized_HWC, config.patch_size, config.merge_size)
+            if not keep_bytes:
+                patches = normalised(patches, config.image.mean, config.image.std).to(dtype)
+        return EncoderItem(grid, patches, merge_size=config.merge_size, order=BLOCK_MAJOR)
+
+
+def check_tokens(config: VisionConfig, tokens: int) -> None:
+    """Raises `ValueError`, with both numbers, for more tokens than the context has."""
+    if config.max_model_len is not None and tokens > config.max_model_len:
+        raise ValueError(f"it takes {tokens} tokens and the context holds {config.max_model_len}")
+
+
+def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """Height and width that an image is resized to: multiples of `factor`, nearly of its shape, and of `min_pixels` to
+    `max_pixels` in all. A very flat one keeps a side of `factor` and may end up above.
+
+    Raises `ValueError` for sizes that are not positive, and where one side is more than 200 times the other.
+    """
+    check_shape(height, width)
+    # Python's round, half to even, is part of the rule.
+    rows, columns = round(height / factor) * factor, round(width / factor) * factor
+    if rows * columns > max_pixels:
+        shrink = math.sqrt((height * width) / max_pixels)
+        rows = max(factor, math.floor(height / shrink / factor) * factor)
+        columns = max(factor, math.floor(width / shrink / factor) * factor)
+    elif rows * columns < min_pixels:
+        grow = math.sqrt(min_pixels / (height * width))
+        rows = math.ceil(height * grow / factor) * factor
+        columns = math.ceil(width * grow / factor) * factor
+    return rows, columns
+
+
+def check_shape(height: int, width: int) -> None:
+    """Raises `ValueError` for an empty image or frame, and for one that is too flat."""
+    if height < 1 or width < 1:
+        raise ValueError(f"an image needs at least one pixel each way, got {height}x{width}")
+    if max(height, width) / min(height, width) > MAX_ASPECT:
+        aspect = max(height, width) / min(height, width)
+        raise ValueError(f"{height}x{width} pixels are {aspect:.0f} to 1; at most {MAX_ASPECT} to 1 can be taken")
+
+
+def resize_bytes(image_HWC: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """`[*size, 3]` uint8 by Pillow; the image itself where it has that size."""
+    import torch
+    from PIL import Image
+
+    if tuple(image_HWC.shape[:2]) == size:
+        return image_HWC
+    image = Image.fromarray(image_HWC.contiguous().numpy())
+    resized = image.resize((size[1], size[0]), Image.Resampling.BICUBIC)
+    # frombuffer of bytes that own nothing else: Pillow's own array is read-only, of which torch warns
+    return torch.frombuffer(bytearray(resized.tobytes()), dtype=torch.uint8).view(*size, RGB)
+
+
+def cut_blocks(pixels_HWC: torch.Tensor, patch_size: int, merge: int) -> torch.Tensor:
+    """`[H, W, 3]` -> `[T, 3 * p * p]` of the same type in new memory: the m x m patches of an image token together,
+    tokens row by row; channel by channel inside a patch."""
+    import torch
+
+    height, width, channels = pixels_HWC.shape
+    side = patch_size * merge
+    cut = pixels_HWC.reshape(height // side, merge, patch_size, width // side, merge, patch_size, channels)
+    # numpy copies bytes in this order in half of the time
+    blocks = cut.numpy().transpose(0, 3, 1, 4, 6, 2, 5).copy()
+    return torch.from_numpy(blocks).view(-1, channels * patch_size**2)
+
+
+@lru_cache(maxsize=8)
+def _scaled(mean: tuple[float, ...], std: tuple[float, ...]) -> torch.Tensor:
+    """`[3, 256]` float32: what each byte of each channel becomes, rounded where the released processor rounds."""
+    import numpy as np
+    import torch
+
+    scaled = (np.arange(256, dtype=np.float64) * (1 / 255)).astype(np.float32)
+    table = (scaled - np.array(mean, np.float32)[:, None]) / np.array(std, np.float32)[:, None]
+    return torch.from_numpy(table.astype(np.float32))
+
+
+def normalised(patches_TP: torch.Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> torch.Tensor:
+    """uint8 patches `[T, 3 * n]`, channel by channel, in the tower's scale: float32, on their device, new memory."""
+    import torch
+
+    planes_TCN = patches_TP.view(patches_TP.shape[0], RGB, -1)
+    table = _scaled(mean, std).to(patches_TP.device)
+    out = torch.empty(planes_TCN.shape, dtype=torch.float32, device=patches_TP.device)
+    for channel in range(RGB):
+        out[:, channel] = table[channel][planes_TCN[:, channel].int()]
+    return out.view(patches_TP.shape)

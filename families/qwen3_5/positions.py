@@ -1,0 +1,42 @@
+"""Positions of prompts with images and clips: M-RoPE's three axes, time, height and width (`get_rope_index`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from decoder.positions import Positions
+from encoder.item import Grid
+
+AXES = 3
+
+
+def prompt_positions(length: int, blocks: Sequence[tuple[int, Grid]], *, merge_size: int) -> Positions:
+    """Of a prompt of `length` tokens. `blocks`: where images and temporal patches of clips begin, ascending, and their
+    grids of patches. Raises `ValueError` for blocks that overlap or do not lie in the prompt.
+
+    Words count up on all axes. A block at position p has (p, p + row, p + column), and takes as many positions as its
+    longer side has image tokens.
+    """
+    found = np.empty((length, AXES), np.int64)
+    index = position = 0
+    for start, grid in blocks:
+        rows, columns = grid[0] // merge_size, grid[1] // merge_size
+        if not (index <= start and start + rows * columns <= length and rows * columns > 0):
+            raise ValueError(f"{rows}x{columns} image tokens at {start} do not lie in places {index} to {length - 1}")
+        found[index:start] = _counted(position, start - index)
+        position += start - index
+        index = start + rows * columns
+        block = found[start:index].reshape(rows, columns, AXES)
+        block[..., 0] = position
+        block[..., 1] = position + np.arange(rows)[:, None]
+        block[..., 2] = position + np.arange(columns)
+        position += max(rows, columns)
+    found[index:] = _counted(position, length - index)
+    position += length - index
+    return Positions(tuple(map(tuple, found.tolist())), position - length)
+
+
+def _counted(first: int, count: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+    return np.arange(first, first + count)[:, None]

@@ -1,0 +1,153 @@
+"""The tower with its merger: reading the published weights, positions and rotations.
+
+The maths follows transformers' `Qwen3_5VisionModel`. D features, S the side of the stored position table, T patches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from encoder.item import IMAGE, VIDEO, Grid
+from encoder.pieces import Pieces, finish
+from encoder.tower import PackedBatch
+from encoder.vit import Block, Norm, ViT
+from families.qwen3_5.image_rule import normalised
+from families.qwen3_5.video_rule import normalised_frames
+from families.qwen3_5.vision_config import NORM_EPS, VisionConfig
+from kernels.linear import Linear
+from kernels.pixel_shuffle import shuffle_order
+
+
+class QwenTower:
+    """`encoder.tower.Tower`, and `RotaryTower`. Raises `ValueError` for missing names."""
+
+    def __init__(
+        self, spec: VisionConfig, weights: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype, device: torch.device,
+        native: str = "off", max_rows: int = 0,
+    ) -> None:  # fmt: skip
+        """`native`: whether it runs in compiled code, as `encoder.native` says, with memory for launches of `max_rows`
+        tower rows."""
+        self.sizes, self.dtype, self.device = spec, dtype, device
+        reader = _Reader(spec, dict(weights), dtype, device, False)
+        self.vit = reader.vit()
+        self.kinds = tuple(self.vit.projections)
+        self._table_PD = reader.take("pos_embed.weight").to(torch.float32, copy=True)
+        half = spec.head_dim // 2
+        exponents = torch.arange(0, half, 2, dtype=torch.float32, device=device) / half
+        self._frequencies = 1.0 / (spec.rope_theta**exponents)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory between the operations of compiled code."""
+        return 0
+
+    def positions(self, grid: Grid) -> Tensor:
+        """`[T, D]` in the tower's dtype: the square table read bilinearly, its corners at the corners of the grid."""
+        rows_T, columns_T = _places(grid, self.sizes.merge_size)
+        side = self.sizes.table_side
+        (top_T2, down_T2), (left_T2, across_T2) = _taps(rows_T, grid[0], side), _taps(columns_T, grid[1], side)
+        taps_T4 = (top_T2[:, :, None] * side + left_T2[:, None]).flatten(1).to(self.device)
+        weights_T4 = (down_T2[:, :, None] * across_T2[:, None]).flatten(1).to(self.device)
+        # Tap by tap, in the order in which transformers sums them.
+        found_TD = self._table_PD[taps_T4[:, 0]] * weights_T4[:, 0, None]
+        for tap in range(1, taps_T4.shape[1]):
+            found_TD += self._table_PD[taps_T4[:, tap]] * weights_T4[:, tap, None]
+        return found_TD.to(self.dtype)
+
+    def rotations(self, grid: Grid) -> Tensor:
+        """`[T, head_dim]` float32: cosines of the angles, those of the row and then those of the column, and sines."""
+        places = (place_T.to(self.device) for place_T in _places(grid, self.sizes.merge_size))
+        angles_TF = torch.cat([place_T[:, None].float() * self._frequencies for place_T in places], 1)
+        return torch.cat((angles_TF.cos(), angles_TF.sin()), 1)
+
+    def as_floats(self, patches: Tensor) -> Tensor:
+        """uint8 patches normalised as the released processor of images, or that of clips, does, in the tower's
+        dtype."""
+        sizes = self.sizes
+        if patches.dtype != torch.uint8:
+            return patches.to(self.dtype)
+        if patches.shape[1] == sizes.patch_widths[IMAGE]:
+            return normalised(patches, sizes.image.mean, sizes.image.std).to(self.dtype)
+        return normalised_frames(patches, sizes).to(self.dtype)
+
+    def forward(self, batch: PackedBatch, *, kind: str = IMAGE) -> Tensor:
+        """`[N, row_width]` rows in the tower's dtype, one per entry of `token_rows_NM`; new memory."""
+        return finish(self.pieces(batch, kind=kind))
+
+    def pieces(self, batch: PackedBatch, *, kind: str = IMAGE) -> Pieces[Tensor]:
+        """The same, to be left after each layer."""
+        return self.vit.pieces(batch, kind=kind)
+
+
+def _places(grid: Grid, merge: int) -> tuple[Tensor, Tensor]:
+    """`[T]` int64 each: row and column of each patch, in merge-block order."""
+    order_T = shuffle_order(grid[0], grid[1], merge).view(-1)
+    return order_T // grid[1], order_T % grid[1]
+
+
+def _taps(place_T: Tensor, size: int, side: int) -> tuple[Tensor, Tensor]:
+    """`[T, 2]` each: the two entries of one axis of the table around each place, and float32 weights."""
+    source_T = place_T.float() * (side - 1) / max(size - 1, 1)
+    first_T = source_T.floor()
+    offsets = torch.arange(2)
+    taps_T2 = (first_T.long()[:, None] + offsets).clamp(0, side - 1)
+    distance_T2 = (source_T[:, None] - first_T[:, None] - offsets).abs()
+    return taps_T2, (1 - distance_T2).clamp(min=0)
+
+
+class _Reader:
+    """Weights by their names, cast into the parts of a `ViT`."""
+
+    def __init__(
+        self, spec: VisionConfig, given: dict[str, Tensor], dtype: torch.dtype, device: torch.device, compiled: bool
+    ) -> None:
+        missing = spec.expected_weights().keys() - given.keys()
+        if missing:
+            raise ValueError(f"{len(missing)} vision weights are missing, such as {sorted(missing)[:3]}")
+        self._spec, self._given, self._dtype, self._device, self._compiled = spec, given, dtype, device, compiled
+
+    def vit(self) -> ViT:
+        spec = self._spec
+        return ViT(
+            sizes=spec,
+            dtype=self._dtype,
+            projections=self._projections(),
+            table_KD=torch.zeros(1, spec.hidden_size, dtype=self._dtype, device=self._device),
+            blocks=[self._block(f"blocks.{index}.") for index in range(spec.num_layers)],
+            final_norm=self._norm("merger.norm"),
+            projector_norm=None,
+            linear_1=self._linear("merger.linear_fc1"),
+            linear_2=self._linear("merger.linear_fc2"),
+            projector_act="gelu",
+        )
+
+    def take(self, name: str) -> Tensor:
+        return self._given["visual." + name].to(self._device, self._dtype)
+
+    def _projections(self) -> dict[str, Linear]:
+        """A 3-D convolution. An image repeats its frame, so its weights are summed over the frames, in float32."""
+        weight_DCTPP = self._given["visual.patch_embed.proj.weight"].to(self._device)
+        folded_DCPP = weight_DCTPP.float().sum(2).to(self._dtype)
+        bias_D = self.take("patch_embed.proj.bias")
+        parts = {IMAGE: folded_DCPP, VIDEO: weight_DCTPP.to(self._dtype)}
+        return {kind: Linear(part.flatten(1), bias_D, compiled=self._compiled) for kind, part in parts.items()}
+
+    def _linear(self, name: str) -> Linear:
+        return Linear(self.take(name + ".weight"), self.take(name + ".bias"), compiled=self._compiled)
+
+    def _norm(self, name: str) -> Norm:
+        # clone: the norm must not keep the checkpoint's memory map alive
+        return Norm(self.take(name + ".weight").clone(), self.take(name + ".bias").clone(), NORM_EPS)
+
+    def _block(self, prefix: str) -> Block:
+        return Block(
+            norm1=self._norm(prefix + "norm1"),
+            qkv=self._linear(prefix + "attn.qkv"),
+            out=self._linear(prefix + "attn.proj"),
+            norm2=self._norm(prefix + "norm2"),
+            up=self._linear(prefix + "mlp.linear_fc1"),
+            down=self._linear(prefix + "mlp.linear_fc2"),
+        )

@@ -1,0 +1,206 @@
+"""From decoded frames to temporal patches: which frames, how large, and when they are.
+
+The released processor takes frames evenly, two for each second, resizes all of a clip to one size that the clip as a
+whole is bounded by, and joins them in pairs: the patch of a pair is the same patch of both frames, channel by channel.
+A clip's last frame is repeated where its pair is not full. Each pair is one attention sequence of the tower.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from encoder.images import RGB
+from encoder.item import BLOCK_MAJOR, VIDEO, EncoderItem, Grid, num_image_tokens
+from encoder.stopwatch import Stopwatch
+from families.qwen3_5.image_rule import check_shape, check_tokens, cut_blocks
+from families.qwen3_5.vision_config import MAX_ASPECT, VisionConfig
+
+if TYPE_CHECKING:
+    import torch
+
+UNKNOWN_FPS = 24.0
+"""Frames per second of a source that does not say."""
+
+
+@dataclass(frozen=True)
+class QwenVideoRule:
+    """`families.family.VideoRule` with the numbers of `config`."""
+
+    config: VisionConfig
+
+    pruning_rate = 0.0
+    """All of a clip's rows stay."""
+
+    @property
+    def together(self) -> int:
+        """Frames in one temporal patch."""
+        return self.config.temporal_patch_size
+
+    def sample(self, total: int, count: int) -> list[int]:
+        """Evenly spaced frames from the first to the last, all where they are few."""
+        if total < 1 or count < 1:
+            raise ValueError(f"{count} of {total} frames: both must be positive")
+        wanted = min(count, total, self.config.sampling.max_frames)
+        return [int(index) for index in np.linspace(0, total - 1, wanted).round()]
+
+    def sample_file(self, total: int, count: int, fps: Callable[[], float | None]) -> list[int]:
+        """The same of as many frames as the model's rate gives, at most `count`. `ValueError` for a rate of the source
+        that is not positive."""
+        rate = fps() or UNKNOWN_FPS
+        if not 0 < rate < math.inf:
+            raise ValueError(f"a video of {rate} frames per second")
+        sampling = self.config.sampling
+        return self.sample(total, min(count, max(int(total / rate * sampling.fps), sampling.min_frames)))
+
+    def grid(self, num_frames: int, height: int, width: int) -> Grid:
+        """The patch grid of every frame of a clip of so many frames of `height` x `width` pixels."""
+        config = self.config
+        rows, columns = resized_frame(num_frames, height, width, config)
+        return rows // config.patch_size, columns // config.patch_size
+
+    def tokens(self, num_frames: int, height: int, width: int) -> int:
+        """Rows that a clip gives the decoder, before anything is decoded. `ValueError` without frames."""
+        each = num_image_tokens(self.grid(num_frames, height, width), merge_size=self.config.merge_size)
+        return -(-num_frames // self.together) * each
+
+    def most_numbers(self, num_frames: int) -> int:
+        """In the patches of a clip of so many frames, at most, whatever their size."""
+        config, frames = self.config, num_frames + self.together - 1
+        # Rounding to pairs counts frames up and down by less than one pair; a flat frame keeps a side of one token.
+        least = max(num_frames - self.together + 1, 1)
+        grown = (math.isqrt(config.video.min_pixels // least) + 8 * config.factor) ** 2
+        flat = MAX_ASPECT * config.factor**2
+        return RGB * max(config.video.max_pixels * frames // least, frames * grown, frames * flat)
+
+    def patchify(
+        self, frames: Iterable[torch.Tensor], dtype: torch.dtype, *, num_frames: int | None = None,
+        keep_bytes: bool = False, watch: Stopwatch | None = None,
+    ) -> EncoderItem:  # fmt: skip
+        """Resize and cut a clip, one frame at a time; normalised unless `keep_bytes`, as for images.
+
+        `frames`: `[H, W, 3]` uint8, all of one size; a generator says in `num_frames` how many it yields. Raises
+        `ValueError` naming the first frame that does not fit, or both counts where they differ.
+        """
+        import torch  # not above: grids and tokens are counted without
+
+        if num_frames is None:
+            frames = list(frames)
+            num_frames = len(frames)
+        if num_frames < 1:
+            raise ValueError(f"a clip needs a frame, got {num_frames}")
+        config, together, watch = self.config, self.together, watch or Stopwatch()
+        grid, patches = (0, 0), torch.empty(0, 0, 0, 0, 0, dtype=torch.uint8)
+        index = -1
+        for index, frame_HWC in enumerate(_checked(frames, num_frames)):
+            if not index:
+                grid = self.grid(num_frames, frame_HWC.shape[0], frame_HWC.shape[1])
+                pairs = -(-num_frames // together)
+                check_tokens(config, pairs * num_image_tokens(grid, merge_size=config.merge_size))
+                shape = pairs, grid[0] * grid[1], RGB, together, config.patch_size**2
+                patches = torch.empty(shape, dtype=torch.uint8)
+            with watch("resize"):
+                size = grid[0] * config.patch_size, grid[1] * config.patch_size
+                resized_HWC = resize_frame(frame_HWC, size)
+            with watch("patch"):
+                cut = cut_blocks(resized_HWC, config.patch_size, config.merge_size)
+                patches[index // together, :, :, index % together] = cut.view(-1, RGB, config.patch_size**2)
+        if index + 1 != num_frames:
+            raise ValueError(f"{index + 1} frames of a clip of {num_frames}")
+        last = index % together
+        patches[-1, :, :, last + 1 :] = patches[-1, :, :, last : last + 1]
+        flat = patches.view(-1, config.patch_widths[VIDEO])
+        if not keep_bytes:
+            with watch("patch"):
+                flat = normalised_frames(flat, config).to(dtype)
+        return EncoderItem(
+            grid, flat, kind=VIDEO, num_sequences=len(patches), num_frames=num_frames, merge_size=config.merge_size,
+            order=BLOCK_MAJOR,
+        )  # fmt: skip
+
+    def labels(self, num_frames: int, *, fps: float | None = None, indices: Sequence[int] | None = None) -> list[str]:
+        """`<1.5 seconds>` for each pair: the mean of the moments of its frames."""
+        if num_frames < 1:
+            raise ValueError(f"a clip needs a frame, got {num_frames}")
+        known = list(range(num_frames)) if indices is None else list(indices)
+        known += known[-1:] * (-len(known) % self.together)
+        rate = fps or UNKNOWN_FPS
+        moments = [index / rate for index in known]
+        pairs = range(0, len(moments), self.together)
+        return [f"<{(moments[first] + moments[first + self.together - 1]) / 2:.1f} seconds>" for first in pairs]
+
+    def text(self, labels: Sequence[str], rows: Sequence[int], *, start: str, token: str, end: str) -> str:
+        """A clip in a prompt: each label, then `start`, one `token` for each row of that pair, and `end`."""
+        if len(labels) != len(rows):
+            raise ValueError(f"{len(labels)} labels for {len(rows)} temporal patches")
+        return "".join(label + start + token * count + end for label, count in zip(labels, rows))
+
+
+def _checked(frames: Iterable[torch.Tensor], num_frames: int) -> Iterator[torch.Tensor]:
+    """Raises `ValueError` naming the first frame that does not fit those before it."""
+    import torch
+
+    first: tuple[int, ...] = ()
+    for index, frame_HWC in enumerate(frames):
+        shape = tuple(frame_HWC.shape)
+        if len(shape) != 3 or shape[2] != RGB or frame_HWC.dtype != torch.uint8:
+            raise ValueError(f"frame {index}: expected [H, W, 3] uint8 pixels, got {shape} {frame_HWC.dtype}")
+        first = first or shape
+        if shape != first:
+            raise ValueError(f"frame {index} has {shape[0]}x{shape[1]} pixels, the first {first[0]}x{first[1]}")
+        if index >= num_frames:
+            raise ValueError(f"frame {index} of a clip of {num_frames} frames")
+        yield frame_HWC
+
+
+def resized_frame(num_frames: int, height: int, width: int, config: VisionConfig) -> tuple[int, int]:
+    """Height and width that each frame of a clip is resized to: the rule for images, with bounds on all frames
+    together. A clip of one frame counts as the pair that it becomes, where the released processor refuses it.
+    """
+    if num_frames < 1:
+        raise ValueError(f"a clip needs a frame, got {num_frames}")
+    factor, together = config.factor, config.temporal_patch_size
+    num_frames, low, high = max(num_frames, together), config.video.min_pixels, config.video.max_pixels
+    if (most := config.sampling.frame_tokens) is not None:
+        high = max(min(most * factor**2, high // num_frames), int(low * 1.05)) * num_frames
+    if height < 1 or width < 1:
+        check_shape(height, width)
+    if height < factor or width < factor:
+        scale = max(factor / height, factor / width)
+        height, width = int(height * scale), int(width * scale)
+    check_shape(height, width)
+    rows, columns = round(height / factor) * factor, round(width / factor) * factor
+    frames = round(num_frames / together) * together
+    if frames * rows * columns > high:
+        shrink = math.sqrt((num_frames * height * width) / high)
+        rows = max(factor, math.floor(height / shrink / factor) * factor)
+        columns = max(factor, math.floor(width / shrink / factor) * factor)
+    elif frames * rows * columns < low:
+        grow = math.sqrt(low / (num_frames * height * width))
+        rows = math.ceil(height * grow / factor) * factor
+        columns = math.ceil(width * grow / factor) * factor
+    return rows, columns
+
+
+def resize_frame(frame_HWC: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """`[*size, 3]` uint8, bicubic with antialiasing on bytes as torchvision resizes videos: torch's own, which differs
+    from Pillow's by a level or two."""
+    import torch.nn.functional as F
+
+    if tuple(frame_HWC.shape[:2]) == size:
+        return frame_HWC
+    pixels_NCHW = frame_HWC.permute(2, 0, 1)[None]
+    resized = F.interpolate(pixels_NCHW, size=size, mode="bicubic", align_corners=False, antialias=True)
+    return resized[0].permute(1, 2, 0).contiguous()
+
+
+def normalised_frames(patches_TP: torch.Tensor, config: VisionConfig) -> torch.Tensor:
+    """uint8 patches of a clip in the tower's scale: float32, as torchvision rounds, which is not as for images."""
+    from encoder.preprocess import normalise
+
+    planes = patches_TP.view(patches_TP.shape[0], RGB, -1).float()
+    return normalise(planes[..., None], config.video.mean, config.video.std)[..., 0].view(patches_TP.shape)

@@ -1,0 +1,73 @@
+"""What the family's vision part is to encoder and service: its sizes, its tower and its rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from decoder.positions import Positions
+from encoder.item import Grid
+from families.family import ModelFiles, Target
+from families.qwen3_5.image_rule import QwenImageRule
+from families.qwen3_5.positions import prompt_positions
+from families.qwen3_5.video_rule import QwenVideoRule
+from families.qwen3_5.vision_config import Resizing, VisionConfig, vision_fields
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from families.qwen3_5.tower import QwenTower
+
+
+class QwenVision(VisionConfig):
+    """`families.family.VisionSpec` of this family."""
+
+    def build(
+        self, weights: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype, device: torch.device, native: str = "off",
+        max_rows: int = 0,
+    ) -> QwenTower:  # fmt: skip
+        from families.qwen3_5.tower import QwenTower  # not above: grids and tokens need no torch
+
+        return QwenTower(self, weights, dtype=dtype, device=device, native=native, max_rows=max_rows)
+
+    @property
+    def image_rule(self) -> QwenImageRule:
+        return QwenImageRule(self)
+
+    @property
+    def video_rule(self) -> QwenVideoRule:
+        return QwenVideoRule(self)
+
+    def limited(self, *, max_model_len: int, video_pruning_rate: float | None = None) -> QwenVision:
+        if video_pruning_rate:
+            raise ValueError(
+                f"video_pruning_rate {video_pruning_rate:g}: this model's clips are not pruned; 0 and unset would work"
+            )
+        return replace(self, max_model_len=max_model_len)
+
+    def positions(self, length: int, blocks: Sequence[tuple[int, Grid]]) -> Positions:
+        return prompt_positions(length, blocks, merge_size=self.merge_size)
+
+    def describe_preprocessing(self) -> str:
+        return (
+            f"patch {self.patch_size}, {self.temporal_patch_size} frames a patch, merge {self.merge_size}, "
+            f"images {_resizing(self.image)}, videos {_resizing(self.video)}"
+        )
+
+
+def read_vision(vision: Mapping[str, Any], text_hidden_size: int, files: ModelFiles) -> QwenVision:
+    """From `vision_config` of `config.json` and the processors' files. Raises CheckpointError naming the field."""
+    return QwenVision(**vision_fields(vision, text_hidden_size, files.preprocessor, files.video_preprocessor))
+
+
+def vision_targets(name: str) -> list[Target] | None:
+    """Where a stored tensor of the tower goes; None for others."""
+    name = name.removeprefix("model.")
+    return [Target(name)] if name.startswith("visual.") else None
+
+
+def _resizing(numbers: Resizing) -> str:
+    mean, std = (" ".join(f"{value:g}" for value in values) for values in (numbers.mean, numbers.std))
+    return f"of {numbers.min_pixels} to {numbers.max_pixels} pixels, mean {mean}, deviation {std}"

@@ -1,0 +1,310 @@
+"""What the vision side of a checkpoint looks like: tower sizes, weights, and the numbers of images and clips."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from encoder.images import RGB
+from encoder.item import BLOCK_MAJOR, IMAGE, VIDEO
+from families.files import CheckpointError, first
+
+MAX_ASPECT = 200
+"""Longer side over shorter side, of images and frames: the released processors refuse more."""
+NORM_EPS = 1e-6
+ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu", "relu2", "silu")
+_BICUBIC = 3
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True)
+class Resizing:
+    """What the released image processor, or the one of videos, does with pixels."""
+
+    min_pixels: int
+    """Of the resized image, or of all frames of a clip together."""
+    max_pixels: int
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    """Mean and deviation per channel of pixels scaled to 0..1."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_pixels <= self.max_pixels:
+            raise ValueError(f"pixels from {self.min_pixels} to {self.max_pixels}: need 0 < shortest <= longest edge")
+        if len(self.mean) != RGB or len(self.std) != RGB or min(self.std) <= 0:
+            raise ValueError(f"image_mean {self.mean} and image_std {self.std} need {RGB} numbers, the latter above 0")
+
+
+RELEASED_IMAGE, RELEASED_VIDEO = Resizing(65536, 16777216), Resizing(4096, 25165824)
+"""What the released models' files say, and what is taken where there is no file."""
+IMAGE_DEFAULTS = Resizing(56 * 56, 28 * 28 * 1280, _CLIP_MEAN, _CLIP_STD)
+VIDEO_DEFAULTS = Resizing(128 * 32 * 32, 768 * 32 * 32)
+"""What their processors take for settings that a file leaves out."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Which frames of a clip the released video processor takes."""
+
+    fps: float = 2.0
+    min_frames: int = 4
+    max_frames: int = 768
+    frame_tokens: int | None = None
+    """Image tokens that a frame has at most (`cap_pixels_per_frame`); None: only the clip as a whole is bounded."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fps < math.inf:
+            raise ValueError(f"video fps must be above 0, got {self.fps}")
+        if not 0 < self.min_frames <= self.max_frames:
+            raise ValueError(f"videos of {self.min_frames} to {self.max_frames} frames: need 0 < min <= max")
+        if self.frame_tokens is not None and self.frame_tokens < 1:
+            raise ValueError(f"max_video_tokens must be at least 1, got {self.frame_tokens}")
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """Sizes of the tower with its merger, and the numbers of the image and video rules that feed it.
+
+    Raises `ValueError`, with the numbers, for a combination that no tower can have.
+    """
+
+    hidden_size: int
+    """Width of the tower, in features."""
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    """Inner width of the MLP."""
+    text_hidden_size: int
+    """Width of the rows handed to the decoder."""
+    hidden_act: str = "gelu_pytorch_tanh"
+    patch_size: int = 16
+    """Side of a patch, in pixels."""
+    temporal_patch_size: int = 2
+    """Frames under a patch; an image is repeated."""
+    merge_size: int = 2
+    """Patches per image token along each side."""
+    num_positions: int = 2304
+    """Entries of the stored position table, a square."""
+    rope_theta: float = 10000.0
+    image: Resizing = RELEASED_IMAGE
+    video: Resizing = RELEASED_VIDEO
+    sampling: Sampling = Sampling()
+    max_model_len: int | None = None
+    """Context length, in tokens: an image of more is refused. It changes no image's size."""
+
+    def __post_init__(self) -> None:
+        positive = (
+            "hidden_size", "num_layers", "num_heads", "intermediate_size", "text_hidden_size", "patch_size",
+            "temporal_patch_size", "merge_size", "num_positions",
+        )  # fmt: skip
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise ValueError(f"vision {name} must be at least 1, got {getattr(self, name)}")
+        if self.hidden_size % self.num_heads or self.head_dim % 4:
+            raise ValueError(
+                f"vision hidden_size {self.hidden_size} of {self.num_heads} heads: heads need a multiple of 4 features"
+            )
+        if self.table_side**2 != self.num_positions:
+            raise ValueError(f"vision num_position_embeddings {self.num_positions} is not a square")
+        if self.hidden_act not in ACTIVATIONS:
+            raise ValueError(f"vision hidden_act {self.hidden_act!r} is none of {list(ACTIVATIONS)}")
+        if not 0 < self.rope_theta < math.inf:
+            raise ValueError(f"vision rope_theta must be above 0, got {self.rope_theta}")
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise ValueError(f"max_model_len must be at least 1, got {self.max_model_len}")
+
+    # -- sizes of the tower -----------------------------------------------------------------------------------------
+
+    use_swiglu_ffn = False
+    num_prefix_tokens = 0
+    """Rows ahead of the patches of each image: none."""
+    patch_order = BLOCK_MAJOR
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def rotation_width(self) -> int:
+        """Half of a head are angles; each has a cosine and a sine."""
+        return self.head_dim
+
+    @property
+    def factor(self) -> int:
+        """Side, in pixels, of what becomes one image token."""
+        return self.patch_size * self.merge_size
+
+    @cached_property
+    def patch_widths(self) -> dict[str, int]:
+        """Numbers in one flattened patch: of an image once, where the tower's own repeat it for each frame."""
+        width = RGB * self.patch_size**2
+        return {IMAGE: width, VIDEO: width * self.temporal_patch_size}
+
+    @property
+    def patches_per_token(self) -> int:
+        return self.merge_size**2
+
+    @property
+    def position_width(self) -> int:
+        """Positions are added to the embedded patches."""
+        return self.hidden_size
+
+    @property
+    def row_width(self) -> int:
+        """The decoder's width: the merger leads there."""
+        return self.text_hidden_size
+
+    @property
+    def projector_hidden_size(self) -> int:
+        """Between the merger's linear layers."""
+        return self.hidden_size * self.patches_per_token
+
+    projector_eps = 0.0
+    """Joined rows pass no norm."""
+
+    @property
+    def activation_width(self) -> int:
+        """The residual, the fused q, k, v and the attention's output, or the residual, its norm and the MLP before and
+        after its activation."""
+        return max(5 * self.hidden_size, 2 * self.hidden_size + 2 * self.intermediate_size)
+
+    @property
+    def table_side(self) -> int:
+        """Rows, and columns, of the stored position table."""
+        return math.isqrt(self.num_positions)
+
+    @property
+    def min_image_tokens(self) -> int:
+        """`lo` of the encoder's budgets, in image tokens."""
+        return min(max(self.image.min_pixels // self.factor**2, 1), self.max_image_tokens)
+
+    @property
+    def max_image_tokens(self) -> int:
+        """Tokens of the largest image that is taken: the default `hi` of the encoder's budgets."""
+        # A very flat image keeps a side of one token, and is then this long at most.
+        tokens = max(self.image.max_pixels // self.factor**2, MAX_ASPECT)
+        return tokens if self.max_model_len is None else max(min(tokens, self.max_model_len), 1)
+
+    # -- weights ----------------------------------------------------------------------------------------------------
+
+    def expected_weights(self) -> dict[str, tuple[int, ...]]:
+        """Every weight name that this tower takes, with its shape: the released names from `visual.` on."""
+        hidden, inner, joined = self.hidden_size, self.intermediate_size, self.projector_hidden_size
+        patch = (RGB, self.temporal_patch_size, self.patch_size, self.patch_size)
+        shapes: dict[str, tuple[int, ...]] = {
+            "visual.patch_embed.proj.weight": (hidden, *patch),
+            "visual.patch_embed.proj.bias": (hidden,),
+            "visual.pos_embed.weight": (self.num_positions, hidden),
+            "visual.merger.norm.weight": (hidden,),
+            "visual.merger.norm.bias": (hidden,),
+        }
+        linears = {"visual.merger.linear_fc1": (joined, joined), "visual.merger.linear_fc2": (self.row_width, joined)}
+        for index in range(self.num_layers):
+            block = f"visual.blocks.{index}."
+            for norm in ("norm1", "norm2"):
+                shapes[f"{block}{norm}.weight"] = shapes[f"{block}{norm}.bias"] = (hidden,)
+            linears |= {
+                block + "attn.qkv": (3 * hidden, hidden),
+                block + "attn.proj": (hidden, hidden),
+                block + "mlp.linear_fc1": (inner, hidden),
+                block + "mlp.linear_fc2": (hidden, inner),
+            }
+        for name, (rows, columns) in linears.items():
+            shapes[name + ".weight"], shapes[name + ".bias"] = (rows, columns), (rows,)
+        return shapes
+
+    def optional_weights(self) -> frozenset[str]:
+        return frozenset()
+
+    def kinds(self, weights: Collection[str]) -> tuple[str, ...]:
+        """Images and clips pass one projection."""
+        return IMAGE, VIDEO
+
+
+def vision_fields(
+    vision: Mapping[str, Any], text_hidden_size: int, image: Mapping[str, Any], video: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Fields of `VisionConfig` from `vision_config` of `config.json`, and from the image and the video processor's
+    settings (empty: what the released models have). Raises CheckpointError naming the field at fault."""
+    if vision.get("deepstack_visual_indexes"):
+        indexes = vision["deepstack_visual_indexes"]
+        raise CheckpointError(f"vision_config.deepstack_visual_indexes is {indexes}; only an empty list is served")
+    if (channels := first(vision, "in_channels", default=RGB)) != RGB:
+        raise CheckpointError(f"vision_config.in_channels is {channels}; {RGB} is served")
+    rope = first(vision, "rope_parameters", default={})
+    if (rope_type := first(rope, "rope_type", default="axial")) not in ("axial", "default"):
+        raise CheckpointError(f"vision_config.rope_parameters.rope_type {rope_type!r} is not served; 'axial' is")
+    try:
+        width = int(first(vision, "out_hidden_size", default=text_hidden_size))
+        if width != text_hidden_size:
+            raise CheckpointError(
+                f"vision_config.out_hidden_size ({width}) and the text's hidden_size ({text_hidden_size}) must agree"
+            )
+        fields: dict[str, Any] = {
+            "hidden_size": int(first(vision, "hidden_size", default=1152)),
+            "num_layers": int(first(vision, "depth", "num_hidden_layers", default=27)),
+            "num_heads": int(first(vision, "num_heads", "num_attention_heads", default=16)),
+            "intermediate_size": int(first(vision, "intermediate_size", default=4304)),
+            "text_hidden_size": text_hidden_size,
+            "hidden_act": str(first(vision, "hidden_act", default="gelu_pytorch_tanh")),
+            "patch_size": int(first(vision, "patch_size", default=16)),
+            "temporal_patch_size": int(first(vision, "temporal_patch_size", default=2)),
+            "merge_size": int(first(vision, "spatial_merge_size", default=2)),
+            "num_positions": int(first(vision, "num_position_embeddings", default=2304)),
+            "rope_theta": float(first(rope, "rope_theta", default=10000.0)),
+        }
+        for settings, name in ((image, "preprocessor_config.json"), (video, "video_preprocessor_config.json")):
+            _check_processor(settings, name, fields)
+        fields["image"] = _resizing(image, IMAGE_DEFAULTS if image else RELEASED_IMAGE)
+        fields["video"] = _resizing(video, VIDEO_DEFAULTS if video else RELEASED_VIDEO)
+        fields["sampling"] = _sampling(video)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"vision_config: {error}") from None
+    return fields
+
+
+def _check_processor(settings: Mapping[str, Any], name: str, fields: Mapping[str, Any]) -> None:
+    """What a processor's file says beside sizes must be what is done here. Raises CheckpointError."""
+    served: dict[str, Any] = {
+        "patch_size": fields["patch_size"], "temporal_patch_size": fields["temporal_patch_size"],
+        "merge_size": fields["merge_size"], "resample": _BICUBIC, "do_resize": True, "do_rescale": True,
+        "do_normalize": True, "do_convert_rgb": True, "do_sample_frames": True,
+    }  # fmt: skip
+    for field, value in served.items():
+        if (given := first(settings, field, default=value)) != value:
+            raise CheckpointError(f"{name}: {field} is {given!r}; this model is served with {value!r}")
+    if abs(float(first(settings, "rescale_factor", default=1 / 255)) - 1 / 255) > 1e-9:
+        raise CheckpointError(f"{name}: rescale_factor is {settings['rescale_factor']!r}; 1/255 is served")
+
+
+def _resizing(settings: Mapping[str, Any], released: Resizing) -> Resizing:
+    size = first(settings, "size", default={})
+    if not isinstance(size, Mapping):
+        raise ValueError(f"size {size!r} holds no shortest_edge and longest_edge")
+    low = first(settings, "min_pixels", default=first(size, "shortest_edge", "min_pixels", default=released.min_pixels))
+    high = first(settings, "max_pixels", default=first(size, "longest_edge", "max_pixels", default=released.max_pixels))
+    mean, std = (first(settings, f"image_{name}", default=getattr(released, name)) for name in ("mean", "std"))
+    return Resizing(int(low), int(high), _triple(mean), _triple(std))
+
+
+def _sampling(settings: Mapping[str, Any]) -> Sampling:
+    if settings.get("num_frames") is not None:
+        raise ValueError(f"num_frames is {settings['num_frames']}; clips are sampled by fps")
+    capped = first(settings, "cap_pixels_per_frame", default=False)
+    return Sampling(
+        fps=float(first(settings, "fps", default=2.0)),
+        min_frames=int(first(settings, "min_frames", default=4)),
+        max_frames=int(first(settings, "max_frames", default=768)),
+        frame_tokens=int(first(settings, "max_video_tokens", default=768)) if capped else None,
+    )
+
+
+def _triple(values: Any) -> tuple[float, float, float]:
+    red, green, blue = (float(value) for value in values)
+    return red, green, blue

@@ -1,0 +1,185 @@
+"""Images and clips become the pixels and sizes that transformers' processors make of them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from qwen_vision import image_processor, tiny_qwen, video_pixels, video_processor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as released_resize
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as released_frame
+from transformers.video_utils import VideoMetadata
+
+from encoder.item import VIDEO, EncoderItem
+from families.qwen3_5.image_rule import smart_resize
+from families.qwen3_5.video_rule import resized_frame
+from families.qwen3_5.vision import QwenVision
+from families.qwen3_5.vision_config import Resizing, Sampling
+
+RELEASED = QwenVision(hidden_size=64, num_layers=1, num_heads=1, intermediate_size=4, text_hidden_size=8)
+CLIP = Resizing(65536, 16777216, (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+
+
+def noise(height: int, width: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=generator)
+
+
+def twice(config: QwenVision, item: EncoderItem) -> torch.Tensor:
+    """An image's float patches as the released processor gives them: its frame repeated."""
+    planes = item.patches.view(len(item.patches), 3, 1, -1).expand(-1, -1, config.temporal_patch_size, -1)
+    return planes.reshape(len(item.patches), -1)
+
+
+def test_sizes_are_the_released_ones() -> None:
+    rng = random.Random(0)
+    sizes = [(rng.randint(1, 9000), rng.randint(1, 9000)) for _ in range(2000)]
+    sizes += [(48, 80), (16, 16), (1, 200), (200, 1), (31, 5000), (33, 6600), (80, 80), (4096, 4096), (4112, 4080)]
+    for height, width in sizes:
+        flat = max(height, width) / min(height, width) > 200
+        if not flat:
+            wanted = released_resize(height, width, 32, 65536, 16777216)
+            assert smart_resize(height, width, 32, 65536, 16777216) == wanted, (height, width)
+            grid = RELEASED.image_rule.grid(height, width)
+            assert grid == (wanted[0] // 16, wanted[1] // 16)
+
+
+def test_halves_round_to_even_as_python_does() -> None:
+    # 272 / 32 = 8.5 and 304 / 32 = 9.5: one down, one up
+    assert smart_resize(272, 304, 32, 1024, 1 << 24) == (256, 320)
+
+
+@pytest.mark.parametrize(("height", "width"), [(201, 1), (1, 201), (30000, 100)])
+def test_flat_images_are_refused_with_both_numbers(height: int, width: int) -> None:
+    with pytest.raises(ValueError, match=f"{height}x{width} pixels are .* to 1; at most 200 to 1"):
+        RELEASED.image_rule.grid(height, width)
+
+
+@pytest.mark.parametrize("config", [RELEASED, replace(RELEASED, image=CLIP)], ids=["half", "clip"])
+@pytest.mark.parametrize(
+    ("height", "width"), [(300, 200), (256, 320), (64, 48), (1000, 7), (513, 511), (1786 // 4, 2526 // 4)]
+)
+def test_pixel_values_are_the_pillow_processors(config: QwenVision, height: int, width: int) -> None:
+    image = noise(height, width)
+    wanted = image_processor(config)(images=[image.numpy()], return_tensors="pt")
+    item = config.image_rule.patchify(image, torch.float32)
+    assert [1, *item.grid] == wanted["image_grid_thw"][0].tolist()
+    assert torch.equal(twice(config, item), wanted["pixel_values"])
+
+
+def test_bytes_become_the_same_numbers_in_the_tower() -> None:
+    tiny = tiny_qwen()
+    config = replace(tiny.config, image=replace(CLIP, min_pixels=64), video=replace(CLIP, min_pixels=64))
+    tower = config.build(tiny.weights.items(), dtype=torch.float32, device=torch.device("cpu"))
+    image = noise(50, 90)
+    floats = config.image_rule.patchify(image, torch.float32)
+    kept = config.image_rule.patchify(image, torch.float32, keep_bytes=True)
+    assert kept.patches.dtype == torch.uint8 and torch.equal(tower.as_floats(kept.patches), floats.patches)
+    clip = config.video_rule.patchify([image, noise(50, 90, 1)], torch.float32)
+    kept = config.video_rule.patchify([image, noise(50, 90, 1)], torch.float32, keep_bytes=True)
+    assert kept.patches.dtype == torch.uint8 and torch.equal(tower.as_floats(kept.patches), clip.patches)
+
+
+def test_every_byte_is_scaled_as_the_released_processors_scale_it() -> None:
+    config = replace(RELEASED, image=replace(CLIP, min_pixels=1), video=replace(CLIP, min_pixels=1))
+    ramp = torch.arange(32 * 32 * 3).view(32, 32, 3).remainder(256).to(torch.uint8)
+    item = config.image_rule.patchify(ramp, torch.float32)
+    wanted = image_processor(config)(images=[ramp.numpy()], return_tensors="pt")["pixel_values"]
+    assert torch.equal(twice(config, item), wanted)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("capped", [None, 4])
+def test_pixels_of_clips_are_the_released_ones(count: int, capped: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(RELEASED, video=Resizing(4096, 40 * 1024), sampling=Sampling(frame_tokens=capped), patch_size=8)
+    frames = [noise(70, 110, seed) for seed in range(count)]
+    item = config.video_rule.patchify(iter(frames), torch.float32, num_frames=count)
+    pixels, grid = video_pixels(config, frames if count > 1 else frames * 2, monkeypatch)
+    assert [item.num_sequences, *item.grid] == grid
+    assert (item.kind, item.num_frames, item.patches.shape[1]) == (VIDEO, count, config.patch_widths[VIDEO])
+    assert torch.equal(item.patches, pixels)
+    assert item.tokens == config.video_rule.tokens(count, 70, 110)
+    assert item.patches.numel() <= config.video_rule.most_numbers(count)
+
+
+def test_sizes_of_frames_are_the_released_ones() -> None:
+    rng = random.Random(1)
+    checked = 0
+    while checked < 1500:
+        frames, height, width = rng.randint(2, 768), rng.randint(1, 3000), rng.randint(1, 3000)
+        try:
+            wanted = released_frame(frames, height, width, 2, 32, 4096, 25165824)
+        except ValueError:
+            with pytest.raises(ValueError, match="to 1"):
+                resized_frame(frames, height, width, RELEASED)
+            continue
+        assert resized_frame(frames, height, width, RELEASED) == wanted, (frames, height, width)
+        assert -(-frames // 2) * 2 * wanted[0] * wanted[1] * 3 <= RELEASED.video_rule.most_numbers(frames)
+        checked += 1
+
+
+def test_frames_are_taken_as_the_released_processor_takes_them() -> None:
+    rng = random.Random(2)
+    made = video_processor(RELEASED)
+    for _ in range(300):
+        total, fps = rng.randint(1, 4000), rng.choice([1.0, 23.976, 24.0, 29.97, 60.0, rng.uniform(0.1, 240)])
+        metadata = VideoMetadata(total_num_frames=total, fps=fps)
+        wanted = made.sample_frames(metadata, fps=2.0).tolist()
+        assert RELEASED.video_rule.sample_file(total, 10**6, lambda fps=fps: fps) == wanted  # type: ignore[misc]
+        few = RELEASED.video_rule.sample_file(total, 5, lambda fps=fps: fps)  # type: ignore[misc]
+        assert few == np.linspace(0, total - 1, min(len(wanted), 5)).round().astype(int).tolist()
+    unknown = VideoMetadata(total_num_frames=100)
+    assert RELEASED.video_rule.sample_file(100, 768, lambda: None) == made.sample_frames(unknown, fps=2.0).tolist()
+
+
+def test_frames_that_were_chosen_are_taken_all() -> None:
+    rule = RELEASED.video_rule
+    assert rule.sample(5, 32) == [0, 1, 2, 3, 4]
+    assert rule.sample(100, 3) == [0, 50, 99]
+    with pytest.raises(ValueError, match="0 of 5 frames: both must be positive"):
+        rule.sample(5, 0)
+
+
+def test_moments_are_the_released_ones() -> None:
+    made = object.__new__(Qwen3VLProcessor)
+    for indices, fps in (([0, 12, 24, 36, 47], 23.976), ([0], 2.0), ([3, 9], 30.0)):
+        moments = made._calculate_timestamps(list(indices), fps, 2)
+        wanted = [f"<{moment:.1f} seconds>" for moment in moments]
+        assert RELEASED.video_rule.labels(len(indices), fps=fps, indices=indices) == wanted
+    assert RELEASED.video_rule.labels(3) == ["<0.0 seconds>", "<0.1 seconds>"]
+
+
+@pytest.mark.parametrize(
+    ("frames", "count", "words"),
+    [
+        ([], 0, "a clip needs a frame"),
+        ([noise(40, 40), noise(40, 41)], 2, "frame 1 has 40x41 pixels, the first 40x40"),
+        ([noise(40, 40), noise(40, 40).float()], 2, r"frame 1: expected \[H, W, 3\] uint8"),
+        ([noise(40, 40)], 2, "1 frames of a clip of 2"),
+        ([noise(40, 40)] * 3, 2, "frame 2 of a clip of 2 frames"),
+    ],
+)
+def test_clips_that_cannot_be_say_which_frame(frames: list[torch.Tensor], count: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        RELEASED.video_rule.patchify(iter(frames), torch.float32, num_frames=count)
+
+
+def test_what_the_context_cannot_hold_is_refused_before_it_is_resized() -> None:
+    config = RELEASED.limited(max_model_len=100)
+    with pytest.raises(ValueError, match="it takes 1024 tokens and the context holds 100"):
+        config.image_rule.patchify(noise(1024, 1024), torch.float32)
+    with pytest.raises(ValueError, match="it takes 128 tokens and the context holds 100"):
+        config.video_rule.patchify([noise(256, 256)] * 4, torch.float32)
+    assert (config.max_image_tokens, RELEASED.max_image_tokens, RELEASED.min_image_tokens) == (100, 16384, 64)
+    assert config.image_rule.grid(1024, 1024) == RELEASED.image_rule.grid(1024, 1024)
+
+
+def test_clips_are_not_pruned_and_a_rate_says_so() -> None:
+    assert RELEASED.video_rule.pruning_rate == 0
+    RELEASED.limited(max_model_len=100, video_pruning_rate=0.0)
+    with pytest.raises(ValueError, match="video_pruning_rate 0.5: this model's clips are not pruned"):
+        RELEASED.limited(max_model_len=100, video_pruning_rate=0.5)
