@@ -13,11 +13,14 @@ from decoder.layers.descriptions import Attention, Experts, GatedDelta, Mlp
 from decoder.layers.spec import Layer, MixerSpec
 from families import fields
 from families.family import FamilyConfig, ModelFiles
-from families.files import CheckpointError, first
+from families.files import CheckpointError, first, token_id
+from families.qwen3_5.vision import read_vision
 from kernels.rope import Rope
 
 SECTIONS = (11, 11, 10)
 """Frequencies of the time, row and column axes where a file does not say."""
+IMAGE_TOKEN = 248056
+"""The placeholder of images where a file does not say."""
 ROTATED = 0.25
 """Share of each head that is rotated where a file does not say."""
 
@@ -30,7 +33,11 @@ def read_config(files: ModelFiles, *, moe: bool) -> FamilyConfig:
     _check_type(text, "text_config", "text", moe=moe)
     _check_type(vision, "vision_config", "vision", moe=moe)
     tied = bool(first(config, "tie_word_embeddings", default=first(text, "tie_word_embeddings", default=False)))
-    return FamilyConfig(text, decoder_config(text, moe=moe, tied=tied, axes=3 if vision else 1))
+    decoder = decoder_config(text, moe=moe, tied=tied, axes=3 if vision else 1)
+    if not vision:
+        return FamilyConfig(text, decoder)
+    image_token = token_id("image_token_id", first(config, "image_token_id", default=IMAGE_TOKEN), decoder.vocab_size)
+    return FamilyConfig(text, decoder, read_vision(vision, decoder.hidden_size, files), image_token)
 
 
 def decoder_config(text: Mapping[str, Any], *, moe: bool = False, tied: bool = False, axes: int = 1) -> DecoderConfig:

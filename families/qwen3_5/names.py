@@ -13,13 +13,13 @@ from collections.abc import Callable
 from decoder.config import DecoderConfig
 from decoder.layers.descriptions import Attention
 from families.family import FamilyConfig, Target
+from families.qwen3_5.vision import vision_targets
 
 # `model.language_model.` in files of vision-language models, `model.` in text-only ones; conversions have others.
 _PREFIX = re.compile(r"^(model\.)?(language_model\.)?(model\.)?(?=embed_tokens\.|norm\.|layers\.|mtp\.|lm_head\.)")
 _LAYER = re.compile(r"^(mtp\.)?layers\.(\d+)\.(.*)$")
 _EXPERT = re.compile(r"^mlp\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
 _QUERIES = re.compile(r"^self_attn\.q_proj\.(weight|bias)$")
-_VISION = re.compile(r"^(model\.)?visual\.")
 # Name, or prefix ending in a dot, in a published layer -> which of our two layers, and ours in it.
 _PARTS = {
     "input_layernorm.": (0, "norm."),
@@ -42,7 +42,10 @@ _CENTRED = re.compile(r"^(mtp\.)?norm\.weight$|layernorm\.weight$|\.[qk]_norm\.w
 
 def weights(config: FamilyConfig) -> Callable[[str], list[Target]]:
     def targets(name: str) -> list[Target]:
-        return [] if _VISION.match(name) else decoder_targets(name, config.decoder)
+        tower = vision_targets(name)
+        if tower is None:
+            return decoder_targets(name, config.decoder)
+        return tower if config.vision is not None else []
 
     return targets
 

@@ -46,7 +46,8 @@ def item_to_proto(item: ItemDescription) -> encoder_pb2.EncodeItem:
     shape = (item.num_sequences, rows // item.num_sequences, width) if item.num_frames else (rows, width)
     return encoder_pb2.EncodeItem(
         grid_rows=item.grid[0], grid_columns=item.grid[1], merge_size=item.merge_size, shape=shape, dtype=item.dtype,
-        num_frames=item.num_frames, pruning_rate=item.pruning_rate, order=item.order,
+        num_frames=item.num_frames, pruning_rate=item.pruning_rate,
+        order="" if item.order == ROW_MAJOR else item.order,
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from typing import Any
 
 from encoder.frames import VideoError
 from encoder.images import ImageError, ImageHeader
-from encoder.item import IMAGE, VIDEO, ItemDescription
+from encoder.item import IMAGE, ROW_MAJOR, VIDEO, ItemDescription
 from encoder.stopwatch import Stopwatch
 from encoder.tower import patch_order
 from families import VisionSpec
@@ -363,7 +363,10 @@ def _check(reply: dict[str, Any]) -> None:
 def _description(value: Any) -> ItemDescription:
     """Raises _Lost for what is none."""
     names = {field.name: field.type for field in fields(ItemDescription)}
-    if not isinstance(value, dict) or value.keys() != names.keys():
+    if not isinstance(value, dict):
+        raise _Lost("nonsense")
+    value = {"order": ROW_MAJOR, **value}
+    if value.keys() != names.keys():
         raise _Lost("nonsense")
     grid = value["grid"]
     if not isinstance(grid, list) or len(grid) != 2 or any(type(side) is not int or side < 1 for side in grid):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from encoder.item import VIDEO, EncoderItem
+from encoder.item import BLOCK_MAJOR, ROW_MAJOR, VIDEO, EncoderItem
 from saccade.v1 import encoder_pb2
 from service.encoding.items import (
     PIECE_BYTES,
@@ -33,7 +33,7 @@ def items(draw: st.DrawFn) -> EncoderItem:
         return EncoderItem(grid, pixels)
     return EncoderItem(
         grid, pixels, kind=VIDEO, num_sequences=sequences, num_frames=frames,
-        pruning_rate=draw(st.sampled_from([0.0, 0.25, 0.7])),
+        pruning_rate=draw(st.sampled_from([0.0, 0.25, 0.7])), order=draw(st.sampled_from([ROW_MAJOR, BLOCK_MAJOR])),
     )  # fmt: skip
 
 
@@ -70,6 +70,10 @@ def test_pieces_are_bounded_and_complete() -> None:
 
 def test_what_cannot_be_is_refused_with_its_numbers() -> None:
     message = item_to_proto(EncoderItem((2, 4), torch.zeros(8, 12)).description)
+    message.order = "spiral"
+    with pytest.raises(ValueError, match="patches in order 'spiral'; known are 'rows' and 'blocks'"):
+        item_from_proto(message, torch.zeros(8, 12))
+    message.order = ""
     with pytest.raises(ValueError, match="384 bytes .* 383"):
         empty_pixels(message, 383)
     with pytest.raises(ValueError, match="400 bytes .* 384"):
@@ -80,9 +84,12 @@ def test_what_cannot_be_is_refused_with_its_numbers() -> None:
     message.dtype, message.grid_rows = "float32", 6
     with pytest.raises(ValueError, match="6x4 needs 24"):
         item_from_proto(message, torch.zeros(8, 12))
+    message.order = ""
     message.num_frames = 3
     with pytest.raises(ValueError, match=r"shape \[8, 12\] of an item of 3 frames"):
         item_from_proto(message, torch.zeros(8, 12))
+    message.order = ""
     message.num_frames, message.grid_rows, message.merge_size = 0, 2, 0
     with pytest.raises(ValueError, match="merge_size 0"):
         item_from_proto(message, torch.zeros(8, 12))
+    message.order = ""

@@ -201,6 +201,8 @@ def test_what_a_worker_says_is_believed_where_all_of_it_fits() -> None:
         pytest.param(words(kind="video"), memory_file, id="another-kind"),
         pytest.param(words(merge_size=4), memory_file, id="another-merge"),
         pytest.param(words(pruning_rate=0.5), memory_file, id="pruned"),
+        pytest.param(words(order="blocks"), memory_file, id="another-order"),
+        pytest.param(words(order="spiral"), memory_file, id="no-order"),
         pytest.param(words(num_sequences=4, grid=[2, 2]), memory_file, id="several-sequences"),
         pytest.param(words(num_frames=1), memory_file, id="frames-of-an-image"),
         pytest.param(words(dtype="bfloat16", grid=[4, 8]), memory_file, id="another-type"),
