@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from decoder.operations import Operations
 
 
-def attention_operations(of: Operations, norm: Tensor, mixer: AttentionMixer) -> list[Op]:
-    """Of the layer with this norm before it."""
+def attention_operations(of: Operations, norm: Tensor, mixer: AttentionMixer, scale: float) -> list[Op]:
+    """Adds `scale` times the attention of the normed rows to the residual stream."""
     first, last = of.packed(mixer.qkv), of.packed(mixer.o_proj)
     spec, kv = mixer.spec, mixer.kv
     address = ctypes.addressof(_shape(of, mixer))
@@ -25,7 +25,7 @@ def attention_operations(of: Operations, norm: Tensor, mixer: AttentionMixer) ->
         ops.append(Op(Code.HEADS, attention=address))
     ops.append(Op(Code.ATTENTION, kv=kv.data_ptr(), kv_stride=kv.stride(0), attention=address))
     ops.append(Op(Code.GATE if spec.gate else Code.CONVERT, last.kind, last.k, attention=address))
-    return [*ops, of.linear(last, Target.RESIDUAL)]
+    return [*ops, of.residual(last, scale)]
 
 
 def _shape(of: Operations, mixer: AttentionMixer) -> AttentionShape:

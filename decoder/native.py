@@ -1,9 +1,8 @@
 """A step on a CPU in a few calls of compiled code: the layers; the final norm and the vocabulary projection.
 
 The same maths as `decoder.model` with `decoder.layers`, on the same weights, states and pages. Layers that have no
-compiled form (gated MLPs, experts of many tokens) are called in between, on the same residual stream;
-a graph's rows of drafts or prompts, states that are not float32, and machines without a compiler or AVX-512 go the
-other way.
+compiled form are called in between, on the same residual stream; a graph's rows of drafts or prompts, states that are
+not float32, and machines without a compiler or AVX-512 go the other way.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ class _Layer:
 
 
 Plan = list[tuple[range, _Layer | None]]
-"""Operations, and the layer that is called after them."""
+"""Operations, and the layer that comes after them by itself."""
 
 
-def _plan(layers: Sequence[_Layer], called: tuple[type, ...]) -> Plan:
-    """As few stretches of operations as there can be with layers of the `called` kinds between them."""
+def _plan(layers: Sequence[_Layer], apart: tuple[type, ...]) -> Plan:
+    """As few stretches of operations as there can be with layers of the `apart` kinds between them."""
     plan: Plan = []
     begin = end = 0
     for layer in layers:
-        if layer.ops and not isinstance(layer.built.mixers[0], called):
+        if layer.ops and not isinstance(layer.built.mixers[0], apart):
             end = layer.ops.stop
             continue
         plan.append((range(begin, end), layer))
@@ -123,14 +122,15 @@ class NativeStep(Operations):
         """Raises NativeUnavailable with the reason."""
         super().__init__(trunk.config, trunk.options, trunk.config.mixers)
         table = Kind.BF16 if trunk.embeddings.dtype == torch.bfloat16 else Kind.F32
-        ops = [Op(Code.EMBED, table, self.config.hidden_size, kv=trunk.embeddings.data_ptr())]
+        scale = self.config.embedding_scale
+        ops = [Op(Code.EMBED, table, self.config.hidden_size, kv=trunk.embeddings.data_ptr(), scale=scale)]
         layers: list[_Layer] = []
         for built in trunk.layers:
             begin = len(ops)
             ops += self.layer(built)
             layers.append(_Layer(range(begin, len(ops)), built))
         self._called = [mixer for layer in layers if not layer.ops for mixer in layer.built.mixers]
-        self._plans = {many: _plan(layers, called=(ExpertsMixer,) * many) for many in (False, True)}
+        self._plans = {many: _plan(layers, apart=(ExpertsMixer,) * many) for many in (False, True)}
         head, body = self.packed(trunk.head), len(ops)
         scaled = trunk.norm_f if self.config.logits_scale == 1.0 else trunk.norm_f * self.config.logits_scale
         ops += [self.norm(scaled, head), self.linear(head, Target.LOGITS), Op(Code.LARGEST)]
@@ -143,9 +143,8 @@ class NativeStep(Operations):
         self._scored = self.x[:0], torch.empty(0)
         """The rows whose logits were computed last, and these."""
         options = trunk.options
-        whole = all(layer.ops for layer in layers) and self.config.embedding_scale == 1.0
-        self.max_singles = MAX_ROUTED if whole else 0
-        """Rows that `single` takes: none where a layer has to be called, or embeddings are scaled."""
+        self.max_singles = MAX_ROUTED if all(layer.ops for layer in layers) else 0
+        """Rows that `single` takes: none where a layer has to be called."""
         self._room = SinglesRoom(options, self.config, self.x)
         self._largest: tuple[Tensor, list[int] | None] = self._scored[1], None
 
@@ -162,7 +161,7 @@ class NativeStep(Operations):
         """`[T, d]` float32, before the final norm, in memory of the next call's too. Updates states, windows and pages
         in place. Where all tokens' logits are wanted they are computed on the way, and `logits` has them.
 
-        Experts of more tokens than `MAX_ROUTED` are called, not compiled.
+        Experts take more tokens than `MAX_ROUTED` block by block.
         """
         tokens, tables, scan = x_TD.shape[0], batch.tables_QW, batch.scan
         x = self.x[:tokens].copy_(x_TD)
@@ -189,7 +188,10 @@ class NativeStep(Operations):
                 ops = range(ops.start, self._head.stop)
             if ops:
                 self.run(ops, step)
-            if layer is not None:
+            if layer is not None and layer.ops:
+                for block in x.split(MAX_ROUTED):
+                    self._run_on(block, layer.ops, Step(tokens=block.shape[0]))
+            elif layer is not None:
                 x += layer.built(rms_norm(x, layer.built.norm, eps, dtype), batch)
         return x
 
@@ -242,7 +244,7 @@ class NativeStep(Operations):
         return self.operand[:rows, : self.config.hidden_size].to(self.options.dtype, copy=True)
 
     def _run_on(self, x_ND: Tensor, ops: range, step: Step) -> None:
-        """Operations that read rows of a residual stream where they lie."""
+        """Operations on rows of a residual stream where they lie, if they are float32."""
         x = x_ND.to(torch.float32).contiguous()
         self.model.x = x.data_ptr()
         self.run(ops, step)

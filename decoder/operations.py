@@ -1,7 +1,8 @@
 """Operations of compiled code for layers of a decoder, on the weights, states and pages of its mixers.
 
-Compiled code has one shape of Mamba-2 and of experts in each model, those of its first layers of these kinds; layers of
-other kinds, shapes or activations are called between its operations. `decoder.attention_operations` has attention.
+Compiled code has one shape of Mamba-2 in each model, that of its first such layer; Mamba-2 of other shapes is called
+between its operations. `recurrences` has what has a state, `attention_operations` attention,
+`feed_forward_operations` MLPs and experts.
 """
 
 from __future__ import annotations
@@ -9,26 +10,30 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from decoder.attention_operations import attention_operations
 from decoder.config import DecoderConfig, DecoderOptions
+from decoder.feed_forward_operations import experts_operations, mlp_operations
 from decoder.layers.attention import AttentionMixer
 from decoder.layers.build import BuiltLayer, Mixer
 from decoder.layers.descriptions import Experts, Mamba2
 from decoder.layers.experts import ExpertsMixer
 from decoder.layers.mamba2 import Mamba2Mixer
-from decoder.layers.mlp import MlpMixer
+from decoder.layers.mlp import GatedMlpMixer, MlpMixer
 from decoder.layers.spec import MixerSpec
 from decoder.recurrences import MAX_TAPS, Recurrence, recurrence_operations
 from kernels.linear import Linear, Packed
-from kernels.native import NativeUnavailable, library, structs
+from kernels.native import NativeUnavailable, library
 from kernels.native.structs import Code, Kind, Model, Op, Step, Target, Weight
 
 MAX_ROUTED = 512
 """Tokens whose experts run in compiled code: it keeps a row for each token and expert."""
+
+Kept = TypeVar("Kept")
 
 
 class Operations:
@@ -46,8 +51,10 @@ class Operations:
         self.config, self.options = config, options
         hidden = config.hidden_size
         self.mamba = next((spec for spec in mixers if isinstance(spec, Mamba2)), Mamba2(hidden))
-        self.mixture = next((spec for spec in mixers if isinstance(spec, Experts)), Experts(hidden))
-        """The shapes that there is compiled code for."""
+        """The shape that there is compiled code for."""
+        self._picked_by_token = self._most_experts = 0
+        self.shared_gates = torch.empty(MAX_ROUTED)
+        """What each token's shared expert is multiplied with."""
         self.on_operation: Callable[[Op, float], None] | None = None
         """For measurements: operations then run one at a time, and this hears of each and its seconds."""
         self._kept: list[object] = []
@@ -59,18 +66,18 @@ class Operations:
         self._ops = (Op * len(ops))(*ops)
         self.max_tokens = max_tokens
         body = [op for op in ops if op.target != Target.LOGITS]
-        widest = max([config.hidden_size, *(max(op.weight.n, op.weight.k, op.width) for op in body)])
+        widest = max([config.hidden_size, *(max(_outputs(op.weight), op.weight.k, op.width) for op in body)])
         widest = -(-widest // 16) * 16  # rows begin at the beginning of a cache line
         groups = -(-widest // 128)
         padded = 128 * groups + -(-4 * groups // 32) * 32  # what integers need behind a row
-        picks = min(max_tokens, MAX_ROUTED) * self.mixture.num_experts_per_tok * any(op.experts for op in ops)
+        picks = min(max_tokens, MAX_ROUTED) * self._picked_by_token
         # Memory that no step has used yet costs nothing.
         self.x, self._scales = torch.empty(max_tokens, config.hidden_size), torch.empty(max_tokens)
         self.wide, self._mid = torch.empty(max_tokens, widest), torch.empty(max_tokens, widest)
         self.operand = torch.empty(max_tokens, padded)
         self._picked = torch.empty(picks, padded), torch.empty(picks), torch.empty(picks, widest)
         self._picks = torch.empty(2, picks, dtype=torch.int64), torch.empty(picks)
-        self._runs = torch.empty(1 + 3 * min(picks, self.mixture.n_routed_experts), dtype=torch.int64)
+        self._runs = torch.empty(1 + 3 * min(picks, self._most_experts), dtype=torch.int64)
         mamba = self.mamba
         low, high = mamba.time_step_limit
         self.model = Model(
@@ -98,89 +105,46 @@ class Operations:
 
     def layer(self, layer: BuiltLayer) -> list[Op]:
         """Empty for a layer that has no compiled form."""
-        if len(layer.mixers) != 1:
-            return []
-        [mixer] = layer.mixers
-        if isinstance(mixer, Recurrence):
-            return self._recurrent(layer.norm, mixer, layer.residual_scale)
-        return self.mixer(layer.norm, mixer) if layer.residual_scale == 1.0 else []
-
-    def mixer(self, norm: Tensor, mixer: Mixer) -> list[Op]:
-        """The same for one mixer without a state."""
-        match mixer:
-            case ExpertsMixer() if mixer.plain and mixer.spec == self.mixture:
-                return self._experts(norm, mixer)
-            case AttentionMixer():
-                return attention_operations(self, norm, mixer)
-            case MlpMixer() if mixer.squared:
-                return self._mlp(norm, mixer)
+        norm, scale = layer.norm, layer.residual_scale
+        match layer.mixers:
+            case [mixer] if isinstance(mixer, Recurrence):
+                return self._recurrent(norm, mixer, scale)
+            case [mixer]:
+                return self.mixer(norm, mixer, scale)
+            case [ExpertsMixer(shared=None) as mixer, MlpMixer() | GatedMlpMixer() as beside]:
+                return experts_operations(self, norm, mixer, beside, scale)
             case _:
                 return []
 
-    def _between(self, norm: Tensor, first: Packed, middle: list[Op], last: Packed) -> list[Op]:
-        ends = self.norm(norm, first), self.linear(first, Target.WIDE), self.linear(last, Target.RESIDUAL)
-        return [*ends[:2], *middle, ends[2]]
+    def mixer(self, norm: Tensor, mixer: Mixer, scale: float = 1.0) -> list[Op]:
+        """The same for one mixer without a state; adds `scale` times what it gives."""
+        match mixer:
+            case ExpertsMixer():
+                return experts_operations(self, norm, mixer, None, scale)
+            case AttentionMixer():
+                return attention_operations(self, norm, mixer, scale)
+            case MlpMixer() | GatedMlpMixer():
+                return mlp_operations(self, norm, mixer, scale)
+            case _:
+                return []
 
-    def _mlp(self, norm: Tensor, mixer: MlpMixer) -> list[Op]:
-        """Plain rows go from product to product; integers have to know a row's largest value first."""
-        up, down = self.packed(mixer.up), self.packed(mixer.down)
-        if down.kind not in (Kind.BF16, Kind.F32) or down.kpad != down.k:
-            return self._between(norm, up, [Op(Code.RELU_SQUARED, down.kind, down.k)], down)
-        inner = Op(Code.LINEAR, down.kind, down.k, up.descriptor, Target.INNER)
-        return [self.norm(norm, up), inner, Op(Code.LINEAR, Kind.F32, down.k, down.descriptor, Target.RESIDUAL)]
-
-    def _experts(self, norm: Tensor, mixer: ExpertsMixer) -> list[Op]:
-        spec, experts = mixer.spec, [expert for expert in mixer.experts if isinstance(expert, MlpMixer)]
-        if len(experts) < spec.n_routed_experts:  # stacked, for a kernel
-            return []
-        assert isinstance(mixer.shared, MlpMixer)
-        gate, ups, downs = (
-            Packed(mixer.gate_ED, None),
-            *zip(*((self.packed(expert.up), self.packed(expert.down)) for expert in experts), strict=True),
-        )
-        tables = [(Weight * len(side))(*(packed.descriptor for packed in side)) for side in (ups, downs)]
-        mixture = structs.Experts(
-            spec.n_routed_experts, spec.num_experts_per_tok, spec.n_group, spec.topk_group,
-            int(spec.norm_topk_prob), spec.routed_scaling_factor, self.pointer(mixer.correction_E),
-            *(ctypes.addressof(table) for table in tables),
-        )  # fmt: skip
-        self._kept += [gate, *tables, mixture]
-
-        def op(code: Code, packed: Packed, target: Target = Target.WIDE, weight: Weight | None = None) -> Op:
-            of = ctypes.addressof(mixture)
-            return Op(code, packed.kind, packed.k, weight or Weight(), target, experts=of)
-
-        up, down, enter, leave = ups[0], downs[0], mixer.enter, mixer.leave
-        ops = [self.norm(norm, gate), self.linear(gate, Target.WIDE), op(Code.ROUTE, gate), op(Code.GROUP_PICKS, gate)]
-        if enter is None:
-            ops.append(op(Code.GATHER, up, Target.OPERAND))
-        else:
-            packed = self.packed(enter)
-            ops += [self.norm(norm, packed), self.linear(packed, Target.WIDE), op(Code.GATHER, up)]
-        ops += [
-            op(Code.EXPERTS, up, Target.WIDE, up.descriptor), op(Code.PICKED_RELU_SQUARED, down),
-            op(Code.EXPERTS, down, Target.RESIDUAL, down.descriptor),
-        ]  # fmt: skip
-        ops += self._mlp(norm, mixer.shared)
-        combine = op(Code.COMBINE, down, Target.RESIDUAL if leave is None else Target.MID)
-        combine.width = down.n
-        ops.append(combine)
-        if leave is not None:
-            packed = self.packed(leave)
-            ops += [Op(Code.CONVERT, packed.kind, packed.k), self.linear(packed, Target.RESIDUAL)]
-        return ops
+    def route(self, spec: Experts, *what: object) -> None:
+        """Keeps room for the picks of such a mixture, and what describes it."""
+        self._picked_by_token = max(self._picked_by_token, spec.num_experts_per_tok)
+        self._most_experts = max(self._most_experts, spec.n_routed_experts)
+        self._kept += what
 
     def packed(self, linear: Linear) -> Packed:
         packed = linear.packed
         if packed is None:
             assert isinstance(linear.weight, Tensor)
             packed = Packed(linear.weight, linear.bias)
-        self.keep(packed)
-        return packed
+        return self.keep(packed)
 
-    def keep(self, what: object) -> None:
+    def keep(self, what: Kept) -> Kept:
         """As long as there are operations that point to it."""
         self._kept.append(what)
+        return what
 
     def pointer(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
@@ -195,14 +159,21 @@ class Operations:
     def linear(self, packed: Packed, target: Target) -> Op:
         return Op(Code.LINEAR, Kind.F32, 0, weight=packed.descriptor, target=target)
 
-    def _recurrent(self, norm: Tensor, mixer: Recurrence, residual_scale: float) -> list[Op]:
-        if mixer.spec.conv_kernel > MAX_TAPS or (residual_scale != 1.0 and mixer.out_proj.bias is not None):
+    def residual(self, packed: Packed, scale: float) -> Op:
+        """Adds `scale` times the product to the residual stream."""
+        return Op(Code.LINEAR, Kind.F32, 0, weight=packed.descriptor, target=Target.RESIDUAL, scale=scale)
+
+    def _recurrent(self, norm: Tensor, mixer: Recurrence, scale: float) -> list[Op]:
+        if mixer.spec.conv_kernel > MAX_TAPS:
             return []
         if isinstance(mixer, Mamba2Mixer) and (mixer.spec, mixer.spec.norm_eps) != (self.mamba, self.config.norm_eps):
             return []
         first, last = self.packed(mixer.in_proj), self.packed(mixer.out_proj)
-        # What the layer adds is scaled where its rows are float32 anyway: in the gated norm before the projection.
-        scaled = mixer.norm_weight if residual_scale == 1.0 else mixer.norm_weight * residual_scale
-        middle, shape = recurrence_operations(mixer, scaled, last, self.pointer)
-        self._kept.append(shape)
-        return self._between(norm, first, middle, last)
+        middle, shape = recurrence_operations(mixer, last, self.pointer)
+        self.keep(shape)
+        return [self.norm(norm, first), self.linear(first, Target.WIDE), *middle, self.residual(last, scale)]
+
+
+def _outputs(weight: Weight) -> int:
+    """Numbers that a row gets."""
+    return weight.n // 2 if weight.gated else weight.n

@@ -19,13 +19,12 @@ Recurrence = Mamba2Mixer | GatedDeltaMixer
 
 
 def recurrence_operations(
-    mixer: Recurrence, norm_weight: Tensor, after: Packed, pointer: Callable[[Tensor | None], int | None]
+    mixer: Recurrence, after: Packed, pointer: Callable[[Tensor | None], int | None]
 ) -> tuple[list[Op], DeltaShape | None]:
     """The mixer between its projections, and what makes its rows the operand of the product `after` it: itself, unless
     a form depends on a whole row, of which the mixer sees a group of heads at a time.
 
-    `norm_weight`: of the norm behind the recurrence. `pointer`: addresses of tensors, which are to be kept; so is the
-    shape that comes with the operations.
+    `pointer`: addresses of tensors, which are to be kept; so is the shape that comes with the operations.
     """
     itself = after.kind in (Kind.BF16, Kind.F32) and after.kpad == after.k
     shape = None
@@ -40,7 +39,7 @@ def recurrence_operations(
             spec.norm_eps,
         )  # fmt: skip
     op = Op(
-        code, after.kind, after.k, Weight(), Target.OPERAND if itself else Target.MID, pointer(norm_weight),
+        code, after.kind, after.k, Weight(), Target.OPERAND if itself else Target.MID, pointer(mixer.norm_weight),
         mixer.windows.data_ptr(), mixer.windows.stride(0), mixer.states.data_ptr(), mixer.states.stride(0),
         *(pointer(term) for term in terms), None, 0,
         mixer.ring.data_ptr() if mixer.ring.numel() else None, mixer.ring.stride(0),

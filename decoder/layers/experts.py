@@ -12,7 +12,7 @@ from decoder.batch import Batch
 from decoder.config import DecoderOptions
 from decoder.layers.descriptions import Experts
 from decoder.layers.linear import float_vector, named_linear
-from decoder.layers.mlp import MlpMixer, mlp_of
+from decoder.layers.mlp import mlp_of
 from decoder.layers.spec import Weights
 from kernels.dispatch import implementation
 from kernels.gates import add_gated
@@ -60,12 +60,6 @@ class ExpertsMixer:
         latent = spec.moe_latent_size is not None
         self.enter = named_linear(weights, "fc1_latent_proj", options) if latent else None
         self.leave = named_linear(weights, "fc2_latent_proj", options) if latent else None
-
-    @property
-    def plain(self) -> bool:
-        """Sigmoid routing among squared-ReLU experts and a shared one like them: what compiled code has."""
-        shared = isinstance(self.shared, MlpMixer) and self.shared.squared and self.shared_gate_1D is None
-        return self.correction_E is not None and shared
 
     def __call__(self, x_TD: Tensor, batch: Batch | None = None) -> Tensor:
         spec = self.spec

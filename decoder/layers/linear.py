@@ -11,7 +11,9 @@ from torch.nn import functional as F
 from decoder.config import DecoderOptions
 from decoder.layers import descriptions
 from decoder.layers.spec import Weights
-from kernels.linear import Linear, Quantised, quantise
+from kernels.gates import swiglu
+from kernels.linear import GatedLinear, Linear, Quantised, quantise
+from kernels.native import Activation
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: F.relu(x).square(),
@@ -20,7 +22,30 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
-assert tuple(ACTIVATIONS) == descriptions.ACTIVATIONS
+COMPILED = {
+    "relu2": Activation.RELU_SQUARED,
+    "relu": Activation.RELU,
+    "silu": Activation.SILU,
+    "gelu": Activation.GELU,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+}
+"""The same in compiled code."""
+assert tuple(ACTIVATIONS) == tuple(COMPILED) == descriptions.ACTIVATIONS
+
+
+def _stored(
+    weight: Tensor | Quantised, bias: Tensor | None, options: DecoderOptions
+) -> tuple[Tensor | Quantised, Tensor | None]:
+    """As the options, or the checkpoint, want them. `ValueError` where they differ."""
+    if isinstance(weight, Quantised):
+        if options.weights not in (None, weight.kind):
+            raise ValueError(f"weights {options.weights} was asked for and the checkpoint holds {weight.kind}")
+        weight = weight.to(options.device)
+    elif options.weights is not None:
+        weight = quantise(weight, options.weights).to(options.device)
+    else:
+        weight = weight.to(options.device, options.dtype)
+    return weight, None if bias is None else bias.to(options.device, options.dtype)
 
 
 def stored_linear(
@@ -30,15 +55,23 @@ def stored_linear(
 
     `owned`: the weight may be kept instead of copied.
     """
-    if isinstance(weight, Quantised):
-        if options.weights not in (None, weight.kind):
-            raise ValueError(f"weights {options.weights} was asked for and the checkpoint holds {weight.kind}")
-        weight = weight.to(options.device)
-    elif options.weights is not None:
-        weight = quantise(weight, options.weights).to(options.device)
-    else:
-        weight = weight.to(options.device, options.dtype)
-    return Linear(weight, None if bias is None else bias.to(options.device, options.dtype), owned=owned)
+    return Linear(*_stored(weight, bias, options), owned=owned)
+
+
+def gated_linear(gate_up: Tensor | Quantised, bias: Tensor | None, act: str, options: DecoderOptions) -> GatedLinear:
+    """The same for gates, then as many outputs that they are for, which nobody else keeps."""
+    return GatedLinear(*_stored(gate_up, bias, options), swiglu if act == "silu" else _product(act), COMPILED[act])
+
+
+def _product(act: str) -> Callable[[Tensor], Tensor]:
+    """Rows of gates and of what they are for -> their products."""
+    function = ACTIVATIONS[act]
+
+    def product(rows_TI: Tensor) -> Tensor:
+        gate, up = rows_TI.chunk(2, dim=-1)
+        return function(gate) * up
+
+    return product
 
 
 def named_linear(weights: Weights, name: str, options: DecoderOptions) -> Linear:

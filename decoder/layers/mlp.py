@@ -8,9 +8,8 @@ from torch import Tensor
 from decoder.batch import Batch
 from decoder.config import DecoderOptions
 from decoder.layers.descriptions import Mlp
-from decoder.layers.linear import ACTIVATIONS, named_linear, stored_linear
+from decoder.layers.linear import ACTIVATIONS, COMPILED, gated_linear, named_linear
 from decoder.layers.spec import Weights
-from kernels.gates import swiglu
 from kernels.linear import concatenate
 
 
@@ -21,7 +20,7 @@ class MlpMixer:
         assert not spec.gated
         self.up, self.down = named_linear(weights, "up_proj", options), named_linear(weights, "down_proj", options)
         self.squared = spec.mlp_hidden_act == "relu2"
-        self.act = ACTIVATIONS[spec.mlp_hidden_act]
+        self.act, self.activation = ACTIVATIONS[spec.mlp_hidden_act], COMPILED[spec.mlp_hidden_act]
 
     def __call__(self, x_TD: Tensor, batch: Batch | None = None) -> Tensor:
         return self.down(self.up.relu_squared(x_TD) if self.squared else self.act(self.up(x_TD)))
@@ -36,17 +35,12 @@ class GatedMlpMixer:
         bias = None
         if spec.mlp_bias:
             bias = torch.cat([weights[f"{name}.bias"] for name in names])
-        self.gate_up = stored_linear(concatenate([weights[f"{name}.weight"] for name in names]), bias, options)
+        weight = concatenate([weights[f"{name}.weight"] for name in names])
+        self.gate_up = gated_linear(weight, bias, spec.mlp_hidden_act, options)
         self.down = named_linear(weights, "down_proj", options)
-        self.act = ACTIVATIONS[spec.mlp_hidden_act]
-        self.swiglu = spec.mlp_hidden_act == "silu"
 
     def __call__(self, x_TD: Tensor, batch: Batch | None = None) -> Tensor:
-        gate_up = self.gate_up(x_TD)
-        if self.swiglu:
-            return self.down(swiglu(gate_up))
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self.down(self.act(gate) * up)
+        return self.down(self.gate_up(x_TD))
 
 
 def mlp_of(spec: Mlp, options: DecoderOptions, weights: Weights) -> MlpMixer | GatedMlpMixer:

@@ -15,6 +15,8 @@ from kernels.native.structs import GROUP, PANEL
 
 STEPS = {Kind.F32: 1, Kind.BF16: 2, Kind.INT8: 16, Kind.INT4: GROUP}
 """Inputs are padded to multiples of these."""
+GATES = 16
+"""Of a gated weight, as many gates lie together, and then the outputs that they are for."""
 MOST_INPUTS = 131_071
 """Of quantised weights: products of bytes are summed in 32 bits."""
 MULTIPLIED = (torch.bfloat16, torch.float32)
@@ -24,8 +26,11 @@ MULTIPLIED = (torch.bfloat16, torch.float32)
 class Packed:
     """One weight; float32 is shared, all else copied. Holds what `descriptor` points to."""
 
-    def __init__(self, weight: Tensor | Quantised, bias: Tensor | None) -> None:
-        """Raises NativeUnavailable where there is no compiled code for the weight and this machine."""
+    def __init__(self, weight: Tensor | Quantised, bias: Tensor | None, *, gated: bool = False) -> None:
+        """`gated`: the first half of the outputs are gates of the second, and a product gives half as many numbers,
+        f(gate) * other; not for float32. Raises NativeUnavailable where there is no compiled code for the weight and
+        this machine.
+        """
         stored = weight if isinstance(weight, Tensor) else weight.values
         if stored.device.type != "cpu" or (isinstance(weight, Tensor) and weight.dtype not in MULTIPLIED):
             raise NativeUnavailable(f"no compiled product for {stored.dtype} on {stored.device}")
@@ -33,6 +38,11 @@ class Packed:
             raise NativeUnavailable(f"{weight.in_features} inputs are more than the {MOST_INPUTS} that 32 bits can sum")
         self._library = library()
         self.n, self.k = weight.shape
+        if gated:
+            assert isinstance(weight, Quantised) or weight.dtype == torch.bfloat16
+            self.n //= 2
+            weight, bias = _interleaved(weight, bias)
+        rows = weight.shape[0]
         self._scale: Tensor | None = None
         if isinstance(weight, Quantised):
             self.kind = Kind.INT8 if weight.kind == "int8" else Kind.INT4
@@ -44,7 +54,14 @@ class Packed:
         self.kpad = -(-self.k // STEPS[self.kind]) * STEPS[self.kind]
         self._bias = None if bias is None else bias.detach().float().contiguous()
         self.descriptor = Weight(
-            self.kind, self.n, self.k, self.kpad, self._data.data_ptr(), _address(self._scale), _address(self._bias)
+            self.kind,
+            rows,
+            self.k,
+            self.kpad,
+            self._data.data_ptr(),
+            _address(self._scale),
+            _address(self._bias),
+            gated,
         )
 
     @property
@@ -57,8 +74,8 @@ class Packed:
         return self._data.nbytes + (0 if self._scale is None else self._scale.nbytes)
 
     def __call__(self, x: Tensor, activation: Activation = Activation.NONE) -> Tensor:
-        """`[..., k]` -> `[..., n]` in x's dtype, through `activation`. Dtypes other than float32 and bfloat16 go by
-        way of float32.
+        """`[..., k]` -> `[..., n]` in x's dtype, through `activation`; a gated one's gates through `activation`. Dtypes
+        other than float32 and bfloat16 go by way of float32.
         """
         if x.dtype not in MULTIPLIED:
             return self(x.float(), activation).to(x.dtype)
@@ -82,6 +99,23 @@ class Packed:
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def _interleaved(weight: Tensor | Quantised, bias: Tensor | None) -> tuple[Tensor | Quantised, Tensor | None]:
+    """16 gates, then the 16 outputs that they are for, and so on; what is missing at the end has zeros."""
+    inner = weight.shape[0] // 2
+    gates = torch.arange(-(-inner // GATES) * GATES).view(-1, GATES)
+    order = torch.stack((gates, gates + inner), 1).flatten()
+    there = (gates < inner).repeat(1, 2).flatten()
+    order = torch.where(there, order, 0)
+
+    def rows(of: Tensor) -> Tensor:
+        return of[order].mul_(there.view(-1, *[1] * (of.dim() - 1)))
+
+    bias = None if bias is None else rows(bias.detach())
+    if isinstance(weight, Tensor):
+        return rows(weight.detach()), bias
+    return Quantised(weight.kind, weight.values[order], rows(weight.scale), weight.in_features), bias
 
 
 def _panels(weight: Tensor, step: int, together: int) -> Tensor:

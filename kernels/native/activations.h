@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "numbers.h"
+
 namespace {
 
 enum class Activation : int64_t { NONE = 0, RELU_SQUARED = 1, RELU = 2, GELU = 3, GELU_TANH = 4, GELU_QUICK = 5, SILU = 6 };
@@ -70,6 +72,17 @@ inline void activate(__m512 (&y)[V], Activation activation) {
         case Activation::GELU_QUICK: each(gelu_quick); break;
         case Activation::SILU: each(silu16); break;
         default: break;
+    }
+}
+
+// f(from), or where it is gated f(from) times the next `width` numbers.
+void activate_row(const float* from, int64_t width, Activation activation, bool gated, float* out) {
+    for (int64_t i = 0; i < width; i += 16) {
+        const __mmask16 m = first_lanes(width - i);
+        __m512 y[1] = {_mm512_maskz_loadu_ps(m, from + i)};
+        activate(y, activation);
+        if (gated) y[0] = _mm512_mul_ps(y[0], _mm512_maskz_loadu_ps(m, from + width + i));
+        _mm512_mask_storeu_ps(out + i, m, y[0]);
     }
 }
 

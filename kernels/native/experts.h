@@ -23,18 +23,29 @@ int64_t take_largest(float* values, int64_t count) {
     return best;
 }
 
+inline float sigmoid(float x) {  // NaN is no clamped exponent
+    const float y = 1.0f / (1.0f + fast_exp(-x));
+    return x == x ? y : x;
+}
+
 // Of a token: its experts and their shares, from the router's products in `wide`. The correction counts for the choice alone.
 void route(const Model& m, const Op& op, int64_t token, float* scratch) {
     const Experts& of = *op.experts;
     const int64_t size = of.count / of.groups;
     const float* logits = m.wide + token * m.ld;
     float *scores = scratch, *choice = scores + of.count, *best = choice + of.count;
+    if (of.correction) {
 #pragma omp simd
-    for (int64_t e = 0; e < of.count; e++) {
-        scores[e] = 1.0f / (1.0f + fast_exp(-logits[e]));
-        scores[e] = logits[e] == logits[e] ? scores[e] : logits[e];  // NaN is no clamped exponent
-        const float corrected = scores[e] + of.correction[e];
-        choice[e] = corrected == corrected ? corrected : INFINITE;
+        for (int64_t e = 0; e < of.count; e++) {
+            scores[e] = sigmoid(logits[e]);
+            const float corrected = scores[e] + of.correction[e];
+            choice[e] = corrected == corrected ? corrected : INFINITE;
+        }
+    } else {
+        for (int64_t e = 0; e < of.count; e++) {
+            scores[e] = logits[e];
+            choice[e] = scores[e] == scores[e] ? scores[e] : INFINITE;
+        }
     }
     if (of.kept < of.groups) {
         for (int64_t g = 0; g < of.groups; g++) {  // a group counts as much as its two best
@@ -50,10 +61,19 @@ void route(const Model& m, const Op& op, int64_t token, float* scratch) {
             if (best[g] != -INFINITE) std::fill(choice + g * size, choice + (g + 1) * size, -INFINITE);
     }
     int64_t* picks = m.picks + token * of.chosen;
-    float *shares = m.shares + token * of.chosen, sum = 1e-20f;
+    float *shares = m.shares + token * of.chosen, sum = of.correction ? 1e-20f : 0.0f;
     for (int64_t i = 0; i < of.chosen; i++) picks[i] = take_largest(choice, of.count);
     std::sort(picks, picks + of.chosen);
+    if (!of.correction) {  // exponents go from the largest score down
+        float largest = -INFINITE;
+        for (int64_t i = 0; i < of.chosen; i++) largest = std::max(largest, scores[picks[i]]);
+        for (int64_t i = 0; i < of.chosen; i++) {
+            float& score = scores[picks[i]];
+            score = score == score ? fast_exp(score - largest) : score;
+        }
+    }
     for (int64_t i = 0; i < of.chosen; i++) sum += shares[i] = scores[picks[i]];
+    if (of.shared) of.shared[token] = sigmoid(logits[of.count]);
     for (int64_t i = 0; i < of.chosen; i++) shares[i] = (of.normalise ? shares[i] / sum : shares[i]) * of.scaling;
 }
 
@@ -87,7 +107,8 @@ void run_expert(const Model& m, const Op& op, const Step& step, int64_t unit) {
     const int64_t at = unit / units.count, *run = m.runs + 1 + 3 * at;
     if (at >= m.runs[0]) return;
     const Weight* weight = (op.target == WIDE ? op.experts->up : op.experts->down) + run[0];
-    const Product job{weight, m.picked, m.operand_ld, m.picked_scale, m.picked_wide, m.ld, STORE};
+    const Product job{
+        weight, m.picked, m.operand_ld, m.picked_scale, m.picked_wide, m.ld, STORE, Activation(op.activation), weight->n / 2};
     run_unit(job, units, unit % units.count, run[2] - run[1], run[1]);
 }
 
@@ -106,7 +127,7 @@ void combine(const Model& m, const Op& op, int64_t token, float* sum) {
     }
     float* x = m.x + token * m.hidden;
 #pragma omp simd
-    for (int64_t c = 0; c < op.width; c++) x[c] += sum[c];
+    for (int64_t c = 0; c < op.width; c++) x[c] += op.scale * sum[c];
 }
 
 }  // namespace

@@ -35,14 +35,14 @@ class Layout {
 void add_weight(Layout& layout) {
     STRUCT(Weight);
     FIELD(Weight, kind); FIELD(Weight, n); FIELD(Weight, k); FIELD(Weight, kpad); FIELD(Weight, data);
-    FIELD(Weight, scale); FIELD(Weight, bias);
+    FIELD(Weight, scale); FIELD(Weight, bias); FIELD(Weight, gated);
 }
 
 void add_experts(Layout& layout) {
     STRUCT(Experts);
     FIELD(Experts, count); FIELD(Experts, chosen); FIELD(Experts, groups); FIELD(Experts, kept);
     FIELD(Experts, normalise); FIELD(Experts, scaling); FIELD(Experts, correction); FIELD(Experts, up);
-    FIELD(Experts, down);
+    FIELD(Experts, down); FIELD(Experts, shared);
 }
 
 void add_attention_shape(Layout& layout) {
@@ -65,7 +65,7 @@ void add_op(Layout& layout) {
     FIELD(Op, windows); FIELD(Op, window_stride); FIELD(Op, states); FIELD(Op, state_stride); FIELD(Op, conv);
     FIELD(Op, conv_bias); FIELD(Op, a); FIELD(Op, d); FIELD(Op, dt_bias); FIELD(Op, kv); FIELD(Op, kv_stride);
     FIELD(Op, ring); FIELD(Op, ring_stride); FIELD(Op, experts); FIELD(Op, delta); FIELD(Op, first_key);
-    FIELD(Op, attention);
+    FIELD(Op, attention); FIELD(Op, activation); FIELD(Op, gated); FIELD(Op, scale); FIELD(Op, row_scale);
 }
 
 void add_model(Layout& layout) {
@@ -145,9 +145,9 @@ void add_tower_step(Layout& layout) {
 void add_numbers(Layout& layout) {
     VALUE_AS(Kind, F32, F32); VALUE_AS(Kind, BF16, BF16); VALUE_AS(Kind, INT8, INT8); VALUE_AS(Kind, INT4, INT4);
     VALUE_AS(Code, NORM, NORM); VALUE_AS(Code, LINEAR, LINEAR); VALUE_AS(Code, MAMBA, MAMBA);
-    VALUE_AS(Code, ATTENTION, ATTENTION); VALUE_AS(Code, CONVERT, CONVERT); VALUE_AS(Code, RELU_SQUARED, RELU_SQUARED);
+    VALUE_AS(Code, ATTENTION, ATTENTION); VALUE_AS(Code, CONVERT, CONVERT); VALUE_AS(Code, ACTIVATE, ACTIVATE);
     VALUE_AS(Code, ROUTE, ROUTE); VALUE_AS(Code, GROUP_PICKS, GROUP_PICKS); VALUE_AS(Code, GATHER, GATHER);
-    VALUE_AS(Code, EXPERTS, EXPERTS); VALUE_AS(Code, PICKED_RELU_SQUARED, PICKED_RELU_SQUARED);
+    VALUE_AS(Code, EXPERTS, EXPERTS); VALUE_AS(Code, PICKED_ACTIVATE, PICKED_ACTIVATE);
     VALUE_AS(Code, COMBINE, COMBINE); VALUE_AS(Code, NORM_PAIR, NORM_PAIR); VALUE_AS(Code, EMBED, EMBED);
     VALUE_AS(Code, LARGEST, LARGEST); VALUE_AS(Code, HEADS, HEADS); VALUE_AS(Code, GATE, GATE); VALUE_AS(Code, DELTA, DELTA);
     VALUE_AS(Target, WIDE, WIDE); VALUE_AS(Target, RESIDUAL, RESIDUAL); VALUE_AS(Target, LOGITS, LOGITS);

@@ -26,11 +26,6 @@
 
 namespace {
 
-void square(const float* from, int64_t width, float* out) {  // relu(x)^2
-#pragma omp simd
-    for (int64_t i = 0; i < width; i++) out[i] = from[i] <= 0 ? 0.0f : from[i] * from[i];
-}
-
 void make_row(const Model& m, const Op& op, int64_t row, float* scratch) {
     const float* from = (op.code == NORM ? m.x : op.code == CONVERT ? m.mid : m.wide) + row * (op.code == NORM ? m.hidden : m.ld);
     const int64_t width = op.width;
@@ -38,8 +33,8 @@ void make_row(const Model& m, const Op& op, int64_t row, float* scratch) {
         const int64_t part = op.code == NORM ? width : width / 2;
         for (int64_t i = 0; i < width; i += part) rms_norm(from + i, op.norm + i, part, m.eps, scratch + i);
         from = scratch;
-    } else if (op.code == RELU_SQUARED) {
-        square(from, width, scratch);
+    } else if (op.code == ACTIVATE && (op.activation || op.gated)) {
+        activate_row(from, width, Activation(op.activation), op.gated, scratch);
         from = scratch;
     } else if (op.code == GATE) {
         gate_row(m, *op.attention, row, scratch);
@@ -50,11 +45,13 @@ void make_row(const Model& m, const Op& op, int64_t row, float* scratch) {
 
 Product product_of(const Model& m, const Op& op, const Step& step) {
     Product job{&op.weight, m.operand, m.operand_ld, m.operand_scale, m.wide, m.ld, STORE};
-    if (op.target == RESIDUAL) job.out = m.x, job.ldo = m.hidden, job.store = ADD;
+    job.activation = Activation(op.activation);
+    if (op.weight.gated) job.outputs = op.target == INNER ? op.width : op.weight.n / 2;
+    if (op.target == RESIDUAL) job.out = m.x, job.ldo = m.hidden, job.store = ADD, job.scale = op.scale, job.row_scale = op.row_scale;
     if (op.target == STREAM) job.out = m.x, job.ldo = m.hidden;
     if (op.target == LOGITS) job.out = step.logits, job.ldo = m.vocab;
     if (op.target == INNER) {
-        job.ldo = op.width, job.store = op.kind == BF16 ? STORE_BF16 : STORE, job.activation = Activation::RELU_SQUARED;
+        job.ldo = op.width, job.store = op.kind == BF16 ? STORE_BF16 : STORE;
     } else if (op.width) {
         job.a = m.wide, job.lda = op.width;
     }
@@ -85,7 +82,7 @@ int64_t units_of(const Model& m, const Op& op, const Step& step) {
         case EMBED: return step.ids ? step.tokens : 0;
         case LARGEST: return step.largest ? step.tokens : 0;
         case GATHER:
-        case PICKED_RELU_SQUARED: return step.tokens * op.experts->chosen;
+        case PICKED_ACTIVATE: return step.tokens * op.experts->chosen;
         case EXPERTS: return most_experts(op, step) * Units(op.weight, 1, m.threads, most_experts(op, step)).count;
         default: return step.tokens;
     }
@@ -114,8 +111,8 @@ class StepJob : public Job {
             case GROUP_PICKS: group_picks(m_, op, step_.tokens); break;
             case GATHER: gather(m_, op, unit); break;
             case EXPERTS: run_expert(m_, op, step_, unit); break;
-            case PICKED_RELU_SQUARED:
-                square(m_.picked_wide + unit * m_.ld, op.width, scratch.data());
+            case PICKED_ACTIVATE:
+                activate_row(m_.picked_wide + unit * m_.ld, op.width, Activation(op.activation), op.gated, scratch.data());
                 make_operand(scratch.data(), op.width, op.kind, m_.picked, m_.operand_ld, m_.picked_scale, unit);
                 break;
             case COMBINE: combine(m_, op, unit, scratch.data()); break;
@@ -135,6 +132,8 @@ class StepJob : public Job {
         };
         if (op.kind == BF16) copy(static_cast<const uint16_t*>(op.kv));
         else copy(static_cast<const float*>(op.kv));
+        if (op.scale == 1.0f) return;
+        for (int64_t i = 0; i < m_.hidden; i++) x[i] = op.kind == BF16 ? bf16_to_float(float_to_bf16(op.scale * x[i])) : op.scale * x[i];
     }
 
     void run_linear(int64_t phase, int64_t unit) const {
@@ -274,7 +273,7 @@ void saccade_linear(
     int64_t activation, int64_t threads, void* operand, int64_t operand_ld, float* scales
 ) {
     const Weight& w = *weight;
-    Product product{weight, operand, operand_ld, scales, out, ldo, is_bf16 ? STORE_BF16 : STORE, Activation(activation)};
+    Product product{weight, operand, operand_ld, scales, out, ldo, is_bf16 ? STORE_BF16 : STORE, Activation(activation), w.gated ? ldo : w.n};
     if (is_bf16 ? w.kind == BF16 && w.k % 2 == 0 : w.kind == F32) product.a = x, product.lda = ldx;
     pool().run(LinearJob(product, x, ldx, is_bf16, operand, scales, rows, threads), threads);
 }

@@ -259,32 +259,46 @@ struct Product {
     void* out;
     int64_t ldo, store;
     Activation activation = Activation::NONE;
-    const Weight* next = nullptr;  // what is multiplied after this, if that is known
+    int64_t outputs = 0;               // of a gated weight: numbers that a row gets
+    float scale = 1.0f;                // ADD: of what is added ...
+    const float* row_scale = nullptr;  // ... and of each row's
+    const Weight* next = nullptr;      // what is multiplied after this, if that is known
 };
 
 // R rows of sums, V * 16 wide (the last ones may be no outputs) -> their place: + bias, the activation, then stored or added.
-// A row is read before it is written: a store may have to wait for its line, and what reads behind it with it.
-template <int64_t STORED, int R, int V, bool WHOLE>
+// Of a gated weight, vectors of gates and of what they are multiplied with alternate, and half as many results go to their
+// place. A row is read before it is written: a store may have to wait for its line, and what reads behind it with it.
+template <int64_t STORED, int R, int V, bool WHOLE, bool GATED>
 void finish(const Product& job, const float* sums, int64_t row, int64_t begin) {
-    __mmask16 m[V];
-    for (int v = 0; v < V; v++) m[v] = first_lanes(std::max<int64_t>(0, job.weight->n - begin - v * 16));
-    const float* bias = job.weight->bias;
+    constexpr int OUT = GATED ? V / 2 : V;
+    const Weight& w = *job.weight;
+    const int64_t first = GATED ? begin / 2 : begin, outputs = GATED ? job.outputs : w.n;
+    __mmask16 m[OUT];
+    for (int v = 0; v < OUT; v++) m[v] = first_lanes(std::max<int64_t>(0, outputs - first - v * 16));
     const Activation activation = job.activation;
-    int64_t place = row * job.ldo + begin;
+    int64_t place = row * job.ldo + first;
     for (int r = 0; r < R; r++, sums += PANEL, place += job.ldo) {
-        __m512 y[V];
-        for (int v = 0; v < V; v++) y[v] = _mm512_loadu_ps(sums + v * 16);
-        if (bias)
-            for (int v = 0; v < V; v++) y[v] = _mm512_add_ps(y[v], _mm512_maskz_loadu_ps(m[v], bias + begin + v * 16));
+        __m512 sum[V], y[OUT];
+        for (int v = 0; v < V; v++) sum[v] = _mm512_loadu_ps(sums + v * 16);
+        if (w.bias)
+            for (int v = 0; v < V; v++) {
+                const __mmask16 there = first_lanes(std::max<int64_t>(0, w.n - begin - v * 16));
+                sum[v] = _mm512_add_ps(sum[v], _mm512_maskz_loadu_ps(there, w.bias + begin + v * 16));
+            }
+        for (int v = 0; v < OUT; v++) y[v] = sum[GATED ? 2 * v : v];
         activate(y, activation);
+        if constexpr (GATED)
+            for (int v = 0; v < OUT; v++) y[v] = _mm512_mul_ps(y[v], sum[2 * v + 1]);
         if constexpr (STORED == STORE_BF16) {
             uint16_t* to = static_cast<uint16_t*>(job.out) + place;
-            for (int v = 0; v < V; v++) store_bf16(to + v * 16, m[v], y[v]);
+            for (int v = 0; v < OUT; v++) store_bf16(to + v * 16, m[v], y[v]);
         } else {
             float* to = static_cast<float*>(job.out) + place;
-            if constexpr (STORED == ADD)
-                for (int v = 0; v < V; v++) y[v] = _mm512_add_ps(y[v], _mm512_maskz_loadu_ps(m[v], to + v * 16));
-            for (int v = 0; v < V; v++) {
+            if constexpr (STORED == ADD) {
+                const __m512 scale = _mm512_set1_ps(job.row_scale ? job.scale * job.row_scale[row + r] : job.scale);
+                for (int v = 0; v < OUT; v++) y[v] = _mm512_fmadd_ps(y[v], scale, _mm512_maskz_loadu_ps(m[v], to + v * 16));
+            }
+            for (int v = 0; v < OUT; v++) {
                 if constexpr (WHOLE) _mm512_storeu_ps(to + v * 16, y[v]);
                 else _mm512_mask_storeu_ps(to + v * 16, m[v], y[v]);
             }
@@ -294,8 +308,14 @@ void finish(const Product& job, const float* sums, int64_t row, int64_t begin) {
 
 template <int64_t STORED, int R, int V>
 void finish(const Product& job, const float* sums, int64_t row, int64_t begin) {
-    if (job.weight->n - begin >= 16 * V) finish<STORED, R, V, true>(job, sums, row, begin);
-    else finish<STORED, R, V, false>(job, sums, row, begin);
+    if constexpr (STORED != ADD && V > 1)
+        if (job.weight->gated) {
+            if (job.outputs - begin / 2 >= 8 * V) finish<STORED, R, V, true, true>(job, sums, row, begin);
+            else finish<STORED, R, V, false, true>(job, sums, row, begin);
+            return;
+        }
+    if (job.weight->n - begin >= 16 * V) finish<STORED, R, V, true, false>(job, sums, row, begin);
+    else finish<STORED, R, V, false, false>(job, sums, row, begin);
 }
 
 template <int R, int V>
@@ -344,20 +364,22 @@ void tiles(const Product& job, int64_t begin, int64_t end, int64_t panel, int64_
             ahead.bytes = (ahead.end - ahead.at + looks * LINE - 1) / (looks * LINE) * LINE;
         }
         if (count == 4) tile_of<4>(to - from, job, from, panel, first, ahead);
+        else if (count == 2) tile_of<2>(to - from, job, from, panel, first, ahead);
         else tile_of<1>(to - from, job, from, panel, first, ahead);
     }
 }
 
-// Units of a product: (panel, block of rows), or quarters of panels where there would be too few for the threads.
+// Units of a product: (panel, block of rows), or parts of panels where there would be too few for the threads: quarters, or of
+// gated weights halves.
 struct Units {
-    int64_t threads, quarters, blocks, count;
+    int64_t threads, parts, blocks, count;
     Units(const Weight& w, int64_t rows, int64_t threads, int64_t products = 1) : threads(threads) {
         const int64_t panels = panels_of(w);
         blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
         // A quarter of one row waits for its own sums as long as a panel does: that pays where memory is what takes time.
         const bool divisible = (w.kind == BF16 || w.kind == INT8) && threads > 1 && w.kpad >= DIVISIBLE;
-        quarters = divisible && products * panels * blocks < 6 * threads ? 4 : 1;
-        count = panels * blocks * quarters;
+        parts = divisible && products * panels * blocks < 6 * threads ? w.gated ? 2 : 4 : 1;
+        count = panels * blocks * parts;
     }
 };
 
@@ -366,7 +388,7 @@ struct Units {
 const char* next_panel(const Product& job, const Units& units, int64_t unit) {
     const int64_t lane = ((unit + 1) * units.threads - 1) / units.count, last = lane_begin(units.count, units.threads, lane + 1) - 1;
     const Weight* weight = unit < last ? job.weight : job.next;
-    if (units.quarters > 1 || !weight || weight->kind == F32) return nullptr;
+    if (units.parts > 1 || !weight || weight->kind == F32) return nullptr;
     const int64_t panel = unit < last ? (unit + 1) / units.blocks : lane_begin(panels_of(*weight), units.threads, lane);
     if (unit < last && panel == unit / units.blocks) return nullptr;
     return static_cast<const char*>(weight->data) + panel * panel_bytes(*weight);
@@ -374,11 +396,10 @@ const char* next_panel(const Product& job, const Units& units, int64_t unit) {
 
 void run_unit(const Product& job, const Units& units, int64_t unit, int64_t rows, int64_t before = 0) {
     const int64_t block = unit % units.blocks, part = unit / units.blocks;
-    const int64_t panel = part / units.quarters, first = part % units.quarters;
+    const int64_t panel = part / units.parts, vectors = 4 / units.parts, first = part % units.parts * vectors;
     if (panel * PANEL + first * 16 >= job.weight->n) return;
     const int64_t begin = before + rows * block / units.blocks, end = before + rows * (block + 1) / units.blocks;
-    const bool whole = units.quarters == 1;
-    tiles(job, begin, end, panel, whole ? 0 : first, whole ? 4 : 1, next_panel(job, units, unit));
+    tiles(job, begin, end, panel, first, vectors, next_panel(job, units, unit));
 }
 
 }  // namespace

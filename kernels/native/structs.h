@@ -9,8 +9,8 @@ namespace {
 enum Kind : int64_t { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3 };
 enum Store : int64_t { STORE = 0, ADD = 1, STORE_BF16 = 2 };
 enum Code : int64_t {
-    NORM = 0, LINEAR = 1, MAMBA = 2, ATTENTION = 3, CONVERT = 4, RELU_SQUARED = 5,
-    ROUTE = 6, GROUP_PICKS = 7, GATHER = 8, EXPERTS = 9, PICKED_RELU_SQUARED = 10, COMBINE = 11,
+    NORM = 0, LINEAR = 1, MAMBA = 2, ATTENTION = 3, CONVERT = 4, ACTIVATE = 5,
+    ROUTE = 6, GROUP_PICKS = 7, GATHER = 8, EXPERTS = 9, PICKED_ACTIVATE = 10, COMBINE = 11,
     NORM_PAIR = 12, EMBED = 13, LARGEST = 14, HEADS = 15, GATE = 16, DELTA = 17,
 };
 enum Target : int64_t { WIDE = 0, RESIDUAL = 1, LOGITS = 2, MID = 3, OPERAND = 4, STREAM = 5, INNER = 6 };
@@ -24,13 +24,15 @@ struct Weight {  // [n, k]; kpad: k as it is stored; scale: int8 [panels * 64], 
     const void* data;
     const float* scale;
     const float* bias;
+    int64_t gated;  // of each 32 outputs 16 are gates, and the others what f(gate) is multiplied with; n is a multiple of 32
 };
 
 struct Experts {  // a mixture of them
     int64_t count, chosen, groups, kept, normalise;
     float scaling;
-    const float* correction;   // [count]
+    const float* correction;   // [count]; null: the softmax over the chosen
     const Weight *up, *down;   // [count]
+    float* shared;  // [rows], or null: of each token the shared expert's gate, the sigmoid of a last output of the router
 };
 
 struct AttentionShape {  // rows of `wide` are queries, keys, values and, where GATE follows, a gate for each number of a query
@@ -51,7 +53,7 @@ struct DeltaShape {  // shape of a mixer of the gated delta rule
 struct Op {
     int64_t code, kind, width;  // kind: of the operand that an operation makes; width: of its rows
     Weight weight;              // LINEAR; EXPERTS: the first expert's
-    // LINEAR: WIDE, RESIDUAL (added to x), STREAM (x itself), LOGITS or INNER: relu(y)^2 lies in `wide` as rows that a plain weight
+    // LINEAR: WIDE, RESIDUAL (added to x), STREAM (x itself), LOGITS or INNER: f(y) lies in `wide` as rows that a plain weight
     // multiplies, `width` numbers of `kind` each; a LINEAR with a width and another target multiplies such rows. COMBINE: RESIDUAL or MID; GATHER: from WIDE or float OPERAND;
     // EXPERTS: WIDE for the first product, RESIDUAL for the second; MAMBA, DELTA: MID, or OPERAND of a product of F32 or BF16
     int64_t target;
@@ -69,6 +71,10 @@ struct Op {
     const DeltaShape* delta;      // DELTA
     int64_t first_key;       // ATTENTION: the first place that is looked at
     const AttentionShape* attention;  // HEADS, ATTENTION, GATE
+    int64_t activation;      // f. LINEAR, EXPERTS: of the product, or of its gates; ACTIVATE, PICKED_ACTIVATE
+    int64_t gated;           // ACTIVATE, PICKED_ACTIVATE: f(first `width` numbers) times the next `width`
+    float scale;             // of what a LINEAR or COMBINE adds to x, and of EMBED's rows, which stay numbers of their kind ...
+    const float* row_scale;  // ... and LINEAR: [rows], or null: of each row's
 };
 
 struct Model {

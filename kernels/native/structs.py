@@ -43,12 +43,12 @@ class Code(IntEnum):
     MAMBA = 2
     ATTENTION = 3
     CONVERT = 4
-    RELU_SQUARED = 5
+    ACTIVATE = 5
     ROUTE = 6
     GROUP_PICKS = 7
     GATHER = 8
     EXPERTS = 9
-    PICKED_RELU_SQUARED = 10
+    PICKED_ACTIVATE = 10
     COMBINE = 11
     NORM_PAIR = 12
     EMBED = 13
@@ -73,7 +73,7 @@ class Target(IntEnum):
 class Weight(Structure):
     _fields_ = [
         ("kind", c_int64), ("n", c_int64), ("k", c_int64), ("kpad", c_int64),
-        ("data", c_void_p), ("scale", c_void_p), ("bias", c_void_p),
+        ("data", c_void_p), ("scale", c_void_p), ("bias", c_void_p), ("gated", c_int64),
     ]  # fmt: skip
 
 
@@ -81,6 +81,7 @@ class Experts(Structure):
     _fields_ = [
         ("count", c_int64), ("chosen", c_int64), ("groups", c_int64), ("kept", c_int64), ("normalise", c_int64),
         ("scaling", c_float), ("correction", c_void_p), ("up", c_void_p), ("down", c_void_p),
+        ("shared", c_void_p),
     ]  # fmt: skip
 
 
@@ -105,6 +106,7 @@ class Op(Structure):
         ("state_stride", c_int64), ("conv", c_void_p), ("conv_bias", c_void_p), ("a", c_void_p), ("d", c_void_p),
         ("dt_bias", c_void_p), ("kv", c_void_p), ("kv_stride", c_int64), ("ring", c_void_p), ("ring_stride", c_int64),
         ("experts", c_void_p), ("delta", c_void_p), ("first_key", c_int64), ("attention", c_void_p),
+        ("activation", c_int64), ("gated", c_int64), ("scale", c_float), ("row_scale", c_void_p),
     ]  # fmt: skip
 
 

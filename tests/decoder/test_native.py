@@ -10,6 +10,9 @@ from compiled import needs_compiled
 from tiny_decoder import greedy_params, image, random_weights, request, run, tiny_config
 
 from decoder.config import DecoderConfig, DecoderOptions
+from decoder.layers.descriptions import Attention, Experts, Mamba2, Mlp
+from decoder.layers.spec import Layer, MixerSpec
+from decoder.native import NativeStep
 from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
@@ -49,15 +52,48 @@ def test_float32_equals_the_operations(pattern: str, groups: int) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
 
 
-def test_experts_of_many_tokens_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_take_many_tokens_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(pattern="ME*E")
-    options = DecoderOptions(max_seqs=8, max_len=64, page_size=4)
-    slow, _ = _logits(config, replace(options, native="off"))
+    options = DecoderOptions(max_seqs=8, max_len=64, page_size=4, native="on", dtype=torch.bfloat16)
+    whole, _ = _logits(config, options)
     for module in ("native", "operations"):
         monkeypatch.setattr(f"decoder.{module}.MAX_ROUTED", 4)
-    fast, _ = _logits(config, replace(options, native="on"))
-    for ours, theirs in zip(fast, slow, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
+    blocks, runner = _logits(config, options)
+    native = runner.model.native
+    assert native is not None and not any(
+        native.calls(mixer) for layer in runner.model.layers for mixer in layer.mixers
+    )
+    for ours, theirs in zip(blocks, whole, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_scaled_embeddings_and_layers_are_compiled() -> None:
+    mixers: list[tuple[tuple[str, MixerSpec], ...]] = [
+        (("mixer", Mamba2(32, 4, 8, 2, 16, chunk_size=8)),),
+        (("moe", Experts(32, 4, 2, 24, None, mlp_hidden_act="silu", gated=True, routing="softmax")),
+         ("shared_mlp", Mlp(32, 24, "silu", gated=True))),
+        (("mixer", Attention(32, 4, 2, 8)),),
+        (("mixer", Mlp(32, 48, "silu", gated=True, mlp_bias=True)),),
+    ]  # fmt: skip
+    layers = tuple(Layer(mixer, 0.22) for mixer in mixers)
+    config = DecoderConfig(97, 32, layers, embedding_scale=12.3, logits_scale=0.125)
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.03)):
+        options = DecoderOptions(max_seqs=8, max_len=64, page_size=4, dtype=dtype)
+        (fast, runner), (slow, _) = (_logits(config, replace(options, native=mode)) for mode in ("on", "off"))
+        assert runner.model.native is not None and runner.model.native.max_singles > 0
+        for ours, theirs in zip(fast, slow, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * theirs.abs().max().item())
+
+
+def test_scaled_embeddings_have_the_bits_of_those_that_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(tiny_config("M*-"), embedding_scale=12.3)
+    options = DecoderOptions(max_seqs=8, max_len=64, page_size=4, native="on", dtype=torch.bfloat16)
+    compiled, _ = _logits(config, options)
+    monkeypatch.setattr(NativeStep, "single", None)
+    monkeypatch.setattr("decoder.native.MAX_ROUTED", 0)  # no step is one call
+    called, _ = _logits(config, options)
+    for ours, theirs in zip(compiled, called, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("state", [32, 64, 128, 20])

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.linear import Linear, Packed, quantise
+from kernels.gates import swiglu
+from kernels.linear import GatedLinear, Linear, Packed, Quantised, quantise
+from kernels.native import Activation
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -75,3 +77,20 @@ def test_a_row_is_the_same_in_any_company_and_with_any_threads(kind: str, shape:
                 assert torch.equal(linear(x[:rows]), alone[:rows])
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize(("inner", "outer"), [(64, 96), (1100, 70), (77, 5)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_gated_product_is_two_products(kind: str, inner: int, outer: int, biased: bool) -> None:
+    dtype = torch.float32 if kind == "float32" else torch.bfloat16
+    weight = torch.randn(2 * outer, inner).to(dtype) / inner**0.5
+    bias = torch.randn(2 * outer).to(dtype) if biased else None
+    stored = quantise(weight, kind) if kind.startswith("int") else weight
+    gated = GatedLinear(stored, bias, swiglu, Activation.SILU)
+    x = torch.randn(21, inner).to(dtype)
+    exact = stored.dequantise() if isinstance(stored, Quantised) else stored.float()
+    gate, up = F.linear(x.float(), exact, None if bias is None else bias.float()).chunk(2, -1)
+    expected, found = F.silu(gate) * up, gated(x)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), expected, rtol=0.01, atol=0.01 if dtype == torch.bfloat16 else 1e-5)

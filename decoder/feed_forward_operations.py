@@ -1,0 +1,105 @@
+"""Operations of compiled code for MLPs and mixtures of experts; the rest is in `decoder.operations`."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from decoder.layers.experts import ExpertsMixer
+from decoder.layers.mlp import GatedMlpMixer, MlpMixer
+from kernels.linear import Packed
+from kernels.native import Activation, structs
+from kernels.native.structs import Code, Kind, Op, Target, Weight
+
+if TYPE_CHECKING:
+    from decoder.operations import Operations
+
+AnyMlp = MlpMixer | GatedMlpMixer
+
+
+def _first(operations: Operations, mlp: AnyMlp) -> tuple[Packed, Activation, bool]:
+    """Its first product, f, and whether gates and what they are for come out of the product apart from each other."""
+    if isinstance(mlp, MlpMixer):
+        return operations.packed(mlp.up), mlp.activation, False
+    both = mlp.gate_up
+    if both.packed is not None:
+        return operations.keep(both.packed), both.activation, False
+    assert both.plain is not None
+    return operations.packed(both.plain), both.activation, True
+
+
+def mlp_operations(
+    operations: Operations, norm: Tensor, mlp: AnyMlp, scale: float, row_scale: int | None = None
+) -> list[Op]:
+    """Adds `scale` times, and each row's number at `row_scale` times, the MLP of normed rows to the residual stream.
+
+    Plain rows go from product to product; integers have to know a row's largest value first.
+    """
+    (up, activation, apart), down = _first(operations, mlp), operations.packed(mlp.down)
+    last = operations.residual(down, scale)
+    last.row_scale = row_scale
+    if not apart and down.kind in (Kind.BF16, Kind.F32) and down.kpad == down.k:
+        last.width = down.k
+        inner = Op(Code.LINEAR, down.kind, down.k, up.descriptor, Target.INNER, activation=activation)
+        return [operations.norm(norm, up), inner, last]
+    wide, inner = operations.linear(up, Target.WIDE), Op(Code.ACTIVATE, down.kind, down.k, gated=apart)
+    (inner if apart else wide).activation = activation
+    return [operations.norm(norm, up), wide, inner, last]
+
+
+def experts_operations(
+    operations: Operations, norm: Tensor, mixer: ExpertsMixer, beside: AnyMlp | None, scale: float
+) -> list[Op]:
+    """Adds `scale` times the experts of the normed rows, and an MLP `beside` them, to the residual stream. Empty where
+    the experts' weights are stacked, for a kernel.
+    """
+    spec, experts = mixer.spec, [expert for expert in mixer.experts if isinstance(expert, AnyMlp)]
+    if len(experts) < spec.n_routed_experts:
+        return []
+    shared = beside if mixer.shared is None else mixer.shared
+    rows = [mixer.gate_ED] if mixer.shared_gate_1D is None else [mixer.gate_ED, mixer.shared_gate_1D]
+    gate = operations.keep(Packed(torch.cat(rows), None))
+    row_scale = None if mixer.shared_gate_1D is None else operations.shared_gates.data_ptr()
+    firsts, downs = zip(
+        *((_first(operations, expert), operations.packed(expert.down)) for expert in experts), strict=True
+    )
+    (up, activation, apart), down = firsts[0], downs[0]
+    tables = [(Weight * len(experts))(*(packed.descriptor for packed in side)) for side in (
+        [first[0] for first in firsts], downs
+    )]  # fmt: skip
+    correction = None if mixer.correction_E is None else operations.pointer(mixer.correction_E)
+    mixture = structs.Experts(
+        spec.n_routed_experts, spec.num_experts_per_tok, spec.n_group, spec.topk_group, int(spec.norm_topk_prob),
+        spec.routed_scaling_factor, correction, *(ctypes.addressof(table) for table in tables), row_scale,
+    )  # fmt: skip
+    operations.route(spec, tables, mixture)
+
+    def op(code: Code, packed: Packed, target: Target = Target.WIDE, weight: Weight | None = None) -> Op:
+        of = ctypes.addressof(mixture)
+        return Op(code, packed.kind, packed.k, weight or Weight(), target, experts=of, scale=scale)
+
+    enter, leave = mixer.enter, mixer.leave
+    ops = [operations.norm(norm, gate), operations.linear(gate, Target.WIDE), op(Code.ROUTE, gate)]
+    ops.append(op(Code.GROUP_PICKS, gate))
+    if enter is None:
+        ops.append(op(Code.GATHER, up, Target.OPERAND))
+    else:
+        packed = operations.packed(enter)
+        ops += [operations.norm(norm, packed), operations.linear(packed, Target.WIDE), op(Code.GATHER, up)]
+    first = op(Code.EXPERTS, up, Target.WIDE, up.descriptor)
+    inner = op(Code.PICKED_ACTIVATE, down)
+    inner.gated = apart
+    (inner if apart else first).activation = activation
+    ops += [first, inner, op(Code.EXPERTS, down, Target.RESIDUAL, down.descriptor)]
+    if shared is not None:
+        ops += mlp_operations(operations, norm, shared, scale, row_scale)
+    combine = op(Code.COMBINE, down, Target.RESIDUAL if leave is None else Target.MID)
+    combine.width = down.n
+    ops.append(combine)
+    if leave is not None:
+        packed = operations.packed(leave)
+        ops += [Op(Code.CONVERT, packed.kind, packed.k), operations.residual(packed, scale)]
+    return ops

@@ -1,0 +1,47 @@
+"""`f(x G^T + b) * (x U^T + c)`: two weights over one input as one product, which a gated MLP begins with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+from torch import Tensor
+
+from kernels.linear.packed import Packed
+from kernels.linear.quantised import Quantised
+from kernels.linear.reference import Linear
+from kernels.native import Activation, NativeUnavailable
+
+
+class GatedLinear:
+    """A weight `[2 * out, in]`, the gates first, and an optional bias `[2 * out]`.
+
+    Where the compiled product multiplies the weight, as `Linear` describes it, gates and the outputs that they are for
+    are interleaved, and f and the product with it are part of the matrix product. Else the weight is a `Linear`.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | Quantised,
+        bias: Tensor | None,
+        product: Callable[[Tensor], Tensor],
+        activation: Activation,
+    ) -> None:
+        """`product`: `[rows, 2 * out]`, gates and what they are for -> f(gate) * other; `activation`: f in compiled
+        code. The weight may be kept instead of copied.
+        """
+        self.product, self.activation = product, activation
+        self.packed: Packed | None = None
+        self.plain: Linear | None = None
+        with contextlib.suppress(NativeUnavailable):
+            if isinstance(weight, Quantised) or weight.dtype.itemsize == 2:
+                self.packed = Packed(weight, bias, gated=True)
+        if self.packed is None:
+            self.plain = Linear(weight, bias, owned=True, compiled=False)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[rows, in]` -> `[rows, out]` in x's dtype, which must be the weight's unless that is quantised."""
+        if self.packed is not None:
+            return self.packed(x, self.activation)
+        assert self.plain is not None
+        return self.product(self.plain(x))
