@@ -14,8 +14,11 @@ from decoder.step import Row, Step
 class Checkpointing:
     """Keeps what rows pass, by the placement of the cache."""
 
-    def __init__(self, cache: PrefixCache, memory: SequenceMemory) -> None:
-        self.cache, self.memory = cache, memory
+    def __init__(self, cache: PrefixCache, memory: SequenceMemory, most: int | None = None) -> None:
+        """`most`: states that may be kept at once; None: as many as the arena has room for."""
+        self.cache, self.memory, self.most = cache, memory, most
+        self._unwritten = 0
+        """Slots of states that steps are to write."""
 
     def start(self, sequence: Sequence, hit: Hit) -> None:
         """Sets where the states of a sequence that starts after `hit` are to be kept."""
@@ -65,16 +68,33 @@ class Checkpointing:
                 continue
             for mark in self.marks(row):
                 if mark > len(sequence.tokens) or not self.cache.holds(sequence, mark):
+                    if not self._within_budget(mark - cursor.last_mark):
+                        continue
                     slot = self.cache.take_slot(mark - cursor.last_mark)
                     if slot is None:
                         continue
+                    self._unwritten += 1
                     step.checkpoints.setdefault(sequence.arrival, []).append((mark, slot))
             cursor.next_mark = self.cache.placement.next_mark(cursor.marks, sequence.prompt_len, row.end)
+
+    def _within_budget(self, gain: int) -> bool:
+        """Whether one more state may be kept, where need be in place of one of less worth."""
+        while self.most is not None and len(self.cache) + self._unwritten >= self.most:
+            if not self.cache.evict(self.cache.worth(gain)):
+                return False
+        return True
+
+    def lose(self, kept: Iterable[tuple[int, int]]) -> None:
+        """The states (position, slot) of a sequence that has ended are not kept."""
+        for _, slot in kept:
+            self._unwritten -= 1
+            self.cache.pool.release_slot(slot)
 
     def register(self, sequence: Sequence, kept: Iterable[tuple[int, int]]) -> None:
         """The states (position, slot) of a sequence have been written: from now on they can be hit."""
         cache, cursor = self.cache, sequence.cursor
         for position, slot in kept:
+            self._unwritten -= 1
             if position > sequence.computed:  # a refused draft's
                 cache.pool.release_slot(slot)
                 continue
@@ -103,10 +123,17 @@ class Checkpointing:
         elif cache.placement.mode != "auto":
             return None
         gain, source = end - sequence.cursor.last_mark, sequence.slot
-        if gain < page or cache.holds(sequence, end):
+        if gain < page or cache.holds(sequence, end) or not self._within_budget(gain):
             return None
         slot = cache.take_slot(gain)
         if slot is None:
             slot = self.memory.cede_slot(sequence)
         cache.insert(sequence, end, slot, gain)
         return (source, slot) if slot >= 0 else None
+
+    def check_integrity(self) -> None:
+        """`AssertionError` when more is kept than may be, or slots are on their way into the cache between steps."""
+        assert self.most is None or len(self.cache) + self._unwritten <= self.most, (
+            "more checkpoints than the budget has"
+        )
+        assert self._unwritten >= 0

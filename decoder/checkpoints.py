@@ -86,6 +86,13 @@ def resolve_state_block(state_block: int | None, page: int, chunk: int) -> int:
     return math.lcm(page, chunk) if state_block is None else state_block
 
 
+def most_checkpoints(budget: int | None, slot_bytes: int) -> int | None:
+    """State checkpoints that may be kept at once in so many bytes; None: as many as the arena has room for. Models
+    without states, whose slots take 0 bytes, have none to bound.
+    """
+    return None if budget is None or not slot_bytes else budget // slot_bytes
+
+
 def state_slots(mode: str, max_len: int, state_block: int, num_speculative: int = 0, checkpoints: int = 0) -> int:
     """State slots that one request of `max_len` tokens can hold, its running state included.
 

@@ -166,6 +166,10 @@ class DecoderOptions:
     """Where states are kept for later requests: `none`, `align` (the last boundary of `state_block`), `all` (every
     boundary) or `auto` (ends of images and of the system prompt, junctions, the last chunk, the end of an answer).
     """
+    checkpoint_bytes: int | None = None
+    """Bytes that states kept for later requests may take, the least worthy giving way; `None`: as many as the arena has
+    beside running requests, to which they give way in any case.
+    """
     state_block: int | None = None
     """Tokens between boundaries, a multiple of `page_size`; `None`: the least common multiple of page and chunk."""
     ageing: int = 256
@@ -208,6 +212,10 @@ class DecoderOptions:
         )
         require(
             self.host_bytes is None or self.host_bytes >= 0, f"host_bytes must be at least 0, not {self.host_bytes}"
+        )
+        require(
+            self.checkpoint_bytes is None or self.checkpoint_bytes >= 0,
+            f"checkpoint_bytes must be at least 0, not {self.checkpoint_bytes}",
         )
         require(0 < self.memory_share <= 1, f"memory_share must be above 0 and at most 1, not {self.memory_share}")
         require(

@@ -261,6 +261,10 @@ class PrefixCache:
 
     # -- looking in ----------------------------------------------------------------------------------------------------
 
+    def __len__(self) -> int:
+        """Checkpoints that are held."""
+        return len(self._live)
+
     @property
     def slots(self) -> list[int]:
         """One entry for each reference held."""

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from decoder.admission import Admission
 from decoder.blocks import SuperblockPool
 from decoder.checkpointing import Checkpointing
+from decoder.checkpoints import most_checkpoints
 from decoder.config import DecoderOptions
 from decoder.forks import Forks
 from decoder.memory import SequenceMemory
@@ -50,7 +51,10 @@ class Scheduler:
         self.memory = SequenceMemory(
             options, pool, cache, page_bytes=page_bytes, slot_bytes=slot_bytes, ring_bytes=ring_bytes
         )
-        self.checkpointing = None if cache is None else Checkpointing(cache, self.memory)
+        self.checkpointing: Checkpointing | None = None
+        if cache is not None:
+            most = most_checkpoints(options.checkpoint_bytes, cache.slot_bytes)
+            self.checkpointing = Checkpointing(cache, self.memory, most)
         self.preemption = Preemption(self.queues, self.memory)
         self.admission = Admission(options, self.queues, self.memory, cache, self.checkpointing, self.preemption)
         self.forks = Forks(self.queues, self.memory, self.checkpointing)
@@ -114,8 +118,8 @@ class Scheduler:
                 if row.drafts:
                     self.checkpointing.rewind(sequence)
         for lost in step.checkpoints.values():
-            for _, slot in lost:
-                self.pool.release_slot(slot)
+            assert self.checkpointing is not None
+            self.checkpointing.lose(lost)
         for slot in step.held_slots:
             self.pool.release_slot(slot)
         self.pool.release_pages(step.held_pages)
@@ -185,6 +189,8 @@ class Scheduler:
     def check_integrity(self) -> None:
         """`AssertionError` unless everything that is held belongs to a sequence that is here."""
         self.memory.check_integrity(self.running, self.waiting)
+        if self.checkpointing is not None:
+            self.checkpointing.check_integrity()
 
 
 def _batch_order(row: Row) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """`saccade plan MODEL`: what a configuration will do, before anything is loaded.
 
 Memory by part, how many requests fit and what binds, which sizes are captured. Reads the configuration and the tables
-of the weight files, never the weights.
+of the weight files, never the weights; where there are no such files, the configuration says what they would hold.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import math
 from dataclasses import dataclass
 
 from decoder.arena import ArenaLayout, resolve_blocks
-from decoder.checkpoints import resolve_state_block, state_bytes, state_slots
+from decoder.checkpoints import most_checkpoints, resolve_state_block, state_bytes, state_slots
+from decoder.config import DecoderOptions
 from decoder.graphs import capture_plan, check_slots, graph_bytes
 from decoder.mtp import check_mtp
 from encoder.plan import describe
@@ -68,7 +69,7 @@ def size(count: int) -> str:
 def plan(options: EngineOptions) -> list[Table]:
     """The tables of the plan. Raises what the server would raise for the same options."""
     options = fetched(options)
-    checkpoint = open_checkpoint(options.model, options.revision)
+    checkpoint = open_checkpoint(options.model, options.revision, outline=True)
     check_role(options, checkpoint)
     if options.role == "encoder":
         return [memory_table(options, checkpoint), encoder_table(options, checkpoint)]
@@ -102,7 +103,8 @@ def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
         total += options.handoff_bytes
     rows.append(("together", size(total), "without activations"))
     of = "" if options.role == "all" else f", role {options.role}"
-    return Table(f"{checkpoint.config.name}, revision {checkpoint.revision}, on {device}{of}", rows)
+    source = f"revision {checkpoint.revision}" if checkpoint.files else "as config.json describes it, without weights"
+    return Table(f"{checkpoint.config.name}, {source}, on {device}{of}", rows)
 
 
 def _decoder_memory(options: EngineOptions, checkpoint: Checkpoint, rows: list[tuple[str, ...]]) -> int:
@@ -113,10 +115,12 @@ def _decoder_memory(options: EngineOptions, checkpoint: Checkpoint, rows: list[t
     check_slots(checkpoint.config.decoder, decoder, layout, blocks)
     arena = blocks * layout.block_bytes
     rows.append(("state arena", size(arena), f"{blocks} superblocks of {size(layout.block_bytes)}"))
-    rows.append(
-        ("  a state slot", size(layout.slot_bytes), f"one sequence, {len(layout.state_bytes)} recurrent layers")
-    )
+    parts = f"states {size(sum(layout.state_bytes))}, windows {size(sum(layout.window_bytes))}"
+    slot = f"one sequence, {len(layout.state_bytes)} recurrent layers: {parts}"
+    rows.append(("  a state slot", size(layout.slot_bytes), slot))
     rows.append(("  a KV page", size(layout.page_bytes), f"{layout.page_size} tokens, all attention layers"))
+    if layout.slot_bytes and decoder.state_cache != "none":
+        rows.append(_checkpoints_row(decoder, layout, blocks))
     total = arena
     if layout.ring_bytes:
         rings = layout.ring_bytes * decoder.max_seqs
@@ -126,6 +130,16 @@ def _decoder_memory(options: EngineOptions, checkpoint: Checkpoint, rows: list[t
         rows.append(("decoder graphs", size(graphs), "buffers, and activations of the largest size"))
         total += graphs
     return total
+
+
+def _checkpoints_row(decoder: DecoderOptions, layout: ArenaLayout, blocks: int) -> tuple[str, ...]:
+    """How many states can be kept for later requests, in the arena's memory that running requests leave."""
+    budget = most_checkpoints(decoder.checkpoint_bytes, layout.slot_bytes)
+    beside = [max(0, blocks - layout.blocks_for(*load)) for load in ((1, 1), (decoder.max_seqs, decoder.max_len))]
+    most, least = (count if budget is None else min(count, budget) for count in beside)
+    bound = "" if budget is None else f" (checkpoint_bytes has room for {budget})"
+    what = f"at most {most} states kept{bound}, {least} beside {decoder.max_seqs} requests of {decoder.max_len} tokens"
+    return "  checkpoints", size(most * layout.slot_bytes), what
 
 
 def weight_bytes(options: EngineOptions, checkpoint: Checkpoint) -> int:

@@ -71,6 +71,10 @@ class EngineOptions:
         "align = the last state_block boundary, all = every one, none = nowhere",
         choices=("auto", "align", "all", "none"),
     )
+    checkpoint_bytes: int | None = _option(
+        None, "bytes of the state arena for states that are kept for later requests; unset: all that running requests "
+        "leave", minimum=0, size=True,
+    )  # fmt: skip
     state_block: int | None = _option(
         None, "tokens between the boundaries of align and all; unset: the model's chunk", minimum=16
     )

@@ -51,6 +51,7 @@ def decoder_options(options: EngineOptions, checkpoint: Checkpoint) -> DecoderOp
         memory_bytes=options.memory_bytes,
         memory_share=options.memory_share,
         host_bytes=options.host_bytes,
+        checkpoint_bytes=options.checkpoint_bytes,
         state_cache=options.state_cache,
         state_block=options.state_block,
         speculative=options.speculative,

@@ -44,12 +44,13 @@ class _Source:
 class Checkpoint:
     """One model directory: its configuration and its weights by our names."""
 
-    def __init__(self, path: Path, *, name: str | None = None) -> None:
+    def __init__(self, path: Path, *, name: str | None = None, outline: bool = False) -> None:
+        """`outline`: a directory without weights will do, whose shapes are then those that config.json describes."""
         self.config: ModelConfig = load_config(path, name=name)
         self.path = path
         self.targets = self.config.weight_targets()
         """Stored name -> our tensors that it contributes to; none for parts that are not served."""
-        self.files = _weight_files(path)
+        self.files = _weight_files(path, optional=outline)
         """Its safetensors files."""
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._bytes: dict[str, int] = {}
@@ -65,8 +66,16 @@ class Checkpoint:
                 self._bytes[tensor] = entry["data_offsets"][1] - entry["data_offsets"][0]
         self.revision = digest.hexdigest()[:16]
         """Digest over config.json, the tensor tables and samples of the weights: keys caches, names the version."""
+        if not self.files:
+            self._shapes = self._described()
+            self.targets = lambda name: [Target(name)]
         self._quantised = self._fold_quantised()
         self._plan = self._resolve_sources()
+
+    def _described(self) -> dict[str, tuple[int, ...]]:
+        """Our name -> shape of each weight that config.json describes."""
+        vision = self.config.vision
+        return self.config.decoder.expected_weights() | (vision.expected_weights() if vision else {})
 
     def _fold_quantised(self) -> set[str]:
         """Names whose tensor is stored as two parts, which become one entry of the logical shape."""
@@ -233,12 +242,12 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: a weights file cannot be read: {error}") from error
 
 
-def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
+def open_checkpoint(model: str, revision: str | None = None, *, outline: bool = False) -> Checkpoint:
     """`demo`, directory or hub id in the cache -> Checkpoint. Raises CheckpointError, with everything that is wrong in
     one message."""
     path = resolve_model(model, revision)
     name = model if model == "demo" or not Path(model).expanduser().is_dir() else None
-    return Checkpoint(path, name=name)
+    return Checkpoint(path, name=name, outline=outline)
 
 
 def _made(tensor: torch.Tensor | Quantised, target: Target) -> torch.Tensor | Quantised:
@@ -256,7 +265,7 @@ def _made(tensor: torch.Tensor | Quantised, target: Target) -> torch.Tensor | Qu
     return tensor
 
 
-def _weight_files(path: Path) -> list[Path]:
+def _weight_files(path: Path, *, optional: bool = False) -> list[Path]:
     index = path / "model.safetensors.index.json"
     if index.exists():
         files = [path / file for file in indexed_files(index)]
@@ -267,6 +276,8 @@ def _weight_files(path: Path) -> list[Path]:
         return [single]
     if files := sorted(path.glob("*.safetensors")):
         return files
+    if optional:
+        return []
     raise CheckpointError(f"{path} holds no safetensors weights (other formats are not read)")
 
 

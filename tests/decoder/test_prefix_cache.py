@@ -262,6 +262,21 @@ def test_what_is_cached_gives_way_to_whoever_runs(mode: str, host_bytes: int) ->
     assert stats["free_blocks"] + stats["cache_checkpoints"] <= stats["total_blocks"]
 
 
+@pytest.mark.parametrize("mode", ["align", "all", "auto"])
+@pytest.mark.parametrize("states", [0, 1, 3])
+def test_no_more_states_are_kept_than_the_budget_has_bytes_for(mode: str, states: int) -> None:
+    """Whatever room the arena has; answers are the same."""
+    budget = (states + 1) * ArenaLayout.of(CONFIG, DecoderOptions(page_size=4)).slot_bytes - 1
+    runner, plain = make(mode, checkpoint_bytes=budget, max_seqs=2), make("none")
+    most = 0
+    for index in range(6):
+        items = [request(name, ids(20 + index, index % 2 + seed), greedy_params(9)) for seed, name in enumerate("ab")]
+        found = run(runner, *items)
+        most = max(most, runner.stats()["cache_checkpoints"])
+        assert {n: tokens(e) for n, e in found.items()} == {n: tokens(e) for n, e in run(plain, *items).items()}
+    assert most == states
+
+
 def test_memory_for_one_request_alone_still_gives_hits() -> None:
     """The state is taken out of the cache where there is no room for a copy of it."""
     config = tiny_config("M*")

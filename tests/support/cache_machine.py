@@ -140,6 +140,7 @@ class CacheMachine(RuleBasedStateMachine):
         per_block=st.integers(1, 5),
         budget=st.sampled_from([1, 5, 16, 64]),
         host_bytes=st.sampled_from([0, 90, 10**6]),
+        checkpoint_bytes=st.sampled_from([None, None, 0, 20, 59]),
         max_seqs=st.integers(1, 4),
         ageing=st.sampled_from([1, 5, 100]),
         overlap=st.booleans(),
@@ -152,6 +153,7 @@ class CacheMachine(RuleBasedStateMachine):
         per_block: int,
         budget: int,
         host_bytes: int,
+        checkpoint_bytes: int | None,
         max_seqs: int,
         ageing: int,
         overlap: bool,
@@ -164,7 +166,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.pool = SuperblockPool(blocks, per_block if self.has_pages else 0, self.has_slots)
         options = DecoderOptions(
             max_seqs=max_seqs, max_len=MAX_LEN, max_batched_tokens=budget, page_size=PAGE, host_bytes=host_bytes,
-            state_cache=mode, state_block=PAGE, ageing=ageing,
+            state_cache=mode, state_block=PAGE, ageing=ageing, checkpoint_bytes=checkpoint_bytes,
         )  # fmt: skip
         placement = Placement(mode, PAGE, 8, PAGE, self.has_slots)
         sizes = {"page_bytes": 10 * self.has_pages, "slot_bytes": 20 * self.has_slots}

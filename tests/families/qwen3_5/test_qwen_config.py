@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from published_qwen import PUBLISHED, published
 
+from decoder.arena import ArenaLayout
+from decoder.config import DecoderOptions
 from decoder.layers.descriptions import Attention, Experts, GatedDelta, Mlp
 from families import CheckpointError
+from service.commands.plan import plan
+from service.common.config import EngineOptions
 from service.model.modelconfig import ModelConfig, load_config
 
 
@@ -164,3 +170,29 @@ def test_configurations_that_are_refused(tmp_path: Path, section: str, fields: d
 def test_experts_that_are_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path, change(published("35B-A3B"), "text_config", fields))
+
+
+@pytest.mark.parametrize(
+    ("name", "states", "page", "parameters"),
+    [("0.8B", 18, "192.0 KiB", 773), ("4B", 48, "512.0 KiB", 4326), ("27B", 144, "1.0 MiB", 27321),
+     ("35B-A3B", 60, "320.0 KiB", 35505)],
+)  # fmt: skip
+def test_the_plan_says_what_each_needs_before_its_weights_are_there(
+    tmp_path: Path, name: str, states: int, page: str, parameters: int
+) -> None:
+    """States of one sequence in MiB, decoder parameters in millions; a budget in bytes bounds the states that are
+    kept."""
+    (tmp_path / "config.json").write_text(json.dumps(published(name)))
+    common: dict[str, Any] = {"model": str(tmp_path), "max_seqs": 4, "max_len": 4096, "memory_bytes": 16 * 2**30}
+    options = EngineOptions(**common, dtype="bfloat16", device="cpu")
+    memory = plan(options)[0]
+    assert "as config.json describes it, without weights" in memory.title
+    rows = {row[0].strip(): row[1:] for row in memory.rows}
+    assert f"states {states}.0 MiB" in rows["a state slot"][1]
+    assert rows["a KV page"][0] == page
+    assert float(rows["weights"][1].split()[0]) >= parameters - 1
+    free = int(rows["checkpoints"][1].split()[2])
+    small = plan(replace(options, checkpoint_bytes=3 * 160 * 2**20))[0]
+    [kept] = [row[2] for row in small.rows if row[0].strip() == "checkpoints"]
+    slot = ArenaLayout.of(load_config(tmp_path).decoder, DecoderOptions(dtype=torch.bfloat16)).slot_bytes
+    assert kept.startswith(f"at most {3 * 160 * 2**20 // slot} states kept") and free > 3 * 160 * 2**20 // slot
