@@ -84,12 +84,9 @@ def test_what_cannot_be_is_refused_with_its_numbers() -> None:
     message.dtype, message.grid_rows = "float32", 6
     with pytest.raises(ValueError, match="6x4 needs 24"):
         item_from_proto(message, torch.zeros(8, 12))
-    message.order = ""
     message.num_frames = 3
     with pytest.raises(ValueError, match=r"shape \[8, 12\] of an item of 3 frames"):
         item_from_proto(message, torch.zeros(8, 12))
-    message.order = ""
     message.num_frames, message.grid_rows, message.merge_size = 0, 2, 0
     with pytest.raises(ValueError, match="merge_size 0"):
         item_from_proto(message, torch.zeros(8, 12))
-    message.order = ""
