@@ -112,6 +112,10 @@ class FamilyConfig:
     """None for text-only models."""
     image_token_id: int | None = None
     """The placeholder that the prompt holds for each image; None for text-only models."""
+    video_token_id: int | None = None
+    """The placeholder that the chat template writes for a clip, and that stands for each of its rows; None where clips
+    are written as text and have placeholders of images.
+    """
 
 
 class Target(NamedTuple):

@@ -19,8 +19,8 @@ from kernels.rope import Rope
 
 SECTIONS = (11, 11, 10)
 """Frequencies of the time, row and column axes where a file does not say."""
-IMAGE_TOKEN = 248056
-"""The placeholder of images where a file does not say."""
+IMAGE_TOKEN, VIDEO_TOKEN = 248056, 248057
+"""The placeholders of images and of clips where a file does not say."""
 ROTATED = 0.25
 """Share of each head that is rotated where a file does not say."""
 
@@ -36,8 +36,13 @@ def read_config(files: ModelFiles, *, moe: bool) -> FamilyConfig:
     decoder = decoder_config(text, moe=moe, tied=tied, axes=3 if vision else 1)
     if not vision:
         return FamilyConfig(text, decoder)
-    image_token = token_id("image_token_id", first(config, "image_token_id", default=IMAGE_TOKEN), decoder.vocab_size)
-    return FamilyConfig(text, decoder, read_vision(vision, decoder.hidden_size, files), image_token)
+    tokens = [
+        token_id(name, first(config, name, default=default), decoder.vocab_size)
+        for name, default in (("image_token_id", IMAGE_TOKEN), ("video_token_id", VIDEO_TOKEN))
+    ]
+    if tokens[0] == tokens[1]:
+        raise CheckpointError(f"config.json: image_token_id and video_token_id are both {tokens[0]}")
+    return FamilyConfig(text, decoder, read_vision(vision, decoder.hidden_size, files), *tokens)
 
 
 def decoder_config(text: Mapping[str, Any], *, moe: bool = False, tied: bool = False, axes: int = 1) -> DecoderConfig:

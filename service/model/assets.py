@@ -19,11 +19,16 @@ class ModelAssets:
         file = config.path / "tokenizer.json"
         self.tokenizer = Tokenizer(file) if file.exists() else None
         self.image_token_id = config.image_token_id if vision is not None else None
-        self.image_token: str | None = None
-        if self.tokenizer is not None and self.image_token_id is not None:
-            self.image_token = self.tokenizer.token(self.image_token_id)
-        self.template: ChatTemplate = load_template(config.path, image_token=self.image_token)
+        self.video_token_id = config.model.video_token_id if vision is not None else None
+        """Of models whose clips have placeholders of their own; None for others."""
+        self.image_token, self.video_token = map(self._token, (self.image_token_id, self.video_token_id))
+        self.template: ChatTemplate = load_template(
+            config.path, image_token=self.image_token, video_token=self.video_token
+        )
         self.sampling_defaults = sampling_defaults(config)
+
+    def _token(self, token_id: int | None) -> str | None:
+        return None if self.tokenizer is None or token_id is None else self.tokenizer.token(token_id)
 
     @property
     def image_wrappers(self) -> tuple[str, str]:

@@ -22,11 +22,20 @@ class Marked(str):
     """Text of ours, in which image tokens are meant as such: the words of a clip."""
 
 
+class Clip(Marked):
+    """Where a clip stands, in the messages of a model whose template has a token for clips: that token."""
+
+
 class ChatTemplate:
     """`chat_template.jinja`, or the `chat_template` field of `tokenizer_config.json`. Thread-safe."""
 
-    def __init__(self, source: str | None, *, image_token: str | None, special_tokens: Mapping[str, str]) -> None:
-        self.image_token = image_token
+    def __init__(
+        self, source: str | None, *, image_token: str | None, special_tokens: Mapping[str, str],
+        video_token: str | None = None,
+    ) -> None:  # fmt: skip
+        """`video_token`: what the template writes for a clip; None where clips are written as text."""
+        self.image_token, self.video_token = image_token, video_token
+        self._tokens = tuple(token for token in (image_token, video_token) if token is not None)
         self._special_tokens = dict(special_tokens)
         self._template = None
         if source is not None:
@@ -45,23 +54,33 @@ class ChatTemplate:
         return self._template is not None
 
     def render(self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None) -> str:
-        """The prompt text, one image token per image, ready for the assistant's turn.
+        """The prompt text, one image token per image and one video token per `Clip`, ready for the assistant's turn.
 
-        Text that spells an image token is marked as literal. Raises ValueError with the template's own words where it
+        Text that spells such a token is marked as literal. Raises ValueError with the template's own words where it
         refuses the messages.
         """
-        images = sum(self._meant(part) for message in messages for part in message.parts)
+        parts = [part for message in messages for part in message.parts]
+        images = sum(part is None for part in parts)
         if images and self.image_token is None:
             raise ValueError(f"the messages hold {images} images and this model takes none")
         if self._template is None:
             return "\n".join(self._flat(message) for message in messages)
         text = self._render([self._structured(m) for m in messages], arguments)
-        if self.image_token and text.count(self.image_token) - self._literals(messages) != images:
+        if self._missing(text, parts):
             # A template made for text only prints a list as it is or drops it: give it strings.
             text = self._render([{"role": m.role, "content": self._flat(m)} for m in messages], arguments)
-            if text.count(self.image_token) - self._literals(messages) != images:
-                raise ValueError(f"the chat template does not place all {images} images of these messages")
+            if missing := self._missing(text, parts):
+                raise ValueError(f"the chat template does not place all {missing} of these messages")
         return text
+
+    def _missing(self, text: str, parts: Sequence[str | None]) -> str:
+        """What of images and clips is not there as often as it should be; empty where all are."""
+        for token in self._tokens:
+            meant = sum(self._meant(part, token) for part in parts)
+            spelled = sum(part.count(token) for part in parts if part is not None and not isinstance(part, Marked))
+            if text.count(token) - spelled != meant:
+                return f"{meant} {'images' if token == self.image_token else 'videos'}"
+        return ""
 
     def _render(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any] | None) -> str:
         assert self._template is not None
@@ -71,31 +90,30 @@ class ChatTemplate:
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
             raise ValueError(f"chat template: {error}") from None
 
-    def _meant(self, part: str | None) -> int:
-        """Image tokens that a part stands for."""
+    def _meant(self, part: str | None, token: str) -> int:
+        """Tokens of this kind that a part stands for."""
         if part is None:
-            return 1
-        return part.count(self.image_token or "\0") if isinstance(part, Marked) else 0
+            return int(token == self.image_token)
+        return part.count(token) if isinstance(part, Marked) else 0
 
     def _safe(self, text: str) -> str:
-        return text if isinstance(text, Marked) else literal(text, *([self.image_token] if self.image_token else []))
-
-    def _literals(self, messages: Sequence[Message]) -> int:
-        token = self.image_token or ""
-        words = [part for message in messages for part in message.parts if part is not None]
-        return sum(part.count(token) for part in words if not isinstance(part, Marked))
+        return text if isinstance(text, Marked) else literal(text, *self._tokens)
 
     def _structured(self, message: Message) -> dict[str, Any]:
-        if None not in message.parts:
+        if not any(part is None or isinstance(part, Clip) for part in message.parts):
             return {"role": message.role, "content": "".join(self._safe(p) for p in message.parts if p is not None)}
-        content = [{"type": "image"} if p is None else {"type": "text", "text": self._safe(p)} for p in message.parts]
-        return {"role": message.role, "content": content}
+        return {"role": message.role, "content": [self._part(part) for part in message.parts]}
+
+    def _part(self, part: str | None) -> dict[str, str]:
+        if part is None:
+            return {"type": "image"}
+        return {"type": "video"} if isinstance(part, Clip) else {"type": "text", "text": self._safe(part)}
 
     def _flat(self, message: Message) -> str:
         return "".join(self.image_token or "" if p is None else self._safe(p) for p in message.parts)
 
 
-def load_template(path: Path, *, image_token: str | None) -> ChatTemplate:
+def load_template(path: Path, *, image_token: str | None, video_token: str | None = None) -> ChatTemplate:
     """Reads a model directory's template, or makes one that only joins contents where there is none."""
     config = read_json(path / "tokenizer_config.json") if (path / "tokenizer_config.json").exists() else {}
     source: str | None = None
@@ -108,7 +126,7 @@ def load_template(path: Path, *, image_token: str | None) -> ChatTemplate:
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
         if (value := config.get(name)) is not None:
             specials[name] = value["content"] if isinstance(value, dict) else str(value)
-    return ChatTemplate(source, image_token=image_token, special_tokens=specials)
+    return ChatTemplate(source, image_token=image_token, special_tokens=specials, video_token=video_token)
 
 
 def _named(templates: Sequence[Mapping[str, str]]) -> str:
@@ -120,5 +138,9 @@ def _raise(message: str) -> None:
     raise TemplateError(message)
 
 
-def _tojson(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:  # fmt: skip
+    """As transformers has it: Jinja's own escapes characters of HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
