@@ -29,10 +29,10 @@ class CompiledHead(Operations):
         attention = next(index for index, op in enumerate(ops) if op.code == Code.ATTENTION)
         ops[attention].first_key = 1
         self._enter = range(attention + 1)
-        for norm, mixer in zip(head.norms[1:], head.experts, strict=True):
+        for norm, mixer in zip(head.norms[1:], head.rest, strict=True):
             layer = self.mixer(norm, mixer)
             if not layer:
-                raise NativeUnavailable(f"experts with {mixer.spec.mlp_hidden_act} have no compiled form")
+                raise NativeUnavailable(f"a head with {type(mixer).__name__} has no compiled form")
             ops += layer
         ops += [self.norm(head.final, last), self.linear(last, Target.LOGITS)]
         # The float rows that this leaves stand for the hidden states of the next pass.
@@ -42,18 +42,17 @@ class CompiledHead(Operations):
         self._embeddings, self._norm = trunk.embeddings, trunk.norm_f
         self._starts, self._zeros = torch.arange(MAX_ROUTED + 1), torch.zeros(MAX_ROUTED, dtype=torch.int64)
 
-    def enter(self, embedded_TD: Tensor, hidden_TD: Tensor, places_T: Tensor) -> None:
+    def enter(self, embedded_TD: Tensor, hidden_TD: Tensor, places_T: Tensor, positions_TA: Tensor | None) -> None:
         """As `MtpHead.enter`, for at most `max_tokens`."""
         tokens = self._take(embedded_TD, hidden_TD)
         lengths = self._zeros.data_ptr()  # nothing is looked at
-        self.run(
-            self._enter,
-            Step(tokens, tokens, self._starts.data_ptr(), lengths=lengths, places=places_T.data_ptr()),
-        )
+        step = Step(tokens, tokens, self._starts.data_ptr(), lengths=lengths, places=places_T.data_ptr())
+        self.run(self._enter, _with(step, positions_TA))
 
     def predict(
-        self, embedded_RD: Tensor, hidden_RD: Tensor, places_R: Tensor, tables_RW: Tensor, lengths_R: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        self, embedded_RD: Tensor, hidden_RD: Tensor, places_R: Tensor, tables_RW: Tensor, lengths_R: Tensor,
+        positions_RA: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """As `MtpHead.predict`, for at most `max_tokens`."""
         rows = self._take(embedded_RD, hidden_RD)
         logits = torch.empty(rows, self.config.vocab_size)
@@ -61,24 +60,26 @@ class CompiledHead(Operations):
             rows, rows, self._starts.data_ptr(), lengths=lengths_R.data_ptr(), tables=tables_RW.data_ptr(),
             places=places_R.data_ptr(), table_stride=tables_RW.stride(0), logits=logits.data_ptr(),
         )  # fmt: skip
-        self.run(self._all, step)
+        self.run(self._all, _with(step, positions_RA))
         return self.operand[:rows, : self.config.hidden_size].clone(), logits
 
     def draft(
         self, given_ND: Tensor, due: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int, int, int]],
-        tables_RW: Tensor, draws: bytes,
+        positions: Sequence[Sequence[tuple[int, ...]]], tables_RW: Tensor, draws: bytes,
     ) -> list[list[int]]:  # fmt: skip
         """Makes the entries of `due`, (token, place), then the drafts of `rows`, (last token, its place, its keys with
         itself, how many drafts); at most `max_tokens` of each.
 
         `given`: the trunk's rows before all these tokens, before its final norm. `draws`: `Draw`s of the first drafts,
-        where later ones differ in their position alone. `tables`: pages from the first that each row looks at.
+        where later ones differ in their position alone. `positions`: of the entries of `due`, then of each pass of
+        `rows`; empty for a head that reads none. `tables`: pages from the first that each row looks at.
         """
         count, passes = len(rows), max((row[3] for row in rows), default=0)
         first, pages, keys, counts = zip(*rows, strict=True) if rows else ((), (), (), ())
         table = torch.tensor(
             [token for token, _ in due] + [*first] + [place for _, place in due] + [*pages, *keys, *counts]
-        )
+            + [number for of in positions for at in of for number in at]
+        )  # fmt: skip
         assert given_ND.is_contiguous() and given_ND.dtype == self._embeddings.dtype and table.dtype == torch.int64
         at, size = table.data_ptr(), table.element_size()
         tokens = len(due) + count
@@ -87,6 +88,7 @@ class CompiledHead(Operations):
             len(due), count, passes, self._enter.stop, given_ND.dtype == torch.bfloat16, self._embeddings.data_ptr(),
             given_ND.data_ptr(), self._norm.data_ptr(), at, at + tokens * size, at + 2 * tokens * size,
             at + (2 * tokens + count) * size, draws, ctypes.addressof(out),
+            at + (2 * tokens + 2 * count) * size if positions else None, self.config.position_axes if positions else 0,
         )  # fmt: skip
         step = Step(
             starts=self._starts.data_ptr(), tables=tables_RW.data_ptr(), table_stride=tables_RW.stride(0),
@@ -101,3 +103,9 @@ class CompiledHead(Operations):
         self.wide[:tokens, :hidden] = embedded_TD
         self.wide[:tokens, hidden : 2 * hidden] = hidden_TD
         return tokens
+
+
+def _with(step: Step, positions_TA: Tensor | None) -> Step:
+    if positions_TA is not None:
+        step.positions, step.axes = positions_TA.data_ptr(), positions_TA.shape[1]
+    return step

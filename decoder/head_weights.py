@@ -10,15 +10,16 @@ from torch import Tensor
 
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.layers.attention import AttentionMixer
-from decoder.layers.descriptions import Attention, Experts
+from decoder.layers.descriptions import Attention, Experts, Mlp
 from decoder.layers.experts import ExpertsMixer
 from decoder.layers.linear import stored_linear
+from decoder.layers.mlp import GatedMlpMixer, MlpMixer, mlp_of
 from kernels.linear import Linear
 
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """One step of layers: attention, then experts. Norms are `[d]` float32."""
+    """One step of layers: attention, then MLPs or experts. Norms are `[d]` float32."""
 
     enorm: Tensor
     hnorm: Tensor
@@ -28,7 +29,8 @@ class HeadWeights:
     norms: list[Tensor]
     """One for each layer."""
     attention: AttentionMixer
-    experts: list[ExpertsMixer]
+    rest: list[ExpertsMixer | MlpMixer | GatedMlpMixer]
+    """Behind the attention."""
     final: Tensor
 
     @classmethod
@@ -45,7 +47,7 @@ class HeadWeights:
             return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
 
         last = len(config.mtp) - 1
-        attention, *experts = config.mtp
+        attention, *rest = config.mtp
         assert isinstance(attention, Attention)
         return cls(
             enorm=norm("mtp.layers.0.enorm.weight"),
@@ -53,10 +55,12 @@ class HeadWeights:
             fuse=stored_linear(weights["mtp.layers.0.eh_proj.weight"], None, options),
             norms=[norm(f"mtp.layers.{index}.norm.weight") for index in range(last + 1)],
             attention=AttentionMixer(attention, options, layer(0), kv_B2SKP),
-            experts=[
+            rest=[
                 ExpertsMixer(spec, options, layer(index))
-                for index, spec in enumerate(experts, start=1)
                 if isinstance(spec, Experts)
+                else mlp_of(spec, options, layer(index))
+                for index, spec in enumerate(rest, start=1)
+                if isinstance(spec, Experts | Mlp)
             ],
             final=norm(f"mtp.layers.{last}.final_layernorm.weight"),
         )

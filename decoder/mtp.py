@@ -4,12 +4,13 @@
     x = eh_proj(e);  for each layer: x += mixer(norm(x));  m = final_layernorm(x)
     logits of token t + 1 = head(m); for the next token m stands for the hidden state of token t
 
-One step of layers, attention and then experts, is used again for each further token, as released checkpoints are
-served (DeepSeek-V3's layout, arXiv 2412.19437, section 2.2, with layers of a hybrid decoder). Embedding and vocabulary
-projection are the trunk's. The attention's keys and values lie in the sequence's own pages: the entry of token t at
-place t, so that what a shared page holds depends on the tokens up to it and on nothing behind it; place 0 has no entry.
-The hidden state of the last token, which the next entry needs, lies in the state slot (`Arena.carry`) and goes where
-that goes.
+One step of layers, attention and then MLPs or experts, is used again for each further token, as released checkpoints
+are served (DeepSeek-V3's layout, arXiv 2412.19437, section 2.2, with layers of a hybrid decoder). Embedding and
+vocabulary projection are the trunk's. The attention's keys and values lie in the sequence's own pages: the entry of
+token t at place t, so that what a shared page holds depends on the tokens up to it and on nothing behind it; place 0
+has no entry. Where the attention reads positions, an entry has that of token t - 1, whose hidden state it is made of
+(as vLLM has it; beside images that of token t would be another). The hidden state of the last token, which the next
+entry needs, lies in the state slot (`Arena.carry`) and goes where that goes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +29,10 @@ from decoder.compiled_head import CompiledHead
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.graphs import Computed
 from decoder.head_weights import HeadWeights
-from decoder.layers.descriptions import Attention, Experts
+from decoder.layers.attention import Projected
+from decoder.layers.descriptions import Attention, Experts, Mlp
 from decoder.model import HybridModel
+from decoder.positions import positions_before
 from decoder.sampler import Sampler
 from decoder.sequence import Sequence
 from decoder.step import Fork, Row, Step
@@ -51,27 +54,34 @@ class MtpHead:
     def __init__(self, weights: HeadWeights, trunk: Trunk) -> None:
         self.weights, self.vocabulary = weights, trunk.head
         self.eps, self.dtype = trunk.config.norm_eps, trunk.options.dtype
+        self.axes = 0 if weights.attention.spec.rope is None else trunk.config.position_axes
+        """Of the positions that entries need; 0: none."""
         self.compiled = _compiled(weights, trunk)
 
-    def enter(self, embedded_TD: Tensor, hidden_TD: Tensor, places_T: Tensor) -> None:
-        """Writes the entries of tokens, given the hidden states before them: place -1 for none."""
+    def enter(
+        self, embedded_TD: Tensor, hidden_TD: Tensor, places_T: Tensor, positions_TA: Tensor | None = None
+    ) -> None:
+        """Writes the entries of tokens, given the hidden states before them: place -1 for none. `positions`: of the
+        entries, for a head that reads any.
+        """
         if self.compiled is not None and 0 < places_T.shape[0] <= self.compiled.max_tokens:
-            self.compiled.enter(embedded_TD, hidden_TD, places_T)
+            self.compiled.enter(embedded_TD, hidden_TD, places_T, positions_TA)
         else:
-            self._enter(embedded_TD, hidden_TD, places_T)
+            self._enter(embedded_TD, hidden_TD, places_T, positions_TA)
 
-    def _enter(self, embedded_TD: Tensor, hidden_TD: Tensor, places_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the residual rows `[T, d]` and the queries `[T, Q, P]`."""
+    def _enter(
+        self, embedded_TD: Tensor, hidden_TD: Tensor, places_T: Tensor, positions_TA: Tensor | None
+    ) -> tuple[Tensor, Projected]:
+        """Returns the residual rows `[T, d]` and what attention takes of them."""
         weights, of, eps = self.weights, self.weights.attention, self.eps
         token, before = (
             rms_norm(embedded_TD, weights.enorm, eps, self.dtype),
             rms_norm(hidden_TD, weights.hnorm, eps, self.dtype),
         )
         x = weights.fuse(torch.cat((token, before), -1))
-        qkv = of.qkv(rms_norm(x, weights.norms[0], eps, self.dtype)).view(x.shape[0], -1, of.width)
-        q, k, v = qkv.split([of.heads, of.kv_heads, of.kv_heads], dim=1)
-        write_kv(of.kv, k, v, places_T)
-        return x, q
+        given = of.project(rms_norm(x, weights.norms[0], eps, self.dtype), positions_TA)
+        write_kv(of.kv, given.k_TKP, given.v_TKP, places_T)
+        return x, given
 
     def predict(
         self,
@@ -81,17 +91,18 @@ class MtpHead:
         tables_RW: Tensor,
         lengths_R: Tensor,
         longest: int,
+        positions_RA: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`[R, d]`, final norm included: what stands for the hidden states of one token of each row, whose entry it
         writes; and the next tokens' logits `[R, vocab]`. `lengths`: places up to the token's own.
         """
         if self.compiled is not None and embedded_RD.shape[0] <= self.compiled.max_tokens:
-            return self.compiled.predict(embedded_RD, hidden_RD, places_R, tables_RW, lengths_R)
+            return self.compiled.predict(embedded_RD, hidden_RD, places_R, tables_RW, lengths_R, positions_RA)
         weights, of = self.weights, self.weights.attention
-        x, q = self._enter(embedded_RD, hidden_RD, places_R)
-        out = decode_attention_after(q, of.kv, tables_RW, lengths_R, 1, of.scale, longest)
-        x = x + of.o_proj(out.reshape(x.shape[0], -1))
-        for norm, mixer in zip(weights.norms[1:], weights.experts, strict=True):
+        x, given = self._enter(embedded_RD, hidden_RD, places_R, positions_RA)
+        out = decode_attention_after(given.q_THP, of.kv, tables_RW, lengths_R, 1, of.scale, longest)
+        x = x + of.output(out, given.gate_TD)
+        for norm, mixer in zip(weights.norms[1:], weights.rest, strict=True):
             x = x + mixer(rms_norm(x, norm, self.eps, self.dtype))
         hidden = rms_norm(x, weights.final, self.eps, self.dtype)
         return hidden, self.vocabulary(hidden)
@@ -115,9 +126,9 @@ def check_mtp(config: DecoderConfig, weights: Mapping[str, Any]) -> None:
             "speculative 'mtp' needs a model with heads for it, and num_nextn_predict_layers is 0; 'ngram' works with "
             "any model"
         )
-    if not isinstance(config.mtp[0], Attention) or not all(isinstance(spec, Experts) for spec in config.mtp[1:]):
+    if not isinstance(config.mtp[0], Attention) or not all(isinstance(spec, Experts | Mlp) for spec in config.mtp[1:]):
         kinds = ", ".join(type(spec).__name__ for spec in config.mtp)
-        raise ValueError(f"speculative 'mtp' needs heads of attention and then experts, not {kinds}")
+        raise ValueError(f"speculative 'mtp' needs heads of attention and then MLPs or experts, not {kinds}")
     wanted = config.mtp_weights()
     found = {name: tuple(getattr(weight, "shape", weight)) for name, weight in weights.items()}
     missing = [name for name in wanted if name not in found]
@@ -129,6 +140,17 @@ def check_mtp(config: DecoderConfig, weights: Mapping[str, Any]) -> None:
     for name, shape in wanted.items():
         if found[name] != shape:
             raise ValueError(f"{name} has shape {found[name]}, not {shape}")
+
+
+class Due(NamedTuple):
+    """An entry to be made."""
+
+    token: int
+    place: int
+    position: tuple[int, ...]
+    """Empty for a head that reads none."""
+    source: int
+    """Which of the kept rows is the one before it."""
 
 
 class MtpDrafter:
@@ -164,8 +186,8 @@ class MtpDrafter:
         self._used = 0
         self._last: dict[int, int] = {}
         """Slot -> which of these is to be its carry."""
-        self._due: list[tuple[int, int, int]] = []
-        """Entries to be made: token, its place, and which row is the one before it."""
+        self._due: list[Due] = []
+        """Entries to be made."""
         self._observed: tuple[SequenceOf[Row], list[int], int] | None = None
         """The last step, if it left its rows here: its rows, the row before each, and the first it left."""
         self._hidden: Tensor | None = None
@@ -185,7 +207,9 @@ class MtpDrafter:
             self._kept_from(0)
 
     def ready(self, sequence: Sequence) -> bool:
-        """Is there a page that its drafts can look at?"""
+        """Is there a page that its drafts can look at, and is its last token's embedding that of its id?"""
+        if sequence.next_span < len(sequence.request.spans):  # it ends with an image
+            return False
         return not self._old or self._first_page(sequence) * self.page < len(sequence.tokens) - 1
 
     def _first_page(self, sequence: Sequence) -> int:
@@ -228,12 +252,15 @@ class MtpDrafter:
         self._room(len(rows))
         sources = [self._row(row.sequence.slot) for row in rows]
         sequences = [row.sequence for row in rows]
-        tables, compiled = self._tables(sequences), self.head.compiled
+        tables, compiled, axes = self._tables(sequences), self.head.compiled, self.head.axes
         draws = self.sampler.steady(sequences) if compiled is not None else None
         if compiled is not None and draws is not None and max(len(self._due), len(rows)) <= compiled.max_tokens:
             given, due = self._given(sources)
             last = [(row.sequence.tokens[-1], *self._at(row, 0), row.drafts) for row in rows]
-            return list(zip(sequences, compiled.draft(given, due, last, tables, draws), strict=True))
+            passes = [_positions(rows, ahead, axes) for ahead in range(max(row.drafts for row in rows))]
+            positions = [[at.position for at in due], *passes] if axes else []
+            known = [(at.token, at.place) for at in due]
+            return list(zip(sequences, compiled.draft(given, known, last, positions, tables, draws), strict=True))
         hidden = self._make_due(sources)
         tokens = [sequence.tokens[-1] for sequence in sequences]
         found: list[tuple[Sequence, list[int]]] = [(sequence, []) for sequence in sequences]
@@ -247,7 +274,8 @@ class MtpDrafter:
             places, lengths = zip(*(self._at(row, ahead) for row in rows), strict=True)
             ids, writes, keys = self._ints([tokens, places, lengths]).unbind()
             embedded = self.model.embed_ids(ids)
-            hidden, logits = self.head.predict(embedded, hidden, writes, tables, keys, max(lengths))
+            at = self._ints(_positions(rows, ahead, axes)) if axes else None
+            hidden, logits = self.head.predict(embedded, hidden, writes, tables, keys, max(lengths), at)
             choices = self.sampler.sample(logits, sequences, [drafts[sequence.arrival] for sequence in sequences])
             tokens = [choice.token for choice in choices]
             for sequence, token in zip(sequences, tokens, strict=True):
@@ -298,7 +326,11 @@ class MtpDrafter:
         if fresh.shape[0]:
             places = places.index_fill(0, fresh, -1)
             normed.index_fill_(0, fresh, 0)
-        self.head.enter(self.model.embed(batch), normed, places)
+        axes, positions = self.head.axes, None
+        if axes:
+            found = [positions_before(row.sequence.request.positions, row.start, row.end, axes) for row in rows]
+            positions = self._ints([at for of in found for at in of])
+        self.head.enter(self.model.embed(batch), normed, places, positions)
 
     def settle(self, kept: Iterable[tuple[int, int]]) -> None:
         """(slot, token of the batch): whose hidden state the slot carries on from. Drafts have been verified."""
@@ -318,7 +350,8 @@ class MtpDrafter:
                 # The entry of a row's first token is there already if something was drafted from it.
                 sources = [source, *range(first, first + row.count)]
                 for at in range(place + (row.drafts > 0), end):
-                    self._due.append((sequence.tokens[at], self._where(sequence, at), sources[at - place]))
+                    where, position = self._where(sequence, at), _position(sequence, at, self.head.axes)
+                    self._due.append(Due(sequence.tokens[at], where, position, sources[at - place]))
                 first += row.count
             self._observed = None
             if len(pairs) > len(rows):  # checkpoints: their slots may change hands without a word
@@ -355,17 +388,28 @@ class MtpDrafter:
         given, due = self._given(sources)
         hidden = self.model.final_norm(given)
         if due:
-            ids, places = self._ints([list(column) for column in zip(*due, strict=True)]).unbind()
-            self.head.enter(self.model.embed_ids(ids), hidden[: len(due)], places)
+            ids, places = self._ints([[at.token for at in due], [at.place for at in due]]).unbind()
+            positions = self._ints([at.position for at in due]) if self.head.axes else None
+            self.head.enter(self.model.embed_ids(ids), hidden[: len(due)], places, positions)
         return hidden[len(due) :]
 
-    def _given(self, sources: list[int]) -> tuple[Tensor, list[tuple[int, int]]]:
-        """Kept rows: those before the tokens whose entries are due, then these; and the (token, place) that are due,
-        which from now on are not.
+    def _given(self, sources: list[int]) -> tuple[Tensor, list[Due]]:
+        """Kept rows: those before the tokens whose entries are due, then these; and the entries that are due, which
+        from now on are not.
         """
         due, self._due = self._due, []
-        rows = self._kept.index_select(0, self._ints([source for _, _, source in due] + sources))
-        return rows, [(token, place) for token, place, _ in due]
+        return self._kept.index_select(0, self._ints([at.source for at in due] + sources)), due
 
     def _ints(self, values: list[Any]) -> Tensor:
         return upload(values, torch.int64, self.carry.device)
+
+
+def _position(sequence: Sequence, place: int, axes: int) -> tuple[int, ...]:
+    """Of the entry of the token at this place; nothing for a head that reads none."""
+    [position] = positions_before(sequence.request.positions, place, place + 1, axes)
+    return position
+
+
+def _positions(rows: SequenceOf[Row], ahead: int, axes: int) -> list[tuple[int, ...]]:
+    """Of the entries of the tokens that are `ahead` of the rows' first, at most of the last one drafted from."""
+    return [_position(row.sequence, row.start + min(ahead, row.drafts - 1), axes) for row in rows]

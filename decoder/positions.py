@@ -47,6 +47,12 @@ class Positions:
         return [number for at in found for number in at]
 
 
+def positions_before(positions: Positions | None, start: int, end: int, axes: int) -> list[tuple[int, ...]]:
+    """Of the token before each of those from `start` to `end`; 0 where there is none."""
+    first = [(0,) * axes] if start == 0 else []
+    return first + positions_of(positions, max(start - 1, 0), end - 1, axes)
+
+
 def positions_of(positions: Positions | None, start: int, end: int, axes: int) -> list[tuple[int, ...]]:
     """Of the tokens from `start` to `end` of one request; `None` counts up from 0."""
     if positions is None:

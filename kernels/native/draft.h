@@ -25,6 +25,8 @@ struct Drafting {  // structs.py mirrors it
     const int64_t* counts;      // [rows]: drafts of each
     const Draw* draws;          // [rows]: of the first pass
     int64_t* out;               // [passes, rows]
+    const int64_t* positions;   // [due + passes * rows, axes] of entries, or null
+    int64_t axes;
 };
 }
 
@@ -67,6 +69,7 @@ void draft(const Model& m, const Drafting& d, Step& step, Run&& run) {
         std::vector<int64_t> nothing(d.due);  // is looked at
         for (int64_t t = 0; t < d.due; t++) pairs.embed(t, d.ids[t]), pairs.hidden_of_trunk(t, t);
         step.tokens = step.rows = d.due, step.places = d.places, step.lengths = nothing.data();
+        step.positions = d.positions, step.axes = d.axes;
         run(0, d.enter);
     }
     if (!d.rows) return;
@@ -92,6 +95,7 @@ void draft(const Model& m, const Drafting& d, Step& step, Run&& run) {
                 places[r] = -1;  // it has all its drafts: what it gets now is not read
             }
         }
+        if (d.positions) step.positions = d.positions + (d.due + pass * d.rows) * d.axes, step.axes = d.axes;
         run(0, m.count);
         for (int64_t r = 0; r < d.rows; r++) {
             ids[r] = d.out[pass * d.rows + r] = sampling.draw(step.logits + r * m.vocab, m.vocab, draws[r], nullptr, nullptr, nullptr);

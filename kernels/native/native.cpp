@@ -244,6 +244,8 @@ void saccade_tower(const Tower* tower, const TowerStep* step, int64_t first, int
 // Entries of a drafting head that are due, then its drafts: `m`'s operations are a pass of the head.
 const char* saccade_draft(const Model* model, Step* step, const Drafting* drafting) {
     if (!within(drafting->ids, drafting->due + drafting->rows, model->vocab)) return "a token is not in the vocabulary";
+    const int64_t entries = drafting->due + drafting->passes * drafting->rows;
+    if (drafting->positions && !within(drafting->positions, entries * drafting->axes, model->positions)) return "a position is in no table";
     if (const char* reason = why_not(drafting->draws, drafting->rows, model->vocab, model->vocab)) return reason;
     draft(*model, *drafting, *step, [&](int64_t first, int64_t last) {
         pool().run(StepJob(*model, *step, first, last), model->threads);

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from gated_decoder import gated_config, grid_positions, interleaved
+from gated_decoder import gated_config, grid_positions, interleaved, published_attention
 from tiny_decoder import image, make_runner, random_weights, request, run, tokens
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import Qwen3_5TextConfig
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention, Qwen3_5TextRotaryEmbedding
 
 from decoder.config import DecoderConfig
 from decoder.layers.descriptions import Attention
@@ -26,6 +24,7 @@ class Shape:
     kv_heads: int
     head_dim: int
     section: tuple[int, int, int]
+    """Frequencies of time, height and width."""
     bias: bool = False
 
 
@@ -36,48 +35,17 @@ SHAPES = [
 ]
 
 
-class Oracle:
-    """Embedding, one layer of transformers' attention, final norm and head, of whole sequences."""
-
-    def __init__(self, shape: Shape, config: DecoderConfig, weights: dict[str, Tensor]) -> None:
-        published = Qwen3_5TextConfig(
-            hidden_size=config.hidden_size, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-            head_dim=shape.head_dim, attention_bias=shape.bias, rms_norm_eps=1e-6,
-            rope_parameters={
-                "rope_type": "default", "rope_theta": 1e7, "mrope_section": list(shape.section),
-                "partial_rotary_factor": 2 * sum(shape.section) / shape.head_dim,
-            },
-        )  # fmt: skip
-        published._attn_implementation = "eager"
-        self.config, self.weights = config, weights
-        self.rope = Qwen3_5TextRotaryEmbedding(published)
-        self.attention = Qwen3_5Attention(published, 0).eval()
-        mine = {name.removeprefix("model.layers.0.mixer."): w for name, w in weights.items() if ".mixer." in name}
-        for kind in ("weight", "bias") if shape.bias else ("weight",):
-            query, gate = (
-                mine.pop(f"{name}.{kind}").unflatten(0, (shape.heads, shape.head_dim))
-                for name in ("q_proj", "gate_proj")
-            )
-            mine[f"q_proj.{kind}"] = torch.cat((query, gate), 1).flatten(0, 1)
-        for name in ("q_norm.weight", "k_norm.weight"):
-            mine[name] = mine[name] - 1
-        self.attention.load_state_dict(mine)
-
-    @torch.no_grad()
-    def logprobs(self, x_TD: Tensor, positions_TA: Tensor) -> Tensor:
-        """`[T, vocab]`."""
-        count, eps = x_TD.shape[0], self.config.norm_eps
-        rotation = self.rope(x_TD[None], positions_TA.T[:, None])
-        mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
-        normed = F.rms_norm(x_TD, x_TD.shape[-1:], self.weights["model.layers.0.norm.weight"], eps)
-        x_TD = x_TD + self.attention(normed[None], rotation, mask)[0][0]
-        return (F.rms_norm(x_TD, x_TD.shape[-1:], self.weights["model.norm_f.weight"], eps) @ self.head.T).log_softmax(
-            -1
-        )
-
-    @property
-    def head(self) -> Tensor:
-        return self.weights["lm_head.weight"]
+@torch.no_grad()
+def logprobs(config: DecoderConfig, weights: dict[str, Tensor], x_TD: Tensor, positions_TA: Tensor) -> Tensor:
+    """`[T, vocab]` of whole sequences: one layer of transformers' attention, final norm and head."""
+    prefix, eps = "model.layers.0.mixer.", config.norm_eps
+    mine = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
+    [spec] = config.mixers
+    assert isinstance(spec, Attention)
+    normed = F.rms_norm(x_TD, x_TD.shape[-1:], weights["model.layers.0.norm.weight"], eps)
+    x_TD = x_TD + published_attention(spec, mine)(normed, positions_TA)
+    last = F.rms_norm(x_TD, x_TD.shape[-1:], weights["model.norm_f.weight"], eps)
+    return (last @ weights["lm_head.weight"].T).log_softmax(-1)
 
 
 @pytest.mark.parametrize("native", ["off", "auto"])
@@ -92,7 +60,6 @@ def test_probabilities_are_those_of_transformers(shape: Shape, native: str) -> N
     layer = type(config.layers[0])((("mixer", spec),))
     config = DecoderConfig(config.vocab_size, config.hidden_size, (layer,), position_axes=3)
     weights = dict(random_weights(config))
-    oracle = Oracle(shape, config, weights)
 
     picture = torch.randn(12, config.hidden_size, generator=torch.Generator().manual_seed(1))
     prompt = [5, 9, 2, *[0] * 12, 7, 3, 7, 1]
@@ -105,8 +72,8 @@ def test_probabilities_are_those_of_transformers(shape: Shape, native: str) -> N
     x_TD = weights["model.embeddings.weight"][torch.tensor(ids)].clone()
     x_TD[3:15] = picture
     at = [*positions.prompt, *((len(prompt) + i + positions.delta,) * 3 for i in range(9))]
-    expected = oracle.logprobs(x_TD, torch.tensor(at))
-    plain = oracle.logprobs(x_TD, torch.arange(len(ids))[:, None].expand(-1, 3))
+    expected = logprobs(config, weights, x_TD, torch.tensor(at))
+    plain = logprobs(config, weights, x_TD, torch.arange(len(ids))[:, None].expand(-1, 3))
     assert (expected - plain).abs().max() > 0.1, "positions matter"
     for score in events[0].prompt_scores:
         found = expected[score.position - 1]

@@ -295,7 +295,7 @@ def test_rows_of_one_call_draft_as_many_as_each_wants(counts: list[int]) -> None
         kv[tables[:, 1]] = float("nan")
         rows = [(7 + row, 4 * 3 * row + 3, 4, counts[row]) for row in chosen]
         draws = packed([(ctypes.addressof(wish), 5, 0, 0, 0, 0)] * len(chosen))
-        found = compiled.draft(given[chosen], [], rows, tables[chosen], draws)
+        found = compiled.draft(given[chosen], [], rows, [], tables[chosen], draws)
         return found, kv.clone()
 
     together, pages = drafts(list(range(len(counts))))
@@ -324,5 +324,5 @@ def test_what_is_missing_is_named() -> None:
     plain = tiny_config("M*")
     with pytest.raises(ValueError, match="num_nextn_predict_layers is 0; 'ngram' works with any model"):
         DecoderRunner(plain, options, random_weights(plain))
-    with pytest.raises(ValueError, match="attention and then experts, not Experts, Experts"):
+    with pytest.raises(ValueError, match="attention and then MLPs or experts, not Experts, Experts"):
         check_mtp(tiny_config("M*", num_nextn_predict_layers=1, mtp_pattern="EE"), {})

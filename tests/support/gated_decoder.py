@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from tiny_decoder import tiny_config
+from torch import Tensor
+from transformers import Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention, Qwen3_5TextRotaryEmbedding
 
 from decoder.config import DecoderConfig
 from decoder.layers.descriptions import Attention, Mlp
@@ -65,3 +69,38 @@ def grid_positions(length: int, *images: tuple[int, int, int]) -> Positions:
         found.append((at,) * 3)
         at += 1
     return Positions(found, at - length)
+
+
+def published_attention(spec: Attention, weights: Mapping[str, Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """transformers' attention with our weights: normalised rows `[T, d]` of a whole sequence and their positions
+    `[T, 3]` -> `[T, d]`.
+    """
+    assert spec.rope is not None and spec.qk_norm is not None
+    published = Qwen3_5TextConfig(
+        hidden_size=spec.hidden_size, num_attention_heads=spec.num_attention_heads, num_key_value_heads=spec.kv_heads,
+        head_dim=spec.head_dim, attention_bias=spec.attention_bias, rms_norm_eps=spec.qk_norm,
+        rope_parameters={
+            "rope_type": "default", "rope_theta": spec.rope.theta,
+            "mrope_section": [spec.rope.axes.count(axis) for axis in range(3)],
+            "partial_rotary_factor": spec.rope.dims / spec.head_dim,
+        },
+    )  # fmt: skip
+    published._attn_implementation = "eager"
+    rope, attention = Qwen3_5TextRotaryEmbedding(published), Qwen3_5Attention(published, 0).eval()
+    mine = dict(weights)
+    for kind in ("weight", "bias") if spec.attention_bias else ("weight",):
+        query, gate = (
+            mine.pop(f"{name}.{kind}").unflatten(0, (spec.num_attention_heads, spec.head_dim))
+            for name in ("q_proj", "gate_proj")
+        )
+        mine[f"q_proj.{kind}"] = torch.cat((query, gate), 1).flatten(0, 1)
+    for name in ("q_norm.weight", "k_norm.weight"):
+        mine[name] = mine[name] - 1
+    attention.load_state_dict(mine)
+
+    @torch.no_grad()
+    def attend(x_TD: Tensor, positions_TA: Tensor) -> Tensor:
+        mask = torch.full((x_TD.shape[0],) * 2, -torch.inf).triu(1)[None, None]
+        return attention(x_TD[None], rope(x_TD[None], positions_TA.T[:, None]), mask)[0][0]
+
+    return attend
