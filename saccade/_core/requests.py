@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import operator
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
 
-from google.protobuf import json_format, struct_pb2
+from google.protobuf import json_format
 
 from saccade._core.images import ImageInput, image_message, image_messages
 from saccade._core.videos import VideoInput, video_from_part, video_messages
@@ -162,7 +163,7 @@ def _set_input(
         request.prompt.images.extend(media.images)
         request.prompt.videos.extend(media.videos)
         if template_kwargs:
-            request.prompt.chat_template_kwargs.CopyFrom(_struct(template_kwargs))
+            _set_template_arguments(request.prompt, template_kwargs)
         return
     items = _items(prompt)
     if isinstance(items[0], Mapping):
@@ -170,7 +171,7 @@ def _set_input(
             raise InvalidArgument("raw: chat messages need the chat template; raw takes a string")
         request.chat.messages.extend(_chat_messages(items, media))
         if template_kwargs:
-            request.chat.chat_template_kwargs.CopyFrom(_struct(template_kwargs))
+            _set_template_arguments(request.chat, template_kwargs)
         return
     if template_kwargs:
         raise InvalidArgument("chat_template_kwargs: token ids do not pass through the chat template")
@@ -190,9 +191,14 @@ def _items(prompt: Any) -> list[Any]:
     return items
 
 
-def _struct(values: Mapping[str, Any]) -> struct_pb2.Struct:
+def _set_template_arguments(
+    holder: inference_pb2.ChatInput | inference_pb2.PromptInput, values: Mapping[str, Any]
+) -> None:
+    """Also as JSON where there are objects in them: a Struct does not keep their order. Older servers read that one."""
     with _naming("chat_template_kwargs"):
-        return cast(struct_pb2.Struct, json_format.ParseDict(dict(values), struct_pb2.Struct()))
+        json_format.ParseDict(dict(values), holder.chat_template_kwargs)
+        if any(isinstance(value, list | dict) for value in values.values()):
+            holder.chat_template_kwargs_json = json.dumps(dict(values), ensure_ascii=False, allow_nan=False)
 
 
 def _chat_messages(messages: list[Any], media: _Media) -> list[types_pb2.ChatMessage]:

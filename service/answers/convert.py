@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping
 from typing import Any
@@ -175,25 +176,49 @@ def _chat(chat: inference_pb2.ChatInput, media: list[MediaSource]) -> ChatInput:
                 case _:
                     raise errors.InvalidArgument(f"{path} is empty", field=path)
         messages.append(Message(_ROLES[message.role], tuple(parts)))
-    return ChatInput(tuple(messages), _template_arguments(chat.chat_template_kwargs))
+    return ChatInput(tuple(messages), _template_arguments(chat))
 
 
 def _prompt(prompt: inference_pb2.PromptInput, media: list[MediaSource]) -> ChatInput | RawInput:
     media += _media(prompt, "prompt")
     if prompt.raw:
-        if prompt.chat_template_kwargs.fields:
+        if prompt.chat_template_kwargs.fields or prompt.chat_template_kwargs_json:
             raise errors.InvalidArgument("raw text passes no chat template", field="prompt.chat_template_kwargs")
         return RawInput(prompt.text)
     parts = (*[None] * len(media), prompt.text)
-    return ChatInput((Message("user", parts),), _template_arguments(prompt.chat_template_kwargs))
+    return ChatInput((Message("user", parts),), _template_arguments(prompt))
 
 
-def _template_arguments(struct: Any) -> Mapping[str, Any]:
-    arguments: dict[str, Any] = json_format.MessageToDict(struct)
+def _template_arguments(holder: inference_pb2.ChatInput | inference_pb2.PromptInput) -> Mapping[str, Any]:
+    if holder.chat_template_kwargs_json:
+        arguments = _json_object("chat_template_kwargs_json", holder.chat_template_kwargs_json)
+    else:  # a Struct knows only doubles: whole ones were meant as integers
+        arguments = _whole(json_format.MessageToDict(holder.chat_template_kwargs))
     if bad := sorted({"messages", "add_generation_prompt"} & set(arguments)):
         raise errors.InvalidArgument(f"chat_template_kwargs may not set {', '.join(bad)}", field="chat_template_kwargs")
-    # Struct knows only doubles: whole ones were meant as integers
-    return {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in arguments.items()}
+    return arguments
+
+
+def _json_object(field: str, text: str) -> dict[str, Any]:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        value = json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise errors.InvalidArgument(f"{field} cannot be read: {error}", field=field) from None
+    if not isinstance(value, dict):
+        raise errors.InvalidArgument(f"{field} must be a JSON object, not a {type(value).__name__}", field=field)
+    return value
+
+
+def _whole(value: Any) -> Any:
+    """The same with integers for floats that are whole."""
+    if isinstance(value, dict):
+        return {name: _whole(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_whole(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _image(image: types_pb2.Image, path: str) -> ImageSource:

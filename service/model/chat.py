@@ -87,7 +87,7 @@ class ChatTemplate:
         values = {"add_generation_prompt": True, **self._special_tokens, **(arguments or {}), "messages": messages}
         try:
             return self._template.render(values)
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, RecursionError) as error:
             raise ValueError(f"chat template: {error}") from None
 
     def _meant(self, part: str | None, token: str) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from google.protobuf import json_format
 
 from families.nemotron_h_omni.prompt import frame_labels
+from saccade._core.requests import build_request
 from saccade.v1 import inference_pb2, types_pb2
 from service.answers import convert
 from service.common import errors
@@ -74,10 +76,64 @@ def test_what_a_template_is_told_by_this_server_is_not_the_client_s_to_say(name:
     refused(request, "chat_template_kwargs", f"may not set {name}")
 
 
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "parameters": {
+            "type": "object",
+            "properties": {"zeta": {"type": "integer", "minimum": 1, "maximum": 9}, "alpha": {"enum": ["b", "a", 1.5]}},
+            "required": ["zeta"],
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("prompt", ["Hi", [{"role": "user", "content": "Hi"}]], ids=["text", "messages"])
+def test_definitions_of_tools_arrive_as_they_were_written(prompt: Any) -> None:
+    """A template prints them: the order of their keys, and that 1 is not 1.0, are part of the prompt."""
+    arguments = {"tools": [TOOL], "enable_thinking": False}
+    sent = build_request(prompt, chat_template_kwargs=arguments).SerializeToString()
+    spec = convert.spec_from_proto(inference_pb2.GenerateRequest.FromString(sent))
+    assert isinstance(spec.input, ChatInput)
+    assert json.dumps(spec.input.template_arguments) == json.dumps(arguments)
+    older = inference_pb2.GenerateRequest.FromString(sent)
+    getattr(older, older.WhichOneof("input") or "").ClearField("chat_template_kwargs_json")
+    spec = convert.spec_from_proto(older)  # as servers that do not know the field read it, but for numbers
+    assert isinstance(spec.input, ChatInput) and spec.input.template_arguments == arguments
+    assert "1.0" not in json.dumps(spec.input.template_arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "cannot be read"),
+        ("[1]", "must be a JSON object, not a list"),
+        ('{"a": NaN}', "NaN is not JSON"),
+        ('{"a": ' + "[" * 100_000, "cannot be read"),
+        ('{"a": ' + "1" * 10_000 + "}", "cannot be read"),
+    ],
+    ids=["broken", "list", "nan", "deep", "long"],
+)
+def test_json_that_is_no_object_of_arguments_is_refused(text: str, words: str) -> None:
+    request = prompt()
+    request.prompt.chat_template_kwargs_json = text
+    refused(request, "chat_template_kwargs_json", words)
+
+
+def test_json_may_not_set_what_the_server_sets_either() -> None:
+    request = prompt()
+    request.prompt.chat_template_kwargs_json = '{"messages": []}'
+    refused(request, "chat_template_kwargs", "may not set messages")
+
+
 def test_raw_text_passes_no_template() -> None:
     assert convert.spec_from_proto(prompt(raw=True)).input == RawInput("a")
     request = prompt(raw=True)
     json_format.ParseDict({"x": 1}, request.prompt.chat_template_kwargs)
+    refused(request, "prompt.chat_template_kwargs", "raw text passes no chat template")
+    request = prompt(raw=True)
+    request.prompt.chat_template_kwargs_json = "{}"
     refused(request, "prompt.chat_template_kwargs", "raw text passes no chat template")
 
 
