@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from service.common.config import ConfigError, ServerOptions
+from service.common.errors import EngineDied
 from service.common.helper_process import SPINNING
 from service.common.settings import from_command_line
 
@@ -31,6 +32,9 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:  # ConfigError and CheckpointError: the user's to mend, no traceback
         print(f"saccade {argv[0]}: {error}", file=sys.stderr)
         return 2
+    except EngineDied as error:  # while it was starting; its own log says why
+        print(f"saccade {argv[0]}: {error}", file=sys.stderr)
+        return 1
 
 
 def serve(argv: Sequence[str]) -> int:

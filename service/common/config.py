@@ -143,6 +143,12 @@ class EngineOptions:
         "counts as hung, is killed and started again",
         minimum=0.1,
     )
+    load_timeout: float = _option(
+        3600.0,
+        "seconds that a process may take to start, which includes loading the model, before it counts as hung and is "
+        "killed",
+        minimum=0.1,
+    )
     encoders: tuple[str, ...] = _option(
         (), "with --role decoder: HOST:PORT of servers with --role encoder, with commas"
     )

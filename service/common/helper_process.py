@@ -8,12 +8,22 @@ import subprocess
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 SPINNING = {"GOMP_SPINCOUNT": "1000"}
 """How long a thread of libgomp's team spins before it sleeps: about as long as Python takes between two operations. Its
 default is hundreds of times that, which gains a tenth on an idle machine (141 against 122 tokens/s at one request, 455
 against 415 at eight), and on one where anything else is busy makes a step wait whole time slices for a thread that has
 lost its core: measured up to fifty times slower."""
+
+
+POLLS = 10
+"""Waits that a timeout is divided into: where this process and the helper were suspended together and resumed, as when
+a container is paused, only one of the waits is over before the helper has had time to answer."""
+
+
+class HelperFailed(RuntimeError):
+    """A helper has ended, or was killed, before it was ready."""
 
 
 def start_helper(module: str) -> tuple[subprocess.Popen[bytes], Connection]:
@@ -31,3 +41,19 @@ def start_helper(module: str) -> tuple[subprocess.Popen[bytes], Connection]:
     finally:
         theirs.close()
     return process, Connection(ours.detach())
+
+
+def first_message(process: subprocess.Popen[bytes], connection: Connection, load_timeout: float, name: str) -> Any:
+    """Waits for what a helper sends once it is ready or cannot start. `name`: of the process, for errors. Raises
+    HelperFailed where the process ends first, or sends nothing for `load_timeout` seconds: then it is killed."""
+    try:
+        if any(connection.poll(load_timeout / POLLS) for _ in range(POLLS)):
+            return connection.recv()
+    except (EOFError, OSError):
+        raise HelperFailed(f"the {name} process ended with code {process.wait()} while starting") from None
+    process.kill()
+    process.wait()
+    raise HelperFailed(
+        f"the {name} process was not ready after {load_timeout:g} seconds (load_timeout) and was killed; where loading "
+        "takes longer, raise load_timeout"
+    )

@@ -43,7 +43,9 @@ class Work:
     image: EncoderItem
     rows: torch.Tensor
     ticket: int = 0
-    """Of this taking: no two are alike."""
+    """Unique number of this attempt: an image that is encoded again gets another."""
+    priority: int = 0
+    """The highest of the requests that wait for the image when it is taken."""
     reserved: Any = None
     """On a GPU the event behind which the rows' memory is theirs: what it held before may still be in use."""
 

@@ -390,7 +390,7 @@ class _Session:
 
     def _item_messages(self, work: Work, seconds_left: float | None) -> Iterator[encoder_pb2.AttachRequest]:
         item = item_to_proto(work.image.description)
-        item.ticket, item.key = work.ticket, work.key
+        item.ticket, item.key, item.priority = work.ticket, work.key, work.priority
         if seconds_left is not None:
             item.seconds_left = max(seconds_left, 0.0)
         yield encoder_pb2.AttachRequest(item=item)

@@ -107,7 +107,9 @@ class Handoff:
                 entry = reserved[position]
                 assert entry.image is not None and entry.rows is not None
                 entry.state = EntryState.WRITING
-                entry.writer = Work(entry.key, entry.image, entry.rows, next(self._tickets), entry.reserved)
+                entry.writer = Work(
+                    entry.key, entry.image, entry.rows, next(self._tickets), entry.urgency.priority, entry.reserved
+                )
                 entry.expires = None if lease is None else self._clock() + lease
                 taken.append(entry.writer)
         return taken

@@ -23,7 +23,7 @@ import torch
 
 from service.common.channel import send
 from service.common.config import ConfigError, EngineOptions
-from service.common.helper_process import start_helper
+from service.common.helper_process import HelperFailed, first_message, start_helper
 from service.encoding.encoder_pool import LinkOwner
 from service.encoding.entries import EncoderUnavailable, EncodingFailed, Work
 from service.encoding.segments import Segment, SegmentPool
@@ -189,10 +189,11 @@ class ProcessLink:
         """Starts a process and waits until it is ready. Raises ConfigError."""
         self._process, connection = start_helper("service.servers.encoder_process")
         try:
-            connection.send((self._options, self._log_level))
-            verdict, *value = connection.recv()
-        except (EOFError, OSError):
-            raise ConfigError(f"the encoder process ended with code {self._process.wait()} while starting") from None
+            with contextlib.suppress(ConnectionError):  # it has ended already: the next line says so
+                connection.send((self._options, self._log_level))
+            verdict, *value = first_message(self._process, connection, self._options.load_timeout, "encoder")
+        except HelperFailed as error:
+            raise ConfigError(str(error)) from None
         except BaseException:
             self._process.kill()
             self._process.wait()

@@ -15,17 +15,14 @@ from typing import Any
 from service.common.channel import Outbox
 from service.common.config import ConfigError, EngineOptions
 from service.common.errors import EngineDied
-from service.common.helper_process import start_helper
+from service.common.helper_process import POLLS, HelperFailed, first_message, start_helper
 from service.engine import wire
 from service.engine.types import EngineEvent, EngineInfo, EngineRequest, EventSink, Query
 
 log = logging.getLogger(__name__)
 
 BEAT_SECONDS = 1.0
-"""Between two questions whether the engine still turns."""
-BEAT_PARTS = 10
-"""Waits that the time for an answer is divided into: where both processes were stopped together and go on, as when a
-container is paused, only one of them is over before the engine has had its chance."""
+"""Time between two heartbeats, by which the frontend checks that the engine's loop still runs."""
 
 
 class EngineLink:
@@ -149,18 +146,19 @@ class EngineProcess(EngineLink):
     def __init__(
         self, options: EngineOptions, *, log_level: str = "info", on_death: Callable[[], None] = lambda: None
     ) -> None:
-        """Starts the process and waits until its model is loaded. Raises ConfigError with the engine's own words
-        where it refuses the options. `on_death` is called once, from the reader thread, if the process ends by
-        itself."""
+        """Starts the process and waits until its model is loaded. Raises ConfigError with the engine's message where it
+        refuses the options, and EngineDied where it ends while loading or takes longer than `load_timeout`. `on_death`
+        is called once, from the reader thread, if the process ends by itself."""
         self._process, connection = start_helper("service.servers.engine_process")
         super().__init__(connection, on_death)
         self._hang_timeout = options.hang_timeout
         self._over = threading.Event()
         try:
-            self._connection.send((options, log_level))
-            verdict, value = self._connection.recv()
-        except (EOFError, ConnectionError):
-            raise EngineDied(f"the engine process ended with code {self._process.wait()} while starting") from None
+            with contextlib.suppress(ConnectionError):  # it has ended already: the next line says so
+                self._connection.send((options, log_level))
+            verdict, value = first_message(self._process, self._connection, options.load_timeout, "engine")
+        except HelperFailed as error:
+            raise EngineDied(str(error)) from None
         except BaseException:
             self._process.kill()
             self._process.wait()
@@ -183,12 +181,12 @@ class EngineProcess(EngineLink):
         threading.Thread(target=self._watch, name="saccade-engine-watch", daemon=True).start()
 
     def _watch(self) -> None:
-        """Asks for a sign of the engine's own loop, again and again, and kills an engine that gives none: from there on
-        it is a dead one like any other."""
+        """Sends heartbeats that the engine's own loop answers, and kills an engine that does not answer one within
+        `hang_timeout`; its death is then handled like any other."""
         while not self._over.wait(BEAT_SECONDS):
             beat = self.query("beat")
-            for _ in range(BEAT_PARTS):
-                if wait([beat], self._hang_timeout / BEAT_PARTS).done or self._over.is_set():
+            for _ in range(POLLS):
+                if wait([beat], self._hang_timeout / POLLS).done or self._over.is_set():
                     break
             else:
                 log.critical(

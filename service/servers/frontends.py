@@ -56,8 +56,8 @@ class _Frontend:
     connection: Connection
     serving: Future[int] = field(default_factory=Future)
     started: float = field(default_factory=time.monotonic)
-    unanswered: int = 0
-    """Heartbeats sent since its last answer to one."""
+    waits: int = 0
+    """Waits of the watching thread since the process was started or last answered."""
 
     def __post_init__(self) -> None:
         self._outbox = Outbox(self.connection)
@@ -95,33 +95,35 @@ class Hub:
         """Starts all frontends; they serve on return. Raises ConfigError with the message of the first that cannot."""
         for member in range(self._options.fronts):
             self._start_frontend(member)
+        watch = threading.Thread(target=self._watch, name="saccade-frontend-watch", daemon=True)
+        self._threads.append(watch)
+        watch.start()
         try:
             for frontend in list(self._frontends.values()):
                 frontend.serving.result()
         except ConfigError:
             self._stopping.set()  # what cannot start the first time is not tried again
             raise
-        watch = threading.Thread(target=self._watch, name="saccade-frontend-watch", daemon=True)
-        self._threads.append(watch)
-        watch.start()
 
     def _watch(self) -> None:
-        """Kills frontends whose event loops have stopped. Time is counted in waits of this thread and not by the clock,
-        so that nothing is killed after all processes were suspended and resumed together."""
+        """Kills frontends that take too long to start or whose event loops have stopped. Time is counted in waits of
+        this thread and not by the clock, so that nothing is killed after all processes were suspended and resumed
+        together."""
         while not self._stopping.wait(BEAT_SECONDS):
             for frontend in list(self._frontends.values()):
-                if not frontend.serving.done() or frontend.process.poll() is not None:
+                if frontend.process.poll() is not None:
                     continue
-                if frontend.unanswered * BEAT_SECONDS > self._options.hang_timeout:
+                serving = frontend.serving.done()
+                name = "hang_timeout" if serving else "load_timeout"
+                limit: float = getattr(self._options, name)
+                if frontend.waits * BEAT_SECONDS > limit:
                     log.critical(
-                        "frontend %d has not answered for %g s (hang_timeout): it is killed",
-                        frontend.member, self._options.hang_timeout,
-                    )  # fmt: skip
+                        "frontend %d has not answered for %g s (%s): it is killed", frontend.member, limit, name
+                    )
                     frontend.process.kill()
-                frontend.unanswered += 1
-                frontend.send(
-                    ("beat",)
-                )  # also while one is unanswered: its answer may have been counted before `unanswered` rose
+                frontend.waits += 1
+                if serving:  # also while a heartbeat is unanswered: its answer may have come just before `waits` rose
+                    frontend.send(("beat",))
 
     def _start_frontend(self, member: int) -> None:
         with self._life:
@@ -182,8 +184,9 @@ class Hub:
                 for other in list(self._frontends.values()):
                     other.send(("drain",))
             case ("beat",):
-                frontend.unanswered = 0
+                frontend.waits = 0
             case ("serving", port):
+                frontend.waits = 0
                 frontend.serving.set_result(port)
             case ("failed", words):
                 frontend.serving.set_exception(ConfigError(words))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import signal
@@ -12,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from saccade import errors
 from saccade.v1 import admin_pb2, inference_pb2
 from service.commands.cli import ServerProcess
 from service.common.config import ConfigError, ServerOptions
-from service.servers.frontends import check, reserved_port, share
+from service.servers.frontends import Hub, check, reserved_port, share
 
 ROOT = Path(__file__).resolve().parents[2]
 FRONTS = 2
@@ -136,6 +138,18 @@ def test_a_frontend_that_hangs_is_replaced(frontends: ServerProcess) -> None:
     while first in (now := children(frontends.pid, "service.servers.frontend_process")) or len(now) < FRONTS:
         pass
     assert second in now, "the other one, which had always answered, lives on"
+
+
+def test_a_frontend_that_does_not_get_ready_is_killed(model: Path) -> None:
+    options = ServerOptions(model=str(model), max_seqs=2, max_len=600, fronts=1)
+    with reserved_port(options) as port:
+        hub = Hub(options, port)
+        hub._options = replace(options, load_timeout=0.5)  # less than it takes; the engine has had the default
+        try:
+            with pytest.raises(ConfigError, match="frontend 0 ended with code -9 while starting"):
+                hub.start()
+        finally:
+            asyncio.run(hub.stop())
 
 
 def test_a_second_instance_is_told(frontends: ServerProcess, arguments: list[str]) -> None:

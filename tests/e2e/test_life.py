@@ -119,6 +119,18 @@ def test_a_hung_engine_is_killed_and_started_again_and_health_follows(model: Pat
             assert running.engine.pid != stopped  # type: ignore[attr-defined]
 
 
+def test_an_engine_that_hangs_while_it_loads_is_killed_with_a_clear_error(model: Path) -> None:
+    command = [sys.executable, "-m", "saccade", "serve", str(model), "--port", "0", "--load-timeout", "1.5"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as server:
+        while not (engines := children(server.pid, "service.servers.engine_process")):
+            assert server.poll() is None
+        os.kill(engines[0], signal.SIGSTOP)
+        _, words = server.communicate(timeout=60)
+    assert server.returncode == 1 and "Traceback" not in words
+    assert "the engine process was not ready after 1.5 seconds (load_timeout) and was killed" in words
+    assert not Path(f"/proc/{engines[0]}").exists()
+
+
 def test_an_engine_that_stands_still_for_a_moment_is_left_alone_and_holds_nobody_up(model: Path) -> None:
     """More is sent to it meanwhile than the socket between takes."""
     with supervised(model, hang_timeout=300.0) as running, connect(running.address) as stubs:

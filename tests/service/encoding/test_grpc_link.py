@@ -12,6 +12,7 @@ from encoder.item import EncoderItem
 from saccade.v1 import encoder_pb2
 from service.encoding.entries import Work
 from service.encoding.grpc_link import _Session
+from service.encoding.handoff import Handoff
 from service.encoding.items import PIECE_BYTES
 from service.encoding.partner import PROTOCOL, Partner
 
@@ -126,6 +127,19 @@ def test_a_connection_that_ends_takes_with_it_what_was_under_way() -> None:
     assert session.end() == works and session.end() == []
     session.write(1, bytes(8))
     assert session.finish(1) is None and not session.revoke(works[0])
+
+
+def test_an_encoder_is_told_the_highest_priority_of_those_who_wait_for_an_image() -> None:
+    handoff = Handoff(1 << 20, 2, torch.float32)
+    wanted = picture(1).image
+    for number, priority in enumerate((-3, 7, 2)):
+        handoff.lease(b"a", wanted, f"request {number}", priority)
+    handoff.lease(b"b", wanted, "request 3", -5)
+    session, messages, _ = opened(1 << 20)
+    for work in handoff.take():
+        session.add(work, None)
+    items = [message.item for message in (next(messages) for _ in range(4)) if message.HasField("item")]
+    assert {item.key: item.priority for item in items} == {b"a": 7, b"b": -5}
 
 
 def test_nobody_is_hurried_by_a_deadline_that_has_passed() -> None:

@@ -1,0 +1,37 @@
+"""How long a process that starts is waited for, and what is said of one that does not get ready."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from multiprocessing import Pipe
+
+import pytest
+
+from service.common.helper_process import HelperFailed, first_message
+
+WAITS = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+
+
+def test_a_process_that_does_not_get_ready_is_killed() -> None:
+    near, _far = Pipe()
+    with subprocess.Popen(WAITS, stdin=subprocess.PIPE) as process:
+        with pytest.raises(HelperFailed, match=r"the engine process was not ready after 0\.2 seconds \(load_timeout\)"):
+            first_message(process, near, 0.2, "engine")
+        assert process.returncode == -9
+
+
+def test_a_process_that_ends_before_it_is_ready_is_told_at_once() -> None:
+    near, far = Pipe()
+    far.close()
+    with subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]) as process:
+        with pytest.raises(HelperFailed, match="the engine process ended with code 3 while starting"):
+            first_message(process, near, 3600, "engine")
+
+
+def test_the_first_message_is_handed_on() -> None:
+    near, far = Pipe()
+    far.send(("ready", 1))
+    with subprocess.Popen(WAITS, stdin=subprocess.PIPE) as process:
+        assert first_message(process, near, 3600, "engine") == ("ready", 1)
+        assert process.poll() is None
