@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from encoder.pieces import Pieces
-from encoder.tower import PackedBatch
+from encoder.tower import PackedBatch, rotation_width
 from encoder.vit import Norm, ViT, ViTSizes
 from kernels.linear import Linear, Packed
 from kernels.native import Activation, Kind, NativeUnavailable, library
@@ -83,6 +83,7 @@ class NativeViT:
     def __init__(self, vit: ViT, max_rows: int) -> None:
         """`max_rows`: tower rows of a launch that memory is set aside for; a larger one is given more, for good."""
         self._sizes, self._dtype = vit.sizes, vit.dtype
+        self._rotates = rotation_width(vit.sizes) > 0
         self._library = library()
         self.on_operation: Callable[[TowerOp, TowerStep, float], None] | None = None
         """For measurements: operations then run one at a time, and this hears of each, its launch and its seconds."""
@@ -107,6 +108,7 @@ class NativeViT:
             stretch(
                 self._norm(block.norm1),
                 self._linear(block.qkv, Place.NORMED, Place.WIDE),
+                *(TowerOp(Code.ROTATE),) * self._rotates,
                 TowerOp(Code.ATTENTION),
                 self._linear(block.out, Place.NORMED, Place.STREAM, store=Store.ADD),
                 self._norm(block.norm2),
@@ -116,10 +118,10 @@ class NativeViT:
         ]
         token = TowerOp(Code.TOKEN, Of.TOKENS) if vit.final_norm is None else self._norm(vit.final_norm, Code.TOKEN)
         token.of = Of.TOKENS
-        squared = Activation.RELU_SQUARED
+        between = ACTIVATIONS[vit.projector_act]
         self._project = stretch(
             token,
-            self._linear(vit.linear_1, Place.NORMED, Place.WIDE, of=Of.TOKENS, activation=squared),
+            self._linear(vit.linear_1, Place.NORMED, Place.WIDE, of=Of.TOKENS, activation=between),
             self._linear(vit.linear_2, Place.WIDE, Place.OUT, of=Of.TOKENS),
         )
         self._ops = (TowerOp * len(ops))(*ops)
@@ -158,10 +160,12 @@ class NativeViT:
         bounds = batch.cu_seqlens.contiguous()
         patches, positions = batch.patches_TP.contiguous(), batch.positions_TD.contiguous()
         assert patches.dtype == positions.dtype == self._dtype, (patches.dtype, positions.dtype, self._dtype)
+        rotations = None if batch.rotations_TF is None else batch.rotations_TF.contiguous()
+        assert (rotations is not None) == self._rotates and (rotations is None or rotations.dtype == torch.float32)
         step = TowerStep(
             rows, patches.shape[0], tokens, x_RD.data_ptr(), patches.data_ptr(), positions.data_ptr(),
             batch.source_R.data_ptr(), batch.token_rows_NM.data_ptr(), bounds.shape[0] - 1, bounds.data_ptr(),
-            None, None, out.data_ptr(),
+            None if rotations is None else rotations.data_ptr(), None, None, out.data_ptr(),
         )  # fmt: skip
         self._run(self._embed[kind], step)
         for layer in self._layers:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from encoder.pieces import Pieces
-from encoder.tower import PackedBatch
+from encoder.tower import PackedBatch, TowerSizes
 from kernels.linear import Linear
 from kernels.patch_embed import patch_embed
 from kernels.pixel_shuffle import shuffle_norm
@@ -92,12 +92,8 @@ def _rotate(x_R2HD: Tensor, cos: Tensor, sin: Tensor) -> None:
     x_R2HD.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), -1))
 
 
-class ViTSizes(Protocol):
+class ViTSizes(TowerSizes, Protocol):
     """The numbers of such a tower."""
-
-    @property
-    def patch_widths(self) -> Mapping[str, int]:
-        """Numbers in one flattened patch, per kind of item."""
 
     @property
     def hidden_size(self) -> int:
@@ -120,20 +116,12 @@ class ViTSizes(Protocol):
         """One of `ACTIVATIONS`: of an MLP that is not gated."""
 
     @property
-    def patches_per_token(self) -> int:
-        """Tower rows that the projector joins to one row."""
-
-    @property
     def projector_hidden_size(self) -> int:
         """Between the projector's linear layers."""
 
     @property
     def projector_eps(self) -> float:
         """Of the projector's norm."""
-
-    @property
-    def row_width(self) -> int:
-        """Width of the rows that leave."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from encoder.item import IMAGE, VIDEO, Grid
+from encoder.native import NativeViT, runs_compiled
 from encoder.pieces import Pieces, finish
 from encoder.tower import PackedBatch
 from encoder.vit import Block, Norm, ViT
@@ -30,19 +31,21 @@ class QwenTower:
     ) -> None:  # fmt: skip
         """`native`: whether it runs in compiled code, as `encoder.native` says, with memory for launches of `max_rows`
         tower rows."""
+        compiled = runs_compiled(spec, dtype, device, native)
         self.sizes, self.dtype, self.device = spec, dtype, device
-        reader = _Reader(spec, dict(weights), dtype, device, False)
+        reader = _Reader(spec, dict(weights), dtype, device, compiled)
         self.vit = reader.vit()
         self.kinds = tuple(self.vit.projections)
         self._table_PD = reader.take("pos_embed.weight").to(torch.float32, copy=True)
         half = spec.head_dim // 2
         exponents = torch.arange(0, half, 2, dtype=torch.float32, device=device) / half
         self._frequencies = 1.0 / (spec.rope_theta**exponents)
+        self.native = NativeViT(self.vit, max_rows) if compiled else None
 
     @property
     def scratch_bytes(self) -> int:
         """Memory between the operations of compiled code."""
-        return 0
+        return 0 if self.native is None else self.native.bytes
 
     def positions(self, grid: Grid) -> Tensor:
         """`[T, D]` in the tower's dtype: the square table read bilinearly, its corners at the corners of the grid."""
@@ -79,7 +82,7 @@ class QwenTower:
 
     def pieces(self, batch: PackedBatch, *, kind: str = IMAGE) -> Pieces[Tensor]:
         """The same, to be left after each layer."""
-        return self.vit.pieces(batch, kind=kind)
+        return self.vit.pieces(batch, kind=kind) if self.native is None else self.native.pieces(batch, kind=kind)
 
 
 def _places(grid: Grid, merge: int) -> tuple[Tensor, Tensor]:

@@ -138,8 +138,8 @@ void add_tower_step(Layout& layout) {
     STRUCT(TowerStep);
     FIELD(TowerStep, rows); FIELD(TowerStep, patches); FIELD(TowerStep, tokens); FIELD(TowerStep, x);
     FIELD(TowerStep, pixels); FIELD(TowerStep, positions); FIELD(TowerStep, source); FIELD(TowerStep, token_rows);
-    FIELD(TowerStep, sequences); FIELD(TowerStep, bounds); FIELD(TowerStep, normed); FIELD(TowerStep, wide);
-    FIELD(TowerStep, out);
+    FIELD(TowerStep, sequences); FIELD(TowerStep, bounds); FIELD(TowerStep, rotations); FIELD(TowerStep, normed);
+    FIELD(TowerStep, wide); FIELD(TowerStep, out);
 }
 
 void add_numbers(Layout& layout) {
@@ -162,6 +162,7 @@ void add_numbers(Layout& layout) {
     VALUE_AS(TowerCode, TOWER_LINEAR, LINEAR); VALUE_AS(TowerCode, TOWER_EMBED, EMBED);
     VALUE_AS(TowerCode, TOWER_NORM, NORM); VALUE_AS(TowerCode, TOWER_GATE, GATE);
     VALUE_AS(TowerCode, TOWER_TOKEN, TOKEN); VALUE_AS(TowerCode, TOWER_ATTENTION, ATTENTION);
+    VALUE_AS(TowerCode, TOWER_ROTATE, ROTATE);
     VALUE_AS(Of, OF_ROWS, ROWS); VALUE_AS(Of, OF_PATCHES, PATCHES); VALUE_AS(Of, OF_TOKENS, TOKENS);
     VALUE_AS(Place, IN_PIXELS, PIXELS); VALUE_AS(Place, IN_NORMED, NORMED); VALUE_AS(Place, IN_WIDE, WIDE);
     VALUE_AS(Place, IN_STREAM, STREAM); VALUE_AS(Place, IN_OUT, OUT);

@@ -17,7 +17,7 @@
 
 namespace {
 
-enum TowerCode : int64_t { TOWER_LINEAR = 0, TOWER_EMBED = 1, TOWER_NORM = 2, TOWER_GATE = 3, TOWER_TOKEN = 4, TOWER_ATTENTION = 5 };
+enum TowerCode : int64_t { TOWER_LINEAR = 0, TOWER_EMBED = 1, TOWER_NORM = 2, TOWER_GATE = 3, TOWER_TOKEN = 4, TOWER_ATTENTION = 5, TOWER_ROTATE = 6 };
 enum Of : int64_t { OF_ROWS = 0, OF_PATCHES = 1, OF_TOKENS = 2 };
 enum Place : int64_t { IN_PIXELS = 0, IN_NORMED = 1, IN_WIDE = 2, IN_STREAM = 3, IN_OUT = 4 };
 
@@ -40,7 +40,7 @@ struct Tower {
     int64_t threads, kind;  // kind: BF16 or F32, of operands, positions and results
     int64_t hidden, heads, merged, scratch;  // merged: rows under a token; scratch: floats that an operation on a row may need
     int64_t table_rows;
-    const float *table, *token_norm;  // [table_rows, hidden], [merged * hidden]
+    const float *table, *token_norm;  // [table_rows, hidden]; [merged * hidden], or null
     float token_eps, scale;  // scale: of attention's scores
 };
 
@@ -51,6 +51,7 @@ struct TowerStep {  // tower rows, patches of the images, tokens for the decoder
     const int64_t *source, *token_rows;  // [rows]: a table row, or table_rows + a patch; [tokens, merged]
     int64_t sequences;
     const int32_t* bounds;               // [sequences + 1]: rows of one image attend to one another
+    const float* rotations;              // [patches, hidden / heads], or null: cosines of pairs of a head's features, and sines
     void *normed, *wide, *out;           // what products read and write in between; [tokens, n of the last product]
 };
 }
@@ -103,6 +104,7 @@ class TowerJob : public Job {
                 case TOWER_NORM: norm(op, row, scratch.data()); break;
                 case TOWER_GATE: gate(op, row, scratch.data()); break;
                 case TOWER_TOKEN: token(op, row, scratch.data()); break;
+                case TOWER_ROTATE: rotate(row); break;
             }
         }
     }
@@ -149,6 +151,32 @@ class TowerJob : public Job {
         for (int64_t i = 0; i < tower_.hidden; i++) x[i] = embedded[i] + load(position, i);
     }
 
+    // Queries and keys of a row that is a patch, in `wide`: feature i of a head and feature i of its second half are a pair.
+    void rotate(int64_t row) const {
+        const int64_t patch = step_.source[row] - tower_.table_rows, width = tower_.hidden / tower_.heads;
+        if (patch < 0) return;
+        const float* cosines = step_.rotations + patch * width;
+        for (int64_t head = 0; head < 2 * tower_.heads; head++) {
+            const int64_t at = row * 3 * tower_.hidden + head * width;
+            if (tower_.kind == BF16) rotate_head(static_cast<uint16_t*>(step_.wide) + at, cosines, width / 2);
+            else rotate_head(static_cast<float*>(step_.wide) + at, cosines, width / 2);
+        }
+    }
+
+    static uint16_t as(float x, const uint16_t*) { return float_to_bf16(x); }
+    static float as(float x, const float*) { return x; }
+
+    template <typename T>
+    static void rotate_head(T* x, const float* cosines, int64_t half) {
+        const float* sines = cosines + half;
+#pragma omp simd
+        for (int64_t i = 0; i < half; i++) {
+            const float a = load(x, i), b = load(x, half + i);
+            x[i] = as(a * cosines[i] - b * sines[i], x);
+            x[half + i] = as(b * cosines[i] + a * sines[i], x);
+        }
+    }
+
     void norm(const TowerOp& op, int64_t row, float* scratch) const {
         const int64_t width = tower_.hidden;
         layer_norm(step_.x + row * width, op.norm, op.bias, width, op.eps, scratch);
@@ -175,7 +203,8 @@ class TowerJob : public Job {
         for (int64_t i = 0; i < count; i++) out[i] = load(from, i);
     }
 
-    // The rows under an image token side by side, each through the final norm where there is one, then the RMS norm of them all.
+    // The rows under an image token side by side, each through the final norm where there is one, then the RMS norm of them all,
+    // where there is that.
     void token(const TowerOp& op, int64_t token, float* scratch) const {
         const int64_t width = tower_.hidden, merged = tower_.merged, all = width * merged;
         for (int64_t i = 0; i < merged; i++) {
@@ -183,7 +212,7 @@ class TowerJob : public Job {
             if (op.norm) layer_norm(x, op.norm, op.bias, width, op.eps, scratch + i * width);
             else std::copy_n(x, width, scratch + i * width);
         }
-        rms_norm(scratch, tower_.token_norm, all, tower_.token_eps, scratch);
+        if (tower_.token_norm) rms_norm(scratch, tower_.token_norm, all, tower_.token_eps, scratch);
         make_operand(scratch, all, tower_.kind, step_.normed, all, nullptr, token);
     }
 

@@ -17,6 +17,7 @@ class Code(IntEnum):
     GATE = 3
     TOKEN = 4
     ATTENTION = 5
+    ROTATE = 6
 
 
 class Of(IntEnum):
@@ -65,5 +66,5 @@ class TowerStep(Structure):
     _fields_ = [
         ("rows", c_int64), ("patches", c_int64), ("tokens", c_int64), ("x", c_void_p), ("pixels", c_void_p),
         ("positions", c_void_p), ("source", c_void_p), ("token_rows", c_void_p), ("sequences", c_int64),
-        ("bounds", c_void_p), ("normed", c_void_p), ("wide", c_void_p), ("out", c_void_p),
+        ("bounds", c_void_p), ("rotations", c_void_p), ("normed", c_void_p), ("wide", c_void_p), ("out", c_void_p),
     ]  # fmt: skip

@@ -1,0 +1,98 @@
+"""The tower in compiled code against the same tower operation by operation."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from compiled import needs_compiled
+from qwen_vision import TinyQwen, random_grids, random_item, tiny_qwen
+
+from encoder.item import EncoderItem
+from encoder.native import scratch_sizes
+from encoder.runner import EncoderOptions, EncoderRunner
+
+pytestmark = needs_compiled
+torch.set_num_threads(1)
+SIZES: list[dict[str, Any]] = [
+    {"hidden_size": 128, "num_heads": 2},
+    {"hidden_size": 144, "num_heads": 2, "hidden_act": "gelu"},
+    {"hidden_size": 36, "num_heads": 3, "patch_size": 8},
+    {"hidden_size": 80, "num_heads": 1, "spatial_merge_size": 3, "temporal_patch_size": 3},
+    {"hidden_size": 24, "num_heads": 6, "depth": 3, "spatial_merge_size": 1},
+]
+
+
+def make(tiny: TinyQwen, dtype: torch.dtype, **options: Any) -> EncoderRunner:
+    given: dict[str, Any] = {"graphs": "off", "native": "on", **options}
+    return EncoderRunner(tiny.config, EncoderOptions(dtype=dtype, **given), tiny.weights.items())
+
+
+def encode(runner: EncoderRunner, items: list[EncoderItem]) -> list[torch.Tensor]:
+    out = [torch.full((i.tokens, runner.spec.row_width), math.nan, dtype=runner.options.dtype) for i in items]
+    runner.encode(items, out)
+    return out
+
+
+def mixed(tiny: TinyQwen, seed: int = 0) -> list[EncoderItem]:
+    grids = random_grids(random.Random(seed), 6, 8, tiny.config.merge_size)
+    items = [random_item(tiny.config, grid, place, pairs=place % 3) for place, grid in enumerate(grids)]
+    items += [random_item(tiny.config, (tiny.config.merge_size * 12, tiny.config.merge_size * 15), 9)]
+    return items
+
+
+def rms(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
+    return float((torch.cat(found).double() - torch.cat(exact).double()).square().mean().sqrt())
+
+
+@pytest.mark.parametrize("changes", SIZES, ids=str)
+def test_compiled_towers_equal_the_operations(changes: dict[str, Any]) -> None:
+    tiny = tiny_qwen(3, **changes)
+    items = mixed(tiny)
+    fast, slow = (encode(make(tiny, torch.float32, native=mode), items) for mode in ("on", "off"))
+    for found, wanted in zip(fast, slow, strict=True):
+        assert float((found - wanted).abs().max()) <= 2e-5 * float(wanted.abs().max())
+    rounded, plain = (encode(make(tiny, torch.bfloat16, native=mode), items) for mode in ("on", "off"))
+    assert rms(rounded, slow) <= 1.2 * rms(plain, slow)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_an_image_gets_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
+    """Alone, packed with others in any order, in a graph's padding, with any number of threads, left between layers."""
+    tiny = tiny_qwen(7, **SIZES[1])
+    items = mixed(tiny, 2)
+    runner = make(tiny, dtype)
+    alone = [encode(runner, [item])[0] for item in items]
+    padded = make(tiny, dtype, graphs="on", graph_kinds=None, token_budgets=(64, 192))
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            for packed in (encode(runner, items), encode(runner, items[::-1])[::-1], encode(padded, items)):
+                for rows, expected in zip(packed, alone, strict=True):
+                    assert torch.equal(rows, expected)
+    finally:
+        torch.set_num_threads(1)
+    assert any(name.startswith("replays") for name in padded.stats())
+    job_out = [torch.empty_like(rows) for rows in alone]
+    job = runner.begin(items, job_out)
+    while job.step(0.0):
+        pass
+    assert all(torch.equal(rows, expected) for rows, expected in zip(job_out, alone, strict=True))
+
+
+def test_bytes_become_rows_as_floats_do() -> None:
+    tiny = tiny_qwen(1, **SIZES[0])
+    image = torch.randint(0, 256, (40, 64, 3), dtype=torch.uint8)
+    rule, runner = tiny.config.image_rule, make(tiny, torch.float32)
+    kept, floats = (rule.patchify(image, torch.float32, keep_bytes=keep) for keep in (True, False))
+    (from_bytes,), (from_floats,) = encode(runner, [kept]), encode(runner, [floats])
+    assert kept.patches.dtype == torch.uint8 and torch.equal(from_bytes, from_floats)
+
+
+def test_scratch_is_what_the_plan_says() -> None:
+    tiny = tiny_qwen(0)
+    plan = make(tiny, torch.bfloat16).plan()
+    assert plan["scratch_bytes"] == sum(scratch_sizes(plan["rows"][-1], tiny.config, torch.bfloat16))  # type: ignore[index]
