@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 GRAPH_MODES = ("auto", "on", "off")
 OVERLAP_MODES = ("auto", "on", "off")
-WEIGHT_KINDS = ("int8", "int4")
+WEIGHT_KINDS = ("int8", "int4", "fp8", "nvfp4")
 NATIVE_MODES = ("auto", "on", "off")
 SPECULATIVE = ("none", "ngram", "mtp")
 SPEC_STATES = ("replay", "slots")

@@ -55,12 +55,13 @@ def stored_linear(
 
     `owned`: the weight may be kept instead of copied.
     """
-    return Linear(*_stored(weight, bias, options), owned=owned)
+    return Linear(*_stored(weight, bias, options), owned=owned, dtype=options.dtype)
 
 
 def gated_linear(gate_up: Tensor | Quantised, bias: Tensor | None, act: str, options: DecoderOptions) -> GatedLinear:
     """The same for gates, then as many outputs that they are for, which nobody else keeps."""
-    return GatedLinear(*_stored(gate_up, bias, options), swiglu if act == "silu" else _product(act), COMPILED[act])
+    product = swiglu if act == "silu" else _product(act)
+    return GatedLinear(*_stored(gate_up, bias, options), product, COMPILED[act], dtype=options.dtype)
 
 
 def _product(act: str) -> Callable[[Tensor], Tensor]:

@@ -2,14 +2,17 @@
 
 from kernels.linear.gated import GatedLinear
 from kernels.linear.packed import Packed
-from kernels.linear.quantised import Quantised, concatenate, quantise, quantised_bytes, row_part, stack
+from kernels.linear.quantised import KINDS, Quantised, alike, concatenate, quantised_bytes, row_part, stack
 from kernels.linear.reference import Linear
+from kernels.linear.rounding import quantise
 
 __all__ = [
     "GatedLinear",
+    "KINDS",
     "Linear",
     "Packed",
     "Quantised",
+    "alike",
     "concatenate",
     "quantise",
     "quantised_bytes",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from kernels.linear.packed import Packed
@@ -26,18 +27,20 @@ class GatedLinear:
         bias: Tensor | None,
         product: Callable[[Tensor], Tensor],
         activation: Activation,
+        *,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         """`product`: `[rows, 2 * out]`, gates and what they are for -> f(gate) * other; `activation`: f in compiled
-        code. The weight may be kept instead of copied.
+        code; `dtype`: of the rows, which a quantised weight does not say. The weight may be kept instead of copied.
         """
         self.product, self.activation = product, activation
         self.packed: Packed | None = None
         self.plain: Linear | None = None
         with contextlib.suppress(NativeUnavailable):
             if isinstance(weight, Quantised) or weight.dtype.itemsize == 2:
-                self.packed = Packed(weight, bias, gated=True)
+                self.packed = Packed(weight, bias, dtype, gated=True)
         if self.packed is None:
-            self.plain = Linear(weight, bias, owned=True, compiled=False)
+            self.plain = Linear(weight, bias, owned=True, compiled=False, dtype=dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[rows, in]` -> `[rows, out]` in x's dtype, which must be the weight's unless that is quantised."""

@@ -1,78 +1,151 @@
-"""Weights in 8 or 4 bits; the maths is in README.md."""
+"""Weights of linear layers in fewer bits, as published files store them; the maths is in README.md."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from kernels.native.structs import GROUP
 
-BITS = {"int8": 8, "int4": 4}
-SCALES = (1.0, 0.95, 0.9, 0.85, 0.8)
-"""Fractions of the largest scale that are tried for int4."""
+KINDS = ("int8", "int4", "fp8", "nvfp4")
+NVFP4_GROUP = 16
+"""Inputs that share a scale in nvfp4."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes of the 4-bit floating type by their code; bit 3 is the sign."""
+TENSORS = ("values", "scale", "zeros", "outer", "order")
+"""Fields of a `Quantised` that are tensors."""
 
 
 @dataclass(frozen=True)
 class Quantised:
-    """Rows of a weight `[..., n, k]` as small integers and scales.
+    """Rows of a weight `[..., n, k]` as small numbers and scales. `ValueError` for shapes and dtypes that do not fit.
 
     int8: `values` int8 `[..., n, k]`, `scale` float32 `[..., n]`: w = value * scale of its row.
-    int4: `values` uint8 `[..., n, ceil(k / 2)]`, two values + 8 a byte, the even one in the low half; `scale` float32
-    `[..., n, ceil(k / 128)]`: w = value * scale of its row and group. `ValueError` for anything else.
+    int4: `values` uint8 `[..., n, ceil(k / 2)]`, two values of 0 to 15 a byte, the even one in the low half; `scale`
+    float32 `[..., n, ceil(k / group)]`: w = (value - zero) * scale of its row and group. Zeros are 8, or `zeros`.
+    fp8: `values` float8_e4m3fn `[..., n, k]`, `scale` as of int4: w = value * scale of its row and group.
+    nvfp4: `values` as of int4, e2m1 codes; `scale` float8_e4m3fn `[..., n, ceil(k / 16)]`: w = value * scale * outer of
+    its row, or w = value * scale / outer where `divided`.
     """
 
     kind: str
     values: Tensor
     scale: Tensor
     in_features: int
+    group: int = GROUP
+    """Inputs that share a scale: of int4 and fp8; an fp8 scale for a whole row has a group of `in_features`."""
+    zeros: Tensor | None = None
+    """int4: uint8, of the scale's shape, 0 to 16."""
+    outer: Tensor | None = None
+    """nvfp4: float32 `[..., n]`."""
+    divided: bool = False
+    order: Tensor | None = None
+    """int4: int64 `[..., k]`: column j of the values stands for input `order[j]`; None for the inputs' own order."""
 
     def __post_init__(self) -> None:
-        if self.kind not in BITS:
-            raise ValueError(f"weights {self.kind!r} is not one of {', '.join(BITS)}")
-        rows, inner = self.values.shape[:-1], self.in_features
-        expected = {
-            "int8": ((torch.int8, (*rows, inner)), (torch.float32, tuple(rows))),
-            "int4": ((torch.uint8, (*rows, -(-inner // 2))), (torch.float32, (*rows, -(-inner // GROUP)))),
+        if self.kind not in KINDS:
+            raise ValueError(f"weights {self.kind!r} is not one of {', '.join(KINDS)}")
+        if self.group < 1:
+            raise ValueError(f"a group must have at least 1 input, not {self.group}")
+        rows, inner = tuple(self.values.shape[:-1]), self.in_features
+        halved, groups = (*rows, -(-inner // 2)), (*rows, -(-inner // self.scale_group))
+        expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            "int8": {"values": (torch.int8, (*rows, inner)), "scale": (torch.float32, rows)},
+            "int4": {"values": (torch.uint8, halved), "scale": (torch.float32, groups)},
+            "fp8": {"values": (torch.float8_e4m3fn, (*rows, inner)), "scale": (torch.float32, groups)},
+            "nvfp4": {"values": (torch.uint8, halved), "scale": (torch.float8_e4m3fn, groups)},
         }[self.kind]
-        for name, tensor, (dtype, shape) in zip(("values", "scale"), (self.values, self.scale), expected, strict=True):
-            if tensor.dtype != dtype or tensor.shape != shape:
-                found = f"{tensor.dtype} {tuple(tensor.shape)}"
-                raise ValueError(f"the {name} of an {self.kind} weight are {found}, not {dtype} {shape}")
+        if self.kind == "nvfp4":
+            expected["outer"] = torch.float32, rows
+        if self.kind == "int4" and self.zeros is not None:
+            expected["zeros"] = torch.uint8, groups
+        if self.kind == "int4" and self.order is not None:
+            expected["order"] = torch.int64, (*rows[:-1], inner)
+        for name in TENSORS:
+            tensor, wanted = getattr(self, name), expected.get(name)
+            if tensor is None and wanted is None:
+                continue
+            if tensor is None or wanted is None or (tensor.dtype, tuple(tensor.shape)) != wanted:
+                found = "missing" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+                want = "nothing" if wanted is None else f"{wanted[0]} {wanted[1]}"
+                raise ValueError(f"the {name} of an {self.kind} weight are {found}, not {want}")
+
+    @property
+    def scale_group(self) -> int:
+        """Inputs that share a scale."""
+        return {"int8": self.in_features, "nvfp4": NVFP4_GROUP}.get(self.kind, self.group)
 
     @property
     def shape(self) -> torch.Size:
         return torch.Size((*self.values.shape[:-1], self.in_features))
 
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for name in TENSORS if (tensor := getattr(self, name)) is not None)
+
     def __getitem__(self, index: int) -> Quantised:
-        return Quantised(self.kind, self.values[index], self.scale[index], self.in_features)
+        return self._each(lambda tensor, _: tensor[index])
+
+    def rows(self, index: Tensor) -> Quantised:
+        """Copies of these rows, of a weight `[n, k]`: `index` int64 of any length."""
+        return self._each(lambda tensor, has_rows: tensor[index] if has_rows else tensor)
 
     def row_part(self, place: int, parts: int, groups: int = 1) -> Quantised:
         """One of so many equal parts of the rows, or of each of their equal groups; aliases this one where it can."""
-        values = row_part(self.values, place, parts, groups, -2)
-        scale = row_part(self.scale, place, parts, groups, -1 if self.kind == "int8" else -2)
-        return Quantised(self.kind, values, scale, self.in_features)
+        row = self.values.dim() - 2
+        of = place, parts, groups
+        return self._each(lambda tensor, has_rows: row_part(tensor, *of, row - tensor.dim()) if has_rows else tensor)
 
     def to(self, device: torch.device | str) -> Quantised:
-        return Quantised(self.kind, self.values.to(device), self.scale.to(device), self.in_features)
+        return self._each(lambda tensor, _: tensor.to(device))
+
+    def _each(self, change: Callable[[Tensor, bool], Tensor]) -> Quantised:
+        """`change` is told whether the tensor has a dimension of rows."""
+        tensors = {name: getattr(self, name) for name in TENSORS}
+        found: dict[str, Any] = {
+            name: change(tensor, name != "order") for name, tensor in tensors.items() if tensor is not None
+        }
+        return replace(self, **found)
 
     def integers(self) -> Tensor:
-        """int8 `[..., n, k]`."""
+        """int8 and int4: int8 `[..., n, k]`, in the order of the columns; of int4 less 8, whatever its zeros are."""
         if self.kind == "int8":
             return self.values
-        pairs = torch.stack((self.values & 15, self.values >> 4), -1).flatten(-2)
-        return pairs[..., : self.in_features].to(torch.int8) - 8
+        return _nibbles(self.values, self.in_features).to(torch.int8) - 8
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """`[..., n, k]`."""
-        scale = self.scale[..., None]
-        if self.kind == "int4":
-            scale = self.scale.repeat_interleave(GROUP, -1)[..., : self.in_features]
-        return (self.integers() * scale).to(dtype)
+        """`[..., n, k]`: computed in float32 from left to right as the maths above says, then rounded to `dtype`."""
+        if self.kind == "int8":
+            return (self.values * self.scale[..., None]).to(dtype)
+        if self.kind == "fp8":
+            return (self.values.float() * self._by_input(self.scale)).to(dtype)
+        codes = _nibbles(self.values, self.in_features)
+        if self.kind == "nvfp4":
+            assert self.outer is not None
+            signs = torch.tensor([*E2M1, *(-value for value in E2M1)], device=codes.device)
+            exact, outer = signs[codes.long()] * self._by_input(self.scale.float()), self.outer[..., None]
+            return (exact / outer if self.divided else exact * outer).to(dtype)
+        zeros = 8.0 if self.zeros is None else self._by_input(self.zeros.float())
+        found = (codes.float() - zeros) * self._by_input(self.scale)
+        if self.order is not None:
+            found = torch.empty_like(found).scatter_(-1, self.order[..., None, :].expand_as(found), found)
+        return found.to(dtype)
+
+    def _by_input(self, groups: Tensor) -> Tensor:
+        """`[..., n, groups]` -> `[..., n, k]`; of one group alone `[..., n, 1]`."""
+        if groups.shape[-1] == 1:
+            return groups
+        return groups.repeat_interleave(self.scale_group, -1)[..., : self.in_features]
+
+
+def _nibbles(packed: Tensor, count: int) -> Tensor:
+    """uint8 `[..., ceil(count / 2)]` -> `[..., count]`, the low half first."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)[..., :count]
 
 
 def row_part(tensor: Tensor, place: int, parts: int, groups: int, dim: int) -> Tensor:
@@ -86,72 +159,65 @@ def row_part(tensor: Tensor, place: int, parts: int, groups: int, dim: int) -> T
 
 
 def quantised_bytes(shape: Sequence[int], kind: str) -> int:
-    """Of the values and scales that `quantise` makes of a weight of this shape."""
+    """Of what `quantise` makes of a weight of this shape."""
     *rows, inner = shape
-    row = inner + 4 if kind == "int8" else -(-inner // 2) + 4 * -(-inner // GROUP)
+    pairs = -(-inner // 2)
+    row = {
+        "int8": inner + 4,
+        "int4": pairs + 4 * -(-inner // GROUP),
+        "fp8": inner + 4,
+        "nvfp4": pairs + -(-inner // NVFP4_GROUP) + 4,
+    }[kind]
     return math.prod(rows) * row
 
 
-def quantise(weight: Tensor, kind: str) -> Quantised:
-    """Nearest values on each row's (int8) or group's (int4) own grid. `ValueError` for another kind or an infinity."""
-    if kind not in BITS:
-        raise ValueError(f"weights {kind!r} is not one of {', '.join(BITS)}")
-    weight = weight.detach().float()
-    if not bool(torch.isfinite(weight).all()):
-        raise ValueError(f"a weight of shape {tuple(weight.shape)} holds values that are not finite")
-    inner = weight.shape[-1]
-    if kind == "int8":
-        scale = weight.abs().amax(-1) / 127
-        values = (weight / _divisor(scale)[..., None]).round_().clamp_(-127, 127).to(torch.int8)
-        return Quantised(kind, values, scale, inner)
-    groups = F.pad(weight, (0, -inner % GROUP)).unflatten(-1, (-1, GROUP))
-    steps, scale = _finest(groups)
-    flat = F.pad(steps.flatten(-2)[..., :inner], (0, inner % 2)).add_(8).to(torch.uint8)
-    return Quantised(kind, flat[..., 0::2] | flat[..., 1::2] << 4, scale, inner)
-
-
-def _finest(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Values -8..7 and scale of each group: of some scales, the one with the least squared error.
-
-    The first puts the value of largest magnitude at -8, whatever its sign, so that all 16 steps are in use. Smaller
-    ones cut the ends off, which pays where few values are large.
-    """
-    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
-    best_steps = torch.zeros_like(groups, dtype=torch.int8)
-    best_scale = torch.zeros_like(largest)
-    best_error = torch.full_like(largest, float("inf"))
-    for factor in SCALES:
-        scale = largest * (factor / -8)
-        steps = (groups / _divisor(scale)[..., None]).round_().clamp_(-8, 7)
-        error = (steps * scale[..., None]).sub_(groups).square_().sum(-1)
-        better = error < best_error
-        best_error = torch.where(better, error, best_error)
-        best_scale = torch.where(better, scale, best_scale)
-        best_steps = torch.where(better[..., None], steps.to(torch.int8), best_steps)
-    return best_steps, best_scale
-
-
-def _divisor(scale: Tensor) -> Tensor:
-    return torch.where(scale == 0, torch.ones((), dtype=scale.dtype), scale)
-
-
 def concatenate(parts: Sequence[Tensor | Quantised]) -> Tensor | Quantised:
-    """Weights of one input below one another. `ValueError` where plain and quantised ones meet."""
-    return _joined(parts, torch.cat)
+    """Weights of one input below one another. `ValueError` for those that are not `alike`."""
+    plain = [part for part in parts if isinstance(part, Tensor)]
+    if len(plain) == len(parts):
+        return torch.cat(plain, plain[0].dim() - 2)
+    return _joined(parts, lambda tensors, row: torch.cat(tensors, row), shared=("order",))
 
 
 def stack(parts: Sequence[Tensor | Quantised]) -> Tensor | Quantised:
-    """Weights of one shape in a new first dimension. `ValueError` where plain and quantised ones meet."""
-    return _joined(parts, torch.stack)
+    """Weights of one shape in a new first dimension. `ValueError` for those that are not stored in the same way."""
+    plain = [part for part in parts if isinstance(part, Tensor)]
+    if len(plain) == len(parts):
+        return torch.stack(plain)
+    return _joined(parts, lambda tensors, _: torch.stack(tensors), shared=())
 
 
-def _joined(parts: Sequence[Tensor | Quantised], join: Callable[[list[Tensor]], Tensor]) -> Tensor | Quantised:
-    tensors = [part for part in parts if isinstance(part, Tensor)]
-    if len(tensors) == len(parts):
-        return join(tensors)
+def alike(parts: Sequence[Tensor | Quantised]) -> bool:
+    """Whether weights of one input can be concatenated: plain ones, or ones of one kind, group and order."""
     quantised = [part for part in parts if isinstance(part, Quantised)]
-    if len(quantised) < len(parts) or len({part.kind for part in quantised}) > 1:
-        raise ValueError("weights that belong together are not all quantised in the same way")
+    if not quantised:
+        return True
+    return len(quantised) == len(parts) and all(_same(quantised[0], part, ("order",)) for part in quantised[1:])
+
+
+def _same(one: Quantised, other: Quantised, shared: Sequence[str]) -> bool:
+    """Whether two differ in numbers alone, and not even in those of `shared`."""
+    for name in TENSORS:
+        mine, theirs = getattr(one, name), getattr(other, name)
+        if (mine is None) != (theirs is None):
+            return False
+        if name in shared and mine is not None and not torch.equal(mine, theirs):
+            return False
+    how = [(part.kind, part.scale_group, part.divided, part.in_features) for part in (one, other)]
+    return how[0] == how[1]
+
+
+def _joined(
+    parts: Sequence[Tensor | Quantised], join: Callable[[list[Tensor], int], Tensor], shared: Sequence[str]
+) -> Quantised:
+    quantised = [part for part in parts if isinstance(part, Quantised)]
     first = quantised[0]
-    values, scale = join([p.values for p in quantised]), join([p.scale for p in quantised])
-    return Quantised(first.kind, values, scale, first.in_features)
+    if len(quantised) < len(parts) or not all(_same(first, part, shared) for part in quantised):
+        raise ValueError("weights that belong together are not all quantised in the same way")
+    row = first.values.dim() - 2
+    tensors: dict[str, Any] = {}
+    for name in TENSORS:
+        if (tensor := getattr(first, name)) is not None:
+            given = [getattr(part, name) for part in quantised]
+            tensors[name] = tensor if name in shared else join(given, row)
+    return replace(first, **tensors)

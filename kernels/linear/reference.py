@@ -22,11 +22,13 @@ class Linear:
     """
 
     def __init__(
-        self, weight: Tensor | Quantised, bias: Tensor | None = None, *, owned: bool = False, compiled: bool = True
-    ) -> None:
-        """`owned`: the weight may be kept instead of copied. `compiled`: whether the compiled product may run it. Its
-        threads and those of torch's operations take each other's cores where the two alternate, as in a tower that is
-        not compiled as a whole. `ValueError` when the bias does not fit the weight.
+        self, weight: Tensor | Quantised, bias: Tensor | None = None, *, owned: bool = False, compiled: bool = True,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
+        """`dtype`: of the rows, which a quantised weight does not say. `owned`: the weight may be kept instead of
+        copied. `compiled`: whether the compiled product may run it. Its threads and those of torch's operations take
+        each other's cores where the two alternate, as in a tower that is not compiled as a whole. `ValueError` when the
+        bias does not fit the weight.
         """
         self.out_features, self.in_features = weight.shape
         if bias is not None and bias.shape != (self.out_features,):
@@ -37,7 +39,7 @@ class Linear:
         self.weight: Tensor | Quantised | None = None
         if compiled and (isinstance(weight, Quantised) or weight.dtype == torch.bfloat16):
             with contextlib.suppress(NativeUnavailable):
-                self.packed = Packed(weight, self.bias)
+                self.packed = Packed(weight, self.bias, dtype)
         if self.packed is None and isinstance(weight, Tensor):
             self.blocked = _block(weight.detach())
         if self.packed is None and self.blocked is None:

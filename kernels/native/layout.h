@@ -10,6 +10,7 @@
 #include "draft.h"
 #include "products.h"
 #include "sample.h"
+#include "scaled.h"
 #include "structs.h"
 #include "tower.h"
 
@@ -35,7 +36,8 @@ class Layout {
 void add_weight(Layout& layout) {
     STRUCT(Weight);
     FIELD(Weight, kind); FIELD(Weight, n); FIELD(Weight, k); FIELD(Weight, kpad); FIELD(Weight, data);
-    FIELD(Weight, scale); FIELD(Weight, bias); FIELD(Weight, gated);
+    FIELD(Weight, scale); FIELD(Weight, bias); FIELD(Weight, gated); FIELD(Weight, operand); FIELD(Weight, group);
+    FIELD(Weight, small_scale); FIELD(Weight, zeros); FIELD(Weight, outer);
 }
 
 void add_experts(Layout& layout) {
@@ -144,6 +146,7 @@ void add_tower_step(Layout& layout) {
 
 void add_numbers(Layout& layout) {
     VALUE_AS(Kind, F32, F32); VALUE_AS(Kind, BF16, BF16); VALUE_AS(Kind, INT8, INT8); VALUE_AS(Kind, INT4, INT4);
+    VALUE_AS(Kind, FP8, FP8); VALUE_AS(Kind, NVFP4, NVFP4); VALUE_AS(Kind, UINT4, UINT4);
     VALUE_AS(Code, NORM, NORM); VALUE_AS(Code, LINEAR, LINEAR); VALUE_AS(Code, MAMBA, MAMBA);
     VALUE_AS(Code, ATTENTION, ATTENTION); VALUE_AS(Code, CONVERT, CONVERT); VALUE_AS(Code, ACTIVATE, ACTIVATE);
     VALUE_AS(Code, ROUTE, ROUTE); VALUE_AS(Code, GROUP_PICKS, GROUP_PICKS); VALUE_AS(Code, GATHER, GATHER);

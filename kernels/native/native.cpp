@@ -194,7 +194,7 @@ class LinearJob : public Job {
             for (int64_t i = 0; i < w.k; i++) scratch[i] = bf16_to_float(bits[i]);
             from = scratch.data();
         }
-        make_operand(from, w.k, w.kind, operand_, product_.lda, scales_, unit);
+        make_operand(from, w.k, w.operand, operand_, product_.lda, scales_, unit);
     }
 
   private:
@@ -276,7 +276,7 @@ void saccade_linear(
 ) {
     const Weight& w = *weight;
     Product product{weight, operand, operand_ld, scales, out, ldo, is_bf16 ? STORE_BF16 : STORE, Activation(activation), w.gated ? ldo : w.n};
-    if (is_bf16 ? w.kind == BF16 && w.k % 2 == 0 : w.kind == F32) product.a = x, product.lda = ldx;
+    if (is_bf16 ? w.operand == BF16 && w.k % 2 == 0 : w.operand == F32) product.a = x, product.lda = ldx;
     pool().run(LinearJob(product, x, ldx, is_bf16, operand, scales, rows, threads), threads);
 }
 }

@@ -35,7 +35,9 @@ inline int64_t padded_inputs(int64_t k, int64_t kind) {
 
 inline int64_t panels_of(const Weight& w) { return (w.n + PANEL - 1) / PANEL; }
 
-inline int64_t panel_bytes(const Weight& w) { return w.kpad * PANEL * 2 / (w.kind == BF16 ? 1 : w.kind == INT8 ? 2 : 4); }
+inline int64_t panel_bytes(const Weight& w) {
+    return w.kpad * PANEL * 2 / (w.kind == BF16 ? 1 : w.kind == INT8 || w.kind == FP8 ? 2 : 4);
+}
 
 // -- operands: float rows in the form that a kind of weight is multiplied with -------------------------------------------
 
@@ -318,6 +320,10 @@ void finish(const Product& job, const float* sums, int64_t row, int64_t begin) {
     else finish<STORED, R, V, false, false>(job, sums, row, begin);
 }
 
+// scaled.h
+template <int R, int V>
+void tile_scaled(const void* rows, int64_t row, int64_t lda, const Weight& w, int64_t panel, int64_t first, Ahead ahead, float* out);
+
 template <int R, int V>
 void tile(const Product& job, int64_t row, int64_t panel, int64_t first, Ahead ahead) {
     alignas(64) float out[R * PANEL];
@@ -329,6 +335,7 @@ void tile(const Product& job, int64_t row, int64_t panel, int64_t first, Ahead a
     const uint16_t* a = static_cast<const uint16_t*>(job.a) + row * job.lda;
     if (w.kind == BF16) tile_bf16<R, V>(a, job.lda, w, panel, first, ahead, out);
     if (w.kind == F32) tile_f32<R>(static_cast<const float*>(job.a) + row * job.lda, job.lda, w, panel, out);
+    if (w.kind >= FP8) tile_scaled<R, V>(job.a, row, job.lda, w, panel, first, ahead, out);
     if constexpr (R <= INT_ROWS) {
         const int8_t* bytes = reinterpret_cast<const int8_t*>(a);
         if (w.kind == INT8) tile_int8<R, V>(bytes, 2 * job.lda, job.scales + row, w, panel, first, ahead, out);

@@ -21,6 +21,9 @@ class Kind(IntEnum):
     BF16 = 1
     INT8 = 2
     INT4 = 3
+    FP8 = 4
+    NVFP4 = 5
+    UINT4 = 6
 
 
 class Activation(IntEnum):
@@ -73,7 +76,8 @@ class Target(IntEnum):
 class Weight(Structure):
     _fields_ = [
         ("kind", c_int64), ("n", c_int64), ("k", c_int64), ("kpad", c_int64),
-        ("data", c_void_p), ("scale", c_void_p), ("bias", c_void_p), ("gated", c_int64),
+        ("data", c_void_p), ("scale", c_void_p), ("bias", c_void_p), ("gated", c_int64), ("operand", c_int64),
+        ("group", c_int64), ("small_scale", c_void_p), ("zeros", c_void_p), ("outer", c_void_p),
     ]  # fmt: skip
 
 

@@ -6,18 +6,20 @@ time, straight from the mapped file."""
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import math
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from families import CheckpointError, Target
-from service.model.cache import indexed_files, resolve_model
+from families.files import optional_json, read_json
+from service.model.cache import resolve_model
+from service.model.formats.declared import disagreements, read_declared
+from service.model.formats.tensors import FormatError, StoredWeight, find_weights
 from service.model.modelconfig import ModelConfig, load_config
+from service.model.weight_files import WeightFiles
 
 if TYPE_CHECKING:
     import torch
@@ -49,48 +51,46 @@ class Checkpoint:
         self.config: ModelConfig = load_config(path, name=name)
         self.path = path
         self.targets = self.config.weight_targets()
-        """Stored name -> our tensors that it contributes to; none for parts that are not served."""
-        self.files = _weight_files(path, optional=outline)
-        """Its safetensors files."""
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._bytes: dict[str, int] = {}
-        self._file_of: dict[str, Path] = {}
-        digest = hashlib.sha256((path / "config.json").read_bytes())
-        for file in self.files:
-            header, raw = _read_header(file)
-            digest.update(raw)
-            _sample_into(digest, file)
-            for tensor, entry in header.items():
-                self._file_of[tensor] = file
-                self._shapes[tensor] = tuple(entry["shape"])
-                self._bytes[tensor] = entry["data_offsets"][1] - entry["data_offsets"][0]
+        """A weight's name in the files -> our tensors that it contributes to; none for parts that are not served."""
+        self.files = WeightFiles(path, optional=outline)
+        digest = hashlib.sha256((path / "config.json").read_bytes() + self.files.digest.encode())
         self.revision = digest.hexdigest()[:16]
         """Digest over config.json, the tensor tables and samples of the weights: keys caches, names the version."""
-        if not self.files:
-            self._shapes = self._described()
+        self.declared = read_declared(read_json(path / "config.json"), optional_json(path / "hf_quant_config.json"))
+        """What the configuration says about quantisation."""
+        self.weights = self._find_weights()
+        """By the names that they would have if they were stored plainly."""
+        if not self.files.files:
+            self.weights = self._described()
             self.targets = lambda name: [Target(name)]
-        self._quantised = self._fold_quantised()
         self._plan = self._resolve_sources()
 
-    def _described(self) -> dict[str, tuple[int, ...]]:
-        """Our name -> shape of each weight that config.json describes."""
+    def _described(self) -> dict[str, StoredWeight]:
+        """Each weight that config.json describes, under our name."""
         vision = self.config.vision
-        return self.config.decoder.expected_weights() | (vision.expected_weights() if vision else {})
+        shapes = self.config.decoder.expected_weights() | (vision.expected_weights() if vision else {})
+        return {name: StoredWeight(name, "plain", shape) for name, shape in shapes.items()}
 
-    def _fold_quantised(self) -> set[str]:
-        """Names whose tensor is stored as two parts, which become one entry of the logical shape."""
-        if self.config.weights is None:
-            return set()
-        names = {n.removesuffix(".values") for n in self._shapes if n.endswith(".values")}
-        for name in names:
-            parts = f"{name}.values", f"{name}.scale"
-            if absent := [part for part in parts if part not in self._shapes]:
-                raise CheckpointError(f"{self.path}: missing {absent[0]}")
-            *rows, stored = self._shapes.pop(parts[0])
-            self._shapes.pop(parts[1])
-            self._shapes[name] = (*rows, stored * (2 if self.config.weights == "int4" else 1))
-            self._bytes[name] = sum(self._bytes.pop(part) for part in parts)
-        return names
+    def _find_weights(self) -> dict[str, StoredWeight]:
+        block = (128, 128) if self.declared is None else self.declared.block
+        try:
+            found, unused = find_weights(self.files.table, block=block, own_kind=self.config.weights)
+        except FormatError as error:
+            raise CheckpointError(f"{self.path}: {error}") from None
+        if unused:
+            log.info("%d scales of activations and caches are passed over: both stay in 16 bits or more", len(unused))
+        if problems := disagreements(self.declared, found):
+            shown = "\n  ".join(problems[:20]) + (f"\n  ... and {len(problems) - 20} more" if problems[20:] else "")
+            raise CheckpointError(f"{self.path}: {len(problems)} weights are not as the configuration says:\n  {shown}")
+        return found
+
+    @property
+    def stored_as(self) -> dict[str, int]:
+        """Bytes of weights by the way they are stored: `plain`, `fp8-block` and so on."""
+        sizes: dict[str, int] = {}
+        for weight in self.weights.values():
+            sizes[weight.scheme] = sizes.get(weight.scheme, 0) + weight.nbytes
+        return sizes
 
     def decoder_weights(self, progress: Progress | None = None) -> Iterator[tuple[str, torch.Tensor | Quantised]]:
         """(our name, tensor) of the decoder in layer order, in the file's dtype, as views of the mapped file."""
@@ -136,14 +136,14 @@ class Checkpoint:
             "encoder": lambda native: native not in self.config.decoder.expected_weights(),
         }[role]
         stored = {name for native, source in self._plan.items() if ours(native) for name in source.names}
-        return sum(math.prod(self._shapes[name]) for name in stored)
+        return sum(math.prod(self.weights[name].shape) for name in stored)
 
     def _sources(self) -> tuple[dict[str, _Source], list[str], list[str]]:
         """Our name -> where its tensor comes from; stored names that are passed over; what is wrong with the others."""
         found: dict[str, dict[int, tuple[str, Target]]] = {}
         passed_over: list[str] = []
         problems: list[str] = []
-        for stored in self._shapes:
+        for stored in self.weights:
             targets = self.targets(stored)
             if not targets:
                 passed_over.append(stored)
@@ -193,53 +193,35 @@ class Checkpoint:
         return {name: whole[name] for name in expected if name in whole}
 
     def _shape_of(self, source: _Source) -> tuple[int, ...]:
-        first, target = self._shapes[source.names[0]], source.target
+        first, target = self.weights[source.names[0]].shape, source.target
         if target.how == "part":
             at = max(0, len(first) - 2)
             rows = first[at]
             found = (*first[:at], rows // target.parts, *first[at + 1 :])
             return found if rows % (target.parts * target.groups) == 0 else ()
         if target.how == "stack":
-            same = all(self._shapes[n] == first for n in source.names)
+            same = all(self.weights[n].shape == first for n in source.names)
             return (len(source.names), *first) if same else ()
         return first
 
     def _stream(self, expected: Mapping[str, tuple[int, ...]], progress: Progress | None) -> Iterator[tuple[str, Any]]:
-        from safetensors import SafetensorError, safe_open
-
-        from kernels.linear import Quantised, stack  # not above, as torch
+        from kernels.linear import stack  # not above, as torch
 
         wanted = [name for name in expected if name in self._plan]
-        total = sum(self._bytes[n] for name in wanted for n in self._plan[name].names) or 1
-        done = 0
-        handles: dict[Path, object] = {}
-
-        def read(stored: str) -> torch.Tensor:
-            file = self._file_of[stored]
-            if file not in handles:
-                handles[file] = safe_open(file, framework="pt")
-            return handles[file].get_tensor(stored)  # type: ignore[attr-defined,no-any-return]
-
-        def load(stored: str) -> torch.Tensor | Quantised:
-            if stored not in self._quantised:
-                return read(stored)
-            assert self.config.weights is not None
-            parts = read(f"{stored}.values"), read(f"{stored}.scale")
-            try:
-                return Quantised(self.config.weights, *parts, self._shapes[stored][-1])
-            except ValueError as error:
-                raise CheckpointError(f"{self.path}: {stored}: {error}") from error
-
+        total = sum(self.weights[n].nbytes for name in wanted for n in self._plan[name].names) or 1
+        done, offset = 0, 1 if self.declared is None else self.declared.gptq_offset
         try:
             for name in wanted:
                 source = self._plan[name]
-                tensors = [load(n) for n in source.names]
+                tensors = [self.weights[n].load(self.files.read, gptq_offset=offset) for n in source.names]
                 yield name, _made(stack(tensors) if source.target.how == "stack" else tensors[0], source.target)
-                done += sum(self._bytes[n] for n in source.names)
+                done += sum(self.weights[n].nbytes for n in source.names)
                 if progress:
                     progress(done, total)
-        except SafetensorError as error:
-            raise CheckpointError(f"{self.path}: a weights file cannot be read: {error}") from error
+        except FormatError as error:
+            raise CheckpointError(f"{self.path}: {error}") from error
+        finally:
+            self.files.close()
 
 
 def open_checkpoint(model: str, revision: str | None = None, *, outline: bool = False) -> Checkpoint:
@@ -263,49 +245,3 @@ def _made(tensor: torch.Tensor | Quantised, target: Target) -> torch.Tensor | Qu
         assert not isinstance(tensor, Quantised), f"{target.name} is quantised, and {target.offset} to be added"
         tensor = tensor.float() + target.offset
     return tensor
-
-
-def _weight_files(path: Path, *, optional: bool = False) -> list[Path]:
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        files = [path / file for file in indexed_files(index)]
-        if absent := [f.name for f in files if not f.exists()]:
-            raise CheckpointError(f"{path}: the index names files that are not there: {', '.join(absent)}")
-        return files
-    if (single := path / "model.safetensors").exists():
-        return [single]
-    if files := sorted(path.glob("*.safetensors")):
-        return files
-    if optional:
-        return []
-    raise CheckpointError(f"{path} holds no safetensors weights (other formats are not read)")
-
-
-def _read_header(file: Path) -> tuple[dict[str, dict[str, list[int]]], bytes]:
-    """The tensor table of a safetensors file: an 8-byte little-endian length, then JSON."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size + 1
-        if length > size - 8:
-            raise CheckpointError(f"{file} is not a safetensors file, or is cut short ({size} bytes)")
-        raw = stream.read(length)
-    try:
-        header: dict[str, dict[str, list[int]]] = json.loads(raw)
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise CheckpointError(f"{file} is not a safetensors file: its table is not JSON") from None
-    header.pop("__metadata__", None)
-    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if 8 + length + end > size:
-        raise CheckpointError(f"{file} is cut short: {size} bytes of {8 + length + end}")
-    return header, raw
-
-
-def _sample_into(digest: hashlib._Hash, file: Path, blocks: int = 64, block: int = 4096) -> None:
-    """Mixes evenly spaced blocks of a file into the digest: two fine-tunes differ everywhere, so samples tell them
-    apart."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        for i in range(blocks):
-            stream.seek(size * i // blocks)
-            digest.update(stream.read(block))

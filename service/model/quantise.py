@@ -78,7 +78,7 @@ def _write(source: Checkpoint, out: Path, kind: str) -> dict[str, int]:
             shard = {}
 
     decoder = set(source.config.decoder.expected_weights())
-    for file in source.files:
+    for file in source.files.files:
         with safe_open(file, framework="pt") as handle:
             for name in handle.keys():
                 tensor = handle.get_tensor(name)

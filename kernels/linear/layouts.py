@@ -1,0 +1,166 @@
+"""Weights in the layouts of the compiled kernels, which kernels/native/README.md has."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels.linear.quantised import Quantised
+from kernels.native import Kind, NativeUnavailable
+from kernels.native.structs import GROUP, PANEL
+
+STEPS = {Kind.F32: 1, Kind.BF16: 2, Kind.INT8: 16, Kind.INT4: GROUP, Kind.FP8: 8, Kind.NVFP4: 16, Kind.UINT4: 8}
+"""Inputs are padded to multiples of these; of the last three they have to be multiples of them."""
+GATES = 16
+"""Of a gated weight, as many gates lie together, and then the outputs that they are for."""
+MOST_INPUTS = 131_071
+"""Of int8 and int4: products of bytes are summed in 32 bits."""
+MULTIPLIED = (torch.bfloat16, torch.float32)
+"""Dtypes of plain weights and of rows."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A weight's tensors as the compiled code reads them."""
+
+    stored: Kind
+    """How the weight is stored."""
+    rows: Kind
+    """The form of the rows that it is multiplied with."""
+    data: Tensor
+    scale: Tensor | None = None
+    small_scale: Tensor | None = None
+    zeros: Tensor | None = None
+    outer: Tensor | None = None
+    group: int = 0
+    """Inputs that share a scale, of those that are summed group by group."""
+
+    @property
+    def nbytes(self) -> int:
+        tensors = (self.data, self.scale, self.small_scale, self.zeros, self.outer)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def lay_out(weight: Tensor | Quantised, dtype: torch.dtype) -> Layout:
+    """`dtype`: of the rows that an fp8, nvfp4 or grouped int4 weight is multiplied with, float32 or bfloat16. float32
+    is shared, all else copied. Raises NativeUnavailable where the compiled code has no product for it.
+    """
+    stored = weight if isinstance(weight, Tensor) else weight.values
+    if stored.device.type != "cpu" or (isinstance(weight, Tensor) and weight.dtype not in MULTIPLIED):
+        raise NativeUnavailable(f"no compiled product for {stored.dtype} on {stored.device}")
+    if isinstance(weight, Tensor):
+        if weight.dtype == torch.bfloat16:
+            return Layout(Kind.BF16, Kind.BF16, _panels(weight.detach(), STEPS[Kind.BF16], 2))
+        return Layout(Kind.F32, Kind.F32, weight.detach().contiguous())
+    if not _is_scaled(weight):
+        if weight.in_features > MOST_INPUTS:
+            raise NativeUnavailable(f"{weight.in_features} inputs are more than the {MOST_INPUTS} that 32 bits can sum")
+        kind, pack = (Kind.INT8, _pack_int8) if weight.kind == "int8" else (Kind.INT4, _pack_int4)
+        return Layout(kind, kind, *pack(weight))
+    kind = {"fp8": Kind.FP8, "nvfp4": Kind.NVFP4, "int4": Kind.UINT4}[weight.kind]
+    _check_scaled(weight, STEPS[kind], dtype)
+    rows, group = Kind.F32 if dtype == torch.float32 else Kind.BF16, weight.scale_group
+    if weight.kind == "fp8":
+        data, uncommon = _pack_fp8(weight)
+        return Layout(kind, rows, data, _group_panels(weight.scale), uncommon, group=group)
+    data = _pack_nibbles(weight)
+    if weight.kind == "nvfp4":
+        assert weight.outer is not None
+        outer = F.pad(1 / weight.outer if weight.divided else weight.outer, (0, -weight.shape[0] % PANEL)).contiguous()
+        small = _group_panels(weight.scale.view(torch.uint8))
+        return Layout(kind, rows, data, small_scale=small, outer=outer, group=group)
+    zeros = None if weight.zeros is None else _group_panels(weight.zeros.float())
+    return Layout(kind, rows, data, _group_panels(weight.scale), zeros=zeros, group=group)
+
+
+def _panels(weight: Tensor, step: int, together: int) -> Tensor:
+    """`[n, k]` -> `[panels, k / together, 64, together]`, padded with zeros: some inputs of 64 outputs lie together."""
+    n, k = weight.shape
+    padded = F.pad(weight, (0, -k % step, 0, -n % PANEL))
+    return padded.view(-1, PANEL, padded.shape[1] // together, together).permute(0, 2, 1, 3).contiguous()
+
+
+def _pack_int8(weight: Quantised) -> tuple[Tensor, Tensor]:
+    """Bytes without a sign: 128 more than the values."""
+    data = _panels(weight.values, STEPS[Kind.INT8], 4).view(torch.uint8).bitwise_xor_(128)
+    return data, F.pad(weight.scale, (0, -weight.shape[0] % PANEL)).contiguous()
+
+
+def _pack_int4(weight: Quantised) -> tuple[Tensor, Tensor]:
+    """8 more than the values; a byte holds the same place of outputs 0..31 (low half) and 32..63 (high half)."""
+    n, groups = weight.shape[0], math.ceil(weight.in_features / GROUP)
+    panels = _panels(weight.integers(), GROUP, 4).add_(8).to(torch.uint8).flatten(2)
+    data = panels[..., : 2 * PANEL] | panels[..., 2 * PANEL :] << 4
+    scale = F.pad(weight.scale, (0, 0, 0, -n % PANEL)).view(-1, PANEL, groups).transpose(1, 2).contiguous()
+    return data.contiguous(), scale
+
+
+def _is_scaled(weight: Quantised) -> bool:
+    """Whether it is multiplied with plain rows, group by group; others with rows of integers."""
+    return weight.kind in ("fp8", "nvfp4") or (
+        weight.kind == "int4" and (weight.zeros is not None or weight.group != GROUP)
+    )
+
+
+def _check_scaled(weight: Quantised, step: int, dtype: torch.dtype) -> None:
+    if weight.order is not None:
+        raise NativeUnavailable("no compiled product takes inputs in another order")
+    if dtype not in MULTIPLIED:
+        raise NativeUnavailable(f"no compiled product with {weight.kind} has rows of {dtype}")
+    group, inner = weight.scale_group, weight.in_features
+    if inner % step or (group % step and group < inner):
+        raise NativeUnavailable(f"{inner} inputs in groups of {group} are not multiples of {step}")
+    octets = (weight.values if weight.kind == "fp8" else weight.scale).view(torch.uint8)
+    if weight.kind != "int4" and bool(((octets & 127) == 127).any()):
+        raise NativeUnavailable("an e4m3 number is not a number")
+    if weight.kind == "nvfp4" and bool((octets > 127).any()):
+        raise NativeUnavailable("a scale is negative")
+
+
+def _pack_fp8(weight: Quantised) -> tuple[Tensor, Tensor]:
+    """`[panels, k / 4, 4, 64]` bytes, and which `[panels, k / 8]` of them hold numbers without a leading one."""
+    octets = F.pad(weight.values.view(torch.uint8), (0, 0, 0, -weight.shape[0] % PANEL), value=0x38)
+    panels = octets.view(-1, 4, 4, 4, octets.shape[1] // 4, 2, 2)  # panel, vector, lane, output, chunk, pair, parity
+    data = panels.permute(0, 4, 1, 2, 5, 3, 6).contiguous()
+    uncommon = (octets & 0x78 == 0).view(-1, PANEL, octets.shape[1] // 8, 8).any(-1).any(1)
+    return data, uncommon.to(torch.uint8).contiguous()
+
+
+def _pack_nibbles(weight: Quantised) -> Tensor:
+    """`[panels, k / 8, 4, 16, 2]` words as pairs of bytes: of 16 outputs, even and odd inputs, four numbers each."""
+    codes = torch.stack((weight.values & 15, weight.values >> 4), -1).flatten(-2)[:, : weight.in_features]
+    codes = F.pad(codes, (0, 0, 0, -codes.shape[0] % PANEL))
+    panels = codes.view(-1, 4, 16, codes.shape[1] // 8, 4, 2)  # panel, vector, output, chunk, pair, parity
+    words = panels.permute(0, 3, 1, 2, 5, 4)
+    return (words[..., 0::2] | words[..., 1::2] << 4).contiguous()
+
+
+def _group_panels(scales: Tensor) -> Tensor:
+    """`[n, groups]` -> `[panels, groups, 64]`."""
+    n, groups = scales.shape
+    return F.pad(scales, (0, 0, 0, -n % PANEL)).view(-1, PANEL, groups).transpose(1, 2).contiguous()
+
+
+def interleaved(weight: Tensor | Quantised, bias: Tensor | None) -> tuple[Tensor | Quantised, Tensor | None]:
+    """Of gates and as many outputs that they are for: 16 gates, then the 16 others, and so on; what is missing at the
+    end has zeros.
+    """
+    inner = weight.shape[0] // 2
+    gates = torch.arange(-(-inner // GATES) * GATES).view(-1, GATES)
+    order = torch.stack((gates, gates + inner), 1).flatten()
+    there = (gates < inner).repeat(1, 2).flatten()
+    order = torch.where(there, order, 0)
+
+    def zeroed(of: Tensor) -> Tensor:
+        of = of.view(torch.uint8) if of.dtype == torch.float8_e4m3fn else of
+        return of.mul_(there.view(-1, *[1] * (of.dim() - 1)))
+
+    bias = None if bias is None else zeroed(bias.detach()[order])
+    if isinstance(weight, Tensor):
+        return zeroed(weight.detach()[order]), bias
+    rows = weight.rows(order)
+    return replace(rows, scale=zeroed(rows.scale).view(rows.scale.dtype)), bias

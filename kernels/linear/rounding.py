@@ -1,0 +1,116 @@
+"""Plain weights -> the nearest ones that fewer bits hold; the maths is in README.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels.linear.quantised import E2M1, KINDS, NVFP4_GROUP, Quantised
+from kernels.native.structs import GROUP
+
+SCALES = (1.0, 0.95, 0.9, 0.85, 0.8)
+"""Fractions of the largest scale that are tried for four bits."""
+LARGEST_E4M3 = 448.0
+LARGEST_E2M1 = E2M1[-1]
+
+
+def quantise(weight: Tensor, kind: str) -> Quantised:
+    """Nearest values on each row's (int8, fp8) or group's (int4, nvfp4) own grid. Scales of fp8 and int4 are bfloat16
+    numbers, as published formats store them. `ValueError` for another kind or an infinity.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"weights {kind!r} is not one of {', '.join(KINDS)}")
+    weight = weight.detach().float()
+    if not bool(torch.isfinite(weight).all()):
+        raise ValueError(f"a weight of shape {tuple(weight.shape)} holds values that are not finite")
+    rounders: dict[str, Callable[[Tensor], Quantised]] = {
+        "int8": _int8, "int4": _int4, "fp8": _fp8, "nvfp4": _nvfp4,
+    }  # fmt: skip
+    return rounders[kind](weight)
+
+
+def _int8(weight: Tensor) -> Quantised:
+    scale = weight.abs().amax(-1) / 127
+    values = (weight / _divisor(scale)[..., None]).round_().clamp_(-127, 127).to(torch.int8)
+    return Quantised("int8", values, scale, weight.shape[-1])
+
+
+def _fp8(weight: Tensor) -> Quantised:
+    """A scale for each row."""
+    inner = weight.shape[-1]
+    scale = (weight.abs().amax(-1, keepdim=True) / LARGEST_E4M3).bfloat16().float()
+    values = (weight / _divisor(scale)).clamp_(-LARGEST_E4M3, LARGEST_E4M3).to(torch.float8_e4m3fn)
+    return Quantised("fp8", values, scale, inner, group=inner)
+
+
+def _int4(weight: Tensor) -> Quantised:
+    inner = weight.shape[-1]
+    groups = F.pad(weight, (0, -inner % GROUP)).unflatten(-1, (-1, GROUP))
+    # The first scale puts the value of largest magnitude at -8, whatever its sign, so that all 16 steps are in use.
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
+    steps, scale = _finest(
+        groups,
+        lambda factor: (largest * (factor / -8)).bfloat16().float(),
+        lambda scaled: scaled.round_().clamp_(-8, 7),
+    )
+    return Quantised("int4", _packed(steps.flatten(-2)[..., :inner] + 8), scale, inner)
+
+
+def _nvfp4(weight: Tensor) -> Quantised:
+    inner = weight.shape[-1]
+    groups = F.pad(weight, (0, -inner % NVFP4_GROUP)).unflatten(-1, (-1, NVFP4_GROUP))
+    largest = groups.abs().amax(-1)
+    # One outer scale for the whole weight, as the formats store it, which puts the largest inner one at its limit.
+    outer = largest.flatten(-2).amax(-1) / (LARGEST_E2M1 * LARGEST_E4M3) if weight.dim() == 3 else largest.amax() / (
+        LARGEST_E2M1 * LARGEST_E4M3
+    )  # fmt: skip
+    outer = _divisor(outer).reshape(*weight.shape[:-2], 1).expand(weight.shape[:-1])
+
+    def scale_of(factor: float) -> Tensor:
+        inner_scale = largest * (factor / LARGEST_E2M1) / outer[..., None]
+        return inner_scale.clamp(max=LARGEST_E4M3).to(torch.float8_e4m3fn).float() * outer[..., None]
+
+    magnitudes = torch.tensor(E2M1)
+    middles = (magnitudes[1:] + magnitudes[:-1]) / 2
+
+    def nearest(scaled: Tensor) -> Tensor:
+        return magnitudes[torch.bucketize(scaled.abs(), middles)].copysign(scaled)
+
+    values, scale = _finest(groups, scale_of, nearest)
+    codes = torch.bucketize(values.abs(), middles) + 8 * values.signbit()
+    stored = (scale / outer[..., None]).to(torch.float8_e4m3fn)
+    flat = codes.flatten(-2)[..., :inner]
+    return Quantised("nvfp4", _packed(flat), stored, inner, outer=outer.contiguous())
+
+
+def _finest(
+    groups: Tensor, scale_of: Callable[[float], Tensor], nearest: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Values on the grid and scale of each group: of some scales, the one with the least squared error. Smaller ones
+    than the first cut the ends off, which pays where few values are large.
+    """
+    best_values = torch.zeros_like(groups)
+    best_scale = torch.zeros(groups.shape[:-1])
+    best_error = torch.full(groups.shape[:-1], float("inf"))
+    for factor in SCALES:
+        scale = scale_of(factor)
+        values = nearest(groups / _divisor(scale)[..., None])
+        error = (values * scale[..., None]).sub_(groups).square_().sum(-1)
+        better = error < best_error
+        best_error = torch.where(better, error, best_error)
+        best_scale = torch.where(better, scale, best_scale)
+        best_values = torch.where(better[..., None], values, best_values)
+    return best_values, best_scale
+
+
+def _packed(codes: Tensor) -> Tensor:
+    """Codes 0 to 15 `[..., k]` -> uint8 `[..., ceil(k / 2)]`, the even one in the low half."""
+    pairs = F.pad(codes.to(torch.uint8), (0, codes.shape[-1] % 2))
+    return pairs[..., 0::2] | pairs[..., 1::2] << 4
+
+
+def _divisor(scale: Tensor) -> Tensor:
+    return torch.where(scale == 0, torch.ones((), dtype=scale.dtype), scale)

@@ -1,0 +1,291 @@
+"""What a model directory says of its quantisation: `quantization_config` in config.json, or `hf_quant_config.json`."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from families import CheckpointError
+from service.model.formats.tensors import StoredWeight
+
+METHODS = ("fp8", "modelopt", "compressed-tensors", "gptq", "awq")
+MODELOPT = {
+    "FP8": ("fp8-tensor",), "FP8_PER_CHANNEL_PER_TOKEN": ("fp8-channel",), "FP8_PB_WO": ("fp8-block",),
+    "NVFP4": ("nvfp4",), "W4A16_NVFP4": ("nvfp4",), "NVFP4_AWQ": (),
+}  # fmt: skip
+"""Schemes of the tensors that each of modelopt's algorithms writes; none for those that are not read."""
+Listed = Literal["table", "default", "excluded"]
+
+
+class Said(NamedTuple):
+    """What a configuration says of one module."""
+
+    schemes: tuple[str, ...]
+    """One of these; empty: stored plainly."""
+    how: Listed
+    """By its own entry, by a rule for all modules, or as an exception."""
+    group: int | None = None
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A configuration of quantisation, read and checked by itself."""
+
+    method: str
+    where: str
+    """The file and key, for errors."""
+    say: Callable[[str], Said]
+    """Of a module's name."""
+    block: tuple[int, int] = (128, 128)
+    gptq_offset: int = 1
+    """What stored zero points lack."""
+    listed: frozenset[str] = field(default_factory=frozenset)
+    """Modules that have an entry of their own, without globs."""
+
+
+def read_declared(config: Mapping[str, Any], modelopt_file: Mapping[str, Any]) -> Declared | None:
+    """None where neither file says anything. Raises CheckpointError naming what is not read."""
+    entry = config.get("quantization_config") or config.get("compression_config")
+    if entry is None and isinstance(text := config.get("text_config"), Mapping):
+        entry = text.get("quantization_config")
+    where = "config.json: quantization_config"
+    if entry is None and modelopt_file:
+        entry, where = modelopt_file.get("quantization", modelopt_file), "hf_quant_config.json"
+        entry = {"quant_method": "modelopt", **entry} if isinstance(entry, Mapping) else entry
+    if entry is None:
+        return None
+    if not isinstance(entry, Mapping):
+        raise CheckpointError(f"{where} is {entry!r}, not an object")
+    method = str(entry.get("quant_method") or ("modelopt" if "quant_algo" in entry else ""))
+    readers = {
+        "fp8": _block_fp8, "modelopt": _modelopt, "compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq,
+    }  # fmt: skip
+    if method.startswith("modelopt"):
+        method = "modelopt"
+    if method not in readers:
+        raise CheckpointError(f"{where}: quant_method {method!r} is not read; read are {', '.join(METHODS)}")
+    try:
+        return readers[method](entry, where)
+    except (TypeError, AttributeError, KeyError) as error:
+        raise CheckpointError(f"{where} cannot be read: {error!r}") from error
+
+
+def _number(entry: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
+    value = entry.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise CheckpointError(f"{where}: {key} is {value!r}, not a whole number")
+    return value
+
+
+def _names(entry: Mapping[str, Any], *keys: str) -> list[str]:
+    return [str(name) for key in keys for name in (entry.get(key) or ())]
+
+
+def _below(module: str, name: str) -> bool:
+    """Whether a name of a list means this module: itself, one above it, or its tail. Files of one model call modules
+    with and without the prefixes of what wraps them.
+    """
+    return module == name or module.startswith(f"{name}.") or module.endswith(f".{name}") or f".{name}." in module
+
+
+def _matches(module: str, pattern: str) -> bool:
+    """A name, a glob, or `re:` and a regular expression."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], module) is not None
+    if any(letter in pattern for letter in "*?["):
+        return fnmatch.fnmatchcase(module, pattern) or fnmatch.fnmatchcase(module, f"*.{pattern}")
+    return _below(module, pattern)
+
+
+def _rule(schemes: tuple[str, ...], excluded: list[str], group: int | None = None) -> Callable[[str], Said]:
+    def say(module: str) -> Said:
+        if any(_matches(module, name) for name in excluded):
+            return Said((), "excluded")
+        return Said(schemes, "default", group)
+
+    return say
+
+
+def _block_fp8(entry: Mapping[str, Any], where: str) -> Declared:
+    if entry.get("fmt", "e4m3") != "e4m3":
+        raise CheckpointError(f"{where}: fmt {entry['fmt']!r} is not e4m3")
+    size = entry.get("weight_block_size")
+    excluded = _names(entry, "modules_to_not_convert", "ignored_layers")
+    if size is None:
+        return Declared("fp8", where, _rule(("fp8-tensor", "fp8-channel"), excluded))
+    if not (isinstance(size, list) and len(size) == 2 and all(isinstance(n, int) and n >= 1 for n in size)):
+        raise CheckpointError(f"{where}: weight_block_size {size!r} is not two positive whole numbers")
+    return Declared("fp8", where, _rule(("fp8-block",), excluded), block=(size[0], size[1]))
+
+
+def _modelopt(entry: Mapping[str, Any], where: str) -> Declared:
+    algorithm = str(entry.get("quant_algo") or "")
+    excluded = _names(entry, "exclude_modules", "ignore")
+    if not algorithm:  # caches alone
+        return Declared("modelopt", where, _rule((), []))
+
+    def schemes(name: str, of: str, group: Any) -> Said:
+        found = MODELOPT.get(name, ())
+        if not found:
+            known = ", ".join([*(key for key, value in MODELOPT.items() if value), "MIXED_PRECISION"])
+            raise CheckpointError(
+                f"{where}: quant_algo {name!r} of {of} is not read; read are {known}, MIXED_PRECISION"
+            )
+        if found == ("nvfp4",) and group not in (None, 16):
+            raise CheckpointError(f"{where}: group_size {group} of {of}; NVFP4 has 16")
+        return Said(found, "table")
+
+    if algorithm != "MIXED_PRECISION":
+        said = schemes(algorithm, "all modules", entry.get("group_size"))
+        return Declared("modelopt", where, _rule(said.schemes, excluded))
+    table = {
+        name: schemes(str(value["quant_algo"]), name, value.get("group_size"))
+        for name, value in entry["quantized_layers"].items()
+    }
+
+    def say(module: str) -> Said:
+        """The longest entry that is the module or stands above it, at dots; globs after names."""
+        above = [name for name in table if module == name or module.startswith(f"{name}.")]
+        above = above or [name for name in table if _below(module, name)]
+        above = above or [name for name in table if "*" in name and _matches(module, name)]
+        if above:
+            return table[max(above, key=len)]
+        return Said((), "excluded")
+
+    plain = frozenset(name for name in table if "*" not in name)
+    return Declared("modelopt", where, say, listed=plain)
+
+
+def _compressed(entry: Mapping[str, Any], where: str) -> Declared:
+    overall, ignored = str(entry.get("format") or ""), _names(entry, "ignore")
+    groups: list[tuple[list[str], Said]] = []
+    for name, group in entry["config_groups"].items():
+        weights = group.get("weights") or {}
+        of = str(group.get("format") or overall)
+        groups.append((_names(group, "targets"), _compressed_group(name, of, weights, where)))
+
+    def say(module: str) -> Said:
+        if any(_matches(module, name) for name in ignored):
+            return Said((), "excluded")
+        for wanted in (False, True):  # an entry of the module's own goes before one for its class
+            for targets, said in groups:
+                for target in targets:
+                    if (target == "Linear") == wanted and (wanted or _matches(module, target)):
+                        return said._replace(how="default" if wanted else "table")
+        return Said((), "excluded")
+
+    return Declared("compressed-tensors", where, say)
+
+
+def _compressed_group(name: str, form: str, weights: Mapping[str, Any], where: str) -> Said:
+    bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
+    group, mixed = weights.get("group_size"), form == "mixed-precision"
+    if (mixed or form in ("float-quantized", "naive-quantized")) and (bits, kind) == (8, "float"):
+        schemes = {"channel": "fp8-channel", "tensor": "fp8-tensor", "block": "fp8-block"}
+        if strategy in schemes:
+            return Said((schemes[str(strategy)],), "default")
+    if (mixed or form == "nvfp4-pack-quantized") and (bits, kind, group) == (4, "float", 16):
+        return Said(("nvfp4",), "default")
+    if (mixed or form == "pack-quantized") and (bits, kind) == (4, "int"):
+        return Said(("int4",), "default", group if isinstance(group, int) and group > 0 else None)
+    if form in ("int-quantized", "naive-quantized", "mixed-precision") and (bits, kind, strategy) == (
+        8,
+        "int",
+        "channel",
+    ):
+        return Said(("int8",), "default")
+    raise CheckpointError(
+        f"{where}: config group {name} of format {form!r}, {bits} bits, type {kind!r}, strategy {strategy!r} is not "
+        "read"
+    )
+
+
+def _gptq(entry: Mapping[str, Any], where: str) -> Declared:
+    if (bits := _number(entry, "bits", where)) != 4:
+        raise CheckpointError(f"{where}: GPTQ with {bits} bits is not read, 4 is")
+    group, excluded = _number(entry, "group_size", where), _names(entry, "modules_to_not_convert")
+    form = str(entry.get("checkpoint_format") or "gptq")
+    if form not in ("gptq", "gptq_v2"):
+        raise CheckpointError(f"{where}: checkpoint_format {form!r} is not gptq or gptq_v2")
+    rules: list[tuple[bool, re.Pattern[str], Mapping[str, Any]]] = []
+    for pattern, changes in (entry.get("dynamic") or {}).items():
+        try:
+            rules.append((pattern.startswith("-:"), re.compile(pattern.removeprefix("-:").removeprefix("+:")), changes))
+        except re.error as error:
+            raise CheckpointError(f"{where}: dynamic rule {pattern!r} is no regular expression: {error}") from error
+        if not pattern.startswith("-:") and (changes or {}).get("bits", 4) != 4:
+            raise CheckpointError(f"{where}: dynamic rule {pattern!r} has {changes['bits']} bits; 4 are read")
+
+    def say(module: str) -> Said:
+        if any(_matches(module, name) for name in excluded):
+            return Said((), "excluded")
+        for negative, pattern, changes in rules:
+            if pattern.match(module):
+                if negative:
+                    return Said((), "excluded")
+                return Said(("gptq",), "table", (changes or {}).get("group_size", group))
+        return Said(("gptq",), "default", group)
+
+    return Declared("gptq", where, say, gptq_offset=1 if form == "gptq" else 0)
+
+
+def _awq(entry: Mapping[str, Any], where: str) -> Declared:
+    bits = _number(entry, "bits" if "bits" in entry else "w_bit", where)
+    if bits != 4:
+        raise CheckpointError(f"{where}: AWQ with {bits} bits is not read, 4 is")
+    if (version := str(entry.get("version", "gemm")).lower()) != "gemm":
+        raise CheckpointError(f"{where}: AWQ version {version!r} is not read, gemm is")
+    group = _number(entry, "group_size" if "group_size" in entry else "q_group_size", where)
+    return Declared("awq", where, _rule(("awq",), _names(entry, "modules_to_not_convert"), group))
+
+
+def disagreements(declared: Declared | None, found: Mapping[str, StoredWeight]) -> list[str]:
+    """Modules of which the files say one thing and the configuration another, a sentence each.
+
+    A plain weight under a rule for all modules is none: lists of exceptions are rarely whole, and nothing is lost.
+    """
+    problems = []
+    quantised = {weight.module: weight for weight in found.values() if weight.scheme not in ("plain", "own")}
+    if declared is None:
+        if quantised:
+            first = next(iter(quantised.values()))
+            problems.append(
+                f"{first.module} is stored as {first.scheme}, and neither config.json nor hf_quant_config.json says "
+                f"how its {len(quantised)} quantised weights are read"
+            )
+        return problems
+    for module, weight in quantised.items():
+        said = declared.say(module)
+        if weight.scheme not in said.schemes and not _degenerate(weight, said, declared.block):
+            meant = " or ".join(said.schemes) or "not quantised"
+            problems.append(f"{module} is stored as {weight.scheme}, and {declared.where} says {meant}")
+        elif said.group is not None and weight.group and not _group_fits(said.group, weight):
+            problems.append(f"{module} has groups of {weight.group}, and {declared.where} says {said.group}")
+    modules = {weight.module for weight in found.values()}
+    for name in sorted(declared.listed):
+        below = [module for module in modules if _below(module, name)]
+        if not below:
+            problems.append(f"{declared.where} names {name}, of which there is no tensor")
+        elif not any(module in quantised for module in below):
+            problems.append(
+                f"{below[0]} is stored plainly, and {declared.where} says {declared.say(below[0]).schemes[0]}"
+            )
+    return problems
+
+
+def _degenerate(weight: StoredWeight, said: Said, block: tuple[int, int]) -> bool:
+    """One scale for a weight of one block, or of one row, is of either kind."""
+    rows, inner = weight.shape[-2:]
+    if weight.scheme != "fp8-tensor":
+        return False
+    return ("fp8-block" in said.schemes and rows <= block[0] and inner <= block[1]) or (
+        "fp8-channel" in said.schemes and rows == 1
+    )
+
+
+def _group_fits(group: int, weight: StoredWeight) -> bool:
+    inner = weight.shape[-1]
+    return weight.group == (inner if group in (-1, 0) or group > inner else group)

@@ -1,0 +1,300 @@
+"""Which stored tensors make one weight.
+
+The tensors that are there decide: a weight of 8 or 4 bits is one together with its scales, and an error without them.
+Formats: block FP8 (DeepSeek's and Qwen's), NVIDIA modelopt's FP8, FP8_PB_WO and NVFP4, compressed-tensors'
+float-quantized, int-quantized, nvfp4-pack-quantized and pack-quantized, GPTQ and AWQ, and this server's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+    from kernels.linear import Quantised
+
+    Read = Callable[[str], torch.Tensor]
+    """A stored tensor by its name."""
+
+Scheme = Literal["plain", "fp8-tensor", "fp8-channel", "fp8-block", "nvfp4", "int8", "int4", "gptq", "awq", "own"]
+FLOATS = ("F32", "F16", "BF16")
+NEEDS_SCALES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "U8", "I8")
+"""Dtypes that no weight has by itself."""
+COMPANIONS: tuple[tuple[str, str, str], ...] = (
+    (".weight_packed", ".weight", "values"),
+    (".weight_scale_inv", ".weight", "scale"),
+    (".weight_scale_2", ".weight", "outer"),
+    (".weight_global_scale", ".weight", "divisor"),
+    (".weight_scale", ".weight", "scale"),
+    (".weight_zero_point", ".weight", "zeros"),
+    (".weight_shape", ".weight", "shape"),
+    (".weight_g_idx", ".weight", "groups"),
+    (".input_scale", ".weight", "input"),
+    (".input_global_scale", ".weight", "input"),
+    (".qweight", ".weight", "values"),
+    (".qzeros", ".weight", "zeros"),
+    (".scales", ".weight", "scale"),
+    (".g_idx", ".weight", "groups"),
+)
+"""Suffix of a stored name, what stands in its place in the weight's name, and what the tensor is to the weight."""
+ATTACHED: tuple[tuple[str, str], ...] = (
+    (".values", "values"), (".scale", "scale"), ("_scale_inv", "scale"), ("_scale_2", "outer"), ("_scale", "scale"),
+)  # fmt: skip
+"""Suffixes behind a whole name: this server's own, and stacked experts', whose names do not end in `weight`."""
+CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_output_scale")
+"""Scales of attention inputs for caches in 8 bits. Ours are not, so that these change nothing."""
+
+
+class Entry(NamedTuple):
+    """A tensor in a file's table."""
+
+    dtype: str
+    """As safetensors writes it."""
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class FormatError(ValueError):
+    """Tensors that make no weight; names the module."""
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A weight as it lies in the files."""
+
+    name: str
+    """As if it were stored plainly: `...q_proj.weight`."""
+    scheme: Scheme
+    shape: tuple[int, ...]
+    """`[..., outputs, inputs]` of the weight itself."""
+    parts: Mapping[str, str] = field(default_factory=dict)
+    """What a tensor is to the weight -> its stored name."""
+    nbytes: int = 0
+    """Of all parts."""
+    group: int = 0
+    """Inputs that share a scale, where they do."""
+    block_rows: int = 1
+    """Outputs that share a scale: of fp8-block."""
+
+    @property
+    def module(self) -> str:
+        """The name without `.weight`."""
+        return self.name.removesuffix(".weight")
+
+    def load(self, read: Read, *, gptq_offset: int = 1) -> torch.Tensor | Quantised:
+        """The tensor, or the parts together. `gptq_offset`: what GPTQ's stored zero points lack."""
+        if self.scheme == "plain":
+            return read(self.parts["values"])
+        from service.model.formats.unpack import unpack  # not above: tables are read without torch
+
+        return unpack(self, read, gptq_offset)
+
+
+def find_weights(
+    table: Mapping[str, Entry], *, block: tuple[int, int] = (128, 128), own_kind: str | None = None
+) -> tuple[dict[str, StoredWeight], list[str]]:
+    """Weights by name, and the names of tensors that are read and not needed (scales of activations and caches).
+
+    `block`: of fp8-block, as the configuration gives it; `own_kind`: `int8` or `int4` for a checkpoint that this server
+    wrote. One `FormatError` lists every module whose tensors do not fit together.
+    """
+    grouped: dict[str, dict[str, str]] = {}
+    unused = [name for name in table if name.endswith(CACHE_SCALES)]
+    for name in table.keys() - set(unused):
+        logical, role = _role(name, table)
+        roles = grouped.setdefault(logical, {})
+        if role in roles:
+            raise FormatError(f"{logical} has two tensors for its {role}: {roles[role]} and {name}")
+        roles[role] = name
+    found, problems = {}, []
+    for name in sorted(grouped):
+        parts = grouped[name]
+        try:
+            found[name] = _weight(name, parts, table, block, own_kind)
+        except FormatError as error:
+            problems.append(str(error))
+        unused += [parts[role] for role in ("input",) if role in parts]
+    if problems:
+        shown = "\n  ".join(problems[:20]) + (f"\n  ... and {len(problems) - 20} more" if len(problems) > 20 else "")
+        raise FormatError(f"{len(problems)} quantised weights cannot be read:\n  {shown}")
+    return found, unused
+
+
+def _role(name: str, table: Mapping[str, Entry]) -> tuple[str, str]:
+    """The weight that a tensor belongs to, and what it is to it."""
+    for suffix, instead, role in COMPANIONS:
+        if name.endswith(suffix):
+            base = name.removesuffix(suffix)
+            gptq = suffix in (".scales", ".g_idx", ".qzeros")
+            if not gptq or f"{base}.qweight" in table:
+                return base + instead, role
+    for suffix, role in ATTACHED:
+        base = name.removesuffix(suffix)
+        if base != name and (f"{base}.values" in table or (suffix.startswith("_") and base in table)):
+            return base, role
+    return name, "values"
+
+
+def _weight(
+    name: str, parts: Mapping[str, str], table: Mapping[str, Entry], block: tuple[int, int], own_kind: str | None
+) -> StoredWeight:
+    module = name.removesuffix(".weight")
+    entries = {role: table[stored] for role, stored in parts.items()}
+    if "values" not in entries:
+        orphans = ", ".join(sorted(parts.values()))
+        raise FormatError(f"{module}: {orphans} without the weight that they belong to")
+    values, scale = entries["values"], entries.get("scale")
+    size = sum(entry.nbytes for entry in entries.values())
+    stored = parts["values"]
+
+    def made(scheme: Scheme, shape: tuple[int, ...], *, group: int = 0, block_rows: int = 1) -> StoredWeight:
+        return StoredWeight(name, scheme, shape, dict(parts), size, group, block_rows)
+
+    if stored.endswith(".qweight"):
+        return _grouped_by_columns(module, entries, made)
+    if stored.endswith(".values"):
+        if own_kind is None:
+            raise FormatError(f"{module}: {stored} is this server's own format, and config.json does not say so")
+        *rows, inner = values.shape
+        _only(module, entries, "values", "scale")
+        return made("own", (*rows, inner * (2 if own_kind == "int4" else 1)))
+    if stored.endswith(".weight_packed") and values.dtype == "I32":
+        return _packed_in_words(module, entries, made)
+    if values.dtype not in NEEDS_SCALES:
+        extra = sorted(set(parts) - {"values", "input"})
+        if extra:
+            raise FormatError(f"{module}: {parts[extra[0]]} stands beside a weight of {values.dtype}, which needs none")
+        return made("plain", values.shape)
+    if scale is None:
+        raise FormatError(f"{module}: a weight of {values.dtype} without its scale")
+    if values.dtype == "F8_E4M3":
+        return _eight_bit_floats(module, entries, block, made)
+    if values.dtype == "U8":
+        return _four_bit_floats(module, entries, made)
+    if values.dtype == "I8":
+        _only(module, entries, "values", "scale", "input")
+        _floats(module, "scale", scale)
+        if scale.shape not in ((*values.shape[:-1], 1), values.shape[:-1]):
+            raise FormatError(f"{module}: scales of shape {list(scale.shape)} for int8 rows {list(values.shape)}")
+        return made("int8", values.shape)
+    raise FormatError(f"{module}: weights of {values.dtype} are not read")
+
+
+def _only(module: str, entries: Mapping[str, Entry], *roles: str) -> None:
+    if extra := sorted(set(entries) - set(roles)):
+        raise FormatError(f"{module}: a tensor of its {extra[0]} that this format does not have")
+
+
+def _floats(module: str, role: str, entry: Entry) -> None:
+    if entry.dtype not in FLOATS:
+        raise FormatError(f"{module}: its {role} is {entry.dtype}, not one of {', '.join(FLOATS)}")
+
+
+def _single(module: str, role: str, entry: Entry | None, leading: tuple[int, ...]) -> None:
+    """One float32 number for each weight of a stack."""
+    if entry is None:
+        raise FormatError(f"{module}: its {role} is missing")
+    _floats(module, role, entry)
+    wanted = (leading, (*leading, 1), (*leading, 1, 1))
+    if entry.shape not in wanted:
+        raise FormatError(f"{module}: its {role} has shape {list(entry.shape)}, not {list(leading)}")
+
+
+def _eight_bit_floats(
+    module: str, entries: Mapping[str, Entry], block: tuple[int, int], made: Callable[..., StoredWeight]
+) -> StoredWeight:
+    _only(module, entries, "values", "scale", "input")
+    values, scale = entries["values"], entries["scale"]
+    _floats(module, "scale", scale)
+    if len(values.shape) < 2:
+        raise FormatError(f"{module}: a weight of shape {list(values.shape)} in F8_E4M3 is no matrix")
+    *leading, rows, inner = values.shape
+    lead = tuple(leading)
+    if scale.shape in (lead, (*lead, 1), (*lead, 1, 1)) and (lead or rows > 1):
+        return made("fp8-tensor", values.shape, group=inner)
+    if scale.shape in ((*lead, rows, 1), (*lead, rows)):
+        return made("fp8-channel", values.shape, group=inner)
+    blocks = -(-rows // block[0]), -(-inner // block[1])
+    if scale.shape in ((*lead, *blocks), (*lead, blocks[0], 1, blocks[1], 1)):
+        return made("fp8-block", values.shape, group=block[1], block_rows=block[0])
+    raise FormatError(
+        f"{module}: scales of shape {list(scale.shape)} for a weight {list(values.shape)} are neither one, nor one a "
+        f"row, nor {list(blocks)} blocks of {block[0]}x{block[1]}"
+    )
+
+
+def _four_bit_floats(module: str, entries: Mapping[str, Entry], made: Callable[..., StoredWeight]) -> StoredWeight:
+    _only(module, entries, "values", "scale", "outer", "divisor", "input")
+    values, scale = entries["values"], entries["scale"]
+    *leading, half = values.shape
+    wanted = (*leading, -(-2 * half // 16))
+    if scale.dtype != "F8_E4M3" or scale.shape != wanted:
+        raise FormatError(
+            f"{module}: scales of {scale.dtype} {list(scale.shape)}, not F8_E4M3 {list(wanted)}: one for each 16 "
+            "inputs of a row, row by row"
+        )
+    if "outer" in entries and "divisor" in entries:
+        raise FormatError(f"{module}: both weight_scale_2 and weight_global_scale")
+    role = "divisor" if "divisor" in entries else "outer"
+    name = {"divisor": "weight_global_scale", "outer": "weight_scale_2"}[role]
+    _single(module, name, entries.get(role), tuple(leading[:-1]))
+    return made("nvfp4", (*leading, 2 * half), group=16)
+
+
+def _packed_in_words(module: str, entries: Mapping[str, Entry], made: Callable[..., StoredWeight]) -> StoredWeight:
+    """compressed-tensors' pack-quantized: eight values of a row in a word."""
+    _only(module, entries, "values", "scale", "zeros", "shape", "groups", "input")
+    values, scale = entries["values"], entries.get("scale")
+    if scale is None:
+        raise FormatError(f"{module}: a weight of packed int4 without its scale")
+    _floats(module, "scale", scale)
+    if "shape" not in entries:
+        raise FormatError(f"{module}: its weight_shape is missing")
+    if len(values.shape) != 2 or len(scale.shape) != 2 or scale.shape[0] != values.shape[0] or scale.shape[1] < 1:
+        raise FormatError(f"{module}: scales of shape {list(scale.shape)} for packed words {list(values.shape)}")
+    if "zeros" in entries:
+        zeros, wanted = entries["zeros"], (-(-values.shape[0] // 8), scale.shape[1])
+        if zeros.dtype != "I32" or zeros.shape != wanted:
+            raise FormatError(f"{module}: zero points of {zeros.dtype} {list(zeros.shape)}, not I32 {list(wanted)}")
+    # How many inputs the last word holds is in `weight_shape`, which is read with the weight.
+    return made("int4", (values.shape[0], 8 * values.shape[1]))
+
+
+def _grouped_by_columns(module: str, entries: Mapping[str, Entry], made: Callable[..., StoredWeight]) -> StoredWeight:
+    """GPTQ and AWQ: inputs by outputs, eight numbers a word; along the inputs in GPTQ, along the outputs in AWQ."""
+    values, scale = entries["values"], entries.get("scale")
+    for role in ("scale", "zeros"):
+        if role not in entries:
+            raise FormatError(f"{module}: qweight without its {'scales' if role == 'scale' else 'qzeros'}")
+    assert scale is not None
+    zeros = entries["zeros"]
+    _floats(module, "scale", scale)
+    if values.dtype != "I32" or zeros.dtype != "I32" or len(values.shape) != 2 or len(scale.shape) != 2:
+        raise FormatError(
+            f"{module}: qweight {values.dtype} {list(values.shape)} and qzeros {zeros.dtype} are not words"
+        )
+    groups, outputs = scale.shape
+    if outputs % 8 or zeros.shape != (groups, outputs // 8):
+        raise FormatError(
+            f"{module}: qzeros of shape {list(zeros.shape)} for scales {list(scale.shape)}, not "
+            f"{[groups, outputs // 8]}"
+        )
+    if values.shape[1] == outputs:
+        scheme, inputs = "gptq", 8 * values.shape[0]
+        _only(module, entries, "values", "scale", "zeros", "groups")
+        if "groups" in entries and (entries["groups"].dtype != "I32" or entries["groups"].shape != (inputs,)):
+            raise FormatError(f"{module}: g_idx of shape {list(entries['groups'].shape)}, not I32 [{inputs}]")
+    elif 8 * values.shape[1] == outputs:
+        scheme, inputs = "awq", values.shape[0]
+        _only(module, entries, "values", "scale", "zeros")
+    else:
+        raise FormatError(
+            f"{module}: qweight of shape {list(values.shape)} fits neither GPTQ nor AWQ in 4 bits beside scales "
+            f"{list(scale.shape)}"
+        )
+    if groups < 1 or inputs % groups:
+        raise FormatError(f"{module}: {groups} groups do not divide {inputs} inputs")
+    return made(scheme, (outputs, inputs), group=inputs // groups)

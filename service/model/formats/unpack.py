@@ -1,0 +1,142 @@
+"""Stored parts of a quantised weight -> `kernels.linear.Quantised`. No number changes its value on the way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kernels.linear import Quantised
+from service.model.formats.tensors import FormatError, StoredWeight
+
+if TYPE_CHECKING:
+    from service.model.formats.tensors import Read
+
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Place in a word of each of eight neighbouring outputs."""
+
+
+def unpack(weight: StoredWeight, read: Read, gptq_offset: int) -> Quantised:
+    """Raises FormatError, with the module's name, for numbers that no such format has."""
+    parts = {role: read(name) for role, name in weight.parts.items() if role != "input"}
+    try:
+        match weight.scheme:
+            case "own":
+                return _own(weight, parts)
+            case "fp8-tensor" | "fp8-channel" | "fp8-block":
+                return _fp8(weight, parts)
+            case "nvfp4":
+                return _nvfp4(weight, parts)
+            case "int8":
+                scale = parts["scale"].float().reshape(parts["values"].shape[:-1]).contiguous()
+                return Quantised("int8", parts["values"], _finite(weight, scale), weight.shape[-1])
+            case "int4":
+                return _int4(weight, parts)
+            case "gptq":
+                return _gptq(weight, parts, gptq_offset)
+            case "awq":
+                return _awq(weight, parts)
+    except FormatError:
+        raise
+    except (ValueError, RuntimeError) as error:
+        raise FormatError(f"{weight.module}: {error}") from error
+    raise AssertionError(weight.scheme)
+
+
+def _finite(weight: StoredWeight, scale: Tensor) -> Tensor:
+    if not bool(torch.isfinite(scale.float()).all()):
+        raise FormatError(f"{weight.module}: a scale is not finite")
+    return scale
+
+
+def _own(weight: StoredWeight, parts: dict[str, Tensor]) -> Quantised:
+    kind = "int8" if parts["values"].dtype == torch.int8 else "int4"
+    return Quantised(kind, parts["values"], parts["scale"], weight.shape[-1])
+
+
+def _fp8(weight: StoredWeight, parts: dict[str, Tensor]) -> Quantised:
+    *lead, rows, inner = weight.shape
+    scale = _finite(weight, parts["scale"].float())
+    if weight.scheme == "fp8-tensor":
+        scale = scale.reshape(*lead, 1, 1).expand(*lead, rows, 1)
+    elif weight.scheme == "fp8-channel":
+        scale = scale.reshape(*lead, rows, 1)
+    else:
+        blocks = -(-rows // weight.block_rows), -(-inner // weight.group)
+        scale = scale.reshape(*lead, *blocks).repeat_interleave(weight.block_rows, -2)[..., :rows, :]
+    return Quantised("fp8", parts["values"], scale.contiguous(), inner, group=weight.group)
+
+
+def _nvfp4(weight: StoredWeight, parts: dict[str, Tensor]) -> Quantised:
+    *lead, rows, inner = weight.shape
+    divided = "divisor" in parts
+    outer = _finite(weight, parts["divisor" if divided else "outer"].float())
+    if divided and not bool((outer != 0).all()):
+        raise FormatError(f"{weight.module}: its weight_global_scale is 0")
+    outer = outer.reshape(*lead, 1).expand(*lead, rows).contiguous()
+    scale = _finite(weight, parts["scale"])
+    return Quantised("nvfp4", parts["values"], scale, inner, outer=outer, divided=divided)
+
+
+def _int4(weight: StoredWeight, parts: dict[str, Tensor]) -> Quantised:
+    words, scale = parts["values"], _finite(weight, parts["scale"].float())
+    rows, groups = words.shape[0], scale.shape[1]
+    stored = [int(number) for number in parts["shape"].flatten().tolist()]
+    if len(stored) != 2 or stored[0] != rows or not 8 * (words.shape[1] - 1) < stored[1] <= 8 * words.shape[1]:
+        raise FormatError(f"{weight.module}: weight_shape {stored} does not fit packed words {list(words.shape)}")
+    inner = stored[1]
+    if inner % groups:
+        raise FormatError(f"{weight.module}: {groups} groups do not divide {inner} inputs")
+    zeros = None
+    if "zeros" in parts:
+        zeros = _words(parts["zeros"].t()).t()[:rows].contiguous()  # packed along the outputs
+    order = None if "groups" not in parts else _order(weight, parts["groups"], groups, inner)
+    values = _words(words)[:, :inner]
+    if order is not None:
+        values = values[:, order]
+    return Quantised("int4", _pairs(values), scale.contiguous(), inner, inner // groups, zeros, order=order)
+
+
+def _gptq(weight: StoredWeight, parts: dict[str, Tensor], offset: int) -> Quantised:
+    inner, scale = weight.shape[1], _finite(weight, parts["scale"].float())
+    values = _words(parts["values"].t())  # eight inputs a word
+    zeros = _words(parts["zeros"]) + offset
+    order = None if "groups" not in parts else _order(weight, parts["groups"], scale.shape[0], inner)
+    if order is not None:
+        values = values[:, order]
+    transposed = scale.t().contiguous(), zeros.t().contiguous()
+    return Quantised("int4", _pairs(values), transposed[0], inner, weight.group, transposed[1], order=order)
+
+
+def _awq(weight: StoredWeight, parts: dict[str, Tensor]) -> Quantised:
+    inner, scale = weight.shape[1], _finite(weight, parts["scale"].float())
+    places = torch.tensor(AWQ_ORDER)
+
+    def outputs(words: Tensor) -> Tensor:
+        return _words(words).unflatten(-1, (-1, 8))[..., places].flatten(-2)
+
+    values, zeros = outputs(parts["values"]).t(), outputs(parts["zeros"]).t()
+    return Quantised("int4", _pairs(values), scale.t().contiguous(), inner, weight.group, zeros.contiguous())
+
+
+def _order(weight: StoredWeight, group_of: Tensor, groups: int, inner: int) -> Tensor | None:
+    """Columns sorted by their group; None where they are already."""
+    counts = torch.bincount(group_of.long().clamp(0, groups), minlength=groups)
+    if bool((group_of < 0).any()) or counts.shape[0] != groups or not bool((counts == inner // groups).all()):
+        raise FormatError(f"{weight.module}: g_idx does not put {inner // groups} inputs into each of {groups} groups")
+    order = torch.argsort(group_of.long(), stable=True)
+    return None if torch.equal(order, torch.arange(inner)) else order
+
+
+def _words(words: Tensor) -> Tensor:
+    """int32 `[..., w]` -> uint8 `[..., 8 w]`: the nibbles of each word, the lowest first."""
+    octets = words.contiguous().view(torch.uint8)  # little-endian
+    return torch.stack((octets & 15, octets >> 4), -1).flatten(-2)
+
+
+def _pairs(values: Tensor) -> Tensor:
+    """uint8 `[n, k]` below 16 -> `[n, ceil(k / 2)]`, the even one in the low half."""
+    if values.shape[1] % 2:
+        values = torch.nn.functional.pad(values, (0, 1))
+    return (values[:, 0::2] | values[:, 1::2] << 4).contiguous()

@@ -1,0 +1,153 @@
+"""Safetensors files of a model directory: their tables, and tensors that are mapped one at a time.
+
+Each tensor is a mapping of its own, which goes when the tensor does: what is resident while a model loads is what has
+been laid out, and the tensors of one layer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from families import CheckpointError
+from service.model.cache import indexed_files
+from service.model.formats.tensors import Entry
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+"""safetensors' names of dtypes that are read, and torch's."""
+AHEAD = 64 * 2**20
+"""Bytes behind a tensor that the kernel is asked to read meanwhile."""
+
+
+class WeightFiles:
+    """The tables of a directory's safetensors files. CheckpointError for what is missing, cut short or no table."""
+
+    def __init__(self, path: Path, *, optional: bool = False) -> None:
+        """`optional`: whether there may be no files."""
+        self.files = _weight_files(path, optional=optional)
+        self.table: dict[str, Entry] = {}
+        """Stored name -> tensor."""
+        self._places: dict[str, tuple[Path, int]] = {}
+        self._open: dict[Path, int] = {}
+        digest = hashlib.sha256()
+        for file in self.files:
+            header, raw = _read_header(file)
+            digest.update(raw)
+            _sample_into(digest, file)
+            for name, entry in header.items():
+                if name in self.table:
+                    raise CheckpointError(f"{file} and {self._places[name][0]} both hold {name}")
+                start, end = entry["data_offsets"]
+                self.table[name] = Entry(str(entry["dtype"]), tuple(entry["shape"]), end - start)
+                self._places[name] = file, 8 + len(raw) + start
+        self.digest = digest.hexdigest()
+        """Over the tables and samples of the content."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor, mapped; changing it changes no file."""
+        import torch  # not above: frontend processes read tables, not tensors
+
+        entry, (file, offset) = self.table[name], self._places[name]
+        if entry.dtype not in DTYPES:
+            raise CheckpointError(f"{file}: {name} is {entry.dtype}, which is not read")
+        dtype = getattr(torch, DTYPES[entry.dtype])
+        if not entry.nbytes:
+            return torch.empty(entry.shape, dtype=dtype)
+        begin = offset - offset % mmap.ALLOCATIONGRANULARITY
+        try:
+            if file not in self._open:
+                self._open[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            handle = self._open[file]
+            mapped = mmap.mmap(handle, offset - begin + entry.nbytes, access=mmap.ACCESS_COPY, offset=begin)
+            os.posix_fadvise(handle, begin, entry.nbytes + AHEAD, os.POSIX_FADV_WILLNEED)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{file}: a weights file cannot be read: {error}") from error
+        octets = torch.frombuffer(mapped, dtype=torch.uint8, offset=offset - begin, count=entry.nbytes)
+        if octets.data_ptr() % dtype.itemsize:
+            octets = octets.clone()
+        return octets.view(dtype).view(entry.shape)
+
+    def close(self) -> None:
+        """Files stay mapped where tensors are alive. Reading again opens them again."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+
+def _weight_files(path: Path, *, optional: bool) -> list[Path]:
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        files = [path / file for file in indexed_files(index)]
+        if absent := [f.name for f in files if not f.exists()]:
+            raise CheckpointError(f"{path}: the index names files that are not there: {', '.join(absent)}")
+        return files
+    if (single := path / "model.safetensors").exists():
+        return [single]
+    if files := sorted(path.glob("*.safetensors")):
+        return files
+    if optional:
+        return []
+    raise CheckpointError(f"{path} holds no safetensors weights (other formats are not read)")
+
+
+def _read_header(file: Path) -> tuple[dict[str, dict[str, Any]], bytes]:
+    """The tensor table of a safetensors file: an 8-byte little-endian length, then JSON."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size + 1
+        if length > size - 8:
+            raise CheckpointError(f"{file} is not a safetensors file, or is cut short ({size} bytes)")
+        raw = stream.read(length)
+    try:
+        header: dict[str, dict[str, Any]] = json.loads(raw)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise CheckpointError(f"{file} is not a safetensors file: its table is not JSON") from None
+    header.pop("__metadata__", None)
+    try:
+        for name, entry in header.items():
+            _check_entry(file, name, entry["dtype"], entry["shape"], entry["data_offsets"])
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file}: its table cannot be read: {error!r}") from None
+    if 8 + length + end > size:
+        raise CheckpointError(f"{file} is cut short: {size} bytes of {8 + length + end}")
+    return header, raw
+
+
+BITS = {"F64": 64, "I64": 64, "F32": 32, "I32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16, "U32": 32, "U64": 64}
+"""Of a number of the dtypes that are wider than 8."""
+
+
+def _check_entry(file: Path, name: str, dtype: str, shape: Sequence[int], offsets: Sequence[int]) -> None:
+    """A table that lies about sizes would make tensors of other memory."""
+    start, end = offsets
+    numbers = 1
+    for side in shape:
+        if not isinstance(side, int) or side < 0:
+            raise CheckpointError(f"{file}: {name} has shape {list(shape)}")
+        numbers *= side
+    bits = BITS.get(dtype, 4 if dtype.startswith("F4") else 6 if dtype.startswith("F6") else 8)
+    if not 0 <= start <= end or (numbers * bits + 7) // 8 != end - start:
+        raise CheckpointError(f"{file}: {name} of {dtype} {list(shape)} has {end - start} bytes")
+
+
+def _sample_into(digest: hashlib._Hash, file: Path, blocks: int = 64, block: int = 4096) -> None:
+    """Mixes evenly spaced blocks of a file into the digest: two fine-tunes differ everywhere, so samples tell them
+    apart."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        for i in range(blocks):
+            stream.seek(size * i // blocks)
+            digest.update(stream.read(block))

@@ -1,0 +1,255 @@
+"""Quantised tensors written from the formats' own descriptions, in numpy, with what they mean in float32.
+
+Each function takes a module's name and a float32 matrix `[outputs, inputs]`, and returns the tensors that a published
+file would hold for it and the dequantised matrix, computed here and not by the code under test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Floats = np.ndarray
+Written = tuple[dict[str, Tensor], Floats]
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+def _e4m3_table() -> Floats:
+    """Values of all bytes: sign, four bits of exponent with bias 7, three of mantissa; 0x7f and 0xff are NaN."""
+    values = np.zeros(256, np.float32)
+    for byte in range(256):
+        exponent, mantissa = byte >> 3 & 15, byte & 7
+        size = mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+        values[byte] = -size if byte & 128 else size
+    values[[0x7F, 0xFF]] = np.nan
+    return values
+
+
+E4M3 = _e4m3_table()
+_FINITE = np.array([b for b in range(256) if not np.isnan(E4M3[b]) and b != 0x80])
+_SORTED = _FINITE[np.argsort(E4M3[_FINITE], kind="stable")]
+
+
+def nearest(values: Floats, grid: Floats) -> Floats:
+    """Index of the nearest entry of an ascending grid."""
+    return np.abs(values[..., None] - grid).argmin(-1)
+
+
+def to_e4m3(values: Floats) -> Floats:
+    return _SORTED[nearest(np.clip(values, -448, 448), E4M3[_SORTED])].astype(np.uint8)
+
+
+def fp8(octets: Floats) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(octets)).view(torch.float8_e4m3fn)
+
+
+def bf16(values: Floats) -> tuple[Tensor, Floats]:
+    """The tensor, and the float32 numbers that it holds."""
+    rounded = torch.from_numpy(np.ascontiguousarray(values, np.float32)).bfloat16()
+    return rounded, rounded.float().numpy()
+
+
+def f32(values: Floats | float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def block_fp8(name: str, w: Floats, block: tuple[int, int] = (128, 128)) -> Written:
+    """Qwen's and DeepSeek's: w * scale_inv, a multiplier for each block; the last blocks may be short."""
+    rows, inner = w.shape
+    scale = np.zeros((-(-rows // block[0]), -(-inner // block[1])), np.float32)
+    for i in range(scale.shape[0]):
+        for j in range(scale.shape[1]):
+            part = w[i * block[0] : (i + 1) * block[0], j * block[1] : (j + 1) * block[1]]
+            scale[i, j] = np.abs(part).max() / 448
+    stored, scale = bf16(scale)
+    wide = scale.repeat(block[0], 0)[:rows].repeat(block[1], 1)[:, :inner]
+    octets = to_e4m3(w / wide)
+    return {f"{name}.weight": fp8(octets), f"{name}.weight_scale_inv": stored}, E4M3[octets] * wide
+
+
+def modelopt_fp8(name: str, w: Floats) -> Written:
+    scale = np.float32(np.abs(w).max() / 448)
+    octets = to_e4m3(w / scale)
+    tensors = {f"{name}.weight": fp8(octets), f"{name}.weight_scale": f32(scale), f"{name}.input_scale": f32(0.02)}
+    return tensors, E4M3[octets] * scale
+
+
+def modelopt_fp8_blocks(name: str, w: Floats) -> Written:
+    """FP8_PB_WO: scales `[rows / 128, 1, inputs / 128, 1]`."""
+    tensors, meant = block_fp8(name, w)
+    scale = tensors.pop(f"{name}.weight_scale_inv").float()
+    return tensors | {f"{name}.weight_scale": scale[:, None, :, None].contiguous()}, meant
+
+
+def channel_fp8(name: str, w: Floats) -> Written:
+    """compressed-tensors' float-quantized: a scale for each row."""
+    stored, scale = bf16(np.abs(w).max(1, keepdims=True) / 448)
+    octets = to_e4m3(w / scale)
+    return {f"{name}.weight": fp8(octets), f"{name}.weight_scale": stored}, E4M3[octets] * scale
+
+
+def _nvfp4(w: Floats, outer: np.float32) -> tuple[Floats, Floats, Floats]:
+    """Packed nibbles, e4m3 bytes of scales, and e2m1 * scale without the outer one."""
+    rows, inner = w.shape
+    groups = (w / outer).reshape(rows, inner // 16, 16)
+    scale = to_e4m3(np.abs(groups).max(-1) / 6)
+    wide = E4M3[scale]
+    grid = np.sort(np.unique(E2M1))
+    codes_of = {float(value): code for code, value in reversed(list(enumerate(E2M1)))}
+    values = grid[nearest(groups / np.where(wide == 0, 1, wide)[..., None], grid)]
+    codes = np.vectorize(lambda v: codes_of[float(v)])(values).astype(np.uint8).reshape(rows, inner)
+    return (
+        codes[:, 0::2] | codes[:, 1::2] << 4,
+        scale,
+        (E2M1[codes].reshape(groups.shape) * wide[..., None]).reshape(w.shape),
+    )
+
+
+def modelopt_nvfp4(name: str, w: Floats, *, input_scale: bool = True) -> Written:
+    """e2m1 * weight_scale * weight_scale_2; W4A16_NVFP4 has no input_scale."""
+    outer = np.float32(np.abs(w).max() / (6 * 448))
+    packed, scale, inner = _nvfp4(w, outer)
+    tensors = {
+        f"{name}.weight": torch.from_numpy(packed),
+        f"{name}.weight_scale": fp8(scale),
+        f"{name}.weight_scale_2": f32(outer),
+    }
+    if input_scale:
+        tensors[f"{name}.input_scale"] = f32(0.01)
+    return tensors, inner * outer
+
+
+def packed_nvfp4(name: str, w: Floats) -> Written:
+    """compressed-tensors': divided by its global scale."""
+    divisor = np.float32(6 * 448 / np.abs(w).max())
+    packed, scale, inner = _nvfp4(w, np.float32(1) / divisor)
+    tensors = {
+        f"{name}.weight_packed": torch.from_numpy(packed), f"{name}.weight_scale": fp8(scale),
+        f"{name}.weight_global_scale": f32([divisor]), f"{name}.input_global_scale": f32([100.0]),
+    }  # fmt: skip
+    return tensors, inner / divisor
+
+
+def words(nibbles: Floats, axis: int, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+    """Eight numbers below 16 in an int32, the first of `order` in the lowest bits."""
+    moved = np.moveaxis(nibbles.astype(np.uint32), axis, -1)
+    moved = np.pad(moved, [(0, 0)] * (moved.ndim - 1) + [(0, -moved.shape[-1] % 8)])
+    split = moved.reshape(*moved.shape[:-1], -1, 8)[..., list(order)]
+    packed = np.bitwise_or.reduce(split << (4 * np.arange(8, dtype=np.uint32)), -1).astype(np.uint32)
+    return torch.from_numpy(np.ascontiguousarray(np.moveaxis(packed, -1, axis)).view(np.int32))
+
+
+def packed_int4(name: str, w: Floats, group: int = 32, *, zeros: bool = False) -> Written:
+    """compressed-tensors' pack-quantized: value + 8 along the inputs; zero points, if any, along the rows."""
+    rows, inner = w.shape
+    groups = w.reshape(rows, inner // group, group)
+    low, high = groups.min(-1), groups.max(-1)
+    step = (high - low) / 15 if zeros else np.abs(groups).max(-1) / 7
+    stored, scale = bf16(step)
+    point = np.clip(np.round(-low / scale), 0, 15) if zeros else np.full_like(scale, 8)
+    numbers = np.clip(np.round(groups / scale[..., None] + point[..., None]), 0, 15)
+    tensors = {
+        f"{name}.weight_packed": words(numbers.reshape(rows, inner), 1), f"{name}.weight_scale": stored,
+        f"{name}.weight_shape": torch.tensor([rows, inner]),
+    }  # fmt: skip
+    if zeros:
+        tensors[f"{name}.weight_zero_point"] = words(point, 0)
+    return tensors, ((numbers - point[..., None]).astype(np.float32) * scale[..., None]).reshape(rows, inner)
+
+
+def gptq(name: str, w: Floats, group: int = 32, *, act_order: bool = False, version: int = 1) -> Written:
+    """(q - zero) * scale of the input's group; the file stores zero - 1 in version 1. Inputs by outputs."""
+    rows, inner = w.shape
+    group_of = np.arange(inner) // group
+    if act_order:
+        group_of = np.random.default_rng(inner).permutation(group_of)
+    scales, points = np.zeros((inner // group, rows), np.float16), np.zeros((inner // group, rows), np.uint8)
+    numbers, meant = np.zeros((inner, rows), np.uint8), np.zeros((inner, rows), np.float32)
+    for g in range(inner // group):
+        part = w[:, group_of == g].T
+        low, high = part.min(0), part.max(0)
+        scale = ((high - low) / 15).astype(np.float16)
+        point = np.clip(np.round(-low / scale.astype(np.float32)), 1, 16)
+        q = np.clip(np.round(part / scale.astype(np.float32) + point), 0, 15)
+        scales[g], points[g], numbers[group_of == g] = scale, point, q
+        meant[group_of == g] = (q - point).astype(np.float32) * scale.astype(np.float32)
+    tensors = {
+        f"{name}.qweight": words(numbers, 0), f"{name}.qzeros": words(points - (1 if version == 1 else 0), 1),
+        f"{name}.scales": torch.from_numpy(scales), f"{name}.g_idx": torch.from_numpy(group_of.astype(np.int32)),
+    }  # fmt: skip
+    return tensors, meant.T.copy()
+
+
+def awq(name: str, w: Floats, group: int = 32) -> Written:
+    """(q - zero) * scale; eight neighbouring outputs in a word in the order 0 2 4 6 1 3 5 7."""
+    rows, inner = w.shape
+    groups = w.T.reshape(inner // group, group, rows)
+    low, high = groups.min(1), groups.max(1)
+    scale = ((high - low) / 15).astype(np.float16)
+    point = np.clip(np.round(-low / scale.astype(np.float32)), 0, 15)
+    q = np.clip(np.round(groups / scale.astype(np.float32)[:, None] + point[:, None]), 0, 15)
+    meant = ((q - point[:, None]).astype(np.float32) * scale.astype(np.float32)[:, None]).reshape(inner, rows).T
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    tensors = {
+        f"{name}.qweight": words(q.reshape(inner, rows), 1, order), f"{name}.qzeros": words(point, 1, order),
+        f"{name}.scales": torch.from_numpy(scale),
+    }  # fmt: skip
+    return tensors, meant.copy()
+
+
+FORMATS: Mapping[str, tuple[Callable[[str, Floats], Written], dict[str, object]]] = {
+    "block-fp8": (block_fp8, {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}),
+    "modelopt-fp8": (modelopt_fp8, {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    "modelopt-fp8-blocks": (modelopt_fp8_blocks, {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}),
+    "modelopt-nvfp4": (modelopt_nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}),
+    "modelopt-w4a16": (
+        lambda name, w: modelopt_nvfp4(name, w, input_scale=False),
+        {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "group_size": 16},
+    ),
+    "channel-fp8": (
+        channel_fp8,
+        {
+            "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": {
+                "targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}},
+        },
+    ),
+    "packed-nvfp4": (
+        packed_nvfp4,
+        {
+            "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}}},
+        },
+    ),
+    "packed-int4": (
+        packed_int4,
+        {
+            "quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}}},
+        },
+    ),
+    "packed-int4-zeros": (
+        lambda name, w: packed_int4(name, w, zeros=True),
+        {
+            "quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}}},
+        },
+    ),
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}),
+    "gptq-act-order": (
+        lambda name, w: gptq(name, w, act_order=True),
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False},
+    ),
+    "gptq-v2": (
+        lambda name, w: gptq(name, w, version=2),
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"},
+    ),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}),
+}  # fmt: skip
+"""Name -> how a module is written, and `quantization_config` for a model in which every listed module is."""
