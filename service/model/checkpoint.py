@@ -206,6 +206,7 @@ class Checkpoint:
 
     def _stream(self, expected: Mapping[str, tuple[int, ...]], progress: Progress | None) -> Iterator[tuple[str, Any]]:
         from kernels.linear import stack  # not above, as torch
+        from service.model.formats.unpack import load
 
         wanted = [name for name in expected if name in self._plan]
         total = sum(self.weights[n].nbytes for name in wanted for n in self._plan[name].names) or 1
@@ -213,7 +214,7 @@ class Checkpoint:
         try:
             for name in wanted:
                 source = self._plan[name]
-                tensors = [self.weights[n].load(self.files.read, gptq_offset=offset) for n in source.names]
+                tensors = [load(self.weights[n], self.files.read, gptq_offset=offset) for n in source.names]
                 yield name, _made(stack(tensors) if source.target.how == "stack" else tensors[0], source.target)
                 done += sum(self.weights[n].nbytes for n in source.names)
                 if progress:

@@ -9,15 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
-
-if TYPE_CHECKING:
-    import torch
-
-    from kernels.linear import Quantised
-
-    Read = Callable[[str], torch.Tensor]
-    """A stored tensor by its name."""
+from typing import Literal, NamedTuple
 
 Scheme = Literal["plain", "fp8-tensor", "fp8-channel", "fp8-block", "nvfp4", "int8", "int4", "gptq", "awq", "own"]
 FLOATS = ("F32", "F16", "BF16")
@@ -83,14 +75,6 @@ class StoredWeight:
     def module(self) -> str:
         """The name without `.weight`."""
         return self.name.removesuffix(".weight")
-
-    def load(self, read: Read, *, gptq_offset: int = 1) -> torch.Tensor | Quantised:
-        """The tensor, or the parts together. `gptq_offset`: what GPTQ's stored zero points lack."""
-        if self.scheme == "plain":
-            return read(self.parts["values"])
-        from service.model.formats.unpack import unpack  # not above: tables are read without torch
-
-        return unpack(self, read, gptq_offset)
 
 
 def find_weights(

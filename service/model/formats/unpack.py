@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,15 +10,18 @@ from torch import Tensor
 from kernels.linear import Quantised
 from service.model.formats.tensors import FormatError, StoredWeight
 
-if TYPE_CHECKING:
-    from service.model.formats.tensors import Read
-
+Read = Callable[[str], Tensor]
+"""A stored tensor by its name."""
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Place in a word of each of eight neighbouring outputs."""
 
 
-def unpack(weight: StoredWeight, read: Read, gptq_offset: int) -> Quantised:
-    """Raises FormatError, with the module's name, for numbers that no such format has."""
+def load(weight: StoredWeight, read: Read, *, gptq_offset: int = 1) -> Tensor | Quantised:
+    """The weight: a plain one as it is stored. `gptq_offset`: what GPTQ's stored zero points lack. Raises FormatError,
+    with the module's name, for numbers that no such format has.
+    """
+    if weight.scheme == "plain":
+        return read(weight.parts["values"])
     parts = {role: read(name) for role, name in weight.parts.items() if role != "input"}
     try:
         match weight.scheme:
