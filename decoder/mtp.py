@@ -123,8 +123,8 @@ def check_mtp(config: DecoderConfig, weights: Mapping[str, Any]) -> None:
     """`ValueError` unless `weights`, tensors or shapes by name, are all that a head of this model needs."""
     if not config.mtp:
         raise ValueError(
-            "speculative 'mtp' needs a model with heads for it, and num_nextn_predict_layers is 0; 'ngram' works with "
-            "any model"
+            "speculative 'mtp' needs a model with heads for it, and this one's configuration has none; 'ngram' works "
+            "with any model"
         )
     if not isinstance(config.mtp[0], Attention) or not all(isinstance(spec, Experts | Mlp) for spec in config.mtp[1:]):
         kinds = ", ".join(type(spec).__name__ for spec in config.mtp)

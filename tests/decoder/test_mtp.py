@@ -322,7 +322,7 @@ def test_what_is_missing_is_named() -> None:
     ):
         DecoderRunner(config, options, weights.items())
     plain = tiny_config("M*")
-    with pytest.raises(ValueError, match="num_nextn_predict_layers is 0; 'ngram' works with any model"):
+    with pytest.raises(ValueError, match="this one's configuration has none; 'ngram' works with any model"):
         DecoderRunner(plain, options, random_weights(plain))
     with pytest.raises(ValueError, match="attention and then MLPs or experts, not Experts, Experts"):
         check_mtp(tiny_config("M*", num_nextn_predict_layers=1, mtp_pattern="EE"), {})

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from tiny_decoder import tiny_config
+from tiny_decoder import delta_config
 from torch import Tensor
 from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention, Qwen3_5TextRotaryEmbedding
@@ -37,11 +37,12 @@ def gated(spec: MixerSpec, **changes: Any) -> MixerSpec:
 
 
 def gated_config(pattern: str = "M*-M", *, head_dim: int = 12, mtp: bool = False, **changes: Any) -> DecoderConfig:
-    """As `tiny_config`, every attention with rotary positions on three axes, a gate and norms; `changes`: of these.
+    """As `delta_config`, every attention with rotary positions on three axes, a gate and norms; `changes`: of these.
 
-    `mtp`: a head of such an attention, of another shape than the layers', and a gated MLP.
+    G in the pattern is a layer of the gated delta rule. `mtp`: a head of such an attention, of another shape than the
+    layers', and a gated MLP.
     """
-    config = tiny_config(pattern, head_dim=head_dim)
+    config = delta_config(pattern, head_dim=head_dim)
     layers = tuple(
         Layer(tuple((name, gated(mixer, **changes)) for name, mixer in layer.mixers), layer.residual_scale)
         for layer in config.layers

@@ -140,7 +140,7 @@ def _experts(name: str, tensor: torch.Tensor, one_by_one: bool) -> dict[str, tor
 def _mtp_weights(model: Any, seed: int, moe: bool, one_by_one: bool) -> dict[str, torch.Tensor]:
     """Of a random head, whose layer has the shapes of a full-attention layer."""
     config = model.config.get_text_config()
-    layer = type(model)(_one_layer(model.config)).state_dict()
+    layer = type(model)(one_layer(model.config)).state_dict()
     generator = torch.Generator().manual_seed(seed + 1)
     hidden = config.hidden_size
     shapes = {
@@ -156,7 +156,7 @@ def _mtp_weights(model: Any, seed: int, moe: bool, one_by_one: bool) -> dict[str
     return {name: tensor.contiguous().clone() for name, tensor in found.items()}
 
 
-def _one_layer(config: Any) -> Any:
+def one_layer(config: Any) -> Any:
     copy = type(config).from_dict(config.to_dict())
     text = copy.get_text_config()
     text.num_hidden_layers, text.layer_types, text.attention_bias = 1, ["full_attention"], False

@@ -13,6 +13,7 @@ from itertools import combinations
 from typing import Any
 
 import torch
+from gated_decoder import grid_positions
 from tiny_decoder import FakeSource, random_weights, run, tiny_config, tokens
 
 from decoder.arena import ArenaLayout
@@ -74,6 +75,10 @@ def sampling(kind: int, output: int) -> SamplingParams:
     )[kind % 6]
 
 
+GRIDS = {5: [(1, 5), (5, 1)], 9: [(3, 3), (1, 9), (9, 1)]}
+"""Rows and columns that images of so many tokens come in, where a model reads positions: equal content, other grids."""
+
+
 def workload(config: DecoderConfig, seed: int, count: int, output: int) -> list[DecoderRequest]:
     """Prompts of few tokens in runs that come again, some with the same images, some that begin alike."""
     draw = random.Random(seed)
@@ -81,9 +86,10 @@ def workload(config: DecoderConfig, seed: int, count: int, output: int) -> list[
     pictures = [
         torch.randn(rows, config.hidden_size, generator=torch.Generator().manual_seed(seed + rows)) for rows in (5, 9)
     ]
-    made = []
+    made, grids = [], random.Random(seed)
     for index in range(count):
         prompt: list[int] = []
+        boxes: list[tuple[int, int, int]] = []
         spans = []
         for _ in range(index % 4):
             prompt += draw.choice(runs)
@@ -91,9 +97,12 @@ def workload(config: DecoderConfig, seed: int, count: int, output: int) -> list[
                 rows = draw.choice(pictures)
                 spans.append(ImageSpan(len(prompt), rows.shape[0], rows.numpy().tobytes(), FakeSource(rows)))
                 prompt += [1] * rows.shape[0]
+                boxes.append((spans[-1].start, *grids.choice(GRIDS[rows.shape[0]])))
         while len(prompt) < 8 + 5 * (index % 3):
             prompt += draw.choice(runs)
-        made.append(DecoderRequest(str(index), prompt[:64], sampling(index, output), _inside(spans, prompt[:64])))
+        kept = _inside(spans, prompt[:64])
+        positions = grid_positions(len(prompt[:64]), *boxes[: len(kept)]) if config.position_axes else None
+        made.append(DecoderRequest(str(index), prompt[:64], sampling(index, output), kept, positions=positions))
     return made
 
 
@@ -115,6 +124,7 @@ class Prompter:
 def answers(
     pattern: str = "M-*EM*",
     *,
+    config: DecoderConfig | None = None,
     seed: int = 0,
     count: int = 6,
     output: int = 32,
@@ -122,13 +132,13 @@ def answers(
     known: Mapping[str, tuple[list[int], str | None]] | None = None,
     **options: Any,
 ) -> Answers:
-    """Runs the workload of `seed` on a random tiny model.
+    """Runs the workload of `seed` on a random tiny model, of the pattern or of `config`.
 
     `preempted`: memory for little more than one request; with graphs, which want a slot for each, one after the other
     is put out instead. `known`: what the requests will draw, from which `ngram` then
     drafts instead of from their own tokens.
     """
-    config = tiny_config(pattern, num_nextn_predict_layers=1)
+    config = config or tiny_config(pattern, num_nextn_predict_layers=1)
     chosen = DecoderOptions(
         **(
             {"max_seqs": 4, "max_len": MAX_LEN, "page_size": PAGE, "state_block": PAGE, "draft_policy": "fixed"}

@@ -37,7 +37,7 @@ def compiled() -> list[str]:
 OPTIONS = pairwise(
     {
         "state_cache": ["none", "align", "all", "auto"],
-        "speculative": ["none", "ngram"],
+        "speculative": ["none", "ngram", "mtp"],
         "spec_state": ["replay", "slots"],
         "max_chunk": [None, 5],
         "graphs": ["off", "on"],
@@ -56,9 +56,10 @@ def runner_of(checkpoint: Checkpoint, **options: Any) -> DecoderRunner:
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_tokens_and_logprobs_with_any_options(tmp_path: Path, seed: int) -> None:
     """Two prompts with a common beginning, one after the other: the second finds what the first has left."""
-    tiny = make_qwen(tmp_path, seed, naming=NAMINGS[seed % len(NAMINGS)], mtp=seed % 2 == 0)
-    checkpoint = Checkpoint(tmp_path)
     chosen: dict[str, Any] = dict(OPTIONS[seed % len(OPTIONS)])
+    heads = seed % 2 == 0 or chosen["speculative"] == "mtp"
+    tiny = make_qwen(tmp_path, seed, naming=NAMINGS[seed % len(NAMINGS)], mtp=heads)
+    checkpoint = Checkpoint(tmp_path)
     preempt_every = chosen.pop("preempt_every")
     block = {"state_block": 64} if chosen["state_cache"] in ("align", "all") else {}
     runner = runner_of(checkpoint, **block, **chosen)
