@@ -101,9 +101,9 @@ demo-model: setup  ## train the embedded model (resumes where it stopped)
 	$(call needs,demo/train.py)
 	@$(PY) -m demo.train $(ARGS)
 
-bench: setup  ## compare with transformers, or PEER=vllm, on this machine, both sides in turn
+bench: setup  ## compare with transformers, or PEER=vllm or llamacpp, on this machine, both sides in turn
 	$(call needs,benchmarks/compare.py)
-	@if [ $(PEER) = vllm ]; then benchmarks/setup_vllm.sh; fi
+	@case $(PEER) in vllm|llamacpp) benchmarks/setup_$(PEER).sh;; esac
 	@$(PY) -m benchmarks.compare --peer $(PEER) $(ARGS)
 
 aot: setup  ## compile the Triton kernels for GPUs that this machine need not have

@@ -1,23 +1,22 @@
 """Side by side with another server on the same checkpoint and the same requests.
 
-    python -m benchmarks.compare --peer transformers|vllm [--rounds 3] [--only decode,prefill,omni] [--weights int8]
-                                 [--device cuda] [--concurrent 1,8,64] [--new-tokens 64]
+    python -m benchmarks.compare [--family nemotron_h|qwen3_5] --peer transformers|vllm|llamacpp [--rounds 3]
+                                 [--only decode,prefill,omni] [--weights int8] [--device cuda] [--concurrent 1,8,64]
+                                 [--new-tokens 64]
 
 Ours runs behind its gRPC server, the peer in a process of its own. In each round both sides run each workload in
 turn, short ones several times in a row, and what is printed is medians and their ratios. The ceilings are measured in
-the same run: a decode step at batch b reads the weights once and each request's state twice, so tokens/s cannot pass
-b / (bytes / bandwidth); a prefill cannot pass 2 FLOP a parameter and token over the rate of a large product. Run it on
-an idle machine.
+the same run, and what a workload cannot do without is counted from the checkpoint's shape (benchmarks/floors.py). Of a
+decode workload its prompts alone are run as well: the time between the two is that of decoding. Run it on an idle
+machine; `--only` and `--concurrent` take it part by part.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import io
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -25,78 +24,22 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from PIL import Image
-
 import saccade
-from benchmarks import machine, models, plot
+from benchmarks import gguf_model, machine, models, plot
+from benchmarks.floors import Floor, Machine
+from benchmarks.workloads import SUBJECTS, Workload, workloads
 from service.commands.cli import ServerProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PROMPT = 128
 TURN = 1.0
 """Seconds that a side's turn lasts at least: one run of a few hundredths would measure the noise."""
 SETTLE = 0.5
 """Seconds before each turn: OpenMP's threads of the other side spin for a while after their work."""
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Requests that start together; `new_tokens` each."""
-
-    name: str
-    prompts: list[list[int]]
-    pictures: list[list[Path]]
-    new_tokens: int
-
-    @property
-    def output_tokens(self) -> int:
-        return len(self.prompts) * self.new_tokens
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(map(len, self.prompts))
-
-
-def text_workload(name: str, requests: int, new_tokens: int) -> Workload:
-    rng = random.Random(requests)
-    prompts = [[rng.randrange(3, models.VOCAB - 1) for _ in range(PROMPT)] for _ in range(requests)]
-    return Workload(name, prompts, [[] for _ in prompts], new_tokens)
-
-
-def picture_workload(name: str, folder: Path, sizes: Sequence[tuple[int, int]], new_tokens: int) -> Workload:
-    rng = random.Random(len(sizes))
-    prompts, pictures = [], []
-    for i, (width, height) in enumerate(sizes):
-        file = folder / f"{name.replace(' ', '-')}-{i}.png"
-        buffer = io.BytesIO()
-        Image.frombytes("RGB", (width, height), rng.randbytes(3 * width * height)).save(buffer, "PNG", compress_level=1)
-        file.write_bytes(buffer.getvalue())
-        prompts.append([models.IMAGE_TOKEN, *(rng.randrange(3, models.VOCAB - 1) for _ in range(32))])
-        pictures.append([file])
-    return Workload(name, prompts, pictures, new_tokens)
-
-
-MIXED = [(224, 224), (512, 512), (320, 240), (256, 384), (448, 448), (224, 320), (384, 512), (336, 336)]
-
-
-def workloads(
-    folder: Path, only: set[str], concurrent: Sequence[int], new_tokens: int
-) -> tuple[list[Workload], list[Workload]]:
-    """(text workloads, picture workloads)"""
-    text, omni = [], []
-    if "decode" in only:
-        text += [text_workload(f"decode {c}", c, 2 * new_tokens if c == 1 else new_tokens) for c in concurrent]
-    if "prefill" in only:
-        text += [text_workload("prefill 1x128", 1, 1), text_workload("prefill 32x128", 32, 1)]
-    if "omni" in only:
-        omni.append(picture_workload("picture 1", folder, [(512, 384)], new_tokens // 2 + 1))
-        omni.append(picture_workload("pictures 8", folder, MIXED, new_tokens // 2 + 1))
-    return text, omni
 
 
 class Timed(NamedTuple):
@@ -145,10 +88,17 @@ class Ours:
         self._server.stop()
 
 
-def peer_command(peer: str) -> list[str]:
-    """How a peer's process is started. `SystemExit` where its environment is not there."""
+def peer_command(peer: str, model: Path) -> list[str]:
+    """How a peer's process is started for that model. `SystemExit` where its environment is not there."""
     if peer == "transformers":
         return [sys.executable, "-m", "benchmarks.peer_transformers"]
+    if peer == "llamacpp":
+        folder = Path("~/.cache/saccade/peers/llamacpp").expanduser()
+        server = folder / "build" / "bin" / "llama-server"
+        if not server.exists():
+            raise SystemExit("llama.cpp's server is missing: benchmarks/setup_llamacpp.sh makes it")
+        file = gguf_model.converted(model, folder / "source")
+        return [sys.executable, str(ROOT / "benchmarks" / "peer_llamacpp.py"), str(server), str(file)]
     python = Path("~/.cache/saccade/peers/vllm/bin/python").expanduser()
     if not python.exists():
         raise SystemExit("vLLM's environment is missing: benchmarks/setup_vllm.sh makes it")
@@ -161,17 +111,17 @@ class Peer:
     def __init__(self, peer: str, model: Path, omni: bool, log: Path, device: str = "cpu") -> None:
         self.peak_bytes = 0
         self._log = log
-        environment = dict(os.environ)
+        environment, command = dict(os.environ), peer_command(peer, model)
         if peer == "vllm":
             environment.pop("PYTHONPATH", None)
             environment["PYTHONSAFEPATH"] = (
                 "1"  # or this folder's modules would stand in for the library's of their name
             )
             # What vLLM's own documentation asks for; it warns that it is slower without.
-            environment["LD_PRELOAD"] = str(Path(peer_command(peer)[0]).parent.parent / "lib" / "libiomp5.so")
+            environment["LD_PRELOAD"] = str(Path(command[0]).parent.parent / "lib" / "libiomp5.so")
         with log.open("w") as stderr:
             self._process = subprocess.Popen(
-                peer_command(peer), cwd=ROOT if peer == "transformers" else log.parent, text=True,
+                command, cwd=ROOT if peer == "transformers" else log.parent, text=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, env=environment,
             )  # fmt: skip
         self._ask({"load": str(model), "omni": omni, "device": device})
@@ -205,24 +155,6 @@ class Peer:
         self._process.wait()
 
 
-def floor_seconds(workload: Workload, ceilings: dict[str, float]) -> float | None:
-    """The least time the machine could need for a text workload: the prompt's products, then one pass over weights and
-    state for each further token."""
-    if any(workload.pictures):
-        return None
-    hidden, mlp, inner, heads, state, groups = 768, 3072, 1536, 24, 128, 4
-    mamba = hidden * (2 * inner + 2 * groups * state + heads) + inner * hidden
-    attention = 2 * hidden * hidden + 2 * hidden * 256
-    body = 7 * mamba + 7 * 2 * hidden * mlp + 2 * attention
-    head = hidden * models.VOCAB
-    requests = len(workload.prompts)
-    rate, bandwidth = ceilings["bf16_gflop_s"] * 1e9, ceilings["read_gb_s"] * 1e9
-    prefill = 2 * (body * workload.prompt_tokens + head * requests) / rate
-    state_bytes = 7 * heads * 64 * state * 4 * 2
-    step = max((2 * (body + head) + requests * state_bytes) / bandwidth, 2 * (body + head) * requests / rate)
-    return prefill + step * (workload.new_tokens - 1)
-
-
 @dataclass(frozen=True)
 class Sides:
     """Who is compared: the peer's name, our server's further options, where the peer's words go."""
@@ -248,6 +180,7 @@ def measure(
     for model, omni, loads in side_by_side:
         if not loads:
             continue
+        floor, limits = Floor.of(model), Machine.of(ceilings)
         ours = Ours(model, sides.options, sides.most)
         try:
             log = sides.logs / f"{sides.peer}{'-omni' if omni else ''}.log"
@@ -261,6 +194,7 @@ def measure(
                 seconds = min(ours.run(load).seconds, peer.run(load).seconds)
                 repeats[load.name] = max(1, round(TURN / seconds))
             times: dict[str, list[tuple[float, float, float]]] = {load.name: [] for load in loads}
+            prompts: dict[str, list[tuple[float, float]]] = {load.name: [] for load in loads}
             firsts: dict[str, tuple[list[float], list[float]]] = {load.name: ([], []) for load in loads}
             for _ in range(rounds):
                 for load in loads:
@@ -269,12 +203,19 @@ def measure(
                         times[load.name].append((pair[0].seconds, max(pair[0].firsts), pair[1].seconds))
                         for known, timed in zip(firsts[load.name], pair, strict=True):
                             known += timed.firsts
+                    if load.new_tokens > 1 and not load.sizes:
+                        both = (turn(side, replace(load, new_tokens=1), 1)[0].seconds for side in (ours, peer))
+                        prompts[load.name].append((next(both), next(both)))
             memory = ours.peak_bytes(), peer.peak_bytes
         finally:
             ours.close()
             peer.close()
         for load in loads:
-            rows.append(row_of(load, times[load.name], firsts[load.name], memory, floor_seconds(load, ceilings)))
+            row = row_of(load, times[load.name], firsts[load.name], memory, load.floor(floor, limits))
+            if prompts[load.name]:
+                least = floor.step(limits, len(load.prompts)) * (load.new_tokens - 1)
+                row |= decoding(load, row, prompts[load.name], least)
+            rows.append(row)
             print(format_row(rows[-1]), flush=True)
     return rows
 
@@ -307,6 +248,17 @@ def row_of(
     }
 
 
+def decoding(load: Workload, row: dict[str, Any], prompts: list[tuple[float, float]], least: float) -> dict[str, float]:
+    """Of a workload without its prompts, which alone took `prompts` seconds, ours and the peer's, in each round."""
+    tokens, found = load.output_tokens - len(load.prompts), {}
+    for side, alone in zip(("ours", "peer"), zip(*prompts, strict=True), strict=True):
+        seconds = row[f"{side}_s"] - statistics.median(alone)
+        if seconds <= 0:
+            return {}
+        found |= {f"{side}_decode_tokens_s": tokens / seconds, f"{side}_decode_floor_fraction": least / seconds}
+    return found
+
+
 def percentiles(side: str, firsts: Sequence[float]) -> dict[str, float]:
     """Of the seconds to the first token, over all requests and rounds; nothing where a side does not tell them."""
     shares = {"p50": 0.5, "p99": 0.99}
@@ -317,16 +269,23 @@ def format_row(row: dict[str, Any]) -> str:
     floor = ""
     if row["floor_fraction"]:
         floor = f"of the floor {row['floor_fraction']:4.0%} and {row['peer_floor_fraction']:4.0%}   "
+    decode = " and ".join(
+        f"{row[f'{side}_decode_tokens_s']:.0f} tok/s ({row[f'{side}_decode_floor_fraction']:.0%})"
+        for side in ("ours", "peer")
+        if f"{side}_decode_tokens_s" in row
+    )
     return (
         f"{row['workload']:16} ours {row['ours_tokens_s']:8.0f} tok/s {row['ours_s']:7.3f} s   "
         f"peer {row['peer_tokens_s']:8.0f} tok/s {row['peer_s']:7.3f} s   ratio {row['ratio']:5.2f}   {floor}"
         f"peak {row['ours_peak_bytes'] / 2**20:5.0f} and {row['peer_peak_bytes'] / 2**20:5.0f} MiB"
+        + (f"   decoding alone {decode}" if decode else "")
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", choices=["transformers", "vllm"], default="transformers")
+    parser.add_argument("--family", choices=list(SUBJECTS), default="nemotron_h")
+    parser.add_argument("--peer", choices=["transformers", "vllm", "llamacpp"], default="transformers")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="decode,prefill,omni", help="comma-separated kinds of workload")
     parser.add_argument("--weights", choices=["int8", "int4"], help="quantised weights on our side")
@@ -338,6 +297,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="write a dated result under benchmarks/results")
     arguments = parser.parse_args(argv)
     arguments.folder.mkdir(parents=True, exist_ok=True)
+    subject, only = SUBJECTS[arguments.family], set(arguments.only.split(","))
+    if arguments.peer == "llamacpp":
+        only -= {"omni"}  # its server takes images by way of its own tower files
     load = machine.load()
     if load > 0.5:
         print(f"warning: the load is {load:.1f}; on a busy machine only the ratios mean anything", file=sys.stderr)
@@ -345,9 +307,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     ceilings = machine.ceilings(arguments.device)
     print(json.dumps({**machine.describe(), **ceilings, "load": load}))
     with tempfile.TemporaryDirectory() as folder:
-        text, omni = workloads(Path(folder), set(arguments.only.split(",")), concurrent, arguments.new_tokens)
-        sides = [(models.text_model(arguments.folder), False, text), (models.omni_model(arguments.folder), True, omni)]
-        if arguments.peer == "vllm":
+        text, omni = workloads(subject, Path(folder), only, concurrent, arguments.new_tokens)
+        sides = [(subject.text(arguments.folder), False, text), (subject.omni(arguments.folder), True, omni)]
+        if arguments.peer == "vllm" and arguments.family == "nemotron_h":
             sides = [
                 (models.released_names(path, arguments.folder) if omni else path, omni, l) for path, omni, l in sides
             ]
@@ -367,7 +329,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.write:
         RESULTS.mkdir(exist_ok=True)
         kind = f"-{arguments.weights}" if arguments.weights else ""
-        path = RESULTS / f"{result['date']}-compare-{arguments.peer}{kind}.json"
+        family = "" if arguments.family == "nemotron_h" else f"-{arguments.family}"
+        path = RESULTS / f"{result['date']}-compare{family}-{arguments.peer}{kind}.json"
         path.write_text(json.dumps(result, indent=1) + "\n")
         plot.decode_plot(result, arguments.peer, path.with_suffix(".png"))
         print(f"written to {path.relative_to(ROOT)} and .png", file=sys.stderr)

@@ -46,14 +46,16 @@ class Peer:
     """One loaded model."""
 
     def __init__(self, path: str, omni: bool, device: str) -> None:
-        from transformers import NemotronHForCausalLM
-        from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import NemotronH_Omni_Reasoning_V3
-
-        kind: Any = NemotronH_Omni_Reasoning_V3 if omni else NemotronHForCausalLM
+        config = json.loads((Path(path) / "config.json").read_text())
+        self.qwen = config["model_type"] == "qwen3_5"
         self.device = torch.device(device)
-        self.model = kind.from_pretrained(path, dtype=torch.bfloat16).eval().to(self.device)
-        self.vision = None
-        if omni:
+        self.model = _kind(self.qwen, omni).from_pretrained(path, dtype=torch.bfloat16).eval().to(self.device)
+        self.vision: Any = None
+        if omni and self.qwen:
+            from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+            self.vision = Qwen2VLImageProcessorPil.from_pretrained(path)
+        elif omni:
             from service.model.checkpoint import Checkpoint
 
             self.vision = Checkpoint(Path(path)).config.vision
@@ -85,9 +87,11 @@ class Peer:
     def _inputs(self, prompt: list[int], files: list[str]) -> dict[str, torch.Tensor]:
         if not files:
             return {"input_ids": torch.tensor([prompt], device=self.device)}
+        assert self.vision is not None
+        if self.qwen:
+            return self._qwen_inputs(prompt, files)
         from encoder.images import decode_image
 
-        assert self.vision is not None
         images = [self.vision.image_rule.patchify(decode_image(Path(f).read_bytes()), torch.bfloat16) for f in files]
         token = self.model.config.image_token_id
         sizes = iter(images)
@@ -98,6 +102,36 @@ class Peer:
             "image_grid_hw": torch.tensor([image.grid for image in images]),
         }
         return {name: tensor.to(self.device) for name, tensor in given.items()}
+
+    def _qwen_inputs(self, prompt: list[int], files: list[str]) -> dict[str, torch.Tensor]:
+        from PIL import Image
+
+        found = self.vision(images=[Image.open(file).convert("RGB") for file in files], return_tensors="pt")
+        token, merged = self.model.config.image_token_id, self.vision.merge_size**2
+        sizes = iter((found["image_grid_thw"].prod(1) // merged).tolist())
+        widened = torch.tensor([[i for t in prompt for i in ([t] * next(sizes) if t == token else [t])]])
+        given = {
+            "input_ids": widened,
+            "pixel_values": found["pixel_values"].to(torch.bfloat16),
+            "image_grid_thw": found["image_grid_thw"],
+            "mm_token_type_ids": (widened == token).int(),
+        }
+        return {name: tensor.to(self.device) for name, tensor in given.items()}
+
+
+def _kind(qwen: bool, omni: bool) -> Any:
+    """The class of a model."""
+    if qwen:
+        from transformers import Qwen3_5ForConditionalGeneration
+
+        return Qwen3_5ForConditionalGeneration
+    if omni:
+        from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import NemotronH_Omni_Reasoning_V3
+
+        return NemotronH_Omni_Reasoning_V3
+    from transformers import NemotronHForCausalLM
+
+    return NemotronHForCausalLM
 
 
 def main() -> None:

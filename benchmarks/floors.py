@@ -1,0 +1,124 @@
+"""The least time that a machine could need for a workload, from what a checkpoint's configuration says of its shape.
+
+Matrix products cost 2 FLOP a weight and token, at the rate of a large product in bfloat16; a step reads each weight
+once, and reads and writes each request's recurrent state, at the bandwidth of memory. Weights are taken as bfloat16.
+What is left out (attention over pages, recurrences, norms, images' pixels) makes the floor lower, never higher.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from decoder.config import DecoderConfig
+from decoder.layers.descriptions import Experts
+from decoder.layers.spec import MixerSpec
+from service.model.checkpoint import Checkpoint
+
+WEIGHT_BYTES, STATE_BYTES = 2, 4
+
+
+@dataclass(frozen=True)
+class Machine:
+    flops: float
+    """Of bfloat16 products, a second."""
+    bandwidth: float
+    """Bytes of memory that are read, a second."""
+
+    @classmethod
+    def of(cls, ceilings: dict[str, float]) -> Machine:
+        return cls(ceilings["bf16_gflop_s"] * 1e9, ceilings["read_gb_s"] * 1e9)
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Of one checkpoint."""
+
+    decoder: DecoderConfig
+    tower: Tower | None
+
+    @classmethod
+    def of(cls, path: Path) -> Floor:
+        checkpoint = Checkpoint(path)
+        return cls(checkpoint.config.decoder, Tower.of(path))
+
+    def prompt(self, machine: Machine, tokens: int, requests: int) -> float:
+        """Seconds of these prompts, first tokens included."""
+        flops = 2 * (self._body(1) * tokens + self._head * requests)
+        return max(flops / machine.flops, self._step_bytes(requests, tokens) / machine.bandwidth)
+
+    def step(self, machine: Machine, requests: int) -> float:
+        """Seconds of one step, a token of each request."""
+        flops = 2 * (self._body(1) + self._head) * requests
+        return max(flops / machine.flops, self._step_bytes(requests, requests) / machine.bandwidth)
+
+    @property
+    def _head(self) -> int:
+        return self.decoder.hidden_size * self.decoder.vocab_size
+
+    def _step_bytes(self, requests: int, tokens: int) -> float:
+        state = sum(math.prod(slot.state) for slot in self.decoder.slots)
+        return WEIGHT_BYTES * (self._body(tokens, read=True) + self._head) + 2 * STATE_BYTES * state * requests
+
+    def _body(self, tokens: int, *, read: bool = False) -> float:
+        """Weights of all layers that a token is multiplied with, or that so many tokens read."""
+        return sum(_weights(mixer, tokens, read) for mixer in self.decoder.mixers)
+
+
+def _weights(mixer: MixerSpec, tokens: int, read: bool) -> float:
+    found = 0.0
+    for name, shape in mixer.weights().items():
+        if len(shape) < 2 or "conv1d" in name:
+            continue
+        size = float(math.prod(shape))
+        if isinstance(mixer, Experts) and name.startswith("experts."):
+            chosen = mixer.num_experts_per_tok / mixer.n_routed_experts
+            size *= 1 - (1 - chosen) ** tokens if read else chosen  # as if each were as likely
+        found += size
+    return found
+
+
+@dataclass(frozen=True)
+class Tower:
+    """Of a vision tower of equal blocks over patches, and a merger over some patches each."""
+
+    of_patch: int
+    """Weights that a patch is multiplied with."""
+    of_token: int
+    """The same for an image token."""
+    attention: int
+    """Blocks times width."""
+    patch: int
+    merged: int
+    """Patches of an image token."""
+
+    @classmethod
+    def of(cls, path: Path) -> Tower | None:
+        """None for a model without a tower, or with one of another kind."""
+        vision = json.loads((path / "config.json").read_text()).get("vision_config", {})
+        if "spatial_merge_size" not in vision:
+            return None
+        width, depth, merged = vision["hidden_size"], vision["depth"], vision["spatial_merge_size"] ** 2
+        block = 4 * width**2 + 2 * width * vision["intermediate_size"]
+        # Of an image both frames of a temporal patch are the same, so that one's weights will do.
+        embedding = 3 * vision["patch_size"] ** 2 * width
+        merger = (merged * width) ** 2 + merged * width * vision["out_hidden_size"]
+        return cls(depth * block + embedding, merger, depth * width, vision["patch_size"], merged)
+
+    def tokens(self, sizes: Sequence[tuple[int, int]]) -> int:
+        """Image tokens of images of these sizes, multiples of a token's side."""
+        return sum(self._patches(size) // self.merged for size in sizes)
+
+    def seconds(self, machine: Machine, sizes: Sequence[tuple[int, int]]) -> float:
+        flops = 0.0
+        for size in sizes:
+            patches = self._patches(size)
+            flops += 2 * (self.of_patch * patches + self.of_token * patches / self.merged)
+            flops += 4 * self.attention * patches**2
+        return flops / machine.flops
+
+    def _patches(self, size: tuple[int, int]) -> int:
+        return math.prod(side // self.patch for side in size)

@@ -1,0 +1,124 @@
+"""What comparisons ask for: checkpoints, and requests that start together."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image
+
+from benchmarks import models, qwen_model
+from benchmarks.floors import Floor, Machine
+
+PROMPT = 128
+"""Tokens of a prompt, where it is not what is measured."""
+TEXT_BEHIND = 32
+"""Tokens behind an image."""
+MIXED = ((224, 224), (512, 512), (320, 240), (256, 384), (448, 448), (224, 320), (384, 512), (336, 336))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The checkpoints of a family, and what is asked of them."""
+
+    text: Callable[[Path], Path]
+    """Writes the checkpoint that answers prompts of text, unless it is there: folder -> its path."""
+    omni: Callable[[Path], Path]
+    """The same for prompts with images."""
+    words: int
+    """Ids from 3 to below this one are text."""
+    image: tuple[int, ...]
+    """What stands in a prompt for an image."""
+    prompts: tuple[tuple[int, int], ...]
+    """Requests and tokens of each, of the prompts that are measured."""
+    single: tuple[int, int]
+    """Width and height of the image that comes alone."""
+    several: tuple[tuple[int, int], ...]
+    """The same of those that come together."""
+
+
+SUBJECTS = {
+    "nemotron_h": Subject(
+        models.text_model, models.omni_model, models.VOCAB - 1, (models.IMAGE_TOKEN,), ((1, 128), (32, 128)),
+        (512, 384), MIXED,
+    ),
+    "qwen3_5": Subject(
+        qwen_model.qwen_model, qwen_model.qwen_model, qwen_model.WORDS, qwen_model.IMAGE,
+        ((1, 128), (8, 128), (1, 1024), (8, 1024)), (768, 768),
+        ((256, 256), (512, 512), (320, 256), (256, 384), (448, 448), (256, 320), (384, 512), (352, 352)),
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests that start together; `new_tokens` each."""
+
+    name: str
+    prompts: list[list[int]]
+    pictures: list[list[Path]]
+    new_tokens: int
+    sizes: tuple[tuple[int, int], ...] = ()
+    """Width and height of the pictures."""
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self.prompts) * self.new_tokens
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    def floor(self, floor: Floor, machine: Machine) -> float | None:
+        """The least seconds; None for pictures under a tower that nobody has counted."""
+        tokens, requests, tower = self.prompt_tokens, len(self.prompts), floor.tower
+        seconds = (self.new_tokens - 1) * floor.step(machine, requests)
+        if self.sizes:
+            if tower is None:
+                return None
+            tokens += tower.tokens(self.sizes) - len(self.sizes)
+            seconds += tower.seconds(machine, self.sizes)
+        return seconds + floor.prompt(machine, tokens, requests)
+
+
+def text_workload(subject: Subject, name: str, requests: int, tokens: int, new_tokens: int) -> Workload:
+    rng = random.Random(requests)
+    prompts = [[rng.randrange(3, subject.words) for _ in range(tokens)] for _ in range(requests)]
+    return Workload(name, prompts, [[] for _ in prompts], new_tokens)
+
+
+def picture_workload(
+    subject: Subject, name: str, folder: Path, sizes: Sequence[tuple[int, int]], new_tokens: int
+) -> Workload:
+    rng = random.Random(len(sizes))
+    prompts, pictures = [], []
+    for i, (width, height) in enumerate(sizes):
+        file = folder / f"{name.replace(' ', '-')}-{i}.png"
+        buffer = io.BytesIO()
+        Image.frombytes("RGB", (width, height), rng.randbytes(3 * width * height)).save(buffer, "PNG", compress_level=1)
+        file.write_bytes(buffer.getvalue())
+        prompts.append([*subject.image, *(rng.randrange(3, subject.words) for _ in range(TEXT_BEHIND))])
+        pictures.append([file])
+    return Workload(name, prompts, pictures, new_tokens, tuple(sizes))
+
+
+def workloads(
+    subject: Subject, folder: Path, only: set[str], concurrent: Sequence[int], new_tokens: int
+) -> tuple[list[Workload], list[Workload]]:
+    """(text workloads, picture workloads)"""
+    text, omni = [], []
+    if "decode" in only:
+        text += [
+            text_workload(subject, f"decode {c}", c, PROMPT, 2 * new_tokens if c == 1 else new_tokens)
+            for c in concurrent
+        ]
+    if "prefill" in only:
+        text += [text_workload(subject, f"prefill {n}x{size}", n, size, 1) for n, size in subject.prompts]
+    if "omni" in only:
+        some = new_tokens // 2 + 1
+        omni.append(picture_workload(subject, "picture 1", folder, [subject.single], some))
+        omni.append(picture_workload(subject, "pictures 8", folder, subject.several, some))
+    return text, omni
