@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
 from google.protobuf import json_format
 
 from saccade._core.images import ImageInput, image_message, image_messages
+from saccade._core.ranges import check_request
 from saccade._core.videos import VideoInput, video_from_part, video_messages
 from saccade.errors import InvalidArgument
 from saccade.types import ChatMessage
@@ -101,6 +102,7 @@ def build_request(
     if (priority := sampling.get("priority")) is not None:
         with _naming("priority"):
             request.priority = operator.index(priority)
+    check_request(request)
     return request
 
 

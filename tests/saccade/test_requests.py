@@ -92,7 +92,7 @@ def test_what_is_not_given_is_not_set() -> None:
 
 
 def test_zero_is_not_the_same_as_unset() -> None:
-    names = ["max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "n"]
+    names = ["min_tokens", "temperature", "top_k", "min_p", "presence_penalty", "seed", "logprobs"]
     sampling = build_request("?", ignore_eos=False, **dict.fromkeys(names, 0)).sampling
     assert all(sampling.HasField(name) for name in [*names, "ignore_eos"])
 

@@ -1,0 +1,68 @@
+"""Ranges of sampling parameters, which are the server's: what it would refuse is refused before anything is sent.
+
+A test compares them with the server's.
+"""
+
+from __future__ import annotations
+
+from saccade.errors import InvalidArgument
+from saccade.v1 import inference_pb2, types_pb2
+
+MAX_BIAS = 1e10
+"""Magnitude of a bias or an additive penalty."""
+MAX_STOP_STRINGS, MAX_STOP_LENGTH = 32, 256
+MAX_REQUEST_ID = 128
+_RANGES: dict[str, tuple[float, float]] = {
+    "max_tokens": (1, 2**31 - 1),
+    "min_tokens": (0, 2**31 - 1),
+    "temperature": (0, 1e6),
+    "top_k": (0, 2**31 - 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (1e-3, 1e3),
+    "presence_penalty": (-MAX_BIAS, MAX_BIAS),
+    "frequency_penalty": (-MAX_BIAS, MAX_BIAS),
+    "n": (1, 64),
+    "logprobs": (0, 100),
+    "prompt_logprobs": (0, 100),
+}
+"""Smallest and largest value; both are allowed."""
+
+
+def check_request(request: inference_pb2.GenerateRequest) -> None:
+    """Raises InvalidArgument with the name of the argument, its value and its range."""
+    if len(request.request_id) > MAX_REQUEST_ID:
+        raise InvalidArgument(
+            f"request_id has {len(request.request_id)} characters; at most {MAX_REQUEST_ID} are allowed"
+        )
+    _check_numbers(request.sampling)
+    _check_lists(request.sampling)
+    if request.continued_token_ids and request.sampling.n > 1:
+        raise InvalidArgument(f"continued_token_ids continue one sample, not n = {request.sampling.n}")
+
+
+def _check_numbers(sampling: types_pb2.SamplingParams) -> None:
+    for name, (low, high) in _RANGES.items():
+        value = getattr(sampling, name)
+        if sampling.HasField(name) and not low <= value <= high:  # type: ignore[arg-type]
+            raise InvalidArgument(f"{name} is {_exact(value)}; it must be from {low:g} to {_exact(high)}")
+    if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
+        raise InvalidArgument(f"top_p is {sampling.top_p:g}; it must be above 0 and at most 1")
+    if sampling.HasField("max_tokens") and sampling.min_tokens > sampling.max_tokens:
+        raise InvalidArgument(f"min_tokens {sampling.min_tokens} is above max_tokens {sampling.max_tokens}")
+
+
+def _exact(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+def _check_lists(sampling: types_pb2.SamplingParams) -> None:
+    if len(sampling.stop) > MAX_STOP_STRINGS:
+        raise InvalidArgument(f"stop has {len(sampling.stop)} strings; at most {MAX_STOP_STRINGS} are allowed")
+    for i, stop in enumerate(sampling.stop):
+        if not 1 <= len(stop) <= MAX_STOP_LENGTH:
+            raise InvalidArgument(f"stop[{i}] has {len(stop)} characters; it must have from 1 to {MAX_STOP_LENGTH}")
+    for token, bias in sampling.logit_bias.items():
+        if not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise InvalidArgument(
+                f"logit_bias of token {token} is {bias}; it must be from {-MAX_BIAS:g} to {MAX_BIAS:g}"
+            )
