@@ -48,32 +48,42 @@ OPTIONS = pairwise(
 
 
 def runner_of(checkpoint: Checkpoint, **options: Any) -> DecoderRunner:
-    common = {"max_seqs": 3, "max_len": 128, "max_batched_tokens": 64, "page_size": 4, "host_bytes": 2**24}
+    common = {
+        "max_seqs": 3,
+        "max_len": 160,
+        "max_batched_tokens": 64,
+        "page_size": 4,
+        "host_bytes": 2**24,
+        "memory_bytes": 2**25,
+    }
     chosen = DecoderOptions(**{**common, "draft_policy": "fixed", **options})
     return DecoderRunner(checkpoint.config.decoder, chosen, checkpoint.decoder_weights())
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_tokens_and_logprobs_with_any_options(tmp_path: Path, seed: int) -> None:
-    """Two prompts with a common beginning, one after the other: the second finds what the first has left."""
+    """Prompts with a common beginning, one after the other: the second shows where they part."""
     chosen: dict[str, Any] = dict(OPTIONS[seed % len(OPTIONS)])
     heads = seed % 2 == 0 or chosen["speculative"] == "mtp"
     tiny = make_qwen(tmp_path, seed, naming=NAMINGS[seed % len(NAMINGS)], mtp=heads)
     checkpoint = Checkpoint(tmp_path)
     preempt_every = chosen.pop("preempt_every")
-    block = {"state_block": 64} if chosen["state_cache"] in ("align", "all") else {}
+    block = {"state_block": 8} if chosen["state_cache"] in ("align", "all") else {}
     runner = runner_of(checkpoint, **block, **chosen)
     rng = random.Random(seed)
-    common = [rng.randint(3, 9) for _ in range(rng.choice([9, 24, 33]))]
-    for name in ("first", "second"):
+    common = [rng.randint(3, 9) for _ in range(rng.choice([9, 33, 70]))]
+    found = []
+    for name, steps in (("first", STEPS), ("second", 2), ("third", STEPS)):
         ids = [*common, *(rng.randint(3, VOCAB - 2) for _ in range(rng.randint(1, 12)))]
-        events = run(runner, request(name, ids, greedy_params(STEPS, logprobs=3)), preempt_every=preempt_every)[name]
+        events = run(runner, request(name, ids, greedy_params(steps, logprobs=3)), preempt_every=preempt_every)[name]
         drawn = tokens(events)
+        found.append(events[0].cached_tokens)
         oracle = tiny.logits(ids + drawn[:-1])[len(ids) - 1 :]
         scale = max(1.0, float(oracle.abs().max()))
         for row, event in zip(torch.log_softmax(oracle, -1), events, strict=True):
             assert event.logprob == pytest.approx(float(row[event.token_id]), abs=1e-4 * scale)
             assert float(row.max() - row[event.token_id]) <= 1e-4 * scale
+    assert found[0] == 0 and (found[2] > 0) == (chosen["state_cache"] != "none")
     runner.check_integrity()
 
 
