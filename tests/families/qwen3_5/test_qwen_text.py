@@ -121,7 +121,7 @@ def test_leftover_tensors_are_errors(tmp_path: Path) -> None:
     make_qwen(tmp_path, 1, moe=False, naming="model.")
     weights = load_file(tmp_path / "model.safetensors")
     extra = {
-        "model.layers.0.mlp.gate_proj.weight_scale_inv": torch.ones(1),
+        "model.layers.0.mlp.gate_proj.weight_x": torch.ones(1),
         "model.layers.0.linear_attn.in_proj_ba.weight": torch.ones(1),
         "model.layers.0.shared_mlp.x": torch.ones(1),
         "mtp.layers.1.input_layernorm.weight": torch.ones(1),
