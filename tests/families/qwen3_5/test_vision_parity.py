@@ -48,7 +48,7 @@ OPTIONS = pairwise(
         "graphs": ["off", "on"],
         "max_chunk": [None, 7],
         "state_cache": ["none", "align", "all", "auto"],
-        "speculative": ["none", "ngram"],
+        "speculative": ["none", "ngram", "mtp"],
         "spec_state": ["replay", "slots"],
     }
 )
@@ -197,7 +197,7 @@ STEPS = pairwise(
         "graphs": ["off", "on"],
         "max_chunk": [None, 24],
         "state_cache": ["none", "align", "auto"],
-        "speculative": ["none", "ngram"],
+        "speculative": ["none", "ngram", "mtp"],
         "spec_state": ["replay", "slots"],
         "preempt_every": [9, 14],
         "host_bytes": [0, 2**24],
