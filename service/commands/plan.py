@@ -222,8 +222,8 @@ def encoder_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
         rows.append((*map(str, numbers), size(row.buffer_bytes)))
     clip = ""
     if (rule := vision.video_rule) is not None:
-        tokens = rule.tokens(CLIP_FRAMES, 9, 16)
-        clip = f", {tokens} for {CLIP_FRAMES} frames of 16:9 at a pruning rate of {rule.pruning_rate:g}"
+        tokens = rule.tokens(CLIP_FRAMES, 1080, 1920)
+        clip = f", {tokens} for {CLIP_FRAMES} frames of 1920x1080 at a pruning rate of {rule.pruning_rate:g}"
     return Table(
         f"encoder, graphs {options.graphs}: {vision.min_image_tokens} to {vision.max_image_tokens} tokens an image"
         f"{clip}, up to {budgets.max_images} images a batch, one arena of {size(described[-1].buffer_bytes)} for all "

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,3 +136,27 @@ def video_pixels(config: QwenVision, frames: Sequence[Tensor], monkeypatch: Any)
 
 def random_grids(rng: random.Random, count: int, most: int = 6, merge: int = 2) -> list[tuple[int, int]]:
     return [(merge * rng.randint(1, most), merge * rng.randint(1, most)) for _ in range(count)]
+
+
+def random_tower(rng: random.Random) -> dict[str, Any]:
+    """Fields of a tower of a random shape, heads of 64 and 72 among them."""
+    heads, width = rng.choice([(1, 64), (2, 72), (2, 16), (3, 8), (4, 12)])
+    return {
+        "hidden_size": heads * width, "num_heads": heads, "depth": rng.randint(1, 3),
+        "intermediate_size": rng.choice([24, 56]), "patch_size": rng.choice([4, 8]),
+        "num_position_embeddings": rng.choice([16, 49]),
+        "hidden_act": rng.choice(["gelu_pytorch_tanh", "gelu_pytorch_tanh", "gelu"]),
+    }  # fmt: skip
+
+
+def write_rules(path: Path, tower: dict[str, Any]) -> None:
+    """Sizes that leave images few tokens; in one file or in two, as released models have them."""
+    shared = {"patch_size": tower["patch_size"], "merge_size": 2, "temporal_patch_size": 2, "image_mean": [0.5] * 3,
+              "image_std": [0.5] * 3}  # fmt: skip
+    image = {**shared, "size": {"shortest_edge": 256, "longest_edge": 1536 * tower["patch_size"] // 4}}
+    video = {**shared, "size": {"shortest_edge": 128, "longest_edge": 2048 * tower["patch_size"] // 4}}
+    if tower["depth"] % 2:
+        (path / "processor_config.json").write_text(json.dumps({"image_processor": image, "video_processor": video}))
+    else:
+        (path / "preprocessor_config.json").write_text(json.dumps(image))
+        (path / "video_preprocessor_config.json").write_text(json.dumps(video))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 from pictures import picture
 from qwen_checkpoint import IDS, make_qwen
-from qwen_vision import image_processor, video_pixels
+from qwen_vision import image_processor, random_tower, video_pixels, write_rules
 from speculation import pairwise
 from tiny_checkpoint import VOCAB, TinyCheckpoint
 from tiny_decoder import greedy_params, image, run, tokens
@@ -54,16 +53,6 @@ OPTIONS = pairwise(
 )
 
 
-def random_tower(rng: random.Random) -> dict[str, Any]:
-    heads, width = rng.choice([(1, 64), (2, 72), (2, 16), (3, 8), (4, 12)])
-    return {
-        "hidden_size": heads * width, "num_heads": heads, "depth": rng.randint(1, 3),
-        "intermediate_size": rng.choice([24, 56]), "patch_size": rng.choice([4, 8]),
-        "num_position_embeddings": rng.choice([16, 49]),
-        "hidden_act": rng.choice(["gelu_pytorch_tanh", "gelu_pytorch_tanh", "gelu"]),
-    }  # fmt: skip
-
-
 @dataclass
 class Asked:
     """A prompt with its media, and what transformers is given for it."""
@@ -76,19 +65,6 @@ class Asked:
     widened: list[int]
     kinds: list[int]
     inputs: dict[str, Any]
-
-
-def write_rules(path: Path, tower: dict[str, Any]) -> None:
-    """Sizes that leave images few tokens; in one file or in two, as released models have them."""
-    shared = {"patch_size": tower["patch_size"], "merge_size": 2, "temporal_patch_size": 2, "image_mean": [0.5] * 3,
-              "image_std": [0.5] * 3}  # fmt: skip
-    image = {**shared, "size": {"shortest_edge": 256, "longest_edge": 1536 * tower["patch_size"] // 4}}
-    video = {**shared, "size": {"shortest_edge": 128, "longest_edge": 2048 * tower["patch_size"] // 4}}
-    if tower["depth"] % 2:
-        (path / "processor_config.json").write_text(json.dumps({"image_processor": image, "video_processor": video}))
-    else:
-        (path / "preprocessor_config.json").write_text(json.dumps(image))
-        (path / "video_preprocessor_config.json").write_text(json.dumps(video))
 
 
 def ask(rng: random.Random, config: QwenVision, monkeypatch: pytest.MonkeyPatch) -> Asked:
