@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from kernels.causal_conv1d.kernel import causal_conv1d, causal_conv1d_tokens, causal_conv1d_update
 from kernels.scan_tables import ScanTables
@@ -13,18 +14,26 @@ from kernels.shapes import Case, ModelShape, meta
 
 
 def cases(shape: ModelShape) -> Iterator[Case]:
-    """A prefill of two rows, one token a row, and a step with three drafts a row."""
-    if not shape.mamba_heads:
-        return
-    channels, taps = shape.conv_channels, shape.conv
-    width = shape.mamba_inner + channels + shape.mamba_heads
-    weight, bias = meta(taps, channels), meta(channels)
+    """A prefill of two rows, one token a row, and a step with three drafts a row; without a bias before a gated delta
+    rule.
+    """
+    if shape.mamba_heads:
+        channels, before = shape.conv_channels, shape.mamba_inner
+        yield from _cases(shape, "", channels, before + channels + shape.mamba_heads, before, meta(channels))
+    if heads := shape.delta_value_heads:
+        channels, before = shape.delta_channels, heads * shape.delta_head_dim
+        yield from _cases(shape, "delta ", channels, before + channels + 2 * heads, before, None)
+
+
+def _cases(shape: ModelShape, kind: str, channels: int, width: int, before: int, bias: Tensor | None) -> Iterator[Case]:
+    """`before`: where the channels begin in a row of `width` numbers."""
+    taps, weight = shape.conv, meta(shape.conv, channels)
     tables = ScanTables.of([300, 50], [0, 7], shape.chunk, device="meta")
     two = (meta(2, dtype=torch.int64), meta(2, dtype=torch.bool), meta(3, dtype=torch.int64))
     for dtype in shape.dtypes:
-        name = str(dtype).removeprefix("torch.")
+        name = kind + str(dtype).removeprefix("torch.")
         pool = meta(16, 4 * taps * channels, dtype=dtype)[:, : (taps - 1) * channels].unflatten(1, (taps - 1, channels))
-        x = meta(350, width, dtype=dtype)[:, shape.mamba_inner : shape.mamba_inner + channels]
+        x = meta(350, width, dtype=dtype)[:, before : before + channels]
         given = (weight, bias, pool)
         yield Case(f"packed {name}", partial(causal_conv1d, x, *given, *two, (), tables))
         yield Case(f"update {name}", partial(causal_conv1d_update, x[:64], *given, meta(64, dtype=torch.int64)))

@@ -2,8 +2,9 @@
 
 from kernels.dispatch import dispatched
 from kernels.gated_delta import reference
-from kernels.gated_delta.reference import DeltaTerms, delta_gates
+from kernels.gated_delta.reference import DeltaTerms
 
+delta_gates = dispatched(reference.delta_gates)
 gated_delta_update = dispatched(reference.gated_delta_update)
 gated_delta_tokens = dispatched(reference.gated_delta_tokens)
 gated_delta_scan = dispatched(reference.gated_delta_scan)

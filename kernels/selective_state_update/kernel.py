@@ -147,7 +147,7 @@ def selective_state_update_tokens(
     return _update(pool_SHPN, slots_RK, accepted_R, lengths_R, *given)
 
 
-def _token_stride(tensor: Tensor) -> int:
+def token_stride(tensor: Tensor) -> int:
     """Elements between tokens, which are the same between the tokens of a row and between rows."""
     rows, tokens = tensor.shape[:2]
     assert rows == 1 or tokens == 1 or tensor.stride(0) == tokens * tensor.stride(1), "rows of tokens lie apart"
@@ -195,10 +195,10 @@ def _update(
         limit_high=limit[1],
         slot_stride=pool_SHPN.stride(0),
         slots_stride=slots.stride(0),
-        x_stride=_token_stride(x_RTHP),
-        dt_stride=_token_stride(dt_RTH),
-        b_stride=_token_stride(B_RTGN),
-        c_stride=_token_stride(C_RTGN),
+        x_stride=token_stride(x_RTHP),
+        dt_stride=token_stride(dt_RTH),
+        b_stride=token_stride(B_RTGN),
+        c_stride=token_stride(C_RTGN),
         TOKENS=tokens,
         SEVERAL=accepted_R is not None,
         HEADS=heads,

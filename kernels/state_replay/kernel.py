@@ -217,7 +217,10 @@ def replay_tokens(
     """As the reference, but the result has the inputs' dtype. `span` and `runs` are not needed here. No host sync."""
     rows, tokens, _ = inputs_RTX.shape
     heads, width = states_SHPN.shape[1:3]
-    mixed = _mix(windows_SWC, rings_QLX, batch_slots_R, slots_R, counts_R, terms, lengths_R, inputs_RTX, None)
+    mixed = mix_ring(
+        windows_SWC, rings_QLX, batch_slots_R, slots_R, counts_R, terms.conv_WC, terms.conv_bias_C, lengths_R,
+        inputs_RTX, None,
+    )  # fmt: skip
     out = torch.empty(rows, tokens, heads, width, dtype=inputs_RTX.dtype, device=inputs_RTX.device)
     blocks = _blocks(states_SHPN, rings_QLX, terms)
     launch(
@@ -260,7 +263,18 @@ def replay_advance(
 ) -> None:
     """As the reference. `span` is not needed here. No host sync."""
     heads, width = states_SHPN.shape[1:3]
-    mixed = _mix(windows_SWC, rings_QLX, batch_slots_R, slots_R, counts_R, terms, None, None, targets_R)
+    mixed = mix_ring(
+        windows_SWC,
+        rings_QLX,
+        batch_slots_R,
+        slots_R,
+        counts_R,
+        terms.conv_WC,
+        terms.conv_bias_C,
+        None,
+        None,
+        targets_R,
+    )
     blocks = _blocks(states_SHPN, rings_QLX, terms)
     launch(
         _advance_kernel,
@@ -302,20 +316,23 @@ def _blocks(states_SHPN: Tensor, rings_QLX: Tensor, terms: MambaTerms) -> dict[s
     }
 
 
-def _mix(
+def mix_ring(
     windows_SWC: Tensor,
     rings_QLX: Tensor,
     batch_slots_R: Tensor,
     slots_R: Tensor,
     counts_R: Tensor,
-    terms: MambaTerms,
+    weight_WC: Tensor,
+    bias_C: Tensor | None,
     lengths_R: Tensor | None,
     inputs_RTX: Tensor | None,
     targets_R: Tensor | None,
 ) -> Tensor:
-    """x, B and C of the valid steps of each row, `[R, L, C]`; with targets the windows behind them are kept there."""
+    """The convolution of the valid steps of each row, `[R, L, C]`; new inputs are written behind them. With targets the
+    windows behind the steps are kept there.
+    """
     steps, size = rings_QLX.shape[1:]
-    taps, channels = terms.conv_WC.shape
+    taps, channels = weight_WC.shape
     assert 2 <= taps <= 4 and windows_SWC.stride()[1:] == (channels, 1) and rings_QLX.stride()[1:] == (size, 1)
     assert inputs_RTX is None or inputs_RTX.stride(2) == 1
     mixed = torch.empty(slots_R.shape[0], steps, channels, dtype=windows_SWC.dtype, device=windows_SWC.device)
@@ -330,8 +347,8 @@ def _mix(
         p_counts=counts_R,
         p_lengths=counts_R if lengths_R is None else lengths_R,
         p_inputs=rings_QLX if inputs_RTX is None else inputs_RTX,
-        p_weight=terms.conv_WC,
-        p_bias=terms.conv_WC if terms.conv_bias_C is None else terms.conv_bias_C,
+        p_weight=weight_WC,
+        p_bias=weight_WC if bias_C is None else bias_C,
         p_mixed=mixed,
         slot_stride=windows_SWC.stride(0),
         ring_stride=rings_QLX.stride(0),
@@ -341,7 +358,7 @@ def _mix(
         CHANNELS=channels,
         WIDTH=size,
         TAPS=taps,
-        HAS_BIAS=terms.conv_bias_C is not None,
+        HAS_BIAS=bias_C is not None,
         ADVANCE=targets_R is not None,
         BLOCK_C=BLOCK_CHANNELS,
         num_warps=1,
