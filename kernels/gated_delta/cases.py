@@ -44,9 +44,9 @@ def cases(shape: ModelShape) -> Iterator[Case]:
         given = (*_mixed(shape, 64, dtype), b, a)
         slots = meta(64, dtype=torch.int64)
         yield Case(f"update {name}", partial(gated_delta_update, pool, slots, *given, head, head))
-        rows = [part.unflatten(0, (16, 4)) for part in given]
+        q, k, v, b_rows, a_rows = (part.unflatten(0, (16, 4)) for part in given)
         where = (meta(16, 4, dtype=torch.int64), row, row)
-        yield Case(f"tokens {name}", partial(gated_delta_tokens, pool, *where, *rows, head, head))
+        yield Case(f"tokens {name}", partial(gated_delta_tokens, pool, *where, q, k, v, b_rows, a_rows, head, head))
         windows = meta(16, shape.conv - 1, channels, dtype=dtype)
         rings, inputs = (meta(16, steps, channels + 2 * heads, dtype=dtype) for steps in (16, 4))
         ring = (pool, windows, rings, row, row)

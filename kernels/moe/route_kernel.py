@@ -15,7 +15,7 @@ from kernels.launch import launch
 
 
 @triton.jit
-def _choose(  # type: ignore[no-untyped-def]
+def _choose(
     p_logits,  # [T, E] float32
     p_correction,  # [E]; without SOFTMAX
     p_experts,  # [T, K] int64
