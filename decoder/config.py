@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from decoder.layers.descriptions import Attention
 from decoder.layers.spec import Layer, MixerSpec, PageSpec, SlotSpec, positive, require
 from decoder.metadata import STATE_MODES
+from kernels.rope import Rope
 
 if TYPE_CHECKING:
     import torch
@@ -53,9 +54,18 @@ class DecoderConfig:
         require(self.norm_eps > 0, f"norm_eps must be above 0, not {self.norm_eps}")
         chunks = sorted({slot.chunk for slot in self.slots})
         require(len(chunks) < 2, f"layers scan in chunks of different lengths: {chunks}")
-        ropes = [mixer.rope for mixer in (*self.mixers, *self.mtp) if isinstance(mixer, Attention)]
-        axes = max((rope.num_axes for rope in ropes if rope is not None), default=0)
+        axes = max((rope.num_axes for rope in self.ropes), default=0)
         require(self.position_axes >= axes, f"position_axes {self.position_axes} is below the {axes} that layers read")
+
+    @property
+    def ropes(self) -> set[Rope]:
+        """Of all layers and heads, each once."""
+        found = [mixer.rope for mixer in (*self.mixers, *self.mtp) if isinstance(mixer, Attention)]
+        return {rope for rope in found if rope is not None}
+
+    def rotation_bytes(self, max_len: int) -> int:
+        """Of the tables of rotations of so many positions."""
+        return sum(4 * rope.dims * max_len for rope in self.ropes)
 
     @property
     def mixers(self) -> tuple[MixerSpec, ...]:

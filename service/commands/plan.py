@@ -103,7 +103,8 @@ def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
         total += options.handoff_bytes
     rows.append(("together", size(total), "without activations"))
     of = "" if options.role == "all" else f", role {options.role}"
-    source = f"revision {checkpoint.revision}" if checkpoint.files else "as config.json describes it, without weights"
+    outline = "as config.json describes it, without weights"
+    source = f"revision {checkpoint.revision}" if checkpoint.files.files else outline
     return Table(f"{checkpoint.config.name}, {source}, on {device}{of}", rows)
 
 
@@ -126,6 +127,9 @@ def _decoder_memory(options: EngineOptions, checkpoint: Checkpoint, rows: list[t
         rings = layout.ring_bytes * decoder.max_seqs
         rows.append(("rings", size(rings), f"{size(layout.ring_bytes)} for each of {decoder.max_seqs} requests"))
         total += rings
+    if rotations := checkpoint.config.decoder.rotation_bytes(decoder.max_len):
+        rows.append(("rotations", size(rotations), f"of {decoder.max_len} positions"))
+        total += rotations
     if graphs:
         rows.append(("decoder graphs", size(graphs), "buffers, and activations of the largest size"))
         total += graphs

@@ -15,7 +15,8 @@ from decoder.arena import ArenaLayout
 from decoder.config import DecoderOptions
 from decoder.layers.descriptions import Attention, Experts, GatedDelta, Mlp
 from families import CheckpointError
-from service.commands.plan import plan
+from kernels.rotary import rope_table
+from service.commands.plan import plan, size
 from service.common.config import EngineOptions
 from service.model.modelconfig import ModelConfig, load_config
 
@@ -190,6 +191,8 @@ def test_the_plan_says_what_each_needs_before_its_weights_are_there(
     rows = {row[0].strip(): row[1:] for row in memory.rows}
     assert f"states {states}.0 MiB" in rows["a state slot"][1]
     assert rows["a KV page"][0] == page
+    [rope] = load_config(tmp_path).decoder.ropes
+    assert rows["rotations"][0] == size(rope_table(rope, 4096, "cpu").nbytes) == "1.0 MiB"
     assert float(rows["weights"][1].split()[0]) >= parameters - 1
     free = int(rows["checkpoints"][1].split()[2])
     small = plan(replace(options, checkpoint_bytes=3 * 160 * 2**20))[0]
