@@ -1,4 +1,4 @@
-"""A random Qwen3.5 checkpoint of the released 0.8B model's exact shape, written by transformers."""
+"""Random Qwen3.5 checkpoints, written by transformers: of the released 0.8B model's exact shape, and a small one."""
 
 from __future__ import annotations
 
@@ -69,9 +69,51 @@ VIDEOS = NUMBERS | {
 }
 
 
+SMALL_WORDS = 31990
+SMALL_IMAGE = (31990, 31991, 31992)
+SMALL_SPECIAL = dict(
+    enumerate(
+        ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>", "<|im_start|>", "<|im_end|>"), 31990
+    )
+)
+SMALL_TEMPLATE = """{%- for message in messages -%}
+{{ '<|im_start|> w1 ' + message.content + ' <|im_end|> w2 ' }}
+{%- endfor -%}
+{{ '<|im_start|> w3 ' }}"""
+SMALL_TEXT: dict[str, Any] = TEXT | {
+    "vocab_size": 32000,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "layer_types": TEXT["layer_types"][:8],
+    "num_attention_heads": 4,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "eos_token_id": 2,
+}
+SMALL_VISION: dict[str, Any] = VISION | {
+    "depth": 6, "hidden_size": 384, "intermediate_size": 1536, "num_heads": 6, "out_hidden_size": 512
+}  # fmt: skip
+
+
+def small_qwen_model(folder: Path) -> Path:
+    """In bf16, 63 M parameters, with a tokenizer of a word for each id and a template of turns."""
+    path = _write(folder / "qwen3_5-small", SMALL_TEXT, SMALL_VISION, SMALL_IMAGE, 31993)
+    if not (path / "tokenizer.json").exists():
+        _write_tokenizer(path, 32000, SMALL_SPECIAL)
+        (path / "chat_template.jinja").write_text(SMALL_TEMPLATE)
+    return path
+
+
 def qwen_model(folder: Path) -> Path:
     """In bf16, 1.7 GB, with a tokenizer of a word for each id."""
-    path = folder / "qwen3_5-0.8b"
+    path = _write(folder / "qwen3_5-0.8b", TEXT, VISION, IMAGE, 248057)
+    if not (path / "tokenizer.json").exists():
+        _write_tokenizer(path, VOCAB, SPECIAL)
+    return path
+
+
+def _write(path: Path, text: dict[str, Any], vision: dict[str, Any], image: tuple[int, int, int], video: int) -> Path:
     if (path / "complete").exists():
         return path
     from transformers import Qwen3_5ForConditionalGeneration
@@ -79,27 +121,26 @@ def qwen_model(folder: Path) -> Path:
 
     torch.manual_seed(0)
     config = Qwen3_5Config(
-        text_config=TEXT, vision_config=VISION, tie_word_embeddings=True, vision_start_token_id=IMAGE[0],
-        image_token_id=IMAGE[1], vision_end_token_id=IMAGE[2], video_token_id=248057,
+        text_config=text, vision_config=vision, tie_word_embeddings=True, vision_start_token_id=image[0],
+        image_token_id=image[1], vision_end_token_id=image[2], video_token_id=video,
     )  # fmt: skip
     model: Any = Qwen3_5ForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(path)
     (path / "preprocessor_config.json").write_text(json.dumps(IMAGES, indent=1))
     (path / "video_preprocessor_config.json").write_text(json.dumps(VIDEOS, indent=1))
-    _write_tokenizer(path)
     (path / "complete").touch()
     return path
 
 
-def _write_tokenizer(path: Path) -> None:
+def _write_tokenizer(path: Path, vocab: int, special: dict[int, str]) -> None:
     from tokenizers import AddedToken, Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
 
-    words = {SPECIAL.get(index, f"w{index}"): index for index in range(VOCAB)}
+    words = {special.get(index, f"w{index}"): index for index in range(vocab)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL.values()])
+    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in special.values()])
     tokenizer.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "unk_token": "w0"})

@@ -1,6 +1,6 @@
 """Long runs that have to end well: random programs, whole products of options, faults under load.
 
-    python -m benchmarks.soak [PART ...] [--scale 0.01] [--write]
+    python -m benchmarks.soak [PART ...] [--scale 0.01] [--family qwen3_5] [--write]
 
 Each part is a module of `benchmarks.soak_parts` with a function `run(scale) -> Outcome`, where `scale` shrinks whatever
 takes its time: steps, cases, minutes. A part fails by an outcome that did not pass or by raising; the others still run.
@@ -25,6 +25,8 @@ from typing import Any
 from benchmarks import machine, soak_parts
 
 RESULTS = Path(__file__).resolve().parent / "results"
+DEFAULT_FAMILY = "nemotron_h"
+"""Which the files of results do not name."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,14 @@ def parts() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(soak_parts.__path__))
 
 
-def run_part(name: str, scale: float) -> dict[str, Any]:
-    """Runs one part and never raises: an exception is a failure with its traceback."""
+def run_part(name: str, scale: float, family: str | None = None) -> dict[str, Any]:
+    """Runs one part, on the models of `family` where one is named, and never raises: an exception is a failure with its
+    traceback."""
     print(f"{name}:", file=sys.stderr, flush=True)
     load, started = machine.load(), time.perf_counter()
     try:
-        outcome = importlib.import_module(f"{soak_parts.__name__}.{name}").run(scale)
+        chosen = {} if family is None else {"family": family}
+        outcome = importlib.import_module(f"{soak_parts.__name__}.{name}").run(scale, **chosen)
     except Exception:
         print(text := traceback.format_exc(), file=sys.stderr, flush=True)
         outcome = Outcome(False, {"error": text})
@@ -63,8 +67,9 @@ def run_part(name: str, scale: float) -> dict[str, Any]:
 def write(result: dict[str, Any]) -> Path:
     """Keeps a result as a dated file; one of a shrunk run says so in its name."""
     scale = "" if result["scale"] == 1 else f"-x{result['scale']:g}"
+    family = f"-{result['family']}" if result.get("family", DEFAULT_FAMILY) != DEFAULT_FAMILY else ""
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{datetime.date.today():%Y-%m-%d}-soak-{result['part']}{scale}.json"
+    path = RESULTS / f"{datetime.date.today():%Y-%m-%d}-soak-{result['part']}{family}{scale}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path
 
@@ -74,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(parts())}; none named: all")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the whole length (default: 1)")
+    parser.add_argument("--family", help="whose models the parts that take a family run on (product)")
     parser.add_argument("--write", action="store_true", help="keep the results in benchmarks/results")
     arguments = parser.parse_args(argv)
     if unknown := sorted(set(arguments.parts) - set(parts())):
@@ -82,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--scale {arguments.scale} is not above 0 and at most 1")
     results = []
     for name in arguments.parts or parts():
-        result = run_part(name, arguments.scale)
+        result = run_part(name, arguments.scale, arguments.family)
         results.append(result)
         print(f"{name}: {'passed' if result['passed'] else 'FAILED'} in {result['seconds']} s", flush=True)
         if arguments.write:

@@ -1,9 +1,9 @@
 """Every combination of what must not change an answer: 32 tokens of six requests, greedy and sampled, with pictures.
 
 The axes are those of `tests/support/speculation.py`, whose pairs the suite covers; each combination runs on a random
-tiny model of its own pattern and seed, and is held against the plain run of that model. A token that differs is excused
-where its choice hung on less than ten times what the two paths' logits differ by; such cases are listed, and more than
-one request in a hundred is a failure.
+tiny model of the family (`nemotron_h` unless `--family` says), of its own pattern and seed, and is held against the
+plain run of that model. A token that differs is excused where its choice hung on less than ten times what the two
+paths' logits differ by; such cases are listed, and more than one request in a hundred is a failure.
 """
 
 from __future__ import annotations
@@ -18,32 +18,61 @@ from typing import Any
 import torch
 
 from benchmarks.soak import Outcome
+from decoder.config import DecoderConfig
 
-PATTERNS = ("M-*EM*", "MM", "*E*-")
+PATTERNS = {"nemotron_h": ("M-*EM*", "MM", "*E*-"), "qwen3_5": ("G-G-*-G-", "G-G-", "*EGE*E")}
+"""Of layers: M Mamba-2, G gated delta rule, * attention, - MLP, E experts."""
 SEEDS = (0, 1)
+ROPE = {"rope_theta": 100.0, "partial_rotary_factor": 0.5, "mrope_section": [3, 3, 2]}
 RARE = 0.01
 TOLERANCE = 1e-4
 """Of log-probabilities, natural."""
 
 
-def combinations(scale: float) -> list[dict[str, Any]]:
+def qwen_config(pattern: str) -> DecoderConfig:
+    """A tiny decoder of that family, with its head that predicts further tokens."""
+    from qwen_checkpoint import random_text
+
+    from families.qwen3_5.config import decoder_config
+
+    moe, kinds = "E" in pattern, {"G": "linear_attention", "*": "full_attention"}
+    types = [kinds[letter] for letter in pattern[::2]]
+    shape = {
+        "layer_types": types, "num_hidden_layers": len(types), "head_dim": 32, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16, "hidden_size": 64, "mtp_num_hidden_layers": 1, "rope_parameters": ROPE,
+    }  # fmt: skip
+    return decoder_config(random_text(random.Random(0), moe=moe, **shape), moe=moe, tied=moe, axes=3)
+
+
+def model_of(family: str, pattern: str) -> dict[str, Any]:
+    """Which model `answers` is to run."""
+    return {"pattern": pattern} if family == "nemotron_h" else {"config": qwen_config(pattern)}
+
+
+def combinations(scale: float, family: str) -> list[dict[str, Any]]:
     """All of them; a smaller `scale` draws so large a share."""
     from speculation import AXES
 
-    axes = {**AXES, "pattern": PATTERNS}
+    axes = {**AXES, "pattern": PATTERNS[family]}
     every = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     return every if scale == 1 else random.Random(0).sample(every, max(1, round(len(every) * scale)))
 
 
-def run(scale: float) -> Outcome:
-    """Combinations that failed are in the numbers, each with what differed."""
+def run(scale: float, family: str = "nemotron_h") -> Outcome:
+    """Combinations that failed are in the numbers, each with what differed. `ValueError` for an unknown family."""
+    if family not in PATTERNS:
+        raise ValueError(f"family {family!r} is not one of {', '.join(PATTERNS)}")
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
     from margins import excused
     from speculation import AXES, answers
 
     torch.set_num_threads(1)
-    cases = combinations(scale)
-    plain = {(pattern, seed): answers(pattern, seed=seed, state_cache="none") for pattern in PATTERNS for seed in SEEDS}
+    cases, models = combinations(scale, family), {pattern: model_of(family, pattern) for pattern in PATTERNS[family]}
+    plain = {
+        (pattern, seed): answers(**model, seed=seed, state_cache="none")
+        for pattern, model in models.items() for seed in SEEDS
+    }  # fmt: skip
     failed: list[dict[str, Any]] = []
     excuses: list[dict[str, Any]] = []
     requests = 0
@@ -51,8 +80,9 @@ def run(scale: float) -> Outcome:
     for number, case in enumerate(cases):
         seed = number % len(SEEDS)
         expected = plain[case["pattern"], seed]
+        given = {name: value for name, value in case.items() if name != "pattern"} | models[case["pattern"]]
         try:
-            found = answers(seed=seed, known=expected.drawn, **case)
+            found = answers(seed=seed, known=expected.drawn, **given)
             wrong = [name for name, drawn in expected.drawn.items() if found.drawn.get(name) != drawn]
         except Exception as error:  # a combination that cannot run has failed, and the others still run
             failed.append({**case, "seed": seed, "error": repr(error)})
@@ -64,8 +94,8 @@ def run(scale: float) -> Outcome:
                 continue
             ok, error = excused(
                 name, mine[:at], other[at],
-                functools.partial(answers, case["pattern"], seed=seed, state_cache="none"),
-                functools.partial(answers, seed=seed, known=expected.drawn, **case),
+                functools.partial(answers, **models[case["pattern"]], seed=seed, state_cache="none"),
+                functools.partial(answers, seed=seed, known=expected.drawn, **given),
             )  # fmt: skip
             if ok:
                 wrong.remove(name)
@@ -87,7 +117,8 @@ def run(scale: float) -> Outcome:
         if number % 100 == 99:
             print(f"  {number + 1} of {len(cases)}, {len(failed)} failed", file=sys.stderr, flush=True)
     numbers = {
-        "axes": {name: list(values) for name, values in {**AXES, "pattern": PATTERNS}.items()},
+        "family": family,
+        "axes": {name: list(values) for name, values in {**AXES, "pattern": PATTERNS[family]}.items()},
         "combinations": len(cases),
         "failed": failed,
         "requests": requests,
