@@ -42,7 +42,7 @@ class ModelShape:
     rope_dims: int = 0
     rope_axes: tuple[int, ...] = ()
     radio: bool = True
-    """The tower is RADIO, whose patches are embedded and merged by kernels."""
+    """The tower is RADIO: with prefix tokens, and an RMS norm of merged patches. Others have neither."""
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
     """Compute types that the model is served in on a GPU."""
 

@@ -12,12 +12,13 @@ from kernels.shapes import Case, ModelShape, meta
 
 
 def cases(shape: ModelShape) -> Iterator[Case]:
-    """Four patches to a token, with and without the tower's own last norm."""
-    if not shape.radio:
-        return
+    """Four patches to a token, with and without the tower's own last norm; with it alone in other towers than RADIO."""
     rows, weight = meta(256, 4, dtype=torch.int64), meta(4 * shape.vit_hidden)
     for dtype in shape.dtypes:
         x, vector = meta(1040, shape.vit_hidden, dtype=dtype), meta(shape.vit_hidden, dtype=dtype)
         name = str(dtype).removeprefix("torch.")
+        if not shape.radio:
+            yield Case(f"merged {name}", partial(shuffle_norm, x, rows, None, 0.0, (vector, vector, 1e-6)))
+            continue
         yield Case(f"token {name}", partial(shuffle_norm, x, rows, weight, 1e-5))
         yield Case(f"token final {name}", partial(shuffle_norm, x, rows, weight, 1e-5, (vector, vector, 1e-6)))

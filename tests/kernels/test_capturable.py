@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from qwen_vision import tiny_qwen
 from tiny_decoder import make_runner, tiny_config
 from tiny_encoder import tiny_tower
 
@@ -19,6 +20,7 @@ from encoder.graphs import _step
 from encoder.plan import buffer_sizes
 from families.nemotron_h_omni.tower import RadioTower
 from families.nemotron_h_omni.vision import RadioVision
+from families.qwen3_5.tower import QwenTower
 from kernels.dispatch import forced
 from kernels.launch import Launch, recording
 
@@ -62,6 +64,18 @@ def test_encoder_steps(final_layernorm: bool, launches: list[Launch]) -> None:
     _step(tower, shape, "image")(buffers, buffers)
     names = [launch.kernel.__name__ for launch in launches]
     assert names == ["_embed", *["_varlen"] * config.num_layers, "_shuffle_norm"]
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_steps_of_an_encoder_that_rotates(kind: str, launches: list[Launch]) -> None:
+    given = tiny_qwen(hidden_size=144, num_heads=2)
+    tower = QwenTower(given.config, given.weights.items(), dtype=torch.bfloat16, device=META)
+    shape = graph_shape(20, EncoderBudgets((12, 20), 2), prefix=0, patches_per_token=4)
+    sizes = buffer_sizes(shape, given.config, (kind,))
+    buffers = {name: torch.empty(size, dtype=kind or tower.dtype, device=META) for name, (size, kind) in sizes.items()}
+    _step(tower, shape, kind)(buffers, buffers)
+    names = [launch.kernel.__name__ for launch in launches]
+    assert names == ["_embed", *["_varlen"] * given.config.num_layers, "_shuffle_norm"]
 
 
 def test_a_read_by_the_host_is_seen() -> None:

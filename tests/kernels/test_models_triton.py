@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from qwen_vision import random_item, tiny_qwen
 from tiny_decoder import TINY, make_runner, random_weights, request, run, tiny_config, tokens
 from tiny_encoder import random_image, relative_error, tiny_tower
 from triton_kernels import DEVICE
@@ -55,6 +56,22 @@ def test_encoder(graphs: str, final_layernorm: bool) -> None:
     with forced("triton"):
         found = rows()
     for got, expected in zip(found, tower.features(images), strict=True):
+        assert relative_error(got.cpu(), expected) < 1e-5
+
+
+@pytest.mark.parametrize("graphs", ["on", "off"])
+def test_encoder_that_rotates(graphs: str) -> None:
+    tower = tiny_qwen(hidden_size=72, num_heads=1)
+    items = [random_item(tower.config, (4, 6)), random_item(tower.config, (6, 2), 1, pairs=2)]
+    options = EncoderOptions(
+        dtype=torch.float32, device=DEVICE, graphs=graphs, token_budgets=(12, 20), max_images=2, graph_kinds=None
+    )
+    with forced("triton"):
+        runner = EncoderRunner(tower.config, options, tower.weights.items())
+        found = [torch.empty(item.tokens, tower.config.row_width, device=DEVICE) for item in items]
+        runner.encode(items, found)
+        runner.close()
+    for got, expected in zip(found, tower.rows(items), strict=True):
         assert relative_error(got.cpu(), expected) < 1e-5
 
 

@@ -54,16 +54,16 @@ def test_patch_embed(dtype: torch.dtype, pixels: bool, bias: bool) -> None:
     assert_as_good(out, exact, plain)
 
 
-@pytest.mark.parametrize("final", [False, True], ids=["rms", "layer-norm"])
+@pytest.mark.parametrize(("final", "rms"), [(False, True), (True, True), (True, False)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("merge", [1, 2, 3])
-def test_shuffle_norm(dtype: torch.dtype, merge: int, final: bool) -> None:
+def test_shuffle_norm(dtype: torch.dtype, merge: int, final: bool, rms: bool) -> None:
     rows, width, tokens = 30, 36, 7
     x, weight = torch.randn(rows, width).to(dtype), torch.rand(merge**2 * width)
     norm = (torch.rand(width).to(dtype), torch.randn(width).to(dtype), 1e-3)
     order = torch.randint(0, rows, (tokens, merge**2))
     x[set_aside(order, rows)] = float("nan")
-    out = shuffle_norm(x, order, weight, 1e-3, norm if final else None)
+    out = shuffle_norm(x, order, weight if rms else None, 1e-3, norm if final else None)
 
     def maths(kind: torch.dtype) -> Tensor:
         taken = x.to(kind)[order]
@@ -72,6 +72,8 @@ def test_shuffle_norm(dtype: torch.dtype, merge: int, final: bool) -> None:
             taken = centred / (centred.square().mean(-1, keepdim=True) + 1e-3).sqrt()
             taken = taken * norm[0].to(kind) + norm[1].to(kind)
         flat = taken.reshape(tokens, -1)
+        if not rms:
+            return flat
         return flat / (flat.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight.to(kind)
 
     assert_as_good(out, maths(torch.float64), maths(dtype))
