@@ -1,8 +1,8 @@
-"""Who owns which superblock: the arena's book-keeping. Pure Python, no tensors.
+"""Which superblocks of the arena are free, and who holds references to the others. Pure Python, no tensors.
 
-A superblock is free, or one state slot, or a run of `pages_per_block` KV pages. A slot's number is its superblock's;
-page `p` lies in superblock `p // pages_per_block`. Slots are taken from the low end and page blocks from the high
-end, so that both stay dense.
+A superblock is free, or one state slot, or a run of `pages_per_block` KV pages. A slot has the number of its
+superblock; page `p` lies in superblock `p // pages_per_block`. Slots are taken from the low end and superblocks for
+pages from the high end, so that both stay dense.
 
     free superblock -> take_slot -> slot     -> (retain)* release -> free superblock
     free superblock -> take_pages -> pages   -> (retain)* release -> free superblock once its last page is back
@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Claims:
-    """References of some owners, and how many superblocks they take: counted as they come and go, so that asking costs
-    the same however much is held.
+    """References that some owners hold, and how many superblocks these take. Counted as references come and go, so that
+    reading the counts takes constant time.
     """
 
     pages_per_block: int
@@ -36,11 +36,11 @@ class Claims:
 
     @property
     def loose_pages(self) -> int:
-        """Pages that nobody claims, in superblocks of which others are claimed."""
+        """Pages without references in superblocks that have pages with references."""
         return len(self.blocks) * self.pages_per_block - len(self.pages)
 
     def add(self, slots: Iterable[int] = (), pages: Iterable[int] = ()) -> None:
-        """One more reference to each; slots below 0 are none."""
+        """One more reference to each; slots below 0 are skipped."""
         for slot in slots:
             if slot >= 0:
                 self.slots[slot] = self.slots.get(slot, 0) + 1
@@ -72,10 +72,39 @@ class Claims:
         return freed_slots, freed_pages
 
 
+class PartlyFree:
+    """Free pages of the superblocks that have used pages too."""
+
+    def __init__(self) -> None:
+        self.pages: dict[int, list[int]] = {}
+        """Superblock -> its free pages, ascending; at least one."""
+        self._fullness: list[tuple[int, int]] = []
+        """Heap of (free pages, -superblock); entries that are out of date are skipped."""
+
+    def changed(self, block: int) -> None:
+        """The superblock has more or fewer free pages than before."""
+        if not self.pages[block]:
+            del self.pages[block]
+            return
+        heapq.heappush(self._fullness, (len(self.pages[block]), -block))
+        if len(self._fullness) > 64 + 4 * len(self.pages):
+            self._fullness = [(len(pages), -block) for block, pages in self.pages.items()]
+            heapq.heapify(self._fullness)
+
+    def fullest(self) -> int | None:
+        """The superblock with the fewest free pages: filling it up lets emptier ones become free."""
+        while self._fullness:
+            free, block = self._fullness[0]
+            if len(self.pages.get(-block, ())) == free:
+                return -block
+            heapq.heappop(self._fullness)
+        return None
+
+
 class SuperblockPool:
     """Counted references to slots and pages that share one set of superblocks.
 
-    A reference is needed or, once it is ceded, gives way: what only ceded references hold can be had back at any time.
+    A reference is either needed or ceded. What only ceded references hold can be reclaimed at any time.
     """
 
     def __init__(self, num_blocks: int, pages_per_block: int, has_slots: bool = True) -> None:
@@ -86,10 +115,8 @@ class SuperblockPool:
         self._free = list(range(num_blocks))
         self._held = Claims(pages_per_block)
         self.needed = Claims(pages_per_block)
-        """Those of all references that have not been ceded."""
-        self._partial: dict[int, list[int]] = {}
-        self._fullness: list[tuple[int, int]] = []
-        """Heap of (free pages, -superblock); entries that are out of date are skipped."""
+        """All references that have not been ceded."""
+        self._partly_free = PartlyFree()
 
     # -- what there is -------------------------------------------------------------------------------------------------
 
@@ -111,11 +138,11 @@ class SuperblockPool:
         return self._held.loose_pages
 
     def fits(self, slots: int, pages: int) -> bool:
-        """Could `slots` and `pages` be taken now, together?"""
+        """Whether `slots` and `pages` can be taken now, together."""
         return self.shortage(slots, pages) == 0
 
     def shortage(self, slots: int, pages: int) -> int:
-        """Superblocks that would have to be freed first."""
+        """Superblocks that have to be freed before `slots` and `pages` can be taken."""
         blocks = slots if self.has_slots else 0
         if pages and self.pages_per_block:
             blocks += -(-max(0, pages - self.loose_pages) // self.pages_per_block)
@@ -126,7 +153,7 @@ class SuperblockPool:
     def take_slot(self, high: bool = False) -> int | None:
         """A slot with one reference, -1 for a model without states, or `None` when memory is short.
 
-        `high`: from the other end, for states that are only kept: neighbours of a batch are worked on together.
+        `high`: from the high end, for checkpoints, so that the slots of running sequences lie side by side.
         """
         if not self.has_slots:
             return -1
@@ -145,38 +172,19 @@ class SuperblockPool:
             return None
         taken: list[int] = []
         while len(taken) < count:
-            block = self._fullest()
+            block = self._partly_free.fullest()
             if block is None:
                 block = self._free.pop()
                 first = block * self.pages_per_block
-                self._partial[block] = list(range(first, first + self.pages_per_block))
-            pages = self._partial[block]
+                self._partly_free.pages[block] = list(range(first, first + self.pages_per_block))
+            pages = self._partly_free.pages[block]
             wanted = count - len(taken)
             taken += pages[:wanted]
             del pages[:wanted]
-            if pages:
-                self._rank(block)
-            else:
-                del self._partial[block]
+            self._partly_free.changed(block)
         self._held.add(pages=taken)
         self.needed.add(pages=taken)
         return taken
-
-    def _rank(self, block: int) -> None:
-        """The free pages of a superblock have become more or fewer."""
-        heapq.heappush(self._fullness, (len(self._partial[block]), -block))
-        if len(self._fullness) > 64 + 4 * len(self._partial):
-            self._fullness = [(len(pages), -block) for block, pages in self._partial.items()]
-            heapq.heapify(self._fullness)
-
-    def _fullest(self) -> int | None:
-        """The superblock with the fewest free pages: filling it up lets emptier ones become whole again."""
-        while self._fullness:
-            free, block = self._fullness[0]
-            if len(self._partial.get(-block, ())) == free:
-                return -block
-            heapq.heappop(self._fullness)
-        return None
 
     def slot_owners(self, slot: int) -> int:
         """References to a slot; 0 for one that nobody has."""
@@ -187,20 +195,20 @@ class SuperblockPool:
         return self._held.pages.get(page, 0)
 
     def fits_beside(self, slots: int, pages: int, claims: Claims) -> bool:
-        """Could `slots` and `pages` be taken if nothing but what is claimed were held?"""
+        """Whether `slots` and `pages` could be taken if only the references in `claims` were held."""
         blocks = slots if self.has_slots else 0
         if pages and self.pages_per_block:
             blocks += -(-max(0, pages - claims.loose_pages) // self.pages_per_block)
         return blocks <= self.num_blocks - claims.used_blocks
 
     def retain_slot(self, slot: int) -> None:
-        """One more owner."""
+        """One more reference."""
         assert slot < 0 or slot in self._held.slots, f"nobody has slot {slot}"
         self._held.add(slots=(slot,))
         self.needed.add(slots=(slot,))
 
     def retain_pages(self, pages: Iterable[int], *, ceded: bool = False) -> None:
-        """One more owner of each; `ceded`: one that gives way."""
+        """One more reference to each; `ceded`: one that is ceded from the start."""
         pages, held = list(pages), self._held.pages
         assert all(page in held for page in pages), f"somebody must have each of the pages {pages}"
         self._held.add(pages=pages)
@@ -208,14 +216,14 @@ class SuperblockPool:
             self.needed.add(pages=pages)
 
     def release_slot(self, slot: int, *, ceded: bool = False) -> None:
-        """One owner less, of those that give way if `ceded`; the last one frees the superblock."""
+        """One reference less, a ceded one if `ceded`; the last one frees the superblock."""
         if not ceded:
             self.needed.remove(slots=(slot,))
         for freed in self._held.remove(slots=(slot,))[0]:
             insort(self._free, freed)
 
     def release_pages(self, pages: Iterable[int], *, ceded: bool = False) -> None:
-        """One owner less of each, of those that give way if `ceded`; a superblock without used pages is free again."""
+        """One reference less to each, a ceded one if `ceded`; a superblock without used pages is free again."""
         pages = list(pages)
         if not ceded:
             self.needed.remove(pages=pages)
@@ -223,20 +231,20 @@ class SuperblockPool:
         for page in self._held.remove(pages=pages)[1]:
             block = page // self.pages_per_block
             changed.add(block)
-            insort(self._partial.setdefault(block, []), page)
+            insort(self._partly_free.pages.setdefault(block, []), page)
         for block in changed:
-            if len(self._partial[block]) == self.pages_per_block:
-                del self._partial[block]
+            if len(self._partly_free.pages[block]) == self.pages_per_block:
+                del self._partly_free.pages[block]
                 insort(self._free, block)
             else:
-                self._rank(block)
+                self._partly_free.changed(block)
 
     def cede(self, slots: Iterable[int] = (), pages: Iterable[int] = ()) -> None:
-        """One reference to each gives way from now on."""
+        """One needed reference to each becomes a ceded one."""
         self.needed.remove(slots, pages)
 
     def claim(self, slots: Iterable[int] = (), pages: Iterable[int] = ()) -> None:
-        """One reference to each that was ceded is needed again."""
+        """One ceded reference to each becomes a needed one."""
         self.needed.add(slots, pages)
 
     def check_integrity(
@@ -249,14 +257,15 @@ class SuperblockPool:
         each of the others.
         """
         holding = {page // self.pages_per_block for page in self._held.pages}
-        kinds = [set(self._free), set(self._held.slots), holding | set(self._partial)]
+        partly = self._partly_free.pages
+        kinds = [set(self._free), set(self._held.slots), holding | set(partly)]
         assert sum(map(len, kinds)) == self.num_blocks == len(set().union(*kinds)), (
             "a superblock is lost or owned twice"
         )
         assert self._free == sorted(set(self._free))
-        for block in holding | set(self._partial):
+        for block in holding | set(partly):
             used = sum(1 for page in self._held.pages if page // self.pages_per_block == block)
-            loose = self._partial.get(block, [])
+            loose = partly.get(block, [])
             assert used + len(loose) == self.pages_per_block, f"superblock {block} has lost pages"
             assert used > 0, f"superblock {block} holds only free pages"
             assert not set(loose) & set(self._held.pages)

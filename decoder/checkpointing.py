@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from decoder.cached import Hit
 from decoder.memory import SequenceMemory
 from decoder.prefix_cache import PrefixCache
+from decoder.prefix_keys import key_at, share_keys
 from decoder.sequence import CacheCursor, Sequence, Status
 from decoder.step import Row, Step
 
@@ -37,7 +38,7 @@ class Checkpointing:
         """A follower goes on after all that its leader has read."""
         following = self.cache.placement.next_mark((), follower.prompt_len, follower.computed)
         follower.cursor = CacheCursor((), following, leader.cursor.last_mark)
-        self.cache.same_prompt(leader, follower)
+        share_keys(leader, follower)
 
     def marks(self, row: Row) -> list[int]:
         """Positions of a row whose states are to be kept."""
@@ -52,11 +53,11 @@ class Checkpointing:
 
     def leaves(self, sequence: Sequence, hit: Hit, rows: Iterable[Row]) -> bool:
         """Does one of these rows leave a state that the sequence could go on from, behind what it has hit?"""
-        limit = len(sequence.tokens) - 1
+        limit, page = len(sequence.tokens) - 1, self.cache.placement.page
         for row in rows:
             for mark in self.marks(row):
                 if hit.tokens < mark <= limit and mark <= len(row.sequence.tokens):
-                    if self.cache.key_at(sequence, mark) == self.cache.key_at(row.sequence, mark):
+                    if key_at(sequence, mark, page) == key_at(row.sequence, mark, page):
                         return True
         return False
 
@@ -79,8 +80,8 @@ class Checkpointing:
 
     def _within_budget(self, gain: int) -> bool:
         """Whether one more state may be kept, where need be in place of one of less worth."""
-        while self.most is not None and len(self.cache) + self._unwritten >= self.most:
-            if not self.cache.evict(self.cache.worth(gain)):
+        while self.most is not None and len(self.cache.order) + self._unwritten >= self.most:
+            if not self.cache.evict(self.cache.order.worth(gain)):
                 return False
         return True
 
@@ -133,7 +134,7 @@ class Checkpointing:
 
     def check_integrity(self) -> None:
         """`AssertionError` when more is kept than may be, or slots are on their way into the cache between steps."""
-        assert self.most is None or len(self.cache) + self._unwritten <= self.most, (
+        assert self.most is None or len(self.cache.order) + self._unwritten <= self.most, (
             "more checkpoints than the budget has"
         )
         assert self._unwritten >= 0

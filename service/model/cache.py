@@ -46,7 +46,7 @@ def local_folder(model: str) -> Path | None:
     address = re.fullmatch(r"(?:hf://|https?://[^/]+/)(?:models/)?([^/@?#]+/[^/@?#]+).*", model)
     hint = f"; the hub id in this address is {address[1]!r}" if address else ""
     raise CheckpointError(
-        f"no model {model!r}: it is neither 'demo', nor a folder, nor a hub id such as 'Qwen/Qwen3.5-0.8B'{hint}"
+        f"no model {model!r}: it is neither 'demo', nor a folder, nor a hub id such as 'OWNER/NAME'{hint}"
     )
 
 

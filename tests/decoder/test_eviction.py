@@ -55,7 +55,7 @@ class Shelf:
 
     @property
     def kept(self) -> set[str]:
-        live = self.cache._live.values()
+        live = self.cache.order
         return {name for name, checkpoint in self.checkpoints.items() if checkpoint in live}
 
 
@@ -122,17 +122,17 @@ def test_the_clock_never_goes_back() -> None:
     shelf = Shelf()
     shelf.put("a", 50)
     shelf.put("b", 60)
-    assert shelf.evict() == "a" and shelf.cache.worth(10) == 60
+    assert shelf.evict() == "a" and shelf.cache.order.worth(10) == 60
     shelf.checkpoints["b"].worth = 0  # what the heap says counts
-    assert shelf.evict() == "b" and shelf.cache.worth(10) == 70
+    assert shelf.evict() == "b" and shelf.cache.order.worth(10) == 70
 
 
 def test_bytes_count_against_it() -> None:
     """A long prefix that holds as many bytes of pages as two states is worth half of what it saves."""
     shelf = Shelf(pages=4, page_bytes=50)
-    assert shelf.cache.worth(4) == pytest.approx(4 * 150 / 150)
-    assert shelf.cache.worth(16) == pytest.approx(16 * 150 / 300)
-    assert shelf.cache.worth(17, uses=2) == pytest.approx(2 * 17 * 150 / 350)
+    assert shelf.cache.order.worth(4) == pytest.approx(4 * 150 / 150)
+    assert shelf.cache.order.worth(16) == pytest.approx(16 * 150 / 300)
+    assert shelf.cache.order.worth(17, uses=2) == pytest.approx(2 * 17 * 150 / 350)
 
 
 @pytest.mark.parametrize(("below", "gone"), [(9.9, None), (10, None), (10.1, "a"), (None, "a")])
@@ -150,7 +150,7 @@ def test_what_is_being_copied_from_stays_and_comes_next_when_it_is_over() -> Non
     slot = shelf.checkpoints["copied"].slot
     shelf.pool.retain_slot(slot)
     assert shelf.evict() == "b" and "copied" in shelf.kept
-    assert shelf.cache.worth(0) == 20
+    assert shelf.cache.order.worth(0) == 20
     shelf.pool.release_slot(slot)
     assert [shelf.evict() for _ in range(3)] == ["copied", "c", None]
 
@@ -188,5 +188,5 @@ def test_the_heap_does_not_grow_with_uses() -> None:
         shelf.put(name, 10)
     for _ in range(500):
         shelf.use("a")
-    assert len(shelf.cache._heap) <= 64 + 4 * 3 + 1
+    assert len(shelf.cache.order._heap) <= 64 + 4 * 3 + 1
     assert [shelf.evict() for _ in range(3)] == ["b", "c", "a"]

@@ -89,7 +89,7 @@ def cached(runner: DecoderRunner) -> dict[bytes, tuple[int, torch.Tensor]]:
     assert runner.cache is not None
     return {
         c.key: (c.tokens, torch.cat([of[c.slot].flatten() for of in (*runner.arena.states, *runner.arena.windows)]))
-        for c in runner.cache._live.values()
+        for c in runner.cache.order
     }
 
 

@@ -170,7 +170,7 @@ def test_a_hit_that_ends_at_an_awaited_image_is_not_runnable(cached: int) -> Non
     prompt = [5, 6, 7, *[96] * 9, 1, 2]
     run(runner, request("a", prompt, greedy_params(1), [picture(3, rows)], checkpoint_at=(cached,)))
     assert runner.cache is not None
-    for checkpoint in [c for c in runner.cache._live.values() if c.tokens != cached]:
+    for checkpoint in [c for c in runner.cache.order if c.tokens != cached]:
         runner.cache.drop(checkpoint)
     waiting = picture(3, rows, ready=False)
     runner.add(request("b", prompt, greedy_params(1), [waiting]))

@@ -119,7 +119,7 @@ def same_state(runner: DecoderRunner, plain: DecoderRunner, computed: int) -> bo
 
 def checkpoints(runner: DecoderRunner) -> list[torch.Tensor]:
     assert runner.cache is not None
-    live = sorted(runner.cache._live.values(), key=lambda checkpoint: checkpoint.tokens)
+    live = sorted(runner.cache.order, key=lambda checkpoint: checkpoint.tokens)
     return [torch.cat([of[c.slot].flatten() for of in (*runner.arena.states, *runner.arena.windows)]) for c in live]
 
 

@@ -332,7 +332,7 @@ class CacheMachine(RuleBasedStateMachine):
     def what_is_cached_is_what_it_says(self) -> None:
         """Each state's prefix length is the one that it is found under."""
         if hasattr(self, "scheduler") and self.cache is not None and self.has_slots:
-            for checkpoint in self.cache._live.values():
+            for checkpoint in self.cache.order:
                 assert len(self.memory.slots[checkpoint.slot]) == checkpoint.tokens
 
     def teardown(self) -> None:

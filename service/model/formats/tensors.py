@@ -1,7 +1,7 @@
 """Which stored tensors make one weight.
 
 The tensors that are there decide: a weight of 8 or 4 bits is one together with its scales, and an error without them.
-Formats: block FP8 (DeepSeek's and Qwen's), NVIDIA modelopt's FP8, FP8_PB_WO and NVFP4, compressed-tensors'
+Formats: block FP8 (DeepSeek's), NVIDIA modelopt's FP8, FP8_PB_WO and NVFP4, compressed-tensors'
 float-quantized, int-quantized, nvfp4-pack-quantized and pack-quantized, GPTQ and AWQ, and this server's own.
 """
 
