@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from decoder.layers.attention import AttentionMixer
-from kernels.native.structs import AttentionShape, Code, Op, Target
+from kernels.native.structs import AttentionShape, Code, Op
 
 if TYPE_CHECKING:
     from decoder.operations import Operations
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 def attention_operations(of: Operations, norm: Tensor, mixer: AttentionMixer, scale: float) -> list[Op]:
     """Adds `scale` times the attention of the normed rows to the residual stream."""
-    first, last = of.packed(mixer.qkv), of.packed(mixer.o_proj)
+    last = of.packed(mixer.o_proj)
     spec, kv = mixer.spec, mixer.kv
     address = ctypes.addressof(_shape(of, mixer))
-    ops = [of.norm(norm, first), of.linear(first, Target.WIDE)]
+    ops = of.projections(norm, mixer.qkv)
     if spec.rope is not None or spec.qk_norm is not None:
         ops.append(Op(Code.HEADS, attention=address))
     ops.append(Op(Code.ATTENTION, kv=kv.data_ptr(), kv_stride=kv.stride(0), attention=address))

@@ -8,6 +8,7 @@ between its operations. `recurrences` has what has a state, `attention_operation
 from __future__ import annotations
 
 import ctypes
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -26,9 +27,11 @@ from decoder.layers.mamba2 import Mamba2Mixer
 from decoder.layers.mlp import GatedMlpMixer, MlpMixer
 from decoder.layers.spec import MixerSpec
 from decoder.recurrences import MAX_TAPS, Recurrence, recurrence_operations
-from kernels.linear import Linear, Packed
+from kernels.linear import Linear, LinearParts, Packed
 from kernels.native import NativeUnavailable, library
 from kernels.native.structs import Code, Kind, Model, Op, Step, Target, Weight
+
+log = logging.getLogger(__name__)
 
 MAX_ROUTED = 512
 """Tokens whose experts run in compiled code: it keeps a row for each token and expert."""
@@ -66,7 +69,9 @@ class Operations:
         self._ops = (Op * len(ops))(*ops)
         self.max_tokens = max_tokens
         body = [op for op in ops if op.target != Target.LOGITS]
-        widest = max([config.hidden_size, *(max(_outputs(op.weight), op.weight.k, op.width) for op in body)])
+        widest = max(
+            [config.hidden_size, *(max(op.column + _outputs(op.weight), op.weight.k, op.width) for op in body)]
+        )
         widest = -(-widest // 16) * 16  # rows begin at the beginning of a cache line
         groups = -(-widest // 128)
         padded = 128 * groups + -(-4 * groups // 32) * 32  # what integers need behind a row
@@ -105,6 +110,13 @@ class Operations:
 
     def layer(self, layer: BuiltLayer) -> list[Op]:
         """Empty for a layer that has no compiled form."""
+        try:
+            return self._layer(layer)
+        except NativeUnavailable as reason:
+            log.info("a layer is called between compiled ones: %s", reason)
+            return []
+
+    def _layer(self, layer: BuiltLayer) -> list[Op]:
         norm, scale = layer.norm, layer.residual_scale
         match layer.mixers:
             case [mixer] if isinstance(mixer, Recurrence):
@@ -134,12 +146,28 @@ class Operations:
         self._most_experts = max(self._most_experts, spec.n_routed_experts)
         self._kept += what
 
-    def packed(self, linear: Linear) -> Packed:
+    def packed(self, linear: Linear | LinearParts) -> Packed:
+        """Raises NativeUnavailable for what has no compiled product of its own."""
+        if isinstance(linear, LinearParts):
+            raise NativeUnavailable("gates and what they are for are stored in different ways")
         packed = linear.packed
         if packed is None:
-            assert isinstance(linear.weight, Tensor)
+            if not isinstance(linear.weight, Tensor):
+                raise NativeUnavailable("no compiled product has such a weight")
             packed = Packed(linear.weight, linear.bias)
         return self.keep(packed)
+
+    def projections(self, norm: Tensor, linear: Linear | LinearParts) -> list[Op]:
+        """The product of normed rows, or products beside each other, each with rows in its own form."""
+        ops: list[Op] = []
+        column, form = 0, None
+        for part in linear.parts if isinstance(linear, LinearParts) else (linear,):
+            packed = self.packed(part)
+            if packed.kind != form:
+                ops.append(self.norm(norm, packed))
+            ops.append(Op(Code.LINEAR, Kind.F32, 0, packed.descriptor, Target.WIDE, column=column))
+            column, form = column + packed.n, packed.kind
+        return ops
 
     def keep(self, what: Kept) -> Kept:
         """As long as there are operations that point to it."""
@@ -168,10 +196,10 @@ class Operations:
             return []
         if isinstance(mixer, Mamba2Mixer) and (mixer.spec, mixer.spec.norm_eps) != (self.mamba, self.config.norm_eps):
             return []
-        first, last = self.packed(mixer.in_proj), self.packed(mixer.out_proj)
+        last = self.packed(mixer.out_proj)
         middle, shape = recurrence_operations(mixer, last, self.pointer)
         self.keep(shape)
-        return [self.norm(norm, first), self.linear(first, Target.WIDE), *middle, self.residual(last, scale)]
+        return [*self.projections(norm, mixer.in_proj), *middle, self.residual(last, scale)]
 
 
 def _outputs(weight: Weight) -> int:

@@ -17,10 +17,9 @@ from torch import Tensor
 from decoder.batch import Batch
 from decoder.config import DecoderOptions
 from decoder.layers.descriptions import Attention
-from decoder.layers.linear import float_vector, named_linear, stored_linear
+from decoder.layers.linear import float_vector, fused_linear, named_linear
 from decoder.layers.spec import Weights
 from kernels.gates import sigmoid_gate
-from kernels.linear import concatenate
 from kernels.paged_attention import decode_attention, extend_attention, write_kv
 from kernels.rotary import norm_rotate, rope_table
 
@@ -48,7 +47,7 @@ class AttentionMixer:
         if any(f"{name}.bias" in weights for name in names):
             zeros = {name: torch.zeros(weights[f"{name}.weight"].shape[0]) for name in names}
             bias = torch.cat([weights.get(f"{name}.bias", zeros[name]) for name in names])
-        self.qkv = stored_linear(concatenate([weights[f"{name}.weight"] for name in names]), bias, options)
+        self.qkv = fused_linear([weights[f"{name}.weight"] for name in names], bias, options)
         """And the gate, where there is one."""
         self.norms: tuple[Tensor, Tensor] | None = None
         """Of queries and keys, `[P]` float32."""

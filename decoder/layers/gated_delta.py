@@ -12,7 +12,7 @@ from torch import Tensor
 from decoder.batch import Batch, VerifyTensors
 from decoder.config import DecoderOptions
 from decoder.layers.descriptions import GatedDelta
-from decoder.layers.linear import float_vector, named_linear, stored_linear
+from decoder.layers.linear import float_vector, fused_linear, named_linear
 from decoder.layers.spec import Weights
 from kernels.causal_conv1d import causal_conv1d, causal_conv1d_tokens, causal_conv1d_update
 from kernels.gated_delta import (
@@ -25,7 +25,6 @@ from kernels.gated_delta import (
     gated_delta_update,
 )
 from kernels.gated_norm import gated_norm
-from kernels.linear import concatenate
 
 
 class GatedDeltaMixer:
@@ -42,7 +41,7 @@ class GatedDeltaMixer:
     ) -> None:
         self.spec, self.windows, self.states, self.ring = spec, windows_SWC, states_SHKV, ring_SLX
         parts = [weights[f"in_proj_{name}.weight"] for name in ("z", "qkv", "b", "a")]
-        self.in_proj = stored_linear(concatenate(parts), None, options)
+        self.in_proj = fused_linear(parts, None, options)
         self.out_proj = named_linear(weights, "out_proj", options)
         heads = spec.num_value_heads
         self.sizes = [spec.values, spec.conv_dim, heads, heads]

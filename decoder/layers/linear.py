@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from decoder.config import DecoderOptions
 from decoder.layers import descriptions
 from decoder.layers.spec import Weights
 from kernels.gates import swiglu
-from kernels.linear import GatedLinear, Linear, Quantised, quantise
+from kernels.linear import GatedLinear, Linear, LinearParts, Quantised, alike, concatenate, quantise
 from kernels.native import Activation
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -33,35 +33,48 @@ COMPILED = {
 assert tuple(ACTIVATIONS) == tuple(COMPILED) == descriptions.ACTIVATIONS
 
 
-def _stored(
-    weight: Tensor | Quantised, bias: Tensor | None, options: DecoderOptions
-) -> tuple[Tensor | Quantised, Tensor | None]:
-    """As the options, or the checkpoint, want them. `ValueError` where they differ."""
-    if isinstance(weight, Quantised):
-        if options.weights not in (None, weight.kind):
-            raise ValueError(f"weights {options.weights} was asked for and the checkpoint holds {weight.kind}")
-        weight = weight.to(options.device)
-    elif options.weights is not None:
-        weight = quantise(weight, options.weights).to(options.device)
-    else:
-        weight = weight.to(options.device, options.dtype)
-    return weight, None if bias is None else bias.to(options.device, options.dtype)
+def _stored(weight: Tensor | Quantised, options: DecoderOptions) -> Tensor | Quantised:
+    """As the options want it, or as the checkpoint has it."""
+    if options.weights is not None and not (isinstance(weight, Quantised) and weight.kind == options.weights):
+        plain = weight.dequantise() if isinstance(weight, Quantised) else weight
+        weight = quantise(plain, options.weights)
+    return weight.to(options.device) if isinstance(weight, Quantised) else weight.to(options.device, options.dtype)
+
+
+def _placed(bias: Tensor | None, options: DecoderOptions) -> Tensor | None:
+    return None if bias is None else bias.to(options.device, options.dtype)
 
 
 def stored_linear(
     weight: Tensor | Quantised, bias: Tensor | None, options: DecoderOptions, *, owned: bool = False
 ) -> Linear:
-    """A linear layer with its weights as the options, or the checkpoint, want them. `ValueError` where they differ.
+    """A linear layer with its weights as the options, or the checkpoint, want them.
 
     `owned`: the weight may be kept instead of copied.
     """
-    return Linear(*_stored(weight, bias, options), owned=owned, dtype=options.dtype)
+    return Linear(_stored(weight, options), _placed(bias, options), owned=owned, dtype=options.dtype)
 
 
-def gated_linear(gate_up: Tensor | Quantised, bias: Tensor | None, act: str, options: DecoderOptions) -> GatedLinear:
-    """The same for gates, then as many outputs that they are for, which nobody else keeps."""
+def fused_linear(
+    weights: Sequence[Tensor | Quantised], bias: Tensor | None, options: DecoderOptions
+) -> Linear | LinearParts:
+    """Weights over one input, one below the other: one product where they are stored alike."""
+    stored, bias = [_stored(weight, options) for weight in weights], _placed(bias, options)
+    if alike(stored):
+        return Linear(concatenate(stored), bias, owned=True, dtype=options.dtype)
+    biases = [None] * len(stored) if bias is None else bias.split([weight.shape[0] for weight in stored])
+    return LinearParts([Linear(weight, part, dtype=options.dtype) for weight, part in zip(stored, biases, strict=True)])
+
+
+def gated_linear(
+    gate: Tensor | Quantised, up: Tensor | Quantised, bias: Tensor | None, act: str, options: DecoderOptions
+) -> GatedLinear:
+    """The same for gates and as many outputs that they are for, whose biases are one below the other."""
     product = swiglu if act == "silu" else _product(act)
-    return GatedLinear(*_stored(gate_up, bias, options), product, COMPILED[act], dtype=options.dtype)
+    stored, bias = (_stored(gate, options), _stored(up, options)), _placed(bias, options)
+    if alike(stored):
+        return GatedLinear(concatenate(stored), bias, product, COMPILED[act], dtype=options.dtype)
+    return GatedLinear(fused_linear([gate, up], bias, options), None, product, COMPILED[act])
 
 
 def _product(act: str) -> Callable[[Tensor], Tensor]:
@@ -81,5 +94,7 @@ def named_linear(weights: Weights, name: str, options: DecoderOptions) -> Linear
 
 
 def float_vector(weights: Weights, name: str, options: DecoderOptions) -> Tensor:
-    """A copy in float32 on the device."""
-    return weights[name].to(device=options.device, dtype=torch.float32, copy=True)
+    """A copy in float32 on the device, expanded where it is stored in fewer bits."""
+    tensor = weights[name]
+    plain = tensor.dequantise() if isinstance(tensor, Quantised) else tensor
+    return plain.to(device=options.device, dtype=torch.float32, copy=True)

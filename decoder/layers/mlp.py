@@ -10,7 +10,6 @@ from decoder.config import DecoderOptions
 from decoder.layers.descriptions import Mlp
 from decoder.layers.linear import ACTIVATIONS, COMPILED, gated_linear, named_linear
 from decoder.layers.spec import Weights
-from kernels.linear import concatenate
 
 
 class MlpMixer:
@@ -35,8 +34,8 @@ class GatedMlpMixer:
         bias = None
         if spec.mlp_bias:
             bias = torch.cat([weights[f"{name}.bias"] for name in names])
-        weight = concatenate([weights[f"{name}.weight"] for name in names])
-        self.gate_up = gated_linear(weight, bias, spec.mlp_hidden_act, options)
+        gate, up = (weights[f"{name}.weight"] for name in names)
+        self.gate_up = gated_linear(gate, up, bias, spec.mlp_hidden_act, options)
         self.down = named_linear(weights, "down_proj", options)
 
     def __call__(self, x_TD: Tensor, batch: Batch | None = None) -> Tensor:

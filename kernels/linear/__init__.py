@@ -2,6 +2,7 @@
 
 from kernels.linear.gated import GatedLinear
 from kernels.linear.packed import Packed
+from kernels.linear.parts import LinearParts
 from kernels.linear.quantised import KINDS, Quantised, alike, concatenate, quantised_bytes, row_part, stack
 from kernels.linear.reference import Linear
 from kernels.linear.rounding import quantise
@@ -10,6 +11,7 @@ __all__ = [
     "GatedLinear",
     "KINDS",
     "Linear",
+    "LinearParts",
     "Packed",
     "Quantised",
     "alike",

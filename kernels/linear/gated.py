@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.linear.packed import Packed
+from kernels.linear.parts import LinearParts
 from kernels.linear.quantised import Quantised
 from kernels.linear.reference import Linear
 from kernels.native import Activation, NativeUnavailable
@@ -23,7 +24,7 @@ class GatedLinear:
 
     def __init__(
         self,
-        weight: Tensor | Quantised,
+        weight: Tensor | Quantised | Linear | LinearParts,
         bias: Tensor | None,
         product: Callable[[Tensor], Tensor],
         activation: Activation,
@@ -31,11 +32,15 @@ class GatedLinear:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """`product`: `[rows, 2 * out]`, gates and what they are for -> f(gate) * other; `activation`: f in compiled
-        code; `dtype`: of the rows, which a quantised weight does not say. The weight may be kept instead of copied.
+        code; `dtype`: of the rows, which a quantised weight does not say. The weight may be kept instead of copied. A
+        product that is there already is taken as it is, without `bias`.
         """
         self.product, self.activation = product, activation
         self.packed: Packed | None = None
-        self.plain: Linear | None = None
+        self.plain: Linear | LinearParts | None = None
+        if isinstance(weight, (Linear, LinearParts)):
+            self.plain = weight
+            return
         with contextlib.suppress(NativeUnavailable):
             if isinstance(weight, Quantised) or weight.dtype.itemsize == 2:
                 self.packed = Packed(weight, bias, dtype, gated=True)

@@ -63,11 +63,8 @@ def _nvfp4(weight: Tensor) -> Quantised:
     inner = weight.shape[-1]
     groups = F.pad(weight, (0, -inner % NVFP4_GROUP)).unflatten(-1, (-1, NVFP4_GROUP))
     largest = groups.abs().amax(-1)
-    # One outer scale for the whole weight, as the formats store it, which puts the largest inner one at its limit.
-    outer = largest.flatten(-2).amax(-1) / (LARGEST_E2M1 * LARGEST_E4M3) if weight.dim() == 3 else largest.amax() / (
-        LARGEST_E2M1 * LARGEST_E4M3
-    )  # fmt: skip
-    outer = _divisor(outer).reshape(*weight.shape[:-2], 1).expand(weight.shape[:-1])
+    # An outer scale for each row, with its largest inner one at the limit: rows are the same alone as in a weight.
+    outer = _divisor(largest.amax(-1) / (LARGEST_E2M1 * LARGEST_E4M3))
 
     def scale_of(factor: float) -> Tensor:
         inner_scale = largest * (factor / LARGEST_E2M1) / outer[..., None]
@@ -83,7 +80,7 @@ def _nvfp4(weight: Tensor) -> Quantised:
     codes = torch.bucketize(values.abs(), middles) + 8 * values.signbit()
     stored = (scale / outer[..., None]).to(torch.float8_e4m3fn)
     flat = codes.flatten(-2)[..., :inner]
-    return Quantised("nvfp4", _packed(flat), stored, inner, outer=outer.contiguous())
+    return Quantised("nvfp4", _packed(flat), stored, inner, outer=outer)
 
 
 def _finest(

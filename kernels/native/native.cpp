@@ -50,6 +50,7 @@ Product product_of(const Model& m, const Op& op, const Step& step) {
     if (op.target == RESIDUAL) job.out = m.x, job.ldo = m.hidden, job.store = ADD, job.scale = op.scale, job.row_scale = op.row_scale;
     if (op.target == STREAM) job.out = m.x, job.ldo = m.hidden;
     if (op.target == LOGITS) job.out = step.logits, job.ldo = m.vocab;
+    if (op.target == WIDE) job.out = m.wide + op.column;
     if (op.target == INNER) {
         job.ldo = op.width, job.store = op.kind == BF16 ? STORE_BF16 : STORE;
     } else if (op.width) {

@@ -82,6 +82,7 @@ struct Op {
     int64_t gated;           // ACTIVATE, PICKED_ACTIVATE: f(first `width` numbers) times the next `width`
     float scale;             // of what a LINEAR or COMBINE adds to x, and of EMBED's rows, which stay numbers of their kind ...
     const float* row_scale;  // ... and LINEAR: [rows], or null: of each row's
+    int64_t column;          // LINEAR to WIDE: where its outputs begin
 };
 
 struct Model {

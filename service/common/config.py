@@ -34,7 +34,7 @@ class EngineOptions:
     weights: str | None = _option(
         None,
         "weights of the decoder's linear layers, quantised as they are read; unset: in dtype",
-        choices=("int8", "int4"),
+        choices=("int8", "int4", "fp8", "nvfp4"),
     )
     native: str = _option(
         "auto", "compiled decoder and vision tower on a CPU; on refuses to start without", choices=("auto", "on", "off")

@@ -1,4 +1,4 @@
-"""`saccade quantize MODEL OUT --weights int8|int4`: the same checkpoint with the decoder's linear layers quantised.
+"""`saccade quantize MODEL OUT --weights int8|int4|fp8|nvfp4`: the same checkpoint with the decoder's linear layers quantised.
 
 OUT holds what MODEL does, under the same names; a quantised `X.weight` is replaced by `X.weight.values` and
 `X.weight.scale` as `kernels.linear.Quantised` describes them, and config.json gets
@@ -85,10 +85,14 @@ def _write(source: Checkpoint, out: Path, kind: str) -> dict[str, int]:
                 sizes["before"] += tensor.nbytes
                 targets = source.targets(name)
                 if targets and targets[0].name in decoder and quantised_name(targets[0].name):
-                    if kind == "int4" and tensor.shape[-1] % 2:
-                        raise ConfigError(f"{name} has {tensor.shape[-1]} inputs; int4 comes in pairs, int8 would work")
+                    if kind in ("int4", "nvfp4") and tensor.shape[-1] % 2:
+                        raise ConfigError(
+                            f"{name} has {tensor.shape[-1]} inputs; {kind} comes in pairs, int8 would work"
+                        )
                     packed = quantise(tensor, kind)
                     parts = {f"{name}.values": packed.values, f"{name}.scale": packed.scale}
+                    if packed.outer is not None:
+                        parts[f"{name}.outer"] = packed.outer
                 else:
                     parts = {name: tensor.clone()}
                 shard |= {key: part.contiguous() for key, part in parts.items()}

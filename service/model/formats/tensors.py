@@ -33,7 +33,8 @@ COMPANIONS: tuple[tuple[str, str, str], ...] = (
 )
 """Suffix of a stored name, what stands in its place in the weight's name, and what the tensor is to the weight."""
 ATTACHED: tuple[tuple[str, str], ...] = (
-    (".values", "values"), (".scale", "scale"), ("_scale_inv", "scale"), ("_scale_2", "outer"), ("_scale", "scale"),
+    (".values", "values"), (".scale", "scale"), (".outer", "outer"), ("_scale_inv", "scale"), ("_scale_2", "outer"),
+    ("_scale", "scale"),
 )  # fmt: skip
 """Suffixes behind a whole name: this server's own, and stacked experts', whose names do not end in `weight`."""
 CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_output_scale")
@@ -143,8 +144,9 @@ def _weight(
         if own_kind is None:
             raise FormatError(f"{module}: {stored} is this server's own format, and config.json does not say so")
         *rows, inner = values.shape
-        _only(module, entries, "values", "scale")
-        return made("own", (*rows, inner * (2 if own_kind == "int4" else 1)))
+        if scale is None:
+            raise FormatError(f"{module}: {stored} without its scale")
+        return made("own", (*rows, inner * (2 if own_kind in ("int4", "nvfp4") else 1)))
     if stored.endswith(".weight_packed") and values.dtype == "I32":
         return _packed_in_words(module, entries, made)
     if values.dtype not in NEEDS_SCALES:

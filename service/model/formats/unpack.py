@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.linear import Quantised
+from kernels.native.structs import GROUP
 from service.model.formats.tensors import FormatError, StoredWeight
 
 Read = Callable[[str], Tensor]
@@ -54,8 +55,13 @@ def _finite(weight: StoredWeight, scale: Tensor) -> Tensor:
 
 
 def _own(weight: StoredWeight, parts: dict[str, Tensor]) -> Quantised:
-    kind = "int8" if parts["values"].dtype == torch.int8 else "int4"
-    return Quantised(kind, parts["values"], parts["scale"], weight.shape[-1])
+    if "outer" in parts:
+        return Quantised("nvfp4", parts["values"], parts["scale"], weight.shape[-1], outer=parts["outer"])
+    kinds = {torch.int8: "int8", torch.uint8: "int4", torch.float8_e4m3fn: "fp8"}
+    if (dtype := parts["values"].dtype) not in kinds:
+        raise FormatError(f"{weight.module}: values of {dtype}")
+    kind, inner = kinds[dtype], weight.shape[-1]
+    return Quantised(kind, parts["values"], parts["scale"], inner, group=inner if kind == "fp8" else GROUP)
 
 
 def _fp8(weight: StoredWeight, parts: dict[str, Tensor]) -> Quantised:

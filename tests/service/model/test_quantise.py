@@ -55,8 +55,6 @@ def test_wrong_formats_are_named(tmp_path: Path) -> None:
         quantise_checkpoint(Checkpoint(tmp_path / "small"), tmp_path / "again", "int4")
     with pytest.raises(ConfigError, match="is not empty"):
         quantise_checkpoint(Checkpoint(original), tmp_path / "small", "int8")
-    with pytest.raises(ValueError, match="weights int4 was asked for and the checkpoint holds int8"):
-        load(tmp_path / "small", "int4")
     file = tmp_path / "small" / "config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps(config | {"saccade_weights": {"format": 2, "kind": "int8"}}))

@@ -1,0 +1,315 @@
+"""Published quantised formats: numbers as they are meant, answers of the dequantised model, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from quantised_checkpoint import edit_config, quantise_files
+from quantised_files import FORMATS, block_fp8
+from qwen_checkpoint import make_qwen
+from safetensors.torch import load_file, save_file
+from tiny_checkpoint import TinyCheckpoint, make_checkpoint
+from tiny_decoder import greedy_params, request, run, tokens
+
+from decoder.config import DecoderOptions
+from decoder.runner import DecoderRunner
+from families import CheckpointError
+from kernels.linear import Linear, Packed, Quantised
+from kernels.native import NativeUnavailable
+from service.model.checkpoint import Checkpoint
+from service.model.formats.declared import disagreements, read_declared
+from service.model.formats.tensors import Entry, FormatError, find_weights
+from service.model.formats.unpack import load
+
+DTYPES = {
+    torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8", torch.int32: "I32", torch.int64: "I64", torch.float32: "F32",
+    torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8",
+}  # fmt: skip
+NAME = "model.layers.3.mixer.up_proj"
+STEPS = 12
+
+
+def entries(tensors: dict[str, torch.Tensor]) -> dict[str, Entry]:
+    return {name: Entry(DTYPES[t.dtype], tuple(t.shape), t.nbytes) for name, t in tensors.items()}
+
+
+def matrix(rows: int, inner: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((rows, inner)).astype(np.float32) * 0.05
+
+
+def read_back(tensors: dict[str, torch.Tensor], config: dict[str, object]) -> Quantised:
+    """Through recognition, agreement with the configuration and unpacking."""
+    declared = read_declared({"quantization_config": config}, {})
+    assert declared is not None
+    found, _ = find_weights(entries(tensors), block=declared.block)
+    assert not disagreements(declared, found)
+    weight = load(found[f"{NAME}.weight"], tensors.__getitem__, gptq_offset=declared.gptq_offset)
+    assert isinstance(weight, Quantised)
+    return weight
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (264, 160), (8, 32)])
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_weight_is_what_its_format_means_bit_for_bit(form: str, shape: tuple[int, int]) -> None:
+    write, config = FORMATS[form]
+    tensors, meant = write(NAME, matrix(*shape, seed=shape[0]))
+    weight = read_back(tensors, config)
+    assert weight.shape == shape
+    assert np.array_equal(weight.dequantise().numpy(), meant)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMATS)
+def test_products_are_those_of_the_numbers_and_of_each_row_alone(form: str, dtype: torch.dtype, rows: int) -> None:
+    write, config = FORMATS[form]
+    tensors, meant = write(NAME, matrix(72, 160))
+    weight, x = read_back(tensors, config), torch.randn(rows, 160).to(dtype)
+    linear = Linear(weight, dtype=dtype)
+    together = linear(x)
+    exact = x.double() @ torch.from_numpy(meant).double().t()
+    bound = 2e-6 if dtype == torch.float32 else 2**-8
+    assert float((together.double() - exact).abs().max()) <= bound * float(exact.abs().max()) + 1e-7
+    if linear.packed is not None:
+        assert torch.equal(together, torch.cat([linear(row[None]) for row in x]))
+
+
+def test_compiled_products_keep_weights_packed() -> None:
+    """Bytes that stay, against two for each number in bfloat16."""
+    shares = {"block-fp8": 0.53, "modelopt-nvfp4": 0.29, "awq": 0.5, "packed-int4": 0.4}
+    for form, share in shares.items():
+        write, config = FORMATS[form]
+        weight = read_back(write(NAME, matrix(256, 512))[0], config)
+        try:
+            packed = Packed(weight, None, torch.bfloat16)
+        except NativeUnavailable:
+            pytest.skip("this machine has no compiled products")
+        assert packed.nbytes <= share * 2 * 256 * 512
+
+
+def tiny_nemotron(path: Path) -> TinyCheckpoint:
+    text = {
+        "pattern": "M*-ME", "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 64, "moe_latent_size": None, "mamba_num_heads": 8, "mamba_head_dim": 8,
+        "n_groups": 2, "ssm_state_size": 12, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    }  # fmt: skip
+    return make_checkpoint(path, 5, vision=False, text=text)
+
+
+def tiny_qwen(path: Path, *, moe: bool) -> TinyCheckpoint:
+    fields = {
+        "hidden_size": 64, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+                            "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+    }  # fmt: skip
+    fields |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32} if moe else {"intermediate_size": 96}
+    return make_qwen(path, 3, moe=moe, tied=False, naming="model.language_model.", one_by_one=True, text=fields)
+
+
+MODELS: dict[str, Callable[[Path], TinyCheckpoint]] = {
+    "nemotron_h": tiny_nemotron,
+    "qwen3_5": lambda path: tiny_qwen(path, moe=False),
+    "qwen3_5_moe": lambda path: tiny_qwen(path, moe=True),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("form", FORMATS)
+def test_answers_are_those_of_the_dequantised_model(tmp_path: Path, form: str, model: str) -> None:
+    tiny = quantise_files(MODELS[model](tmp_path / "plain"), tmp_path / form, form)
+    checkpoint = Checkpoint(tiny.path)
+    native = ("auto", "off")[(len(form) + len(model)) % 2]
+    options = DecoderOptions(max_seqs=2, max_len=64, max_batched_tokens=32, native=native)
+    runner = DecoderRunner(checkpoint.config.decoder, options, checkpoint.decoder_weights())
+    ids = [7, 11, 5, 3, 29, 31, 8]
+    events = run(runner, request("one", ids, greedy_params(STEPS, logprobs=2)))["one"]
+    drawn = tokens(events)
+    expected = torch.log_softmax(tiny.logits(ids + drawn[:-1])[len(ids) - 1 :], -1)
+    for row, event in zip(expected, events, strict=True):
+        assert float(row.max() - row[event.token_id]) < 1e-4
+        assert abs(float(row[event.token_id]) - event.logprob) < 1e-3
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+Tensors = dict[str, torch.Tensor]
+
+
+def without(suffix: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if not name.endswith(suffix)}
+
+
+def changed(suffix: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {n: change(t).contiguous() if n.endswith(suffix) else t for n, t in tensors.items()}
+
+
+def added(suffix: str, tensor: torch.Tensor) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: tensors | {f"{NAME}{suffix}": tensor}
+
+
+def transposed(t: torch.Tensor) -> torch.Tensor:
+    return t.view(torch.uint8).t().contiguous().view(t.dtype)
+
+
+MALFORMED: list[tuple[str, Callable[[Tensors], Tensors], str]] = [
+    ("block-fp8", without("_scale_inv"), "F8_E4M3 without its scale"),
+    ("block-fp8", without(".weight"), "without the weight"),
+    ("block-fp8", changed("_scale_inv", lambda t: t.t()), "neither one, nor one a row"),
+    ("block-fp8", changed("_scale_inv", lambda t: t[:-1]), "neither one, nor one a row"),
+    ("block-fp8", changed("_scale_inv", lambda t: t.to(torch.int32)), "its scale is I32"),
+    ("block-fp8", changed("_scale_inv", lambda t: t * float("nan")), "a scale is not finite"),
+    ("block-fp8", added(".weight_scale", torch.ones(1)), "two tensors for its scale"),
+    ("block-fp8", changed(".weight", lambda t: t.float()), "stands beside a weight of F32"),
+    ("modelopt-fp8", without(".weight_scale"), "F8_E4M3 without its scale"),
+    ("modelopt-fp8", added(".weight_scale_2", torch.ones(())), "its outer that this format does not have"),
+    ("channel-fp8", changed(".weight_scale", lambda t: t[:-1]), "neither one, nor one a row"),
+    ("modelopt-nvfp4", without(".weight_scale"), "U8 without its scale"),
+    ("modelopt-nvfp4", without(".weight_scale_2"), "its weight_scale_2 is missing"),
+    ("modelopt-nvfp4", changed(".weight_scale", lambda t: t.view(torch.uint8)), "not F8_E4M3"),
+    ("modelopt-nvfp4", changed(".weight_scale", lambda t: t.flatten()), "one for each 16 inputs"),
+    (
+        "modelopt-nvfp4",
+        changed(".weight_scale", lambda t: t.view(torch.uint8).t().contiguous().view(t.dtype)),
+        "16 inputs",
+    ),
+    ("modelopt-nvfp4", changed(".weight_scale_2", lambda t: t.repeat(3)), "its weight_scale_2 has shape [3]"),
+    ("packed-nvfp4", without("weight_global_scale"), "its weight_scale_2 is missing"),
+    ("packed-nvfp4", changed("weight_global_scale", lambda t: t * 0), "its weight_global_scale is 0"),
+    ("packed-int4", without(".weight_shape"), "its weight_shape is missing"),
+    ("packed-int4", without(".weight_scale"), "packed int4 without its scale"),
+    ("packed-int4", changed(".weight_shape", lambda t: t + 8), "does not fit packed words"),
+    ("packed-int4-zeros", changed("_zero_point", lambda t: t[:-1]), "zero points of I32"),
+    ("gptq", without(".qzeros"), "without its qzeros"),
+    ("gptq", without(".scales"), "without its scales"),
+    ("gptq", changed(".qweight", lambda t: t.t()), "fits neither GPTQ nor AWQ"),
+    ("gptq", changed(".g_idx", lambda t: t[:-1]), "g_idx of shape"),
+    ("gptq", changed(".g_idx", lambda t: t * 0), "does not put 32 inputs into each"),
+    ("gptq", changed(".g_idx", lambda t: t + 1000), "does not put 32 inputs into each"),
+    ("awq", changed(".qzeros", lambda t: t[:, :-1]), "qzeros of shape"),
+]
+
+
+@pytest.mark.parametrize("form, spoil, message", MALFORMED)
+def test_malformed_tensors_are_refused_with_the_modules_name(
+    form: str, spoil: Callable[[Tensors], Tensors], message: str
+) -> None:
+    write, config = FORMATS[form]
+    tensors = spoil(write(NAME, matrix(264, 384))[0])
+    with pytest.raises(FormatError) as refused:
+        read_back(tensors, config)
+    assert message in str(refused.value) and NAME in str(refused.value)
+
+
+def test_tensors_that_belong_to_nothing_are_named(tmp_path: Path) -> None:
+    tiny = quantise_files(tiny_nemotron(tmp_path / "plain"), tmp_path / "out", "modelopt-fp8")
+    weights = load_file(tiny.path / "model.safetensors")
+    weights["backbone.layers.9.mixer.up_proj.weight_scale"] = torch.ones(())
+    save_file(weights, tiny.path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"backbone\.layers\.9\.mixer\.up_proj: .*without the weight"):
+        Checkpoint(tiny.path)
+
+
+DISAGREEING: list[tuple[str, dict[str, object], str]] = [
+    ("block-fp8", {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "stored as fp8-block, and .* says nvfp4"),
+    ("block-fp8", {"weight_block_size": [64, 64]}, "neither one, nor one a row"),
+    ("block-fp8", {"weight_block_size": None}, "stored as fp8-block, and .* says fp8-tensor or fp8-channel"),
+    ("block-fp8", {"modules_to_not_convert": ["up_proj"]}, "stored as fp8-block, and .* says not quantised"),
+    ("gptq", {"group_size": 128}, "has groups of 32, and .* says 128"),
+    ("gptq", {"dynamic": {"-:.*up_proj": {}}}, "stored as gptq, and .* says not quantised"),
+    ("gptq", {"bits": 8}, "GPTQ with 8 bits is not read"),
+    ("awq", {"version": "gemv"}, "AWQ version 'gemv' is not read"),
+    ("modelopt-nvfp4", {"quant_algo": "W4A8_AWQ"}, "'W4A8_AWQ' of all modules is not read"),
+    ("modelopt-fp8", {"quant_algo": "MIXED_PRECISION", "quantized_layers": {
+        "backbone.layers.2.mixer": {"quant_algo": "NVFP4", "group_size": 16}}}, "stored as fp8-tensor, and .* says"),
+    ("channel-fp8", {"quant_method": "bitsandbytes"}, "'bitsandbytes' is not read; read are fp8, modelopt"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form, changes, message", DISAGREEING)
+def test_a_configuration_that_says_something_else_is_refused(
+    form: str, changes: dict[str, object], message: str
+) -> None:
+    write, config = FORMATS[form]
+    tensors, _ = write(NAME, matrix(264, 384))
+    with pytest.raises((CheckpointError, FormatError), match=message):
+        declared = read_declared({"quantization_config": {**config, **changes}}, {})
+        assert declared is not None
+        found, _ = find_weights(entries(tensors), block=declared.block)
+        if problems := disagreements(declared, found):
+            raise CheckpointError(problems[0])
+
+
+def test_a_module_of_the_table_without_quantised_tensors_is_named() -> None:
+    tensors, _ = FORMATS["modelopt-fp8"][0](NAME, matrix(64, 64))
+    tensors["model.layers.4.mixer.o_proj.weight"] = torch.zeros(64, 64)
+    found, _ = find_weights(entries(tensors))
+    table = {name: {"quant_algo": "FP8"} for name in (NAME, "model.layers.4.mixer.o_proj", "model.layers.5.mixer")}
+    declared = read_declared(
+        {
+            "quantization_config": {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": table,
+            }
+        },
+        {},
+    )
+    problems = disagreements(declared, found)
+    assert len(problems) == 2
+    assert "model.layers.4.mixer.o_proj is stored plainly" in problems[0]
+    assert "model.layers.5.mixer, of which there is no tensor" in problems[1]
+
+
+def test_the_longest_entry_of_a_table_counts() -> None:
+    entry = {
+        "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": {
+            "backbone.layers.1.mixer.experts": {"quant_algo": "NVFP4", "group_size": 16},
+            "backbone.layers.1.mixer": {"quant_algo": "FP8"}, "*.lm_head": {"quant_algo": "FP8"},
+        },
+    }  # fmt: skip
+    declared = read_declared({"quantization_config": entry}, {})
+    assert declared is not None
+    assert declared.say("backbone.layers.1.mixer.experts.7.up_proj").schemes == ("nvfp4",)
+    assert declared.say("backbone.layers.1.mixer.shared_experts.up_proj").schemes == ("fp8-tensor",)
+    assert declared.say("backbone.layers.11.mixer.up_proj").schemes == ()
+    assert declared.say("model.lm_head").schemes == ("fp8-tensor",)
+
+
+def test_quantised_tensors_need_a_configuration(tmp_path: Path) -> None:
+    tiny = quantise_files(tiny_nemotron(tmp_path / "plain"), tmp_path / "out", "modelopt-fp8")
+    file = tiny.path / "config.json"
+    config = json.loads(file.read_text())
+    del config["quantization_config"]
+    file.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="neither config.json nor hf_quant_config.json says"):
+        Checkpoint(tiny.path)
+    old = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    (tiny.path / "hf_quant_config.json").write_text(json.dumps(old))
+    assert Checkpoint(tiny.path).stored_as["fp8-tensor"] > 0
+
+
+def test_cache_scales_and_activation_scales_change_nothing(tmp_path: Path) -> None:
+    tiny = quantise_files(tiny_qwen(tmp_path / "plain", moe=False), tmp_path / "out", "modelopt-fp8")
+    weights = load_file(tiny.path / "model.safetensors")
+    weights["model.language_model.layers.1.self_attn.k_proj.k_scale"] = torch.tensor(0.5)
+    weights["model.language_model.layers.1.self_attn.v_proj.v_scale"] = torch.tensor(0.5)
+    save_file(weights, tiny.path / "model.safetensors")
+    edit_config(tiny.path, kv_cache_quant_algo="FP8")
+    found = Checkpoint(tiny.path)
+    assert not any(name.endswith("k_scale") for name in found.weights)
+
+
+def test_blocks_may_be_short_and_of_any_size() -> None:
+    for block in ((24, 40), (128, 32), (7, 300)):
+        tensors, meant = block_fp8(NAME, matrix(100, 200), block)
+        found, _ = find_weights(entries(tensors), block=block)
+        weight = load(found[f"{NAME}.weight"], tensors.__getitem__)
+        assert isinstance(weight, Quantised) and np.array_equal(weight.dequantise().numpy(), meant)

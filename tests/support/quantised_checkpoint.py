@@ -1,0 +1,81 @@
+"""A checkpoint with linear layers in a published format, and the oracle with the same numbers in float32."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from quantised_files import FORMATS
+from safetensors.torch import load_file, save_file
+from tiny_checkpoint import TinyCheckpoint
+from torch import Tensor
+
+PLAIN = (
+    "embed",
+    "conv1d",
+    "norm",
+    "visual",
+    "vision",
+    "in_proj_a",
+    "in_proj_b",
+    "shared_expert_gate",
+    "mtp.fc",
+    "lm_head",
+)
+"""Parts of names of matrices that published files leave in 16 bits."""
+
+
+def is_quantised(name: str, tensor: Tensor) -> bool:
+    """Whether published files store this matrix in fewer bits."""
+    router = name.endswith((".gate.weight", ".router.layer.weight"))
+    return tensor.dim() == 2 and name.endswith(".weight") and not router and not any(part in name for part in PLAIN)
+
+
+def quantise_files(tiny: TinyCheckpoint, out: Path, form: str) -> TinyCheckpoint:
+    """Writes `out`, its matrices in one of `FORMATS`; the oracle's weights, in place, become what they mean."""
+    write, config = FORMATS[form]
+    out.mkdir()
+    for file in tiny.path.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy2(file, out / file.name)
+    written: dict[str, Tensor] = {}
+    for name, tensor in load_file(tiny.path / "model.safetensors").items():
+        if not is_quantised(name, tensor):
+            written[name] = tensor
+            continue
+        tensors, meant = write(name.removesuffix(".weight"), tensor.numpy())
+        written |= tensors
+        _replace(tiny.model, tensor, torch.from_numpy(meant))
+    save_file({name: tensor.contiguous() for name, tensor in written.items()}, out / "model.safetensors")
+    file = out / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": config}))
+    return TinyCheckpoint(out, tiny.model, tiny.vision)
+
+
+def edit_config(path: Path, **changes: Any) -> None:
+    """Changes `quantization_config`."""
+    file = path / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"] |= changes
+    file.write_text(json.dumps(config))
+
+
+def _matrices(model: torch.nn.Module) -> Iterator[Tensor]:
+    """Views of all matrices, those of stacks one by one, whole and by halves of their rows."""
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            yield parameter
+        elif parameter.dim() == 3:
+            for matrix in parameter:
+                yield from (matrix, *matrix.chunk(2))
+
+
+@torch.no_grad()
+def _replace(model: torch.nn.Module, old: Tensor, new: Tensor) -> None:
+    found = [matrix for matrix in _matrices(model) if matrix.shape == old.shape and torch.equal(matrix, old)]
+    assert len(found) == 1, (len(found), old.shape)
+    found[0].copy_(new)
