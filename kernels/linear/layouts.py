@@ -71,7 +71,7 @@ def lay_out(weight: Tensor | Quantised, dtype: torch.dtype) -> Layout:
     if weight.kind == "nvfp4":
         assert weight.outer is not None
         outer = F.pad(1 / weight.outer if weight.divided else weight.outer, (0, -weight.shape[0] % PANEL)).contiguous()
-        small = _group_panels(weight.scale.view(torch.uint8))
+        small = _group_panels(weight.scale.contiguous().view(torch.uint8))
         return Layout(kind, rows, data, small_scale=small, outer=outer, group=group)
     zeros = None if weight.zeros is None else _group_panels(weight.zeros.float())
     return Layout(kind, rows, data, _group_panels(weight.scale), zeros=zeros, group=group)
@@ -114,8 +114,10 @@ def _check_scaled(weight: Quantised, step: int, dtype: torch.dtype) -> None:
     group, inner = weight.scale_group, weight.in_features
     if inner % step or (group % step and group < inner):
         raise NativeUnavailable(f"{inner} inputs in groups of {group} are not multiples of {step}")
-    octets = (weight.values if weight.kind == "fp8" else weight.scale).view(torch.uint8)
-    if weight.kind != "int4" and bool(((octets & 127) == 127).any()):
+    if weight.kind == "int4":
+        return
+    octets = (weight.values if weight.kind == "fp8" else weight.scale).contiguous().view(torch.uint8)
+    if bool(((octets & 127) == 127).any()):
         raise NativeUnavailable("an e4m3 number is not a number")
     if weight.kind == "nvfp4" and bool((octets > 127).any()):
         raise NativeUnavailable("a scale is negative")
@@ -123,7 +125,7 @@ def _check_scaled(weight: Quantised, step: int, dtype: torch.dtype) -> None:
 
 def _pack_fp8(weight: Quantised) -> tuple[Tensor, Tensor]:
     """`[panels, k / 4, 4, 64]` bytes, and which `[panels, k / 8]` of them hold numbers without a leading one."""
-    octets = F.pad(weight.values.view(torch.uint8), (0, 0, 0, -weight.shape[0] % PANEL), value=0x38)
+    octets = F.pad(weight.values.contiguous().view(torch.uint8), (0, 0, 0, -weight.shape[0] % PANEL), value=0x38)
     panels = octets.view(-1, 4, 4, 4, octets.shape[1] // 4, 2, 2)  # panel, vector, lane, output, chunk, pair, parity
     data = panels.permute(0, 4, 1, 2, 5, 3, 6).contiguous()
     uncommon = (octets & 0x78 == 0).view(-1, PANEL, octets.shape[1] // 8, 8).any(-1).any(1)

@@ -1,4 +1,4 @@
-"""`saccade quantize MODEL OUT --weights int8|int4|fp8|nvfp4`: the same checkpoint with the decoder's linear layers quantised.
+"""`saccade quantize MODEL OUT --weights int8|int4|fp8|nvfp4`: a checkpoint with the decoder's linear layers quantised.
 
 OUT holds what MODEL does, under the same names; a quantised `X.weight` is replaced by `X.weight.values` and
 `X.weight.scale` as `kernels.linear.Quantised` describes them, and config.json gets

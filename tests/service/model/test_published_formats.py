@@ -201,7 +201,7 @@ def test_malformed_tensors_are_refused_with_the_modules_name(
     form: str, spoil: Callable[[Tensors], Tensors], message: str
 ) -> None:
     write, config = FORMATS[form]
-    tensors = spoil(write(NAME, matrix(264, 384))[0])
+    tensors = spoil(write(NAME, matrix(264, 512))[0])
     with pytest.raises(FormatError) as refused:
         read_back(tensors, config)
     assert message in str(refused.value) and NAME in str(refused.value)
