@@ -185,8 +185,9 @@ class VisionConfig:
     @property
     def max_image_tokens(self) -> int:
         """Tokens of the largest image that is taken: the default `hi` of the encoder's budgets."""
-        # A very flat image keeps a side of one token, and is then this long at most.
-        tokens = max(self.image.max_pixels // self.factor**2, MAX_ASPECT)
+        # A very flat image keeps a side of one token, and is then this long at most; a small one grows to whole tokens.
+        grown = (math.isqrt(self.image.min_pixels) // self.factor + 8) ** 2
+        tokens = max(self.image.max_pixels // self.factor**2, MAX_ASPECT, grown)
         return tokens if self.max_model_len is None else max(min(tokens, self.max_model_len), 1)
 
     # -- weights ----------------------------------------------------------------------------------------------------

@@ -125,10 +125,11 @@ class Requests:
         """Hands these samples of a request to the decoder. Raises ValueError for what it cannot run, DeadlineError for
         what it cannot run in time.
         """
-        made = []
+        made: list[DecoderRequest] = []
         for name in names:
             prompt_ids, spans = place(request, self._leases[name])
-            positions = self._positions(request, self._leases[name], len(prompt_ids))
+            # equal for all samples
+            positions = made[0].positions if made else self._positions(request, self._leases[name], len(prompt_ids))
             made.append(
                 DecoderRequest(
                     request_id=name,

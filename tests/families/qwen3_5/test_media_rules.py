@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +17,11 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize 
 from transformers.video_utils import VideoMetadata
 
 from encoder.item import VIDEO, EncoderItem
+from families.family import ModelFiles
+from families.files import CheckpointError
 from families.qwen3_5.image_rule import smart_resize
 from families.qwen3_5.video_rule import resized_frame
-from families.qwen3_5.vision import QwenVision
+from families.qwen3_5.vision import QwenVision, read_vision
 from families.qwen3_5.vision_config import Resizing, Sampling
 
 RELEASED = QwenVision(hidden_size=64, num_layers=1, num_heads=1, intermediate_size=4, text_hidden_size=8)
@@ -183,3 +187,70 @@ def test_clips_are_not_pruned_and_a_rate_says_so() -> None:
     RELEASED.limited(max_model_len=100, video_pruning_rate=0.0)
     with pytest.raises(ValueError, match="video_pruning_rate 0.5: this model's clips are not pruned"):
         RELEASED.limited(max_model_len=100, video_pruning_rate=0.5)
+
+
+VISION = {
+    "model_type": "qwen3_5", "depth": 12, "hidden_size": 768, "num_heads": 12, "intermediate_size": 3072,
+    "out_hidden_size": 1024, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3,
+    "num_position_embeddings": 2304, "hidden_act": "gelu_pytorch_tanh", "deepstack_visual_indexes": [],
+}  # fmt: skip
+IMAGES = {
+    "size": {"longest_edge": 16777216, "shortest_edge": 65536}, "patch_size": 16, "temporal_patch_size": 2,
+    "merge_size": 2, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
+    "processor_class": "Qwen3VLProcessor", "image_processor_type": "Qwen2VLImageProcessorFast",
+}  # fmt: skip
+VIDEOS = {**IMAGES, "size": {"longest_edge": 25165824, "shortest_edge": 4096}, "video_processor_type": "x", "fps": 2}
+
+
+def read(vision: dict[str, Any], images: dict[str, Any], videos: dict[str, Any]) -> QwenVision:
+    return read_vision(vision, 1024, ModelFiles(Path(), {}, images, videos))
+
+
+def test_a_published_tower_is_what_its_files_say() -> None:
+    config = read(VISION, IMAGES, VIDEOS)
+    assert config == QwenVision(
+        hidden_size=768, num_layers=12, num_heads=12, intermediate_size=3072, text_hidden_size=1024,
+        image=Resizing(65536, 16777216), video=Resizing(4096, 25165824), sampling=Sampling(2.0, 4, 768),
+    )  # fmt: skip
+    assert read(VISION, {}, {}) == config, "released files say what is taken without"
+    old = {**IMAGES, "min_pixels": 3136, "max_pixels": 12845056, "size": {"shortest_edge": 1}}
+    assert read(VISION, old, VIDEOS).image == Resizing(3136, 12845056)
+    left_out = {name: value for name, value in IMAGES.items() if not name.startswith("image_")}
+    found = read(VISION, left_out, VIDEOS).image
+    assert (found.mean, found.std) == (CLIP.mean, CLIP.std), "the processor's own defaults"
+    capped = read(VISION, IMAGES, {**VIDEOS, "cap_pixels_per_frame": True})
+    assert capped.sampling.frame_tokens == 768 and capped.video_rule.tokens(4, 1080, 1920) < 2 * 768
+
+
+@pytest.mark.parametrize(
+    ("vision", "images", "videos", "words"),
+    [
+        ({"deepstack_visual_indexes": [5]}, {}, {}, r"deepstack_visual_indexes is \[5\]"),
+        ({"in_channels": 1}, {}, {}, "in_channels is 1; 3 is served"),
+        ({"out_hidden_size": 512}, {}, {}, r"out_hidden_size \(512\) and the text's hidden_size \(1024\) must agree"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, {}, {}, "rope_type 'yarn' is not served; 'axial' is"),
+        ({"num_position_embeddings": 2300}, {}, {}, "num_position_embeddings 2300 is not a square"),
+        ({"num_heads": 5}, {}, {}, "hidden_size 768 of 5 heads"),
+        ({"num_heads": 128}, {}, {}, "hidden_size 768 of 128 heads: heads need a multiple of 4 features"),
+        ({"depth": 0}, {}, {}, "num_layers must be at least 1, got 0"),
+        ({"hidden_act": "softplus"}, {}, {}, "hidden_act 'softplus' is none of"),
+        ({"patch_size": [16, 16]}, {}, {}, "vision_config: "),
+        ({}, {"patch_size": 14}, {}, "preprocessor_config.json: patch_size is 14; this model is served with 16"),
+        ({}, {"resample": 2}, {}, "resample is 2"),
+        ({}, {"do_resize": False}, {}, "do_resize is False"),
+        ({}, {"rescale_factor": 0.5}, {}, "rescale_factor is 0.5; 1/255 is served"),
+        ({}, {"size": {"shortest_edge": 9, "longest_edge": 8}}, {}, "pixels from 9 to 8"),
+        ({}, {"size": 224}, {}, "size 224 holds no shortest_edge"),
+        ({}, {"image_std": [0.5, 0, 0.5]}, {}, "image_std"),
+        ({}, {"image_mean": [0.5]}, {}, "vision_config: "),
+        ({}, {}, {"merge_size": 3}, "video_preprocessor_config.json: merge_size is 3"),
+        ({}, {}, {"fps": 0}, "video fps must be above 0, got 0.0"),
+        ({}, {}, {"min_frames": 9, "max_frames": 8}, "videos of 9 to 8 frames"),
+        ({}, {}, {"num_frames": 8}, "num_frames is 8; clips are sampled by fps"),
+    ],
+)
+def test_files_that_are_refused_say_which_field(
+    vision: dict[str, Any], images: dict[str, Any], videos: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        read({**VISION, **vision}, {**IMAGES, **images}, {**VIDEOS, **videos})
