@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.layers.attention import AttentionMixer
 from decoder.layers.descriptions import Attention, Experts, Mlp
 from decoder.layers.experts import ExpertsMixer
-from decoder.layers.linear import stored_linear
+from decoder.layers.linear import float_vector, stored_linear
 from decoder.layers.mlp import GatedMlpMixer, MlpMixer, mlp_of
 from kernels.linear import Linear
 
@@ -35,14 +35,14 @@ class HeadWeights:
 
     @classmethod
     def of(
-        cls, config: DecoderConfig, options: DecoderOptions, weights: Mapping[str, Tensor], kv_B2SKP: Tensor
+        cls, config: DecoderConfig, options: DecoderOptions, weights: Mapping[str, Any], kv_B2SKP: Tensor
     ) -> HeadWeights:
         """`weights` by the names of `DecoderConfig.mtp_weights`, as `check_mtp` wants them; `kv` are its pages."""
 
         def norm(name: str) -> Tensor:
-            return weights[name].to(device=options.device, dtype=torch.float32, copy=True)
+            return float_vector(weights, name, options)
 
-        def layer(index: int) -> dict[str, Tensor]:
+        def layer(index: int) -> dict[str, Any]:
             prefix = f"mtp.layers.{index}.mixer."
             return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
 

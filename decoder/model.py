@@ -5,7 +5,7 @@ x = scale * embed(ids); for each layer: x += scale * sum(mixer(rms_norm(x))); lo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from decoder.arena import Arena
+from decoder.arriving import ArrivingWeights
 from decoder.batch import Batch
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.layers.build import BuiltLayer, Recurrent, build_layers
@@ -38,16 +39,19 @@ class HybridModel:
         shape.
         """
         self.config, self.options = config, options
-        tensors: dict[str, Any] = dict(weights)
-        check_weights(config, tensors)
-        self.mtp_weights = {name: tensors.pop(name) for name in config.mtp_weights() if name in tensors}
+        arriving = ArrivingWeights(config, weights)
+        table = arriving.take(["model.embeddings.weight"])["model.embeddings.weight"]
+        table = table.dequantise() if isinstance(table, Quantised) else table
+        self.embeddings = table.to(options.device, options.dtype, copy=True)
+        del table
+        self.layers: list[BuiltLayer] = build_layers(config, options, arena, arriving)
+        self.norm_f = float_vector(arriving.take(["model.norm_f.weight"]), "model.norm_f.weight", options)
+        mtp = arriving.take(config.mtp_weights())
+        self.mtp_weights = mtp if options.speculative == "mtp" else {}
         """Of heads that predict further tokens, as they came; whoever drafts with them takes them."""
-        embeddings = tensors.pop("model.embeddings.weight")
-        self.embeddings = embeddings.to(options.device, options.dtype, copy=True)
-        head = self.embeddings if config.tie_word_embeddings else tensors.pop("lm_head.weight")
+        head = self.embeddings if config.tie_word_embeddings else arriving.take(["lm_head.weight"])["lm_head.weight"]
         self.head = stored_linear(head, None, options, owned=config.tie_word_embeddings)
-        self.norm_f = float_vector(tensors, "model.norm_f.weight", options)
-        self.layers: list[BuiltLayer] = build_layers(config, options, arena, tensors)
+        arriving.finish()
         self.trunk = Trunk(config, options, self.embeddings, self.layers, self.norm_f, self.head)
         self.native = native_step(self.trunk)
         mixers: list[Any] = [mixer for layer in self.layers for mixer in layer.mixers]
@@ -119,17 +123,3 @@ class HybridModel:
         if self.native is not None and 0 < hidden_TD.shape[0] <= self.native.max_tokens:
             return self.native.final_norm(hidden_TD)
         return rms_norm(hidden_TD, self.norm_f, self.config.norm_eps, self.options.dtype)
-
-
-def check_weights(config: DecoderConfig, tensors: Mapping[str, Tensor | Quantised]) -> None:
-    """`ValueError` that lists every name that is missing, unknown or of a wrong shape."""
-    expected, optional = config.expected_weights(), config.optional_weights()
-    problems = [f"missing {name}" for name in expected if name not in tensors and name not in optional]
-    problems += [f"unknown {name}" for name in tensors if name not in expected]
-    problems += [
-        f"{name} has shape {tuple(tensors[name].shape)}, not {shape}"
-        for name, shape in expected.items()
-        if name in tensors and tuple(tensors[name].shape) != shape
-    ]
-    if problems:
-        raise ValueError(f"weights do not fit the decoder's configuration: {'; '.join(problems)}")

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from decoder.arena import Arena
+from decoder.arriving import ArrivingWeights
 from decoder.batch import Batch
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.layers.attention import AttentionMixer
@@ -46,17 +47,20 @@ class BuiltLayer:
 
 
 def build_layers(
-    config: DecoderConfig, options: DecoderOptions, arena: Arena, tensors: dict[str, Any]
+    config: DecoderConfig, options: DecoderOptions, arena: Arena, arriving: ArrivingWeights
 ) -> list[BuiltLayer]:
-    """The layers of a model, in order; takes their weights out of `tensors`."""
+    """The layers of a model, in order, each of its weights as they come."""
     slots = iter(zip(arena.windows, arena.states, arena.rings, strict=True))
     pages = iter(arena.kv)
     layers = []
     for index, layer in enumerate(config.layers):
         prefix = f"model.layers.{index}."
-        weights = {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+        taken = arriving.take([prefix + name for name in layer.weights(config.hidden_size)])
+        weights = _below(taken, prefix)
+        del taken
         mixers = [build_mixer(spec, options, _below(weights, f"{name}."), slots, pages) for name, spec in layer.mixers]
         layers.append(BuiltLayer(float_vector(weights, "norm.weight", options), mixers, layer.residual_scale))
+        del weights  # before those of the next layer come
     return layers
 
 

@@ -11,6 +11,7 @@ from tiny_decoder import random_weights
 from torch import Tensor
 
 from decoder.arena import Arena
+from decoder.arriving import ArrivingWeights
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.layers.build import BuiltLayer, build_layers
 from decoder.layers.descriptions import Experts, Mlp
@@ -73,7 +74,8 @@ class Compiled:
             name: weight if "norm" in name or "gate.weight" in name else weight.to(self.options.dtype).to(options.dtype)
             for name, weight in random_weights(self.config)
         }
-        [layer] = build_layers(self.config, options, Arena(self.config, options), weights)
+        arriving = ArrivingWeights(self.config, weights.items())
+        [layer] = build_layers(self.config, options, Arena(self.config, options), arriving)
         return layer
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -1,0 +1,80 @@
+"""Weights as a model is built of them: each is let go when its layer is done, so that few are there at once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sized
+
+from torch import Tensor
+
+from decoder.config import DecoderConfig
+from kernels.linear import Quantised
+
+AnyWeight = Tensor | Quantised
+
+
+class ArrivingWeights:
+    """Named weights out of an iterable. One without a length is read as it is needed, and has to be in the order of
+    `DecoderConfig.expected_weights`; any other may have any order.
+    """
+
+    def __init__(self, config: DecoderConfig, weights: Iterable[tuple[str, AnyWeight]]) -> None:
+        self._config, self._source = config, iter(weights)
+        self._expected, self._optional = config.expected_weights(), config.optional_weights()
+        self._places = {name: place for place, name in enumerate(self._expected)}
+        self._held: dict[str, AnyWeight] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._place = -1
+        if isinstance(weights, Sized):
+            self._read_all()
+
+    def take(self, names: Collection[str]) -> dict[str, AnyWeight]:
+        """Those of these names that there are; nobody else gets them. `ValueError` lists all names that are missing,
+        unknown or of a wrong shape, of the whole model.
+        """
+        last = max((self._places[name] for name in names), default=-1)
+        while self._place < last and self._read():
+            pass
+        found = {name: self._held.pop(name) for name in names if name in self._held}
+        if any(name not in found and name not in self._optional for name in names):
+            self._read_all()
+            check_shapes(self._config, self._shapes)
+        return found
+
+    def finish(self) -> None:
+        """Reads what is left. `ValueError` as `take`, for names that nobody took too."""
+        self._read_all()
+        check_shapes(self._config, self._shapes)
+        assert not self._held, f"weights that no layer took: {', '.join(self._held)}"
+
+    def _read(self) -> bool:
+        """One more; False at the end. A wrong one ends the reading with an error about all."""
+        item = next(self._source, None)
+        if item is None:
+            return False
+        name, tensor = item
+        self._shapes[name] = tuple(tensor.shape)
+        if self._expected.get(name) != tuple(tensor.shape):
+            self._shapes |= {name: tuple(tensor.shape) for name, tensor in self._source}
+            check_shapes(self._config, self._shapes)
+        self._held[name] = tensor
+        self._place = max(self._place, self._places[name])
+        return True
+
+    def _read_all(self) -> None:
+        while self._read():
+            pass
+        self._place = len(self._places)
+
+
+def check_shapes(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """`ValueError` that lists every name that is missing, unknown or of a wrong shape."""
+    expected, optional = config.expected_weights(), config.optional_weights()
+    problems = [f"missing {name}" for name in expected if name not in shapes and name not in optional]
+    problems += [f"unknown {name}" for name in shapes if name not in expected]
+    problems += [
+        f"{name} has shape {shapes[name]}, not {shape}"
+        for name, shape in expected.items()
+        if name in shapes and shapes[name] != shape
+    ]
+    if problems:
+        raise ValueError(f"weights do not fit the decoder's configuration: {'; '.join(problems)}")
