@@ -68,12 +68,16 @@ class ItemLayout:
     """How an item divides into attention sequences, and how many rows come of them. Raises `ValueError`."""
 
     grid: Grid
-    """Of every sequence."""
+    """Of every sequence that is no slice."""
     _: KW_ONLY
     kind: str = IMAGE
     """Which of the tower's inputs takes the patches."""
     num_sequences: int = 1
-    """Attention sequences: one of an image, one for each temporal patch of a clip."""
+    """Attention sequences: one of an image and one of each of its slices, one for each temporal patch of a clip."""
+    slices: Grid = (0, 0)
+    """Rows and columns of slices into which an image was cut in addition; they follow the whole, row by row."""
+    slice_grid: Grid = (0, 0)
+    """Of each slice."""
     num_frames: int = 0
     """Frames of a clip, before the last was repeated; 0 for an image."""
     pruning_rate: float = 0.0
@@ -89,21 +93,49 @@ class ItemLayout:
             raise ValueError(f"patches in order {self.order!r}; known are {ROW_MAJOR!r} and {BLOCK_MAJOR!r}")
         if self.num_sequences < 1 or self.merge_size < 1:
             raise ValueError(f"{self.num_sequences} sequences, merge_size {self.merge_size}: both must be positive")
+        if self.num_slices or self.slice_grid != (0, 0):
+            self._check_slices()
+
+    def _check_slices(self) -> None:
+        if min(*self.slices, *self.slice_grid) < 1:
+            raise ValueError(f"{self.slices} slices of {self.slice_grid} patches: all must be positive")
+        if self.num_sequences != 1 + self.num_slices or self.num_frames or self.pruning_rate:
+            raise ValueError(
+                f"{self.num_sequences} sequences of {self.num_frames} frames, pruned by {self.pruning_rate}: an image "
+                f"of {self.num_slices} slices has {1 + self.num_slices}, no frames, and all of its rows"
+            )
+
+    @property
+    def num_slices(self) -> int:
+        """Of the image; 0 where it is whole alone."""
+        return self.slices[0] * self.slices[1]
+
+    @cached_property
+    def grids(self) -> tuple[Grid, ...]:
+        """Of each sequence."""
+        return (self.grid,) * (self.num_sequences - self.num_slices) + (self.slice_grid,) * self.num_slices
 
     @property
     def num_patches(self) -> int:
         """Of all sequences together."""
-        return self.num_sequences * self.grid[0] * self.grid[1]
+        whole = self.num_sequences - self.num_slices
+        return whole * self.grid[0] * self.grid[1] + self.num_slices * self.slice_grid[0] * self.slice_grid[1]
 
     @cached_property
-    def sequence_tokens(self) -> int:
+    def sequence_tokens(self) -> tuple[int, ...]:
         """Rows that the tower makes of each sequence, before pruning. `ValueError` for a ragged grid."""
-        return num_image_tokens(self.grid, merge_size=self.merge_size)
+        whole = num_image_tokens(self.grid, merge_size=self.merge_size)
+        if not self.num_slices:
+            return (whole,) * self.num_sequences
+        return (whole, *(num_image_tokens(self.slice_grid, merge_size=self.merge_size),) * self.num_slices)
 
     @cached_property
     def tokens(self) -> int:
         """Rows that the decoder gets, known before the tower has run. `ValueError` for a ragged grid."""
-        return retained_tokens(self.num_sequences, self.sequence_tokens, self.pruning_rate)
+        whole = num_image_tokens(self.grid, merge_size=self.merge_size)
+        if self.num_slices:
+            return whole + self.num_slices * num_image_tokens(self.slice_grid, merge_size=self.merge_size)
+        return retained_tokens(self.num_sequences, whole, self.pruning_rate)
 
 
 @dataclass(frozen=True)
@@ -150,9 +182,10 @@ class EncoderItem(ItemLayout):
         rows = self.num_patches
         if self.patches.dim() != 2 or self.patches.shape[0] != rows:
             shape = tuple(self.patches.shape)
+            rows, columns = self.grid
             raise ValueError(
-                f"a grid of {self.grid[0]}x{self.grid[1]} needs {rows // self.num_sequences} rows of patches for each "
-                f"of {self.num_sequences} sequences, got shape {shape}"
+                f"a grid of {rows}x{columns} needs {rows * columns} rows of patches for each of "
+                f"{self.num_sequences - self.num_slices} sequences{self._slices_named}, got shape {shape}"
             )
 
     @property
@@ -169,8 +202,18 @@ class EncoderItem(ItemLayout):
     @property
     def sequences(self) -> list[PatchSequence]:
         """Views of the patches."""
-        parts = (self.patches,) if self.num_sequences == 1 else self.patches.split(self.grid[0] * self.grid[1])
-        return [PatchSequence(self.grid, patches, self.merge_size, self.order) for patches in parts]
+        parts = self.patches.split([rows * columns for rows, columns in self.grids])
+        return [
+            PatchSequence(grid, patches, self.merge_size, self.order)
+            for grid, patches in zip(self.grids, parts, strict=True)
+        ]
+
+    @property
+    def _slices_named(self) -> str:
+        if not self.num_slices:
+            return ""
+        rows, columns = self.slice_grid
+        return f", and {rows * columns} for each of {self.num_slices} slices of {rows}x{columns}"
 
 
 def _layout(item: ItemLayout) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class EncodeJob:
         for index, item in enumerate(items):
             parts = self._split(index, item)
             self._missing[index] = len(parts)
-            self.rows.append((item.sequence_tokens,) * len(parts))
+            self.rows.append(item.sequence_tokens)
             kinds.setdefault(item.kind, []).extend(parts)
         self._launches: list[Launch] = []
         for kind, parts in kinds.items():
@@ -74,11 +74,11 @@ class EncodeJob:
         self._launches.sort(key=lambda launch: min(part.item for part in launch.parts), reverse=True)
 
     def _split(self, index: int, item: EncoderItem) -> list[Part]:
-        out, tokens = self._out[index], item.sequence_tokens
-        if item.tokens != item.num_sequences * tokens:
-            out = torch.empty(item.num_sequences * tokens, out.shape[1], dtype=out.dtype, device=out.device)
+        out, tokens = self._out[index], sum(item.sequence_tokens)
+        if item.tokens != tokens:
+            out = torch.empty(tokens, out.shape[1], dtype=out.dtype, device=out.device)
             self._gathered[index] = out
-        rows = (out,) if item.num_sequences == 1 else out.split(tokens)
+        rows = out.split(list(item.sequence_tokens))
         return [Part(index, part, own) for part, own in zip(item.sequences, rows, strict=True)]
 
     @property
@@ -107,7 +107,7 @@ class EncodeJob:
             gathered = self._gathered.get(part.item)
             if gathered is not None and not self._missing[part.item]:
                 item = self._items[part.item]
-                rows_TND = gathered.unflatten(0, (item.num_sequences, item.sequence_tokens))
+                rows_TND = gathered.unflatten(0, (item.num_sequences, item.sequence_tokens[0]))
                 self.rows[part.item] = prune(rows_TND, item.pruning_rate, self._out[part.item])
                 del self._gathered[part.item]
         return bool(self._launches)

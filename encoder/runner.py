@@ -169,10 +169,11 @@ class EncoderRunner:
         if name not in self.lanes:
             raise ValueError(f"{name} {index}: this checkpoint has no projection for items of kind {name!r}")
         try:
-            num_image_tokens(item.grid, merge_size=spec.merge_size)
+            for grid in {*item.grids}:
+                num_image_tokens(grid, merge_size=spec.merge_size)
         except ValueError as error:
             raise ValueError(f"{name} {index}: {error}") from error
-        wanted = (item.num_sequences * item.grid[0] * item.grid[1], spec.patch_widths[name])
+        wanted = (item.num_patches, spec.patch_widths[name])
         if tuple(item.patches.shape) != wanted:
             raise ValueError(f"{name} {index}: patches of shape {tuple(item.patches.shape)}, expected {wanted}")
         if item.merge_size != spec.merge_size:

@@ -3,7 +3,7 @@
 One folder per family; nothing outside this package names one.
 """
 
-from families.family import Family, FamilyConfig, ImageRule, ModelFiles, Target, VideoRule, VisionSpec
+from families.family import Family, FamilyConfig, ImageRule, ModelFiles, SlicingRule, Target, VideoRule, VisionSpec
 from families.files import CheckpointError
 from families.registry import family_of, served_model_types
 
@@ -13,6 +13,7 @@ __all__ = [
     "FamilyConfig",
     "ImageRule",
     "ModelFiles",
+    "SlicingRule",
     "Target",
     "VideoRule",
     "VisionSpec",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from decoder.config import DecoderConfig
 from decoder.positions import Positions
-from encoder.item import EncoderItem, Grid
+from encoder.item import EncoderItem, Grid, ItemLayout
 from encoder.stopwatch import Stopwatch
 from encoder.tower import TowerSpec
 
@@ -41,6 +41,15 @@ class ImageRule(Protocol):
     ) -> EncoderItem:
         """`[H, W, 3]` uint8 pixels as an item in new memory, its patches in `dtype`; or in uint8, where `keep_bytes`
         allows it and no pixel changes. `watch` counts the stages. Raises ValueError for what the tower cannot take."""
+
+
+@runtime_checkable
+class SlicingRule(Protocol):
+    """What an image rule that may cut an image into slices is in addition."""
+
+    def text(self, item: ItemLayout, number: int, *, token: str) -> str:
+        """What stands in a prompt for its image `number`, counted from 0, in the place of the one `token` of the chat
+        template: as many tokens as `item` has attention sequences, and the words around them."""
 
 
 class VideoRule(Protocol):

@@ -63,7 +63,7 @@ class Welcome(_message.Message):
     def __init__(self, partner: _Optional[_Union[Partner, _Mapping]] = ..., window_bytes: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
 class EncodeItem(_message.Message):
-    __slots__ = ("ticket", "key", "grid_rows", "grid_columns", "merge_size", "shape", "dtype", "num_frames", "pruning_rate", "priority", "seconds_left", "order")
+    __slots__ = ("ticket", "key", "grid_rows", "grid_columns", "merge_size", "shape", "dtype", "num_frames", "pruning_rate", "priority", "seconds_left", "order", "slices")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     GRID_ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +76,7 @@ class EncodeItem(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     SECONDS_LEFT_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
+    SLICES_FIELD_NUMBER: _ClassVar[int]
     ticket: int
     key: bytes
     grid_rows: int
@@ -88,7 +89,8 @@ class EncodeItem(_message.Message):
     priority: int
     seconds_left: float
     order: str
-    def __init__(self, ticket: _Optional[int] = ..., key: _Optional[bytes] = ..., grid_rows: _Optional[int] = ..., grid_columns: _Optional[int] = ..., merge_size: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., num_frames: _Optional[int] = ..., pruning_rate: _Optional[float] = ..., priority: _Optional[int] = ..., seconds_left: _Optional[float] = ..., order: _Optional[str] = ...) -> None: ...
+    slices: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ticket: _Optional[int] = ..., key: _Optional[bytes] = ..., grid_rows: _Optional[int] = ..., grid_columns: _Optional[int] = ..., merge_size: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., num_frames: _Optional[int] = ..., pruning_rate: _Optional[float] = ..., priority: _Optional[int] = ..., seconds_left: _Optional[float] = ..., order: _Optional[str] = ..., slices: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Piece(_message.Message):
     __slots__ = ("ticket", "data")

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise, takewhile
+from itertools import chain, count, pairwise, repeat, takewhile
 
 from encoder.item import IMAGE, VIDEO
+from families import SlicingRule
 from service.common import errors
 from service.common.types import ChatInput, GenerateSpec, Message, RawInput, TokensInput
 from service.engine.types import EngineImage, EngineInfo
 from service.media.images import Prepared
 from service.model.assets import ModelAssets
 from service.model.chat import Marked
-from service.model.tokenizer import Tokenizer, literal
+from service.model.tokenizer import Tokenizer, literal, substitute
 
 SYSTEM_ROLES = ("system", "developer")
 
@@ -58,17 +59,19 @@ def read(spec: GenerateSpec, media: Sequence[Prepared], assets: ModelAssets) -> 
     Raises StatusError."""
     if isinstance(spec.input, TokensInput):
         check_ids("tokens.ids", spec.input.ids, assets)
-        return list(spec.input.ids)
+        return _with_slices(list(spec.input.ids), media, assets)
     if assets.tokenizer is None:
         raise errors.FailedPrecondition(f"{assets.config.name} has no tokenizer: send token ids", field="input")
-    clips = [_words(item, assets) for item in media]
+    words = _words(media, assets)
     if isinstance(spec.input, RawInput):
-        return _raw_ids(spec.input.text, clips, assets, assets.tokenizer)
+        return _raw_ids(spec.input.text, words, assets, assets.tokenizer)
     assert isinstance(spec.input, ChatInput)
+    clips = [part if item.labels else None for item, part in zip(media, words, strict=True)]
     try:
         text = assets.template.render(_with_clips(spec.input.messages, clips), spec.input.template_arguments)
     except ValueError as error:
         raise errors.InvalidArgument(str(error), field="chat") from None
+    text = _place_images(text, media, words, assets.image_token)
     return assets.wrap_images(assets.tokenizer.encode(text))
 
 
@@ -102,15 +105,52 @@ def system_end(spec: GenerateSpec, ids: Sequence[int], assets: ModelAssets) -> i
     return ids.index(assets.image_token_id) if assets.image_token_id in ids[:length] else length
 
 
-def _words(item: Prepared, assets: ModelAssets) -> Marked | None:
-    """What stands for a clip in text; None for an image."""
-    if not item.labels:
-        return None
+def _words(media: Sequence[Prepared], assets: ModelAssets) -> list[Marked | None]:
+    """What stands in text for each clip, and for images of models that cut them into slices; None for others."""
+    numbers = count()
+    return [_clip_words(item, assets) if item.labels else _image_words(item, next(numbers), assets) for item in media]
+
+
+def _clip_words(item: Prepared, assets: ModelAssets) -> Marked:
     rule = None if assets.vision is None else assets.vision.video_rule
     assert rule is not None, "a clip of a model without a rule for them"
     start, end = assets.image_wrappers
     ones = [1] * len(item.labels)
     return Marked(rule.text(item.labels, ones, start=start, token=assets.image_token or "", end=end))
+
+
+def _image_words(item: Prepared, number: int, assets: ModelAssets) -> Marked | None:
+    rule = None if assets.vision is None else assets.vision.image_rule
+    if not isinstance(rule, SlicingRule):
+        return None
+    return Marked(rule.text(item.layout, number, token=assets.image_token or ""))
+
+
+def _place_images(text: str, media: Sequence[Prepared], words: Sequence[Marked | None], token: str | None) -> str:
+    """Text in which each image has its own words in the place of its token; those of clips are there already."""
+    if token is None or not any(part for item, part in zip(media, words, strict=True) if not item.labels):
+        return text
+    parts = (
+        repeat(None, len(item.labels)) if item.labels else (part,) for item, part in zip(media, words, strict=True)
+    )
+    return substitute(text, token, chain.from_iterable(parts))
+
+
+def _with_slices(ids: list[int], media: Sequence[Prepared], assets: ModelAssets) -> list[int]:
+    """Token ids in which one image token id stands for each image get what the model's text has for images of which
+    there are slices. Where that is there already, they stay as they are."""
+    image = assets.image_token_id
+    if assets.tokenizer is None or image is None or ids.count(image) != len(media):
+        return ids
+    pairs = zip(media, _words(media, assets), strict=True)
+    words = iter([None if item.labels else text for item, text in pairs])
+    found: list[int] = []
+    for place, token in enumerate(ids):
+        text = next(words) if token == image else None
+        own = [token] if text is None else assets.tokenizer.encode(text)
+        before = place - own.index(image) if text is not None else place
+        found += [token] if before >= 0 and ids[before : before + len(own)] == own else own
+    return found
 
 
 def _with_clips(messages: Sequence[Message], clips: Sequence[Marked | None]) -> list[Message]:
@@ -142,7 +182,7 @@ def widen(ids: list[int], media: Sequence[Prepared], continued: int, assets: Mod
     """Each image token id becomes as many as its image has tokens. `continued`: tokens of output that are there
     already. Raises InvalidArgument."""
     places = [i for i, token in enumerate(ids) if token == assets.image_token_id]
-    runs = [max(1, len(item.labels)) for item in media]
+    runs = [item.runs for item in media]
     if len(places) == len(media) != sum(runs):  # token ids with one for each clip
         runs = [1] * len(media)
     if len(places) != sum(runs):
@@ -153,16 +193,17 @@ def widen(ids: list[int], media: Sequence[Prepared], continued: int, assets: Mod
     widened: list[int] = []
     images: list[EngineImage] = []
     previous, taken = 0, 0
-    for item, count in zip(media, runs, strict=True):
+    for item, parts in zip(media, runs, strict=True):
         check_room(item, info)
-        mine = places[taken : taken + count]
+        mine = places[taken : taken + parts]
         widened += ids[previous : mine[0]]
         between = tuple(tuple(ids[a + 1 : b]) for a, b in pairwise(mine))
         image = EngineImage(len(widened), item.key, item.item, between)
         images.append(image)
-        # Where the words between stand is for the engine to say: here only the length counts.
-        widened += [ids[mine[0]]] * item.item.tokens + [i for words in between for i in words]
-        previous, taken = mine[-1] + 1, taken + count
+        for rows, words in zip(_rows(item, len(mine)), (*between, ()), strict=True):
+            widened += [ids[mine[0]]] * rows
+            widened += words
+        previous, taken = mine[-1] + 1, taken + parts
     widened += ids[previous:]
     if not widened:
         raise errors.InvalidArgument("the prompt is empty", field="input")
@@ -175,10 +216,18 @@ def widen(ids: list[int], media: Sequence[Prepared], continued: int, assets: Mod
     return Prompt(widened, tuple(images), tuple(ids), sum(item.frames for item in media))
 
 
+def _rows(item: Prepared, runs: int) -> tuple[int, ...]:
+    """Of each run. Of a pruned clip the engine will know: here only the length counts, and the first has all."""
+    layout = item.layout
+    if runs == layout.num_sequences and sum(layout.sequence_tokens) == layout.tokens:
+        return layout.sequence_tokens
+    return (layout.tokens, *[0] * (runs - 1))
+
+
 def _needed(media: Sequence[Prepared], runs: Sequence[int]) -> str:
     clips = sum(bool(item.labels) for item in media)
     if not clips:
-        return f"{len(media)} images"
+        return f"{len(media)} images" + (f" in {sum(runs)} parts" if sum(runs) > len(media) else "")
     return f"{len(media) - clips} images and {clips} videos of {sum(runs) - len(media) + clips} temporal patches"
 
 

@@ -48,6 +48,7 @@ def item_to_proto(item: ItemDescription) -> encoder_pb2.EncodeItem:
         grid_rows=item.grid[0], grid_columns=item.grid[1], merge_size=item.merge_size, shape=shape, dtype=item.dtype,
         num_frames=item.num_frames, pruning_rate=item.pruning_rate,
         order="" if item.order == ROW_MAJOR else item.order,
+        slices=(*item.slices, *item.slice_grid) if item.num_slices else (),
     )  # fmt: skip
 
 
@@ -63,12 +64,16 @@ def empty_pixels(message: encoder_pb2.EncodeItem, limit: int) -> torch.Tensor:
 
 def item_from_proto(message: encoder_pb2.EncodeItem, pixels: torch.Tensor) -> EncoderItem:
     """Raises ValueError for a shape that the grid does not have."""
-    sequences, dimensions = (pixels.shape[0], 3) if message.num_frames else (1, 2)
+    rows, columns, *slice_grid = message.slices or (0, 0, 0, 0)
+    if len(slice_grid) != 2:
+        raise ValueError(f"slices are {list(message.slices)}; rows, columns and a grid would work")
+    sequences, dimensions = (pixels.shape[0], 3) if message.num_frames else (1 + rows * columns, 2)
     if pixels.dim() != dimensions:
         raise ValueError(f"pixels of shape {list(message.shape)} of an item of {message.num_frames} frames")
     description = ItemDescription(
         (message.grid_rows, message.grid_columns), pixels.shape[-1], str(pixels.dtype).removeprefix("torch."),
         kind=VIDEO if message.num_frames else IMAGE, num_sequences=sequences, num_frames=message.num_frames,
         pruning_rate=message.pruning_rate, merge_size=message.merge_size, order=message.order or ROW_MAJOR,
+        slices=(rows, columns), slice_grid=(slice_grid[0], slice_grid[1]),
     )  # fmt: skip
     return description.with_patches(pixels.flatten(0, -2))

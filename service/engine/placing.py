@@ -1,9 +1,10 @@
 """Where the rows of images and clips lie in a prompt.
 
-An image is one run of rows. A clip is as many as it has temporal patches, with words between them. Pruning drops
-rows after the encoder has seen them: how many stay of the whole clip is known from its shape, how many of each temporal
-patch only then. So the prompt's length, which is what admission and limits need, is known at once, and a request with
-a pruned clip goes to the decoder when its clip has been encoded for the first time.
+An image is one run of rows, or as many as it has slices and one more. A clip is as many as it has temporal patches.
+There are words between them. Pruning drops rows after the encoder has seen them: how many stay of the whole clip is
+known from its shape, how many of each temporal patch only then. So the prompt's length, which is what admission and
+limits need, is known at once, and a request with a pruned clip goes to the decoder when its clip has been encoded for
+the first time.
 """
 
 from __future__ import annotations
@@ -83,11 +84,12 @@ def blocks(request: EngineRequest, leases: Sequence[Lease]) -> list[tuple[int, G
         item, start = image.patches, image.start
         assert isinstance(item, EncoderItem), image
         counts = _counts(image, lease)
-        if counts is None or counts.count(counts[0]) * counts[0] != item.num_sequences * item.sequence_tokens:
+        if counts is None or sum(counts) != sum(item.sequence_tokens):
             continue
-        for words in (*image.between, *[()] * (item.num_sequences - 1 - len(image.between)), ()):
-            found.append((start, item.grid))
-            start += item.sequence_tokens + len(words)
+        between = (*image.between, *[()] * (item.num_sequences - len(image.between)))
+        for grid, rows, words in zip(item.grids, item.sequence_tokens, between, strict=True):
+            found.append((start, grid))
+            start += rows + len(words)
     return found
 
 
@@ -96,6 +98,6 @@ def _counts(image: EngineImage, lease: Lease) -> tuple[int, ...] | None:
     assert isinstance(item, EncoderItem), image
     if not image.between:
         return (item.tokens,)
-    if item.tokens == item.num_sequences * item.sequence_tokens:
-        return (item.sequence_tokens,) * item.num_sequences
+    if item.tokens == sum(item.sequence_tokens):
+        return item.sequence_tokens
     return lease.counts

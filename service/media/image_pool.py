@@ -29,10 +29,10 @@ from typing import Any
 
 from encoder.frames import VideoError
 from encoder.images import ImageError, ImageHeader
-from encoder.item import IMAGE, ROW_MAJOR, VIDEO, ItemDescription
+from encoder.item import IMAGE, ROW_MAJOR, VIDEO, Grid, ItemDescription
 from encoder.stopwatch import Stopwatch
 from encoder.tower import patch_order
-from families import VisionSpec
+from families import SlicingRule, VisionSpec
 from service.common import errors
 from service.media.image_worker import LENGTH
 from service.media.images import Frame, MediaLimits, PreparedVideo, most_bytes, video_rule
@@ -323,7 +323,8 @@ class ImagePool:
         vision = self._vision
         if told != (kind, vision.patch_widths[kind], vision.merge_size, pruning, patch_order(vision)):
             raise _Lost("nonsense")
-        whole = (found.num_sequences, found.num_frames) == (1, 0)
+        sliced = found.num_slices > 0 and isinstance(vision.image_rule, SlicingRule)
+        whole = found.num_frames == 0 and (found.num_sequences == 1 or sliced)
         several = 1 <= found.num_sequences <= found.num_frames
         if not (several if kind == VIDEO else whole) or found.dtype not in (self._dtype, "uint8"):
             raise _Lost("nonsense")
@@ -365,21 +366,27 @@ def _description(value: Any) -> ItemDescription:
     names = {field.name: field.type for field in fields(ItemDescription)}
     if not isinstance(value, dict):
         raise _Lost("nonsense")
-    value = {"order": ROW_MAJOR, **value}
+    value = {"order": ROW_MAJOR, "slices": [0, 0], "slice_grid": [0, 0], **value}
     if value.keys() != names.keys():
         raise _Lost("nonsense")
-    grid = value["grid"]
-    if not isinstance(grid, list) or len(grid) != 2 or any(type(side) is not int or side < 1 for side in grid):
-        raise _Lost("nonsense")
+    grids = {name: _grid(value[name]) for name, kind in names.items() if kind == "Grid"}
     kinds = {"int": (int,), "float": (int, float), "str": (str,)}
-    if any(type(value[name]) not in kinds[str(kind)] for name, kind in names.items() if name != "grid"):
+    if any(type(value[name]) not in kinds[str(kind)] for name, kind in names.items() if name not in grids):
+        raise _Lost("nonsense")
+    if min(grids["grid"]) < 1:
         raise _Lost("nonsense")
     try:
-        found = ItemDescription(**{**value, "grid": (grid[0], grid[1])})
+        found = ItemDescription(**{**value, **grids})
         found.tokens  # noqa: B018  raises for a ragged grid
         return found
     except ValueError:
         raise _Lost("nonsense") from None
+
+
+def _grid(value: Any) -> Grid:
+    if not isinstance(value, list) or len(value) != 2 or any(type(side) is not int or side < 0 for side in value):
+        raise _Lost("nonsense")
+    return value[0], value[1]
 
 
 def _number(reply: dict[str, Any], name: str) -> int:

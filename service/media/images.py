@@ -15,12 +15,12 @@ from typing import Protocol
 
 from encoder.frames import VideoError, VideoLimits
 from encoder.images import ImageError, ImageHeader, ImageLimits
-from encoder.item import DTYPE_BYTES, IMAGE
+from encoder.item import DTYPE_BYTES, IMAGE, ItemLayout
 from encoder.stopwatch import Stopwatch
 from families import VideoRule, VisionSpec
 from service.common import errors
 from service.common.types import ImageSource, MediaSource, VideoSource
-from service.media.sealed import PreparedItem
+from service.media.sealed import PreparedItem, SealedItem
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,17 @@ class Prepared:
     """Of a clip: the words before each temporal patch."""
     frames: int = 0
     """Of a clip: those that were looked at."""
+
+    @property
+    def runs(self) -> int:
+        """Runs of rows that it has in a prompt: of a clip one for each temporal patch, of an image one, and one for
+        each of its slices."""
+        return len(self.labels) or 1 + self.item.num_slices
+
+    @property
+    def layout(self) -> ItemLayout:
+        """How its rows divide."""
+        return self.item.description if isinstance(self.item, SealedItem) else self.item
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,10 @@ class SealedItem:
     def nbytes(self) -> int:
         return self.description.nbytes
 
+    @property
+    def num_slices(self) -> int:
+        return self.description.num_slices
+
 
 PreparedItem = SealedItem | EncoderItem
 """Prepared by a worker, or in this process."""

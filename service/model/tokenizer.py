@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer as _Tokenizer
@@ -85,6 +86,18 @@ def literal(text: str, *tokens: str) -> str:
     for token in tokens:
         text = text.replace(token, f"{_LITERAL_OPEN}{token}{_LITERAL_CLOSE}")
     return text
+
+
+def substitute(text: str, token: str, words: Iterable[str | None]) -> str:
+    """Each `token` of `text` that is meant as such, and not `literal`, becomes the next of `words`; it stays where that
+    is None, and where there are no more."""
+    given = iter(words)
+
+    def replaced(found: re.Match[str]) -> str:
+        next_words = next(given, None) if found[0] == token else None
+        return found[0] if next_words is None else next_words
+
+    return re.sub(f"{_LITERAL_OPEN}.*?{_LITERAL_CLOSE}|{re.escape(token)}", replaced, text, flags=re.DOTALL)
 
 
 class Detokenizer:

@@ -11,7 +11,7 @@ from encoder.item import VIDEO, EncoderItem, num_image_tokens
 def test_an_item_divides_into_its_sequences() -> None:
     patches = torch.arange(3 * 8 * 5).view(24, 5)
     item = EncoderItem((2, 4), patches, kind=VIDEO, num_sequences=3, num_frames=5, pruning_rate=0.5)
-    assert [part.tokens for part in item.sequences] == [2, 2, 2] and item.sequence_tokens == 2
+    assert [part.tokens for part in item.sequences] == [2, 2, 2] and item.sequence_tokens == (2, 2, 2)
     assert item.tokens == 3
     assert torch.equal(torch.cat([part.patches for part in item.sequences]), patches)
     assert all(part.patches.untyped_storage().data_ptr() == patches.data_ptr() for part in item.sequences)
@@ -40,3 +40,29 @@ def test_a_ragged_grid_has_no_tokens() -> None:
         num_image_tokens((3, 4))
     with pytest.raises(ValueError, match="2x3"):
         _ = EncoderItem((2, 3), torch.zeros(6, 5)).tokens
+
+
+def test_an_image_with_slices_has_sequences_of_two_grids() -> None:
+    patches = torch.arange(5.0 * (2 * 4 + 6 * 4 * 2)).view(-1, 5)
+    item = EncoderItem((2, 4), patches, num_sequences=7, slices=(2, 3), slice_grid=(4, 2))
+    assert item.grids == ((2, 4), *[(4, 2)] * 6) and item.sequence_tokens == (2,) * 7 and item.tokens == 14
+    assert [part.grid for part in item.sequences] == list(item.grids)
+    assert torch.equal(torch.cat([part.patches for part in item.sequences]), patches)
+    assert item.description.with_patches(patches) == item and item.description.nbytes == patches.nbytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "numbers"),
+    [
+        ({"num_sequences": 6}, "6 sequences .* 6 slices has 7"),
+        ({"slice_grid": (0, 0)}, r"slices of \(0, 0\) patches"),
+        ({"slices": (0, 3), "num_sequences": 1}, r"\(0, 3\) slices"),
+        ({"pruning_rate": 0.5}, "pruned by 0.5"),
+        ({"num_frames": 7}, "7 frames"),
+        ({"slice_grid": (4, 4)}, "2x4 needs 8 .* 1 sequences, and 16 for each of 6 slices of 4x4"),
+    ],
+)
+def test_slices_that_cannot_be_are_refused(changes: dict[str, object], numbers: str) -> None:
+    given: dict[str, object] = {"num_sequences": 7, "slices": (2, 3), "slice_grid": (4, 2), **changes}
+    with pytest.raises(ValueError, match=numbers):
+        EncoderItem((2, 4), torch.zeros(56, 5), **given)  # type: ignore[arg-type]

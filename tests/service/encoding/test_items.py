@@ -62,6 +62,19 @@ def test_the_message_of_an_item_stays_what_older_partners_read() -> None:
     )
 
 
+def test_slices_cross_and_are_checked() -> None:
+    item = EncoderItem((2, 4), torch.rand(56, 12), num_sequences=7, slices=(3, 2), slice_grid=(2, 4))
+    message = item_to_proto(item.description)
+    assert message.slices == [3, 2, 2, 4] and item_from_proto(message, item.patches).grids == item.grids
+    for wrong, numbers in (([3, 2, 2], "slices are"), ([3, 3, 2, 4], "9 slices"), ([0, 2, 2, 4], "positive")):
+        message.slices[:] = wrong
+        with pytest.raises(ValueError, match=numbers):
+            item_from_proto(message, item.patches)
+    message.slices[:] = [2**20, 2**20, 2, 4]  # nothing of that size is made
+    with pytest.raises(ValueError, match="shape"):
+        item_from_proto(message, item.patches)
+
+
 def test_pieces_are_bounded_and_complete() -> None:
     data = memoryview(bytes(range(256)) * (PIECE_BYTES // 100))
     cut = list(pieces(data))

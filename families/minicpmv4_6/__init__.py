@@ -1,0 +1,12 @@
+"""MiniCPM-V 4.6 (OpenBMB): slices of large images, and a SigLIP tower that merges windows, before Qwen3.5's decoder."""
+
+from families.family import Family
+from families.minicpmv4_6.config import read_config
+from families.minicpmv4_6.names import weights
+
+FAMILY = Family(
+    name="minicpmv4_6",
+    read_config=read_config,
+    weights=weights,
+    aliases=("MiniCPMV4_6ForConditionalGeneration",),
+)

@@ -1,0 +1,40 @@
+"""`config.json` and `preprocessor_config.json` -> `DecoderConfig` and `SlicingVision`.
+
+Reference: transformers, models/minicpmv4_6/configuration_minicpmv4_6.py. `text_config` is `qwen3_5_text`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from families.family import FamilyConfig, ModelFiles
+from families.files import CheckpointError, first, token_id
+from families.minicpmv4_6.vision import SlicingVision
+from families.minicpmv4_6.vision_config import vision_fields
+from families.qwen3_5.config import decoder_config
+
+
+def read_config(files: ModelFiles) -> FamilyConfig:
+    """Raises CheckpointError with the field at fault."""
+    config = files.config
+    text = first(config, "text_config", default={})
+    if not isinstance(text, Mapping):
+        raise CheckpointError(f"config.json: text_config must be an object, not {text!r}")
+    if (kind := first(text, "model_type", default="qwen3_5_text")) != "qwen3_5_text":
+        raise CheckpointError(f"config.json: text_config.model_type is {kind!r}; 'qwen3_5_text' is served here")
+    tied = bool(first(config, "tie_word_embeddings", default=first(text, "tie_word_embeddings", default=False)))
+    # Image tokens are counted like words, so that positions have one axis.
+    decoder = decoder_config(text, tied=tied)
+    try:
+        vision = SlicingVision(**vision_fields(config, decoder.hidden_size, files.preprocessor))
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"config.json: {error}") from None
+    image = first(config, "image_token_id")
+    return FamilyConfig(
+        text=text,
+        decoder=decoder,
+        vision=vision,
+        image_token_id=None if image is None else token_id("image_token_id", image, decoder.vocab_size),
+    )

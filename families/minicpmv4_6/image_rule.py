@@ -1,0 +1,142 @@
+"""From a decoded image to flattened patches: the whole, and slices of large ones, as the released image processor cuts
+them.
+
+Shapes: H, W pixels; C = 3 channels; p the patch side; T patches.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from encoder.images import RGB
+from encoder.item import EncoderItem, Grid, ItemLayout
+from encoder.stopwatch import Stopwatch
+from families.minicpmv4_6.vision_config import VisionConfig
+from families.qwen3_5.image_rule import normalised, resize_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+Size = tuple[int, int]
+"""Height and width, in pixels."""
+
+
+@dataclass(frozen=True)
+class SlicedImageRule:
+    """`families.family.ImageRule` and `SlicingRule` with the numbers of `config`."""
+
+    config: VisionConfig
+
+    def grid(self, height: int, width: int) -> Grid:
+        """The patch grid of the whole image of that many pixels."""
+        sides = self.whole(height, width)
+        return sides[0] // self.config.patch_size, sides[1] // self.config.patch_size
+
+    def slices(self, height: int, width: int) -> Grid:
+        """Rows and columns of slices of an image of that many pixels; (0, 0) for none."""
+        config = self.config
+        if not config.slice_mode:
+            return 0, 0
+        return best_slices(height, width, config.max_slice_nums, config.scale_resolution) or (0, 0)
+
+    def whole(self, height: int, width: int) -> Size:
+        """What the whole image is resized to. An image that is not sliced may grow."""
+        return self._resized(height, width, may_grow=self.slices(height, width) == (0, 0))
+
+    def slice_size(self, height: int, width: int) -> Size:
+        """What each slice is resized to, of an image that has any."""
+        rows, columns = self.slices(height, width)
+        return self._resized(_to_multiple(height, rows) / rows, _to_multiple(width, columns) / columns, may_grow=True)
+
+    def _resized(self, height: float, width: float, *, may_grow: bool) -> Size:
+        resolution = self.config.scale_resolution
+        if height < 1 or width < 1:
+            raise ValueError(f"an image needs at least one pixel each way, got {height:g}x{width:g}")
+        if height * width > resolution**2 or may_grow:
+            aspect = width / height
+            height = int(resolution / math.sqrt(aspect))
+            width = int(height * aspect)
+        factor = self.config.factor
+        return _to_multiple(height, factor), _to_multiple(width, factor)
+
+    def patchify(
+        self, image_HWC: torch.Tensor, dtype: torch.dtype, *, keep_bytes: bool = False, watch: Stopwatch | None = None
+    ) -> EncoderItem:
+        """Resize and cut one image and its slices, and normalise them unless `keep_bytes`: patches then stay uint8, of
+        which the tower's `as_floats` makes the same numbers.
+
+        `image_HWC`: `[H, W, 3]` uint8. Both resizes are Pillow's bicubic on bytes. Returns new memory. Raises
+        `ValueError` for another shape or dtype, and for an image of more tokens than the context has.
+        """
+        import torch  # not above: grids and tokens are counted without
+
+        from encoder.preprocess import cut_patches
+
+        if image_HWC.dim() != 3 or image_HWC.shape[2] != RGB or image_HWC.dtype != torch.uint8:
+            raise ValueError(f"expected [H, W, 3] uint8 pixels, got {tuple(image_HWC.shape)} {image_HWC.dtype}")
+        config, watch = self.config, watch or Stopwatch()
+        height, width = image_HWC.shape[0], image_HWC.shape[1]
+        slices = rows, columns = self.slices(height, width)
+        parts = [(self.whole(height, width), (1, 1))]
+        if rows:
+            parts.append((self.slice_size(height, width), slices))
+        self._check(sum(down * across * size[0] * size[1] for size, (down, across) in parts))
+        patches = []
+        for size, (down, across) in parts:
+            with watch("resize"):
+                resized_HWC = resize_bytes(image_HWC, (size[0] * down, size[1] * across))
+            with watch("patch"):
+                cut = resized_HWC.reshape(down, size[0], across, size[1], RGB).permute(0, 2, 4, 1, 3).flatten(0, 1)
+                patches += [cut_patches(part_CHW, config.patch_size, torch.uint8) for part_CHW in cut]
+        with watch("patch"):
+            joined = torch.cat(patches)
+            if not keep_bytes:
+                joined = normalised(joined, config.image_mean, config.image_std).to(dtype)
+        grids = [(size[0] // config.patch_size, size[1] // config.patch_size) for size, _ in parts]
+        return EncoderItem(
+            grids[0], joined, num_sequences=1 + rows * columns, slices=slices,
+            slice_grid=grids[1] if rows else (0, 0), merge_size=config.merge_size,
+        )  # fmt: skip
+
+    def _check(self, pixels: int) -> None:
+        """Raises `ValueError`, with both numbers, for more tokens than the context has."""
+        tokens = pixels // self.config.factor**2
+        limit = self.config.max_model_len
+        if limit is not None and tokens > limit:
+            raise ValueError(f"it takes {tokens} tokens and the context holds {limit}")
+
+    def text(self, item: ItemLayout, number: int, *, token: str) -> str:
+        """The image's number, the whole image, and its slices row by row."""
+        words = f"<image_id>{number}</image_id>" if self.config.use_image_id else ""
+        row = f"<slice>{token}</slice>" * item.slices[1]
+        return f"{words}<image>{token}</image>" + "\n".join([row] * item.slices[0])
+
+
+def best_slices(height: int, width: int, most: int, resolution: int) -> Grid | None:
+    """Rows and columns that an image is cut into: of about as many slices as its area has squares of `resolution`, at
+    most `most`, those whose shape is nearest to the image's. None for a small image.
+    """
+    if height < 1 or width < 1:
+        raise ValueError(f"an image needs at least one pixel each way, got {height}x{width}")
+    wanted = min(math.ceil(width * height / resolution**2), most)
+    if wanted <= 1:
+        return None
+    shape = math.log(width / height)
+    best, least = (1, 1), math.inf
+    for count in (wanted - 1, wanted, wanted + 1):
+        if count == 1 or count > most:
+            continue
+        for rows in range(1, count + 1):
+            if count % rows:
+                continue
+            error = abs(shape - math.log(count // rows / rows))
+            if error < least or (error == least and rows > best[0]):
+                best, least = (rows, count // rows), error
+    return best
+
+
+def _to_multiple(length: float, divisor: int) -> int:
+    """The nearest multiple, and at least one. Python's round, half to even, is part of the rule."""
+    return max(round(length / divisor) * divisor, divisor)

@@ -1,0 +1,180 @@
+"""The SigLIP tower with its two mergers: reading the published weights, positions, and the forward pass.
+
+The maths follows transformers' `MiniCPMV4_6VisionModel` and `MiniCPMV4_6Merger`. R tower rows, D features, H heads,
+N image tokens, W windows of M = 4 rows, S the side of the stored position table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from encoder.item import IMAGE, Grid
+from encoder.pieces import Pieces, finish
+from encoder.tower import PackedBatch
+from encoder.vit import ACTIVATIONS, Block, Norm
+from families.minicpmv4_6.vision_config import MERGER_EPS, WINDOW, VisionConfig
+from families.qwen3_5.image_rule import normalised
+from kernels.linear import Linear
+from kernels.patch_embed import patch_embed
+from kernels.pixel_shuffle import pixel_shuffle
+from kernels.varlen_attention import varlen_attention
+
+
+@dataclass(frozen=True)
+class _Merger:
+    """Rows of a window, side by side: norm, linear layer, activation, linear layer."""
+
+    norm: Norm
+    linear_1: Linear
+    act: str
+    linear_2: Linear
+
+    def __call__(self, joined_WE: Tensor) -> Tensor:
+        return self.linear_2(ACTIVATIONS[self.act](self.linear_1(self.norm(joined_WE))))
+
+
+@dataclass(frozen=True)
+class _WindowMerger:
+    """Attention within each window, and then the window as one row."""
+
+    norm: Norm
+    qkv: Linear
+    out: Linear
+    merger: _Merger
+
+
+class MergingTower:
+    """`encoder.tower.Tower`. Raises `ValueError` for missing names."""
+
+    def __init__(
+        self, spec: VisionConfig, weights: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.sizes, self.dtype, self.device, self.kinds = spec, dtype, device, (IMAGE,)
+        reader = _Reader(spec, dict(weights), dtype, device)
+        self._projection = reader.projection()
+        self._table_KD = torch.zeros(1, spec.hidden_size, dtype=dtype, device=device)
+        self._positions_SD = reader.take("vision_tower.embeddings.position_embedding.weight").clone()
+        self._blocks = [reader.block(f"vision_tower.encoder.layers.{index}.") for index in range(spec.num_layers)]
+        self._window = None if spec.insert_layer is None else reader.window_merger("vision_tower.vit_merger.")
+        self._final_norm = reader.norm("vision_tower.post_layernorm")
+        self._merger = reader.merger("merger.mlp.0.", "gelu", MERGER_EPS)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory between the operations of compiled code: there is none."""
+        return 0
+
+    def positions(self, grid: Grid) -> Tensor:
+        """`[gh * gw, D]` in the tower's dtype, row by row: of the square table, the entry that each place falls on."""
+        rows, columns = (_nearest(length, self.sizes.table_side) for length in grid)
+        places = rows[:, None] * self.sizes.table_side + columns
+        return self._positions_SD[places.flatten().to(self.device)]
+
+    def as_floats(self, patches: Tensor) -> Tensor:
+        """uint8 patches normalised as the released image processor does, in the tower's dtype."""
+        if patches.dtype != torch.uint8:
+            return patches.to(self.dtype)
+        return normalised(patches, self.sizes.image_mean, self.sizes.image_std).to(self.dtype)
+
+    def forward(self, batch: PackedBatch, *, kind: str = IMAGE) -> Tensor:
+        """`[N, row_width]` rows in the tower's dtype, one per entry of `token_rows_NM`; new memory."""
+        return finish(self.pieces(batch, kind=kind))
+
+    def pieces(self, batch: PackedBatch, *, kind: str = IMAGE) -> Pieces[Tensor]:
+        """The same, to be left after each layer. One host read of `cu_seqlens` in the torch attention."""
+        x_RD = patch_embed(batch.patches_TP, self._projection, batch.positions_TD, self._table_KD, batch.source_R)
+        cu_seqlens, longest, token_rows_NM = batch.cu_seqlens, batch.max_seqlen, batch.token_rows_NM
+        for index, block in enumerate(self._blocks):
+            x_RD = self._attend(x_RD, block.norm1, block.qkv, block.out, cu_seqlens, longest)
+            inner = ACTIVATIONS[self.sizes.hidden_act](block.up(block.norm2(x_RD)))
+            x_RD = block.down(inner).add_(x_RD)
+            if index == self.sizes.insert_layer:
+                x_RD = self._merge_windows(x_RD, token_rows_NM)
+                cu_seqlens, longest = _merged_sequences(cu_seqlens, len(x_RD)), longest // WINDOW**2
+                token_rows_NM = torch.arange(len(x_RD), device=x_RD.device).view(-1, WINDOW**2)
+            yield
+        return self._merger(pixel_shuffle(self._final_norm(x_RD), token_rows_NM))
+
+    def _attend(self, x_RD: Tensor, norm: Norm, qkv: Linear, out: Linear, cu_seqlens: Tensor, longest: int) -> Tensor:
+        rows, heads, width = len(x_RD), self.sizes.num_heads, self.sizes.hidden_size // self.sizes.num_heads
+        q_RHD, k_RHD, v_RHD = qkv(norm(x_RD)).view(rows, 3, heads, width).unbind(1)
+        mixed_RHD = varlen_attention(q_RHD, k_RHD, v_RHD, cu_seqlens, longest, scale=width**-0.5)
+        return out(mixed_RHD.reshape(rows, heads * width)).add_(x_RD)
+
+    def _merge_windows(self, x_RD: Tensor, token_rows_NM: Tensor) -> Tensor:
+        """`[4 N, D]`: the 4 x 4 rows under each image token as 2 x 2 windows of one row each, row by row."""
+        assert self._window is not None
+        window, side = self._window, WINDOW
+        order = token_rows_NM.view(-1, side, side, side, side).permute(0, 1, 3, 2, 4).flatten()
+        x_RD = x_RD.index_select(0, order)
+        cu_seqlens = torch.arange(0, len(x_RD) + 1, side**2, dtype=torch.int32, device=x_RD.device)
+        x_RD = self._attend(x_RD, window.norm, window.qkv, window.out, cu_seqlens, side**2)
+        windows_WMD = x_RD.view(-1, side**2, x_RD.shape[1])
+        return window.merger(windows_WMD.flatten(1)).add_(windows_WMD.mean(1))
+
+
+def _nearest(length: int, side: int) -> Tensor:
+    """`[length]` int64: which of the table's `side` parts the fraction i / length falls into."""
+    edges = torch.arange(1 / side, 1.0, 1 / side)
+    return torch.bucketize(torch.arange(length) / length, edges, right=True)
+
+
+def _merged_sequences(cu_seqlens: Tensor, rows: int) -> Tensor:
+    """Where sequences end after their rows were merged by four; the padding, which is the last, takes what is left."""
+    merged = (cu_seqlens // WINDOW**2).clamp_(max=rows)
+    merged[-1:] = rows
+    return merged
+
+
+class _Reader:
+    """Weights by their names, fused and cast."""
+
+    def __init__(self, spec: VisionConfig, given: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        if missing := spec.expected_weights().keys() - given.keys():
+            raise ValueError(f"{len(missing)} vision weights are missing, such as {sorted(missing)[:3]}")
+        self._spec, self._given, self._dtype, self._device = spec, given, dtype, device
+
+    def take(self, name: str) -> Tensor:
+        return self._given[name].to(self._device, self._dtype)
+
+    def projection(self) -> Linear:
+        name = "vision_tower.embeddings.patch_embedding."
+        return Linear(self.take(name + "weight").flatten(1), self.take(name + "bias"))
+
+    def norm(self, name: str, eps: float | None = None) -> Norm:
+        # clone: the norm must not keep the checkpoint's memory map alive
+        weight, bias = (self.take(f"{name}.{part}").clone() for part in ("weight", "bias"))
+        return Norm(weight, bias, self._spec.layer_norm_eps if eps is None else eps)
+
+    def block(self, prefix: str) -> Block:
+        return Block(
+            norm1=self.norm(prefix + "layer_norm1"),
+            qkv=self._linear(*(f"{prefix}self_attn.{part}_proj" for part in "qkv")),
+            out=self._linear(prefix + "self_attn.out_proj"),
+            norm2=self.norm(prefix + "layer_norm2"),
+            up=self._linear(prefix + "mlp.fc1"),
+            down=self._linear(prefix + "mlp.fc2"),
+        )
+
+    def window_merger(self, prefix: str) -> _WindowMerger:
+        return _WindowMerger(
+            norm=self.norm(prefix + "layer_norm1"),
+            qkv=self._linear(*(f"{prefix}self_attn.{part}_proj" for part in "qkv")),
+            out=self._linear(prefix + "self_attn.out_proj"),
+            merger=self.merger(prefix, "gelu_pytorch_tanh", self._spec.layer_norm_eps),
+        )
+
+    def merger(self, prefix: str, act: str, eps: float) -> _Merger:
+        return _Merger(
+            self.norm(prefix + "pre_norm", eps), self._linear(prefix + "linear_1"), act,
+            self._linear(prefix + "linear_2"),
+        )  # fmt: skip
+
+    def _linear(self, *names: str) -> Linear:
+        """One layer of several stored ones, whose outputs stand side by side."""
+        weight, bias = (torch.cat([self.take(f"{name}.{part}") for name in names]) for part in ("weight", "bias"))
+        return Linear(weight, bias)

@@ -1,0 +1,55 @@
+"""What the family's vision part is to encoder and service: its sizes, its tower and its rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from encoder.item import Grid
+from families.minicpmv4_6.image_rule import SlicedImageRule
+from families.minicpmv4_6.vision_config import VisionConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from families.minicpmv4_6.tower import MergingTower
+
+
+class SlicingVision(VisionConfig):
+    """`families.family.VisionSpec` of this family."""
+
+    def build(
+        self, weights: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype, device: torch.device, native: str = "off",
+        max_rows: int = 0,
+    ) -> MergingTower:  # fmt: skip
+        from families.minicpmv4_6.tower import MergingTower  # not above: grids and tokens need no torch
+
+        if native == "on":
+            raise ValueError("native: this model's tower has no compiled code; auto and off would work")
+        return MergingTower(self, weights, dtype=dtype, device=device)
+
+    @property
+    def image_rule(self) -> SlicedImageRule:
+        return SlicedImageRule(self)
+
+    @property
+    def video_rule(self) -> None:
+        return None
+
+    def limited(self, *, max_model_len: int, video_pruning_rate: float | None = None) -> SlicingVision:
+        if video_pruning_rate:
+            raise ValueError(f"video_pruning_rate {video_pruning_rate:g}: clips are not served with this model")
+        return replace(self, max_model_len=max_model_len)
+
+    def positions(self, length: int, blocks: Sequence[tuple[int, Grid]]) -> None:
+        """None: image tokens are counted like words."""
+
+    def describe_preprocessing(self) -> str:
+        mean, std = (" ".join(f"{v:g}" for v in values) for values in (self.image_mean, self.image_std))
+        slices = self.max_slice_nums if self.slice_mode else 0
+        return (
+            f"patch {self.patch_size}, merge {self.merge_size}, {slices} slices of {self.scale_resolution} pixels, "
+            f"mean {mean}, deviation {std}"
+        )

@@ -1,0 +1,253 @@
+"""What the vision side of a checkpoint looks like: tower sizes, weights, and the numbers of the image rule."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from encoder.images import RGB
+from encoder.item import IMAGE
+from families.files import CheckpointError, first
+
+ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu", "relu2", "silu")
+WINDOW = 2
+"""Patches, or rows of the tower, that are joined along each side, by the window merger and by the one at the end."""
+MERGER_EPS = 1e-6
+_BICUBIC = 3
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """Sizes of a SigLIP tower with its mergers, and the numbers of the image rule that feeds it.
+
+    Raises `ValueError`, with the numbers, for a combination that no tower can have.
+    """
+
+    hidden_size: int
+    """Width of the tower, in features."""
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    """Inner width of the MLP."""
+    text_hidden_size: int
+    """Width of the rows handed to the decoder."""
+    hidden_act: str = "gelu_pytorch_tanh"
+    layer_norm_eps: float = 1e-6
+    patch_size: int = 16
+    """Side of a patch, in pixels."""
+    image_size: int = 224
+    """Side, in pixels, of the square image that the position table was made for."""
+    insert_layer: int | None = 6
+    """The layer that the window merger follows; None: there is none, and an image has four times the tokens."""
+    max_slice_nums: int = 9
+    scale_resolution: int = 448
+    """Side, in pixels, of a square of the area that the whole image and each slice are resized to."""
+    slice_mode: bool = True
+    use_image_id: bool = True
+    """Whether images are numbered in prompts."""
+    image_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    """Mean and deviation per channel of pixels scaled to 0..1."""
+    max_model_len: int | None = None
+    """Context length, in tokens: an image of more is refused. It changes no image's size."""
+
+    def __post_init__(self) -> None:
+        positive = (
+            "hidden_size", "num_layers", "num_heads", "intermediate_size", "text_hidden_size", "patch_size",
+            "max_slice_nums", "scale_resolution",
+        )  # fmt: skip
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise ValueError(f"vision {name} must be at least 1, got {getattr(self, name)}")
+        if self.hidden_size % self.num_heads:
+            raise ValueError(f"vision hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}")
+        if self.image_size < self.patch_size:
+            raise ValueError(f"vision image_size {self.image_size} is below patch_size {self.patch_size}")
+        if self.insert_layer is not None and not 0 <= self.insert_layer < self.num_layers:
+            raise ValueError(f"insert_layer_id {self.insert_layer} is none of {self.num_layers} layers")
+        if self.hidden_act not in ACTIVATIONS:
+            raise ValueError(f"vision hidden_act {self.hidden_act!r} is none of {sorted(ACTIVATIONS)}")
+        if len(self.image_mean) != RGB or len(self.image_std) != RGB or min(self.image_std) <= 0:
+            numbers = f"image_mean {self.image_mean} and image_std {self.image_std}"
+            raise ValueError(f"{numbers} need {RGB} numbers each, the latter above 0")
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """None: sequences hold patches alone."""
+        return 0
+
+    @property
+    def merge_size(self) -> int:
+        """Patches per image token along each side."""
+        return WINDOW if self.insert_layer is None else WINDOW**2
+
+    @property
+    def patches_per_token(self) -> int:
+        return self.merge_size**2
+
+    @property
+    def factor(self) -> int:
+        """Side of an image token, in pixels."""
+        return self.patch_size * self.merge_size
+
+    @property
+    def patch_dim(self) -> int:
+        """Numbers in one flattened patch."""
+        return RGB * self.patch_size**2
+
+    @cached_property
+    def patch_widths(self) -> dict[str, int]:
+        """Of images: clips are not served."""
+        return {IMAGE: self.patch_dim}
+
+    @property
+    def position_width(self) -> int:
+        """Positions are added to the embedded patches."""
+        return self.hidden_size
+
+    @property
+    def row_width(self) -> int:
+        """The decoder's width: the merger leads there."""
+        return self.text_hidden_size
+
+    @property
+    def activation_width(self) -> int:
+        """As of any such tower: attention's, or the MLP's."""
+        return max(5 * self.hidden_size, 2 * self.hidden_size + 2 * self.intermediate_size)
+
+    @property
+    def table_side(self) -> int:
+        """Rows, and columns, of the stored position table."""
+        return self.image_size // self.patch_size
+
+    @property
+    def min_image_tokens(self) -> int:
+        """`lo` of the encoder's budgets: half of the square that an image is resized to the area of."""
+        return max((self.scale_resolution // self.factor) ** 2 // 2, 1)
+
+    @property
+    def max_image_tokens(self) -> int:
+        """Of a whole image and as many slices as there may be, each side rounded up by half a token; but for very flat
+        images."""
+        each = max(int((self.scale_resolution / self.factor + 0.5) ** 2), 1)
+        return each * (1 + self.max_slice_nums) if self.slice_mode and self.max_slice_nums > 1 else each
+
+    def expected_weights(self) -> dict[str, tuple[int, ...]]:
+        """Every weight of the tower, with its shape."""
+        hidden, inner, joined = self.hidden_size, self.intermediate_size, WINDOW**2 * self.hidden_size
+        shapes: dict[str, tuple[int, ...]] = {
+            "vision_tower.embeddings.patch_embedding.weight": (hidden, RGB, self.patch_size, self.patch_size),
+            "vision_tower.embeddings.patch_embedding.bias": (hidden,),
+            "vision_tower.embeddings.position_embedding.weight": (self.table_side**2, hidden),
+        }
+        for index in range(self.num_layers):
+            layer = f"vision_tower.encoder.layers.{index}."
+            shapes |= _norm(layer + "layer_norm1", hidden) | _attention(layer, hidden)
+            shapes |= _norm(layer + "layer_norm2", hidden)
+            shapes |= _linear(layer + "mlp.fc1", inner, hidden) | _linear(layer + "mlp.fc2", hidden, inner)
+        shapes |= _norm("vision_tower.post_layernorm", hidden)
+        if self.insert_layer is not None:
+            merger = "vision_tower.vit_merger."
+            shapes |= _norm(merger + "layer_norm1", hidden) | _attention(merger, hidden)
+            shapes |= _norm(merger + "pre_norm", joined)
+            shapes |= _linear(merger + "linear_1", WINDOW**2 * inner, joined)
+            shapes |= _linear(merger + "linear_2", hidden, WINDOW**2 * inner)
+        shapes |= _norm("merger.mlp.0.pre_norm", joined)
+        shapes |= _linear("merger.mlp.0.linear_1", joined, joined)
+        return shapes | _linear("merger.mlp.0.linear_2", self.text_hidden_size, joined)
+
+    def optional_weights(self) -> frozenset[str]:
+        """None."""
+        return frozenset()
+
+    def kinds(self, weights: Collection[str]) -> tuple[str, ...]:
+        """Images."""
+        return (IMAGE,)
+
+
+def _linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+    return {name + ".weight": (rows, columns), name + ".bias": (rows,)}
+
+
+def _norm(name: str, width: int) -> dict[str, tuple[int, ...]]:
+    return {name + ".weight": (width,), name + ".bias": (width,)}
+
+
+def _attention(prefix: str, width: int) -> dict[str, tuple[int, ...]]:
+    names = (f"{prefix}self_attn.{part}_proj" for part in ("q", "k", "v", "out"))
+    return {name: shape for each in names for name, shape in _linear(each, width, width).items()}
+
+
+def vision_fields(config: Mapping[str, Any], text_hidden_size: int, processor: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `VisionConfig` from `config.json` and the image processor's file. Raises CheckpointError."""
+    vision = first(config, "vision_config", default={})
+    if not isinstance(vision, Mapping):
+        raise CheckpointError(f"config.json: vision_config must be an object, not {vision!r}")
+    try:
+        fields = {
+            "hidden_size": int(first(vision, "hidden_size", default=768)),
+            "num_layers": int(first(vision, "num_hidden_layers", default=12)),
+            "num_heads": int(first(vision, "num_attention_heads", default=12)),
+            "intermediate_size": int(first(vision, "intermediate_size", default=3072)),
+            "text_hidden_size": text_hidden_size,
+            "hidden_act": str(first(vision, "hidden_act", default="gelu_pytorch_tanh")),
+            "layer_norm_eps": float(first(vision, "layer_norm_eps", default=1e-6)),
+            "patch_size": int(first(vision, "patch_size", default=16)),
+            "image_size": int(first(vision, "image_size", default=224)),
+            "insert_layer": _insert_layer(config, vision),
+            "max_slice_nums": int(first(processor, "max_slice_nums", default=9)),
+            "scale_resolution": int(first(processor, "scale_resolution", default=448)),
+            "slice_mode": bool(first(processor, "slice_mode", default=True)),
+            "use_image_id": bool(first(processor, "use_image_id", default=True)),
+            "image_mean": _triple(first(processor, "image_mean", default=(0.5, 0.5, 0.5))),
+            "image_std": _triple(first(processor, "image_std", default=(0.5, 0.5, 0.5))),
+        }
+    except (TypeError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"vision_config: {error}") from None
+    _check(config, vision, processor, fields)
+    return fields
+
+
+def _insert_layer(config: Mapping[str, Any], vision: Mapping[str, Any]) -> int | None:
+    mode = first(config, "downsample_mode", default="16x")
+    if mode not in ("16x", "4x"):
+        raise CheckpointError(f"config.json: downsample_mode is {mode!r}; '16x' and '4x' are served")
+    if mode == "4x":
+        return None
+    return int(first(config, "insert_layer_id", default=first(vision, "insert_layer_id", default=6)))
+
+
+def _check(
+    config: Mapping[str, Any], vision: Mapping[str, Any], processor: Mapping[str, Any], fields: Mapping[str, Any]
+) -> None:
+    """What the files say besides must be what is done here. Raises CheckpointError."""
+    square = [WINDOW, WINDOW]
+    served: list[tuple[str, Mapping[str, Any], str, Any]] = [
+        ("config.json", config, "merge_kernel_size", square),
+        ("config.json", config, "merger_times", 1),
+        ("config.json", config, "drop_vision_last_layer", False),
+        ("vision_config", vision, "window_kernel_size", square),
+        ("vision_config", vision, "num_channels", RGB),
+        ("preprocessor_config.json", processor, "downsample_mode", first(config, "downsample_mode", default="16x")),
+        ("preprocessor_config.json", processor, "patch_size", fields["patch_size"]),
+        ("preprocessor_config.json", processor, "resample", _BICUBIC),
+    ]
+    served += [
+        ("preprocessor_config.json", processor, name, True)
+        for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
+    ]
+    for file, section, name, value in served:
+        given = first(section, name, default=value)
+        if (list(given) if isinstance(given, tuple) else given) != value:
+            raise CheckpointError(f"{file}: {name} is {given!r}; this model is served with {value!r}")
+    if abs(float(first(processor, "rescale_factor", default=1 / 255)) - 1 / 255) > 1e-9:
+        raise CheckpointError(f"preprocessor_config.json: rescale_factor is {processor['rescale_factor']!r}, not 1/255")
+
+
+def _triple(values: Any) -> tuple[float, float, float]:
+    red, green, blue = (float(value) for value in values)
+    return red, green, blue

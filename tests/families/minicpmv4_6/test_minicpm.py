@@ -1,0 +1,245 @@
+"""The family against transformers in float32: pixels, prompts and answers."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from minicpm import IMAGE, TinyMiniCPM, make_minicpm, random_image
+from PIL import Image
+
+import saccade
+from encoder.item import EncoderItem
+from encoder.runner import EncoderOptions, EncoderRunner
+from families import CheckpointError
+from families.minicpmv4_6.image_rule import best_slices
+from service.answers.prompts import read, widen
+from service.commands.cli import ServerProcess
+from service.common.types import ChatInput, GenerateSpec, Message, RawInput, TokensInput
+from service.engine.types import EngineInfo
+from service.media.images import Prepared
+from service.model.assets import ModelAssets
+from service.model.checkpoint import Checkpoint
+from service.model.modelconfig import load_config
+
+GREEDY = 32
+INFO = EngineInfo("tiny", "", 4096, 2, 4096, "float32")
+
+
+def encoded(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def pieces(images: list[Image.Image]) -> list[Image.Image | str]:
+    """Images and words in turn, with things in the words that only look like images."""
+    words = ["What is 0<1", "the thing\n", "in 42", "?"]
+    return [part for pair in zip([*images, None, None, None], words) for part in pair if part is not None]
+
+
+def rendered(content: list[Image.Image | str]) -> str:
+    """As the checkpoint's template writes one message of a user."""
+    inner = "".join(part if isinstance(part, str) else IMAGE + "\n" for part in content)
+    return f"<|im_start|>user\n{inner}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def prepared(tiny: TinyMiniCPM, images: list[Image.Image], *, keep_bytes: bool = False) -> list[Prepared]:
+    vision = load_config(tiny.path).vision
+    assert vision is not None
+    tensors = [torch.from_numpy(np.array(image)) for image in images]
+    items = [vision.image_rule.patchify(tensor, torch.float32, keep_bytes=keep_bytes) for tensor in tensors]
+    return [Prepared("images", item, b"") for item in items]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_logits_and_greedy_tokens(tmp_path: Path, seed: int) -> None:
+    """Zero to three images of any shape, as files through the engine."""
+    rng = random.Random(seed)
+    tiny = make_minicpm(tmp_path, seed)
+    images = [random_image(rng) for _ in range(seed % 4)]
+    content = pieces(images)
+    parts = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": encoded(part)}
+        for part in content
+    ]
+    image_token = tiny.model.config.image_token_id
+    options: dict[str, Any] = {"max_chunk": rng.choice([None, 7])}
+    with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=2, max_len=2048, threads=1, **options) as client:
+        for _ in range(2):  # the second time out of the caches
+            answer = client.generate(
+                [{"role": "user", "content": parts}], max_tokens=GREEDY, temperature=0, ignore_eos=True, logprobs=20,
+                logit_bias={image_token: -1e9},
+            )  # fmt: skip
+            inputs = tiny.inputs(rendered(content), images)
+            ids = inputs["input_ids"][0].tolist()
+            assert answer.usage.prompt_tokens == len(ids)
+            assert answer.usage.image_tokens == ids.count(image_token)
+            oracle = tiny.logits(ids + answer.token_ids[:-1], inputs)[len(ids) - 1 :]
+            expected, scale = torch.log_softmax(oracle, -1), max(float(oracle.abs().max()), 1.0)
+            oracle[:, image_token] = -torch.inf
+            assert answer.token_ids == oracle.argmax(-1).tolist()
+            for place, entry in enumerate(answer.logprobs or ()):
+                for token, logprob in entry.top:
+                    assert abs(logprob - float(expected[place, token])) <= 1e-4 * scale
+    attends = "full_attention" in tiny.model.config.text_config.layer_types  # prefixes of others are not kept
+    assert answer.usage.cached_tokens > 0 or not images or not attends
+
+
+def spec(form: ChatInput | RawInput | TokensInput) -> GenerateSpec:
+    return GenerateSpec("", "", form)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pixels_and_input_ids_are_the_released_processors(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(100 + seed)
+    tiny = make_minicpm(tmp_path, seed)
+    images = [random_image(rng) for _ in range(3)]
+    content = pieces(images)
+    inputs = tiny.inputs(rendered(content), images)
+    media = prepared(tiny, images)
+    patch = tiny.model.config.vision_config.patch_size
+    grids = [grid for item in media for grid in item.layout.grids]
+    assert grids == [tuple(size) for size in inputs["target_sizes"].tolist()]
+    # [1, 3, p, T p] of transformers: patches side by side
+    theirs = inputs["pixel_values"][0].reshape(3, patch, -1, patch).permute(2, 0, 1, 3).flatten(1)
+    assert torch.equal(torch.cat([item.item.patches for item in media]), theirs)
+    assets = ModelAssets(load_config(tmp_path), load_config(tmp_path).vision)
+    chat = ChatInput((Message("user", tuple(part if isinstance(part, str) else None for part in content)),))
+    raw = RawInput(rendered(content))
+    each = TokensInput(tuple(tiny.processor.tokenizer(rendered(content))["input_ids"]))
+    for form in (chat, raw, each):
+        prompt = widen(read(spec(form), media, assets), media, 0, assets, INFO)
+        assert prompt.ids == inputs["input_ids"][0].tolist()
+    narrow = TokensInput(prompt.narrow_ids)  # with a token for each slice, as `tokenize` gives them
+    assert widen(read(spec(narrow), media, assets), media, 0, assets, INFO).ids == prompt.ids
+
+
+def test_large_images_as_released_settings_cut_them(tmp_path: Path) -> None:
+    """448 pixels, 9 slices, patches of 14."""
+    tiny = make_minicpm(tmp_path, 1, scale_resolution=448, max_slice_nums=9, slice_mode=True)
+    rng = random.Random(0)
+    for height, width in [
+        (448, 448),
+        (449, 448),
+        (1786, 2526),
+        (300, 2000),
+        (3000, 200),
+        (17, 1200),
+        (1, 1),
+        (896, 897),
+    ]:
+        image = Image.fromarray(np.full((height, width, 3), rng.randrange(256), np.uint8))
+        inputs = tiny.processor._process_images([image], return_tensors="pt", downsample_mode=tiny.mode)[0]
+        (item,) = prepared(tiny, [image])
+        assert list(item.layout.grids) == [tuple(size) for size in inputs["target_sizes"].tolist()]
+        assert item.layout.slices == tuple(inputs["grids"][0])
+        assert item.layout.tokens <= load_config(tmp_path).vision.max_image_tokens or max(height, width) > 10 * min(
+            height, width
+        )  # type: ignore[union-attr]
+    assert best_slices(1786, 2526, 9, 448) == (2, 4)
+
+
+def items(tiny: TinyMiniCPM, seed: int) -> list[EncoderItem]:
+    rng = random.Random(seed)
+    return [item.item for item in prepared(tiny, [random_image(rng) for _ in range(5)])]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("where", ["--encoder-process", "--no-warmup"])
+def test_slices_cross_between_processes(tmp_path: Path, where: str) -> None:
+    """Image workers, frontend, engine, and an encoder of its own."""
+    make_minicpm(tmp_path, 7, slice_mode=True, max_slice_nums=9)
+    rng = random.Random(7)
+    images = [encoded(random_image(rng)) for _ in range(3)]
+    common = {"max_tokens": 8, "temperature": 0.0, "images": images}
+    with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=2, max_len=2048, threads=1) as client:
+        expected = client.generate("what?", **common)
+    arguments = [str(tmp_path), "--max-seqs", "2", "--max-len", "2048", "--threads", "1", "--dtype", "float32", where]
+    with ServerProcess(arguments) as server, saccade.Client(server.address) as remote:
+        answer = remote.generate("what?", **common)
+    assert answer.token_ids == expected.token_ids and answer.usage.image_tokens == expected.usage.image_tokens
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_packed_or_alone_by_graph_or_not_the_rows_are_transformers(tmp_path: Path, seed: int) -> None:
+    tiny = make_minicpm(tmp_path, seed, slice_mode=True)
+    checkpoint = Checkpoint(tmp_path)
+    vision = checkpoint.config.vision
+    assert vision is not None
+    given = items(tiny, seed)
+    expected = [tiny.rows(item) for item in given]
+    weights = list(checkpoint.vision_weights())
+    for graphs, budgets in (("off", None), ("on", None), ("on", (vision.min_image_tokens, vision.max_image_tokens))):
+        options = EncoderOptions(dtype=torch.float32, graphs=graphs, token_budgets=budgets, max_images=2)
+        runner = EncoderRunner(vision, options, weights)
+        out = [torch.empty(item.tokens, vision.row_width) for item in given]
+        counts = runner.encode(given, out)
+        assert counts == [item.sequence_tokens for item in given]
+        alone = [torch.empty_like(rows) for rows in out]
+        for item, rows in zip(given, alone):
+            runner.encode([item], [rows])
+        for found, single, rows in zip(out, alone, expected):
+            scale = float(rows.abs().max())
+            assert float((found - rows).abs().max()) <= 1e-4 * scale
+            assert float((found - single).abs().max()) <= 1e-5 * scale
+
+
+def test_bytes_become_the_same_numbers(tmp_path: Path) -> None:
+    tiny = make_minicpm(tmp_path, 3)
+    checkpoint = Checkpoint(tmp_path)
+    vision = checkpoint.config.vision
+    assert vision is not None
+    tower = vision.build(checkpoint.vision_weights(), dtype=torch.float32, device=torch.device("cpu"))
+    image = random_image(random.Random(5))
+    (floats,), (kept,) = prepared(tiny, [image]), prepared(tiny, [image], keep_bytes=True)
+    assert kept.item.patches.dtype == torch.uint8
+    assert torch.equal(tower.as_floats(kept.item.patches), floats.item.patches)
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "message"),
+    [
+        ("config.json", {"downsample_mode": "8x"}, "downsample_mode is '8x'"),
+        ("config.json", {"merger_times": 2}, "merger_times is 2"),
+        ("config.json", {"insert_layer_id": 9}, "insert_layer_id 9 is none of"),
+        ("config.json", {"merge_kernel_size": [4, 4]}, "merge_kernel_size"),
+        ("config.json", {"text_config": {"model_type": "qwen3"}}, "text_config.model_type is 'qwen3'"),
+        ("config.json", {"image_token_id": 10**6}, "image_token_id 1000000"),
+        ("preprocessor_config.json", {"downsample_mode": "4x"}, "downsample_mode is '4x'"),
+        ("preprocessor_config.json", {"patch_size": 7}, "patch_size is 7"),
+        ("preprocessor_config.json", {"resample": 2}, "resample is 2"),
+        ("preprocessor_config.json", {"max_slice_nums": 0}, "max_slice_nums must be at least 1"),
+        ("preprocessor_config.json", {"image_std": [0, 1, 1]}, "image_std"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(
+    tmp_path: Path, file: str, changes: dict[str, object], message: str
+) -> None:
+    make_minicpm(tmp_path, 0)
+    path = tmp_path / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(CheckpointError, match=message):
+        load_config(tmp_path)
+
+
+def test_clips_are_refused_by_name(tmp_path: Path) -> None:
+    make_minicpm(tmp_path, 0)
+    frames = [encoded(random_image(random.Random(i))) for i in range(2)]
+    with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=1, max_len=512, threads=1) as client:
+        with pytest.raises(saccade.errors.FailedPrecondition, match="takes no videos"):
+            client.generate("what?", videos=[frames], max_tokens=1)
+
+
+@pytest.mark.parametrize("height", [0, -1])
+def test_sizes_that_no_image_has(tmp_path: Path, height: int) -> None:
+    make_minicpm(tmp_path, 0)
+    vision = load_config(tmp_path).vision
+    assert vision is not None
+    with pytest.raises(ValueError, match="at least one pixel"):
+        vision.image_rule.grid(height, 5)

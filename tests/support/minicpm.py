@@ -1,0 +1,155 @@
+"""Random tiny MiniCPM-V checkpoints with a tokenizer, and transformers' own model and processor as the oracle."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from qwen_checkpoint import random_text
+from safetensors.torch import save_file
+from tiny_checkpoint import randomise
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.models.minicpmv4_6.configuration_minicpmv4_6 import MiniCPMV4_6Config
+from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
+from transformers.models.minicpmv4_6.modeling_minicpmv4_6 import MiniCPMV4_6ForConditionalGeneration
+from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
+
+from encoder.item import EncoderItem
+
+IMAGE = "<|image_pad|>"
+SPECIALS = {
+    "image": IMAGE, "video": "<|video_pad|>", "image_start": "<image>", "image_end": "</image>",
+    "slice_start": "<slice>", "slice_end": "</slice>", "image_id_start": "<image_id>", "image_id_end": "</image_id>",
+}  # fmt: skip
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.content is string %}"
+    "{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}" + IMAGE + "\n"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant{{ '\\n' }}"
+)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Bytes, some pairs of them, and the special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: index for index, character in enumerate(alphabet)}
+    merges = [("i", "n"), ("t", "h"), ("th", "e"), ("0", "<"), ("Ċ", "<")]
+    for pair in merges:
+        vocabulary["".join(pair)] = len(vocabulary)
+    made = Tokenizer(models.BPE(vocabulary, merges))
+    split = pre_tokenizers.Split(Regex(r"\d|\s+|[^\s\d]+"), "isolated")
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    made.decoder = decoders.ByteLevel()
+    names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *SPECIALS.values())
+    made.add_special_tokens([AddedToken(name, special=True) for name in names])
+    return made
+
+
+@dataclass(frozen=True)
+class TinyMiniCPM:
+    """A directory and the oracle that wrote it, in float32 and eval mode."""
+
+    path: Path
+    model: Any
+    processor: Any
+
+    @property
+    def mode(self) -> str:
+        """`16x`, or `4x` without the window merger."""
+        return str(self.model.config.downsample_mode)
+
+    def inputs(self, text: str, images: list[Image.Image]) -> dict[str, Any]:
+        """What the released processor makes of a prompt with one image token for each image."""
+        found: dict[str, Any] = {}
+        if images:
+            found, words = self.processor._process_images(images, return_tensors="pt", downsample_mode=self.mode)
+            if self.processor.default_use_image_id:
+                words = self.processor._prepend_local_ids([text], words, IMAGE)
+            (text,), _ = self.processor.get_text_with_replacements([text], words, [])
+        return {**found, **self.processor.tokenizer([text], return_tensors="pt")}
+
+    @torch.no_grad()
+    def rows(self, item: EncoderItem) -> torch.Tensor:
+        """`[N, row_width]` of one image."""
+        patch = self.model.config.vision_config.patch_size
+        planes = item.patches.view(-1, 3, patch, patch).permute(1, 2, 0, 3).reshape(1, 3, patch, -1)
+        return torch.cat(self.model.get_image_features(planes, torch.tensor(item.grids)).pooler_output)
+
+    @torch.no_grad()
+    def logits(self, ids: list[int], inputs: dict[str, Any]) -> torch.Tensor:
+        """`[len(ids), V]` of one whole forward pass."""
+        pixels = {name: inputs[name] for name in ("pixel_values", "target_sizes") if name in inputs}
+        return self.model(input_ids=torch.tensor([ids]), **pixels, use_cache=False).logits[0].float()
+
+
+def released_processor(tokenizer: Tokenizer, numbers: dict[str, Any]) -> Any:
+    """transformers' own, without its constructor, which wants a video processor, and that torchvision."""
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    made: Any = object.__new__(MiniCPMV4_6Processor)
+    made.tokenizer, made.image_processor = fast, MiniCPMV4_6ImageProcessorPil(**numbers)
+    made.slice_mode, made.default_use_image_id = made.image_processor.slice_mode, made.image_processor.use_image_id
+    for name, token in SPECIALS.items():
+        setattr(made, f"{name}_token", token)
+        setattr(made, f"{name}_token_id", tokenizer.token_to_id(token))
+    return made
+
+
+def make_minicpm(path: Path, seed: int, **processor: Any) -> TinyMiniCPM:
+    """Writes a random tiny model. `processor`: fields of `preprocessor_config.json` that are not drawn."""
+    rng = random.Random(seed)
+    tokenizer = byte_tokenizer()
+    heads, layers, mode = rng.choice([1, 2, 4]), rng.randint(1, 3), rng.choice(["16x", "16x", "16x", "4x"])
+    patch = rng.choice([2, 4])
+    text = random_text(
+        rng, moe=False, vocab_size=tokenizer.get_vocab_size(), eos_token_id=tokenizer.token_to_id("<|im_end|>")
+    )
+    text["max_position_embeddings"] = 4096
+    vision = {
+        "hidden_size": heads * rng.choice([8, 18]), "intermediate_size": rng.choice([20, 36]),
+        "num_hidden_layers": layers, "num_attention_heads": heads, "patch_size": patch,
+        "image_size": patch * rng.choice([5, 8]),
+    }  # fmt: skip
+    torch.manual_seed(seed)
+    config = MiniCPMV4_6Config(
+        text_config={"model_type": "qwen3_5_text", **text}, vision_config=vision, downsample_mode=mode,
+        insert_layer_id=rng.randrange(layers), tie_word_embeddings=rng.random() < 0.5,
+        image_token_id=tokenizer.token_to_id(IMAGE), video_token_id=tokenizer.token_to_id(SPECIALS["video"]),
+    )  # fmt: skip
+    model = MiniCPMV4_6ForConditionalGeneration(config).float().eval()
+    randomise(model, seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight") and "language_model" in name and "linear_attn" not in name:
+                parameter -= 1  # zero-centred
+    if config.tie_word_embeddings:
+        model.tie_weights()
+    numbers = {
+        "patch_size": patch, "scale_resolution": patch * 4 * rng.choice([2, 3]), "downsample_mode": mode,
+        "max_slice_nums": rng.choice([2, 4, 9]), "slice_mode": rng.random() < 0.85,
+        "use_image_id": rng.random() < 0.8, "image_mean": [0.5, 0.45, 0.4], "image_std": [0.5, 0.25, 0.3], **processor,
+    }  # fmt: skip
+    path.mkdir(parents=True, exist_ok=True)
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items() if name not in tied}
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config.to_dict() | {"dtype": "float32"}, default=str))
+    (path / "preprocessor_config.json").write_text(json.dumps(numbers))
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    tokenizer.save(str(path / "tokenizer.json"))
+    return TinyMiniCPM(path, model, released_processor(tokenizer, numbers))
+
+
+def random_image(rng: random.Random, most: int = 90) -> Image.Image:
+    """Smooth enough for a resize to matter, of any shape."""
+    height, width = rng.randint(3, most), rng.randint(3, most)
+    noise = np.random.default_rng(rng.randrange(2**32)).integers(0, 256, (height // 3 + 1, width // 3 + 1, 3), np.uint8)
+    return Image.fromarray(noise).resize((width, height), Image.Resampling.BILINEAR)
