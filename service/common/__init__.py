@@ -1,1 +1,2 @@
-"""What every room may use: options, errors, request types, keys and limits, TLS, channels between processes."""
+"""What every other package of `service` may import: options, errors, request types, API keys and limits, TLS, channels
+between processes."""

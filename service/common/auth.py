@@ -50,20 +50,20 @@ class Tenant:
 
 
 def scope_of(method: str) -> str:
-    """The scope that a call of `/package.Service/Method` needs."""
+    """The scope that a key needs to call `/package.Service/Method`."""
     return _SCOPE_OF_SERVICE.get(method.rpartition("/")[0].removeprefix("/"), "inference")
 
 
 class Guard:
-    """Tells the tenant of a call from its metadata, or refuses it."""
+    """Authenticates a call by its metadata: finds its tenant, or refuses the call."""
 
     def __init__(self, keys: Watched[dict[bytes, Tenant]] | None, *, admin: bool = False) -> None:
-        """Without `keys` everybody is one tenant, with the admin scope if `admin` is set."""
+        """Without `keys` all callers are one tenant, which has the scope "admin" if `admin` is set."""
         self._keys = keys
         self._anyone = Tenant(scopes=DEFAULT_SCOPES | {"encoder"} | ({"admin"} if admin else frozenset()))
 
     def admit(self, method: str, metadata: Mapping[str, str | bytes]) -> Tenant:
-        """Raises Unauthenticated, PermissionDenied, or ResourceExhausted where the key's requests are used up."""
+        """Raises Unauthenticated, PermissionDenied, or ResourceExhausted where the key's request rate is used up."""
         tenant = self._anyone if self._keys is None else self._tenant(metadata)
         scope = scope_of(method)
         if scope not in tenant.scopes:
@@ -72,7 +72,7 @@ class Guard:
         return tenant
 
     def named(self, name: str, scope: str) -> Tenant | None:
-        """The tenant of this name; None where it has no key with this scope (any more)."""
+        """The tenant of this name; None where no key (any more) gives it this scope."""
         if self._keys is None:
             return self._anyone if not name else None
         tenants = self._keys.current().values()
@@ -85,7 +85,8 @@ class Guard:
             raise errors.Unauthenticated("this server needs an API key, as `authorization: Bearer KEY`")
         digest = hashlib.sha256(presented).digest()
         found: Tenant | None = None
-        for known, tenant in self._keys.current().items():  # all of them, so that time does not tell which one is near
+        # Compares with all keys, so that the time taken does not reveal which one is similar.
+        for known, tenant in self._keys.current().items():
             if hmac.compare_digest(known, digest):
                 found = tenant
         if found is None:
@@ -94,7 +95,7 @@ class Guard:
 
 
 def _lacks(tenant: Tenant, scope: str) -> str:
-    """Who has not got the scope, and how they could."""
+    """The message for a caller without the scope, with what would give it."""
     if tenant.name:
         return f"the key {tenant.name!r} has not; its entry in the server's --api-keys file can name it in `scopes`"
     if scope == "admin":
@@ -116,7 +117,7 @@ def _bytes(value: str | bytes) -> bytes:
 
 
 def parse_keys(contents: list[bytes]) -> dict[bytes, Tenant]:
-    """A key file -> tenants by the hash of their key. Raises ConfigError that names the entry, never a hash."""
+    """Parses a key file: tenants by the hash of their key. Raises ConfigError that names the entry, never a hash."""
     try:
         document = tomllib.loads(contents[0].decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -130,7 +131,7 @@ def parse_keys(contents: list[bytes]) -> dict[bytes, Tenant]:
         digest, tenant = _parse_entry(entry, f"api_keys: key {number}")
         if digest in tenants:
             raise ConfigError(f"api_keys: key {number} has the hash of another one")
-        # Keys of one name are one tenant: a second key would else be a second helping of its rates.
+        # Keys of the same name are one tenant and share its rates.
         limits = first.setdefault(tenant.name, tenant).limits
         if tenant.limits.per_minute != limits.per_minute:
             raise ConfigError(
@@ -170,5 +171,6 @@ def _parse_entry(entry: Any, where: str) -> tuple[bytes, Tenant]:
 
 
 def watch_keys(path: str) -> Watched[dict[bytes, Tenant]]:
-    """The key file at `path`, read again when it changes (which resets the rates). Raises ConfigError."""
+    """The key file at `path`, read again when it changes (which resets the rates). Raises ConfigError where it cannot
+    be read the first time."""
     return Watched([path], parse_keys)

@@ -1,7 +1,7 @@
-"""Messages to another process, written by a thread of their own: whoever sends never waits for the reader.
+"""Sends messages to another process from a thread of its own, so that the sender never blocks.
 
-A process that has stopped reads nothing, its socket's buffer fills, and a plain `send` would then block its caller, an
-event loop among them, for as long as that lasts.
+A process that hangs reads nothing, its socket's buffer fills, and a plain `send` would then block its caller, possibly
+an event loop.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 
 def send(connection: Connection, message: Any, descriptors: Sequence[int] = ()) -> None:
-    """One message and as many descriptors as it speaks of. The caller holds the connection's send lock."""
+    """Sends one message and the descriptors that belong to it. The caller must hold the connection's send lock."""
     connection.send(message)
     if descriptors:
         with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as sock:
@@ -26,16 +26,16 @@ def send(connection: Connection, message: Any, descriptors: Sequence[int] = ()) 
 
 
 def receive_descriptor(connection: Connection) -> int:
-    """The next of the descriptors that follow the message just received."""
+    """Receives the next descriptor that belongs to the message just received."""
     with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         return int(recvfds(sock, 1)[0])
 
 
 class Outbox:
-    """One direction of a connection. Thread-safe; messages leave in the order of `put`."""
+    """One direction of a connection. Thread-safe; messages are sent in the order of `put`."""
 
     def __init__(self, connection: Connection, on_lost: Callable[[Any], None] = lambda message: None) -> None:
-        """`on_lost` is called with each message that cannot be sent any more, from the thread or from `put`."""
+        """`on_lost` is called with each message that can no longer be sent, from the sending thread or from `put`."""
         self._connection, self._on_lost = connection, on_lost
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[tuple[Any, Sequence[int]] | None] = queue.SimpleQueue()
@@ -43,7 +43,7 @@ class Outbox:
         self._closed = False
 
     def put(self, message: Any, descriptors: Sequence[int] = ()) -> None:
-        """Does not wait. Takes over the descriptors."""
+        """Queues a message without blocking. Takes ownership of the descriptors."""
         with self._lock:
             closed = self._closed
             if not closed:
@@ -56,7 +56,7 @@ class Outbox:
             self._on_lost(message)
 
     def close(self, timeout: float | None = None) -> None:
-        """Returns when everything has been sent or lost, after `timeout` seconds at the latest. Idempotent."""
+        """Returns when all messages have been sent or lost, after `timeout` seconds at the latest. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True

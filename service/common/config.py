@@ -1,5 +1,4 @@
-"""Every option of the server, in one place: field, default, unit. `service.common.settings` says where values come
-from."""
+"""Every option of the server: field, default, unit. `service.common.settings` reads the values."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from typing import Any
 
 
 class ConfigError(ValueError):
-    """An option that cannot be what it was set to; the message names it and what it accepts."""
+    """An option with a value that is not allowed; the message names it and says what is."""
 
 
 def _option(
@@ -22,7 +21,7 @@ def _option(
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What the engine process is built from."""
+    """Options of the engine process: model, memory, scheduling, speculation, encoders."""
 
     model: str = _option("demo", "'demo', a checkpoint directory, or a hub id, which is downloaded where it has to be")
     revision: str | None = _option(
@@ -189,7 +188,7 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class ListenOptions:
-    """Where the server listens, and whom it lets in."""
+    """Where the server listens, and who may call it."""
 
     host: str = _option(
         "127.0.0.1", "address to listen on; one that is not loopback needs TLS and keys (or client certificates)"
@@ -221,7 +220,7 @@ class ListenOptions:
 
 @dataclass(frozen=True)
 class CallOptions:
-    """How many calls there may be at a time, how large they may be and how long they may take."""
+    """Limits on the number, size and duration of calls."""
 
     max_queue: int = _option(
         1024, "requests in the server, running and waiting, before new ones are refused", minimum=1
@@ -253,7 +252,7 @@ class CallOptions:
 
 @dataclass(frozen=True)
 class MediaOptions:
-    """Images and videos: what is accepted, decoded, fetched and kept."""
+    """Images and videos: formats, limits, fetching and storage."""
 
     max_images_per_request: int = _option(16, "images of one request", minimum=0)
     max_image_bytes: int = _option(32 * 2**20, "encoded bytes of one image", minimum=1, size=True)
@@ -298,7 +297,7 @@ class MediaOptions:
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """Batches: where they are kept, and how much of the server they get."""
+    """Batches: where they are stored, and their share of the server."""
 
     batch_dir: str | None = _option(None, "folder of batches, which outlive a restart; unset: a temporary one")
     batch_bytes: int = _option(2**30, "bytes of batches, inputs and outputs, over all callers", minimum=0, size=True)
@@ -315,7 +314,7 @@ class BatchOptions:
 
 @dataclass(frozen=True)
 class TelemetryOptions:
-    """What the server tells its operator."""
+    """Logs, metrics, traces and files for the operator."""
 
     metrics_port: int | None = _option(None, "port of the Prometheus endpoint; 0 picks one; unset: none", minimum=0)
     metrics_host: str = _option("127.0.0.1", "address of the Prometheus endpoint")

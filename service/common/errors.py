@@ -1,9 +1,9 @@
-"""Every way a call can fail: one table from exception class to status code, reason and retry advice.
+"""Every way in which a call can fail: one table from exception class to status code, reason and retry advice.
 
-The codes are those of google.rpc, and of no transport: `service.rpc.statuses` says them in gRPC.
+The codes are those of google.rpc and belong to no transport: `service.rpc.statuses` translates them to gRPC.
 
-Our own refusals are `StatusError`s. What else may reach the top of a call is listed in `FOREIGN`; anything that is in
-neither is INTERNAL, and its text stays in the server's log.
+The server's own refusals are `StatusError`s. Other exceptions that may end a call are listed in `FOREIGN`; anything
+that is in neither becomes INTERNAL, and its text is only logged.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from google.protobuf.message import DecodeError
 from encoder.images import ImageError
 
 MAX_MESSAGE = 1024
-"""Bytes of a status message as it travels, percent-encoded: trailers above the peer's limit (8 KiB is common) would
+"""Largest status message, in bytes after percent-encoding: trailers above the peer's limit (8 KiB is common) would
 replace the status by RESOURCE_EXHAUSTED, and the message is in them up to three times."""
 MAX_METADATA = 128
 """Characters of one value of ErrorInfo's metadata, and of a field's path."""
 
 
 class Code(enum.IntEnum):
-    """google.rpc.Code: how a call can end, with the numbers that it has there."""
+    """google.rpc.Code: how a call can end, with the same numbers."""
 
     CANCELLED = 1
     INVALID_ARGUMENT = 3
@@ -43,11 +43,11 @@ class Code(enum.IntEnum):
 
 
 class EngineDied(RuntimeError):
-    """The engine process ended."""
+    """The engine process has ended."""
 
 
 class StatusError(Exception):
-    """A call's end with a status other than OK."""
+    """Ends a call with a status other than OK."""
 
     code: Code = Code.INTERNAL
     reason: str = "INTERNAL"
@@ -58,7 +58,8 @@ class StatusError(Exception):
         never_retry: bool = False,
     ) -> None:  # fmt: skip
         """`field`: path of the request field at fault. `retry_after`: seconds; None means that a retry will not help.
-        `quota`: what has run out. `never_retry`: tells clients so even where the code alone would invite a retry."""
+        `quota`: which limit was exceeded. `never_retry`: tells clients not to retry even where the code alone would
+        allow it."""
         super().__init__(message)
         self.message = _short(message)
         self.reason = reason or type(self).reason
@@ -68,7 +69,7 @@ class StatusError(Exception):
         self.quota = quota
         self.never_retry = never_retry
         self.request_id = ""
-        """Of the call that it ends, which the door writes here."""
+        """Of the call that it ends; set by the door."""
 
 
 def _short(message: str) -> str:
@@ -85,7 +86,7 @@ def _short(message: str) -> str:
 
 
 def _writable(text: str) -> str:
-    """What a client may have put into a message need not be UTF-8: half a surrogate pair becomes a question mark."""
+    """Text from a client need not be valid UTF-8: replaces lone surrogates by question marks."""
     return text.encode(errors="replace").decode()
 
 
@@ -130,7 +131,7 @@ class Unavailable(StatusError):
 
 
 def draining() -> Unavailable:
-    """What new work is told while the server shuts down."""
+    """The error for new requests while the server shuts down."""
     return Unavailable("the server is shutting down", reason="DRAINING", retry_after=1.0)
 
 
@@ -146,7 +147,7 @@ class Unimplemented(StatusError):
     code, reason = Code.UNIMPLEMENTED, "UNIMPLEMENTED"
 
 
-# Exceptions of other modules that may end a call: (class, status error, reason, whether its text may be shown)
+# Exceptions of other modules that may end a call: (class, status error, reason, whether the client may see its text).
 FOREIGN: tuple[tuple[type[BaseException], type[StatusError], str, bool], ...] = (
     (ImageError, InvalidArgument, "IMAGE_DECODE_FAILED", True),
     (EngineDied, Unavailable, "ENGINE_DIED", True),
@@ -158,11 +159,11 @@ _HIDDEN = {
     "DEADLINE_EXCEEDED": "the call took longer than it was allowed to",
     "MALFORMED_MESSAGE": "the request is not a message of the type that this method takes",
 }
-"""What is said instead of the text of an exception that may not be shown."""
+"""Sent instead of the text of an exception that clients may not see."""
 
 
 def to_status(error: BaseException) -> StatusError:
-    """Any exception -> the status error that ends the call."""
+    """Converts any exception to the status error that ends the call."""
     if isinstance(error, StatusError):
         return error
     for kind, target, reason, shown in FOREIGN:

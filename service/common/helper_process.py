@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 SPINNING = {"GOMP_SPINCOUNT": "1000"}
-"""How long a thread of libgomp's team spins before it sleeps: about as long as Python takes between two operations. Its
-default is hundreds of times that, which gains a tenth on an idle machine (141 against 122 tokens/s at one request, 455
-against 415 at eight), and on one where anything else is busy makes a step wait whole time slices for a thread that has
-lost its core: measured up to fifty times slower."""
+"""GOMP_SPINCOUNT: how long a thread of libgomp's team spins before it sleeps, set to about the time that Python takes
+between two operations. The default is hundreds of times that, which gains a tenth on an idle machine (141 against 122
+tokens/s at one request, 455 against 415 at eight); on a busy machine it makes a step wait whole time slices for a
+thread that has lost its core: measured up to fifty times slower."""
 
 
 POLLS = 10

@@ -1,4 +1,5 @@
-"""Bounds on what clients may have in the server at a time, and per minute. Pure bookkeeping, no clock of its own."""
+"""Limits on what clients may hold in the server at a time and use per minute. Pure bookkeeping: callers pass the
+time."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ Clock = Callable[[], float]
 
 
 class TokenBucket:
-    """`per_minute` units a minute, saved up for at most one minute.
+    """A token bucket that fills with `per_minute` units a minute and holds at most a minute's worth.
 
     What a call will cost is not always known when it begins (generated tokens are not), so a bucket may be charged
-    below zero: the debt keeps later calls waiting. Thread-safe.
+    below zero: later calls then wait until it is positive again. Thread-safe.
     """
 
     def __init__(self, per_minute: float, clock: Clock = time.monotonic) -> None:
@@ -26,11 +27,11 @@ class TokenBucket:
         self._lock = threading.Lock()
 
     def wait(self, amount: float = 0.0) -> float:
-        """Seconds until `amount` can be had; 0 if it can now. More than a minute's worth is had from a full bucket."""
+        """Seconds until `amount` is available; 0 if it is now. More than a minute's worth needs a full bucket."""
         with self._lock:
             self._refill()
             missing = min(amount, self._capacity) - self._level
-            # a call that costs nothing yet still has to wait until a debt is paid
+            # Also for a call that costs nothing yet: it waits until the bucket is positive again.
             return max(0.0, missing / self._rate)
 
     def charge(self, amount: float) -> None:
@@ -45,7 +46,7 @@ class TokenBucket:
 
 
 class RateLimits:
-    """The buckets of one API key: requests, tokens (prompt and answer) and message bytes, each per minute."""
+    """The token buckets of one API key: requests, tokens (prompt and answer) and message bytes, each per minute."""
 
     KINDS = ("requests", "tokens", "bytes")
 
@@ -56,11 +57,11 @@ class RateLimits:
 
     @property
     def limited(self) -> bool:
-        """Whether anything is."""
+        """Whether there is any limit."""
         return bool(self._buckets)
 
     def admit(self, kind: str, amount: float) -> None:
-        """Takes `amount`. Raises ResourceExhausted with the time to wait."""
+        """Takes `amount`. Raises ResourceExhausted with the time to wait where it is not available."""
         bucket = self._buckets.get(kind)
         if bucket is None:
             return
@@ -72,7 +73,7 @@ class RateLimits:
         bucket.charge(amount)
 
     def charge(self, kind: str, amount: float) -> None:
-        """Takes what has been used already, into debt if need be."""
+        """Charges what has been used already, below zero if need be."""
         if (bucket := self._buckets.get(kind)) is not None:
             bucket.charge(amount)
 
@@ -83,16 +84,18 @@ def _too_much(what: str, quota: str) -> errors.ResourceExhausted:
 
 @dataclass
 class Places:
-    """Of which each tenant with a key may have so many at a time; callers without one share all. On one event loop."""
+    """Counts what each tenant holds at a time, up to a limit for each tenant; callers without a key share one count.
+    Used on one event loop."""
 
     limit: int
     what: str
-    """Of a place: `calls`, `requests`."""
+    """What is counted, for messages: `calls`, `requests`."""
     _held: dict[str, int] = field(default_factory=dict)
 
     @contextmanager
     def hold(self, owner: str) -> Iterator[None]:
-        """One place for a tenant's name. Raises ResourceExhausted where it has them all."""
+        """Counts one for the tenant until the context ends. Raises ResourceExhausted where the tenant has reached the
+        limit."""
         held = self._held.get(owner, 0)
         if owner and held >= self.limit:
             raise _too_much(
@@ -109,19 +112,19 @@ class Places:
 
 @dataclass
 class ByteBudget:
-    """Message bytes of all calls in progress. Used on one event loop."""
+    """Counts the message bytes of all calls in progress. Used on one event loop."""
 
     limit: int
     share: int | None = None
-    """Of one tenant with a key; None: as much as all."""
+    """The limit of one tenant with a key; None: the limit of all together."""
     used: int = 0
     _owned: dict[str, int] = field(default_factory=dict)
 
     @contextmanager
     def hold(self, owner: str = "") -> Iterator[Held]:
-        """Yields what adds bytes to a call's share; they are given back at the end. `owner`: the tenant's name, empty
-        without a key. Adding raises ResourceExhausted where the tenant has its share, and Unavailable where the
-        server has no room, with `never_retry` where it never will have."""
+        """Yields an object that adds bytes to a call's share; they are given back at the end of the context. `owner`:
+        the tenant's name, empty without a key. Adding raises ResourceExhausted where the tenant's limit is reached, and
+        Unavailable where the server's is, with `never_retry` if the bytes could never fit."""
         share = self.limit if self.share is None or not owner else min(self.share, self.limit)
         held = Held(self, owner, share)
         try:
@@ -131,7 +134,7 @@ class ByteBudget:
 
 
 class Held:
-    """What one call holds of a budget."""
+    """The share that one call has of a budget."""
 
     def __init__(self, budget: ByteBudget, owner: str, share: int) -> None:
         self._budget, self._owner, self._share = budget, owner, share

@@ -1,7 +1,7 @@
-"""Where the values of options come from.
+"""Reads the values of options.
 
-A value is taken from the command line (`--max-seqs 8`), else the environment (`SACCADE_MAX_SEQS=8`), else the file
-given by `--config FILE.toml` (`max_seqs = 8`), else the default here. A name that is not an option is an error
+A value is taken from the command line (`--max-seqs 8`), else from the environment (`SACCADE_MAX_SEQS=8`), else from the
+file given by `--config FILE.toml` (`max_seqs = 8`), else it is the default. A name that is not an option is an error
 everywhere.
 """
 
@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from service.common.config import ConfigError, EngineOptions, ServerOptions
 
 ENV_PREFIX = "SACCADE_"
-# Variables of the SDK that share the prefix.
+# Variables of the SDK that have the same prefix.
 _SDK_VARIABLES = {"SACCADE_API_KEY", "SACCADE_SERVER"}
 # What Kubernetes puts into every pod of a namespace for a Service named `saccade` or `saccade-...`, such as
 # SACCADE_SERVICE_HOST=10.0.0.1, SACCADE_PORT=tcp://10.0.0.1:50051 and SACCADE_PORT_50051_TCP_ADDR=10.0.0.1.
@@ -45,7 +45,7 @@ def option_type(options: type, name: str) -> Any:
 
 
 def parse_value(options: type, name: str, raw: Any) -> Any:
-    """One value as written on a command line, in the environment or in TOML -> the field's type. Raises ConfigError."""
+    """Converts one value from the command line, the environment or TOML to the field's type. Raises ConfigError."""
     spec = next(f for f in dataclasses.fields(options) if f.name == name)
     kind = option_type(options, name)
     try:
@@ -100,12 +100,12 @@ def _describe(kind: Any, size: bool) -> str:
 
 
 def flag_of(spec: dataclasses.Field[Any]) -> str:
-    """How an option is written on a command line: `--max-seqs`, and `--no-warmup` for what is on unless told."""
+    """How an option is written on a command line: `--max-seqs`, and `--no-warmup` for flags that are on by default."""
     return ("--no-" if spec.default is True else "--") + spec.name.replace("_", "-")
 
 
 def value_words(options: type, spec: dataclasses.Field[Any]) -> str:
-    """What an option takes, for people: its choices, `flag`, `bytes, such as 64Mi`."""
+    """Describes an option's values for help texts: its choices, `flag`, `bytes, such as 64Mi`."""
     kind = option_type(options, spec.name)
     if spec.metadata["choices"]:
         return ", ".join(spec.metadata["choices"])
@@ -120,7 +120,7 @@ _METAVARS = {"text": "TEXT", "list": "A,B", "list of numbers": "N,N", "number": 
 
 
 def add_arguments(parser: argparse.ArgumentParser, options: type) -> None:
-    """One argument per field. Values stay strings here; `resolve` parses them."""
+    """Adds one argument per field. Values stay strings here; `resolve` parses them."""
     parser.add_argument("--config", metavar="FILE.toml", help="read options from this file")
     for spec in dataclasses.fields(options):
         if spec.name == "model":
@@ -139,7 +139,8 @@ def add_arguments(parser: argparse.ArgumentParser, options: type) -> None:
 
 
 def resolve(options: type[T], arguments: Mapping[str, Any], environment: Mapping[str, str]) -> T:
-    """Arguments over environment over `--config` file over defaults. Raises ConfigError."""
+    """Combines arguments, environment, `--config` file and defaults, in this order of precedence. Raises
+    ConfigError."""
     names = {f.name for f in dataclasses.fields(options)}
     values: dict[str, Any] = {}
     if path := arguments.get("config") or environment.get(ENV_PREFIX + "CONFIG"):
@@ -162,7 +163,7 @@ def resolve(options: type[T], arguments: Mapping[str, Any], environment: Mapping
 
 
 def _is_injected(variable: str, raw: str) -> bool:
-    """Whether Kubernetes has set it for a Service, and nobody for this server."""
+    """Whether Kubernetes sets a variable of this name for a Service, so that it is not meant for this server."""
     if variable.endswith("_PORT") and _INJECTED_ADDRESS.fullmatch(raw):
         return True
     return _INJECTED_NAME.fullmatch(variable) is not None
@@ -191,6 +192,6 @@ def from_keywords(options: type[T], keywords: Mapping[str, Any]) -> T:
 
 
 def from_command_line(options: type[T], parser: argparse.ArgumentParser, argv: Sequence[str]) -> T:
-    """Parses and resolves in one go, against this process's environment."""
+    """Parses and resolves the command line and this process's environment."""
     add_arguments(parser, options)
     return resolve(options, vars(parser.parse_args(list(argv))), os.environ)

@@ -11,7 +11,7 @@ from service.common.config import ConfigError
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can be meant. Raises ConfigError for a host that has no address."""
+    """Whether the host is a loopback address. Raises ConfigError for a host name that does not resolve."""
     try:
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host.strip("[]"), None)}
     except OSError:
@@ -20,7 +20,7 @@ def is_loopback(host: str) -> bool:
 
 
 def read_pem(path: str, name: str) -> bytes:
-    """The file that the option `name` names. Raises ConfigError."""
+    """Reads the file that the option `name` names. Raises ConfigError."""
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -28,7 +28,7 @@ def read_pem(path: str, name: str) -> bytes:
 
 
 def check_pair(certificate: str, key: str, names: str) -> None:
-    """Raises ConfigError unless the two belong together: in the middle of a renewal they may not."""
+    """Raises ConfigError unless certificate and key belong together: in the middle of a renewal they may not."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
     except ssl.SSLError as error:

@@ -11,7 +11,8 @@ FinishReason = Literal["stop", "length", "aborted"]
 
 @dataclass(frozen=True)
 class Message:
-    """One turn. `parts` is the content in order: text as str, None where an image stands."""
+    """One message of a conversation. `parts` is the content in order: text as str, None in place of an image or a
+    clip."""
 
     role: str
     parts: tuple[str | None, ...]
@@ -19,7 +20,8 @@ class Message:
 
 @dataclass(frozen=True)
 class ImageSource:
-    """One image and where in the request it was, for error messages: its encoded bytes, or where they can be had."""
+    """One image of a request: its encoded bytes, or where to get them; and its path in the request, for error
+    messages."""
 
     data: bytes
     field: str
@@ -28,13 +30,13 @@ class ImageSource:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether the bytes have still to be fetched."""
+        """Whether the bytes still have to be fetched."""
         return self.media_id is not None or self.uri is not None
 
 
 @dataclass(frozen=True)
 class VideoSource:
-    """One clip: the encoded bytes of a file or where they can be had, or its frames."""
+    """One clip: the encoded bytes of a file or where to get them, or its frames as images."""
 
     data: bytes
     field: str
@@ -42,13 +44,13 @@ class VideoSource:
     uri: str | None = None
     frames: tuple[ImageSource, ...] = ()
     fps: float | None = None
-    """Of `frames`."""
+    """Frames per second of `frames`."""
     max_frames: int | None = None
-    """Frames to look at; None: as many as the server does."""
+    """Frames to sample; None: the server's default."""
 
     @property
     def elsewhere(self) -> bool:
-        """Whether bytes have still to be fetched."""
+        """Whether bytes still have to be fetched."""
         return self.media_id is not None or self.uri is not None or any(frame.elsewhere for frame in self.frames)
 
 
@@ -56,7 +58,7 @@ MediaSource = ImageSource | VideoSource
 
 
 def files(media: Iterable[MediaSource]) -> Iterator[MediaSource]:
-    """Each file of images and clips: a clip's own, or those of its frames."""
+    """Every file of the images and clips: a clip's own, or those of its frames."""
     for source in media:
         yield from source.frames if isinstance(source, VideoSource) and source.frames else (source,)
 
@@ -71,15 +73,15 @@ class ChatInput:
 
 @dataclass(frozen=True)
 class RawInput:
-    """Text that is tokenised as it is."""
+    """Text that is tokenised without the chat template."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class TokensInput:
-    """Ids that are taken as they are, one image token id for each image; for a clip one, or one for each of its
-    temporal patches."""
+    """Token ids that are used as they are, with one image token id for each image; for a clip one, or one for each of
+    its temporal patches."""
 
     ids: tuple[int, ...]
 
@@ -102,7 +104,7 @@ class GenerateSpec:
 
 @dataclass(frozen=True)
 class Tokenized:
-    """What a prompt becomes: ids with one image token id per image and per temporal patch, and how many tokens each
+    """The token ids of a prompt, with one image token id per image and per temporal patch, and how many tokens each
     image and each clip takes."""
 
     ids: tuple[int, ...]
@@ -121,12 +123,13 @@ class Tokenized:
 
 @dataclass(frozen=True)
 class ImageInput:
-    """The request's only image, without a prompt."""
+    """Stands for the request's only image, without a prompt."""
 
 
 @dataclass(frozen=True)
 class Embedded:
-    """Numbers about a prompt or an image, each `[..., hidden]` little-endian float32; empty where not asked for."""
+    """The result of an embedding request: vectors of a prompt or an image, each `[..., hidden]` little-endian float32;
+    empty where not asked for."""
 
     request_id: str
     model: str
@@ -141,7 +144,7 @@ class Embedded:
 
 @dataclass(frozen=True)
 class Logprob:
-    """Natural logs of raw probabilities."""
+    """Log-probabilities of a drawn token: natural logs of the model's probabilities before temperature and filters."""
 
     token_id: int
     logprob: float
@@ -150,7 +153,7 @@ class Logprob:
 
 @dataclass(frozen=True)
 class PromptLogprob:
-    """Of the token at a position of the prompt."""
+    """The same for the token at a position of the prompt."""
 
     position: int
     token: Logprob
@@ -170,7 +173,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Started:
-    """The request is admitted."""
+    """The first event: the request has been admitted."""
 
     request_id: str
     prompt_tokens: int
@@ -183,7 +186,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Delta:
-    """A piece of sample `index`. Text is whole characters; ids may run ahead of it."""
+    """New text and tokens of sample `index`. Text holds whole characters only; ids may be ahead of it."""
 
     index: int
     text: str
@@ -194,7 +197,7 @@ class Delta:
 
 @dataclass(frozen=True)
 class Finished:
-    """The end of sample `index`."""
+    """The last event of sample `index`."""
 
     index: int
     reason: FinishReason
@@ -202,7 +205,7 @@ class Finished:
     stop_string: str | None = None
     stop_token: int | None = None
     prompt_logprobs: tuple[PromptLogprob, ...] = ()
-    """With the first sample, where they were asked for."""
+    """With the first sample, where prompt log-probabilities were asked for."""
 
 
 Event = Started | Delta | Finished

@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 class Watched(Generic[T]):
-    """What a parser makes of some files; made anew once one of them has changed. Thread-safe.
+    """The parsed content of some files, parsed again when one of them has changed. Thread-safe.
 
-    A replacement that cannot be read or parsed leaves the last good value in use and says so in the log: an operator's
-    slip must not take a running server down. No content is ever logged.
+    A replacement that cannot be read or parsed is logged, and the last good value stays in use: a mistake of an
+    operator must not stop a running server. File contents are never logged.
     """
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]], parse: Callable[[list[bytes]], T]) -> None:
@@ -40,12 +40,12 @@ class Watched(Generic[T]):
         return self._parse([path.read_bytes() for path in self._paths])
 
     def current(self) -> T:
-        """The value of the files as they are now; costs a stat of each."""
+        """The value for the files as they are now; costs one stat for each file."""
         with self._lock:
             try:
                 stamp = self._stat()
                 if stamp != self._stamp:
-                    self._stamp = stamp  # first, so that a bad file is complained of once
+                    self._stamp = stamp  # updated first, so that a bad file is logged only once.
                     self._value = self._load()
                     log.info("%s: read again", ", ".join(map(str, self._paths)))
             except (OSError, ConfigError) as error:

@@ -1,1 +1,1 @@
-"""Rows and token ids become tokens: the engine, its process boundary and its supervision."""
+"""The engine: rows and token ids become tokens; its process boundary and its supervision."""

@@ -1,4 +1,4 @@
-"""Options + checkpoint -> a running engine: the one place where the parts are put together."""
+"""Builds an engine from options and a checkpoint: the one place where its parts are put together."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def check_handoff(options: EngineOptions, vision: VisionSpec, dtype: torch.dtype
 
 
 def build_engine(options: EngineOptions) -> Engine:
-    """Reads the checkpoint and makes encoder, handoff and decoder. Raises ConfigError or CheckpointError with the
-    number that would work; nothing is started yet."""
+    """Reads the checkpoint and builds encoder, handoff and decoder. Raises ConfigError or CheckpointError with a value
+    that would work; starts nothing."""
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
     checkpoint = open_checkpoint(options.model, options.revision)
     check_role(options, checkpoint)
@@ -132,8 +132,8 @@ def build_engine(options: EngineOptions) -> Engine:
 def local_encoder(
     options: EngineOptions, checkpoint: Checkpoint, vision: VisionSpec, handoff: Handoff, *, shared: bool = False
 ) -> LocalEncoder:
-    """The encoder in this process: on a GPU it has a thread, on a CPU whoever built it gives it turns; short ones where
-    the thread is `shared` with a decoder."""
+    """The encoder in this process. On a GPU it has a thread; on a CPU the engine's loop calls it between decoder steps,
+    for short time slices where the thread is `shared` with a decoder."""
     on_gpu = torch.device(resolve_device(options)).type != "cpu"
     if on_gpu and options.encoder_turn is not None:
         log.warning("encoder_turn %g has no effect: on a GPU the encoder has a thread of its own", options.encoder_turn)
@@ -156,8 +156,8 @@ def step_tokens(options: EngineOptions, vision: VisionSpec) -> int:
 def connect_encoders(
     options: EngineOptions, checkpoint: Checkpoint, vision: VisionSpec, handoff: Handoff
 ) -> EncoderPool:
-    """The encoders of `--encoders`. One that is not there yet is waited for later; raises PartnerRefused for one of
-    another model."""
+    """The encoders of `--encoders`. One that cannot be reached yet is connected to later; raises PartnerRefused for one
+    that serves another model."""
     from service.encoding.credentials import channel_credentials
     from service.encoding.grpc_link import GrpcLink
 
@@ -177,7 +177,7 @@ def connect_encoders(
 
 
 def encoder_process(options: EngineOptions, vision: VisionSpec, handoff: Handoff) -> EncoderPool:
-    """The encoder in a process of its own on this host. Raises ConfigError in that process's words."""
+    """Starts the encoder in a process of its own on this host. Raises ConfigError with that process's message."""
     from service.encoding.process_link import ProcessLink
 
     link = ProcessLink(options, segment_bytes=options.encoder_segment_bytes)
@@ -185,7 +185,7 @@ def encoder_process(options: EngineOptions, vision: VisionSpec, handoff: Handoff
 
 
 def encoder_of_process(options: EngineOptions, source: WorkSource) -> LocalEncoder:
-    """The same from inside. Works on the caller's turns, on every device."""
+    """Builds the encoder inside that process. On every device it runs when its caller calls it."""
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
     checkpoint = open_checkpoint(options.model, options.revision)
     vision = resolve_vision(options, checkpoint)
@@ -195,7 +195,7 @@ def encoder_of_process(options: EngineOptions, source: WorkSource) -> LocalEncod
 
 
 def check_role(options: EngineOptions, checkpoint: Checkpoint) -> None:
-    """Raises ConfigError for a role that is about images, of a model that takes none."""
+    """Raises ConfigError for a role that needs images, of a model that takes none."""
     if options.role != "all" and checkpoint.config.vision is None:
         nothing = {"encoder": "to encode", "decoder": "that encoders could do"}[options.role]
         raise ConfigError(f"role: {checkpoint.config.name} takes no images, so there is nothing {nothing}")
@@ -210,14 +210,14 @@ def build_encoder(options: EngineOptions) -> tuple[LocalEncoder, Handoff, Partne
     vision = resolve_vision(options, checkpoint)
     assert vision is not None
     check_handoff(options, vision, dtype)
-    # What is encoded leaves by the network: the rows are kept where that begins.
+    # Rows are sent over the network, so they are kept in host memory.
     handoff = Handoff(options.handoff_bytes, vision.row_width, dtype)
     return local_encoder(options, checkpoint, vision, handoff), handoff, partner_of(checkpoint, vision, dtype)
 
 
 @contextlib.contextmanager
 def _progress(what: str) -> Iterator[Progress | None]:
-    """A bar on stderr while weights stream in, where a person is looking; nothing elsewhere."""
+    """Shows a progress bar on stderr while weights are read, if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Decoder, handoff and what encodes, of one model; text-only ones have no `handoff`, `encoding` and `vision`."""
+    """The parts of one model's engine; text-only models have no `handoff`, `encoding` and `vision`."""
 
     def __init__(
         self, info: EngineInfo, decoder: DecoderRunner, handoff: Handoff | None = None,
@@ -60,17 +60,18 @@ class Engine:
         return self._fatal is None and not self._closing.is_set()
 
     def submit(self, request: EngineRequest) -> None:
-        """Queues a request; whatever is wrong with it comes back as its error event."""
+        """Queues a request; an error in it is delivered as its error event."""
         self._command(lambda: self._add(request))
 
     def abort(self, request_id: str) -> None:
-        """Frees all that the request holds. No further event follows. Unknown ids are ignored."""
+        """Frees all that the request holds; no further event follows. Unknown ids are ignored."""
         self._command(lambda: self._requests.abort(request_id))
 
     def query(self, what: Query) -> Future[dict[Any, Any]]:
-        """`stats`: counters of all parts. `integrity`: the same after checking every pool; idle ones must be empty.
-        `flush`: drops what is cached and not in use, states and embeddings; `freed_bytes` counts the embeddings.
-        `histogram`: image tokens -> images encoded. `beat`: nothing, as soon as the loop comes by."""
+        """`stats`: counters of all parts. `integrity`: the same after checking every pool; idle pools must be empty.
+        `flush`: drops cached states and embeddings that are not in use; `freed_bytes` counts the embeddings.
+        `histogram`: number of images encoded, by image tokens. `beat`: an empty answer from the engine's loop, as a
+        heartbeat."""
         future: Future[dict[Any, Any]] = Future()
 
         def run() -> None:
@@ -88,7 +89,7 @@ class Engine:
                 if what == "integrity":
                     self._check_integrity()
                 future.set_result(self._stats())
-            except BaseException as error:  # handed to the caller
+            except BaseException as error:  # The caller of the query gets the error.
                 future.set_exception(error)
 
         self._command(run)
@@ -100,10 +101,12 @@ class Engine:
         self._wake.set()
 
     def run(self, on_events: EventSink, *, linger: bool = True) -> None:
-        """The loop: returns after `stop`, with both runners closed. Once, from the thread that built the runners.
+        """Runs the loop until `stop`, then closes both runners. To be called once, from the thread that built the
+        runners.
 
         `on_events` gets the events of each step, in order, from this thread. After an error that is not one request's
-        own, all requests are told and `alive` is False; with `linger` the loop goes on to refuse what still comes.
+        own, all requests get an error event and `alive` is False; with `linger` the loop goes on to refuse further
+        requests.
         """
         self._emit = on_events
         if self._encoding is not None:
@@ -111,7 +114,7 @@ class Engine:
         try:
             while not self._closing.is_set():
                 self._turn()
-        except BaseException as error:  # a bug in a step: nothing that is running can be trusted
+        except BaseException as error:  # A bug in a step: the state of running requests can no longer be trusted.
             self._die(error)
             while linger and not self._closing.is_set():
                 self._wake.wait()
@@ -138,7 +141,7 @@ class Engine:
             self._encoding.wake()
 
     def _fail_from_outside(self, error: BaseException) -> None:
-        """Ends the loop by an error of another thread."""
+        """Ends the loop because of an error in another thread."""
 
         def stop() -> None:
             raise error
@@ -150,12 +153,12 @@ class Engine:
             self._commands.get()()
 
     def _turn(self) -> None:
-        """Commands, then a decoder step, then an encoder launch; sleeps where there is nothing of either.
+        """Handles commands, then runs a decoder step, then an encoder time slice; sleeps where there is nothing to do.
 
-        The decoder goes first because admission lets go of images whose rows a cached prefix makes needless.
+        The decoder goes first because admission releases images whose rows a cached prefix makes unnecessary.
         """
         self._wake.clear()
-        if self._closing.is_set():  # asked after the clearing, or a call to stop could be missed
+        if self._closing.is_set():  # Checked after `clear`, otherwise a call to `stop` in between would be missed.
             return
         self._run_commands()
         self._requests.advance()
@@ -186,7 +189,7 @@ class Engine:
         if self._encoding is not None:
             self._encoding.check_integrity()
         if self._handoff is not None:
-            # An encoding that nobody waits for any more runs to its end, and the rows are cached.
+            # An encoding whose requests have all ended still runs to its end, and its rows are cached.
             self._handoff.check_integrity(idle=not self._requests.live and not self._handoff.stats()["writing"])
         self._requests.check_integrity()
 

@@ -26,7 +26,8 @@ BEAT_SECONDS = 1.0
 
 
 class EngineLink:
-    """An engine at the other end of a connection, with the methods of `service.engine.engine.Engine`. Thread-safe."""
+    """The client of an engine at the other end of a connection, with the methods of `service.engine.engine.Engine`.
+    Thread-safe."""
 
     info: EngineInfo
 
@@ -50,7 +51,8 @@ class EngineLink:
         self._reader.start()
 
     def submit(self, request: EngineRequest) -> None:
-        """Hands the request over; a dead engine, or no memory for the patches, shows as the request's error event."""
+        """Sends the request. If the engine is dead, or there is no memory for the patches, the request gets an error
+        event."""
         try:
             bare, descriptors = wire.pack_images(request)
         except OSError as error:
@@ -61,7 +63,7 @@ class EngineLink:
         self.submit_packed(bare, descriptors)
 
     def submit_packed(self, bare: EngineRequest, descriptors: Sequence[int]) -> None:
-        """What `wire.pack_images` made of a request. Takes over the descriptors."""
+        """Sends what `wire.pack_images` made of a request. Takes ownership of the descriptors."""
         with self._state_lock:
             self._live.update(bare.names)
         self._outbox.put(("submit", bare), descriptors)
@@ -83,7 +85,7 @@ class EngineLink:
         return future
 
     def _lost(self, message: Any) -> None:
-        """It could not be sent: the other side is gone."""
+        """A message could not be sent: the other side has ended."""
         if message[0] == "submit":
             self._lose(list(message[1].names))
         else:
@@ -118,10 +120,10 @@ class EngineLink:
             self._on_death()
 
     def _ended(self) -> None:
-        """The other side is gone."""
+        """Called when the other side has ended."""
 
     def _other(self, message: Any) -> None:
-        """A message that is neither events nor an answer."""
+        """Handles a message that is neither events nor an answer."""
         raise ValueError(f"no such message: {message!r:.80}")
 
     def _lose(self, request_ids: list[str]) -> None:
@@ -141,7 +143,7 @@ class EngineLink:
 
 
 class EngineProcess(EngineLink):
-    """An engine in a process of its own. One that takes longer than `hang_timeout` over a turn is killed."""
+    """An engine in a process of its own. It is killed when it does not answer a heartbeat within `hang_timeout`."""
 
     def __init__(
         self, options: EngineOptions, *, log_level: str = "info", on_death: Callable[[], None] = lambda: None
@@ -154,7 +156,7 @@ class EngineProcess(EngineLink):
         self._hang_timeout = options.hang_timeout
         self._over = threading.Event()
         try:
-            with contextlib.suppress(ConnectionError):  # it has ended already: the next line says so
+            with contextlib.suppress(ConnectionError):  # A process that has ended already is reported by the next line.
                 self._connection.send((options, log_level))
             verdict, value = first_message(self._process, self._connection, options.load_timeout, "engine")
         except HelperFailed as error:
@@ -197,7 +199,7 @@ class EngineProcess(EngineLink):
                 return
 
     def close(self) -> None:
-        """Ends the process, by force if it does not answer. Idempotent."""
+        """Ends the process, by SIGKILL if it does not answer. Idempotent."""
         self._closing = True
         self._over.set()
         self._outbox.put(("close",))

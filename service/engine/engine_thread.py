@@ -1,4 +1,4 @@
-"""An engine in this process, for `saccade.LocalClient` and tests: one thread that builds it and runs it."""
+"""An engine in this process, for `saccade.LocalClient` and tests: one thread builds it and runs it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from service.engine.types import EngineInfo, EngineRequest, EventSink, Query
 
 
 class EngineThread:
-    """An engine behind the methods of `EngineHandle`. Thread-safe."""
+    """An engine with the methods of `EngineHandle`. Thread-safe."""
 
     def __init__(self, options: EngineOptions) -> None:
-        """Builds the engine. Raises ConfigError or CheckpointError, both ValueErrors, with what would work."""
+        """Builds the engine. Raises ConfigError or CheckpointError, both ValueErrors, with a value that would work."""
         self._built: Future[Engine] = Future()
         self._sink: Future[EventSink | None] = Future()
         self._thread = threading.Thread(target=self._main, args=(options,), name="saccade-engine", daemon=True)
@@ -27,7 +27,7 @@ class EngineThread:
     def _main(self, options: EngineOptions) -> None:
         try:
             engine = build_engine(options)
-        except BaseException as error:  # the constructor's caller gets it
+        except BaseException as error:  # Raised again in the constructor's caller.
             self._built.set_exception(error)
             return
         self._built.set_result(engine)

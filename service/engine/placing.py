@@ -1,10 +1,10 @@
 """Where the rows of images and clips lie in a prompt.
 
-An image is one run of rows, or as many as it has slices and one more. A clip is as many as it has temporal patches.
-There are words between them. Pruning drops rows after the encoder has seen them: how many stay of the whole clip is
-known from its shape, how many of each temporal patch only then. So the prompt's length, which is what admission and
-limits need, is known at once, and a request with a pruned clip goes to the decoder when its clip has been encoded for
-the first time.
+An image is one run of rows, or one for the whole and one for each slice where it is cut into slices. A clip is one run
+for each temporal patch. There are text tokens between the runs. Pruning drops rows after encoding: how many rows of the
+whole clip stay is known from its shape, how many of each temporal patch only after encoding. So the prompt's length,
+which admission and limits need, is known at once, and a request with a pruned clip is submitted to the decoder when its
+clip has been encoded for the first time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class _Part:
-    """A run of one lease's rows, as an embedding source of its own. Runs are released in their order."""
+    """A run of one lease's rows, as an embedding source of its own. The runs of a lease are released in order."""
 
     def __init__(self, lease: Lease, first: int, count: int, complete: bool) -> None:
         self._lease, self._first, self._count, self._complete = lease, first, count, complete
@@ -46,21 +46,21 @@ class _Part:
 
 
 def is_settled(request: EngineRequest, leases: Sequence[Lease]) -> bool:
-    """Whether it is known where every row goes, or that some will never come."""
+    """Whether the place of every row is known, or an image has failed so that its rows will never come."""
     return any(lease.error is not None for lease in leases) or all(
         _counts(image, lease) is not None for image, lease in zip(request.images, leases, strict=True)
     )
 
 
 def place(request: EngineRequest, leases: Sequence[Lease]) -> tuple[list[int], tuple[ImageSpan, ...]]:
-    """The prompt's ids, and spans in order for `DecoderRequest`, of a settled request."""
+    """The prompt's ids, and its image spans in order for `DecoderRequest`. The request must be settled."""
     ids = list(request.prompt_ids)
     spans: list[ImageSpan] = []
     for image, lease in zip(request.images, leases, strict=True):
         if not image.between:
             spans.append(ImageSpan(image.start, image.length, image.key, lease))
             continue
-        # Of a clip that failed, one run stands for all: the decoder will find its error there.
+        # A clip that failed is one run: the decoder finds its error there.
         counts = _counts(image, lease) or (image.patches.tokens, *[0] * len(image.between))
         token, laid, row = ids[image.start], list[int](), 0
         for count, words in zip(counts, (*image.between, ()), strict=True):
@@ -77,8 +77,8 @@ def place(request: EngineRequest, leases: Sequence[Lease]) -> tuple[list[int], t
 
 
 def blocks(request: EngineRequest, leases: Sequence[Lease]) -> list[tuple[int, Grid]]:
-    """Where the attention sequences of images and clips begin in a settled prompt, and their grids; none of clips that
-    failed or that were pruned."""
+    """Where the attention sequences of images and clips begin in a settled prompt, and their grids; without those of
+    clips that failed or were pruned."""
     found: list[tuple[int, Grid]] = []
     for image, lease in zip(request.images, leases, strict=True):
         item, start = image.patches, image.start

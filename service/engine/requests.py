@@ -1,4 +1,4 @@
-"""The requests of an engine: what each of them holds, and when the decoder gets it."""
+"""The requests of an engine: what each of them holds, and when it is submitted to the decoder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from service.engine.types import EngineEvent, EngineRequest, ErrorKind, EventSin
 
 
 class Requests:
-    """All that have not ended. Used by the engine's thread alone."""
+    """All requests that have not ended. Used only by the engine's thread."""
 
     def __init__(
         self, model: str, decoder: DecoderRunner, handoff: Handoff | None, vision: VisionSpec | None, emit: EventSink
@@ -31,34 +31,34 @@ class Requests:
         self.live: set[str] = set()
         self._leases: dict[str, list[Lease]] = {}
         self._embedded: dict[str, Lease] = {}
-        """Requests for an image's rows themselves."""
+        """Requests for the embedding of an image."""
         self._unsettled: dict[str, EngineRequest] = {}
-        """Those whose prompt's length depends on a pruned clip that has not been encoded."""
+        """Requests with a pruned clip that has not been encoded, so that their prompt's length is not known."""
 
     @property
     def waiting(self) -> bool:
-        """Whether any of them waits for rows before the decoder gets it."""
+        """Whether a request waits for rows before it can be submitted to the decoder."""
         return bool(self._unsettled or self._embedded)
 
     def advance(self) -> None:
-        """Rows that are there leave as events or let requests go on to the decoder."""
+        """Answers embedding requests whose rows are ready, and submits requests whose clips have been encoded."""
         self._give_images()
         self._settle()
 
     def die(self) -> None:
-        """The engine stopped: all are told, and freed by nobody."""
+        """The engine has stopped: sends an error event to all requests, and frees nothing."""
         doomed = sorted(self.live)
         self.live.clear()
         self.refuse(doomed, "died", "the engine stopped")
 
     def check_integrity(self) -> None:
-        """Where nothing is live, nothing is held."""
+        """`AssertionError` if anything is held while no request is live."""
         if not self.live:
             assert not self._leases and not self._unsettled, "leases of requests that have ended"
             assert not self._decoder.has_work, "the decoder still has work"
 
     def add(self, request: EngineRequest) -> None:
-        """Whatever is wrong with the request comes back as its error event."""
+        """Starts a request; an error in it is delivered as its error event."""
         try:
             if request.embed == "image":
                 self._embed_image(request)
@@ -74,7 +74,7 @@ class Requests:
             self._give_up(request, error)
 
     def _lease(self, request: EngineRequest, name: str) -> None:
-        """Leases on all images for one sample: the pixels are there once. Raises ValueError."""
+        """Takes leases on all images for one sample; samples share the pixels. Raises ValueError."""
         leases = self._leases[name] = list[Lease]()
         deadline = None if request.timeout is None else time.monotonic() + request.timeout
         for image in request.images:
@@ -84,20 +84,20 @@ class Requests:
             leases.append(self._handoff.lease(image.key, image.patches, name, request.priority, deadline))
 
     def _give_up(self, request: EngineRequest, error: Exception) -> None:
-        """Nothing of the request is left, and each of its samples that is still waited for is told why."""
+        """Frees all that the request holds and sends an error event to each of its samples that is still live."""
         names = [name for name in request.names if name in self.live]
         for name in names:
             self._forget(name)
         self.refuse(names, _kind(error), str(error))
 
     def _embed_image(self, request: EngineRequest) -> None:
-        """Waits for the image's rows. Raises ValueError."""
+        """Starts a request for an image's rows. Raises ValueError."""
         self.live.add(request.request_id)
         self._lease(request, request.request_id)
         (self._embedded[request.request_id],) = self._leases[request.request_id]
 
     def _give_images(self) -> None:
-        """Rows that are there leave as events."""
+        """Answers embedding requests whose rows are ready."""
         for request_id, lease in list(self._embedded.items()):
             if lease.error is not None:
                 kind = _kind(lease.error)
@@ -110,7 +110,7 @@ class Requests:
             self._emit([event])
 
     def _settle(self) -> None:
-        """Hands requests on whose pruned clips have been encoded."""
+        """Submits requests whose pruned clips have been encoded."""
         for request_id, request in list(self._unsettled.items()):
             names = [name for name in request.names if name in self.live]
             if names and not is_settled(request, self._leases[names[0]]):
@@ -122,8 +122,8 @@ class Requests:
                 self._give_up(request, error)
 
     def _admit(self, request: EngineRequest, names: Iterable[str]) -> None:
-        """Hands these samples of a request to the decoder. Raises ValueError for what it cannot run, DeadlineError for
-        what it cannot run in time.
+        """Submits these samples of a request to the decoder. Raises ValueError for what it cannot run, DeadlineError
+        for what it cannot run in time.
         """
         made: list[DecoderRequest] = []
         for name in names:
@@ -151,18 +151,18 @@ class Requests:
             self._decoder.add(*made)
 
     def _positions(self, request: EngineRequest, leases: list[Lease], length: int) -> Positions | None:
-        """As the model's family gives them to prompts with images. Raises ValueError for images that overlap or do not
-        lie in the prompt."""
+        """The positions that the model's family gives a prompt with images. Raises ValueError for images that overlap
+        or do not lie in the prompt."""
         if self._vision is None or not request.images:
             return None
         return self._vision.positions(length, blocks(request, leases))
 
     def refuse(self, names: Iterable[str], kind: ErrorKind, message: str) -> None:
-        """Tells each of the samples why it ends."""
+        """Sends each of the samples an error event."""
         self._emit([EngineEvent(name, finish_reason="error", error=kind, message=message) for name in names])
 
     def abort(self, request_id: str) -> None:
-        """Frees all that the request holds, with no further event."""
+        """Frees all that the request holds, without an event."""
         if request_id in self.live:
             self._decoder.abort(request_id)
             self._forget(request_id)
@@ -176,7 +176,7 @@ class Requests:
             lease.release()
 
     def publish(self, events: list[TokenEvent]) -> None:
-        """Hands on what the decoder has made of requests that are still waited for."""
+        """Emits what the decoder has produced for requests that are still live."""
         out: list[EngineEvent] = []
         for event in events:
             if event.request_id not in self.live:
@@ -201,7 +201,7 @@ class Requests:
 
 
 def _bytes(values: torch.Tensor) -> bytes:
-    """Row by row, little-endian float32. Waits for the device."""
+    """Rows, one after the other, as little-endian float32. Waits for the device."""
     return values.detach().to("cpu", torch.float32).contiguous().numpy().astype("<f4", copy=False).tobytes()
 
 

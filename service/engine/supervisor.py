@@ -1,4 +1,5 @@
-"""Keeps an engine running: when it dies, its requests are told, and another is started after a growing pause."""
+"""Keeps an engine running: when it dies, its requests get an error event, and another is started after a pause that
+grows with each failure."""
 
 from __future__ import annotations
 
@@ -16,20 +17,20 @@ from service.engine.types import EngineInfo, EngineRequest, EventSink, Query
 log = logging.getLogger(__name__)
 
 MAX_RESTARTS = 5
-"""Deaths in a row, none of them `STEADY` seconds after its start, before no further engine is tried."""
+"""Deaths in a row, each within `STEADY` seconds of the engine's start, after which no further engine is started."""
 STEADY = 60.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 
 
 class SupervisedEngine:
-    """An `EngineProcess` that is replaced when it dies. Thread-safe; the same methods."""
+    """An `EngineProcess` that is replaced when it dies, with the same methods. Thread-safe."""
 
     def __init__(
         self, options: EngineOptions, *, log_level: str = "info",
         on_change: Callable[[bool], None] = lambda alive: None, on_give_up: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """Starts the first engine; its refusals are the caller's (ConfigError). `on_change` hears, from other threads,
-        whether there is an engine, and `on_give_up` that there will be none any more."""
+        """Starts the first engine; its ConfigError is raised. `on_change` is called from other threads with whether
+        there is an engine, and `on_give_up` when no further engine will be started."""
         self._options, self._log_level, self._on_change = options, log_level, on_change
         self._on_give_up = on_give_up
         self._emit: EventSink = lambda events: None
@@ -37,7 +38,7 @@ class SupervisedEngine:
         self._deaths = 0
         self.restarts = 0
         self.given_up = False
-        """Whether no engine is started any more."""
+        """Whether no further engine will be started."""
         self._started = time.monotonic()
         self._restarter: threading.Thread | None = None
         self._engine = self._new_engine()
@@ -52,7 +53,7 @@ class SupervisedEngine:
 
     @property
     def pid(self) -> int:
-        """Of the present engine process."""
+        """Process id of the present engine."""
         return self._engine.pid
 
     def start(self, on_events: EventSink) -> None:
@@ -79,7 +80,7 @@ class SupervisedEngine:
         self._engine.close()
 
     def _died(self) -> None:
-        """On the dead engine's reader thread, after its requests were told."""
+        """Called on the dead engine's reader thread, after its requests got their error events."""
         self._on_change(False)
         if time.monotonic() - self._started > STEADY:
             self._deaths = 0
@@ -95,7 +96,7 @@ class SupervisedEngine:
                 return
             try:
                 engine = self._new_engine()
-            except Exception as error:  # whatever keeps it from starting may pass
+            except Exception as error:  # The cause may be temporary.
                 log.error("the engine did not start again (attempt %d of %d): %s", self._deaths, MAX_RESTARTS, error)
                 continue
             self._started = time.monotonic()

@@ -1,4 +1,4 @@
-"""What crosses between the frontend and the engine: requests, events, and the engine's own description."""
+"""Types that cross between the frontend and the engine: requests, events, and the engine's description."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from service.media.sealed import PreparedItem
 ErrorKind = Literal["invalid", "deadline", "internal", "unavailable", "full", "died"]
 Query = Literal["stats", "integrity", "flush", "histogram", "beat"]
 Embedding = Literal["hidden", "image"]
-"""Of a prompt: its last and its mean hidden state. Of an image: its tokens, as the decoder reads them."""
+"""What to embed. A prompt: its last and its mean hidden state. An image: its image tokens, as the decoder reads
+them."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +26,14 @@ class EngineImage:
     start: int
     key: bytes
     patches: PreparedItem | ItemDescription
-    """The description alone where the patches' file crosses beside it."""
+    """Only the description where the file of patches is sent beside the message."""
     between: tuple[tuple[int, ...], ...] = ()
-    """Of a clip whose temporal patches stand apart: the ids between one and the next. Where one ends is known when the
-    clip has been encoded, if it is pruned; how many places they take together is known from the start."""
+    """For a clip with text between its temporal patches: the ids between one and the next. Where each one ends is known
+    only after encoding if the clip is pruned; how many tokens they take together is known before."""
 
     @property
     def length(self) -> int:
-        """Places of the prompt: rows, and the ids between them."""
+        """Tokens of the prompt that it takes: rows, and the ids between them."""
         return self.patches.tokens + sum(map(len, self.between))
 
 
@@ -50,13 +51,14 @@ class EngineRequest:
     priority: int = 0
     salt: bytes = b""
     embed: Embedding | None = None
-    """What is wanted instead of an answer; `image` is about the only one of `images`, whose `start` says nothing."""
+    """Embeddings that are wanted instead of an answer; with `image`, `images` holds one image, whose `start` is not
+    used."""
     timeout: float | None = None
-    """Seconds from its handing over in which an answer is of use."""
+    """Seconds after submission in which an answer is of use."""
     checkpoint_at: tuple[int, ...] = ()
-    """Prompt positions, before the first image, where other prompts are likely to part from this one."""
+    """Prompt positions, before the first image, where other prompts are likely to differ from this one."""
     siblings: tuple[str, ...] = ()
-    """Ids of further samples, whose indices follow on `sample_index`. Each lives and ends by itself."""
+    """Ids of further samples, whose indices follow `sample_index`. Each sample runs and ends by itself."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -77,11 +79,12 @@ class EngineEvent(NamedTuple):
     error: ErrorKind | None = None
     message: str = ""
     embedded: tuple[bytes, ...] = ()
-    """Little-endian float32: (last, mean) of `hidden`, (rows,) of `image`."""
+    """Little-endian float32: (last, mean) for `hidden`, (rows,) for `image`."""
     prompt_scores: tuple[PromptScore, ...] = ()
     """With a first token, where they were asked for."""
     scheduled: float | None = None
-    """With a first token: when the decoder put its first step together, by `time.monotonic`, one clock of the host."""
+    """With a first token: when the decoder scheduled its first step, by `time.monotonic`, which all processes of a host
+    share."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +96,9 @@ class EngineInfo:
     max_len: int
     max_seqs: int
     max_image_tokens: int
-    """Of one image, by the handoff bound. 0: the model takes no images."""
+    """The largest image that fits the handoff. 0: the model takes no images."""
     dtype: str
-    """Of weights, activations and patches, as torch calls it."""
+    """Of weights, activations and patches, by torch's name."""
     takes_video: bool = False
 
 

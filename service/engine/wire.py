@@ -1,8 +1,9 @@
-"""Messages between a frontend process and the engine process: a socket pair for control, memory files for patches.
+"""Messages between a frontend process and the engine process: a socket pair for control messages, memory files for
+patches.
 
 Control messages are pickled by `multiprocessing.connection`, which is safe because both ends are processes of this
-program on a socket pair that has no address. The patches of each image lie in a sealed memory file, whose descriptor
-crosses the socket behind the message: only the engine maps it."""
+program on a socket pair without an address. The patches of each image lie in a sealed memory file, whose descriptor is
+sent after the message; only the engine maps it."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from service.media.sealed import SealedItem, open_patches, seal
 
 
 def pack_images(request: EngineRequest) -> tuple[EngineRequest, tuple[int, ...]]:
-    """The request with descriptions for images, and the descriptors of their files, which are the caller's to close.
-    Patches of this process are copied to files; raises OSError where the memory cannot be had."""
+    """The request with descriptions in place of images, and the descriptors of their files, which the caller must
+    close. Patches in this process's memory are copied to files; raises OSError where there is no memory."""
     items = []
     for image in request.images:
         assert not isinstance(image.patches, ItemDescription), "packed already"
@@ -26,7 +27,7 @@ def pack_images(request: EngineRequest) -> tuple[EngineRequest, tuple[int, ...]]
 
 
 def unpack_images(request: EngineRequest, descriptors: Sequence[int]) -> EngineRequest:
-    """The other side of `pack_images`: patches are views of the mapped files. Takes over the descriptors."""
+    """The inverse of `pack_images`: patches are views of the mapped files. Takes ownership of the descriptors."""
     images = []
     for image, descriptor in zip(request.images, descriptors, strict=True):
         assert isinstance(image.patches, ItemDescription)
@@ -38,9 +39,9 @@ PackedEvents = tuple[list[str], list[int], list[int], list[tuple[int, float]], l
 
 
 def pack_events(events: list[EngineEvent]) -> PackedEvents:
-    """Events of one step as they cross: plain tokens in three lists, with the places of those that are first ones and
-    when they were scheduled; everything else as it is. Most are plain, and pickling each as an object costs the
-    engine's thread more than drawing it did."""
+    """The events of one step in the form in which they are sent: plain tokens in three lists, with the indices and
+    times of those that are a request's first; all other events as objects. Most events are plain tokens, and pickling
+    each as an object would cost the engine's thread more than drawing it."""
     packed: PackedEvents = [], [], [], [], []
     names, tokens, cached, scheduled, others = packed
     for event in events:
@@ -57,7 +58,8 @@ def pack_events(events: list[EngineEvent]) -> PackedEvents:
 
 
 def unpack_events(packed: PackedEvents) -> list[EngineEvent]:
-    """The other side. Of one request's events only the last may differ in kind, so each request keeps its order."""
+    """The inverse of `pack_events`. Of one request's events only the last may not be a plain token, so each request
+    keeps its order."""
     names, tokens, cached, scheduled, others = packed
     plain = [EngineEvent(n, t, cached_tokens=c) for n, t, c in zip(names, tokens, cached, strict=True)]
     for place, moment in scheduled:

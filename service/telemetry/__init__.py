@@ -1,1 +1,1 @@
-"""What an operator sees: metrics, traces, the context of a call, the file of image sizes."""
+"""Observability: metrics, traces, the access log, the context of a call, the file of image sizes."""

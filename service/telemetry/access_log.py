@@ -1,4 +1,4 @@
-"""The log of requests: one line for each, without prompt or answer."""
+"""The access log: one line for each request, without prompt or answer."""
 
 from __future__ import annotations
 

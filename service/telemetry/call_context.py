@@ -1,4 +1,4 @@
-"""What is known of an RPC while it runs: kept in a context variable, so that nobody has to pass it on."""
+"""Information about the call that is running, kept in a context variable so that it need not be passed on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from service.telemetry.tracing import TraceContext
 
 @dataclass
 class CallInfo:
-    """One RPC, from its metadata to its end."""
+    """One call, from its metadata to its end."""
 
     method: str = ""
     tenant: Tenant = field(default_factory=Tenant)
@@ -25,10 +25,10 @@ class CallInfo:
     code: str = "OK"
     reason: str = ""
     generations: int = 0
-    """Generations that have written a line of their own."""
+    """Generations of this call that have written their own line to the access log."""
     hold_bytes: Callable[[int], None] = lambda size: None
     """Counts bytes that the call has brought into the server beside its messages, until its end. Raises Unavailable
-    where there is no room."""
+    where the server's limit is reached."""
 
     def fail(self, error: errors.StatusError) -> None:
         self.code, self.reason = error.code.name, error.reason
@@ -38,7 +38,7 @@ _current: ContextVar[CallInfo | None] = ContextVar("saccade_call", default=None)
 
 
 def current_call() -> CallInfo:
-    """The RPC that this code runs for; a blank one outside of any."""
+    """The call that this code runs for; an empty one outside of any call."""
     return _current.get() or CallInfo()
 
 

@@ -1,7 +1,8 @@
-"""Prometheus: what the frontend counts, and what the engine's counters say when somebody scrapes; nothing where
-prometheus-client is not installed, which a server needs for scrapes only.
+"""Prometheus metrics: what the frontend counts, and the engine's counters at each scrape. Without prometheus-client,
+which is needed only for scraping, nothing is counted.
 
-Names are stable; docs/operations.md lists them. One registry for each server, so that several can live in a process.
+Metric names are stable; docs/operations.md lists them. Each server has a registry of its own, so that several can run
+in a process.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SCRAPE_TIMEOUT = 2.0
 
 
 class Metrics:
-    """What the frontend counts."""
+    """The counters and histograms of a frontend."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -67,7 +68,7 @@ class Metrics:
         self._request_bytes.inc(request_bytes)
 
     def token_gap(self, seconds: float, tokens: int) -> None:
-        """`tokens` that came `seconds` after the one before them."""
+        """Records `tokens` that came `seconds` after the one before them."""
         for _ in range(tokens):
             self._gap.observe(seconds / tokens)
 
@@ -95,7 +96,8 @@ class Metrics:
         self.registry.register(_EngineCollector(query, gauges, parts))  # type: ignore[arg-type]
 
     def serve(self, host: str, port: int) -> tuple[int, Callable[[], None]]:
-        """Starts the HTTP endpoint: (its port, what stops it). Raises ConfigError where the port cannot be had."""
+        """Starts the HTTP endpoint; returns its port and a function that stops it. Raises ConfigError where the port is
+        taken."""
         try:
             server, thread = start_http_server(port, host, registry=self.registry)
         except OSError as error:
@@ -110,7 +112,7 @@ class Metrics:
 
 
 class _EngineCollector:
-    """Turns the engine's nested counters into metrics, whatever their names are."""
+    """Converts the engine's nested counters to metrics, whatever their names are."""
 
     def __init__(
         self, query: Callable[[], Future[dict[str, Any]]], gauges: Callable[[], dict[str, float]],
@@ -119,13 +121,13 @@ class _EngineCollector:
         self._query, self._gauges, self._parts = query, gauges, parts
 
     def describe(self) -> list[Metric]:
-        return []  # or the registry would ask the engine while the server is being put together
+        return []  # An empty answer: the registry would otherwise query the engine while the server is being built.
 
     def collect(self) -> Iterator[Metric]:
         up = GaugeMetricFamily("saccade_engine_up", "whether the engine answers")
         try:
             stats: dict[str, Any] = self._query().result(SCRAPE_TIMEOUT)
-        except Exception as error:  # no engine, or one in the middle of a long step
+        except Exception as error:  # There is no engine, or it is in the middle of a long step.
             log.debug("no engine statistics: %r", error)
             stats = {}
         up.add_metric([], float(bool(stats)))
@@ -135,7 +137,7 @@ class _EngineCollector:
         yield from engine_metrics({**stats, **self._parts()})
 
 
-# What the engine reports as it stands now; everything else of it only grows.
+# Counters of the engine that are gauges; all others only grow.
 _GAUGES = re.compile(
     r"live|running|waiting|leases|cached|reserved|writing|ready|quarantined|unused_graphs|cache_checkpoints|\w+_(bytes|blocks|slots|pages|now)"
 )
@@ -169,7 +171,7 @@ def engine_metrics(stats: dict[str, Any]) -> Iterator[Metric]:
 
 
 def _encoder_metrics(encoders: dict[str, dict[str, float]]) -> Iterator[Metric]:
-    """What is known of each encoder elsewhere, labelled by its address."""
+    """The counters of each encoder in another process or on another host, labelled by its address."""
     for name in next(iter(encoders.values()), {}):
         kind = GaugeMetricFamily if _GAUGES.fullmatch(name) else CounterMetricFamily
         words = name.removesuffix("_now").removesuffix("_total")
@@ -180,27 +182,27 @@ def _encoder_metrics(encoders: dict[str, dict[str, float]]) -> Iterator[Metric]:
 
 
 class _NoMetrics:
-    """Counts nothing. Every method of `Metrics` is here."""
+    """Has every method of `Metrics` and counts nothing."""
 
     def call(self, method: str, code: str, request_bytes: int) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def token_gap(self, seconds: float, tokens: int) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def generation(self, code: str, **numbers: Any) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def watch_engine(self, *queries: Callable[[], Any]) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def serve(self, host: str, port: int) -> tuple[int, Callable[[], None]]:
-        """Raises ConfigError: somebody asked for what is not there."""
+        """Raises ConfigError: metrics were asked for and prometheus-client is not installed."""
         raise ConfigError(f"metrics_port {port} needs prometheus-client, which is not installed")
 
 
 def make_metrics() -> Metrics:
-    """What a server counts with; says so where that is nothing."""
+    """The metrics of a server; logs it where they count nothing."""
     if not INSTALLED:
         log.warning("prometheus-client is not installed: no metrics")
         return cast("Metrics", _NoMetrics())

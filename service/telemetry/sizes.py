@@ -1,4 +1,4 @@
-"""The file of image sizes that `saccade tune` reads: image tokens -> images, over all runs of a server."""
+"""The file of image sizes that `saccade tune` reads: number of images by image tokens, over all runs of a server."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ log = logging.getLogger(__name__)
 
 
 def read_histogram(path: Path) -> dict[int, int]:
-    """Image tokens -> images. Accepts that object itself or one that holds it under `image_tokens`.
+    """Reads {image tokens: number of images}. Accepts that object itself or one that holds it under `image_tokens`.
 
-    Raises `ValueError` naming the file and what is wrong with it.
+    Raises `ValueError` that names the file and what is wrong with it.
     """
     try:
         content: Any = json.loads(path.read_text("utf-8"))
@@ -44,7 +44,7 @@ def read_histogram(path: Path) -> dict[int, int]:
 
 
 def check_sizes_file(options: ServerOptions) -> None:
-    """Raises ConfigError for a file that could not be written in the end, or holds something else."""
+    """Raises ConfigError where the file could not be written at the end of the run, or has other content."""
     if options.sizes_file is None:
         return
     path = Path(options.sizes_file)
@@ -58,7 +58,7 @@ def check_sizes_file(options: ServerOptions) -> None:
 
 
 def record_sizes(path: Path, sizes: Mapping[int, int]) -> None:
-    """Adds `sizes` to what the file holds. A file is there whole or not at all; what goes wrong is logged."""
+    """Adds `sizes` to the file's counts. The file is replaced atomically; errors are logged."""
     if not sizes:
         return
     try:

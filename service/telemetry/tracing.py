@@ -30,7 +30,7 @@ _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f
 
 @dataclass(frozen=True)
 class TraceContext:
-    """The caller's place in a trace: 32 and 16 hexadecimal digits."""
+    """The caller's span: trace id and span id, 32 and 16 hexadecimal digits."""
 
     trace_id: str
     span_id: str
@@ -38,7 +38,7 @@ class TraceContext:
 
 
 def from_metadata(metadata: Mapping[str, str | bytes]) -> TraceContext | None:
-    """The context of a `traceparent` header; None without one, or for one that the standard says to ignore."""
+    """Parses a `traceparent` header; None without one, or where the standard says to ignore it."""
     value = metadata.get("traceparent")
     match = _TRACEPARENT.fullmatch(value) if isinstance(value, str) else None
     if match is None:
@@ -75,8 +75,8 @@ class Spans:
         self, parent: TraceContext | None, attributes: Mapping[str, Any], *, seconds: float, prepared: float | None,
         first_token: float | None, failed: str = "",
     ) -> None:  # fmt: skip
-        """One that is over now. `prepared` and `first_token`: seconds after its arrival, None where it did not get that
-        far. `failed`: the reason of its end, if that was no good one."""
+        """Writes the spans of a generation that has just ended. `prepared` and `first_token`: seconds after its
+        arrival, None where it did not get that far. `failed`: the reason of its end, if it failed."""
         end = time.time_ns()
         begin = end - round(seconds * _NANO)
         kind = self._trace.SpanKind.SERVER
@@ -96,7 +96,7 @@ class Spans:
         root.end(end)
 
     def _context(self, parent: TraceContext | None) -> Any:
-        """The caller's span, with its word on whether this trace is recorded."""
+        """The caller's span, with its flag whether this trace is recorded."""
         if parent is None:
             return None
         flags = self._trace.TraceFlags(self._trace.TraceFlags.SAMPLED if parent.sampled else 0)
@@ -104,6 +104,6 @@ class Spans:
         return self._trace.set_span_in_context(self._trace.NonRecordingSpan(caller))
 
     def close(self) -> None:
-        """Sends what has not been sent, for two seconds at most. Idempotent."""
+        """Sends the remaining spans, for two seconds at most. Idempotent."""
         self._provider.force_flush(2000)
         self._provider.shutdown()
