@@ -11,7 +11,7 @@ from compiled import needs_compiled
 from gated_decoder import gated, gated_config, grid_positions
 from tiny_decoder import FakeSource, make_runner, random_weights, request, run
 
-from decoder.config import DecoderConfig
+from decoder.config import DecoderConfig, DecoderOptions
 from decoder.layers.descriptions import Attention
 from decoder.layers.spec import Layer
 from decoder.request import DecoderRequest, ImageSpan, TokenEvent
@@ -93,15 +93,25 @@ def test_bfloat16_is_no_further_from_float32_than_the_operations() -> None:
     assert 0 < (fast - exact).square().mean() <= 1.5 * (slow - exact).square().mean()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("changes", ["all", "wide"])
-def test_bits_do_not_depend_on_how_a_token_came(changes: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("changes", "dtype", "kind"),
+    [
+        pytest.param("all", torch.float32, None, id="fp32"),
+        pytest.param("all", torch.bfloat16, None, id="bf16"),
+        pytest.param("all", torch.bfloat16, "int8", id="int8"),
+        pytest.param("all", torch.float32, "int4", id="int4"),
+        pytest.param("wide", torch.float32, None, id="wide-fp32"),
+        pytest.param("wide", torch.bfloat16, None, id="wide-bf16"),
+    ],
+)
+def test_bits_do_not_depend_on_how_a_token_came(changes: str, dtype: torch.dtype, kind: str | None) -> None:
     """Whole, in chunks, token by token, beside others, as drafts, with several threads."""
     config = config_of(**CHANGES[changes])
     weights = dict(random_weights(config))
 
     def found(**options: Any) -> torch.Tensor:
-        return numbers(scored(make_runner(config, weights, native="on", dtype=dtype, page_size=4, **options)))
+        given: dict[str, Any] = {"native": "on", "dtype": dtype, "weights": kind, "page_size": 4, "max_len": 256}
+        return numbers(scored(DecoderRunner(config, DecoderOptions(**(given | options)), weights.items())))
 
     whole = found(max_seqs=1)
     assert whole.isfinite().all()

@@ -176,6 +176,8 @@ def test_drafts_are_those_of_a_head_written_out_and_change_nothing(kind: str, op
     preempted, seldom = options.pop("preempted", False), options.pop("seldom", False)
     config = config_of(kind)
     runner, naive = make(config, **({"host_bytes": 10**9} | options)), Naive(config)
+    assert runner.drafter is not None
+    assert (runner.drafter.head.compiled is None) == (runner.model.native is None)
     if seldom:
         assert runner.speculation is not None
         runner.speculation.policy.wanted = lambda record, length, rows: 3 * (length % 4 == 0)  # type: ignore[method-assign]
@@ -226,9 +228,10 @@ def test_a_head_like_the_trunk_is_mostly_right() -> None:
 
 
 @needs_compiled
+@pytest.mark.parametrize("kind", REST)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_a_compiled_pass_is_a_called_one_in_any_batch(dtype: torch.dtype) -> None:
-    runner = make(config_of("plain"), dtype=dtype, native="on")
+def test_a_compiled_pass_is_a_called_one_in_any_batch(dtype: torch.dtype, kind: str) -> None:
+    runner = make(config_of(kind), dtype=dtype, native="on")
     assert runner.drafter is not None and runner.drafter.head.compiled is not None
     head, rows = runner.drafter.head, 5
     given = torch.randn(4, 2, rows, HIDDEN, generator=torch.Generator().manual_seed(2)).to(dtype)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
+from gated_decoder import grid_positions
 from hypothesis import seed as with_seed
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -27,6 +28,7 @@ from decoder.blocks import SuperblockPool
 from decoder.checkpoints import Placement
 from decoder.config import DecoderOptions
 from decoder.flight import expect
+from decoder.positions import positions_of
 from decoder.prefix_cache import PrefixCache
 from decoder.request import DecoderRequest, ImageSpan
 from decoder.sampling import SamplingParams
@@ -102,12 +104,13 @@ def drawn(sequence: Sequence, at: int) -> int:
 
 
 def contents(sequence: Sequence) -> Prefix:
-    """What each token is: its salt, its id, or its row of an image."""
+    """What each token is: its salt, its id or its row of an image, and its positions."""
     units: list[Any] = [drawn(sequence, at) if id_ == UNREAD else id_ for at, id_ in enumerate(sequence.tokens)]
     for span in sequence.request.spans:
         for row in range(span.length):
             units[span.start + row] = (span.key, row)
-    return tuple((sequence.request.salt, unit) for unit in units)
+    positions = positions_of(sequence.request.positions, 0, len(units), 3)
+    return tuple((sequence.request.salt, unit, at) for unit, at in zip(units, positions, strict=True))
 
 
 class Wait:
@@ -186,6 +189,7 @@ class CacheMachine(RuleBasedStateMachine):
         output=st.integers(1, 9),
         image=st.sampled_from([None, None, "ready", "late"]),
         picture=st.integers(0, 1),
+        grid=st.sampled_from([None, (1, 6), (2, 3), (3, 2)]),
         priority=st.integers(0, 1),
         hint=st.integers(0, 30),
         samples=st.sampled_from([1, 1, 2, 3]),
@@ -198,6 +202,7 @@ class CacheMachine(RuleBasedStateMachine):
         output: int,
         image: str | None,
         picture: int,
+        grid: tuple[int, int] | None,
         priority: int,
         hint: int,
         samples: int,
@@ -213,10 +218,11 @@ class CacheMachine(RuleBasedStateMachine):
                 source = FakeSource(ready=image == "ready")
                 self.sources.append(source)
                 spans = (ImageSpan(3, 6, b"picture%d" % picture, source),)
+            positions = grid_positions(length, (3, *grid)) if spans and grid is not None else None
             self.names += 1
             item = DecoderRequest(
                 str(self.names), prompt, SamplingParams(max_tokens=output), spans, priority=priority,
-                checkpoint_at=(hint,), salt=b"salt" if prefix == 2 else b"",
+                checkpoint_at=(hint,), salt=b"salt" if prefix == 2 else b"", positions=positions,
             )  # fmt: skip
             sequence = self.scheduler.add(item, leader)
             leader = leader or sequence
