@@ -1,11 +1,12 @@
 """A request's words and images -> the ids that the decoder reads, and where images lie among them.
 
-Text holds one image token for each image and one for each temporal patch of a clip, each of which becomes as many as
-it has rows.
+Text holds one placeholder for each image or slice of one, and for each temporal patch of a clip, each of which becomes
+as many as it has rows. The placeholders of clips are those of images, unless the family has some for clips.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, count, pairwise, repeat, takewhile
@@ -17,7 +18,7 @@ from service.common.types import ChatInput, GenerateSpec, Message, RawInput, Tok
 from service.engine.types import EngineImage, EngineInfo
 from service.media.images import Prepared
 from service.model.assets import ModelAssets
-from service.model.chat import Marked
+from service.model.chat import Clip, Marked
 from service.model.tokenizer import Tokenizer, literal, substitute
 
 SYSTEM_ROLES = ("system", "developer")
@@ -59,20 +60,21 @@ def read(spec: GenerateSpec, media: Sequence[Prepared], assets: ModelAssets) -> 
     Raises StatusError."""
     if isinstance(spec.input, TokensInput):
         check_ids("tokens.ids", spec.input.ids, assets)
-        return _with_slices(list(spec.input.ids), media, assets)
+        return _with_words(list(spec.input.ids), media, assets)
     if assets.tokenizer is None:
         raise errors.FailedPrecondition(f"{assets.config.name} has no tokenizer: send token ids", field="input")
     words = _words(media, assets)
     if isinstance(spec.input, RawInput):
-        return _raw_ids(spec.input.text, words, assets, assets.tokenizer)
+        return _raw_ids(spec.input.text, media, words, assets, assets.tokenizer)
     assert isinstance(spec.input, ChatInput)
-    clips = [part if item.labels else None for item, part in zip(media, words, strict=True)]
+    # What the template knows of clips: their own token, or else words that it takes for text.
+    known = None if assets.video_token is None else Clip(assets.video_token)
+    clips = [(known or part) if item.labels else None for item, part in zip(media, words, strict=True)]
     try:
         text = assets.template.render(_with_clips(spec.input.messages, clips), spec.input.template_arguments)
     except ValueError as error:
         raise errors.InvalidArgument(str(error), field="chat") from None
-    text = _place_images(text, media, words, assets.image_token)
-    return assets.wrap_images(assets.tokenizer.encode(text))
+    return assets.wrap_images(assets.tokenizer.encode(_placed(text, media, words, assets)))
 
 
 def check_ids(field: str, ids: Sequence[int], assets: ModelAssets) -> None:
@@ -102,7 +104,21 @@ def system_end(spec: GenerateSpec, ids: Sequence[int], assets: ModelAssets) -> i
         return 0
     shared = [a == b for a, b in zip(ids, assets.tokenizer.encode(text))]
     length = shared.index(False) if False in shared else len(shared)
-    return ids.index(assets.image_token_id) if assets.image_token_id in ids[:length] else length
+    return next((place for place in _places(ids[:length], assets)), length)
+
+
+def _places(ids: Sequence[int], assets: ModelAssets) -> list[int]:
+    """Where placeholders stand."""
+    known = {assets.image_token_id, assets.video_token_id} - {None}
+    return [place for place, token in enumerate(ids) if token in known]
+
+
+def _placeholder(item: Prepared, assets: ModelAssets) -> int:
+    """The id that stands for each of its rows."""
+    own = assets.video_token_id if item.labels else None
+    found = assets.image_token_id if own is None else own
+    assert found is not None, "an image of a model that takes none"
+    return found
 
 
 def _words(media: Sequence[Prepared], assets: ModelAssets) -> list[Marked | None]:
@@ -116,7 +132,8 @@ def _clip_words(item: Prepared, assets: ModelAssets) -> Marked:
     assert rule is not None, "a clip of a model without a rule for them"
     start, end = assets.image_wrappers
     ones = [1] * len(item.labels)
-    return Marked(rule.text(item.labels, ones, start=start, token=assets.image_token or "", end=end))
+    token = assets.video_token or assets.image_token or ""
+    return Marked(rule.text(item.labels, ones, start=start, token=token, end=end))
 
 
 def _image_words(item: Prepared, number: int, assets: ModelAssets) -> Marked | None:
@@ -126,31 +143,40 @@ def _image_words(item: Prepared, number: int, assets: ModelAssets) -> Marked | N
     return Marked(rule.text(item.layout, number, token=assets.image_token or ""))
 
 
-def _place_images(text: str, media: Sequence[Prepared], words: Sequence[Marked | None], token: str | None) -> str:
-    """Text in which each image has its own words in the place of its token; those of clips are there already."""
-    if token is None or not any(part for item, part in zip(media, words, strict=True) if not item.labels):
+def _placed(text: str, media: Sequence[Prepared], words: Sequence[Marked | None], assets: ModelAssets) -> str:
+    """A rendered template's text in which each image, and each clip that has a token of its own, has its words in the
+    place of its token."""
+    if assets.image_token is None:
         return text
-    parts = (
-        repeat(None, len(item.labels)) if item.labels else (part,) for item, part in zip(media, words, strict=True)
-    )
-    return substitute(text, token, chain.from_iterable(parts))
+    parts = list(zip(media, words, strict=True))
+    if assets.video_token is not None:
+        text = substitute(text, assets.video_token, [part for item, part in parts if item.labels])
+        parts = [(item, part) for item, part in parts if not item.labels]
+    # Clips without a token of their own are there already, with a token for each temporal patch.
+    images = (repeat(None, len(item.labels)) if item.labels else (part,) for item, part in parts)
+    return substitute(text, assets.image_token, chain.from_iterable(images))
 
 
-def _with_slices(ids: list[int], media: Sequence[Prepared], assets: ModelAssets) -> list[int]:
-    """Token ids in which one image token id stands for each image get what the model's text has for images of which
-    there are slices. Where that is there already, they stay as they are."""
-    image = assets.image_token_id
-    if assets.tokenizer is None or image is None or ids.count(image) != len(media):
+def _with_words(ids: list[int], media: Sequence[Prepared], assets: ModelAssets) -> list[int]:
+    """Token ids in which one placeholder stands for each image and clip get the words that the model's text has around
+    it: of slices, and of clips where the family has a token for them. Where those are there already, they stay.
+    """
+    places = _places(ids, assets)
+    if assets.tokenizer is None or len(places) != len(media):
         return ids
-    pairs = zip(media, _words(media, assets), strict=True)
-    words = iter([None if item.labels else text for item, text in pairs])
     found: list[int] = []
-    for place, token in enumerate(ids):
-        text = next(words) if token == image else None
-        own = [token] if text is None else assets.tokenizer.encode(text)
-        before = place - own.index(image) if text is not None else place
-        found += [token] if before >= 0 and ids[before : before + len(own)] == own else own
-    return found
+    previous = 0
+    for place, item, text in zip(places, media, _words(media, assets), strict=True):
+        placeholder = _placeholder(item, assets)
+        named = text is not None and (not item.labels or assets.video_token is not None)
+        own = assets.tokenizer.encode(text) if named and text is not None else [placeholder]
+        begin = place - own.index(placeholder)
+        here = placeholder if item.labels else ids[place]  # clips may have been sent with the placeholder of images
+        around = [*ids[max(0, begin) : place], here, *ids[place + 1 : begin + len(own)]]
+        found += ids[previous:place]
+        found += [here] if len(own) == 1 or (begin >= 0 and around == own) else own
+        previous = place + 1
+    return found + ids[previous:]
 
 
 def _with_clips(messages: Sequence[Message], clips: Sequence[Marked | None]) -> list[Message]:
@@ -161,19 +187,25 @@ def _with_clips(messages: Sequence[Message], clips: Sequence[Marked | None]) -> 
     ]
 
 
-def _raw_ids(text: str, clips: Sequence[Marked | None], assets: ModelAssets, tokenizer: Tokenizer) -> list[int]:
-    """Raw text may hold image tokens of its own; where it holds none, images and clips come first."""
-    token, image_id = assets.image_token, assets.image_token_id
-    if token is None or image_id is None:
+def _raw_ids(
+    text: str, media: Sequence[Prepared], words: Sequence[Marked | None], assets: ModelAssets, tokenizer: Tokenizer
+) -> list[int]:
+    """Raw text may hold placeholders of its own; where it holds none, images and clips come first."""
+    tokens = [token for token in (assets.image_token, assets.video_token) if token is not None]
+    if not tokens or assets.image_token is None:
         return tokenizer.encode(literal(text))
-    if not clips:
-        return tokenizer.encode(literal(text, token))
-    pieces = literal(text).split(token)
+    if not media:
+        return tokenizer.encode(literal(text, *tokens))
+    pieces = re.split("(" + "|".join(map(re.escape, tokens)) + ")", literal(text))
     if len(pieces) == 1:
-        before = [tokenizer.encode(words) if words is not None else [image_id] for words in clips]
-        return [*assets.wrap_images([i for ids in before for i in ids]), *tokenizer.encode(pieces[0])]
-    if len(pieces) - 1 == len(clips):
-        filled = [piece + (words or token) for piece, words in zip(pieces, clips)]
+        start, end = assets.image_wrappers if assets.video_token is not None else ("", "")
+        before: list[int] = []
+        for item, part in zip(media, words, strict=True):
+            own = part or assets.image_token
+            before += tokenizer.encode(start + own + end if item.labels else own)
+        return [*assets.wrap_images(before), *tokenizer.encode(pieces[0])]
+    if len(pieces) // 2 == len(media):
+        filled = [piece + (part or token) for piece, token, part in zip(pieces[::2], pieces[1::2], words)]
         return tokenizer.encode("".join((*filled, pieces[-1])))
     return tokenizer.encode(literal(text))
 
@@ -181,7 +213,7 @@ def _raw_ids(text: str, clips: Sequence[Marked | None], assets: ModelAssets, tok
 def widen(ids: list[int], media: Sequence[Prepared], continued: int, assets: ModelAssets, info: EngineInfo) -> Prompt:
     """Each image token id becomes as many as its image has tokens. `continued`: tokens of output that are there
     already. Raises InvalidArgument."""
-    places = [i for i, token in enumerate(ids) if token == assets.image_token_id]
+    ids, places = list(ids), _places(ids, assets)
     runs = [item.runs for item in media]
     if len(places) == len(media) != sum(runs):  # token ids with one for each clip
         runs = [1] * len(media)
@@ -196,6 +228,8 @@ def widen(ids: list[int], media: Sequence[Prepared], continued: int, assets: Mod
     for item, parts in zip(media, runs, strict=True):
         check_room(item, info)
         mine = places[taken : taken + parts]
+        for place in mine:
+            _settle(ids, place, item, assets)
         widened += ids[previous : mine[0]]
         between = tuple(tuple(ids[a + 1 : b]) for a, b in pairwise(mine))
         image = EngineImage(len(widened), item.key, item.item, between)
@@ -214,6 +248,16 @@ def widen(ids: list[int], media: Sequence[Prepared], continued: int, assets: Mod
             metadata={"limit": str(info.max_len), "got": str(len(widened))},
         )  # fmt: skip
     return Prompt(widened, tuple(images), tuple(ids), sum(item.frames for item in media))
+
+
+def _settle(ids: list[int], place: int, item: Prepared, assets: ModelAssets) -> None:
+    """Puts the item's own placeholder there. Raises InvalidArgument for an image where that of clips stands."""
+    if ids[place] != assets.image_token_id and not item.labels:
+        raise errors.InvalidArgument(
+            f"{item.field} is an image, and the prompt has the token of clips (id {ids[place]}) in its place",
+            field=item.field,
+        )
+    ids[place] = _placeholder(item, assets)
 
 
 def _rows(item: Prepared, runs: int) -> tuple[int, ...]:
