@@ -6,7 +6,6 @@ of the weight files, never the weights; where there are no such files, the confi
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from decoder.arena import ArenaLayout, resolve_blocks
@@ -91,8 +90,13 @@ def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
     device, item = decoder_options(options, checkpoint).device, resolve_dtype(options, checkpoint).itemsize
     rows: list[tuple[str, ...]] = [("part", "bytes", "what")]
     total = weight_bytes(options, checkpoint)
-    kind = options.weights or checkpoint.config.weights
-    quantised = f", linear layers of the decoder in {kind}" if kind and options.role != "encoder" else ""
+    quantised = ""
+    if options.weights is not None and options.role != "encoder":
+        quantised = f", linear layers of the decoder in {options.weights}"
+    elif checkpoint.formats:
+        quantised = f", or as they are stored: {', '.join(checkpoint.formats)}"
+    elif checkpoint.declared is not None and not checkpoint.files.files:
+        quantised = f"; the files would be smaller: {checkpoint.declared.method}"
     what = f"{checkpoint.parameters(options.role) / 1e6:.1f} M parameters of {item} bytes{quantised}"
     rows.append(("weights", size(total), what))
     if options.role != "encoder":
@@ -147,15 +151,14 @@ def _checkpoints_row(decoder: DecoderOptions, layout: ArenaLayout, blocks: int) 
 
 
 def weight_bytes(options: EngineOptions, checkpoint: Checkpoint) -> int:
-    """Of all weights that the role serves, as they are served."""
+    """Of all weights that the role serves, as they are served: quantised ones as they are stored, or at load."""
     item = resolve_dtype(options, checkpoint).itemsize
-    total = checkpoint.parameters(options.role) * item
-    if options.role == "encoder":
+    total = checkpoint.served_bytes(options.role, item)
+    if options.role == "encoder" or options.weights is None:
         return total
-    if (kind := options.weights or checkpoint.config.weights) is not None:
-        shapes = [shape for name, shape in checkpoint.decoder_shapes().items() if quantised_name(name)]
-        total += sum(quantised_bytes(shape, kind) - math.prod(shape) * item for shape in shapes)
-    return total
+    linear = {name: shape for name, shape in checkpoint.decoder_shapes().items() if quantised_name(name)}
+    held = sum(checkpoint.weight_bytes(name, item) for name in linear)
+    return total - held + sum(quantised_bytes(shape, options.weights) for shape in linear.values())
 
 
 def arena_layout(options: EngineOptions, checkpoint: Checkpoint) -> ArenaLayout:

@@ -10,7 +10,7 @@ from decoder.config import WEIGHT_KINDS
 from service.common.config import EngineOptions
 from service.model.checkpoint import open_checkpoint
 from service.model.hub import fetched
-from service.model.quantise import quantise_checkpoint
+from service.model.quantise import FORMATS, REPORT, quantise_checkpoint
 
 
 def main(argv: Sequence[str]) -> int:
@@ -22,9 +22,17 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--revision", help="branch, tag or commit of a model that is named by its hub id")
     parser.add_argument("out", type=Path, help="directory to write; absent or empty")
     parser.add_argument("--weights", choices=WEIGHT_KINDS, required=True)
+    parser.add_argument(
+        "--format", choices=FORMATS, default=FORMATS[0],
+        help="the server's own, or compressed-tensors (fp8 and int4), which vLLM reads too",
+    )  # fmt: skip
     arguments = parser.parse_args(list(argv))
     options = fetched(EngineOptions(model=arguments.model, revision=arguments.revision))
     checkpoint = open_checkpoint(options.model, options.revision)
-    sizes = quantise_checkpoint(checkpoint, arguments.out, arguments.weights)
-    print(f"{arguments.out}: {sizes['after'] / 1e6:.1f} MB of weights instead of {sizes['before'] / 1e6:.1f} MB")
+    written = quantise_checkpoint(checkpoint, arguments.out, arguments.weights, arguments.format)
+    print(f"{arguments.out}: {written.after / 1e6:.1f} MB of weights instead of {written.before / 1e6:.1f} MB")
+    print(f"relative error of {len(written.errors)} weights: mean {written.mean_error:.4f}; the largest:")
+    for name, error in sorted(written.errors.items(), key=lambda item: -item[1])[:5]:
+        print(f"  {error:.4f}  {name}")
+    print(f"all of them: {arguments.out / REPORT}")
     return 0

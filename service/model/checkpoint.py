@@ -128,15 +128,35 @@ class Checkpoint:
             if name in self._plan
         }
 
+    def _served(self, role: str) -> Iterator[str]:
+        """Our names of the weights that a server of this role has."""
+        decoder = self.config.decoder.expected_weights()
+        for name in self._plan:
+            if role == "all" or (name in decoder) == (role == "decoder"):
+                yield name
+
     def parameters(self, role: str = "all") -> int:
         """Parameters of the parts that a server of this role serves."""
-        ours = {
-            "all": lambda native: True,
-            "decoder": self.config.decoder.expected_weights().__contains__,
-            "encoder": lambda native: native not in self.config.decoder.expected_weights(),
-        }[role]
-        stored = {name for native, source in self._plan.items() if ours(native) for name in source.names}
+        stored = {name for ours in self._served(role) for name in self._plan[ours].names}
         return sum(math.prod(self.weights[name].shape) for name in stored)
+
+    def served_bytes(self, role: str, item: int) -> int:
+        """Of the weights of a server of this role: plain ones in `item` bytes a number, others as they are stored."""
+        return sum(self.weight_bytes(name, item) for name in self._served(role))
+
+    def weight_bytes(self, name: str, item: int) -> int:
+        """Of one of our weights; see `served_bytes`."""
+        source = self._plan[name]
+        stored = [self.weights[each] for each in source.names]
+        total = sum(math.prod(w.shape) * item if w.scheme == "plain" else w.nbytes for w in stored)
+        return total // (source.target.parts if source.target.how == "part" else 1)
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """How weights are stored that are not plain, by bytes."""
+        sizes = {scheme: count for scheme, count in self.stored_as.items() if scheme != "plain"}
+        names = {"own": self.config.weights or ""}
+        return tuple(names.get(scheme, scheme) for scheme in sorted(sizes, key=lambda scheme: -sizes[scheme]))
 
     def _sources(self) -> tuple[dict[str, _Source], list[str], list[str]]:
         """Our name -> where its tensor comes from; stored names that are passed over; what is wrong with the others."""

@@ -1,11 +1,12 @@
 """`saccade quantize MODEL OUT --weights int8|int4|fp8|nvfp4`: a checkpoint with the decoder's linear layers quantised.
 
-OUT holds what MODEL does, under the same names; a quantised `X.weight` is replaced by `X.weight.values` and
-`X.weight.scale` as `kernels.linear.Quantised` describes them, and config.json gets
+OUT holds what MODEL does, under the same names. In this server's own format a quantised `X.weight` is replaced by
+`X.weight.values` and `X.weight.scale` as `kernels.linear.Quantised` describes them, and config.json gets
 
     "saccade_weights": {"format": 1, "kind": "int8"}
 
-Serving OUT gives the very answers of serving MODEL with `--weights`.
+Serving OUT then gives the very answers of serving MODEL with `--weights`. In the format of compressed-tensors, which
+others read too, the vocabulary projection stays plain. `quantization_report.json` has the error of each weight.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ import json
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import torch
+from torch import Tensor
 
 from kernels.linear import quantise
 from service.common.config import ConfigError
 from service.model.checkpoint import Checkpoint
+from service.model.formats import compressed
 from service.model.modelconfig import WEIGHTS_FORMAT, WEIGHTS_KEY
 
 SHARD_BYTES = 2 * 2**30
@@ -34,72 +39,138 @@ def quantised_name(native: str) -> bool:
     return (native.startswith("model.layers.") or native == "lm_head.weight") and bool(_LINEAR.search(native))
 
 
-def quantise_checkpoint(source: Checkpoint, out: Path, kind: str) -> dict[str, int]:
-    """Writes OUT, absent or empty before, whole or not at all. Returns bytes before and after. Raises ConfigError."""
-    if source.config.weights is not None:
-        raise ConfigError(f"{source.path} holds {source.config.weights} weights already; quantise the original")
+REPORT = "quantization_report.json"
+FORMATS = ("saccade", "compressed-tensors")
+
+
+@dataclass
+class Written:
+    """What quantising did."""
+
+    before: int = 0
+    after: int = 0
+    """Bytes of all weights."""
+    errors: dict[str, float] = field(default_factory=dict)
+    """Root mean square of the error of a weight, as a share of that of its numbers."""
+    plain: list[str] = field(default_factory=list)
+    """Modules with a matrix that stays as it is."""
+
+    @property
+    def mean_error(self) -> float:
+        return sum(self.errors.values()) / max(1, len(self.errors))
+
+
+def quantise_checkpoint(source: Checkpoint, out: Path, kind: str, form: str = "saccade") -> Written:
+    """Writes OUT, absent or empty before, whole or not at all. `form`: one of `FORMATS`. Raises ConfigError."""
+    stored = sorted({weight.scheme for weight in source.weights.values()} - {"plain"})
+    if stored:
+        how = source.config.weights or ", ".join(stored)
+        raise ConfigError(f"{source.path} holds {how} weights already; quantise the original")
+    if form == "compressed-tensors" and kind not in compressed.PUBLISHED:
+        known = " and ".join(compressed.PUBLISHED)
+        raise ConfigError(f"compressed-tensors are written of {known}, not of {kind}; --format saccade has all kinds")
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} is not empty")
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
     try:
-        sizes = _write(source, unfinished, kind)
+        written = _write(source, unfinished, kind, form)
         unfinished.chmod(0o755)
         unfinished.rename(out)  # onto nothing, or an empty folder
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    return sizes
+    return written
 
 
-def _write(source: Checkpoint, out: Path, kind: str) -> dict[str, int]:
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
+def _write(source: Checkpoint, out: Path, kind: str, form: str) -> Written:
     for file in source.path.iterdir():
         if file.is_file() and file.suffix != ".safetensors" and not file.name.endswith(".index.json"):
             shutil.copy2(file, out / file.name)
-    config = json.loads((source.path / "config.json").read_text("utf-8"))
-    config[WEIGHTS_KEY] = {"format": WEIGHTS_FORMAT, "kind": kind}
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-
-    shard: dict[str, torch.Tensor] = {}
-    places: dict[str, str] = {}
-    sizes = {"before": 0, "after": 0}
-    shards = 0
-
-    def flush() -> None:
-        nonlocal shards, shard
-        if shard:
-            shards += 1
-            name = f"model-{shards:05d}.safetensors"
-            save_file(shard, out / name, metadata={"format": "pt"})
-            places.update(dict.fromkeys(shard, name))
-            shard = {}
-
+    written, shards = Written(), _Shards(out)
+    store = _own if form == "saccade" else _published
     decoder = set(source.config.decoder.expected_weights())
-    for file in source.files.files:
-        with safe_open(file, framework="pt") as handle:
-            for name in handle.keys():
-                tensor = handle.get_tensor(name)
-                sizes["before"] += tensor.nbytes
-                targets = source.targets(name)
-                if targets and targets[0].name in decoder and quantised_name(targets[0].name):
-                    if kind in ("int4", "nvfp4") and tensor.shape[-1] % 2:
-                        raise ConfigError(
-                            f"{name} has {tensor.shape[-1]} inputs; {kind} comes in pairs, int8 would work"
-                        )
-                    packed = quantise(tensor, kind)
-                    parts = {f"{name}.values": packed.values, f"{name}.scale": packed.scale}
-                    if packed.outer is not None:
-                        parts[f"{name}.outer"] = packed.outer
-                else:
-                    parts = {name: tensor.clone()}
-                shard |= {key: part.contiguous() for key, part in parts.items()}
-                sizes["after"] += sum(part.nbytes for part in parts.values())
-                if sum(part.nbytes for part in shard.values()) >= SHARD_BYTES:
-                    flush()
-    flush()
-    index = {"metadata": {"total_size": sizes["after"]}, "weight_map": places}
-    (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", "utf-8")
-    return sizes
+    for name, entry in source.files.table.items():
+        tensor = source.files.read(name)
+        written.before += entry.nbytes
+        targets = source.targets(name)
+        ours = targets[0].name if targets else ""
+        head = ours == "lm_head.weight" and form != "saccade"
+        if ours in decoder and quantised_name(ours) and not head:
+            parts = dict(store(name, tensor, kind, written))
+        else:
+            parts = {name: tensor.clone()}
+            if tensor.dim() == 2:
+                written.plain.append(name.removesuffix(".weight"))
+        shards.add(parts)
+    source.files.close()
+    written.after = shards.close()
+    config: dict[str, Any] = json.loads((source.path / "config.json").read_text("utf-8"))
+    if form == "saccade":
+        config[WEIGHTS_KEY] = {"format": WEIGHTS_FORMAT, "kind": kind}
+    else:
+        config["quantization_config"] = compressed.configuration(kind, written.plain)
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    report = {"kind": kind, "format": form, "relative_error": written.errors, "plain": written.plain}
+    (out / REPORT).write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    return written
+
+
+def _own(name: str, tensor: Tensor, kind: str, written: Written) -> Iterator[tuple[str, Tensor]]:
+    if kind in ("int4", "nvfp4") and tensor.shape[-1] % 2:
+        raise ConfigError(f"{name} has {tensor.shape[-1]} inputs; {kind} comes in pairs, int8 would work")
+    packed = quantise(tensor, kind)
+    written.errors[name] = _error(tensor, packed.dequantise())
+    yield f"{name}.values", packed.values
+    yield f"{name}.scale", packed.scale
+    if packed.outer is not None:
+        yield f"{name}.outer", packed.outer
+
+
+def _published(name: str, tensor: Tensor, kind: str, written: Written) -> Iterator[tuple[str, Tensor]]:
+    for module, matrix in compressed.modules_of(name, tensor):
+        if not compressed.writable(matrix, kind):
+            written.plain.append(module)
+            yield f"{module}.weight", matrix.clone()
+            continue
+        packed = quantise(matrix, kind)
+        written.errors[module] = _error(matrix, packed.dequantise())
+        yield from compressed.tensors_of(module, packed).items()
+
+
+def _error(weight: Tensor, stored: Tensor) -> float:
+    exact = weight.float()
+    return float((stored - exact).norm() / exact.norm().clamp(min=1e-30))
+
+
+class _Shards:
+    """Files of at most about `SHARD_BYTES`, and their index."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self._shard: dict[str, Tensor] = {}
+        self._places: dict[str, str] = {}
+        self._shards = self._bytes = 0
+
+    def add(self, parts: dict[str, Tensor]) -> None:
+        self._shard |= {key: part.contiguous() for key, part in parts.items()}
+        self._bytes += sum(part.nbytes for part in parts.values())
+        if sum(part.nbytes for part in self._shard.values()) >= SHARD_BYTES:
+            self._flush()
+
+    def close(self) -> int:
+        """Bytes of all tensors."""
+        self._flush()
+        index = {"metadata": {"total_size": self._bytes}, "weight_map": self._places}
+        (self._out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", "utf-8")
+        return self._bytes
+
+    def _flush(self) -> None:
+        from safetensors.torch import save_file
+
+        if self._shard:
+            self._shards += 1
+            name = f"model-{self._shards:05d}.safetensors"
+            save_file(self._shard, self._out / name, metadata={"format": "pt"})
+            self._places.update(dict.fromkeys(self._shard, name))
+            self._shard = {}

@@ -37,15 +37,16 @@ def test_the_plan_agrees_with_the_arena(tmp_path: Path) -> None:
     assert f"{budgets.max_images} images a batch" in encoder.title
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8", "nvfp4"])
 def test_quantised_weights_are_counted_as_they_are_held(tmp_path: Path, kind: str) -> None:
     source = make_checkpoint(tmp_path / "model", 3, vision=False, text={"pattern": "M*-ME"})
     made = quantise_checkpoint(open_checkpoint(str(source.path)), tmp_path / "small", kind)
     at_load = EngineOptions(model=str(source.path), weights=kind)
     saved = EngineOptions(model=str(tmp_path / "small"))
-    assert weight_bytes(at_load, open_checkpoint(at_load.model)) == made["after"]
-    assert weight_bytes(saved, open_checkpoint(saved.model)) == made["after"]
+    assert weight_bytes(at_load, open_checkpoint(at_load.model)) == made.after
+    assert weight_bytes(saved, open_checkpoint(saved.model)) == made.after
     assert f"decoder in {kind}" in plan(at_load)[0].rows[1][2]
+    assert f"as they are stored: {kind}" in plan(saved)[0].rows[1][2]
 
 
 def test_graphs_are_in_the_plan_and_refused_as_the_server_would(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ from decoder.config import DecoderOptions
 from decoder.model import HybridModel
 from decoder.runner import DecoderRunner
 from families import CheckpointError
-from kernels.linear import Linear, Quantised
+from kernels.linear import Linear, Quantised, quantise
 from service.commands.cli import main
 from service.common.config import ConfigError
 from service.model.checkpoint import Checkpoint
-from service.model.quantise import quantise_checkpoint
+from service.model.quantise import REPORT, quantise_checkpoint
 
 
 def linears(model: HybridModel) -> list[Linear]:
@@ -33,7 +33,7 @@ def load(path: Path, weights: str | None) -> HybridModel:
     return DecoderRunner(checkpoint.config.decoder, options, checkpoint.decoder_weights()).model
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8", "nvfp4"])
 def test_saved_equals_quantised_at_load(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     original = make_checkpoint(tmp_path / "model", 3, text={"pattern": "M*-ME"}).path
     assert main(["quantize", str(original), str(tmp_path / "small"), "--weights", kind]) == 0
@@ -74,3 +74,38 @@ def test_a_refusal_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
     assert not list((tmp_path / "small").iterdir())
     quantise_checkpoint(Checkpoint(original), tmp_path / "small", "int8")
     assert Checkpoint(tmp_path / "small").config.weights == "int8"
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_published_format_holds_the_numbers_of_quantising_at_load(tmp_path: Path, kind: str) -> None:
+    text = {
+        "pattern": "M*-E", "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128,
+        "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "moe_latent_size": None, "moe_shared_expert_intermediate_size": 40,
+    }  # fmt: skip
+    original = make_checkpoint(tmp_path / "model", 3, vision=False, text=text).path
+    arguments = ["quantize", str(original), str(tmp_path / "small"), "--weights", kind]
+    assert main([*arguments, "--format", "compressed-tensors"]) == 0
+    small, plain = Checkpoint(tmp_path / "small"), dict(Checkpoint(original).decoder_weights())
+    report = json.loads((tmp_path / "small" / REPORT).read_text())
+    counted = 0
+    for name, weight in small.decoder_weights():
+        if isinstance(weight, Quantised):
+            counted += 1
+            assert torch.equal(weight.dequantise(), quantise(plain[name], kind).dequantise()), name
+        else:
+            assert torch.equal(weight, plain[name]), name
+    # An int4 group is 128 inputs: the shared expert's 40 have none.
+    assert counted == (12 if kind == "fp8" else 11)
+    assert any("shared_experts.down_proj" in name for name in report["plain"]) == (kind == "int4")
+    assert 0.0 < max(report["relative_error"].values()) < 0.15
+    runner_options = DecoderOptions(max_seqs=2, max_len=64)
+    DecoderRunner(small.config.decoder, runner_options, small.decoder_weights())
+    with pytest.raises(ConfigError, match="quantise the original"):
+        quantise_checkpoint(small, tmp_path / "again", kind)
+
+
+def test_kinds_without_a_published_format_are_refused(tmp_path: Path) -> None:
+    original = make_checkpoint(tmp_path / "model", 3, vision=False, text={"pattern": "M"}).path
+    with pytest.raises(ConfigError, match="written of fp8 and int4, not of nvfp4"):
+        quantise_checkpoint(Checkpoint(original), tmp_path / "small", "nvfp4", "compressed-tensors")

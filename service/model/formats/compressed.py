@@ -1,0 +1,75 @@
+"""Writes quantised weights as compressed-tensors do: `float-quantized` (fp8) and `pack-quantized` (int4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.linear import Quantised
+from kernels.native.structs import GROUP
+
+PUBLISHED = ("fp8", "int4")
+"""Kinds that there is a published format for."""
+
+
+def modules_of(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The matrices of a stored weight under the names of modules. Stacked experts `[experts, n, k]` are modules one by
+    one, and gates apart from what they are for.
+    """
+    if tensor.dim() == 2:
+        yield name.removesuffix(".weight"), tensor
+        return
+    stack, _, last = name.removesuffix(".weight").rpartition(".")
+    for expert, matrix in enumerate(tensor):
+        if last == "gate_up_proj":
+            for part, half in zip(("gate_proj", "up_proj"), matrix.chunk(2)):
+                yield f"{stack}.{expert}.{part}", half
+        else:
+            yield f"{stack}.{expert}.{last}", matrix
+
+
+def writable(matrix: Tensor, kind: str) -> bool:
+    """Whether the format can hold a matrix: groups have to be whole."""
+    return kind != "int4" or matrix.shape[1] % GROUP == 0
+
+
+def tensors_of(module: str, weight: Quantised) -> dict[str, Tensor]:
+    """The tensors of a module, of an fp8 weight with a scale a row or an int4 one in groups of 128."""
+    scale = weight.scale.bfloat16()
+    assert torch.equal(scale.float(), weight.scale), "scales are bfloat16 numbers"
+    if weight.kind == "fp8":
+        return {f"{module}.weight": weight.values.contiguous(), f"{module}.weight_scale": scale}
+    octets = weight.values.contiguous().view(torch.uint8)
+    return {
+        f"{module}.weight_packed": octets.view(torch.int32),  # little-endian: the first value in the lowest bits
+        f"{module}.weight_scale": scale,
+        f"{module}.weight_shape": torch.tensor(weight.shape),
+    }
+
+
+def configuration(kind: str, ignored: Sequence[str]) -> dict[str, Any]:
+    """`quantization_config`. `ignored`: modules that stay plain."""
+    common: dict[str, Any] = {"symmetric": True, "actorder": None, "observer": "minmax", "dynamic": False}
+    if kind == "fp8":
+        weights = {
+            "num_bits": 8,
+            "type": "float",
+            "strategy": "channel",
+            "group_size": None,
+            "dynamic": False,
+            **common,
+        }
+        inputs = {"num_bits": 8, "type": "float", "strategy": "token", "group_size": None, **common, "dynamic": True}
+        form = "float-quantized"
+    else:
+        weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, **common}
+        inputs, form = None, "pack-quantized"
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
+        "config_groups": {"group_0": group}, "ignore": list(ignored), "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }  # fmt: skip
