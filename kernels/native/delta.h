@@ -26,7 +26,7 @@ struct DeltaBlock {  // of a block of tokens and one value head
     const float *q, *k;                // [tokens, keys], of length 1
     const float *kq, *decay, *beta;    // [tokens]
     const float* before;               // state [keys, values] ...
-    float* after;                      // ... and after the block, which may be the same; null: nobody wants it
+    float* after;                      // ... and after the block, which may be the same
     float* tile;                       // [keys, 16 * DELTA_VECTORS]
     float* out;                        // [tokens, ld]: values v, which become what is read out
     int64_t ld;
@@ -35,59 +35,88 @@ struct DeltaBlock {  // of a block of tokens and one value head
 constexpr int DELTA_VECTORS = 2;  // of values whose states stay in the first-level cache for a block: 16 KB for 128 keys
 constexpr int DELTA_WIDE = 8;     // the same for one token, which reads a state from memory: whole rows of 128 values
 
-// d = beta (v - g p); o = g s + (k . q) d.
-inline __m512 change(const DeltaBlock& b, int64_t t, __m512 p, __m512 s, float* at, __mmask16 mask) {
-    const __m512 decay = _mm512_set1_ps(b.decay[t]);
-    const __m512 d = _mm512_mul_ps(_mm512_set1_ps(b.beta[t]), _mm512_fnmadd_ps(decay, p, load16(at, mask)));
-    store16(at, mask, _mm512_fmadd_ps(_mm512_set1_ps(b.kq[t]), d, _mm512_mul_ps(decay, s)));
-    return d;
-}
-
-// W vectors of values from `first` on, all of whose lanes count unless W is 1.
+// W vectors of a row of values; all lanes count unless W is 1.
 template <int W>
-void delta_tile(const DeltaBlock& b, int64_t first) {
-    const __mmask16 mask = W > 1 ? __mmask16(0xffff) : lanes(b.values - first);
-    const auto load = [&](const float* p) { return W > 1 ? _mm512_loadu_ps(p) : load16(p, mask); };
-    const auto store = [&](float* p, __m512 v) {
+struct Values {
+    __m512 at[W];
+    Values() {
+        for (int w = 0; w < W; w++) at[w] = _mm512_setzero_ps();
+    }
+};
+
+template <int W>
+struct Lane {  // which lanes: those of the mask where W is 1
+    __mmask16 mask;
+    __m512 load(const float* p) const { return W > 1 ? _mm512_loadu_ps(p) : load16(p, mask); }
+    void store(float* p, __m512 v) const {
         if (W > 1) _mm512_storeu_ps(p, v);
         else store16(p, mask, v);
-    };
-    __m512 p[W], s[W], d[W];
-    for (int w = 0; w < W; w++) p[w] = s[w] = _mm512_setzero_ps();
-    const float* from = b.before + first;
-    int64_t ld = b.values;
-    for (int64_t i = 0; i < b.keys; i++) {
-        const __m512 k = _mm512_set1_ps(b.k[i]), q = _mm512_set1_ps(b.q[i]);
+    }
+};
+
+// p = S^T k; s = S^T q.
+template <int W>
+inline void read_state(Lane<W> lane, const float* from, int64_t ld, int64_t keys, const float* k, const float* q, Values<W>& p, Values<W>& s) {
+    for (int64_t i = 0; i < keys; i++, from += ld) {
+        const __m512 by_k = _mm512_set1_ps(k[i]), by_q = _mm512_set1_ps(q[i]);
         for (int w = 0; w < W; w++) {
-            const __m512 row = load(from + i * ld + 16 * w);
-            p[w] = _mm512_fmadd_ps(k, row, p[w]);
-            s[w] = _mm512_fmadd_ps(q, row, s[w]);
+            const __m512 row = lane.load(from + 16 * w);
+            p.at[w] = _mm512_fmadd_ps(by_k, row, p.at[w]);
+            s.at[w] = _mm512_fmadd_ps(by_q, row, s.at[w]);
         }
     }
-    for (int64_t t = 0;; t++) {
-        for (int w = 0; w < W; w++) d[w] = change(b, t, p[w], s[w], b.out + t * b.ld + first + 16 * w, mask);
-        const float *k = b.k + t * b.keys, *next_k = k + b.keys, *next_q = b.q + (t + 1) * b.keys;
-        const __m512 decay = _mm512_set1_ps(b.decay[t]);
+}
+
+// S = g S + k d^T.
+template <int W>
+inline void write_state(Lane<W> lane, const float* from, int64_t ld, int64_t keys, const float* k, __m512 decay, const Values<W>& d, float* to, int64_t ld_to) {
+    for (int64_t i = 0; i < keys; i++, from += ld, to += ld_to) {
+        const __m512 in = _mm512_set1_ps(k[i]);
+        for (int w = 0; w < W; w++)
+            lane.store(to + 16 * w, _mm512_fmadd_ps(in, d.at[w], _mm512_mul_ps(decay, lane.load(from + 16 * w))));
+    }
+}
+
+// The same, and of the state that comes of it p and s of the token after it.
+template <int W>
+inline void step_state(
+    Lane<W> lane, const float* from, int64_t ld, int64_t keys, const float* k, const float* q, __m512 decay, const Values<W>& d, float* to,
+    Values<W>& p, Values<W>& s
+) {
+    const float *next_k = k + keys, *next_q = q + keys;
+    for (int64_t i = 0; i < keys; i++, from += ld, to += 16 * W) {
+        const __m512 in = _mm512_set1_ps(k[i]), by_k = _mm512_set1_ps(next_k[i]), by_q = _mm512_set1_ps(next_q[i]);
+        for (int w = 0; w < W; w++) {
+            const __m512 row = _mm512_fmadd_ps(in, d.at[w], _mm512_mul_ps(decay, lane.load(from + 16 * w)));
+            lane.store(to + 16 * w, row);
+            p.at[w] = _mm512_fmadd_ps(by_k, row, p.at[w]);
+            s.at[w] = _mm512_fmadd_ps(by_q, row, s.at[w]);
+        }
+    }
+}
+
+// W vectors of values from `first` on.
+template <int W>
+void delta_tile(const DeltaBlock& b, int64_t first) {
+    const Lane<W> lane{lanes(b.values - first)};
+    const float *from = b.before + first, *k = b.k, *q = b.q;
+    float* out = b.out + first;
+    int64_t ld = b.values;
+    Values<W> p, s, d;
+    read_state(lane, from, ld, b.keys, k, q, p, s);
+    for (int64_t t = 0; t < b.tokens; t++, k += b.keys, q += b.keys, out += b.ld) {
+        // d = beta (v - g p); o = g s + (k . q) d.
+        const __m512 decay = _mm512_set1_ps(b.decay[t]), beta = _mm512_set1_ps(b.beta[t]), kq = _mm512_set1_ps(b.kq[t]);
+        for (int w = 0; w < W; w++) {
+            d.at[w] = _mm512_mul_ps(beta, _mm512_fnmadd_ps(decay, p.at[w], lane.load(out + 16 * w)));
+            lane.store(out + 16 * w, _mm512_fmadd_ps(kq, d.at[w], _mm512_mul_ps(decay, s.at[w])));
+        }
         if (t + 1 == b.tokens) {
-            for (int64_t i = 0; b.after && i < b.keys; i++) {
-                const __m512 in = _mm512_set1_ps(k[i]);
-                for (int w = 0; w < W; w++) {
-                    const __m512 row = _mm512_mul_ps(decay, load(from + i * ld + 16 * w));
-                    store(b.after + i * b.values + first + 16 * w, _mm512_fmadd_ps(in, d[w], row));
-                }
-            }
+            write_state(lane, from, ld, b.keys, k, decay, d, b.after + first, b.values);
             return;
         }
-        for (int w = 0; w < W; w++) p[w] = s[w] = _mm512_setzero_ps();
-        for (int64_t i = 0; i < b.keys; i++) {  // this token's change, and what the next one reads
-            const __m512 in = _mm512_set1_ps(k[i]), by_k = _mm512_set1_ps(next_k[i]), by_q = _mm512_set1_ps(next_q[i]);
-            for (int w = 0; w < W; w++) {
-                const __m512 row = _mm512_fmadd_ps(in, d[w], _mm512_mul_ps(decay, load(from + i * ld + 16 * w)));
-                store(b.tile + (i * W + w) * 16, row);
-                p[w] = _mm512_fmadd_ps(by_k, row, p[w]);
-                s[w] = _mm512_fmadd_ps(by_q, row, s[w]);
-            }
-        }
+        p = Values<W>(), s = Values<W>();
+        step_state(lane, from, ld, b.keys, k, q, decay, d, b.tile, p, s);
         from = b.tile, ld = 16 * W;
     }
 }
