@@ -1,7 +1,7 @@
 """Operations of compiled code for layers of a decoder, on the weights, states and pages of its mixers.
 
 Compiled code has one shape of Mamba-2 in each model, that of its first such layer; Mamba-2 of other shapes is called
-between its operations. `recurrences` has what has a state, `attention_operations` attention,
+between its operations. `recurrence_operations` has what has a state, `attention_operations` attention,
 `feed_forward_operations` MLPs and experts.
 """
 
@@ -26,7 +26,7 @@ from decoder.layers.experts import ExpertsMixer
 from decoder.layers.mamba2 import Mamba2Mixer
 from decoder.layers.mlp import GatedMlpMixer, MlpMixer
 from decoder.layers.spec import MixerSpec
-from decoder.recurrences import MAX_TAPS, Recurrence, recurrence_operations
+from decoder.recurrence_operations import MAX_TAPS, Recurrence, recurrence_operations
 from kernels.linear import Linear, LinearParts, Packed
 from kernels.native import NativeUnavailable, library
 from kernels.native.structs import Code, Kind, Model, Op, Step, Target, Weight
