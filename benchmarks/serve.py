@@ -8,6 +8,8 @@ closed     a fixed number of callers with mixed pictures, each asking again as s
 open       callers that arrive by chance at a given rate, whether or not the others have been answered
 memory     resident memory of both processes over many requests, which has to stay where it is
 health     health probes while every place of the engine is taken: the 99th percentile has to stay below 100 ms
+pages      72 requests of four scanned pages each at once, to a tiny random model of the Qwen3.5 family: how long the
+           frontend takes to admit them, and its event loop's longest pause; nothing may fail. `--model` says nothing
 
 Run it on an idle machine. The last line on stdout is JSON.
 """
@@ -22,6 +24,7 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -313,8 +316,98 @@ def health(model: str, scale: float) -> dict[str, Any]:
     return {"probes": len(took), "probe_ms": percentiles(took), "streams": 64, "threads_of_the_engine": threads}
 
 
+# -- pages -------------------------------------------------------------------------------------------------------------
+
+PAGE_SENDER = """
+import asyncio, json, sys, time
+from pathlib import Path
+import saccade
+address, folder, requests = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+pages = [path.read_bytes() for path in sorted(folder.glob("*.jpg"))]
+async def one(client, number, found):
+    try:
+        images = [pages[(number + i) % len(pages)] for i in range(4)]
+        answer = await client.generate(f"{number}?", images=images, max_tokens=4, ignore_eos=True, timeout=1800)
+        found.append((answer.usage.queue_time, answer.usage.time_to_first_token, answer.usage.image_tokens))
+    except saccade.SaccadeError as error:
+        found.append(error.reason or type(error).__name__)
+async def main():
+    found = []
+    async with saccade.AsyncClient(address, max_retries=0) as client:
+        print("ready", flush=True)
+        sys.stdin.readline()
+        started = time.perf_counter()
+        await asyncio.gather(*(one(client, number, found) for number in range(requests)))
+        print(json.dumps({"seconds": time.perf_counter() - started, "found": found}), flush=True)
+asyncio.run(main())
+"""
+PAGE = (1786, 2526)
+PAGES = 16
+"""Different ones, so that every request has other pages than its neighbours, and the tiny tower works on each once."""
+
+
+def pages(model: str, scale: float) -> dict[str, Any]:
+    """`admission_ms`: from a request's arrival until a decoder step takes it, images decoded and encoded by then."""
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
+    from running import RunningServer
+
+    from benchmarks.qwen_model import tiny_qwen_model
+
+    requests = max(4, round(72 * scale))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for number in range(PAGES):
+            _page(number).save(folder / f"{number:02}.jpg", quality=85)
+        options = {"dtype": None, "max_seqs": 32, "max_len": 8192, "max_queue": 1024, "max_inflight_bytes": 2**30}
+        with RunningServer(str(tiny_qwen_model(folder)), **options) as server:
+            arguments = [sys.executable, "-c", PAGE_SENDER, server.address, str(folder), str(requests)]
+            sender = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+            assert sender.stdin is not None and sender.stdout is not None
+            sender.stdout.readline()
+            pauses: list[float] = []
+            watch = asyncio.run_coroutine_threadsafe(_pauses(pauses), server.loop)
+            sender.stdin.write("go\n")
+            sender.stdin.flush()
+            answer = json.loads(sender.stdout.readline())
+            watch.cancel()
+            sender.wait()
+    answered = [entry for entry in answer["found"] if isinstance(entry, list)]
+    return {
+        "requests": requests, "answered": len(answered),
+        "errors": [entry for entry in answer["found"] if isinstance(entry, str)],
+        "seconds": round(answer["seconds"], 2), "pages_per_second": round(4 * requests / answer["seconds"], 2),
+        "page": PAGE, "image_tokens": max((entry[2] for entry in answered), default=0),
+        "admission_ms": percentiles([entry[0] for entry in answered]),
+        "first_token_ms": percentiles([entry[1] for entry in answered]),
+        "event_loop_pause_ms": percentiles(pauses),
+    }  # fmt: skip
+
+
+async def _pauses(found: list[float]) -> None:
+    """How much later than asked for an event loop comes back, every 2 ms."""
+    while True:
+        started = time.perf_counter()
+        await asyncio.sleep(0.002)
+        found.append(time.perf_counter() - started - 0.002)
+
+
+def _page(number: int) -> Any:
+    """Lines of dark marks on paper, as a scanner gives them."""
+    import numpy as np
+    from PIL import Image
+
+    rng = np.random.default_rng(number)
+    width, height = PAGE
+    paper = rng.integers(235, 256, (height, width), np.uint8)
+    marks = np.kron(rng.random((height // 6, width // 6)) < 0.35, np.ones((6, 6), bool))
+    lines = (np.arange(marks.shape[0]) // 24) % 2 == 0
+    paper[: marks.shape[0], : marks.shape[1]][marks & lines[:, None]] = 30
+    return Image.fromarray(paper).convert("RGB")
+
+
 PARTS: dict[str, Callable[[str, float], dict[str, Any]]] = {
     "overhead": overhead, "ceiling": ceiling, "closed": closed, "open": open_loop, "memory": memory, "health": health,
+    "pages": pages,
 }  # fmt: skip
 
 
@@ -336,7 +429,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         result[name] = PARTS[name](arguments.model, arguments.scale)
         print(f"{name}: {json.dumps(result[name])}", file=sys.stderr, flush=True)
     if arguments.write:
-        path = RESULTS / f"{datetime.date.today():%Y-%m-%d}-serve.json"
+        parts = "" if names == list(PARTS) else "-" + "-".join(names)
+        path = RESULTS / f"{datetime.date.today():%Y-%m-%d}-serve{parts}.json"
         path.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
     return 0

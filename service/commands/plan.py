@@ -67,7 +67,7 @@ def size(count: int) -> str:
 
 def plan(options: EngineOptions) -> list[Table]:
     """The tables of the plan. Raises what the server would raise for the same options."""
-    options = fetched(options)
+    options = fetched(options, weights=False)
     checkpoint = open_checkpoint(options.model, options.revision, outline=True)
     check_role(options, checkpoint)
     if options.role == "encoder":

@@ -71,10 +71,12 @@ def cached_snapshot(model: str, revision: str | None) -> Path | None:
     return None
 
 
-def missing_files(snapshot: Path) -> list[str]:
+def missing_files(snapshot: Path, *, weights: bool = True) -> list[str]:
     """What a snapshot lacks to be a model: `config.json`, weights that its index names, or any weights at all."""
     if not (snapshot / "config.json").is_file():
         return ["config.json"]
+    if not weights:
+        return []
     if (index := snapshot / "model.safetensors.index.json").is_file():
         return [file for file in indexed_files(index) if not (snapshot / file).is_file()]
     return [] if any(snapshot.glob("*.safetensors")) else ["model.safetensors"]

@@ -49,26 +49,27 @@ RETRIES, RETRY_SECONDS = 4, 0.5
 """Connections in a row that may bring nothing, and the wait before the second, which doubles from then on."""
 
 
-def fetched(options: OptionsT) -> OptionsT:
+def fetched(options: OptionsT, *, weights: bool = True) -> OptionsT:
     """The options with their model in this host's cache and pinned to one commit, so that every process started from
-    them reads the same files, also after the branch has moved on. As they are for `demo` and folders. Raises
-    CheckpointError, in one sentence that says what to do.
+    them reads the same files, also after the branch has moved on. As they are for `demo` and folders. `weights`: or
+    only the small files. Raises CheckpointError, in one sentence that says what to do.
     """
     if local_folder(options.model) is not None:
         resolve_model(options.model, options.revision)  # raises for a revision, which a folder has not
         return options
-    return replace(options, revision=fetch(options.model, options.revision).name)
+    return replace(options, revision=fetch(options.model, options.revision, weights=weights).name)
 
 
-def fetch(model: str, revision: str | None = None) -> Path:
-    """The snapshot's folder of a hub id, complete; its name is the commit. Asks the hub what `revision` (`main` where
-    None) is now, and fetches what the cache lacks of it. Where the hub gives no answer, a complete copy in the cache
-    is taken, with a warning. Raises CheckpointError.
+def fetch(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
+    """The snapshot's folder of a hub id, complete but for `weights` that are not asked for; its name is the commit.
+
+    Asks the hub what `revision` (`main` where None) is now, and fetches what the cache lacks of it. Where the hub gives
+    no answer, a complete copy in the cache is taken, with a warning. Raises CheckpointError.
     """
     if revision is not None:
         check_revision(revision)
     cached = cached_snapshot(model, revision)
-    complete = cached is not None and not missing_files(cached)
+    complete = cached is not None and not missing_files(cached, weights=weights)
     if cached is not None and complete and cached.name == revision:
         return cached  # a commit never changes
     if _offline():
@@ -76,7 +77,7 @@ def fetch(model: str, revision: str | None = None) -> Path:
             return cached
         raise CheckpointError(_not_cached(model, cached, "HF_HUB_OFFLINE is set", "unset it, or"))
     try:
-        return _Download(model, revision or "main").run()
+        return _Download(model, revision or "main").run(weights=weights)
     except _Unavailable as error:
         if cached is None or not complete:
             if isinstance(error, _Unreachable):
@@ -153,7 +154,7 @@ class _Download:
         self._api = HfApi(endpoint=self.endpoint)
         self._has_token = get_token() is not None
 
-    def run(self) -> Path:
+    def run(self, *, weights: bool) -> Path:
         """Fetches what is missing. Returns the snapshot's folder. Raises CheckpointError."""
         info = self._ask(lambda: self._api.model_info(self.model, revision=self.revision))
         self.commit = info.sha or ""
@@ -166,6 +167,8 @@ class _Download:
         for name in small:
             self._fetch_small(name)
         load_config(snapshot, name=self.model)  # raises for a model that is not served
+        if not weights:
+            return snapshot
         self._fetch_weights([name for name in self._weights(snapshot, names) if not (snapshot / name).exists()])
         self._write_reference()
         return snapshot

@@ -90,6 +90,8 @@ def _weight_files(path: Path, *, optional: bool) -> list[Path]:
     if index.exists():
         files = [path / file for file in indexed_files(index)]
         if absent := [f.name for f in files if not f.exists()]:
+            if optional:
+                return []
             raise CheckpointError(f"{path}: the index names files that are not there: {', '.join(absent)}")
         return files
     if (single := path / "model.safetensors").exists():

@@ -306,7 +306,8 @@ def test_a_disk_that_fills_up_is_named(hub: HubServer, tiny: Path) -> None:
     code = (
         "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (40000, 40000))\n"
-        "from service.commands.cli import main; raise SystemExit(main(['plan', 'some/model']))"
+        "from service.commands.cli import main\n"
+        "raise SystemExit(main(['quantize', 'some/model', 'out', '--weights', 'int8']))"
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "0"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -359,16 +360,21 @@ def test_a_local_folder_always_wins(
     assert not hub.requests
 
 
-def test_the_commands_and_the_local_client_download(hub: HubServer, tiny: Path, tmp_path: Path) -> None:
+def test_the_commands_and_the_local_client_download(
+    hub: HubServer, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from service.commands.cli import main
 
-    assert main(["plan", MODEL, "--max-seqs", "2", "--max-len", "128"]) == 0
-    got = len(hub.fetched(".safetensors"))
-    assert got == len(shards(tiny))
+    plan = ["plan", MODEL, "--max-seqs", "2", "--max-len", "128"]
+    assert main(plan) == 0 and not hub.fetched(".safetensors")
+    assert "as config.json describes it, without weights" in capsys.readouterr().out
+    with pytest.raises(CheckpointError, match="holds only a part of it"):
+        fetch_offline()
     assert main(["quantize", MODEL, str(tmp_path / "small"), "--weights", "int8", "--revision", "main"]) == 0
     with saccade.LocalClient(MODEL, threads=1, max_seqs=2, max_len=128, revision=COMMIT) as client:
         assert client.get_model().name == MODEL
-    assert len(hub.fetched(".safetensors")) == got
+    assert len(hub.fetched(".safetensors")) == len(shards(tiny))
+    assert main(plan) == 0 and "without weights" not in capsys.readouterr().out
 
 
 def test_a_server_of_several_processes_downloads_once(hub: HubServer, tiny: Path) -> None:
