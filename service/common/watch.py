@@ -45,7 +45,7 @@ class Watched(Generic[T]):
             try:
                 stamp = self._stat()
                 if stamp != self._stamp:
-                    self._stamp = stamp  # updated first, so that a bad file is logged only once.
+                    self._stamp = stamp  # updated first, so that a bad file is logged only once
                     self._value = self._load()
                     log.info("%s: read again", ", ".join(map(str, self._paths)))
             except (OSError, ConfigError) as error:

@@ -1,4 +1,4 @@
-"""What this process shows to encoders on other hosts, and by what it knows them."""
+"""The credentials with which this process authenticates itself to encoders on other hosts, and verifies them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.common.tls import check_pair, is_loopback, read_pem
 
 
 def channel_credentials(options: EngineOptions) -> Any:
-    """`grpc.ChannelCredentials` for the way to encoders, or None without TLS. Raises ConfigError."""
+    """`grpc.ChannelCredentials` for connections to encoders, or None without TLS. Raises ConfigError."""
     if options.encoder_ca is None:
         if options.encoder_cert is not None or options.encoder_cert_key is not None:
             raise ConfigError("encoder_ca: a certificate for encoders needs the authority that theirs come from")

@@ -22,40 +22,44 @@ from service.encoding.entries import EncodingFailed, Work
 log = logging.getLogger(__name__)
 
 TURN_SECONDS = 0.1
-"""Between two decoder steps, where both share the cores. A running stream is never without a token for longer than
-this, a layer and a step, however large the images are and however many: nine tokens a second, faster than one reads.
-A decoder step of few rows, which reads all weights for them, then takes a twentieth of the time that images wait for.
+"""Time slice of the encoder between two decoder steps, where both share the cores of a CPU. A running stream gets its
+next token after this, a layer and a step at the latest, whatever the sizes and number of images: nine tokens a second,
+faster than one reads. A decoder step of few rows, which reads all weights for them, then takes a twentieth of the time
+that images wait for.
 """
 
 
 class Encoding(Protocol):
-    """What an engine asks of it. `turn` and `close` are called from the engine's thread, the rest from any."""
+    """The interface of encoding for the engine. `turn` and `close` are called from the engine's thread, the others from
+    any."""
 
     seconds: float
-    """Time that the engine's own maths spent on images."""
+    """Seconds that the engine's own process has spent on encoding."""
 
     def start(self, on_fatal: Callable[[BaseException], None]) -> None:
-        """Begins to work. `on_fatal` hears of an error after which no image would be encoded any more."""
+        """Starts working. `on_fatal` is called with an error after which no further image would be encoded."""
 
     def turn(self) -> bool:
-        """One bounded piece of work. False where there is nothing to do, or others do it."""
+        """Does a bounded piece of work. False where there is nothing to do, or where another thread or process does
+        it."""
 
     def wake(self) -> None:
-        """The handoff has changed."""
+        """To be called when the handoff has changed."""
 
     def stats(self) -> dict[str, Any]: ...
 
     def histogram(self) -> dict[int, int]:
-        """Image tokens -> images encoded."""
+        """Number of images encoded, by image tokens."""
 
     def check_integrity(self) -> None: ...
 
     def close(self) -> None:
-        """Ends it. Idempotent."""
+        """Stops. Idempotent."""
 
 
 class WorkSource(Protocol):
-    """Where an encoder gets its work and says what came of it: a handoff, or what stands for one elsewhere."""
+    """Where an encoder gets its work from and returns the results to: a handoff, or its counterpart in another
+    process."""
 
     def take(self, max_tokens: int | None = None) -> list[Work]: ...
 
@@ -65,16 +69,16 @@ class WorkSource(Protocol):
 
 
 class LocalEncoder:
-    """The encoder runner in this process, on the caller's turns or, with `own_thread`, on a thread of its own; on a GPU
-    either way on a stream of its own, beside the decoder's.
+    """The encoder runner in this process. It works when its caller calls `turn`, or with `own_thread` on a thread of
+    its own; on a GPU either way on its own stream, beside the decoder's.
     """
 
     def __init__(
         self, runner: EncoderRunner, handoff: WorkSource, *, step_tokens: int | None = None, own_thread: bool = False,
         turn_seconds: float | None = None,
     ) -> None:  # fmt: skip
-        """`step_tokens`: image tokens that the encoder takes on at a time. `turn_seconds`: how long a turn lasts while
-        there is work, and a layer of the tower longer; None: a launch."""
+        """`step_tokens`: image tokens that the encoder takes at a time. `turn_seconds`: length of a time slice, which
+        may be exceeded by one layer of the tower; None: a whole batch."""
         self.runner = runner
         self.seconds = 0.0
         self._handoff = handoff
@@ -103,7 +107,7 @@ class LocalEncoder:
         return self.runner.histogram()
 
     def check_integrity(self) -> None:
-        if self._thread is None:  # its counters are in motion while it runs
+        if self._thread is None:  # its counters change while it runs
             self.runner.check_integrity()
 
     def close(self) -> None:
@@ -117,16 +121,16 @@ class LocalEncoder:
         try:
             while True:
                 self._wake.clear()
-                if self._closing.is_set():  # asked after the clearing, or a call to close could be missed
+                # Checked after `clear`, otherwise a call to `close` in between would be missed.
+                if self._closing.is_set():
                     return
                 if not self._launch():
                     self._wake.wait()
-        except BaseException as error:  # without an encoder, requests would wait for ever
+        except BaseException as error:  # without an encoder, requests would wait forever
             on_fatal(error)
 
     def _launch(self) -> bool:
-        """A turn at the batch under way and at those that the handoff has space reserved for. False where there is
-        nothing to encode."""
+        """Spends a time slice on the current batch and on further images. False where there is nothing to encode."""
         with on(self.stream):
             return self._work()
 
@@ -143,7 +147,7 @@ class LocalEncoder:
         return True
 
     def _advance(self, seconds: float | None) -> bool:
-        """Works on one batch, for so long or to its end. False where there is none."""
+        """Works on one batch until the time slice or the batch ends. False where there is none."""
         if self._batch is None and not self._begin():
             return False
         if self._batch is not None:
@@ -158,7 +162,7 @@ class LocalEncoder:
         return True
 
     def _begin(self) -> bool:
-        """Takes the next batch. False where there is none."""
+        """Starts the next batch. False where there is none."""
         if not (work := self._handoff.take(self._step_tokens)):
             return False
         try:
@@ -168,8 +172,8 @@ class LocalEncoder:
         return True
 
     def _encode_alone(self, work: list[Work], error: Exception) -> None:
-        """One image must not take its neighbours along: those of a failed batch get a run each, and what fails again
-        fails for good."""
+        """A failed batch is encoded again image by image, so that one bad image does not fail the others; what fails
+        again fails for good."""
         if len(work) > 1:
             log.warning("a batch of %d images could not be encoded; trying each alone", len(work), exc_info=error)
         for item in work:
@@ -177,7 +181,7 @@ class LocalEncoder:
                 counts = self.runner.encode([item.image], [item.space()])
             except ValueError as failure:
                 self._handoff.fail(item, failure)
-            except Exception as failure:  # reported to each waiter
+            except Exception as failure:  # each waiting request gets the error
                 log.error("an image could not be encoded", exc_info=failure)
                 self._handoff.fail(item, EncodingFailed(f"the encoder failed on this image: {failure}"))
             else:

@@ -1,10 +1,10 @@
-"""Encoders in other processes: which of them gets an image, and what happens when one is late, wrong or gone.
+"""Encoders in other processes: assigns images to them, and handles those that are slow, wrong or dead.
 
-An image goes to the encoder with the fewest tokens under way. What each has under way is bounded, so that images
-wait in the handoff, where the most urgent goes first, and not in front of an encoder. A writer has a lease on its
-space: one that keeps it longer is passed over until it is heard of again, and the image goes to another. An image
-whose encoder died is taken again by another. Where there has been no encoder for as long as a lease, whoever waits
-for one is told, and so is whoever comes until there is one.
+An image is sent to the encoder with the fewest tokens in progress. What each encoder has in progress is limited, so
+that images wait in the handoff, which orders them by urgency, and not in an encoder's queue. An encoder has a lease on
+the space that it writes to: one that keeps it longer gets no further images until it answers again, and the image is
+sent to another. The images of an encoder that died are sent to others. Where there has been no encoder for as long as a
+lease, waiting and new requests get an error until there is one.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from service.encoding.handoff import Handoff
 log = logging.getLogger(__name__)
 
 DEPTH = 2
-"""Encoder steps that one encoder may have under way: one to work on and one to go on with."""
+"""Encoder steps that one encoder may have in progress: one that runs and one that waits."""
 
 
 class LinkOwner(Protocol):
-    """Whom a link tells. From any thread, and holding none of the link's locks."""
+    """What a link calls. From any thread, without holding the link's locks."""
 
     def written(self, link: Link, work: Work, counts: tuple[int, ...]) -> None:
-        """All rows of `work` are in place; `counts` of them in each attention sequence."""
+        """All rows of `work` have been written; `counts`: rows of each of its attention sequences."""
 
     def failed(self, link: Link, work: Work, error: Exception) -> None:
-        """The encoder says that `work` cannot be encoded; a ValueError: by nobody."""
+        """The encoder reports that `work` cannot be encoded; a ValueError means: by no encoder."""
 
     def lost(self, link: Link, works: Sequence[Work], reason: str) -> None:
-        """The encoder is gone, and with it what it had under way. Nothing more will be written of that."""
+        """The encoder or its connection has ended, so that `works` will not be written."""
 
     def changed(self, link: Link) -> None:
-        """The link has been heard of: it is there, or has room again."""
+        """The encoder has sent something: it is connected, or has room for further images."""
 
 
 class Link(Protocol):
-    """One encoder elsewhere: by gRPC (`grpc_link.py`) or by shared memory (`process_link.py`)."""
+    """The connection to one encoder: by gRPC (`grpc_link.py`) or by shared memory (`process_link.py`)."""
 
     name: str
 
     @property
     def alive(self) -> bool:
-        """Whether it takes work at present."""
+        """Whether it accepts work at present."""
 
     @property
     def reason(self) -> str:
@@ -55,45 +55,45 @@ class Link(Protocol):
 
     @property
     def under_way(self) -> int:
-        """Image tokens that have been sent and not come back."""
+        """Image tokens that have been sent and whose rows have not come back."""
 
     @property
     def load(self) -> int:
-        """Image tokens in this encoder, those of its other decoders among them as far as that is known."""
+        """Image tokens in progress in this encoder, including those of other decoders as far as that is known."""
 
     def start(self, owner: LinkOwner) -> None:
-        """Connects, now and whenever the connection is lost. Returns once the first attempt has succeeded or failed.
-        Raises PartnerRefused for an encoder of another model."""
+        """Connects, and reconnects whenever the connection is lost. Returns when the first attempt has succeeded or
+        failed. Raises PartnerRefused where the encoder serves another model."""
 
     def send(self, work: Work, seconds_left: float | None) -> None:
-        """Hands `work` over, and does not wait. Ends in exactly one of the owner's methods, or in `revoke`."""
+        """Sends `work` without blocking. Ends in exactly one of the owner's methods, or in `revoke`."""
 
     def revoke(self, work: Work) -> bool:
-        """True: nothing will be written or told of `work` from now on. False: it has ended, and the owner is being
+        """True: nothing more will be written or reported of `work`. False: it has ended, and the owner is being
         told."""
 
     def abandon(self) -> None:
-        """Gives an encoder up that is late and has not been heard of since: the connection ends, or the process."""
+        """Ends the connection to an encoder, or its process, that is late and has sent nothing since."""
 
     def stats(self) -> dict[str, float]:
-        """Numbers of this encoder; those that end in `_now` are states, the others only grow."""
+        """Statistics of this encoder; those that end in `_now` are gauges, the others are counters."""
 
     def close(self) -> None:
-        """Ends the connection. The owner is told of nothing any more. Idempotent."""
+        """Ends the connection. The owner's methods are not called any more. Idempotent."""
 
 
 class EncoderPool:
-    """The encoders of one decoder, behind `service.encoding.encoder.Encoding`. Has a thread of its own."""
+    """The encoders of one decoder, as a `service.encoding.encoder.Encoding`. Has a thread of its own."""
 
     def __init__(self, handoff: Handoff, links: Sequence[Link], *, lease: float, step_tokens: int) -> None:
-        """`lease`: seconds that an encoder may take over an image, from being given it. `step_tokens`: image tokens
-        of one step of an encoder. Raises PartnerRefused."""
+        """`lease`: seconds that an encoder may take for an image after it was sent. `step_tokens`: image tokens of one
+        step of an encoder. Raises PartnerRefused."""
         self.seconds = 0.0
         self.links = list(links)
         self._handoff, self._lease, self._step_tokens = handoff, lease, step_tokens
         self._given: dict[int, tuple[Link, Work]] = {}
         self._late: dict[str, float] = {}
-        """Links that are late, and when they are given up."""
+        """Links whose encoders are late, and when their connections will be ended."""
         self._lock = threading.Lock()
         self._wake, self._closing = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -190,11 +190,11 @@ class EncoderPool:
                 self._take_back()
                 pause = self._give()
                 self._wake.wait(pause)
-        except BaseException as error:  # a bug: no image would be given to anybody any more
+        except BaseException as error:  # a bug: no further image would be assigned
             on_fatal(error)
 
     def _take_back(self) -> None:
-        """From encoders that are late, and what nobody waits for."""
+        """Revokes images from encoders that are late, and images that no request waits for any more."""
         for work in self._handoff.expire():
             with self._lock:
                 link, _ = self._given.get(work.ticket, (None, None))
@@ -217,7 +217,8 @@ class EncoderPool:
             self._handoff.retry(work, EncodingFailed("the image was taken back from its encoder"))
 
     def _give(self) -> float | None:
-        """Hands out what has space. Returns the seconds until there may be something to do of which nobody tells."""
+        """Assigns the images whose space is reserved. Returns the seconds until something may have to be done without a
+        wake-up."""
         while links := self._with_room():
             if not (works := self._handoff.take(self._step_tokens, lease=self._lease)):
                 break
@@ -241,12 +242,12 @@ class EncoderPool:
         return max(min(moments) - now, 0.0) if moments else None
 
     def _give_up(self, now: float) -> list[float]:
-        """Ends connections to encoders that have been late for a second lease. Returns the moments at which others
+        """Ends the connections to encoders that have been late for a second lease. Returns the times at which others
         will have been."""
         with self._lock:
             over = [link for link in self.links if self._late.get(link.name, now + 1) <= now]
             for link in over:
-                self._late[link.name] = float("inf")  # until it is heard of
+                self._late[link.name] = float("inf")  # until it sends something
             moments = [moment for moment in self._late.values() if moment < float("inf")]
         for link in over:
             link.abandon()

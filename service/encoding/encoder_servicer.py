@@ -1,9 +1,10 @@
-"""The encoder's end of `EncoderService.Attach`: images in, rows out, one session for each decoder.
+"""The encoder's side of `EncoderService.Attach`: images in, rows out, one session for each decoder.
 
-The encoder keeps a handoff of its own, so everything that holds there holds here: space for the rows before an image
-is encoded, one encoding however many decoders ask for the same key, a cache, order by deadline. A session leases what
-its decoder asked for, sends the rows as they become ready and lets go of them when they are sent. Rows that are not
-read stay leased; then the space is full, nothing is encoded, no window opens, and the decoders keep their images.
+The encoder has a handoff of its own, with the same properties: space for the rows is reserved before an image is
+encoded, an image is encoded once however many decoders ask for its key, rows are cached, images are ordered by deadline
+and priority. A session leases what its decoder asked for, sends the rows when they are ready, and releases them when
+they are sent. Rows that a decoder does not read stay leased; then the space is full, nothing is encoded, no decoder
+gets a larger window, and the decoders keep their images.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ Response = encoder_pb2.AttachResponse
 
 
 class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
-    """Takes decoders of the same model. Lives on one event loop."""
+    """Accepts decoders of the same model. Used on one event loop."""
 
     def __init__(self, handoff: Handoff, partner: Partner, *, window_bytes: int, max_sessions: int) -> None:
-        """`window_bytes`: pixels that one decoder may have under way here."""
+        """`window_bytes`: pixels that one decoder may have sent and not got rows for."""
         self._handoff, self._partner = handoff, partner
         self._window_bytes, self._max_sessions = window_bytes, max_sessions
         self.sessions: set[_Session] = set()
         self.idle = asyncio.Event()
-        """Set while no decoder is attached."""
+        """Set while no decoder is connected."""
         self.idle.set()
         self._draining = False
 
@@ -50,7 +51,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         hello = await anext(aiter(requests), None)
         if hello is None or hello.WhichOneof("message") != "hello":
             raise errors.InvalidArgument("the first message must be hello", field="hello")
-        # Before it is judged, so that each side can say in its own words what differs.
+        # Sent before the decoder's own is checked, so that both sides can report what differs.
         yield Response(
             welcome=encoder_pb2.Welcome(
                 partner=partner_to_proto(self._partner), window_bytes=self._window_bytes,
@@ -61,7 +62,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             self._partner.check(partner_from_proto(hello.hello), f"the decoder at {context.peer()}")
         except PartnerRefused as error:
             raise errors.FailedPrecondition(str(error), reason="PARTNER_REFUSED") from None
-        self._check_room()  # others may have come since, and the end
+        self._check_room()  # another session, or the end, may have come since
         session = _Session(self._handoff, self._window_bytes)
         self.sessions.add(session)
         self.idle.clear()
@@ -79,7 +80,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             log.info("the decoder at %s is gone", context.peer())
 
     def _check_room(self) -> None:
-        """Raises Unavailable where no further decoder is taken."""
+        """Raises Unavailable where no further decoder is accepted."""
         if self._draining:
             raise errors.Unavailable("the encoder is stopping", reason="DRAINING", retry_after=1.0)
         if len(self.sessions) >= self._max_sessions:
@@ -89,12 +90,12 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             )  # fmt: skip
 
     def poll(self) -> None:
-        """The handoff has changed: rows may be ready."""
+        """To be called when the handoff has changed: rows may be ready."""
         for session in self.sessions:
             session.wake.set()
 
     def drain(self) -> None:
-        """Tells every decoder to send nothing more. Each ends its side, gets what it is owed, and is gone."""
+        """Tells all decoders to send nothing more; each gets the rows that it still waits for, and disconnects."""
         self._draining = True
         for session in self.sessions:
             session.put(Response(draining=True))
@@ -106,7 +107,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
 
 @dataclass
 class _Arriving:
-    """An image whose pixels are on their way."""
+    """An image whose pixels are being received."""
 
     item: encoder_pb2.EncodeItem
     pixels: torch.Tensor
@@ -118,7 +119,7 @@ class _Arriving:
 
 
 class _Session:
-    """One decoder."""
+    """The session of one decoder."""
 
     def __init__(self, handoff: Handoff, window: int) -> None:
         self.wake = asyncio.Event()
@@ -136,7 +137,7 @@ class _Session:
         self.wake.set()
 
     async def read(self, requests: AsyncIterator[encoder_pb2.AttachRequest]) -> None:
-        """Until the decoder has no more to send. Raises StatusError for what no decoder of ours sends."""
+        """Reads until the decoder has no more to send. Raises StatusError for messages that no decoder sends."""
         try:
             async for request in requests:
                 match request.WhichOneof("message"):
@@ -199,19 +200,20 @@ class _Session:
         self._credit(size)
 
     def _credit(self, size: int) -> None:
-        """The window opens again by what this encoder has let go of."""
+        """Enlarges the decoder's window by the pixels that have been freed here."""
         self._window += size
         self.put(Response(credit=encoder_pb2.Credit(bytes=size, waiting_tokens=self._handoff.pending_tokens())))
 
     async def responses(self, reader: asyncio.Task[None]) -> AsyncIterator[encoder_pb2.AttachResponse]:
-        """What this decoder is told, until it has all that it asked for and asks no more. Raises what `reader` does."""
+        """The messages to the decoder, until it has everything that it asked for and asks no more. Raises what `reader`
+        raises."""
         while True:
             await self.wake.wait()
             self.wake.clear()
             while self._outgoing:
                 yield self._outgoing.pop(0)
             for ticket, (lease, size) in list(self._leases.items()):
-                if ticket not in self._leases:  # cancelled while rows of another were sent
+                if ticket not in self._leases:  # cancelled while the rows of another image were sent
                     continue
                 if lease.error is not None:
                     del self._leases[ticket]
@@ -226,7 +228,7 @@ class _Session:
                     return
 
     async def _rows(self, ticket: int, lease: Lease) -> AsyncIterator[encoder_pb2.AttachResponse]:
-        """The rows, piece by piece; stops in between if they are no longer wanted."""
+        """The rows in pieces; stops between two pieces if they are no longer wanted."""
         for data in pieces(bytes_of(lease.rows())):
             yield Response(rows=encoder_pb2.Piece(ticket=ticket, data=data))
             if ticket not in self._leases:

@@ -1,5 +1,5 @@
-"""The entries of the handoff queue, the space that their rows take, and what becomes of both: without a lock or a
-clock, which are `service.encoding.handoff`'s, where the states are described."""
+"""The entries of the handoff queue and the space of their rows. `service.encoding.handoff` describes the states; it
+also holds the lock and the clock, which nothing here has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from encoder.schedule import Waiting
 from kernels.streams import behind, mark
 
 MAX_ATTEMPTS = 3
-"""Writers that an image may cost before its waiters are told: one that kills encoders must not have all of them."""
+"""Encoders that may fail on an image before its requests get an error: an image that crashes encoders must not crash
+all of them."""
 
 
 class EncodingFailed(RuntimeError):
@@ -24,7 +25,7 @@ class EncodingFailed(RuntimeError):
 
 
 class EncoderUnavailable(EncodingFailed):
-    """There is no encoder to write them at present."""
+    """There is no encoder at present."""
 
 
 class EntryState(enum.Enum):
@@ -45,12 +46,12 @@ class Work:
     ticket: int = 0
     """Unique number of this attempt: an image that is encoded again gets another."""
     priority: int = 0
-    """The highest of the requests that wait for the image when it is taken."""
+    """The highest priority of the requests that wait for the image when it is taken."""
     reserved: Any = None
-    """On a GPU the event behind which the rows' memory is theirs: what it held before may still be in use."""
+    """On a GPU, the event after which the rows' memory may be written: earlier content may still be read."""
 
     def space(self) -> torch.Tensor:
-        """The rows, to be written by the current stream."""
+        """The rows, to be written on the current stream."""
         return behind(self.reserved, self.rows)
 
 
@@ -61,31 +62,32 @@ class Entry:
     arrival: float
     state: EntryState = EntryState.WAITING
     image: EncoderItem | None = None
-    """The pixels, kept while any lease may still need them encoded (again)."""
+    """The pixels, kept while a lease may still need them encoded (again)."""
     rows: torch.Tensor | None = None
     reserved: Any = None
-    """As of `Work`."""
+    """As in `Work`."""
     written: Any = None
-    """On a GPU the event behind which the rows have been written."""
+    """On a GPU, the event after which the rows have been written."""
     writer: Work | None = None
     expires: float | None = None
-    """When the writer's lease ends; None: never."""
+    """When the encoder's lease ends; None: never."""
     attempts: int = 0
-    """Writers that came to nothing."""
+    """Failed attempts to encode it."""
     counts: tuple[int, ...] | None = None
-    """Rows of each attention sequence, once encoded: what pruning left of a clip's. Kept when rows are taken back."""
+    """Rows of each attention sequence, known after encoding: what pruning has left of a clip. Kept when rows are
+    evicted."""
     leases: set[Lease] = field(default_factory=set)
 
     @property
     def urgency(self) -> Waiting:
-        """By those who wait for it at present: the earliest deadline, the highest priority."""
+        """Of the requests that wait for it at present: the earliest deadline, the highest priority."""
         deadlines = [lease.deadline for lease in self.leases if lease.deadline is not None]
         priority = max((lease.priority for lease in self.leases), default=0)
         return Waiting(self.tokens, self.arrival, min(deadlines, default=None), priority)
 
 
 class Lease:
-    """One request's hold on one image's rows; what the decoder knows as an embedding source."""
+    """One request's hold on one image's rows; for the decoder, an embedding source."""
 
     def __init__(
         self, give_back: Callable[[Lease, Entry], None], entry: Entry, owner: str, priority: int,
@@ -96,7 +98,7 @@ class Lease:
         self._entry = entry
         self.owner, self.priority, self.deadline = owner, priority, deadline
         self.error: Exception | None = None
-        """Why there will be no rows. Of this lease alone: what is raised is written to."""
+        """Why there will be no rows. An object of this lease's own, because raising an exception modifies it."""
 
     @property
     def ready(self) -> bool:
@@ -108,39 +110,41 @@ class Lease:
         return self._entry.counts
 
     def rows(self) -> torch.Tensor:
-        """`[tokens, hidden]`, for the current stream to read, which waits for the encoder's; valid until `release`."""
+        """`[tokens, hidden]`, for the current stream, which waits for the encoder's; valid until `release`."""
         rows = self._entry.rows
         assert self.ready and rows is not None, "rows() of an image that is not READY"
         return behind(self._entry.written, rows)
 
     def release(self) -> None:
-        """Gives the hold back. Idempotent."""
+        """Ends the hold. Idempotent."""
         self._give_back(self, self._entry)
 
 
 class Entries:
-    """All entries by key, the queue of those that wait for space, and the bounded space. The caller holds a lock."""
+    """All entries by key, the queue of those that wait for space, and the limited space. The caller must hold a
+    lock."""
 
     def __init__(self, capacity_bytes: int, hidden: int, dtype: torch.dtype, device: torch.device | str) -> None:
         self.capacity_bytes, self.row_bytes = capacity_bytes, hidden * dtype.itemsize
         self._hidden, self._dtype, self._device = hidden, dtype, device
         self.by_key: dict[bytes, Entry] = {}
         self.waiting: deque[Entry] = deque()
-        self.cached: OrderedDict[bytes, Entry] = OrderedDict()  # READY without leases, least recently used first
+        # READY entries without leases, least recently used first.
+        self.cached: OrderedDict[bytes, Entry] = OrderedDict()
         self.quarantined: dict[int, Work] = {}
-        self.used = 0  # bytes of entries that hold rows, and of the quarantined
+        self.used = 0  # bytes of entries that have rows, and of quarantined ones
         names = ("hits", "joins", "misses", "evictions", "revocations", "failures", "retries", "expirations", "late")
         self.counters = dict.fromkeys(names, 0)
 
     def add(self, entry: Entry) -> None:
-        """One of a key that is not there: it waits for space."""
+        """Adds an entry with a new key, which waits for space."""
         self.by_key[entry.key] = entry
         self.waiting.append(entry)
         self.counters["misses"] += 1
         self.reserve()
 
     def revoke_for(self, wanted: Entry) -> bool:
-        """Takes READY rows back from those who hold them until `wanted` fits; True if it has its space then."""
+        """Evicts READY rows although they are leased, until `wanted` fits; True if it has its space then."""
         for entry in list(self.by_key.values()):
             if self.fits(wanted):
                 break
@@ -153,7 +157,7 @@ class Entries:
         return wanted.state is EntryState.RESERVED
 
     def flush(self) -> int:
-        """Drops all cached rows; returns the bytes freed."""
+        """Evicts all cached rows; returns the bytes freed."""
         before = self.used
         for entry in list(self.cached.values()):
             self.evict(entry)
@@ -161,7 +165,7 @@ class Entries:
         return before - self.used
 
     def expire(self, entry: Entry) -> Work:
-        """Takes an entry back from its writer, who may still write: the space is QUARANTINED. Returns its work."""
+        """Revokes an entry from its encoder, which may still write: its space becomes QUARANTINED. Returns its work."""
         assert entry.writer is not None
         work = self.quarantined[entry.writer.ticket] = entry.writer
         entry.rows = entry.writer = entry.expires = None
@@ -170,15 +174,17 @@ class Entries:
         return work
 
     def release(self, entry: Entry) -> None:
-        """Nobody holds the entry any more."""
+        """To be called when no lease on the entry is left."""
         if entry.state is EntryState.READY:
             self.to_cache(entry)
-        elif entry.state not in (EntryState.WRITING, EntryState.FAILED):  # not started: nobody wants it any more
+        # Not started, and nobody waits for it any more.
+        elif entry.state not in (EntryState.WRITING, EntryState.FAILED):
             self.drop(entry)
         self.reserve()
 
     def end_writing(self, work: Work) -> Entry | None:
-        """The writer of `work` is over. None if its lease had run out: then its space is free from now on."""
+        """The encoder of `work` has finished with it. None if its lease had run out: its quarantined space is then
+        free."""
         if self.quarantined.pop(work.ticket, None) is not None:
             self.used -= len(work.rows) * self.row_bytes
             self.counters["late"] += 1
@@ -189,7 +195,7 @@ class Entries:
         return entry
 
     def again(self, entry: Entry, error: Exception) -> None:
-        """An entry whose writer came to nothing goes back to where its space allows, ahead of those that came later."""
+        """After a failed attempt: the entry is RESERVED again, or waits for space ahead of later ones."""
         entry.attempts += 1
         if entry.rows is None:
             entry.state = EntryState.WAITING
@@ -204,7 +210,7 @@ class Entries:
             self.counters["retries"] += 1
 
     def fail(self, entry: Entry, error: Exception) -> None:
-        """Each lease gets an error of its own that says what `error` says; the entry is gone."""
+        """Removes the entry; each lease gets an error of its own with the message of `error`."""
         kinds = (ValueError, EncoderUnavailable)
         kind = next((kind for kind in kinds if isinstance(error, kind)), EncodingFailed)
         for lease in entry.leases:
@@ -224,7 +230,7 @@ class Entries:
         return self.used - self.cached_bytes() + entry.tokens * self.row_bytes <= self.capacity_bytes
 
     def reserve(self) -> None:
-        """Grants space in order of arrival, evicting cached rows, until the first that does not fit."""
+        """Grants space in order of arrival, evicting cached rows, until the first entry that does not fit."""
         while self.waiting and self.fits(self.waiting[0]):
             entry = self.waiting.popleft()
             need = entry.tokens * self.row_bytes
@@ -246,7 +252,7 @@ class Entries:
         self.drop(entry)
 
     def drop(self, entry: Entry) -> None:
-        """Forgets the entry; its space is free."""
+        """Removes the entry and frees its space."""
         if entry.state is EntryState.WAITING:
             self.waiting.remove(entry)
         self._free_rows(entry)

@@ -1,8 +1,8 @@
-"""An encoder on another host, or in another server of this one: the decoder's end of `EncoderService.Attach`.
+"""The decoder's side of `EncoderService.Attach`: an encoder on another host, or in another server on this one.
 
-One thread reads what the encoder sends and writes rows straight into the handoff's space; gRPC's own thread draws what
-is to be sent from `_Session.messages`, which gives out no pixels beyond the encoder's window. After a lost connection
-the reader tries again, after a growing pause.
+One thread reads what the encoder sends and writes rows directly into the handoff's space; gRPC's own thread iterates
+over `_Session.messages`, which yields no more pixels than the encoder's window allows. After a lost connection the
+reader connects again, after a pause that grows with each failure.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ log = logging.getLogger(__name__)
 CONNECT_SECONDS = 5.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
 FRESH = 1.0
-"""Seconds for which an encoder's word on its load is believed: it says nothing while we send it nothing."""
+"""Seconds for which the load that an encoder has reported counts: while we send nothing, it reports nothing."""
 MAX_MESSAGE = 8 << 20
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE),
     ("grpc.max_send_message_length", MAX_MESSAGE),
-    # A host that has vanished without a word is noticed; one that has only stalled is the lease's business.
+    # Keepalive finds hosts that vanish; an encoder that is only slow is handled by its lease.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # One connection each: no two links share one, and each tries again when we say so.
+    # Each link has a connection of its own, and reconnects when we say so.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 5000),  # which is also how long one attempt may take
+    ("grpc.min_reconnect_backoff_ms", 5000),  # also the time that one connection attempt may take
 ]
 REFUSALS = (
     grpc.StatusCode.FAILED_PRECONDITION,
@@ -48,7 +48,7 @@ REFUSALS = (
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.UNIMPLEMENTED,
 )
-"""Statuses that trying again does not change."""
+"""Statuses with which retrying is useless."""
 
 
 def partner_to_proto(partner: Partner) -> encoder_pb2.Partner:
@@ -60,7 +60,7 @@ def partner_from_proto(message: encoder_pb2.Partner) -> Partner:
 
 
 class GrpcLink:
-    """One encoder by its address."""
+    """The connection to one encoder."""
 
     def __init__(
         self, address: str, partner: Partner, *, pixel_bytes: int, max_tokens: int,
@@ -110,7 +110,7 @@ class GrpcLink:
             message = f"the image has {size} bytes of pixels, and encoder {self.name} takes {self._window} at a time"
             self._owner.failed(self, work, ValueError(message))
         elif session is None or not session.add(work, seconds_left):
-            # It went between being chosen and being used: told like anything else that goes with a connection.
+            # The connection has ended since this link was chosen: reported like all images of a lost connection.
             self._owner.lost(self, [work], self._reason)
 
     def revoke(self, work: Work) -> bool:
@@ -154,7 +154,7 @@ class GrpcLink:
             except PartnerRefused as error:
                 self._reason = str(error)
                 self._refuse(error)
-            except Exception as error:  # a message that makes no sense: the connection is not to be trusted
+            except Exception as error:  # an invalid message: the connection cannot be trusted any more
                 log.exception("encoder %s", self.name)
                 self._reason = f"{type(error).__name__}: {error}"
             self._end(owner)
@@ -177,7 +177,7 @@ class GrpcLink:
             self._first.set_result(None)
 
     def _attach(self, owner: LinkOwner) -> None:
-        """One connection, from its beginning to its end. Raises RpcError or PartnerRefused."""
+        """Runs one connection from its beginning to its end. Raises RpcError or PartnerRefused."""
         if self._credentials is None:
             channel = grpc.insecure_channel(self.name, options=CHANNEL_OPTIONS)
         else:
@@ -213,7 +213,7 @@ class GrpcLink:
                     self._call = None
 
     def _welcome(self, message: encoder_pb2.AttachResponse) -> None:
-        """Raises PartnerRefused."""
+        """Checks the encoder's first message. Raises PartnerRefused."""
         name = f"encoder {self.name}"
         welcome = message.welcome
         self._partner.check(partner_from_proto(welcome.partner), name)
@@ -254,7 +254,7 @@ class GrpcLink:
 
 
 class _Session:
-    """What is under way on one connection. Thread-safe."""
+    """The images in progress on one connection. Thread-safe."""
 
     def __init__(self, partner: Partner, count: Callable[[str, int], None]) -> None:
         self.open = False
@@ -270,13 +270,13 @@ class _Session:
 
     @property
     def under_way(self) -> int:
-        """Image tokens."""
+        """Image tokens in progress."""
         with self._changed:
             return sum(work.image.tokens for work in self._works.values())
 
     @property
     def elsewhere(self) -> int:
-        """Image tokens in the encoder, of all its decoders, if it has said so lately."""
+        """Image tokens in progress in the encoder, of all its decoders, if it has reported them recently."""
         tokens, moment = self._reported
         return tokens if time.monotonic() - moment < FRESH else 0
 
@@ -308,13 +308,14 @@ class _Session:
             return True
 
     def write(self, ticket: int, data: bytes) -> None:
-        """Holds the lock meanwhile: what has been revoked is not written. Raises ValueError beyond the end."""
+        """Writes received rows. Holds the lock meanwhile, so that revoked images are not written. Raises ValueError
+        where there are more bytes than rows."""
         with self._changed:
             if (work := self._works.get(ticket)) is not None:
                 self._written[ticket] = write_bytes(work.rows, self._written[ticket], data)
 
     def finish(self, ticket: int) -> Work | None:
-        """None: it has been revoked. Raises ValueError where rows are missing."""
+        """Ends an image; None if it has been revoked. Raises ValueError where rows are missing."""
         with self._changed:
             work = self._works.get(ticket)
             if work is None:
@@ -339,7 +340,8 @@ class _Session:
             self._changed.notify_all()
 
     def drain(self) -> list[Work]:
-        """Nothing more is sent but the image under way; what has been sent comes back. Returns the rest."""
+        """Stops sending after the image that is being sent; the rows of what has been sent are still received. Returns
+        the unsent images."""
         with self._changed:
             self.open = False
             unsent = [work for work, _ in self._unsent]
@@ -351,13 +353,13 @@ class _Session:
             return unsent
 
     def shut(self) -> None:
-        """Nothing is sent or taken any more."""
+        """Nothing more is sent or received."""
         with self._changed:
             self.open, self._sending_ended = False, True
             self._changed.notify_all()
 
     def end(self) -> list[Work]:
-        """Returns what was under way. Nothing of it is written after this."""
+        """Ends the session and returns the images in progress; none of them is written after this."""
         self.shut()
         with self._changed:
             lost = list(self._works.values())
@@ -366,7 +368,7 @@ class _Session:
             return lost
 
     def messages(self) -> Iterator[encoder_pb2.AttachRequest]:
-        """Drawn by gRPC's thread."""
+        """The messages to the encoder. gRPC's thread iterates over them."""
         yield encoder_pb2.AttachRequest(hello=partner_to_proto(self._partner))
         while (what := self._next()) is not None:
             if isinstance(what, int):
@@ -375,7 +377,7 @@ class _Session:
                 yield from self._item_messages(*what)
 
     def _next(self) -> int | tuple[Work, float | None] | None:
-        """A ticket to cancel, or an image that the window has room for; None at the end."""
+        """The ticket of an image to cancel, or the next image for which the window has room; None at the end."""
         with self._changed:
             while not self._sending_ended:
                 if self._cancels:
@@ -395,7 +397,7 @@ class _Session:
             item.seconds_left = max(seconds_left, 0.0)
         yield encoder_pb2.AttachRequest(item=item)
         for data in pieces(bytes_of(work.image.patches)):
-            if work.ticket not in self._works:  # revoked: its cancellation comes next
+            if work.ticket not in self._works:  # revoked: its cancellation is sent next
                 return
             self._count("sent_pixel", len(data))
             yield encoder_pb2.AttachRequest(pixels=encoder_pb2.Piece(ticket=work.ticket, data=data))

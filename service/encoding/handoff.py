@@ -42,14 +42,14 @@ from service.encoding.entries import Entries, Entry, EntryState, Lease, Work
 
 
 class Handoff:
-    """Bounded in bytes, keyed by content."""
+    """The queue: limited in bytes, keyed by content."""
 
     def __init__(
         self, capacity_bytes: int, hidden: int, dtype: torch.dtype, device: torch.device | str = "cpu",
         on_change: Callable[[], None] = lambda: None, *, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        """`on_change` is called, outside the lock, whenever an entry may have changed its state. `clock`: seconds, of
-        arrivals, deadlines and the writers' leases."""
+        """`on_change` is called, outside the lock, whenever an entry may have changed its state. `clock`: seconds, for
+        arrivals, deadlines and the encoders' leases."""
         self.capacity_bytes = capacity_bytes
         self._device = device
         self._held = Entries(capacity_bytes, hidden, dtype, device)
@@ -61,15 +61,15 @@ class Handoff:
 
     @property
     def max_tokens(self) -> int:
-        """The largest image that can ever pass, in image tokens."""
+        """The largest image that fits at all, in image tokens."""
         return self.capacity_bytes // self._held.row_bytes
 
     def lease(
         self, key: bytes, image: EncoderItem, owner: str, priority: int = 0, deadline: float | None = None
     ) -> Lease:
-        """A hold on the image's rows: at once where they are cached, shared where they are in flight, else queued for
-        the encoder. `deadline`: on the clock of the constructor. Raises ValueError for an image larger than the whole
-        bound, and for a key whose rows are of another number."""
+        """Takes a lease on the image's rows: available at once where they are cached, shared where they are being
+        encoded, else queued for the encoder. `deadline`: by the clock of the constructor. Raises ValueError for an
+        image larger than the whole capacity, and for a key whose rows have another number."""
         if image.tokens > self.max_tokens:
             size = image.tokens * self._held.row_bytes
             raise ValueError(
@@ -95,8 +95,8 @@ class Handoff:
     # -- for whoever encodes -------------------------------------------------------------------------------------------
 
     def take(self, max_tokens: int | None = None, *, lease: float | None = None) -> list[Work]:
-        """RESERVED images for one step of an encoder, about `max_tokens` in all (None: all of them), by the policy
-        of `encoder.schedule`; they become WRITING, for at most `lease` seconds (None: for as long as it takes)."""
+        """Takes RESERVED images for one step of an encoder, about `max_tokens` together (None: all of them), in the
+        order of `encoder.schedule`; they become WRITING, for at most `lease` seconds (None: without limit)."""
         taken: list[Work] = []
         with self._lock:
             reserved = [e for e in self._held.by_key.values() if e.state is EntryState.RESERVED]
@@ -115,13 +115,13 @@ class Handoff:
         return taken
 
     def publish(self, works: Sequence[Work], counts: Sequence[tuple[int, ...] | None] = ()) -> None:
-        """The writer has written the rows of `works`, on a GPU by what it has asked of the current stream; `counts`: of
-        each, the rows of its attention sequences."""
+        """The rows of `works` have been written, on a GPU by operations on the current stream; `counts`: for each, the
+        rows of its attention sequences."""
         written = mark(self._device)
         with self._lock:
             for work, rows in zip(works, counts or [None] * len(works), strict=True):
                 if (entry := self._held.end_writing(work)) is not None:
-                    # A second encoding keeps the first one's counts: requests have been laid out by them.
+                    # A second encoding keeps the first one's counts: prompts have been laid out by them.
                     entry.counts = entry.counts or rows or (entry.tokens,)
                     entry.state, entry.written = EntryState.READY, written
                     if not entry.leases:
@@ -130,8 +130,8 @@ class Handoff:
         self.on_change()
 
     def fail(self, work: Work, error: Exception) -> None:
-        """The image cannot be encoded: each waiter gets an error that says what `error` says, the space is free
-        again, the next request for it tries again."""
+        """The image cannot be encoded: each waiting request gets an error with the message of `error`, the space is
+        freed, and the next request for the image tries again."""
         with self._lock:
             if (entry := self._held.end_writing(work)) is not None:
                 self._held.fail(entry, error)
@@ -139,8 +139,8 @@ class Handoff:
         self.on_change()
 
     def retry(self, work: Work, error: Exception) -> None:
-        """The writer is over without having written the rows, for a reason of its own: the image is there to be taken
-        again, unless nobody waits for it any more or MAX_ATTEMPTS writers have ended like this."""
+        """An attempt has failed for a reason other than the image: it may be taken again, unless no request waits for
+        it any more or MAX_ATTEMPTS have failed."""
         with self._lock:
             if (entry := self._held.end_writing(work)) is not None:
                 self._held.again(entry, error)
@@ -148,8 +148,8 @@ class Handoff:
         self.on_change()
 
     def expire(self) -> list[Work]:
-        """Takes images back from writers whose lease has run out. They may still write: their space is QUARANTINED
-        until they say that they are over. Returns what was taken back."""
+        """Revokes images from encoders whose lease has run out. They may still write: their space is QUARANTINED until
+        they have finished. Returns what was revoked."""
         with self._lock:
             now = self._clock()
             due = [e for e in self._held.by_key.values() if e.expires is not None and e.expires <= now]
@@ -161,29 +161,29 @@ class Handoff:
         return taken_back
 
     def next_expiry(self) -> float | None:
-        """When the next lease of a writer runs out, on the clock of the constructor."""
+        """When the next encoder's lease runs out, by the clock of the constructor."""
         with self._lock:
             return min((e.expires for e in self._held.by_key.values() if e.expires is not None), default=None)
 
     def seconds_left(self, work: Work) -> float | None:
-        """Until the first of those who wait for it stops waiting; None: nobody says."""
+        """Seconds until the earliest deadline of the requests that wait for it; None: no deadline."""
         with self._lock:
             entry = self._held.by_key.get(work.key)
             deadline = entry.urgency.deadline if entry is not None else None
         return None if deadline is None else deadline - self._clock()
 
     def pending_tokens(self) -> int:
-        """Image tokens that are being encoded or wait for it."""
+        """Image tokens that are being encoded or wait to be."""
         with self._lock:
             return sum(e.tokens for e in self._held.by_key.values() if e.state is not EntryState.READY)
 
     def unwanted(self) -> list[Work]:
-        """What is being written and nobody waits for any more."""
+        """Images that are being encoded and that no request waits for any more."""
         with self._lock:
             return [e.writer for e in self._held.by_key.values() if e.writer is not None and not e.leases]
 
     def fail_reserved(self, error: Exception) -> int:
-        """There is no encoder: everybody who waits for one is told. Returns the number of images."""
+        """There is no encoder: all requests that wait for one get an error. Returns the number of images."""
         with self._lock:
             pending = (EntryState.RESERVED, EntryState.WAITING)
             doomed = [e for e in self._held.by_key.values() if e.state in pending]
@@ -197,12 +197,12 @@ class Handoff:
     # -- for whoever decodes -------------------------------------------------------------------------------------------
 
     def unblock(self) -> bool:
-        """Makes room for the image that waits longest by taking READY rows back from the requests that hold them.
+        """Makes space for the image that has waited longest by evicting READY rows that requests have leased.
 
-        Call it only while no request can advance: then no held row is one that a request consumes next, and each is
-        encoded again later. True if the image now has its space; False where nothing waits, or an encoding that is
-        under way, or the end of a quarantine, will let somebody advance. Rows that are taken back queue up last, so
-        within as many calls as images wait, one of them is some request's next.
+        To be called only while no request can advance: then none of these rows is what a request reads next, and each
+        is encoded again later. True if the image now has its space; False where no image waits, or where an encoding in
+        progress or the end of a quarantine will let a request advance. Evicted images are queued last, so within as
+        many calls as images wait, one of them is the next that some request reads.
         """
         with self._lock:
             under_way = (EntryState.RESERVED, EntryState.WRITING)
@@ -216,20 +216,20 @@ class Handoff:
         return granted
 
     def flush(self) -> int:
-        """Drops all cached rows; returns the bytes freed."""
+        """Evicts all cached rows; returns the bytes freed."""
         with self._lock:
             freed = self._held.flush()
         self.on_change()
         return freed
 
     def stats(self) -> dict[str, int]:
-        """Exact accounting: bytes used, reserved, cached and quarantined, entries by state, and the counters."""
+        """Bytes used, reserved, cached and quarantined, entries by state, and the counters."""
         with self._lock:
             return self._held.stats()
 
     def check_integrity(self, *, idle: bool = False) -> None:
-        """used = sum of the entries' rows and of the quarantined <= capacity; queues and states agree; with `idle`,
-        nothing is leased, in flight or quarantined, so that used = cached."""
+        """`AssertionError` unless used = sum of the entries' rows and of quarantined space <= capacity, and queues and
+        states agree; with `idle`, nothing may be leased, in progress or quarantined, so that used = cached."""
         with self._lock:
             self._held.check_integrity(idle=idle)
 

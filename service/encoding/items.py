@@ -1,4 +1,4 @@
-"""Images and clips as messages, pixels and rows as bytes: what crosses between an encoder and a decoder elsewhere."""
+"""Converts images and clips to messages and back, and pixels and rows to bytes, for encoders in other processes."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from encoder.item import DTYPE_BYTES, IMAGE, ROW_MAJOR, VIDEO, EncoderItem, Item
 from saccade.v1 import encoder_pb2
 
 PIECE_BYTES = 1 << 20
-"""Of pixels or rows in one message: large enough to cost little, small enough for others to get in between."""
+"""Bytes of pixels or rows in one message: large enough to be efficient, small enough that other messages need not wait
+long."""
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The tensor's numbers in order, as bytes. Waits for the device and copies from it; else copies nothing."""
+    """The tensor's numbers in order, as bytes. Waits for the device and copies from it; on a CPU copies nothing."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def pieces(data: memoryview) -> Iterator[bytes]:
-    """`data` cut into what one message carries."""
+    """Cuts `data` into pieces of one message each."""
     for start in range(0, len(data), PIECE_BYTES):
         yield bytes(data[start : start + PIECE_BYTES])
 
 
 def write_bytes(target: torch.Tensor, offset: int, data: bytes) -> int:
-    """Writes `data` over the bytes of a contiguous tensor from `offset` on; returns the offset after it. Raises
+    """Copies `data` to the bytes of a contiguous tensor from `offset` on; returns the offset after it. Raises
     ValueError where it would end beyond the tensor."""
     flat = target.view(-1).view(torch.uint8)
     end = offset + len(data)
@@ -53,7 +54,7 @@ def item_to_proto(item: ItemDescription) -> encoder_pb2.EncodeItem:
 
 
 def empty_pixels(message: encoder_pb2.EncodeItem, limit: int) -> torch.Tensor:
-    """The tensor that the item's pixels are written to. Raises ValueError for a type or size that cannot be."""
+    """A tensor to receive the item's pixels. Raises ValueError for a dtype or size that is not allowed."""
     if message.dtype not in DTYPE_BYTES:
         raise ValueError(f"pixels of type {message.dtype!r}; known are {', '.join(DTYPE_BYTES)}")
     size = math.prod(message.shape) * DTYPE_BYTES[message.dtype]
@@ -63,7 +64,7 @@ def empty_pixels(message: encoder_pb2.EncodeItem, limit: int) -> torch.Tensor:
 
 
 def item_from_proto(message: encoder_pb2.EncodeItem, pixels: torch.Tensor) -> EncoderItem:
-    """Raises ValueError for a shape that the grid does not have."""
+    """Raises ValueError for a shape that does not fit the grid."""
     rows, columns, *slice_grid = message.slices or (0, 0, 0, 0)
     if len(slice_grid) != 2:
         raise ValueError(f"slices are {list(message.slices)}; rows, columns and a grid would work")

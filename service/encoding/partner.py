@@ -1,4 +1,4 @@
-"""What an encoder and a decoder in different processes must agree on before a row crosses."""
+"""What an encoder and a decoder in different processes must have in common."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from service.common.config import ConfigError
 from service.model.checkpoint import Checkpoint
 
 PROTOCOL = 1
-"""Of the messages between them; counts up when older ones would be misunderstood."""
+"""Version of the messages between them; increases when older ones would be misunderstood."""
 
 
 class PartnerRefused(ConfigError):
-    """The other side encodes or decodes something else."""
+    """The other side serves something else."""
 
 
 @dataclass(frozen=True)
 class Partner:
-    """One side, in values that a person can compare."""
+    """The identity of one side, in values that a person can compare."""
 
     protocol: int
     model: str
     revision: str
     weights_digest: str
-    """Of the vision weights."""
+    """Digest of the vision weights."""
     preprocessing: str
     dtype: str
-    """Of pixels and rows."""
+    """Dtype of pixels and rows."""
     hidden_size: int
     """Width of a row."""
 
     def check(self, other: Partner, name: str) -> None:
-        """Raises PartnerRefused, with each difference and both values. `name`: of the other side, for people."""
+        """Raises PartnerRefused, with each difference and both values. `name`: of the other side, for messages."""
         pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self) if f.name != "model")
         differences = [
             f"{field} is {theirs!r} there and {ours!r} here" for field, ours, theirs in pairs if ours != theirs
@@ -44,8 +44,7 @@ class Partner:
 
 
 def partner_of(checkpoint: Checkpoint, vision: VisionSpec, dtype: torch.dtype) -> Partner:
-    """The identity of a side that serves `checkpoint`. The name may differ: it is a folder's, and each host has its
-    own."""
+    """The identity of a side that serves `checkpoint`. The name may differ: each host names its own folder."""
     return Partner(
         protocol=PROTOCOL,
         model=checkpoint.config.name,

@@ -33,12 +33,13 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 30.0
 ALIGNMENT = 64
 MAX_UNDER_WAY = 64
-"""Images in the process: their messages fit the socket's buffer, so that a process that has stopped blocks nobody."""
+"""Images that may be in the process: their messages fit the socket's buffer, so that a process that hangs blocks
+nobody."""
 
 
 @dataclass(frozen=True)
 class PlacedRows:
-    """Where its rows go in the segment."""
+    """Where an image's rows lie in its segment."""
 
     offset: int
     shape: tuple[int, ...]
@@ -46,12 +47,12 @@ class PlacedRows:
 
 
 class ProcessLink:
-    """One encoder process, started again when it dies."""
+    """One encoder process, restarted when it dies."""
 
     name = "process"
 
     def __init__(self, options: EngineOptions, *, segment_bytes: int, log_level: str = "info") -> None:
-        """`segment_bytes`: pixels and rows that may be under way."""
+        """`segment_bytes`: limit on pixels and rows in progress."""
         self._options, self._log_level = options, log_level
         self._pool = SegmentPool(segment_bytes)
         self._lock = threading.Lock()
@@ -85,7 +86,7 @@ class ProcessLink:
     load = under_way
 
     def start(self, owner: LinkOwner) -> None:
-        """Raises ConfigError with the encoder's own words where it refuses the options."""
+        """Starts the process. Raises ConfigError with its message where it refuses the options."""
         self._owner = owner
         self._connection = self._connect()
         self._thread = threading.Thread(target=self._loop, name="saccade-encoder-process", daemon=True)
@@ -103,7 +104,7 @@ class ProcessLink:
                 return False
             if work in self._unsent:
                 self._unsent.remove(work)
-            else:  # its segment stays where it is until the encoder has answered
+            else:  # its segment stays in use until the encoder has answered
                 self._post(("cancel", work.ticket))
             return True
 
@@ -138,7 +139,7 @@ class ProcessLink:
     # -- to the encoder ------------------------------------------------------------------------------------------------
 
     def _send_waiting(self) -> None:
-        """Sends what there are segments for, in order."""
+        """Sends the images for which there are free segments, in order."""
         failures: list[tuple[Work, Exception]] = []
         with self._lock:
             while self._unsent and self._connection is not None:
@@ -158,7 +159,7 @@ class ProcessLink:
             self._owner.failed(self, work, failure)
 
     def _place(self, work: Work) -> bool:
-        """Copies the pixels to a segment and tells the encoder. False where segments have to come back first."""
+        """Copies the pixels to a segment and tells the encoder. False where no segment is free."""
         if len(self._segments) >= MAX_UNDER_WAY:
             return False
         pixels, offset = work.image.patches, _rows_offset(work)
@@ -178,7 +179,7 @@ class ProcessLink:
         return True
 
     def _post(self, message: Any, descriptor: int | None = None) -> None:
-        """The lock is held. A broken connection is the reader's to notice."""
+        """Sends a message; the lock must be held. The reader thread notices broken connections."""
         if self._connection is not None:
             with contextlib.suppress(OSError, ValueError):
                 send(self._connection, message, () if descriptor is None else (descriptor,))
@@ -189,7 +190,7 @@ class ProcessLink:
         """Starts a process and waits until it is ready. Raises ConfigError."""
         self._process, connection = start_helper("service.servers.encoder_process")
         try:
-            with contextlib.suppress(ConnectionError):  # it has ended already: the next line says so
+            with contextlib.suppress(ConnectionError):  # a process that has ended already is reported by the next line
                 connection.send((self._options, self._log_level))
             verdict, *value = first_message(self._process, connection, self._options.load_timeout, "encoder")
         except HelperFailed as error:
@@ -216,7 +217,7 @@ class ProcessLink:
             pause = min(pause * 2, LONGEST_PAUSE)
             try:
                 self._connection = self._connect()
-            except Exception as error:  # whatever keeps it from starting may pass
+            except Exception as error:  # the cause may be temporary
                 self._reason = str(error)
                 log.error("the encoder process did not start again: %s", error)
                 continue
@@ -224,7 +225,7 @@ class ProcessLink:
             self._owner.changed(self)
 
     def _read(self, connection: Connection) -> None:
-        """Until the process is gone."""
+        """Reads messages until the process has ended."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 match connection.recv():
@@ -241,7 +242,7 @@ class ProcessLink:
                 self._owner.changed(self)
 
     def _finish(self, ticket: int, *, copy: bool = False) -> Work | None:
-        """The encoder is done with a ticket: its segment is free. None: it has been revoked."""
+        """The encoder has finished with a ticket, so its segment is free. None if the image was revoked."""
         with self._lock:
             work = self._works.pop(ticket, None)
             segment = self._segments.pop(ticket)
@@ -251,7 +252,7 @@ class ProcessLink:
             return work
 
     def _end(self) -> None:
-        """The process is gone: so is whatever could write to the segments."""
+        """The process has ended, so that nothing writes to the segments any more."""
         assert self._process is not None
         code = self._process.wait()
         self._reason = f"the encoder process ended with code {code}"
@@ -270,5 +271,5 @@ class ProcessLink:
 
 
 def _rows_offset(work: Work) -> int:
-    """Rows come after the pixels."""
+    """The rows lie after the pixels."""
     return -(-work.image.nbytes // ALIGNMENT) * ALIGNMENT

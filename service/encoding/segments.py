@@ -21,7 +21,7 @@ SMALLEST = 1 << 16
 
 @dataclass(eq=False)
 class Segment:
-    """`size` bytes that two processes see."""
+    """A memory file of `size` bytes that two processes map."""
 
     number: int
     descriptor: int
@@ -33,7 +33,7 @@ class Segment:
         return len(self.memory)
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A view of the segment, which lives as long as the view does."""
+        """A view of the segment, which keeps the memory alive."""
         flat = torch.frombuffer(self.memory, dtype=torch.uint8)
         return flat[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
@@ -45,7 +45,7 @@ class Segment:
             self.pinned = True
 
     def close(self) -> None:
-        """Gives the descriptor back; the memory goes with the last view of it."""
+        """Closes the descriptor; the memory is freed with the last view of it."""
         if self.pinned:
             flat = torch.frombuffer(self.memory, dtype=torch.uint8)
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(flat.data_ptr()))
@@ -54,7 +54,7 @@ class Segment:
 
 
 def create_segment(number: int, size: int) -> Segment:
-    """Raises OSError where the memory cannot be had."""
+    """Creates a segment. Raises OSError where there is no memory."""
     descriptor = os.memfd_create("saccade-rows", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(descriptor, 0, size)
@@ -67,20 +67,20 @@ def create_segment(number: int, size: int) -> Segment:
 
 
 def open_segment(number: int, descriptor: int) -> Segment:
-    """The other side's. Takes over the descriptor."""
+    """Maps a segment of the other side. Takes ownership of the descriptor."""
     segment = Segment(number, descriptor, mmap.mmap(descriptor, 0))
     segment.pin()
     return segment
 
 
 class SegmentPool:
-    """Segments for images under way, bounded in bytes. A segment that was taken comes back by `give_back`, not before
-    nobody writes to it any more."""
+    """Segments for images in progress, limited in bytes. A segment is given back by `give_back` when nobody writes to
+    it any more."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.closed: list[int] = []
-        """Numbers of segments that the other side may forget; whoever tells it empties the list."""
+        """Numbers of segments that the other side may unmap; whoever tells it empties the list."""
         self._numbers = count(1)
         self._free: list[Segment] = []
         self._taken: set[Segment] = set()
@@ -94,8 +94,8 @@ class SegmentPool:
         return sum(s.size for s in self._taken)
 
     def take(self, size: int) -> tuple[Segment, bool] | None:
-        """A segment of at least `size` bytes, and whether it is new. None where others have to come back first. Raises
-        ValueError for a size above the whole bound, OSError where the machine has no memory for it."""
+        """A segment of at least `size` bytes, and whether it is new. None where no segment is free and the limit is
+        reached. Raises ValueError for a size above the limit, OSError where the machine has no memory."""
         wanted = rounded(size)
         if wanted > self.capacity_bytes:
             raise ValueError(f"{size} bytes, of segments that may have {self.capacity_bytes} together")
@@ -124,7 +124,7 @@ class SegmentPool:
         self._free.append(segment)
 
     def close(self) -> None:
-        """Closes every segment: nobody uses one any more. Idempotent."""
+        """Closes all segments, which must no longer be in use. Idempotent."""
         for segment in [*self._free, *self._taken]:
             segment.close()
         self._free, self._taken = [], set()
@@ -136,5 +136,5 @@ class SegmentPool:
 
 
 def rounded(size: int) -> int:
-    """The size of the segment that holds `size` bytes: a power of two, so that segments are used again."""
+    """The size of the segment for `size` bytes: a power of two, so that segments are reused."""
     return max(1 << (size - 1).bit_length(), SMALLEST)

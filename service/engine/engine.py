@@ -89,7 +89,7 @@ class Engine:
                 if what == "integrity":
                     self._check_integrity()
                 future.set_result(self._stats())
-            except BaseException as error:  # The caller of the query gets the error.
+            except BaseException as error:  # the caller of the query gets the error
                 future.set_exception(error)
 
         self._command(run)
@@ -114,7 +114,7 @@ class Engine:
         try:
             while not self._closing.is_set():
                 self._turn()
-        except BaseException as error:  # A bug in a step: the state of running requests can no longer be trusted.
+        except BaseException as error:  # a bug in a step: the state of running requests can no longer be trusted
             self._die(error)
             while linger and not self._closing.is_set():
                 self._wake.wait()
@@ -158,7 +158,7 @@ class Engine:
         The decoder goes first because admission releases images whose rows a cached prefix makes unnecessary.
         """
         self._wake.clear()
-        if self._closing.is_set():  # Checked after `clear`, otherwise a call to `stop` in between would be missed.
+        if self._closing.is_set():  # checked after `clear`, otherwise a call to `stop` in between would be missed
             return
         self._run_commands()
         self._requests.advance()

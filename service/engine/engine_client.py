@@ -156,7 +156,7 @@ class EngineProcess(EngineLink):
         self._hang_timeout = options.hang_timeout
         self._over = threading.Event()
         try:
-            with contextlib.suppress(ConnectionError):  # A process that has ended already is reported by the next line.
+            with contextlib.suppress(ConnectionError):  # a process that has ended already is reported by the next line
                 self._connection.send((options, log_level))
             verdict, value = first_message(self._process, self._connection, options.load_timeout, "engine")
         except HelperFailed as error:

@@ -27,7 +27,7 @@ class EngineThread:
     def _main(self, options: EngineOptions) -> None:
         try:
             engine = build_engine(options)
-        except BaseException as error:  # Raised again in the constructor's caller.
+        except BaseException as error:  # raised again in the constructor's caller
             self._built.set_exception(error)
             return
         self._built.set_result(engine)

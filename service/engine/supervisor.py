@@ -96,7 +96,7 @@ class SupervisedEngine:
                 return
             try:
                 engine = self._new_engine()
-            except Exception as error:  # The cause may be temporary.
+            except Exception as error:  # the cause may be temporary
                 log.error("the engine did not start again (attempt %d of %d): %s", self._deaths, MAX_RESTARTS, error)
                 continue
             self._started = time.monotonic()

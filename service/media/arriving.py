@@ -1,5 +1,4 @@
-"""A file that a client sends in chunks, of a size that it has announced; the stream that brings it, and the disk that
-may be full."""
+"""Receives a file that a client sends in chunks after announcing its size, and handles full disks."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 @contextlib.contextmanager
 def disk_trouble(what: str, full: Callable[[str], errors.StatusError]) -> Iterator[None]:
-    """Disk errors of the body are logged; `full(sentence)` is raised where there is no room. Callers are told no more
-    than whose disk it is."""
+    """Logs disk errors of the body and raises a status error instead: `full(sentence)` where the disk is full. Callers
+    learn nothing else about the disk."""
     try:
         yield
     except OSError as error:
@@ -36,7 +35,7 @@ def disk_trouble(what: str, full: Callable[[str], errors.StatusError]) -> Iterat
 
 
 class ArrivingFile:
-    """Written to `path`, which must not be there. `disk`: what turns disk trouble into a status."""
+    """Writes to `path`, which must not exist. `disk`: the context that turns disk errors into a status."""
 
     def __init__(self, path: Path, size: int, disk: Callable[[], AbstractContextManager[None]]) -> None:
         self.size = size
@@ -47,7 +46,7 @@ class ArrivingFile:
             self._file = path.open("xb")
 
     def write(self, chunk: bytes) -> None:
-        """Raises InvalidArgument beyond the announced size, ResourceExhausted on a full disk."""
+        """Writes a chunk. Raises InvalidArgument beyond the announced size, ResourceExhausted on a full disk."""
         if len(chunk) > MAX_CHUNK:
             raise errors.InvalidArgument(f"a chunk has {len(chunk)} bytes; at most {MAX_CHUNK}", field="chunk")
         self._written += len(chunk)
@@ -58,7 +57,8 @@ class ArrivingFile:
             self._file.write(chunk)
 
     def end(self, *, sync: bool = False) -> None:
-        """All of it is there, and with `sync` on the disk. Raises InvalidArgument for a file that is short."""
+        """Ends the file; with `sync` it is on the disk when this returns. Raises InvalidArgument for a file that is
+        shorter than announced."""
         if self._written != self.size:
             raise errors.InvalidArgument(
                 f"the file has {self._written} of the {self.size} bytes announced", field="chunk"
@@ -69,7 +69,7 @@ class ArrivingFile:
                 os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """What a full disk has kept back is lost."""
+        """Data that a full disk has kept in the buffer is dropped."""
         try:
             self._file.close()
         except OSError:
@@ -77,7 +77,7 @@ class ArrivingFile:
 
 
 async def header_of(requests: AsyncIterator[Any], what: str) -> Any:
-    """The header with which a stream of parts begins. Raises InvalidArgument."""
+    """Receives the header, which comes first in a stream of parts. Raises InvalidArgument."""
     first = await anext(requests, None)
     if first is None or first.WhichOneof("part") != "header":
         raise errors.InvalidArgument(f"{what} begins with its header", field="header")
@@ -85,7 +85,7 @@ async def header_of(requests: AsyncIterator[Any], what: str) -> Any:
 
 
 async def receive(requests: AsyncIterator[Any], write: Callable[[bytes], None]) -> None:
-    """The chunks behind the header. Raises InvalidArgument."""
+    """The chunks after the header. Raises InvalidArgument."""
     async for request in requests:
         if request.WhichOneof("part") != "chunk":
             raise errors.InvalidArgument("after the header come chunks", field="part")

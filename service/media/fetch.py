@@ -1,10 +1,10 @@
-"""Images and videos by their URLs, for servers whose operator has named the hosts that they may come from.
+"""Fetches images and videos by their URLs, for servers whose operator has listed the hosts that may be fetched from.
 
-Whoever may name a URL may make this server talk to an address of their choice, so a URL is followed only as far as each
-of these holds, for the URL itself and again for whatever it redirects to: https; a host on the list; a name that
-resolves to public addresses only, or to networks that the operator has named. The name is resolved once, and the
-connection goes to that address, under the host's own name for TLS and HTTP: what a name server says later changes
-nothing. Size and time are bounded, and no proxy, cookie or credential of this machine is used.
+Whoever may send a URL may make this server connect to an address of their choice, so a URL is followed only if all of
+this holds, for the URL itself and for each redirect: it is https; the host is on the list; its name resolves only to
+public addresses, or to networks that the operator has allowed. The name is resolved once, and the connection goes to
+that address, with the host's name for TLS and HTTP: later changes in the DNS have no effect. Size and time are limited,
+and no proxy, cookie or credential of this machine is used.
 """
 
 from __future__ import annotations
@@ -31,32 +31,33 @@ log = logging.getLogger(__name__)
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
-"""Host and port to addresses."""
+"""Resolves a host and a port to addresses."""
 
 HTTPS = 443
 CONCURRENCY = 16
 _MOVED = {301, 302, 303, 307, 308}
 _UNICAST6 = ipaddress.IPv6Network("2000::/3")
-"""All that is given out to the public. Python calls much else global: site-local addresses, private NAT64."""
+"""Whether an address is public. Python's `is_global` also accepts site-local addresses and private NAT64, which are
+not."""
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 async def system_resolver(host: str, port: int) -> list[str]:
-    """What this machine says. Raises OSError."""
+    """Resolves with this machine's resolver. Raises OSError."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [str(entry[4][0]).partition("%")[0] for entry in found]
 
 
 class Fetcher:
-    """Fetches files from the hosts of a list. For one event loop."""
+    """Fetches files from the hosts of a list. Used on one event loop."""
 
     def __init__(
         self, hosts: Sequence[str], limits: MediaLimits, *, networks: Sequence[str] = (), timeout: float = 10.0,
         redirects: int = 3, ca: str | None = None, resolve: Resolve = system_resolver,
     ) -> None:  # fmt: skip
-        """`hosts`: names, `*.name` for all below it, either with `:port` where that is not 443. `networks`: addresses
-        that may be reached although they are not public. `timeout`: seconds for one file, redirects included. `ca`: a
-        PEM file of the authority to trust instead of the usual ones. Raises ConfigError."""
+        """`hosts`: names, `*.name` for all names below it, either with `:port` where that is not 443. `networks`:
+        addresses that may be connected to although they are not public. `timeout`: seconds for one file, redirects
+        included. `ca`: a PEM file of the certificate authority to trust instead of the system's. Raises ConfigError."""
         try:
             import httpx
         except ImportError:
@@ -74,7 +75,8 @@ class Fetcher:
         self._places = asyncio.Semaphore(CONCURRENCY)
 
     async def __call__(self, source: MediaSource) -> bytes:
-        """The file that `source.uri` names. Raises PermissionDenied, InvalidArgument or Unavailable, with its field."""
+        """Fetches the file that `source.uri` names. Raises PermissionDenied, InvalidArgument or Unavailable, with its
+        field."""
         assert source.uri is not None
         try:
             async with self._places, asyncio.timeout(self._timeout):
@@ -110,8 +112,8 @@ class Fetcher:
         return url
 
     async def _address(self, source: MediaSource, url: httpx.URL) -> Address:
-        """The address to connect to. All that the name resolves to must be allowed: which one answers is not for
-        whoever owns the name to choose."""
+        """The address to connect to. All addresses of the name must be allowed, since the owner of the name chooses
+        which of them is used."""
         try:
             found = [ipaddress.ip_address(text) for text in await self._resolve(url.host, url.port or HTTPS)]
         except (OSError, UnicodeError, ValueError):
@@ -128,10 +130,10 @@ class Fetcher:
         return all(_public(inner) for inner in _unwrapped(address))
 
     async def _get(self, source: MediaSource, url: httpx.URL, address: Address) -> tuple[bytes, str | None]:
-        """The body, or where it has moved to."""
+        """The body of the response, or the URL that it redirects to."""
         limits = self._limits
         most = limits.video.max_bytes if isinstance(source, VideoSource) else limits.image.max_bytes
-        # A client for each: a connection that was made under one host's name must not serve another's.
+        # A client for each request: a connection made under one host's name must not serve another's.
         async with self._httpx.AsyncClient(verify=self._tls, trust_env=False, timeout=self._timeout) as client:
             request = client.build_request(
                 "GET",
@@ -171,7 +173,7 @@ class Fetcher:
 
 
 def make_fetcher(options: ServerOptions, limits: MediaLimits) -> Fetcher | None:
-    """None where no host is named: nothing is fetched. Raises ConfigError."""
+    """The fetcher that the options ask for; None where no host is listed. Raises ConfigError."""
     if not options.image_url_hosts:
         return None
     return Fetcher(
@@ -212,7 +214,7 @@ def _public(address: Address) -> bool:
 
 
 def _unwrapped(address: Address) -> list[Address]:
-    """The address, and any that it carries inside for a translator on the way."""
+    """The address, and the IPv4 addresses that it contains for tunnels and translators."""
     if isinstance(address, ipaddress.IPv4Address):
         return [address]
     if address.ipv4_mapped is not None:

@@ -1,4 +1,4 @@
-"""A bound on bytes that wait on the event loop: whoever does not fit waits, in order of arrival."""
+"""A limit on bytes held by requests on the event loop: requests that do not fit wait in order of arrival."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections import deque
 
 
 class Grant:
-    """Bytes that one request holds."""
+    """The bytes that one request holds."""
 
     def __init__(self, gate: ByteGate, size: int) -> None:
         self._gate, self._size = gate, size
 
     def shrink(self, size: int) -> None:
-        """Gives back what is held above `size`."""
+        """Gives back the bytes above `size`."""
         freed = max(0, self._size - size)
         self._size -= freed
         self._gate._free(freed)
@@ -24,7 +24,7 @@ class Grant:
 
 
 class ByteGate:
-    """`capacity` bytes. For one event loop."""
+    """A limit of `capacity` bytes. Used on one event loop."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -32,7 +32,7 @@ class ByteGate:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def acquire(self, size: int) -> Grant:
-        """Waits for room, unless `size` is 0. More than the whole capacity is granted while nobody else holds any."""
+        """Waits until `size` bytes are free. More than the whole capacity is granted while nobody else holds any."""
         assert size >= 0, size
         size = min(size, self.capacity)
         if not size:
@@ -44,10 +44,10 @@ class ByteGate:
             try:
                 await future
             except asyncio.CancelledError:
-                granted = future.done() and not future.cancelled()  # in the same moment
+                granted = future.done() and not future.cancelled()  # cancelled at the moment when it was granted
                 if entry in self._waiting:
                     self._waiting.remove(entry)
-                self._free(size if granted else 0)  # those behind it may fit now
+                self._free(size if granted else 0)  # the requests behind it may fit now
                 raise
         else:
             self.used += size

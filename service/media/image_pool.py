@@ -1,9 +1,9 @@
-"""Images and videos to patches in processes of their own (`service.media.image_worker`), which hostile files may bring
-down.
+"""Turns images and videos into patches in worker processes (`service.media.image_worker`), which hostile files may
+crash.
 
-A worker that dies, takes too long or talks nonsense is replaced, and the file that it had is refused like any other
-that cannot be decoded. Patches stay in the sealed memory file that the worker made: only its size and seals are looked
-at here, and its descriptor is passed on.
+A worker that dies, takes too long or sends an invalid reply is replaced, and its file is refused like any other that
+cannot be decoded. The worker writes the patches to a sealed memory file; only its size and seals are checked here, and
+its descriptor is passed on.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 START_SECONDS = 60.0
 MAX_REPLY = 64 * 1024
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "TMPDIR")
-"""Variables that a worker may see: others may be secrets."""
+"""Environment variables that a worker gets: others may be secrets."""
 _REASONS = {
     "time": "decoding it took longer than the {seconds:g} s that are allowed",
     "died": "its decoder died of it",
@@ -52,7 +52,7 @@ _REASONS = {
 
 
 class _Lost(Exception):
-    """The worker is of no more use; `why` is one of `_REASONS`."""
+    """The worker can no longer be used; `why` is one of `_REASONS`."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
@@ -60,11 +60,11 @@ class _Lost(Exception):
 
 
 class _NotStarted(Exception):
-    """There is no process, for which no file is to blame; the text says what is missing."""
+    """No worker process could be started, for reasons other than the file; the text says why."""
 
 
 class _Worker:
-    """One process, started when it is first needed and again after its end. Used by one thread at a time."""
+    """One worker process, started when it is first needed and again after its end. Used by one thread at a time."""
 
     def __init__(self, greeting: dict[str, Any]) -> None:
         self._greeting = greeting
@@ -78,7 +78,7 @@ class _Worker:
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
-        """Begins to start the process, unless there is one; does not wait until it is ready. Raises _NotStarted."""
+        """Starts the process, unless there is one, without waiting until it is ready. Raises _NotStarted."""
         if self._process is not None and self._process.poll() is None:
             return
         self.stop()
@@ -101,11 +101,11 @@ class _Worker:
                 stdout=subprocess.DEVNULL,
                 env={**_environment(), "PYTHONPATH": path},
             )
-            with suppress(_Lost):  # whoever waits for its answer notices
+            with suppress(_Lost):  # the thread that waits for its answer notices
                 self._send(self._greeting, b"", START_SECONDS)
 
     def stop(self) -> None:
-        """Ends the process at once. Idempotent."""
+        """Kills the process. Idempotent."""
         self._file = None
         if self._connection is not None:
             self._connection.close()
@@ -116,14 +116,14 @@ class _Worker:
             self._process = None
 
     def take_file(self) -> MemoryFile:
-        """What came with the last reply. Raises _Lost."""
+        """The memory file that came with the last reply. Raises _Lost."""
         file, self._file = self._file, None
         if file is None:
             raise _Lost("nonsense")
         return file
 
     def ask(self, command: dict[str, Any], data: bytes, seconds: float) -> dict[str, Any]:
-        """The reply. Raises _Lost, or _NotStarted before the file was sent."""
+        """Sends a command and returns the reply. Raises _Lost, or _NotStarted if the worker could not be started."""
         self.start()
         if not self._greeted:
             try:
@@ -164,7 +164,7 @@ class _Worker:
             raise _Lost("nonsense") from None
 
     def _length(self, deadline: float) -> bytes:
-        """The bytes of a length, and the file that may come with them."""
+        """Receives the bytes of a length, and the descriptor that may come with them."""
         assert self._connection is not None
         self._connection.settimeout(max(deadline - time.monotonic(), 0.001))
         data, descriptors, _, _ = socket.recv_fds(self._connection, LENGTH.size, 1, socket.MSG_CMSG_CLOEXEC)
@@ -195,8 +195,8 @@ class ImagePool:
         self, limits: MediaLimits, workers: int, *, image_seconds: float, video_seconds: float,
         vision: VisionSpec | None = None, dtype: str = "float32",
     ) -> None:  # fmt: skip
-        """`image_seconds`, `video_seconds`: what preparing one image, and all of one video, may take. `vision`,
-        `dtype`: the model's rules, None where it takes no images, and the type of patches by its name."""
+        """`image_seconds`, `video_seconds`: time limits for preparing an image, and a whole video. `vision`, `dtype`:
+        the model's rules, None where it takes no images, and the type of patches by its name."""
         self._vision, self._dtype = vision, dtype
         self._image_seconds, self._video_seconds = image_seconds, video_seconds
         greeting = {
@@ -223,11 +223,11 @@ class ImagePool:
         return max(video, most_bytes(self._vision, "float32", None))
 
     def start(self) -> None:
-        """Starts one process, so that the first image need not wait for it; others when they are needed."""
+        """Starts one process, so that the first image need not wait for it; others start when they are needed."""
         self._restart(self.workers[0])
 
     def stats(self) -> dict[str, float]:
-        """Workers that have been replaced, by reason."""
+        """Number of workers that have been replaced, by reason."""
         with self._lock:
             return {f"workers_lost_{reason}": float(count) for reason, count in self._lost.items()}
 
@@ -268,7 +268,7 @@ class ImagePool:
             return item
 
     def describe(self, data: bytes) -> ImageHeader:
-        # nothing is decoded for it, so it may not take as long as a video
+        # Nothing is decoded for it, so it gets less time than a video.
         with self._borrowed(self._image_seconds, ImageError) as worker:
             reply = worker.ask({"op": "describe"}, data, self._image_seconds)
             _check(reply)
@@ -283,7 +283,8 @@ class ImagePool:
 
     @contextmanager
     def _borrowed(self, seconds: float, kind: Callable[[str], ImageError]) -> Iterator[_Worker]:
-        """A worker for one file. Losing it is the file's fault and raises `kind`; not having one raises Unavailable."""
+        """A worker for one file. If the worker is lost, the file is refused with `kind`; if none can be started, raises
+        Unavailable."""
         worker = self._idle.get()
         try:
             if self._closed:
@@ -306,7 +307,8 @@ class ImagePool:
             self._idle.put(worker)
 
     def _restart(self, worker: _Worker) -> None:
-        """Ahead of the next file, which tries again, and is told, where that fails."""
+        """Starts the worker before the next file needs it; where that fails, the next file tries again and gets the
+        error."""
         if not self._closed:
             try:
                 worker.start()
@@ -314,7 +316,8 @@ class ImagePool:
                 log.error("no image worker: %s", error)
 
     def _item(self, worker: _Worker, reply: dict[str, Any], kind: str, watch: Stopwatch) -> SealedItem:
-        """What a worker has made. It is believed as far as it is of this model, and its file no other than it says."""
+        """The item that a worker has made, after checking that its description fits the model and its file the
+        description."""
         _check(reply)
         assert self._vision is not None
         file, found = worker.take_file(), _description(reply.get("item"))
@@ -345,7 +348,7 @@ def _environment() -> dict[str, str]:
 
 
 def _check(reply: dict[str, Any]) -> None:
-    """Raises the error that a reply tells of."""
+    """Raises the error that a reply describes."""
     if "error" not in reply:
         return
     words = str(reply["error"])[:400]
@@ -362,7 +365,7 @@ def _check(reply: dict[str, Any]) -> None:
 
 
 def _description(value: Any) -> ItemDescription:
-    """Raises _Lost for what is none."""
+    """Parses an item's description. Raises _Lost where it is invalid."""
     names = {field.name: field.type for field in fields(ItemDescription)}
     if not isinstance(value, dict):
         raise _Lost("nonsense")

@@ -48,9 +48,10 @@ if TYPE_CHECKING:
 LENGTH = struct.Struct("!I")
 ITEM_FIELDS = tuple(field.name for field in fields(ItemDescription))
 KEPT_BYTES = 256 << 20
-"""Freed memory that stays for the next image: faulting it in again took twice as long as decoding 1080p."""
+"""Freed memory that is kept for the next image: getting it from the kernel again took twice as long as decoding
+1080p."""
 START_BYTES = 8 << 30
-"""What the process is taken to have at the start where it cannot find out."""
+"""Memory that the process is assumed to have at its start where it cannot be measured."""
 
 
 class _Worker:
@@ -70,12 +71,12 @@ class _Worker:
                 file = sealed.file
         except ImageError as error:
             reply = {"error": error.reason, "kind": "video" if isinstance(error, VideoError) else "image"}
-        except ValueError as error:  # what the model's rules do not take
+        except ValueError as error:  # what the model's rules do not accept
             reply = {"error": str(error), "kind": "value"}
-        except OSError as error:  # no memory for the file
+        except OSError as error:  # there is no memory for the file
             reply = {"error": error.strerror or str(error), "kind": "memory"}
         except (MemoryError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "alloc" not in str(error):  # torch has no class for it
+            if isinstance(error, RuntimeError) and "alloc" not in str(error):  # torch has no exception class for it
                 raise
             reply = {"error": "decoding it takes more memory than is allowed", "kind": "image"}
         send(self._connection, reply, None if file is None else file.take())
@@ -104,7 +105,7 @@ class _Worker:
         return {**reply, "seconds": dict(watch.seconds)}, item
 
     def _arriving(self, first: Frame, count: int) -> Iterator[Frame]:
-        """The frames of a video, each of which comes when the one before it has been cut."""
+        """The frames of a video, each received when the one before it has been cut into patches."""
         yield first
         for _ in range(count - 1):
             send(self._connection, {"wanted": True})
@@ -114,7 +115,7 @@ class _Worker:
 
 
 def send(connection: socket.socket, reply: dict[str, Any], descriptor: int | None = None) -> None:
-    """Takes over the descriptor, which goes with the length."""
+    """Sends a reply, and the descriptor with its length. Takes ownership of the descriptor."""
     words = json.dumps(reply).encode()
     if descriptor is None:
         connection.sendall(LENGTH.pack(len(words)) + words)
@@ -125,7 +126,7 @@ def send(connection: socket.socket, reply: dict[str, Any], descriptor: int | Non
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], bytes]:
-    """The next command and its file. Raises EOFError at the end."""
+    """Receives the next command and its file. Raises EOFError at the end."""
     (length,) = LENGTH.unpack(_exactly(connection, LENGTH.size))
     command: dict[str, Any] = json.loads(_exactly(connection, length))
     return command, bytes(_exactly(connection, command.get("size", 0)))
@@ -143,8 +144,8 @@ def _exactly(connection: socket.socket, size: int) -> bytearray:
 
 
 def _confine(memory_bytes: int) -> None:
-    """Limits that hold for the rest of this process's life: so much memory beside what is mapped already, of which
-    torch's libraries are the most."""
+    """Sets limits for the rest of this process's life: memory beyond what is mapped already (mostly torch's libraries),
+    and processes."""
     try:
         with open("/proc/self/statm") as file:
             mapped = int(file.read().split()[0]) * resource.getpagesize()
@@ -154,22 +155,22 @@ def _confine(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):  # where /proc is not mounted
         with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # where the machine runs out, this goes first
+            file.write("1000")  # the kernel ends this process first where the machine runs out of memory
 
 
 def _allow_seconds(seconds: float) -> None:
-    """The kernel ends a command that outlives this, even where nobody is left who waits for it."""
+    """The kernel ends a command that takes longer, even where nobody waits for it any more."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     end = int(usage.ru_utime + usage.ru_stime + seconds) + 2
     resource.setrlimit(resource.RLIMIT_CPU, (end, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
 def _begin(connection: socket.socket) -> _Worker:
-    """Imports what files and the model need, and gives up what nobody needs."""
+    """Imports what files and the model need, then drops privileges that nothing here needs."""
     command, _ = receive(connection)
     files = {"image": ImageLimits, "video": VideoLimits}
     limits = MediaLimits(**{name: kind(**command[name]) for name, kind in files.items()})
-    Image.init()  # loads all readers now rather than with the first image of each format
+    Image.init()  # loads all readers now, not with the first image of each format
     patcher = None
     if command["vision"] is not None:
         from service.media.patches import LocalDecoder, Patcher, use_one_thread  # not above: it has torch
@@ -185,7 +186,7 @@ def _begin(connection: socket.socket) -> _Worker:
 
 
 def main(descriptor: int) -> int:
-    # The server decides when to stop; a Ctrl-C in the terminal reaches the whole group and is not for this process.
+    # A Ctrl-C in the terminal reaches the whole process group; the server decides when this process stops.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as connection:
         try:
@@ -195,10 +196,10 @@ def main(descriptor: int) -> int:
                 _allow_seconds(command["seconds"])
                 worker.answer(command, data)
         except (EOFError, ConnectionError):
-            return 0  # the server is gone
+            return 0  # the server has ended
 
 
 if __name__ == "__main__":
     code = main(int(sys.argv[1]))
     sys.stderr.flush()
-    os._exit(code)  # threads of libraries may outlive the interpreter's teardown and crash it
+    os._exit(code)  # threads of libraries may outlive the interpreter and crash it

@@ -1,7 +1,7 @@
-"""Images and videos of a request: encoded bytes in, an item for the encoder and a content key out.
+"""Prepares the images and videos of a request: encoded bytes in, an item for the encoder and a content key out.
 
-Synchronous; a frontend runs it in threads. What decodes and cuts is behind `ImageProcessor`: in a server that is a
-process of its own (`service.media.image_pool`), and no pixel comes here.
+Synchronous; a frontend runs it in threads. Decoding and cutting into patches are done by an `ImageProcessor`: in a
+server that is a pool of processes (`service.media.image_pool`), and no pixel is in this process.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from service.media.sealed import PreparedItem, SealedItem
 
 @dataclass(frozen=True)
 class Prepared:
-    """One image or clip, ready for the engine."""
+    """One image or clip that can be submitted to the engine."""
 
     field: str
-    """Where it was in the request."""
+    """Its path in the request, for error messages."""
     item: PreparedItem
     key: bytes
-    """Content key: tenant, model revision and preprocessing, content."""
+    """Content key: a hash of tenant, model revision, preprocessing and content."""
     labels: tuple[str, ...] = ()
-    """Of a clip: the words before each temporal patch."""
+    """For a clip: the text before each temporal patch."""
     frames: int = 0
-    """Of a clip: those that were looked at."""
+    """For a clip: the number of sampled frames."""
 
     @property
     def runs(self) -> int:
@@ -51,38 +51,38 @@ class Prepared:
 
 @dataclass(frozen=True)
 class MediaLimits:
-    """What one image and one clip may be."""
+    """Limits on one image and one clip."""
 
     image: ImageLimits = ImageLimits()
     video: VideoLimits = VideoLimits()
     video_frames: int = 32
-    """Frames of a clip that are looked at, at most and where the request does not say."""
+    """Frames that are sampled of a clip, at most and by default."""
 
     @property
     def file(self) -> VideoLimits:
-        """Of a file that may turn out to be either."""
+        """For a file that may be an image or a video."""
         return replace(self.video, max_bytes=max(self.image.max_bytes, self.video.max_bytes))
 
     @property
     def frame(self) -> ImageLimits:
-        """Of decoded pixels that may be an image's or a frame's."""
+        """For decoded pixels that may be an image's or a frame's."""
         return replace(self.image, max_pixels=max(self.image.max_pixels, self.video.max_pixels))
 
     @property
     def worker_bytes(self) -> int:
-        """Memory that decoding and resizing either may take, beside what the process has when it begins: pixels as
-        bytes, as floats, resized one way, and what the decoder holds."""
+        """Memory that decoding and resizing may take beyond what the process has at its start: pixels as bytes, as
+        floats, resized along one axis, and the decoder's own."""
         pixels = self.frame.max_pixels
         return (1 << 30) + 48 * pixels + 3 * self.file.max_bytes
 
 
 Frame = tuple[int, bytes]
-"""A frame that came as a file of its own: its number in the video, for messages, and the file."""
+"""A frame that came as an image file: its number in the video, for messages, and the file."""
 
 
 @dataclass(frozen=True)
 class PreparedVideo:
-    """A video whose frames were chosen where it was decoded."""
+    """A video whose frames were sampled by the process that decoded it."""
 
     item: PreparedItem
     total: int
@@ -92,20 +92,21 @@ class PreparedVideo:
 
 
 class ImageProcessor(Protocol):
-    """Files to patches. Raises ImageError, or its child VideoError, whatever the bytes are, ValueError for what the
-    model cannot take, and Unavailable where nothing can be prepared at the moment. `watch` counts the stages."""
+    """Turns files into patches. Raises ImageError, or its subclass VideoError, for any file that cannot be decoded,
+    ValueError for what the model cannot take, and Unavailable where nothing can be prepared at the moment. `watch`
+    measures the stages."""
 
     def image(self, data: bytes, watch: Stopwatch) -> PreparedItem:
-        """The image."""
+        """Prepares an image."""
 
     def video(self, data: bytes, frames: int, watch: Stopwatch) -> PreparedVideo:
-        """At most so many frames of a video, as the model's rule chooses them."""
+        """Prepares at most `frames` frames of a video, sampled by the model's rule."""
 
     def frames(self, files: Sequence[Frame], watch: Stopwatch) -> PreparedItem:
-        """A video that came as images."""
+        """Prepares a video whose frames came as images."""
 
     def describe(self, data: bytes) -> ImageHeader:
-        """Format and size of an image or video, undecoded, whatever its number of bytes."""
+        """Format and size of an image or video, without decoding it, whatever the size of the file."""
 
     def stats(self) -> Mapping[str, float]:
         """Counters since the start."""
@@ -115,7 +116,7 @@ class ImageProcessor(Protocol):
 
 
 def video_rule(vision: VisionSpec) -> VideoRule:
-    """Raises ValueError for a model without one."""
+    """The model's rule for videos. Raises ValueError for a model without one."""
     rule = vision.video_rule
     if rule is None:
         raise ValueError("this model takes no video: its tower has no projection for temporal patches")
@@ -123,8 +124,7 @@ def video_rule(vision: VisionSpec) -> VideoRule:
 
 
 def most_bytes(vision: VisionSpec, dtype: str, frames: int | None) -> int:
-    """The most that the patches of a video of so many frames can take, or of an image, before anything is known of
-    it."""
+    """Upper bound on the bytes of an image's patches, or of a video's with so many frames, before its file is read."""
     if frames is None:
         numbers = vision.max_image_tokens * vision.patches_per_token * vision.patch_widths[IMAGE]
     else:
@@ -133,7 +133,7 @@ def most_bytes(vision: VisionSpec, dtype: str, frames: int | None) -> int:
 
 
 class Preparer:
-    """Makes `Prepared` of what requests hold. Thread-safe."""
+    """Turns the media of requests into `Prepared`. Thread-safe."""
 
     def __init__(
         self, processor: ImageProcessor, vision: VisionSpec, dtype: str, limits: MediaLimits, revision: str
@@ -163,7 +163,7 @@ class Preparer:
             self._count(source, watch)
 
     def looked_at(self, source: MediaSource) -> MediaSource:
-        """A video given as frames, without what has still to be fetched of those that nobody will look at."""
+        """Drops, from a video given as frames, those that will not be sampled, so that they are not fetched."""
         if not isinstance(source, VideoSource) or not source.elsewhere or not source.frames:
             return source
         rule = self._vision.video_rule
@@ -179,14 +179,14 @@ class Preparer:
         )
 
     def most_bytes(self, source: MediaSource) -> int:
-        """The most that the patches of an image or video can take, before anything is known of it."""
+        """Upper bound on the bytes of the patches of an image or video, before its file is read."""
         frames = None
         if isinstance(source, VideoSource):
             frames = self._limits.video_frames if source.max_frames is None else source.max_frames
         return most_bytes(self._vision, self._dtype, frames)
 
     def stats(self) -> dict[str, float]:
-        """Images, videos and frames since the start, and the seconds that each stage took."""
+        """Images, videos and frames since the start, and the seconds spent in each stage."""
         names = ("images", "videos", "frames", "decode_seconds", "resize_seconds", "patch_seconds")
         with self._lock:
             return {name: float(self._counts[name]) for name in names}
@@ -226,7 +226,7 @@ class Preparer:
         limits.check(len(source.frames), 1, 1)
 
     def _key(self, salt: bytes, kind: bytes, *content: bytes) -> bytes:
-        """Made here and not by whoever decodes: a key binds rows to the bytes that this client sent."""
+        """Computed here and not by the worker that decodes: the key must belong to the bytes that this client sent."""
         digest = hashlib.sha256(self._seed + len(salt).to_bytes(4, "big") + salt + kind)
         for part in content:
             digest.update(hashlib.sha256(part).digest())

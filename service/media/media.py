@@ -33,7 +33,7 @@ _ID = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Media:
-    """One file in the spool. `expires` is Unix time."""
+    """One file in the spool. `expires`: Unix time, seconds."""
 
     media_id: str
     size: int
@@ -44,15 +44,16 @@ class Media:
 
 
 class Spool:
-    """The files of all tenants."""
+    """The uploaded files of all tenants."""
 
     def __init__(
         self, directory: Path, capacity: int, ttl: float, limits: ImageLimits, clock: Callable[[], float] = time.time,
         tenant_capacity: int | None = None, incoming: str = "incoming",
         describe: Callable[[bytes], ImageHeader] | None = None,
     ) -> None:  # fmt: skip
-        """Takes over what an earlier run has left in `directory`. Capacities in bytes, of all tenants and of each;
-        `ttl`: seconds. `describe`: what reads the header of a file; None: this process, which knows images only."""
+        """Takes over the files that an earlier run has left in `directory`. Capacities in bytes, of all tenants
+        together and of each; `ttl`: seconds. `describe`: reads the header of a file; None: in this process, which knows
+        images only."""
         self.describe = describe or functools.partial(read_header, limits=limits)
         self._tenant_capacity = capacity if tenant_capacity is None else tenant_capacity
         self._directory, self._capacity, self._ttl, self._limits, self._clock = directory, capacity, ttl, limits, clock
@@ -68,7 +69,7 @@ class Spool:
 
     @property
     def used_bytes(self) -> int:
-        """Of whole files and of what has been promised to uploads."""
+        """Bytes of whole files and of running uploads."""
         with self._lock:
             return self._used + self._reserved.total()
 
@@ -79,7 +80,7 @@ class Spool:
             status = path.stat()
             try:
                 header = self.describe(path.read_bytes())
-            except ImageError:  # limits have changed since
+            except ImageError:  # the limits have been lowered since
                 path.unlink()
                 continue
             media = Media(
@@ -90,7 +91,7 @@ class Spool:
         self.sweep()
 
     def sweep(self) -> int:
-        """Deletes what has expired; returns the bytes freed."""
+        """Deletes expired files; returns the bytes freed."""
         now = self._clock()
         with self._lock:
             expired = [key for key, media in self._media.items() if media.expires <= now]
@@ -107,7 +108,7 @@ class Spool:
 
     @contextlib.contextmanager
     def upload(self, tenant: str, size: int) -> Iterator[Upload]:
-        """Reserves `size` bytes for one file. Whatever is not committed is gone afterwards. Raises InvalidArgument or
+        """Reserves `size` bytes for one file. An upload that is not committed is deleted. Raises InvalidArgument or
         ResourceExhausted."""
         if size < 1:
             raise errors.InvalidArgument(f"size_bytes is {size}; a file has at least 1 byte", field="header.size_bytes")
@@ -139,7 +140,7 @@ class Spool:
                 self._reserved[tenant] -= size
 
     def _no_room(self, message: str, tenant: str | None = None) -> errors.ResourceExhausted:
-        """With the time until something expires, if anything does."""
+        """The error for a full spool, with the time until a file expires, if there is one."""
         times = [m.expires for (owner, _), m in self._media.items() if tenant in (None, owner)]
         return _full(message, max(0.001, min(times) - self._clock()) if times else None)
 
@@ -163,21 +164,21 @@ class Spool:
         return media
 
     def renew(self, tenant: str, media_id: str) -> None:
-        """Its time begins anew. Raises NotFound."""
+        """Renews a file's expiry. Raises NotFound."""
         media = self.get(tenant, media_id)
         now = self._clock()
         with self._lock:
             if (tenant, media_id) in self._media:
                 self._media[tenant, media_id] = replace(media, expires=now + self._ttl)
-            with contextlib.suppress(FileNotFoundError):  # another process may know of it alone, and delete it
+            with contextlib.suppress(FileNotFoundError):  # another process may have taken it, and may delete it
                 os.utime(self._path((tenant, media_id)), (now, now))
 
     def size(self, tenant: str, media_id: str) -> int:
-        """Bytes of the file. Raises NotFound."""
+        """The content of a file. Raises NotFound."""
         return self.get(tenant, media_id).size
 
     def read(self, tenant: str, media_id: str) -> bytes:
-        """The file. Raises NotFound."""
+        """The path of a file. Raises NotFound."""
         self.size(tenant, media_id)
         try:
             return self._path((tenant, media_id)).read_bytes()
@@ -185,14 +186,14 @@ class Spool:
             raise _unknown(media_id) from None
 
     def delete(self, tenant: str, media_id: str) -> None:
-        """Raises NotFound."""
+        """Deletes a file. Raises NotFound."""
         self.get(tenant, media_id)
         with self._lock:
             if (tenant, media_id) in self._media:
                 self._forget((tenant, media_id))
 
     def check_integrity(self) -> None:
-        """The books agree with the disk; nothing is half there while no upload runs."""
+        """`AssertionError` unless the counts agree with the disk and, while no upload runs, no partial file is left."""
         with self._lock:
             assert self._used == sum(media.size for media in self._media.values())
             for key, media in self._media.items():
@@ -202,9 +203,9 @@ class Spool:
 
 
 class SharedSpool(Spool):
-    """A spool that several frontend processes have together: each keeps the books of what it has taken, and all read
-    the same folder. Bounds are each one's own part. What another process has taken is found on the disk, and what one
-    that died has taken is deleted by the first of them when its time has come."""
+    """A spool that several frontend processes share: each counts the files that it has taken, and all read the same
+    folder. Each has its own part of the limits. Files that another process has taken are found on the disk; expired
+    files of a process that has died are deleted by the first that finds them."""
 
     def __init__(self, *arguments: Any, member: int, **keywords: Any) -> None:
         self._member = member
@@ -233,7 +234,7 @@ class SharedSpool(Spool):
         return super().get(tenant, media_id)
 
     def size(self, tenant: str, media_id: str) -> int:
-        """Bytes of the file, which is not looked into. Raises NotFound."""
+        """The content of a file, unchecked. Raises NotFound."""
         try:
             if not _ID.fullmatch(media_id):
                 raise FileNotFoundError
@@ -253,7 +254,7 @@ class SharedSpool(Spool):
         self._path((tenant, media_id)).unlink(missing_ok=True)
 
     def sweep(self) -> int:
-        """Deletes what has expired; returns the bytes freed."""
+        """Deletes expired files; returns the bytes freed."""
         with self._lock:
             for key, media in list(self._media.items()):
                 with contextlib.suppress(FileNotFoundError):  # another process may have renewed it
@@ -269,7 +270,7 @@ class SharedSpool(Spool):
 
 
 class Upload:
-    """One file on its way in."""
+    """One file that is being uploaded."""
 
     def __init__(self, spool: Spool, path: Path, tenant: str, size: int) -> None:
         self._spool, self._path, self._tenant = spool, path, tenant
@@ -277,7 +278,7 @@ class Upload:
         self.write, self.close = self._file.write, self._file.close
 
     def commit(self, expected_id: str = "") -> Media:
-        """The whole file is there. Raises InvalidArgument for one that is short, damaged or no image."""
+        """Commits the file. Raises InvalidArgument where it is short, damaged or no image."""
         self._file.end()
         media_id = self._file.hash.hexdigest()
         if expected_id and expected_id != media_id:

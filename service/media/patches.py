@@ -1,4 +1,4 @@
-"""Files to patches, in the process that runs this: decoding, and the model's own rules of resizing and cutting."""
+"""Turns files into patches in the process that runs this: decoding, and the model's rules of resizing and cutting."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from service.media.images import Frame, ImageProcessor, MediaLimits, PreparedVid
 
 
 class Decoder(Protocol):
-    """Files to pixels. Raises ImageError, or its child VideoError, whatever the bytes are."""
+    """Decodes files. Raises ImageError, or its subclass VideoError, for any file that cannot be decoded."""
 
     def image(self, data: bytes) -> Pixels:
-        """`[H, W, 3]` uint8."""
+        """Pixels `[H, W, 3]`, uint8."""
 
     def clip(self, data: bytes) -> Clip:
-        """An opened video."""
+        """Opens a video."""
 
     def describe(self, data: bytes) -> ImageHeader:
-        """Format and size of an image or video, undecoded, whatever its number of bytes."""
+        """Format and size of an image or video, without decoding it, whatever the size of the file."""
 
     def stats(self) -> Mapping[str, float]:
         """Counters since the start."""
@@ -36,7 +36,7 @@ class Decoder(Protocol):
 
 
 class LocalDecoder:
-    """Decodes in this process."""
+    """A decoder in this process."""
 
     def __init__(self, limits: MediaLimits) -> None:
         self._limits = limits
@@ -75,7 +75,7 @@ class Patcher:
         with watch("decode"):
             clip = self._decoder.clip(data)
         indices = video_rule(self._vision).sample_file(clip.num_frames, frames, lambda: clip.fps)
-        # closing: what decodes the frames is given back at once, and not when a collector finds the generators
+        # Closes the generators, so that what decodes the frames is freed now and not by the garbage collector.
         with closing(clip.frames(indices)) as tensors:
             item = self._item(tensors, len(indices), watch)
         return PreparedVideo(item, clip.num_frames, clip.fps)
@@ -84,7 +84,7 @@ class Patcher:
         return self.stream(iter(files), len(files), watch)
 
     def stream(self, files: Iterator[Frame], count: int, watch: Stopwatch) -> EncoderItem:
-        """`frames` of files that come one by one."""
+        """As `frames`, for files that are received one by one."""
         return self._item(self._decoded(files, count), count, watch)
 
     def _item(self, tensors: Iterator[torch.Tensor], count: int, watch: Stopwatch) -> EncoderItem:
@@ -105,7 +105,7 @@ class Patcher:
 
 
 class NoImages:
-    """The `ImageProcessor` of a model that takes no images: none gets here."""
+    """The `ImageProcessor` of a model that takes no images; its methods are never called."""
 
     def image(self, data: bytes, watch: Stopwatch) -> EncoderItem:
         raise NotImplementedError
@@ -127,7 +127,7 @@ class NoImages:
 
 
 def local_processor(limits: MediaLimits, vision: VisionSpec | None, dtype: str) -> ImageProcessor:
-    """One that works in this process."""
+    """An `ImageProcessor` in this process."""
     return NoImages() if vision is None else Patcher(LocalDecoder(limits), vision, dtype, limits)
 
 
@@ -142,5 +142,5 @@ def _timed(frames: Iterator[torch.Tensor], watch: Stopwatch) -> Iterator[torch.T
 
 
 def use_one_thread() -> None:
-    """For a whole process: others do the same beside it."""
+    """For a process that other workers run beside."""
     torch.set_num_threads(1)

@@ -1,7 +1,7 @@
 """Patches in a sealed memory file: written once by an image worker, passed on by its descriptor, mapped by the engine.
 
-The file is anonymous, so nothing is left behind however a process ends. Its seals say that nobody can write to it or
-change its size any more; whoever gets one from a process that hostile files may have taken over checks them first.
+The file is anonymous, so nothing is left behind however a process ends. Its seals guarantee that nobody can write to it
+or change its size any more; they are checked on a file from a process that hostile files may have taken over.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_S
 
 
 class MemoryFile:
-    """Owns a descriptor until it is taken, or until the object is dropped."""
+    """Owns a descriptor until `take`, or until the object is deleted."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
     def take(self) -> int:
-        """The descriptor, which is the caller's to close from here on; once."""
+        """Hands the descriptor to the caller, who must close it. May be called once."""
         descriptor, self._descriptor = self._descriptor, -1
         assert descriptor >= 0, "the descriptor has been taken"
         return descriptor
 
     def is_sealed(self, size: int) -> bool:
-        """Whether it has so many bytes, and nobody can change that or them."""
+        """Whether the file has `size` bytes, and neither its size nor its content can be changed any more."""
         try:
             seals = fcntl.fcntl(self._descriptor, fcntl.F_GET_SEALS)
         except OSError:  # not a memory file
@@ -70,29 +70,31 @@ class SealedItem:
 
 
 PreparedItem = SealedItem | EncoderItem
-"""Prepared by a worker, or in this process."""
+"""Patches from a worker process, or in this process's memory."""
 
 
 def seal(item: EncoderItem) -> SealedItem:
-    """Copies the patches into a sealed file. Raises OSError where the memory cannot be had."""
+    """Copies the patches into a sealed file. Raises OSError where there is no memory."""
     import torch  # not above: processes that only pass files on do without
 
     data = item.patches.contiguous().view(-1).view(torch.uint8).numpy().data
     descriptor = os.memfd_create("saccade-patches", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     file = MemoryFile(descriptor)
     offset = 0
-    while offset < len(data):  # written and not mapped: a full machine is an error here, and no signal in the middle
+    # By write and not by mmap: a full machine raises an error here instead of a signal in the middle of the copy.
+    while offset < len(data):
         offset += os.write(descriptor, data[offset:])
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
     return SealedItem(item.description, file)
 
 
 def open_patches(description: ItemDescription, descriptor: int) -> EncoderItem:
-    """The item, with patches that are views of the file, which lives as long as they do. Takes over the descriptor."""
+    """The item, with patches that are views of the mapped file; the mapping lives as long as they do. Takes ownership
+    of the descriptor."""
     import torch
 
     try:
-        # Private: a writable view of the pages, as torch wants it, of which nothing reaches the file.
+        # A private mapping: torch wants a writable buffer, and writes do not reach the file.
         memory = mmap.mmap(descriptor, description.nbytes, access=mmap.ACCESS_COPY)
     finally:
         os.close(descriptor)

@@ -121,13 +121,13 @@ class _EngineCollector:
         self._query, self._gauges, self._parts = query, gauges, parts
 
     def describe(self) -> list[Metric]:
-        return []  # An empty answer: the registry would otherwise query the engine while the server is being built.
+        return []  # an empty answer: the registry would otherwise query the engine while the server is being built
 
     def collect(self) -> Iterator[Metric]:
         up = GaugeMetricFamily("saccade_engine_up", "whether the engine answers")
         try:
             stats: dict[str, Any] = self._query().result(SCRAPE_TIMEOUT)
-        except Exception as error:  # There is no engine, or it is in the middle of a long step.
+        except Exception as error:  # there is no engine, or it is in the middle of a long step
             log.debug("no engine statistics: %r", error)
             stats = {}
         up.add_metric([], float(bool(stats)))
