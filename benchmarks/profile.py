@@ -1,16 +1,17 @@
 """Where a step's time goes: parts of a decode step and of a prefill, against the least that the machine could need.
 
-    python -m benchmarks.profile [--weights int8] [--threads N] [--write]
+    python -m benchmarks.profile [--family qwen3_5] [--only decode,prefill] [--weights int8] [--threads N] [--write]
 
-Runs the decoder in process on the 116 M model of `benchmarks.models`, with the operations of the compiled step called
-one at a time, which costs each a few microseconds. The least time of a part is its bytes over the measured bandwidth
+Runs the decoder in process on the family's text model of `benchmarks.workloads`, with the operations of the compiled
+step called one at a time, which costs each a few microseconds. The least time of a part is its bytes over the measured bandwidth
 or its FLOPs over the measured rate of a large bf16 product, whichever is more; a state is read and written. `--write`
-makes docs/profile.md. Run it on an idle machine.
+makes docs/profile.md, or docs/profile-FAMILY.md. Run it on an idle machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import datetime
 import json
 import os
@@ -24,19 +25,24 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import machine, models
-from decoder.layers.descriptions import Mlp
+from benchmarks import machine
+from benchmarks.workloads import SUBJECTS
+from decoder.layers.attention import AttentionMixer
+from decoder.layers.build import BuiltLayer
+from decoder.layers.gated_delta import GatedDeltaMixer
+from decoder.layers.mamba2 import Mamba2Mixer
+from decoder.layers.mlp import GatedMlpMixer, MlpMixer
 from decoder.native import NativeStep
 from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
-from kernels.native.structs import Code, Kind, Op
+from kernels.linear import Packed
+from kernels.native.structs import Code, DeltaShape, Kind, Op
 from service.common.config import EngineOptions
 from service.engine.build import decoder_options
 from service.model.checkpoint import Checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "profile.md"
 BITS = {Kind.F32: 32, Kind.BF16: 16, Kind.INT8: 8, Kind.INT4: 4}
 
 
@@ -49,30 +55,52 @@ class Part:
     flops: float = 0.0
 
 
-def name_of(op: Op, native: NativeStep) -> str:
-    """Which part of a layer an operation is."""
-    if op.code != Code.LINEAR:
-        return {
-            Code.MAMBA: "Mamba: convolution, state, gated norm", Code.ATTENTION: "attention over pages",
-            Code.EXPERTS: "experts",
-        }.get(Code(op.code), "norms, activations, conversions")  # fmt: skip
-    n, k = op.weight.n, op.weight.k
-    config, inner = native.config, native.mamba.inner
-    if n == config.vocab_size:
-        return "vocabulary projection"
-    if {n, k} & {mixer.intermediate_size for mixer in config.mixers if isinstance(mixer, Mlp)}:
-        return "MLP projections"
-    return "Mamba projections" if inner == k or n > 2 * inner else "attention projections"
+OPERATIONS = {
+    Code.MAMBA: "Mamba: convolution, state, gated norm", Code.DELTA: "delta rule: convolution, state, gated norm",
+    Code.ATTENTION: "attention over pages", Code.EXPERTS: "experts", Code.HEADS: "norms and rotation of heads",
+    Code.LARGEST: "largest logits",
+}  # fmt: skip
+PRODUCTS = {
+    Mamba2Mixer: "Mamba", GatedDeltaMixer: "delta rule", AttentionMixer: "attention", MlpMixer: "MLP",
+    GatedMlpMixer: "MLP",
+}  # fmt: skip
+
+
+class Names:
+    """Which part of a model an operation is."""
+
+    def __init__(self, native: NativeStep, layers: Sequence[BuiltLayer]) -> None:
+        self._vocab = native.config.vocab_size
+        self._of: dict[int, str] = {}
+        """By the address of a weight."""
+        for mixer in (mixer for layer in layers for mixer in layer.mixers):
+            for linear in vars(mixer).values():
+                packed = getattr(linear, "packed", None)
+                if isinstance(packed, Packed):
+                    self._of[packed.descriptor.data] = PRODUCTS.get(type(mixer), "other")
+
+    def of(self, op: Op) -> str:
+        if op.code != Code.LINEAR:
+            return OPERATIONS.get(Code(op.code), "norms, activations, conversions")
+        if op.weight.n == self._vocab:
+            return "vocabulary projection"
+        return f"{self._of.get(op.weight.data, 'other')} projections"
 
 
 def cost_of(op: Op, native: NativeStep, tokens: int, rows: int) -> tuple[float, float]:
-    """(bytes, FLOPs) that an operation cannot do without. Reference: decoder.md C6."""
+    """(bytes, FLOPs) that an operation cannot do without. Reference: decoder.md C6; for the delta rule, two products
+    with the state to read it and two to write it.
+    """
     if op.code == Code.LINEAR:
         size = op.weight.n * op.weight.k
         return size * BITS[Kind(op.weight.kind)] / 8, 2.0 * size * tokens
     if op.code == Code.MAMBA:
         state = native.mamba.inner * native.mamba.ssm_state_size
         return 2.0 * 4 * state * rows, 6.0 * state * tokens
+    if op.code == Code.DELTA:
+        shape = ctypes.cast(op.delta, ctypes.POINTER(DeltaShape)).contents
+        state = shape.heads * shape.key * shape.value
+        return 2.0 * 4 * state * rows, 8.0 * state * tokens
     return 0.0, 0.0
 
 
@@ -81,17 +109,18 @@ class Profile:
 
     def __init__(self, runner: DecoderRunner) -> None:
         self.runner = runner
+        assert runner.model.native is not None, "this machine has no compiled step to take apart"
+        self.names = Names(runner.model.native, runner.model.layers)
         self.best: tuple[float, dict[str, Part]] | None = None
 
     def step(self, tokens: int, rows: int, drawn: int) -> None:
         """One step of so many tokens and rows, `drawn` of which get logits."""
         native, config = self.runner.model.native, self.runner.config
-        if native is None:
-            raise SystemExit("this machine has no compiled step to take apart")
+        assert native is not None
         parts: dict[str, Part] = defaultdict(Part)
 
         def hear(op: Op, seconds: float) -> None:
-            part = parts[name_of(op, native)]
+            part = parts[self.names.of(op)]
             head = op.code == Code.LINEAR and op.weight.n == config.vocab_size
             amount, flops = cost_of(op, native, drawn if head else tokens, rows)
             part.seconds += seconds
@@ -111,8 +140,9 @@ class Profile:
 
 def requests(runner: DecoderRunner, count: int, length: int) -> None:
     rng = random.Random(count)
+    words = runner.config.vocab_size - 1
     for index in range(count):
-        prompt = [rng.randrange(3, models.VOCAB - 1) for _ in range(length)]
+        prompt = [rng.randrange(3, words) for _ in range(length)]
         params = SamplingParams(max_tokens=512, temperature=0, ignore_eos=True)
         runner.add(DecoderRequest(f"{index}", prompt, params))
 
@@ -134,12 +164,12 @@ def decode_profile(runner: DecoderRunner, count: int, steps: int = 30) -> Profil
     return profile
 
 
-def prefill_profile(runner: DecoderRunner, count: int, times: int = 5) -> Profile:
-    """`count` prompts of 128 tokens in one step."""
+def prefill_profile(runner: DecoderRunner, count: int, length: int, times: int = 5) -> Profile:
+    """`count` prompts of so many tokens in one step."""
     profile = Profile(runner)
     for _ in range(times):
-        requests(runner, count, 128)
-        profile.step(128 * count, count, count)
+        requests(runner, count, length)
+        profile.step(length * count, count, count)
         drop(runner, count)
     return profile
 
@@ -174,26 +204,34 @@ def table(title: str, profile: Profile, ceilings: dict[str, float]) -> tuple[str
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", choices=list(SUBJECTS), default="nemotron_h")
+    parser.add_argument("--only", default="decode,prefill", help="comma-separated kinds of steps")
+    parser.add_argument("--concurrent", default="1,8,32", help="requests of the decode steps")
+    parser.add_argument("--steps", type=int, default=30, help="decode steps of which the quickest counts")
     parser.add_argument("--weights", choices=["int8", "int4"])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
+    parser.add_argument("--write", action="store_true", help="write the page under docs")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     load, ceilings = machine.load(), machine.ceilings()
-    checkpoint = Checkpoint(models.text_model(arguments.folder))
+    subject = SUBJECTS[arguments.family]
+    checkpoint = Checkpoint(subject.text(arguments.folder))
     options = decoder_options(EngineOptions(dtype="bfloat16", max_seqs=32, state_cache="none"), checkpoint)
     options = replace(options, weights=arguments.weights, max_batched_tokens=4096)
     runner = DecoderRunner(checkpoint.config.decoder, options, checkpoint.decoder_weights())
     sections, summary = [], {}
-    for count in (1, 8, 32):
-        text, summary[f"decode {count}"] = table(f"Decode, {count} requests", decode_profile(runner, count), ceilings)
+    decodes = [int(count) for count in arguments.concurrent.split(",")] if "decode" in arguments.only else []
+    for count in decodes:
+        profile = decode_profile(runner, count, arguments.steps)
+        text, summary[f"decode {count}"] = table(f"Decode, {count} requests", profile, ceilings)
         sections.append(text)
-    for count in (1, 32):
-        text, summary[f"prefill {count}x128"] = table(
-            f"Prefill, {count} x 128 tokens", prefill_profile(runner, count), ceilings
-        )
+    for count, length in subject.prompts if "prefill" in arguments.only else ():
+        if count * length > options.max_batched_tokens:
+            continue
+        profile = prefill_profile(runner, count, length)
+        text, summary[f"prefill {count}x{length}"] = table(f"Prefill, {count} x {length} tokens", profile, ceilings)
         sections.append(text)
     facts = {**machine.describe(), **{k: round(v, 1) for k, v in ceilings.items()}, "load": load}
     page = "\n\n".join(
@@ -207,7 +245,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     print(page)
     if arguments.write:
-        PAGE.write_text(page + "\n")
+        family = "" if arguments.family == "nemotron_h" else f"-{arguments.family}"
+        (ROOT / "docs" / f"profile{family}.md").write_text(page + "\n")
     print(json.dumps({name: round(fractions["whole"], 3) for name, fractions in summary.items()}))
     return 0
 
