@@ -3,9 +3,9 @@
     python -m benchmarks.profile [--family qwen3_5] [--only decode,prefill] [--weights int8] [--threads N] [--write]
 
 Runs the decoder in process on the family's text model of `benchmarks.workloads`, with the operations of the compiled
-step called one at a time, which costs each a few microseconds. The least time of a part is its bytes over the measured bandwidth
-or its FLOPs over the measured rate of a large bf16 product, whichever is more; a state is read and written. `--write`
-makes docs/profile.md, or docs/profile-FAMILY.md. Run it on an idle machine.
+step called one at a time, which costs each a few microseconds. The least time of a part is its bytes over the measured
+bandwidth or its FLOPs over the measured rate of a large bf16 product, whichever is more; a state is read and written.
+`--write` makes docs/profile.md, or docs/profile-FAMILY.md. Run it on an idle machine.
 """
 
 from __future__ import annotations
