@@ -13,6 +13,7 @@ import os
 import resource
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 SETTINGS = {
@@ -31,9 +32,11 @@ class Peer:
     def __init__(self, path: str, omni: bool) -> None:
         from vllm import LLM
 
-        pictures: dict[str, Any] = (
-            {"limit_mm_per_prompt": {"image": 1, "video": 0}, "trust_remote_code": True} if omni else {}
-        )
+        pictures: dict[str, Any] = {}
+        if omni:
+            pictures = {"limit_mm_per_prompt": {"image": 1, "video": 0}, "trust_remote_code": True}
+        elif "vision_config" in json.loads((Path(path) / "config.json").read_text()):
+            pictures = {"limit_mm_per_prompt": {"image": 0, "video": 0}}  # its tower is not even loaded
         self.model = LLM(
             path, dtype="bfloat16", max_model_len=4096, max_num_seqs=32, skip_tokenizer_init=not omni,
             enable_prefix_caching=False, **pictures,
