@@ -124,6 +124,10 @@ def test_sizes_of_frames_are_the_released_ones() -> None:
         assert resized_frame(frames, height, width, RELEASED) == wanted, (frames, height, width)
         assert -(-frames // 2) * 2 * wanted[0] * wanted[1] * 3 <= RELEASED.video_rule.most_numbers(frames)
         checked += 1
+    # counted as four frames, which fit as they are, where five would not
+    assert (
+        resized_frame(5, 2336, 2336, RELEASED) == released_frame(5, 2336, 2336, 2, 32, 4096, 25165824) == (2336, 2336)
+    )
 
 
 def test_frames_are_taken_as_the_released_processor_takes_them() -> None:
