@@ -32,6 +32,7 @@ import saccade
 from benchmarks import gguf_model, machine, models, plot
 from benchmarks.floors import Floor, Machine
 from benchmarks.workloads import SUBJECTS, Workload, workloads
+from decoder.config import WEIGHT_KINDS
 from service.commands.cli import ServerProcess
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,8 +89,8 @@ class Ours:
         self._server.stop()
 
 
-def peer_command(peer: str, model: Path) -> list[str]:
-    """How a peer's process is started for that model. `SystemExit` where its environment is not there."""
+def peer_command(peer: str, model: Path, kind: str = "bf16") -> list[str]:
+    """How a peer's process is started for that model; `kind`: of llama.cpp's weights. `SystemExit` where its environment is not there."""
     if peer == "transformers":
         return [sys.executable, "-m", "benchmarks.peer_transformers"]
     if peer == "llamacpp":
@@ -97,7 +98,7 @@ def peer_command(peer: str, model: Path) -> list[str]:
         server = folder / "build" / "bin" / "llama-server"
         if not server.exists():
             raise SystemExit("llama.cpp's server is missing: benchmarks/setup_llamacpp.sh makes it")
-        file = gguf_model.converted(model, folder / "source")
+        file = gguf_model.converted(model, folder, kind)
         return [sys.executable, str(ROOT / "benchmarks" / "peer_llamacpp.py"), str(server), str(file)]
     python = Path("~/.cache/saccade/peers/vllm/bin/python").expanduser()
     if not python.exists():
@@ -108,10 +109,10 @@ def peer_command(peer: str, model: Path) -> list[str]:
 class Peer:
     """The peer process; what it says goes to `log`."""
 
-    def __init__(self, peer: str, model: Path, omni: bool, log: Path, device: str = "cpu") -> None:
+    def __init__(self, peer: str, model: Path, omni: bool, log: Path, device: str = "cpu", kind: str = "bf16") -> None:
         self.peak_bytes = 0
         self._log = log
-        environment, command = dict(os.environ), peer_command(peer, model)
+        environment, command = dict(os.environ), peer_command(peer, model, kind)
         if peer == "vllm":
             environment.pop("PYTHONPATH", None)
             environment["PYTHONSAFEPATH"] = (
@@ -288,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--peer", choices=["transformers", "vllm", "llamacpp"], default="transformers")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="decode,prefill,omni", help="comma-separated kinds of workload")
-    parser.add_argument("--weights", choices=["int8", "int4"], help="quantised weights on our side")
+    parser.add_argument("--weights", choices=WEIGHT_KINDS, help="quantised weights on our side")
     parser.add_argument("--device", default="cpu", help="of both sides")
     parser.add_argument("--concurrent", default="1,8,32", help="requests at a time of the decode workloads")
     parser.add_argument("--new-tokens", type=int, default=64, help="of a request that is not alone")

@@ -22,9 +22,17 @@ LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attent
 MIXTURE = ("expert", "moe", "routed", "n_group", "topk_group", "norm_topk_prob")
 
 
-def converted(model: Path, source: Path) -> Path:
-    """The checkpoint's GGUF beside it, made now if need be."""
-    out = model.with_name(f"{model.name}.gguf")
+def converted(model: Path, folder: Path, kind: str = "bf16") -> Path:
+    """The checkpoint's GGUF beside it, made now if need be. `folder`: of setup_llamacpp.sh; `kind`: one of llama.cpp's."""
+    if kind != "bf16":
+        plain, out = converted(model, folder), model.with_name(f"{model.name}-{kind}.gguf")
+        if not out.exists():
+            unfinished = out.with_suffix(".unfinished")
+            command = [str(folder / "build" / "bin" / "llama-quantize"), str(plain), str(unfinished), kind]
+            subprocess.run(command, check=True, stdout=sys.stderr)
+            unfinished.rename(out)
+        return out
+    source, out = folder / "source", model.with_name(f"{model.name}.gguf")
     if not out.exists():
         unfinished = out.with_suffix(".unfinished")
         command = [sys.executable, "-m", "benchmarks.gguf_model", str(model), str(unfinished), str(source)]

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# llama.cpp's server, built for this machine's instructions, and its converter, from the sources in llama-cpp-python's
+# llama.cpp's server and quantiser, built for this machine's instructions, and its converter, from the sources in llama-cpp-python's
 # package.
 #   benchmarks/setup_llamacpp.sh [FOLDER]        default ~/.cache/saccade/peers/llamacpp; 400 MB; a no-op when it is complete
 set -euo pipefail
 folder=${1:-$HOME/.cache/saccade/peers/llamacpp}
 version=0.3.36
-if [ -e "$folder/complete-$version" ]; then exit 0; fi
+if [ -e "$folder/complete-$version" ] && [ -e "$folder/build/bin/llama-quantize" ]; then exit 0; fi
 mkdir -p "$folder"
 package=$folder/llama_cpp_python-$version
 if [ ! -d "$package" ]; then
@@ -16,5 +16,5 @@ fi
 ln -sfn "$package/vendor/llama.cpp" "$folder/source"
 cmake -S "$folder/source" -B "$folder/build" -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF \
   -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_OPENSSL=OFF > "$folder/cmake.log" 2>&1
-cmake --build "$folder/build" --target llama-server -j "${JOBS:-$(nproc)}" >> "$folder/cmake.log" 2>&1
+cmake --build "$folder/build" --target llama-server llama-quantize -j "${JOBS:-$(nproc)}" >> "$folder/cmake.log" 2>&1
 touch "$folder/complete-$version"
