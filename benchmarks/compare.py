@@ -90,7 +90,9 @@ class Ours:
 
 
 def peer_command(peer: str, model: Path, kind: str = "bf16") -> list[str]:
-    """How a peer's process is started for that model; `kind`: of llama.cpp's weights. `SystemExit` where its environment is not there."""
+    """How a peer's process is started for that model; `kind`: of llama.cpp's weights. `SystemExit` where its
+    environment is not there.
+    """
     if peer == "transformers":
         return [sys.executable, "-m", "benchmarks.peer_transformers"]
     if peer == "llamacpp":

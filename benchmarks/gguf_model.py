@@ -23,7 +23,7 @@ MIXTURE = ("expert", "moe", "routed", "n_group", "topk_group", "norm_topk_prob")
 
 
 def converted(model: Path, folder: Path, kind: str = "bf16") -> Path:
-    """The checkpoint's GGUF beside it, made now if need be. `folder`: of setup_llamacpp.sh; `kind`: one of llama.cpp's."""
+    """The checkpoint's GGUF beside it, made now if need be. `folder`: of setup_llamacpp.sh; `kind`: of llama.cpp's."""
     if kind != "bf16":
         plain, out = converted(model, folder), model.with_name(f"{model.name}-{kind}.gguf")
         if not out.exists():

@@ -28,9 +28,7 @@ KINDS = ("bfloat16", "fp8", "nvfp4", "int8", "int4")
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", choices=list(SUBJECTS), default="nemotron_h")
-    parser.add_argument(
-        "--kinds", default=",".join(KINDS), help="comma-separated; the first is what others are held to"
-    )
+    parser.add_argument("--kinds", default=",".join(KINDS), help="comma-separated; the first is the measure")
     parser.add_argument("--peers", default="", help="llama.cpp's types, comma-separated")
     parser.add_argument("--concurrent", default="1,32", help="requests at a time")
     parser.add_argument("--only", default="decode,prefill", help="comma-separated kinds of workload")

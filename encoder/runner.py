@@ -24,6 +24,7 @@ from encoder.pieces import Pieces
 from encoder.positions import PositionCache
 from encoder.tower import NATIVE_MODES, RotaryTower, TowerSpec, patch_order
 from encoder.tune import TokenHistogram
+from kernels.linear import AnyWeight
 from kernels.varlen_attention import reads_host
 
 log = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class EncoderOptions:
 class EncoderRunner:
     """Owns the tower, the graphs and the position cache; `encode` is the whole job, `begin` the same in steps."""
 
-    def __init__(self, spec: TowerSpec, options: EncoderOptions, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def __init__(self, spec: TowerSpec, options: EncoderOptions, weights: Iterable[tuple[str, AnyWeight]]) -> None:
         """`weights`: (name, tensor) pairs as `spec.expected_weights` names them, copied, never kept.
 
         Raises `ValueError` for budgets that cannot hold, missing weights, or `graphs="on"` where nothing can capture.

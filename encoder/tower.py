@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from kernels.linear import AnyWeight
+
 NATIVE_MODES = ("auto", "on", "off")
 """auto: compiled code where the tower has it and the machine runs it; on: only so; off: torch operations."""
 
@@ -103,8 +105,8 @@ class TowerSpec(TowerSizes, Protocol):
         """Kinds of items that a tower with the weights of these names takes, of those in `patch_widths`."""
 
     def build(
-        self, weights: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype, device: torch.device, native: str = "off",
-        max_rows: int = 0,
+        self, weights: Iterable[tuple[str, AnyWeight]], *, dtype: torch.dtype, device: torch.device,
+        native: str = "off", max_rows: int = 0,
     ) -> Tower:  # fmt: skip
         """The tower. `native`: one of `NATIVE_MODES`; `max_rows`: tower rows of the largest expected launch.
 

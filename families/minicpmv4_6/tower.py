@@ -16,9 +16,10 @@ from encoder.item import IMAGE, Grid
 from encoder.pieces import Pieces, finish
 from encoder.tower import PackedBatch
 from encoder.vit import ACTIVATIONS, Block, Norm
+from encoder.weights import plain
 from families.minicpmv4_6.vision_config import MERGER_EPS, WINDOW, VisionConfig
 from families.qwen3_5.image_rule import normalised
-from kernels.linear import Linear
+from kernels.linear import AnyWeight, Linear
 from kernels.patch_embed import patch_embed
 from kernels.pixel_shuffle import pixel_shuffle
 from kernels.varlen_attention import varlen_attention
@@ -51,7 +52,12 @@ class MergingTower:
     """`encoder.tower.Tower`. Raises `ValueError` for missing names."""
 
     def __init__(
-        self, spec: VisionConfig, weights: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype, device: torch.device
+        self,
+        spec: VisionConfig,
+        weights: Iterable[tuple[str, AnyWeight]],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.sizes, self.dtype, self.device, self.kinds = spec, dtype, device, (IMAGE,)
         reader = _Reader(spec, dict(weights), dtype, device)
@@ -133,13 +139,15 @@ def _merged_sequences(cu_seqlens: Tensor, rows: int) -> Tensor:
 class _Reader:
     """Weights by their names, fused and cast."""
 
-    def __init__(self, spec: VisionConfig, given: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, spec: VisionConfig, given: dict[str, AnyWeight], dtype: torch.dtype, device: torch.device
+    ) -> None:
         if missing := spec.expected_weights().keys() - given.keys():
             raise ValueError(f"{len(missing)} vision weights are missing, such as {sorted(missing)[:3]}")
         self._spec, self._given, self._dtype, self._device = spec, given, dtype, device
 
     def take(self, name: str) -> Tensor:
-        return self._given[name].to(self._device, self._dtype)
+        return plain(self._given[name]).to(self._device, self._dtype)
 
     def projection(self) -> Linear:
         name = "vision_tower.embeddings.patch_embedding."

@@ -12,17 +12,17 @@ from families.minicpmv4_6.vision_config import VisionConfig
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
     from families.minicpmv4_6.tower import MergingTower
+    from kernels.linear import AnyWeight
 
 
 class SlicingVision(VisionConfig):
     """`families.family.VisionSpec` of this family."""
 
     def build(
-        self, weights: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype, device: torch.device, native: str = "off",
-        max_rows: int = 0,
+        self, weights: Iterable[tuple[str, AnyWeight]], *, dtype: torch.dtype, device: torch.device,
+        native: str = "off", max_rows: int = 0,
     ) -> MergingTower:  # fmt: skip
         from families.minicpmv4_6.tower import MergingTower  # not above: grids and tokens need no torch
 

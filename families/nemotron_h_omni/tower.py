@@ -18,8 +18,9 @@ from encoder.pieces import Pieces, finish
 from encoder.preprocess import as_floats
 from encoder.tower import PackedBatch
 from encoder.vit import Block, Norm, ViT
+from encoder.weights import plain, tower_linear
 from families.nemotron_h_omni.vision_config import VisionConfig
-from kernels.linear import Linear
+from kernels.linear import AnyWeight, Linear
 
 _EMBEDDINGS = "vision_model.embeddings."
 PROJECTIONS = {IMAGE: _EMBEDDINGS + "patch_projection", VIDEO: _EMBEDDINGS + "video_patch_projection"}
@@ -30,7 +31,7 @@ class RadioTower:
     """`encoder.tower.Tower`. Raises `ValueError` for missing names."""
 
     def __init__(
-        self, spec: VisionConfig, weights: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype, device: torch.device,
+        self, spec: VisionConfig, weights: Iterable[tuple[str, AnyWeight]], *, dtype: torch.dtype, device: torch.device,
         native: str = "off", max_rows: int = 0,
     ) -> None:  # fmt: skip
         """`native`: whether it runs in compiled code, as `encoder.native` says, with memory for launches of `max_rows`
@@ -82,7 +83,12 @@ class _Reader:
     """Weights by their names, fused and cast into the parts of a `ViT`."""
 
     def __init__(
-        self, spec: VisionConfig, given: dict[str, Tensor], dtype: torch.dtype, device: torch.device, compiled: bool
+        self,
+        spec: VisionConfig,
+        given: dict[str, AnyWeight],
+        dtype: torch.dtype,
+        device: torch.device,
+        compiled: bool,
     ) -> None:
         missing = spec.expected_weights().keys() - spec.optional_weights() - given.keys()
         if missing:
@@ -105,7 +111,7 @@ class _Reader:
         )
 
     def take(self, name: str, scale: Tensor | None = None) -> Tensor:
-        tensor = self._given[name]
+        tensor = plain(self._given[name])
         if scale is not None:
             # A layer scale belongs to the rows of the layer before it: one rounding, and no work at run time.
             tensor = scale.view(-1, *[1] * (tensor.dim() - 1)) * tensor.float()
@@ -113,7 +119,8 @@ class _Reader:
 
     def _linear(self, name: str, scale: Tensor | None = None) -> Linear:
         bias = self.take(name + ".bias", scale) if name + ".bias" in self._given else None
-        return Linear(self.take(name + ".weight", scale), bias, compiled=self._compiled)
+        weight = self._given[name + ".weight"] if scale is None else self.take(name + ".weight", scale)
+        return tower_linear(weight, bias, dtype=self._dtype, device=self._device, compiled=self._compiled)
 
     def _stacked(self, names: list[str], *, biased: bool = True) -> Linear:
         weight = torch.cat([self.take(name + ".weight") for name in names])
@@ -133,9 +140,9 @@ class _Reader:
         return Norm(ones, torch.zeros_like(ones), self._spec.layer_norm_eps)
 
     def _layer_scale(self, name: str) -> Tensor | None:
-        stored = self._given.get(name)
         value = self._spec.layerscale_value
-        if stored is not None:
+        if name in self._given:
+            stored = plain(self._given[name])
             return None if bool((stored == 1).all()) else stored.to(self._dtype).float()
         return None if value == 1.0 else torch.full((self._spec.hidden_size,), value)
 

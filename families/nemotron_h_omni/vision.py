@@ -14,17 +14,17 @@ from families.nemotron_h_omni.vision_config import VisionConfig
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
     from families.nemotron_h_omni.tower import RadioTower
+    from kernels.linear import AnyWeight
 
 
 class RadioVision(VisionConfig):
     """`families.family.VisionSpec` of this family."""
 
     def build(
-        self, weights: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype, device: torch.device, native: str = "off",
-        max_rows: int = 0,
+        self, weights: Iterable[tuple[str, AnyWeight]], *, dtype: torch.dtype, device: torch.device,
+        native: str = "off", max_rows: int = 0,
     ) -> RadioTower:  # fmt: skip
         from families.nemotron_h_omni.tower import RadioTower  # not above: grids and tokens need no torch
 

@@ -15,10 +15,11 @@ from encoder.native import NativeViT, runs_compiled
 from encoder.pieces import Pieces, finish
 from encoder.tower import PackedBatch
 from encoder.vit import Block, Norm, ViT
+from encoder.weights import plain, tower_linear
 from families.qwen3_5.image_rule import normalised
 from families.qwen3_5.video_rule import normalised_frames
 from families.qwen3_5.vision_config import NORM_EPS, VisionConfig
-from kernels.linear import Linear
+from kernels.linear import AnyWeight, Linear
 from kernels.pixel_shuffle import shuffle_order
 
 
@@ -26,7 +27,7 @@ class QwenTower:
     """`encoder.tower.Tower`, and `RotaryTower`. Raises `ValueError` for missing names."""
 
     def __init__(
-        self, spec: VisionConfig, weights: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype, device: torch.device,
+        self, spec: VisionConfig, weights: Iterable[tuple[str, AnyWeight]], *, dtype: torch.dtype, device: torch.device,
         native: str = "off", max_rows: int = 0,
     ) -> None:  # fmt: skip
         """`native`: whether it runs in compiled code, as `encoder.native` says, with memory for launches of `max_rows`
@@ -105,7 +106,12 @@ class _Reader:
     """Weights by their names, cast into the parts of a `ViT`."""
 
     def __init__(
-        self, spec: VisionConfig, given: dict[str, Tensor], dtype: torch.dtype, device: torch.device, compiled: bool
+        self,
+        spec: VisionConfig,
+        given: dict[str, AnyWeight],
+        dtype: torch.dtype,
+        device: torch.device,
+        compiled: bool,
     ) -> None:
         missing = spec.expected_weights().keys() - given.keys()
         if missing:
@@ -128,18 +134,19 @@ class _Reader:
         )
 
     def take(self, name: str) -> Tensor:
-        return self._given["visual." + name].to(self._device, self._dtype)
+        return plain(self._given["visual." + name]).to(self._device, self._dtype)
 
     def _projections(self) -> dict[str, Linear]:
         """A 3-D convolution. An image repeats its frame, so its weights are summed over the frames, in float32."""
-        weight_DCTPP = self._given["visual.patch_embed.proj.weight"].to(self._device)
+        weight_DCTPP = plain(self._given["visual.patch_embed.proj.weight"]).to(self._device)
         folded_DCPP = weight_DCTPP.float().sum(2).to(self._dtype)
         bias_D = self.take("patch_embed.proj.bias")
         parts = {IMAGE: folded_DCPP, VIDEO: weight_DCTPP.to(self._dtype)}
         return {kind: Linear(part.flatten(1), bias_D, compiled=self._compiled) for kind, part in parts.items()}
 
     def _linear(self, name: str) -> Linear:
-        return Linear(self.take(name + ".weight"), self.take(name + ".bias"), compiled=self._compiled)
+        weight, bias = self._given[f"visual.{name}.weight"], self.take(name + ".bias")
+        return tower_linear(weight, bias, dtype=self._dtype, device=self._device, compiled=self._compiled)
 
     def _norm(self, name: str) -> Norm:
         # clone: the norm must not keep the checkpoint's memory map alive

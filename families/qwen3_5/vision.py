@@ -17,17 +17,17 @@ from families.qwen3_5.vision_config import Resizing, VisionConfig, vision_fields
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
     from families.qwen3_5.tower import QwenTower
+    from kernels.linear import AnyWeight
 
 
 class QwenVision(VisionConfig):
     """`families.family.VisionSpec` of this family."""
 
     def build(
-        self, weights: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype, device: torch.device, native: str = "off",
-        max_rows: int = 0,
+        self, weights: Iterable[tuple[str, AnyWeight]], *, dtype: torch.dtype, device: torch.device,
+        native: str = "off", max_rows: int = 0,
     ) -> QwenTower:  # fmt: skip
         from families.qwen3_5.tower import QwenTower  # not above: grids and tokens need no torch
 

@@ -3,13 +3,14 @@
 from kernels.linear.gated import GatedLinear
 from kernels.linear.packed import Packed
 from kernels.linear.parts import LinearParts
-from kernels.linear.quantised import KINDS, Quantised, alike, concatenate, quantised_bytes, row_part, stack
+from kernels.linear.quantised import KINDS, AnyWeight, Quantised, alike, concatenate, quantised_bytes, row_part, stack
 from kernels.linear.reference import Linear
 from kernels.linear.rounding import quantise
 
 __all__ = [
     "GatedLinear",
     "KINDS",
+    "AnyWeight",
     "Linear",
     "LinearParts",
     "Packed",

@@ -148,6 +148,9 @@ def _nibbles(packed: Tensor, count: int) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)[..., :count]
 
 
+AnyWeight = Tensor | Quantised
+
+
 def row_part(tensor: Tensor, place: int, parts: int, groups: int, dim: int) -> Tensor:
     """Along a negative `dim`: part `place` of `parts` equal parts of each of `groups` equal groups, group after group.
     Aliases the tensor where there is one group.

@@ -96,7 +96,7 @@ class Checkpoint:
         """(our name, tensor) of the decoder in layer order, in the file's dtype, as views of the mapped file."""
         return self._stream(self.config.decoder.expected_weights(), progress)
 
-    def vision_weights(self, progress: Progress | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def vision_weights(self, progress: Progress | None = None) -> Iterator[tuple[str, torch.Tensor | Quantised]]:
         """The same for the encoder. Empty for text-only models."""
         vision = self.config.vision
         return self._stream(vision.expected_weights() if vision else {}, progress)
@@ -113,8 +113,9 @@ class Checkpoint:
 
         digest = hashlib.sha256()
         for name, tensor in self.vision_weights():
-            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            content = tensor.contiguous().view(-1).view(torch.uint8)
+            stored = tensor if isinstance(tensor, torch.Tensor) else tensor.values
+            digest.update(f"{name} {tuple(tensor.shape)} {stored.dtype}".encode())
+            content = stored.contiguous().view(-1).view(torch.uint8)
             for i in range(16):
                 start = len(content) * i // 16
                 digest.update(content[start : start + 4096].numpy().data)

@@ -14,6 +14,7 @@ from qwen_vision import TinyQwen, random_grids, random_item, tiny_qwen
 from encoder.item import EncoderItem
 from encoder.native import scratch_sizes
 from encoder.runner import EncoderOptions, EncoderRunner
+from kernels.linear import Quantised, quantise
 
 pytestmark = needs_compiled
 torch.set_num_threads(1)
@@ -96,3 +97,18 @@ def test_scratch_is_what_the_plan_says() -> None:
     tiny = tiny_qwen(0)
     plan = make(tiny, torch.bfloat16).plan()
     assert plan["scratch_bytes"] == sum(scratch_sizes(plan["rows"][-1], tiny.config, torch.bfloat16))  # type: ignore[index]
+
+
+@pytest.mark.parametrize("kind", ["fp8", "nvfp4", "int8"])
+@pytest.mark.parametrize("native", ["on", "off"])
+def test_quantised_towers_give_the_rows_of_their_expanded_weights(kind: str, native: str) -> None:
+    tiny = tiny_qwen(3, hidden_size=128, num_heads=2, intermediate_size=160)
+    stored: dict[str, Any] = {
+        name: quantise(weight, kind) if "blocks" in name and weight.dim() == 2 else weight
+        for name, weight in tiny.weights.items()
+    }
+    expanded = {name: w.dequantise() if isinstance(w, Quantised) else w for name, w in stored.items()}
+    items = mixed(tiny)
+    options = EncoderOptions(dtype=torch.float32, graphs="off", native=native)
+    found, exact = (encode(EncoderRunner(tiny.config, options, each.items()), items) for each in (stored, expanded))
+    assert rms(found, exact) < 1e-5 * float(torch.cat(exact).square().mean().sqrt())

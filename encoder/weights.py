@@ -1,0 +1,25 @@
+"""Weights of a tower as they are read: plain ones in its dtype, others as they are where a product takes them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.linear import AnyWeight, Linear, Quantised
+from kernels.native import Kind
+
+
+def plain(weight: AnyWeight) -> Tensor:
+    """The tensor, expanded to float32 where it is stored in fewer bits."""
+    return weight.dequantise() if isinstance(weight, Quantised) else weight
+
+
+def tower_linear(
+    weight: AnyWeight, bias: Tensor | None, *, dtype: torch.dtype, device: torch.device, compiled: bool
+) -> Linear:
+    """A linear layer. fp8, nvfp4 and grouped int4 stay packed where `compiled` code multiplies them with plain rows."""
+    if isinstance(weight, Quantised) and compiled:
+        linear = Linear(weight, bias, dtype=dtype)
+        if linear.packed is not None and linear.packed.kind in (Kind.BF16, Kind.F32):
+            return linear
+    return Linear(plain(weight).to(device, dtype), bias, compiled=compiled)
