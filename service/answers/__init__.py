@@ -1,1 +1,1 @@
-"""A request becomes an answer: admission, prompt, stream, stop strings, detokenizing."""
+"""Turns requests into answers: admission, prompts, streaming, stop strings, detokenizing."""

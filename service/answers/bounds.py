@@ -1,4 +1,4 @@
-"""What one request may ask for: counted before anything is decoded, tokenised or copied for it."""
+"""Limits on one request, checked before anything is decoded, tokenised or copied for it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ MAX_STOP_LENGTH = 256
 
 @dataclass(frozen=True)
 class FrontendLimits:
-    """What one request may ask for."""
+    """Limits on one request."""
 
     max_queue: int = 1024
     max_images: int = 16
     max_videos: int = 4
     media: MediaLimits = field(default_factory=MediaLimits)
     prepared_bytes: int = 2**31
-    """Of decoded and cut images and clips that the encoder has not seen yet."""
+    """Bytes of decoded images and clips that the encoder has not taken yet."""
     max_answer_bytes: int = 2**31 - 1
-    """Of one message."""
+    """Bytes of one message."""
 
 
 def check_counts(spec: GenerateSpec, limits: FrontendLimits) -> None:
-    """Bounds on how much one request may ask for. Raises InvalidArgument."""
+    """Checks the numbers of samples, log-probabilities, stop strings, images and videos. Raises InvalidArgument."""
     bounds = [
         ("sampling.n", spec.n, 1, MAX_SAMPLES),
         ("sampling.logprobs", spec.sampling.get("logprobs"), 0, MAX_LOGPROBS),
@@ -66,9 +66,9 @@ def _bounds_of(source: VideoSource, limits: MediaLimits) -> list[tuple[str, int 
 
 
 def check_size(spec: GenerateSpec, limits: FrontendLimits, max_len: int, longest_token: int) -> None:
-    """Refuses what cannot fit a context of `max_len` tokens whatever it says, by counts that cost next to nothing.
+    """Refuses requests that cannot fit a context of `max_len` tokens, by counts that are cheap to compute.
 
-    A message, and a part of one, counts as a token at least, and no token stands for more than `longest_token`
+    A message, and a part of one, counts as at least one token, and no token stands for more than `longest_token`
     characters. Raises InvalidArgument."""
     videos = sum(isinstance(source, VideoSource) for source in spec.media)
     counts = [("continued_token_ids", len(spec.continued), max_len, "tokens")]
@@ -77,7 +77,7 @@ def check_size(spec: GenerateSpec, limits: FrontendLimits, max_len: int, longest
             counts.append(("chat.messages", len(messages), max_len, "messages"))
             counts.append(("chat.messages", sum(len(message.parts) for message in messages), max_len, "parts"))
         case TokensInput(ids):
-            # of a pruned video fewer rows may stay than it has ids
+            # A pruned video may keep fewer rows than it has ids.
             counts.append(("tokens.ids", len(ids), max_len + videos * limits.media.video_frames, "tokens"))
     counts.append(("input", characters(spec), max_len * longest_token, "characters"))
     for name, count, most, what in counts:
@@ -94,7 +94,7 @@ def too_long(message: str, name: str, limit: int, got: int) -> errors.InvalidArg
 
 
 def characters(spec: GenerateSpec) -> int:
-    """Of the input's text."""
+    """Characters of the input's text."""
     match spec.input:
         case ChatInput(messages):
             return sum(len(part or "") for message in messages for part in message.parts)

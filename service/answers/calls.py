@@ -1,7 +1,7 @@
-"""The way from the services of any transport to the frontend.
+"""Connects the services of all transports to the frontend.
 
-`Calls` adds to `Frontend.stream` what every service needs: refusal while draining, deadlines, the tenant's rates and
-salt, and, once per generation, metrics and a line in the log. The line holds no prompt and no answer.
+`Calls` adds to `Frontend.stream` what every service needs: refusing while draining, deadlines, the tenant's rate limits
+and salt, and, once per generation, metrics and a line in the access log, which contains neither prompt nor answer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Generation:
         self.last_token: dict[int, float] = {}
 
     def see(self, event: Event) -> tuple[float, int] | None:
-        """Takes note of an event; for a delta after the first of its sample: (seconds since the last, tokens)."""
+        """Counts an event; for a delta after the first of its sample returns (seconds since the last, tokens)."""
         match event:
             case Started():
                 self.started = event
@@ -57,7 +57,7 @@ class _Generation:
 
 
 def _charge(tenant: Tenant, event: Event) -> None:
-    """Tokens are paid for as they come, so that calls which begin meanwhile see what the running ones have used."""
+    """Charges tokens as they are generated, so that calls which begin meanwhile see what the running ones have used."""
     match event:
         case Started(prompt_tokens=count):
             tenant.limits.charge("tokens", count)
@@ -70,7 +70,7 @@ async def _nowhere(request_id: str, salt: bytes) -> bool:
 
 
 class Calls:
-    """Generations, embeddings and token counts as services ask for them. Used on the server's event loop."""
+    """Generations, embeddings and token counts for the services. Used on the server's event loop."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Calls:
         spans: Spans | None = None,
         places: Places | None = None,
     ) -> None:
-        """`places`: requests that one tenant with a key may have in the server; None: as many as all may have."""
+        """`places`: requests that one tenant with a key may have in the server; None: as many as the server takes."""
         self.frontend = frontend
         self.metrics = metrics or make_metrics()
         self.access = access or AccessLog()
@@ -92,11 +92,11 @@ class Calls:
         self._default_timeout = default_timeout
         self._closed = closed
         self.elsewhere: Callable[[str, bytes], Awaitable[bool]] = _nowhere
-        """Ends a request of another frontend process of the same engine."""
+        """Cancels a request of another frontend process of the same engine."""
 
     async def stream(self, spec: GenerateSpec, *, timeout: float | None) -> AsyncGenerator[Event, None]:
-        """The events of an answer. `timeout`: seconds that the caller has left; None: it has set no deadline, and gets
-        the server's default. Raises StatusError."""
+        """The events of an answer. `timeout`: seconds until the caller's deadline; None: it has set none, and the
+        server's default holds. Raises StatusError."""
         info, generation = current_call(), _Generation()
         record = CallInfo(
             info.method, info.tenant, info.trace, request_bytes=info.request_bytes, request_id=spec.request_id
@@ -104,14 +104,15 @@ class Calls:
         info.generations += 1
         try:
             limit = self._admit(timeout)
-            # Without a deadline of the client's own, a lost peer behind a silent network would hold its slot for ever.
+            # A client that vanishes behind a silent network, without a deadline, would hold its batch slot forever.
             deadline = asyncio.get_running_loop().time() + limit
             events = self.frontend.stream(spec, salt=info.tenant.salt, timeout=limit)
             with self._place(info.tenant):
                 async with contextlib.aclosing(events):
                     while True:
                         try:
-                            # around each step, not around the yields: time must not run out in the consumer's hands
+                            # Around each step and not around the yields: the deadline must not fire in the consumer's
+                            # code.
                             async with asyncio.timeout_at(deadline):
                                 event = await anext(events)
                         except StopAsyncIteration:
@@ -144,7 +145,7 @@ class Calls:
         return self._default_timeout if timeout is None else timeout
 
     def _place(self, tenant: Tenant) -> contextlib.AbstractContextManager[None]:
-        """One of the tenant's requests. Raises ResourceExhausted where it has all that it may have."""
+        """Counts one of the tenant's requests. Raises ResourceExhausted where the tenant has reached its limit."""
         return contextlib.nullcontext() if self._places is None else self._places.hold(tenant.name)
 
     @staticmethod
@@ -195,8 +196,8 @@ class Calls:
         return embedded
 
     async def tokenize(self, spec: GenerateSpec, *, timeout: float | None) -> Tokenized:
-        """`timeout` as in `stream`. Raises StatusError: it takes a place like any request, since it decodes images as
-        they do; it costs no tokens."""
+        """`timeout` as in `stream`. Raises StatusError: it counts as a request, since it decodes images as one does; it
+        costs no tokens."""
         tenant = current_call().tenant
         limit = self._admit(timeout)
         spec = replace(spec, request_id=spec.request_id or f"tokenize-{secrets.token_hex(8)}")
@@ -205,7 +206,7 @@ class Calls:
                 return await self.frontend.tokenize(spec, salt=tenant.salt)
 
     async def cancel(self, request_id: str) -> None:
-        """Ends a request of the caller's own tenant. Raises NotFound."""
+        """Cancels a request of the caller's own tenant. Raises NotFound."""
         salt = current_call().tenant.salt
         if not self.frontend.cancel(request_id, salt=salt) and not await self.elsewhere(request_id, salt):
             raise errors.NotFound(f"no request {request_id!r} is running", field="request_id")

@@ -1,4 +1,4 @@
-"""Fewer, larger deltas: what `chunk_tokens` and `max_chunk_delay` of a stream ask for."""
+"""Merges deltas into fewer, larger ones: the options `chunk_tokens` and `max_chunk_delay` of a stream."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.common.types import Delta, Event, Finished
 
 
 class _Held:
-    """Deltas of one sample that are being held back."""
+    """Deltas of one sample that have not been sent yet."""
 
     def __init__(self) -> None:
         self.deltas: list[Delta] = []
@@ -22,7 +22,7 @@ class _Held:
         return sum(len(delta.token_ids) for delta in self.deltas)
 
     def take(self) -> list[Delta]:
-        """What is held, as at most one delta."""
+        """The held deltas as one, if there are any."""
         if not self.deltas:
             return []
         merged = replace(
@@ -40,14 +40,14 @@ class _Held:
 async def coalesce(
     events: AsyncGenerator[Event, None], *, chunk_tokens: int | None, max_delay: float | None
 ) -> AsyncGenerator[Event, None]:
-    """The same answer in deltas of at least `chunk_tokens` tokens, none held for more than `max_delay` seconds.
+    """The same events with deltas of at least `chunk_tokens` tokens, none held back for more than `max_delay` seconds.
 
-    What has been held goes out before the end of its sample, and before an error. Without `chunk_tokens`, only the
-    delay ends a chunk."""
+    Held deltas are sent before the end of their sample, and before an error. Without `chunk_tokens`, only the delay
+    ends a chunk."""
     queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
 
     async def pump() -> None:
-        # a task of its own, because a timed wait would cancel the generator in the middle of a step
+        # A task of its own, because a timeout around `anext` would cancel the generator in the middle of a step.
         try:
             async with contextlib.aclosing(events):
                 async for event in events:

@@ -1,4 +1,4 @@
-"""Protos <-> domain, both ways, and nowhere else."""
+"""Converts between protobuf messages and the service's own types, in both directions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from service.model.assets import ModelAssets
 
 MAX_REQUEST_ID = 128
 MIN_FPS, MAX_FPS = 1e-6, 1000
-"""From a frame in eleven days; labels give the length of a frame in whole milliseconds."""
+"""From one frame in eleven days; labels give the length of a frame in whole milliseconds."""
 _ROLES = {
     types_pb2.ROLE_SYSTEM: "system",
     types_pb2.ROLE_USER: "user",
@@ -57,7 +57,7 @@ _SCALARS = (
 
 
 def spec_from_proto(request: inference_pb2.GenerateRequest) -> GenerateSpec:
-    """Raises InvalidArgument with the path of the field that makes no sense."""
+    """Raises InvalidArgument with the path of the invalid field."""
     value, media = _input(request)
     sampling = request.sampling
     return GenerateSpec(
@@ -109,13 +109,13 @@ def embedded_to_proto(embedded: Embedded) -> inference_pb2.EmbedResponse:
 
 
 def spec_from_tokenize(request: inference_pb2.TokenizeRequest) -> GenerateSpec:
-    """A request that only its prompt matters of. Raises InvalidArgument as `spec_from_proto`."""
+    """A request of which only the prompt is used. Raises InvalidArgument as `spec_from_proto`."""
     value, media = _input(request)
     return GenerateSpec(request_id="", model=request.model, input=value, media=media)
 
 
 def chunking_from_proto(request: inference_pb2.StreamGenerateRequest) -> tuple[int | None, float | None]:
-    """(chunk_tokens, max_chunk_delay in seconds), None where they are not asked for. Raises InvalidArgument."""
+    """(chunk_tokens, max_chunk_delay in seconds), None where they are not set. Raises InvalidArgument."""
     tokens = request.chunk_tokens if request.HasField("chunk_tokens") and request.chunk_tokens > 1 else None
     if not request.HasField("max_chunk_delay"):
         return tokens, None
@@ -192,7 +192,7 @@ def _prompt(prompt: inference_pb2.PromptInput, media: list[MediaSource]) -> Chat
 def _template_arguments(holder: inference_pb2.ChatInput | inference_pb2.PromptInput) -> Mapping[str, Any]:
     if holder.chat_template_kwargs_json:
         arguments = _json_object("chat_template_kwargs_json", holder.chat_template_kwargs_json)
-    else:  # a Struct knows only doubles: whole ones were meant as integers
+    else:  # a Struct holds only doubles: whole ones were meant as integers
         arguments = _whole(json_format.MessageToDict(holder.chat_template_kwargs))
     if bad := sorted({"messages", "add_generation_prompt"} & set(arguments)):
         raise errors.InvalidArgument(f"chat_template_kwargs may not set {', '.join(bad)}", field="chat_template_kwargs")
@@ -213,7 +213,7 @@ def _json_object(field: str, text: str) -> dict[str, Any]:
 
 
 def _whole(value: Any) -> Any:
-    """The same with integers for floats that are whole."""
+    """The same value with integers in place of floats that are whole."""
     if isinstance(value, dict):
         return {name: _whole(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -320,7 +320,7 @@ def _usage(usage: Usage) -> types_pb2.Usage:
 
 
 class ResponseBuilder:
-    """The events of a stream -> the response of a unary call."""
+    """Collects the events of a stream into the response of a unary call."""
 
     def __init__(self) -> None:
         self._started: Started | None = None
@@ -364,7 +364,7 @@ class ResponseBuilder:
 def model_to_proto(
     info: EngineInfo, assets: ModelAssets, limits: FrontendLimits, options: ServerOptions | None = None
 ) -> model_pb2.Model:
-    """What clients need to know before they send anything."""
+    """What clients need to know about the model before they send anything."""
     from encoder.images import FORMATS
 
     vision = assets.vision

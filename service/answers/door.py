@@ -36,17 +36,19 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 QUICK_SECONDS = 2.0
-"""In which nearly every message arrives. From then on it counts with the largest size that it may have."""
+"""Seconds in which nearly every message arrives. After that, a message counts with the largest size that it may
+have."""
 
 
 @dataclass(frozen=True)
 class DoorLimits:
-    """Bounds on each call, in seconds and bytes, and on how many calls one tenant may have."""
+    """Limits on each call, in seconds and bytes, and on the number of calls of one tenant."""
 
     stall_timeout: float
-    """That one message of a stream may wait for its reader, and an upload for its next."""
+    """Seconds that one message of a stream may wait for its reader, and that an upload may wait for the next
+    message."""
     receive_timeout: float
-    """That the message of a call may take."""
+    """Seconds that receiving the message of a call may take."""
     max_message_bytes: int
     max_tenant_calls: int
     max_ids: int = MIN_IDS
@@ -54,7 +56,7 @@ class DoorLimits:
 
 
 class Door:
-    """The way into the server, one for all of its transports."""
+    """Admits calls, from all transports."""
 
     def __init__(
         self, guard: Guard, budget: ByteBudget, metrics: Metrics, access: AccessLog, limits: DoorLimits
@@ -65,11 +67,11 @@ class Door:
 
     @contextlib.contextmanager
     def admit(self, method: str, headers: Mapping[str, str | bytes]) -> Iterator[Admitted]:
-        """One call, from its headers to its end; the body answers it. `method`: `/package.Service/Method`; `headers`:
-        by their names in lower case.
+        """Handles one call, from its headers to its end; the body answers it. `method`: `/package.Service/Method`;
+        `headers`: with names in lower case.
 
-        Raises StatusError, where the call is refused and for every exception of the body, and CancelledError as it
-        is. By then the call has been counted and logged, and holds nothing.
+        Raises StatusError where the call is refused and for every exception of the body, and CancelledError unchanged.
+        By then the call has been counted and logged, and holds nothing.
         """
         info = CallInfo(method, trace=from_metadata(headers))
         set_current_call(info)
@@ -93,25 +95,25 @@ class Door:
 
     @contextlib.contextmanager
     def probed(self) -> Iterator[Admitted]:
-        """The message of somebody who needs no key, such as a health probe: there is a bound on its bytes and its time
-        alone, and it is neither counted nor logged. Raises StatusError."""
+        """The message of a caller that needs no key, such as a health probe: only its size and time are limited, and it
+        is neither counted nor logged. Raises StatusError."""
         with self._budget.hold() as held:
             yield Admitted(CallInfo(), held, self.limits, self._budget.limit)
 
 
 @dataclass
 class Admitted:
-    """A call that has been let in, and what it holds."""
+    """A call that has been admitted, and what it holds."""
 
     info: CallInfo
     held: Held
-    """Its share of the byte budget."""
+    """The call's share of the byte budget."""
     limits: DoorLimits
     budget_bytes: int
 
     async def arrival(self, message: Awaitable[T], *, seconds: float) -> T:
-        """Waits for a message. Raises DeadlineExceeded after `seconds`, and what `held` raises where there is no room
-        for one that is long in coming."""
+        """Waits for a message. Raises DeadlineExceeded after `seconds`, and what `held` raises where the budget has no
+        room for a message that arrives slowly."""
         size, refusal = 0, None
 
         def count() -> None:
@@ -137,21 +139,21 @@ class Admitted:
             self.held(-size)
 
     def received(self, size: int) -> None:
-        """A message of so many bytes is there, and held until the call ends. Raises StatusError where there is no room
-        for it, or the key's bytes per minute are used up."""
+        """Counts a received message, which is held until the call ends. Raises StatusError where the budget has no
+        room, or the key's bytes per minute are used up."""
         self.info.request_bytes += size
         self.held(size)
         self.info.tenant.limits.admit("bytes", size)
 
     def dropped(self, size: int) -> None:
-        """A message is held no longer, or counted by whoever keeps it."""
+        """The message is no longer held, or is counted elsewhere."""
         self.held(-size)
 
     async def send(self, answers: AsyncGenerator[T, None], write: Callable[[T], Awaitable[Any]]) -> None:
-        """Writes each of `answers` and closes them. Raises DeadlineExceeded where one is not read for
-        `stall_timeout` seconds; the call then holds nothing any more."""
+        """Writes each of `answers` and closes them. Raises DeadlineExceeded where one is not read for `stall_timeout`
+        seconds; the call then holds nothing any more."""
         timeout = self.limits.stall_timeout
-        # aclosing: the engine must hear of a call's end at once, not when the garbage collector comes by
+        # aclosing: the engine must be told of a call's end at once, not when the garbage collector runs.
         async with contextlib.aclosing(answers):
             watch = _Stall(answers, timeout, self.held)
             async for answer in answers:
@@ -164,8 +166,9 @@ class Admitted:
 
 
 class _Stall:
-    """Watches over the writes of one stream. Where nobody reads for too long, what feeds the stream is closed, so that
-    it holds nothing any more; the message that is stuck stays, because no status can overtake it."""
+    """Watches the writes of one stream. Where a client does not read for too long, the generator of its answers is
+    closed, so that it holds nothing any more; the message that is being written stays, because no status can overtake
+    it."""
 
     def __init__(self, answers: AsyncGenerator[Any, None], timeout: float, held: Held) -> None:
         """`held`: the call's share of the budget, given back as soon as its work is dropped."""
@@ -197,9 +200,9 @@ class _Stall:
 
 
 def _note(info: CallInfo, status: errors.StatusError, cause: Exception | None = None) -> errors.StatusError:
-    """Takes note of the status that the call ends with; returns it."""
+    """Records the status that the call ends with; returns it."""
     info.fail(status)
-    # the one thing by which a client's complaint and the log can be brought together
+    # The id by which a client's complaint and the log can be matched.
     status.request_id = info.request_id = info.request_id or secrets.token_hex(8)
     if isinstance(status, errors.Internal):
         log.error("%s failed, request %s", info.method, info.request_id, exc_info=cause or status)

@@ -49,13 +49,13 @@ T = TypeVar("T")
 DELTA_RATE = 400.0
 """Target number of deltas per second over all streams. Tokens that come faster share a delta."""
 LONGEST_PAUSE = 0.05
-"""Seconds that a token may wait for company: 20 deltas a second read as a steady flow."""
+"""Seconds that a token may be held back to be sent with others: 20 deltas a second look like a steady flow."""
 _QUICK = 32
-"""Ids, biases or scores that are dealt with on the event loop; more take longer than a millisecond."""
+"""Ids, biases or scores up to which work is done on the event loop; more take longer than a millisecond."""
 
 
 class _Call:
-    """One request in the server, as far as others may end it."""
+    """One request in the server, as other tasks can end it."""
 
     def __init__(self, pace: Callable[[], float]) -> None:
         self.mail = Mailbox(pace)
@@ -80,7 +80,8 @@ class Frontend:
         self, engine: EngineHandle, assets: ModelAssets, limits: FrontendLimits, *, workers: int = 2,
         processor: ImageProcessor,
     ) -> None:  # fmt: skip
-        """`workers`: threads that wait for images. `processor`: what prepares images and videos; closed with this."""
+        """`workers`: threads that wait for images. `processor`: prepares images and videos; closed with the
+        frontend."""
         self.engine, self.assets, self.limits = engine, assets, limits
         self._preparation = Preparation(engine.info, assets, limits, processor, workers)
         self._mail: dict[str, Mailbox] = {}
@@ -93,7 +94,7 @@ class Frontend:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """Binds to the running event loop and starts the engine's delivery."""
+        """Binds to the running event loop and starts the delivery of the engine's events."""
         self._loop = asyncio.get_running_loop()
         self.engine.start(self._deliver)
 
@@ -103,7 +104,7 @@ class Frontend:
         self._preparation.close()
 
     def stats(self) -> dict[str, float]:
-        """What preparing images and clips has taken so far, by stage, and the room that it takes now."""
+        """Counters and seconds of preparing images and clips, by stage, and the bytes that they hold now."""
         return self._preparation.stats()
 
     @property
@@ -117,14 +118,14 @@ class Frontend:
         self._numbers = numbers
 
     def cancel(self, request_id: str, *, salt: bytes = b"") -> bool:
-        """Ends a request of this tenant from outside: its samples finish as `aborted`. False: there is none."""
+        """Cancels a request of this tenant: its samples finish as `aborted`. False: there is no such request."""
         call = self._calls.get((salt, request_id))
         if call is not None:
             call.cancel()
         return call is not None
 
     async def tokenize(self, spec: GenerateSpec, *, salt: bytes = b"") -> Tokenized:
-        """What `stream` would make of the prompt. Raises StatusError."""
+        """The prompt that `stream` would generate from. Raises StatusError."""
         with self._admitted(spec, salt):
             async with self._preparation.prompt(spec, salt, self.resolve) as (prompt, _):
                 return Tokenized(
@@ -136,21 +137,22 @@ class Frontend:
     ) -> AsyncGenerator[Event, None]:
         """Started, Deltas and one Finished per sample. Closing the iterator aborts what is left. Raises StatusError.
 
-        `timeout`: seconds that the caller has left; the engine refuses what cannot begin by then. It is not kept here.
+        `timeout`: seconds until the caller's deadline; the engine refuses what cannot start by then. The caller
+        enforces it.
         """
         with self._admitted(spec, salt) as call:
             arrived = time.monotonic()
             async with self._preparation.prompt(spec, salt, self.resolve) as (prompt, pixels):
                 params = await self._sampling(spec, len(prompt.ids))
-                # aclosing: the engine hears of the end before the room is given back
+                # aclosing: the engine is told of the end before the memory is given back.
                 async with aclosing(self._run(spec, prompt, params, salt, arrived, call, timeout)) as events:
                     async for event in events:
                         if isinstance(event, Delta):
-                            pixels.release()  # an answer begins when the encoder is done with them
+                            pixels.release()  # the first token means that the encoder has read them
                         yield event
 
     async def embed(self, spec: GenerateSpec, *, salt: bytes = b"") -> Embedded:
-        """Hidden states of the prompt, or the tokens of the image where the input is one. Raises StatusError."""
+        """Hidden states of the prompt, or the embedding of the image where the input is one. Raises StatusError."""
         with self._admitted(spec, salt) as call:
             async with self._preparation.prompt(spec, salt, self.resolve) as (prompt, _):
                 of_image = isinstance(spec.input, ImageInput)
@@ -167,7 +169,7 @@ class Frontend:
                 )
 
     async def _embedded(self, request: EngineRequest, call: _Call) -> tuple[bytes, ...]:
-        """What the engine's only event for the request holds. Raises StatusError."""
+        """The content of the engine's only event for the request. Raises StatusError."""
         name = request.request_id
         self._mail[name] = call.mail
         finished = False
@@ -188,7 +190,7 @@ class Frontend:
 
     @contextmanager
     def _admitted(self, spec: GenerateSpec, salt: bytes) -> Iterator[_Call]:
-        """A place in the server for the time of one request. Raises StatusError."""
+        """Registers a request for as long as it runs. Raises StatusError."""
         if not self.engine.alive:
             raise errors.Unavailable("the engine is not running", reason="ENGINE_DIED", retry_after=1.0)
         if len(self._calls) >= self.limits.max_queue:
@@ -208,11 +210,11 @@ class Frontend:
                 self.idle.set()
 
     def _pace(self) -> float:
-        """Seconds between two deltas of one answer: none to speak of while few are running."""
+        """Seconds between two deltas of one answer: hardly any while few answers are being written."""
         return min(len(self._calls) / DELTA_RATE, LONGEST_PAUSE)
 
     async def _quick(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
-        """Its result: on the event loop where `size` is small, else by a thread."""
+        """Runs a function: on the event loop where `size` is small, else in a thread."""
         return function(*arguments) if size <= _QUICK else await self._preparation.in_thread(function, *arguments)
 
     async def _sampling(self, spec: GenerateSpec, prompt_tokens: int) -> SamplingParams:
@@ -293,7 +295,7 @@ class Frontend:
         self._mail.update(dict.fromkeys(names, call.mail))
         try:
             self.engine.submit(request)
-            del request  # the patches are the engine's now
+            del request  # the engine owns the patches from here on
             yield yield_started
             call.begin(names)
             while not all(state.done for state in states):
@@ -325,7 +327,7 @@ class Frontend:
     def _already_ended(
         self, spec: GenerateSpec, params: SamplingParams, state: SampleState
     ) -> tuple[str, int | None] | None:
-        """Whether an answer that is to be continued has in fact ended: (reason, stop token)."""
+        """Whether an answer that is to be continued has already ended: (reason, stop token)."""
         last = spec.continued[-1]
         if state.stop_string is not None:
             return "stop", None
@@ -367,11 +369,11 @@ class Frontend:
         return delta, reason, stop_token
 
     def _deliver(self, events: list[EngineEvent]) -> None:
-        """Called on an engine thread: hands the events to the loop, all at once."""
+        """Called on an engine thread: passes the events to the event loop, all at once."""
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(self._dispatch, events)
-        except RuntimeError:  # the loop is closed: nobody is left to tell
+        except RuntimeError:  # the loop is closed, so no call waits any more
             log.debug("%d events after the end of the loop", len(events))
 
     def _dispatch(self, events: list[EngineEvent]) -> None:

@@ -1,8 +1,8 @@
-"""What the engine says about one call, until the call's task takes it.
+"""The engine's events for one call, until the call's task takes them.
 
-A token of its own message for each of many streams costs more than the token: on two cores, 32 streams take a third of
-the machine. So what is taken at one time is everything there is, and a stream that has just been served waits a moment
-(`pace`) before it is served again. A first token, an end and an error wait for nothing.
+Sending each token of many streams as a message of its own costs more than generating it: on two cores, 32 streams take
+a third of the machine. So a task takes all events that are there, and a stream that has just been served waits a moment
+(`pace`) before it is served again. A first token, an end and an error are delivered at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from service.engine.types import EngineEvent
 
 
 class Mailbox:
-    """Events of one call, on one event loop. One task takes; `put` never waits."""
+    """Events of one call, on one event loop. One task takes; `put` never blocks."""
 
     def __init__(self, pace: Callable[[], float] = lambda: 0.0) -> None:
         """`pace`: seconds that tokens may wait since the call was last served."""
@@ -39,7 +39,7 @@ class Mailbox:
             self._waiter.set_result(None)
 
     async def take(self) -> list[EngineEvent]:
-        """All events that have come, at least one. May be cancelled without losing any."""
+        """All events that have come, at least one. Can be cancelled without losing any."""
         loop = asyncio.get_running_loop()
         if not any(event.finish_reason is not None for event in self._events):
             self._waiter = loop.create_future()

@@ -1,7 +1,7 @@
-"""From a request to its prompt: images and clips decoded and patched, messages to ids with room for their rows.
+"""Prepares a request's prompt: decodes images and clips to patches, and turns messages into ids with room for rows.
 
-Runs on one event loop; what takes longer than a millisecond runs in threads. Whatever a request decodes is on its
-account from before it is decoded until the encoder is done with it, also where the request has failed meanwhile.
+Runs on one event loop; work of more than a millisecond runs in threads. What a request decodes counts as its own from
+before it is decoded until the encoder has read it, also where the request has failed meanwhile.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from service.model.assets import ModelAssets
 
 T = TypeVar("T")
 Resolver = Callable[[GenerateSpec, bytes], Awaitable[GenerateSpec]]
-"""Fetches the images that a request of a tenant only names."""
+"""Fetches the images that a tenant's request refers to by URL or media id."""
 
 TEXT_WORKERS = 2
 _LIGHT = 2048
 """Characters that are tokenised on the event loop; more take longer than a millisecond."""
 _PART, _IDS = 32, 8
-"""Characters that take as long as a message or a part of one, and ids that take as long as a character."""
+"""Characters that take as long to read as a message or a part of one, and ids that take as long as a character."""
 
 
 async def no_references(spec: GenerateSpec, salt: bytes) -> GenerateSpec:
-    """The resolver where there is nothing to fetch from. Raises StatusError."""
+    """The resolver of a server that fetches nothing. Raises StatusError."""
     for source in files(spec.media):
         if source.media_id is not None:
             raise errors.NotFound(f"{source.field}: no uploaded media {source.media_id!r}", field=source.field)
@@ -47,27 +47,27 @@ async def no_references(spec: GenerateSpec, salt: bytes) -> GenerateSpec:
 
 
 def decoder_processes(workers: int) -> int:
-    """Processes for `workers` threads: videos never take all of them, so that one is left for images."""
+    """Processes for `workers` threads: videos never occupy all of them, so that one is left for images."""
     return max(2, workers)
 
 
 class MediaThreads:
-    """Threads that prepare images, and apart from them those for videos, each of which may take minutes."""
+    """Threads for images, and separate ones for videos, each of which may take minutes."""
 
     def __init__(self, workers: int) -> None:
         self._images = ThreadPoolExecutor(workers, thread_name_prefix="saccade-images")
         self._videos = ThreadPoolExecutor(decoder_processes(workers) - 1, thread_name_prefix="saccade-videos")
 
     async def map(self, function: Callable[[MediaSource], T], sources: Sequence[MediaSource]) -> list[T]:
-        """In order. Where one fails, or the caller gives up, those that have not begun never do; the error is raised
-        when those that have begun are over."""
+        """Results in order. Where one fails, or the caller is cancelled, those that have not started are dropped; the
+        error is raised when those that have started are over."""
         jobs = [
             (self._videos if isinstance(source, VideoSource) else self._images).submit(function, source)
             for source in sources
         ]
         waiting = [asyncio.wrap_future(job) for job in jobs]
         try:
-            if waiting:  # and not gather, which returns at the first error and leaves the others to themselves
+            if waiting:  # not gather, which returns at the first error and leaves the others running
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             await _end(jobs, waiting)
@@ -82,7 +82,7 @@ class MediaThreads:
 
 
 async def _end(jobs: Sequence[Future[Any]], waiting: Sequence[asyncio.Future[Any]]) -> None:
-    """Until no job runs: those that have not begun are taken back. A cancellation of the caller waits too."""
+    """Cancels the jobs that have not started and waits for the others, also where the caller is cancelled."""
     cancelled: asyncio.CancelledError | None = None
     for job in jobs:
         job.cancel()
@@ -91,7 +91,7 @@ async def _end(jobs: Sequence[Future[Any]], waiting: Sequence[asyncio.Future[Any
             await asyncio.wait(pending)
         except asyncio.CancelledError as error:
             cancelled = error
-    for future in waiting:  # one error is raised; asyncio would report the others as never looked at
+    for future in waiting:  # one error is raised; asyncio would report the others as never retrieved
         if not future.cancelled():
             future.exception()
     if cancelled is not None:
@@ -99,7 +99,7 @@ async def _end(jobs: Sequence[Future[Any]], waiting: Sequence[asyncio.Future[Any
 
 
 class Preparation:
-    """One model's prompts. Used on one event loop."""
+    """Prepares the prompts of one model. Used on one event loop."""
 
     def __init__(
         self, info: EngineInfo, assets: ModelAssets, limits: FrontendLimits, processor: ImageProcessor, workers: int
@@ -107,7 +107,7 @@ class Preparation:
         """`workers`: threads that wait for images. `processor` is closed with this."""
         self._info, self._assets, self._limits, self._processor = info, assets, limits, processor
         self._text = ThreadPoolExecutor(TEXT_WORKERS, thread_name_prefix="saccade-text")
-        # Apart, so that slow images keep nobody's words waiting.
+        # Separate threads, so that slow images do not delay text.
         self._media = MediaThreads(workers)
         self._gate = ByteGate(limits.prepared_bytes)
         self._longest = assets.tokenizer.longest if assets.tokenizer is not None else 1
@@ -121,18 +121,18 @@ class Preparation:
         self._text.shutdown(wait=True, cancel_futures=True)
 
     def stats(self) -> dict[str, float]:
-        """What preparing images and clips has taken so far, by stage, and the room that it takes now."""
+        """Counters and seconds of preparing images and clips, by stage, and the bytes that they hold now."""
         counts = self._preparer.stats() if self._preparer is not None else {}
         return {**counts, **self._processor.stats(), "held_bytes": self._gate.used}
 
     def in_thread(self, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
-        """For words and ids: what takes a while, but not as long as an image may."""
+        """Runs text work in a thread: it may take a while, but not as long as an image."""
         return asyncio.get_running_loop().run_in_executor(self._text, functools.partial(function, *arguments))
 
     @asynccontextmanager
     async def prompt(self, spec: GenerateSpec, salt: bytes, resolve: Resolver) -> AsyncIterator[tuple[Prompt, Grant]]:
-        """The request's prompt, and a hold on the room for its pixels, given back at the end at the latest. Raises
-        StatusError."""
+        """The request's prompt, and a hold on the memory of its pixels, released at the end of the context at the
+        latest. Raises StatusError."""
         self._check(spec)
         expected = 0 if self._preparer is None else sum(map(self._preparer.most_bytes, spec.media))
         grant = await self._gate.acquire(expected)
@@ -144,7 +144,7 @@ class Preparation:
             grant.release()
 
     def _check(self, spec: GenerateSpec) -> None:
-        """What can be said of a request before anything of it is decoded. Raises StatusError."""
+        """Checks that need no decoding. Raises StatusError."""
         name = self._assets.config.name
         if spec.model not in ("", name):
             raise errors.NotFound(f"no model {spec.model!r}; this server has {name!r}", field="model")
@@ -179,7 +179,7 @@ class Preparation:
         return prompt
 
     def _image_alone(self, item: Prepared) -> Prompt:
-        """An image without a prompt, held against what its rows take in the handoff and in a message."""
+        """An image without a prompt, checked against the handoff and the message size."""
         check_room(item, self._info)
         tokens = item.item.tokens
         size = tokens * self._assets.config.decoder.hidden_size * 4
@@ -193,7 +193,7 @@ class Preparation:
 
 
 def _weight(spec: GenerateSpec) -> int:
-    """How long the request's words take to read, in characters."""
+    """How long reading the request's text takes, in characters."""
     parts, ids = 0, len(spec.continued)
     match spec.input:
         case ChatInput(messages):

@@ -25,7 +25,7 @@ SYSTEM_ROLES = ("system", "developer")
 
 
 class Prompt:
-    """What a request's input becomes."""
+    """The prompt of a request: token ids, and images with their places."""
 
     def __init__(
         self, ids: list[int], images: tuple[EngineImage, ...], narrow_ids: tuple[int, ...], frames: int = 0
@@ -39,10 +39,10 @@ class Prompt:
         self.tokens_per_video = tuple(item.tokens for item in items if item.kind == VIDEO)
         self.pixel_bytes = sum(item.nbytes for item in items)
         self.system_end = 0
-        """Tokens of the system prompt, which other requests are likely to begin with too; 0 for none."""
+        """Tokens of the system prompt, which other requests are likely to begin with too; 0 where there is none."""
 
     def take_images(self) -> tuple[EngineImage, ...]:
-        """Its images, once: their pixels must not live for as long as the answer is written."""
+        """Returns its images and drops them, so that their pixels do not live as long as the answer is generated."""
         images, self._images = self._images, ()
         return images
 
@@ -67,7 +67,7 @@ def read(spec: GenerateSpec, media: Sequence[Prepared], assets: ModelAssets) -> 
     if isinstance(spec.input, RawInput):
         return _raw_ids(spec.input.text, media, words, assets, assets.tokenizer)
     assert isinstance(spec.input, ChatInput)
-    # What the template knows of clips: their own token, or else words that it takes for text.
+    # What the template can render for clips: their own token, or text.
     known = None if assets.video_token is None else Clip(assets.video_token)
     clips = [(known or part) if item.labels else None for item, part in zip(media, words, strict=True)]
     try:
@@ -78,7 +78,7 @@ def read(spec: GenerateSpec, media: Sequence[Prepared], assets: ModelAssets) -> 
 
 
 def check_ids(field: str, ids: Sequence[int], assets: ModelAssets) -> None:
-    """Raises InvalidArgument for an id that the model does not have."""
+    """Raises InvalidArgument for an id that is not in the vocabulary."""
     vocabulary = assets.config.decoder.vocab_size
     if bad := next((i for i in ids if not 0 <= i < vocabulary), None):
         raise errors.InvalidArgument(
@@ -87,8 +87,8 @@ def check_ids(field: str, ids: Sequence[int], assets: ModelAssets) -> None:
 
 
 def system_end(spec: GenerateSpec, ids: Sequence[int], assets: ModelAssets) -> int:
-    """How many of a chat's ids come before the first words of its user: what it shares with the same system messages
-    and another question. Images end it. 0 where there are no such tokens, or no template to tell.
+    """The number of a chat's ids before the first text of its user, which other questions after the same system
+    messages share. Images end it. 0 where there are no such ids, or no template to tell.
     """
     if not isinstance(spec.input, ChatInput) or not assets.template.present or assets.tokenizer is None:
         return 0
@@ -100,7 +100,7 @@ def system_end(spec: GenerateSpec, ids: Sequence[int], assets: ModelAssets) -> i
     other = Message("user", ("y" if begin and begin.startswith("x") else "x",))
     try:
         text = assets.template.render([*system, other], spec.input.template_arguments)
-    except ValueError:  # a template that wants more than one question
+    except ValueError:  # a template that needs more than one question
         return 0
     shared = [a == b for a, b in zip(ids, assets.tokenizer.encode(text))]
     length = shared.index(False) if False in shared else len(shared)
@@ -108,7 +108,7 @@ def system_end(spec: GenerateSpec, ids: Sequence[int], assets: ModelAssets) -> i
 
 
 def _places(ids: Sequence[int], assets: ModelAssets) -> list[int]:
-    """Where placeholders stand."""
+    """Text or ids in which placeholders stand for images and clips."""
     known = {assets.image_token_id, assets.video_token_id} - {None}
     return [place for place, token in enumerate(ids) if token in known]
 
@@ -190,7 +190,7 @@ def _with_clips(messages: Sequence[Message], clips: Sequence[Marked | None]) -> 
 def _raw_ids(
     text: str, media: Sequence[Prepared], words: Sequence[Marked | None], assets: ModelAssets, tokenizer: Tokenizer
 ) -> list[int]:
-    """Raw text may hold placeholders of its own; where it holds none, images and clips come first."""
+    """Raw text may contain placeholders; where it contains none, images and clips come first."""
     tokens = [token for token in (assets.image_token, assets.video_token) if token is not None]
     if not tokens or assets.image_token is None:
         return tokenizer.encode(literal(text))
@@ -211,11 +211,11 @@ def _raw_ids(
 
 
 def widen(ids: list[int], media: Sequence[Prepared], continued: int, assets: ModelAssets, info: EngineInfo) -> Prompt:
-    """Each image token id becomes as many as its image has tokens. `continued`: tokens of output that are there
-    already. Raises InvalidArgument."""
+    """Repeats each image token id as often as its image has tokens. `continued`: number of output tokens that the
+    request brings. Raises InvalidArgument."""
     ids, places = list(ids), _places(ids, assets)
     runs = [item.runs for item in media]
-    if len(places) == len(media) != sum(runs):  # token ids with one for each clip
+    if len(places) == len(media) != sum(runs):  # token ids with one placeholder for each clip
         runs = [1] * len(media)
     if len(places) != sum(runs):
         raise errors.InvalidArgument(
@@ -251,7 +251,7 @@ def widen(ids: list[int], media: Sequence[Prepared], continued: int, assets: Mod
 
 
 def _settle(ids: list[int], place: int, item: Prepared, assets: ModelAssets) -> None:
-    """Puts the item's own placeholder there. Raises InvalidArgument for an image where that of clips stands."""
+    """Inserts the item's own placeholder. Raises InvalidArgument for an image where the placeholder is a clip's."""
     if ids[place] != assets.image_token_id and not item.labels:
         raise errors.InvalidArgument(
             f"{item.field} is an image, and the prompt has the token of clips (id {ids[place]}) in its place",
@@ -261,7 +261,7 @@ def _settle(ids: list[int], place: int, item: Prepared, assets: ModelAssets) -> 
 
 
 def _rows(item: Prepared, runs: int) -> tuple[int, ...]:
-    """Of each run. Of a pruned clip the engine will know: here only the length counts, and the first has all."""
+    """Rows of each run. For a pruned clip only the total is known before encoding: the first run gets all of them."""
     layout = item.layout
     if runs == layout.num_sequences and sum(layout.sequence_tokens) == layout.tokens:
         return layout.sequence_tokens
@@ -276,7 +276,7 @@ def _needed(media: Sequence[Prepared], runs: Sequence[int]) -> str:
 
 
 def check_room(item: Prepared, info: EngineInfo) -> None:
-    """Raises InvalidArgument for an image or clip that the handoff can never hold."""
+    """Raises InvalidArgument for an image or clip that is too large for the handoff."""
     if item.item.tokens > info.max_image_tokens:
         raise errors.InvalidArgument(
             f"{item.field} takes {item.item.tokens} tokens and the server's handoff holds {info.max_image_tokens}",

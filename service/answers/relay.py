@@ -1,4 +1,4 @@
-"""What is known of an answer while it is written: each sample's text, the request's times, how its engine fails."""
+"""The state of an answer while it is generated: each sample's text, the request's times, errors of the engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class SampleState:
-    """One sample while it streams."""
+    """One sample that is being generated."""
 
     def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str], min_tokens: int) -> None:
         self._detokenizer = Detokenizer(tokenizer)
@@ -35,11 +35,11 @@ class SampleState:
         """Counts a token and returns the text that became certain. `shown` is False for an end token."""
         self.tokens += 1
         text = self._detokenizer.push([token]) if shown else ""
-        # until min_tokens are there, stop strings pass like any other text
+        # Before min_tokens are reached, stop strings are ordinary text.
         return self._stops.push(text) if self.tokens >= self._min_tokens else text
 
     def replay(self, tokens: Sequence[int]) -> None:
-        """Tokens that were shown before: only the state that follows from them matters."""
+        """Tokens that the client has received before: only the detokenizer's state after them is needed."""
         for token in tokens:
             self.push(token)
 
@@ -57,7 +57,7 @@ class Clock:
 
     @property
     def queue(self) -> float:
-        """Until its first step was scheduled; of one that has none, until now."""
+        """Seconds until its first step was scheduled; for a request without one, until now."""
         return max(0.0, (time.monotonic() if self._scheduled is None else self._scheduled) - self._arrived)
 
     def tick(self, events: list[EngineEvent]) -> None:

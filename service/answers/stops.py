@@ -1,4 +1,4 @@
-"""Stop strings over streamed text."""
+"""Finds stop strings in streamed text."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Passes text through until one of `stops` appears, which is never shown; text that may be the beginning of one is
-    held back until it is decided."""
+    """Passes text on until one of `stops` appears, which is never shown; text that may be the beginning of a stop
+    string is held back until that is decided."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -15,7 +15,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """Text that may be shown now. After a match `matched` is set and nothing more is shown."""
+        """The text that can be shown now. After a match `matched` is set and nothing more is shown."""
         if self.matched is not None:
             return ""
         if not self._stops:
@@ -31,12 +31,12 @@ class StopMatcher:
         return shown
 
     def flush(self) -> str:
-        """What was held back and turned out to be ordinary text."""
+        """The text that was held back and is no stop string."""
         shown, self._held = self._held, ""
         return "" if self.matched is not None else shown
 
     def _overlap(self, stop: str) -> int:
-        """Length of the longest end of the held text that begins `stop`."""
+        """Length of the longest suffix of the held text that is a prefix of `stop`."""
         for length in range(min(len(stop) - 1, len(self._held)), 0, -1):
             if self._held.endswith(stop[:length]):
                 return length

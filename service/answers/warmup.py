@@ -1,4 +1,4 @@
-"""What is slow once (first kernels, first graphs, first pages of memory) is slow before health says SERVING."""
+"""Runs everything that is slow the first time (kernels, graphs, memory) before health says SERVING."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from service.common.types import GenerateSpec, ImageInput, ImageSource, TokensIn
 log = logging.getLogger(__name__)
 
 SALT = b"warm-up"
-"""Nothing that it leaves in a cache is ever met by a caller."""
+"""The salt of these requests, so that nothing they leave in a cache is found by a caller."""
 
 
 async def warm_up(frontend: Frontend) -> None:
-    """A short answer and, of a model that takes them, an image. Raises StatusError: a server that cannot answer this
-    will not answer anything."""
+    """Generates a short answer and, if the model takes images, encodes one. Raises StatusError: a server that cannot do
+    this cannot answer anything."""
     began = time.perf_counter()
     sampling = {"max_tokens": 2, "temperature": 0.0, "ignore_eos": True}
     length = max(1, min(8, frontend.engine.info.max_len - 3))
@@ -32,12 +32,12 @@ async def warm_up(frontend: Frontend) -> None:
             image = ImageSource(await asyncio.to_thread(_grey_image), "image")
             spec = GenerateSpec("image", "", ImageInput(), (image,), {"max_tokens": 1})
             await frontend.embed(spec, salt=SALT)
-    except errors.InvalidArgument as error:  # limits so tight that not even this fits: then neither does it need warmth
+    except errors.InvalidArgument as error:  # with limits so small that not even this fits, no warm-up is needed
         log.warning("warm-up: %s", error)
     except errors.Unavailable as error:
         if error.reason != "ENCODER_UNAVAILABLE":
             raise
-        log.warning("warm-up: %s", error)  # encoders may come later, and text needs none
+        log.warning("warm-up: %s", error)  # encoders may connect later, and text needs none
     log.info("warmed up in %.1f s", time.perf_counter() - began)
 
 

@@ -1,8 +1,8 @@
-"""Counts what a message holds by its bytes, before it is parsed.
+"""Counts the fields of a message from its bytes, before it is parsed.
 
-A message of a few hundred kilobytes may hold a hundred thousand others: parsing those takes the whole process long,
-because the parser lets no other thread run meanwhile, and what it makes of them takes many times their bytes. Here the
-fields are counted one after the other, up to a bound, and nothing is made of them.
+A message of a few hundred kilobytes may contain a hundred thousand others: parsing it blocks the whole process for
+long, because the parser lets no other thread run meanwhile, and the parsed objects take many times the message's bytes.
+Here fields are counted one after the other, up to a limit, without creating objects.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from service.common import errors
 
 MAX_FIELDS = 2**16
 MIN_IDS = 2**16
-"""Numbers that a list may have whatever the context holds: they are dealt with in a moment."""
+"""Numbers that a list may always have: they are processed quickly."""
 LIGHT = 2**14
-"""Bytes from which a message is weighed: smaller ones hold too little."""
+"""Messages from this size on are counted: smaller ones cannot contain too much."""
 _VARINT, _LENGTH, _FIXED = 0, 2, {1: 8, 5: 4}
 _DIGITS = 10
-"""Bytes of a number, at most."""
+"""Largest number of bytes of a varint."""
 _TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
 
 def weigh(data: bytes, descriptor: Any, max_ids: int) -> None:
-    """Raises InvalidArgument for a message of the type `descriptor` with more than `MAX_FIELDS` fields, those of the
-    messages in it among them, or with a list of numbers that has more than `max_ids` whatever they are. What is no
-    message is left to the parser."""
+    """Raises InvalidArgument for a message of the type `descriptor` with more than `MAX_FIELDS` fields, including those
+    of nested messages, or with a list of more than `max_ids` numbers. What is not a valid message is left to the
+    parser."""
     left = MAX_FIELDS
     waiting = [(0, len(data), descriptor)]
     while waiting:
@@ -51,7 +51,7 @@ def weigh(data: bytes, descriptor: Any, max_ids: int) -> None:
                 at += size
             elif wire in _FIXED:
                 at += _FIXED[wire]
-            else:  # groups, which no message here has: the parser says so
+            else:  # groups, which no message here has: the parser raises the error
                 return
 
 
@@ -60,7 +60,7 @@ def _too_large(field: str, words: str) -> errors.InvalidArgument:
 
 
 def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
-    """A number and where it ends; `end` where it does not."""
+    """A varint and the offset after it; `end` where it is cut short."""
     value = 0
     for shift in range(0, 7 * _DIGITS, 7):
         if at >= end:

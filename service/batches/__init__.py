@@ -1,1 +1,1 @@
-"""Files of requests that the server works on by itself."""
+"""Batches: files of requests that the server processes by itself."""

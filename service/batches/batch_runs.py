@@ -1,4 +1,4 @@
-"""One batch on its way: the client's own job (`saccade._jobs.job`), over a client that has no wire."""
+"""Runs one batch: the client's own job (`saccade._jobs.job`), over a client that calls this server directly."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from service.media.media import Spool, tenant_folder
 from service.telemetry.call_context import CallInfo, set_current_call
 
 METHOD = "/saccade.v1.BatchService/Row"
-"""What rows are called in metrics and logs."""
+"""The name of rows in metrics and logs."""
 
 
 class Uploaded(ImageFolder):
-    """Of the images that a row may name: a tenant's uploaded media, which live on from here."""
+    """Resolves the images that a row may name: a tenant's uploaded media, whose expiry is renewed."""
 
     def __init__(self, spool: Spool, tenant: Tenant) -> None:
         super().__init__(None)
@@ -46,17 +46,17 @@ class Uploaded(ImageFolder):
 
 @dataclass(frozen=True)
 class Inside:
-    """The two methods of a client that a batch needs, on the server's own calls."""
+    """The two methods of a client that a batch needs, as calls within the server."""
 
     calls: Calls
     model: Model
     tenant: Callable[[], Tenant]
-    """Looked up for each row: keys are read again while the server runs. Raises StatusError."""
+    """Looked up for each row, because keys may change while the server runs. Raises StatusError."""
     gate: asyncio.Semaphore
-    """Rows in flight, over all batches."""
+    """Rows in progress, over all batches."""
     row_timeout: float
     budget: ByteBudget
-    """Of bytes that rows, and the media that they name, hold while they run."""
+    """Limit on bytes that rows, and the media that they name, hold while they run."""
 
     async def get_model(self) -> Model:
         return self.model
@@ -64,7 +64,8 @@ class Inside:
     async def _generate(
         self, request: inference_pb2.GenerateRequest, timeout: float | None
     ) -> inference_pb2.GenerateResponse:
-        """Tries for as long as it may help: a full queue, a dead engine and an empty rate are no row's fault."""
+        """Retries for as long as it may help: a full queue, a dead engine and a used-up rate are not the row's
+        fault."""
         failures = 0
         while True:
             try:
@@ -95,8 +96,8 @@ async def run_batch(
     store: BatchStore, record: BatchRecord, client: Inside, folder: ImageFolder, *, concurrency: int,
     on_start: Callable[[BatchSummary], None], on_row: Callable[[int, bool], None],
 ) -> BatchSummary:  # fmt: skip
-    """Answers what is not answered yet. Raises SaccadeError. `on_start` and `on_row(tokens, failed)` are called from
-    another thread."""
+    """Answers the rows that have no answer yet. Raises SaccadeError. `on_start` and `on_row(tokens, failed)` are called
+    from another thread."""
 
     def progress(summary: BatchSummary, tokens: int, failed: bool) -> None:
         on_row(tokens, failed)

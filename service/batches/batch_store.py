@@ -30,20 +30,20 @@ from service.media.arriving import ArrivingFile, disk_trouble
 log = logging.getLogger(__name__)
 
 MAX_BATCHES = 1000
-"""Of one tenant: each costs a little memory for as long as it is there."""
+"""Batches of one tenant: each costs a little memory for as long as it is stored."""
 ENDED = frozenset({"completed", "failed", "cancelled"})
 
 
 @dataclass(frozen=True)
 class BatchRecord:
-    """What is known of a batch. Times are Unix time; 0 where there is none yet."""
+    """The state of a batch. Times are Unix time; 0 where there is none yet."""
 
     batch_id: str
-    """Sorts by age."""
+    """Sort key by age."""
     tenant: str
     request_id: str
     digest: str
-    """Of the input and of what was said with it."""
+    """Digest of the input and of the request's other fields."""
     input_bytes: int
     ordered: bool = False
     max_errors: int | None = None
@@ -79,11 +79,12 @@ class BatchStore:
         self, directory: Path, capacity: int, ttl: float, *, tenant_capacity: int | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
-        """Takes over what an earlier run has left in `directory`. Capacities in bytes, of all tenants and of each;
-        `ttl` in seconds after the end."""
+        """Takes over the batches that an earlier run has left in `directory`. Capacities in bytes, of all tenants and
+        of each; `ttl`: seconds after the end."""
         self._directory, self._capacity, self._ttl, self._clock = directory, capacity, ttl, clock
         self._tenant_capacity = capacity if tenant_capacity is None else tenant_capacity
-        self._lock = threading.RLock()  # of the books; the event loop takes it, so nobody waits for a disk in it
+        # Protects the bookkeeping; also taken on the event loop, so it is never held while the disk is used.
+        self._lock = threading.RLock()
         self._writing = threading.Lock()
         self._records: dict[str, BatchRecord] = {}
         self._reserved: dict[str, int] = {}
@@ -104,7 +105,7 @@ class BatchStore:
 
     @property
     def used_bytes(self) -> int:
-        """Of inputs and outputs, and of what has been promised to uploads."""
+        """Bytes of inputs and outputs, and of running uploads."""
         with self._lock:
             return sum(r.bytes for r in self._records.values()) + sum(self._reserved.values())
 
@@ -112,7 +113,7 @@ class BatchStore:
         return self._directory / batch_id
 
     def sweep(self) -> None:
-        """Deletes what ended long enough ago."""
+        """Deletes batches that ended longer ago than `ttl`."""
         with self._lock:
             now = self._clock()
             gone = [self._hide(r) for r in list(self._records.values()) if r.over and self.expires(r) <= now]
@@ -126,7 +127,7 @@ class BatchStore:
 
     @contextlib.contextmanager
     def upload(self, tenant: str, size: int) -> Iterator[BatchUpload]:
-        """Reserves `size` bytes for an input. Whatever is not committed is gone afterwards. Raises InvalidArgument or
+        """Reserves `size` bytes for an input. An upload that is not committed is deleted. Raises InvalidArgument or
         ResourceExhausted."""
         if size < 1:
             raise errors.InvalidArgument(f"size_bytes is {size}; a file has at least 1 byte", field="header.size_bytes")
@@ -156,7 +157,7 @@ class BatchStore:
             raise _full(f"your batches fill {used} of {self._tenant_capacity} bytes, and this one has {size}")
 
     def _keep(self, folder: Path, record: BatchRecord) -> BatchRecord:
-        """The upload's folder becomes the batch, unless the request that made it made one before."""
+        """The upload's folder becomes the batch, unless the same request has created one before."""
         with _disk():
             _write_whole(folder / "batch.json", record)
             with self._lock:
@@ -184,19 +185,19 @@ class BatchStore:
         return record
 
     def record(self, batch_id: str) -> BatchRecord:
-        """Of a batch that is there."""
+        """The folder of a batch."""
         with self._lock:
             return self._records[batch_id]
 
     def output_size(self, batch_id: str) -> int:
-        """Bytes that are written now."""
+        """Bytes of running uploads."""
         try:
             return (self.folder(batch_id) / "output.jsonl").stat().st_size
         except FileNotFoundError:
             return 0
 
     def page(self, tenant: str, size: int, token: str) -> tuple[list[BatchRecord], str]:
-        """The newest first, from behind the batch that `token` names; and the next token, empty at the end."""
+        """The newest first, after the batch that `token` names; and the next token, empty at the end."""
         with self._lock:
             mine = [i for i, r in sorted(self._records.items(), reverse=True) if r.tenant == tenant]
             chosen = [i for i in mine if not token or i < token][: size + 1]
@@ -211,8 +212,8 @@ class BatchStore:
     # -- changing ------------------------------------------------------------------------------------------------------
 
     def save(self, record: BatchRecord, *, on_disk: bool = True) -> BatchRecord:
-        """Replaces what is known; without `on_disk`, or with a disk that is full, only until the next restart, which
-        then goes on with the batch."""
+        """Replaces the state; without `on_disk`, or with a full disk, only until the next restart, which then continues
+        the batch."""
         with self._lock:
             if record.batch_id in self._records:
                 self._records[record.batch_id] = record
@@ -221,7 +222,7 @@ class BatchStore:
         return record
 
     def _write(self, batch_id: str) -> None:
-        """What is known now, so that of two writers the later one writes the newest."""
+        """Reads the state at this moment, so that of two writers the later one writes the newest."""
         with self._writing:
             with self._lock:
                 record = self._records.get(batch_id)
@@ -235,7 +236,7 @@ class BatchStore:
                         log.error("batch %s: its state cannot be written: %s", batch_id, error.strerror)
 
     def check_output(self, record: BatchRecord) -> int:
-        """Bytes of its output now. Raises ResourceExhausted where all batches together are above the bound."""
+        """Updates the bytes of its output. Raises ResourceExhausted where all batches together are above the limit."""
         size = self.output_size(record.batch_id)
         with self._lock:
             self._records[record.batch_id] = replace(self._records[record.batch_id], output_bytes=size)
@@ -254,7 +255,8 @@ class BatchStore:
         shutil.rmtree(gone, ignore_errors=True)
 
     def _hide(self, record: BatchRecord) -> Path:
-        """Out of sight at once. Returns the folder that remains to be removed; a crash leaves it to the next start."""
+        """Removes it from listings at once. Returns the folder that remains to be deleted; after a crash the next start
+        deletes it."""
         gone = self._incoming / secrets.token_hex(16)
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.folder(record.batch_id), gone)
@@ -262,7 +264,7 @@ class BatchStore:
         return gone
 
     def check_integrity(self) -> None:
-        """The books agree with the disk."""
+        """`AssertionError` unless the bookkeeping agrees with the disk."""
         with self._lock:
             folders = {path.name for path in self._directory.iterdir()} - {"incoming"}
             assert folders == set(self._records), "folders without a batch, or batches without a folder"
@@ -273,7 +275,7 @@ class BatchStore:
 
 
 class BatchUpload:
-    """One input on its way in."""
+    """One input that is being uploaded."""
 
     def __init__(self, store: BatchStore, folder: Path, tenant: str, size: int) -> None:
         self._store, self._folder, self._tenant = store, folder, tenant
@@ -281,8 +283,8 @@ class BatchUpload:
         self.write, self.close = self._file.write, self._file.close
 
     def commit(self, request_id: str, *, ordered: bool = False, max_errors: int | None = None) -> BatchRecord:
-        """The whole file is there. Raises InvalidArgument for one that is short, AlreadyExists for another file under
-        the same request id."""
+        """Commits the file. Raises InvalidArgument where it is shorter than announced, AlreadyExists where the request
+        id has been used for another file."""
         self._file.end(sync=True)
         self._file.hash.update(f"\0{ordered}\0{max_errors}".encode())
         record = BatchRecord(

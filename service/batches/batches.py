@@ -1,8 +1,9 @@
-"""Batches over their lives: whose turn it is, what their callers hear, what a stop and a restart do to them.
+"""Schedules batches, reports their states, and handles stops and restarts.
 
 validating -> running -> completed, failed or cancelled. Up to `jobs` of them run at a time, the oldest first and one of
-each tenant, so that nobody's hundred batches hold up somebody else's first. A stop leaves states as they are: what is
-not over when the server starts is read again, and goes on behind the rows that its output holds.
+each tenant, so that one tenant's hundred batches do not delay another's first. A stop leaves states as they are:
+batches that are not over when the server starts are read again, and continue after the rows that their output
+contains.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from service.common.limits import ByteBudget
 log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.2
-"""The least between two messages about one batch."""
+"""Shortest time between two messages about one batch."""
 
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """How much of the server batches may have."""
+    """How much of the server batches may use."""
 
     concurrency: int
     jobs: int
@@ -48,8 +49,8 @@ class Batches:
         self, store: BatchStore, calls: Calls, model: Model, limits: BatchLimits, *,
         budget: ByteBudget, tenant: Callable[[str], Tenant | None], folder: Callable[[Tenant], ImageFolder],
     ) -> None:  # fmt: skip
-        """`budget`: of what rows hold while they run. `tenant`: by name, None where its keys are gone. `folder`: of the
-        images that its rows may name."""
+        """`budget`: limits the bytes that rows hold while they run. `tenant`: looks one up by name, None where its keys
+        are gone. `folder`: of the images that its rows may name."""
         self.store = store
         self._calls, self._model, self._limits = calls, model, limits
         self._budget, self._find_tenant, self._folder = budget, tenant, folder
@@ -60,13 +61,13 @@ class Batches:
         self._stopped = False
 
     def start(self) -> None:
-        """Goes on with what an earlier run has left."""
+        """Continues what an earlier run has left."""
         if waiting := self.store.unfinished():
             log.info("%d batches of an earlier run go on", len(waiting))
         self._pump()
 
     async def stop(self) -> None:
-        """Ends all work. What is not over goes on when the server starts again. Idempotent."""
+        """Stops all work; unfinished batches continue when the server starts again. Idempotent."""
         self._stopped = True
         tasks = list(self._tasks.values())
         for task in tasks:
@@ -76,16 +77,16 @@ class Batches:
     # -- what callers do -----------------------------------------------------------------------------------------------
 
     def check_open(self) -> None:
-        """Raises Unavailable once work has ended for good: a batch would be kept, and nobody would begin it."""
+        """Raises Unavailable once work has stopped for good: a new batch would be stored and never started."""
         if self._stopped:
             raise errors.draining()
 
     def created(self) -> None:
-        """There may be a new one in the store."""
+        """To be called when there may be a new batch in the store."""
         self._pump()
 
     async def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
-        """Ends it; one that is over stays as it is. Raises NotFound."""
+        """Cancels it; one that is over stays as it is. Raises NotFound."""
         record = self.store.get(tenant, batch_id)
         if not record.over and batch_id not in self._cancelled:
             self._cancelled.add(batch_id)
@@ -98,7 +99,7 @@ class Batches:
         return self.store.get(tenant, batch_id)
 
     async def delete(self, tenant: str, batch_id: str) -> None:
-        """Raises NotFound, and FailedPrecondition for one that is not over."""
+        """Deletes a batch. Raises NotFound, and FailedPrecondition for one that is not over."""
         record = self.store.get(tenant, batch_id)
         if not record.over:
             raise errors.FailedPrecondition(
@@ -108,7 +109,7 @@ class Batches:
         self._changed(batch_id)
 
     async def watch(self, tenant: str, batch_id: str) -> AsyncGenerator[BatchRecord, None]:
-        """The batch now and after changes, until it is over. Raises NotFound."""
+        """The batch now and after each change, until it is over. Raises NotFound."""
         last = None
         while True:
             record = self.store.get(tenant, batch_id)
@@ -129,7 +130,7 @@ class Batches:
     # -- running -------------------------------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Starts whoever's turn it is."""
+        """Starts the batches that are next."""
         busy = {record.tenant for record in self.store.unfinished() if record.batch_id in self._tasks}
         for record in self.store.unfinished():
             if self._stopped or len(self._tasks) >= self._limits.jobs:
@@ -143,8 +144,8 @@ class Batches:
         task.add_done_callback(lambda _: self._left(record.batch_id))
 
     def _left(self, batch_id: str) -> None:
-        """Its task is over, or never came to its first step. One that was to be cancelled, and was not in a moment to
-        be, is begun again and then finds itself cancelled."""
+        """Its task has ended, or was cancelled before its first step. A batch that was to be cancelled and had no task
+        is started again and then finds itself cancelled."""
         del self._tasks[batch_id]
         record = next((record for record in self.store.unfinished() if record.batch_id == batch_id), None)
         if record is not None and batch_id in self._cancelled and not self._stopped:
@@ -197,12 +198,12 @@ class Batches:
         await self._end(self.store.get(record.tenant, record.batch_id), "completed")
 
     def _update(self, batch_id: str, values: dict[str, Any]) -> None:
-        """The job has taken stock."""
+        """The job has counted its rows."""
         self.store.save(replace(self.store.record(batch_id), state="running", **values), on_disk=False)
         self._changed(batch_id)
 
     def _count(self, batch_id: str, tokens: int, failed: bool) -> None:
-        """A row more. The journal knows better; these numbers are for whoever watches."""
+        """Counts a row. These numbers are for progress reports; the journal is what counts after a restart."""
         if batch_id in self._tasks:
             record = self.store.record(batch_id)
             counted = replace(

@@ -1,1 +1,1 @@
-"""gRPC: protos in, protos out."""
+"""gRPC: services, statuses and the interceptor."""

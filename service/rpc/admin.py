@@ -1,4 +1,4 @@
-"""AdminService: an operator's few levers. Who may pull them is the interceptor's business."""
+"""AdminService: an operator's commands. The interceptor checks who may use them."""
 
 from __future__ import annotations
 

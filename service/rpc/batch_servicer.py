@@ -1,4 +1,4 @@
-"""BatchService over gRPC. Disk work leaves the event loop."""
+"""BatchService over gRPC. Disk work runs in threads."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
             )
             try:
                 record = await to_end(asyncio.ensure_future(committing))
-            finally:  # it is there even where its maker no longer waits to hear so
+            finally:  # the batch exists even where its creator no longer waits for the answer
                 self._batches.created()
         return batch_pb2.CreateBatchResponse(batch=self._proto(record))
 
@@ -105,7 +105,7 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
 
 
 def _read(path: Path, offset: int) -> bytes:
-    """A chunk of the file; nothing of one that is gone."""
+    """A chunk of the file; empty where the file is gone."""
     try:
         with path.open("rb") as file:
             file.seek(offset)

@@ -1,8 +1,9 @@
-"""The `Door` as gRPC's interceptor: metadata are its headers, and `StatusError`s end the call with gRPC's statuses.
+"""The `Door` as a gRPC interceptor: a call's metadata are its headers, and a `StatusError` ends it with a gRPC status.
 
-gRPC gets handlers whose requests are streams, also for methods that take one message, which look the same on the wire:
-it would otherwise read a message before it calls the handler. And messages are parsed here, because gRPC answers a
-malformed one with UNKNOWN and the parser's own words. It tells the size of a message only once all of it is there.
+gRPC is given handlers with streams of requests, also for methods that take one message, which looks the same on the
+wire: otherwise it would read a message before it calls the handler. Messages are parsed here, because gRPC answers a
+malformed one with UNKNOWN and the parser's own text. gRPC tells the size of a message only when all of it has
+arrived.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from service.answers.weigh import LIGHT, weigh
 from service.common import errors
 from service.rpc.statuses import abort
 
-# Probes have no key, and must hold while everything else is refused.
+# Probes have no key, and must work while everything else is refused.
 OPEN_SERVICES = ("/grpc.health.v1.Health/",)
 
 
@@ -56,7 +57,7 @@ class DoorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 def _as_streams(handler: Any, unary: Any, stream: Any) -> Any:
-    """A handler of raw messages with one of the two bodies, by what it answers."""
+    """A handler of raw messages with one of the two bodies, depending on whether it answers with a stream."""
     serializer = handler.response_serializer
     if handler.response_streaming:
         return grpc.stream_stream_rpc_method_handler(stream, response_serializer=serializer)
@@ -64,7 +65,7 @@ def _as_streams(handler: Any, unary: Any, stream: Any) -> Any:
 
 
 def _open(handler: Any, door: Door) -> Any:
-    """A handler for whoever has no key, of methods that take one message."""
+    """A handler for methods that need no key and take one message."""
 
     async def request(source: Any, context: Any) -> Any:
         try:
@@ -84,7 +85,7 @@ def _open(handler: Any, door: Door) -> Any:
 
 @dataclass
 class _Messages:
-    """Those of one call on its way through its handler. Methods raise StatusError, and whatever the handler raises."""
+    """The messages of one call. Methods raise StatusError, and whatever the handler raises."""
 
     handler: Any
     call: Admitted
@@ -113,13 +114,13 @@ class _Messages:
     async def _each(self, source: AsyncIterator[bytes]) -> AsyncIterator[Any]:
         while (data := await self._next(source)) is not None:
             request = await self._parsed(data)
-            # A stream's messages are consumed one by one: what they hold is counted by whoever keeps it.
+            # A stream's messages are consumed one by one: what they leave is counted by the code that keeps it.
             self.call.dropped(len(data))
             yield request
 
     async def _next(self, source: AsyncIterator[bytes]) -> bytes | None:
-        """Of a stream of requests. An upload holds space that it has reserved: it may not pause for as long as it
-        likes, as streams that answer may; those are bounded in number alone."""
+        """Requests of a stream. An upload holds space that it has reserved, so it may not pause for long; other streams
+        may, and are limited only in number."""
         if self.handler.response_streaming:
             return await anext(source, None)
         return await self.call.arrival(anext(source, None), seconds=self.call.limits.stall_timeout)

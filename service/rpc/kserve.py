@@ -31,12 +31,12 @@ from service.telemetry.call_context import current_call, set_current_call
 
 VERSION = "1"
 MAX_OPEN = 256
-"""Requests of one stream that are worked on at a time; the next is read when one has ended."""
+"""Requests of one stream that run at a time; the next is read when one has ended."""
 EXTENSIONS = ("model_repository", "model_configuration", "statistics", "parameters", "binary_tensor_data")
 
 
 class _Answer:
-    """Events -> ModelInferResponses of one request."""
+    """Converts the events of one request to ModelInferResponses."""
 
     def __init__(self, question: Question, id: str, model: str) -> None:
         self._question, self._id, self._model = question, id, model
@@ -46,7 +46,7 @@ class _Answer:
         self._usage: dict[str, int] = {}
 
     def add(self, event: Started | Delta | Finished) -> Any | None:
-        """A response that is due now, on a stream."""
+        """A response that is sent now, on a stream."""
         match event:
             case Delta() if self._question.stream:
                 return self.response(event.text, event.token_ids, "", final=False)
@@ -98,7 +98,7 @@ class _Statistics:
 
 
 class KServeServicer:
-    """The methods by their names on the wire. What they raise, `service.rpc.interceptor` turns into statuses."""
+    """The methods by their names on the wire. `service.rpc.interceptor` turns their errors into statuses."""
 
     def __init__(
         self, calls: Calls, model: model_pb2.Model, budget: ByteBudget, *, ready: Callable[[], bool], version: str
@@ -108,7 +108,7 @@ class KServeServicer:
         self._statistics = _Statistics()
 
     def handler(self) -> Any:
-        """What `add_generic_rpc_handlers` takes."""
+        """For `add_generic_rpc_handlers`."""
         methods = {}
         for method in POOL.FindServiceByName(SERVICE).methods:
             body = getattr(self, method.name, None) or _unimplemented(method.name)
@@ -201,7 +201,7 @@ class KServeServicer:
                     first = False
                 while tasks:
                     await asyncio.wait(tasks)
-            except Exception as error:  # handed to the call
+            except Exception as error:  # raised again in the call
                 await out.put(error)
             else:
                 await out.put(None)
@@ -219,7 +219,7 @@ class KServeServicer:
             await asyncio.gather(*ending, return_exceptions=True)
 
     async def _answer(self, request: Any, first: bool, context: Any, out: asyncio.Queue[Any]) -> None:
-        """One request of a stream: its failure is a message, and the stream goes on."""
+        """One request of a stream: if it fails, the stream gets an error message and goes on."""
         wrap = message("ModelStreamInferResponse")
         try:
             call = current_call()
@@ -227,7 +227,7 @@ class KServeServicer:
                 call.tenant.limits.admit("requests", 1)
             with self._budget.hold(call.tenant.name) as add:
                 add(request.ByteSize())
-                # media that it names are this request's, and not the stream's for as long as that lasts
+                # Bytes of media that it names are held by this request, and not until the stream ends.
                 mine = replace(call, hold_bytes=add, generations=0)
                 set_current_call(mine)
                 responses = self._responses(request, context.time_remaining(), streaming=True)
@@ -237,11 +237,11 @@ class KServeServicer:
                             await out.put(wrap(infer_response=response))
                 finally:
                     call.generations += mine.generations
-        except Exception as error:  # each becomes a message
+        except Exception as error:  # each becomes an error message
             status = errors.to_status(error)
             response = message("ModelInferResponse")(model_name=request.model_name, id=request.id)
             response.parameters["triton_final_response"].bool_param = True
-            # Triton's client hands on the text alone, so the id is in it too, as in Triton's own errors.
+            # Triton's client shows only the text, so the request id is in it too, as in Triton's own errors.
             prefix = f"[request id: {request.id[:128]}] " if request.id else ""
             text = f"{prefix}[{status.code.name}] {status.message}"
             await out.put(wrap(error_message=text, infer_response=response))

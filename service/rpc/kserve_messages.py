@@ -1,7 +1,7 @@
 """KServe's message classes, in a descriptor pool of their own.
 
-In the default pool their names belong to whichever package comes first, and a client library of the same process could
-then not be imported.
+In the default pool their names belong to the package that is imported first, and another client library in the same
+process could then not be imported.
 """
 
 from __future__ import annotations

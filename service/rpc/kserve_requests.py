@@ -1,4 +1,5 @@
-"""A ModelInferRequest -> a request of our own API. The fields are described in `service.rpc.kserve_tensors`."""
+"""Converts a ModelInferRequest to a request of our own API. The fields are described in
+`service.rpc.kserve_tensors`."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from service.common import errors
 from service.rpc.kserve_tensors import OUTPUTS, read_tensors
 
 LONGEST_TIMEOUT = 366 * 86400.0
-"""Seconds; a longer one is cut to it, so that no clock overflows."""
+"""Seconds; a longer timeout is cut to this, so that no clock overflows."""
 _OUR_PARAMETERS = {"triton_enable_empty_final_response", "timeout", "priority", "sequence_id", "sequence_start",
                    "sequence_end", "stream", "exclude_input_in_output"}  # fmt: skip
 _SAMPLING = frozenset(types_pb2.SamplingParams.DESCRIPTOR.fields_by_name) - {"n"}
@@ -25,7 +26,7 @@ _ROLES = {"system": 1, "user": 2, "assistant": 3, "tool": 4}
 
 @dataclass
 class Question:
-    """A ModelInferRequest as we understand it."""
+    """A parsed ModelInferRequest."""
 
     request: inference_pb2.GenerateRequest
     outputs: tuple[str, ...]
@@ -33,7 +34,7 @@ class Question:
     empty_final: bool
     timeout: float | None
     prefix: str = ""
-    """Of the answer's text: the prompt, where it is asked for."""
+    """Put before the answer's text: the prompt, where it is asked for."""
 
 
 def read_request(request: Any) -> Question:
@@ -44,7 +45,7 @@ def read_request(request: Any) -> Question:
     _fill_prompt(generate, tensors)
     if parameters.get("sequence_id"):
         raise errors.InvalidArgument("stateful sequences are not served", field="parameters.sequence_id")
-    # Triton counts from 1, the most urgent; 0 is its default
+    # Triton counts from 1, the most urgent; 0 is its default.
     generate.priority = -min(_count(parameters, "priority"), 2**31 - 1)
     wanted = tuple(output.name for output in request.outputs) or tuple(name for name, _, _ in OUTPUTS)
     if unknown := sorted(set(wanted) - {name for name, _, _ in OUTPUTS}):
@@ -60,7 +61,7 @@ def read_request(request: Any) -> Question:
 
 
 def _count(parameters: dict[str, Any], name: str) -> int:
-    """A whole number from 0; 0 where it is not there. Raises InvalidArgument."""
+    """An integer of at least 0; 0 where it is missing. Raises InvalidArgument."""
     value = parameters.get(name, 0)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise errors.InvalidArgument(
@@ -70,7 +71,7 @@ def _count(parameters: dict[str, Any], name: str) -> int:
 
 
 def _flag(tensors: dict[str, list[Any]], parameters: dict[str, Any], name: str, default: bool) -> bool:
-    """Of a BOOL input, else of a parameter. Raises InvalidArgument."""
+    """A BOOL input, else a parameter. Raises InvalidArgument."""
     value = _single(tensors, name) if name in tensors else parameters.get(name, default)
     if not isinstance(value, bool):
         raise errors.InvalidArgument(
@@ -80,8 +81,8 @@ def _flag(tensors: dict[str, list[Any]], parameters: dict[str, Any], name: str, 
 
 
 def _prefix(tensors: dict[str, list[Any]], parameters: dict[str, Any], stream: bool) -> str:
-    """What `exclude_input_in_output` = false puts before the answer, as Triton's vLLM backend does. Here the input is
-    left out unless a request says otherwise. Raises InvalidArgument."""
+    """The prompt, which `exclude_input_in_output` = false puts before the answer, as in Triton's vLLM backend. Here it
+    is excluded by default. Raises InvalidArgument."""
     name = "exclude_input_in_output"
     if _flag(tensors, parameters, name, True):
         return ""
@@ -153,7 +154,7 @@ _SURROGATE = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
 
 
 def _is_unicode(value: Any) -> bool:
-    """Whether every string in a JSON value can be written as UTF-8: two halves of a pair can, one alone cannot."""
+    """Whether all strings in a JSON value can be encoded as UTF-8: lone surrogates cannot."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:

@@ -1,4 +1,5 @@
-"""The gRPC methods: proto in, `Calls`, proto out. What they raise, `service.rpc.interceptor` turns into statuses."""
+"""The gRPC methods: a message in, `Calls`, a message out. `service.rpc.interceptor` turns their errors into
+statuses."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from service.telemetry.call_context import current_call
 
 T = TypeVar("T")
 LOOKING = 2
-"""Uploaded files that are looked into at a time."""
+"""Uploaded files whose headers are read at a time."""
 TOGETHER = 4
 """Files of one request that are fetched at a time."""
 Context: TypeAlias = Any
@@ -37,14 +38,14 @@ Context: TypeAlias = Any
 
 
 async def read(convert_request: Callable[[Any], T], request: Any) -> T:
-    """What the current call's message is as a request of ours, off the event loop where it is a large one."""
+    """Converts the current call's message to a request, in a thread where it is large."""
     if current_call().request_bytes < LIGHT:
         return convert_request(request)
     return await asyncio.to_thread(convert_request, request)
 
 
 async def converted(event: Event, convert_event: Callable[[Event], T]) -> T:
-    """An event as a message, off the event loop where it carries the scores of a prompt."""
+    """Converts an event to a message, in a thread where it has the scores of a prompt."""
     if isinstance(event, Finished) and event.prompt_logprobs:
         return await asyncio.to_thread(convert_event, event)
     return convert_event(event)
@@ -115,11 +116,12 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
 
 
 class MediaServicer(media_pb2_grpc.MediaServiceServicer):
-    """The spool over gRPC. Disk work leaves the event loop."""
+    """The spool over gRPC. Disk work runs in threads."""
 
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
-        # Apart: looking into a file waits for a process that decodes, and what others do in threads must not wait too.
+        # Separate threads: reading a file's header waits for a decoding process, and must not delay other work in
+        # threads.
         self._looking = ThreadPoolExecutor(LOOKING, thread_name_prefix="saccade-uploads")
 
     async def UploadMedia(
@@ -151,20 +153,20 @@ def _tenant() -> str:
 
 @contextlib.asynccontextmanager
 async def in_thread(manager: Any) -> AsyncIterator[Any]:
-    """A blocking context manager whose ends run in a thread. What was entered is left, also where the call ends in the
-    middle of entering."""
+    """A blocking context manager that is entered and left in a thread. It is left also where the call is cancelled
+    while it is being entered."""
     entering = asyncio.ensure_future(asyncio.to_thread(manager.__enter__))
     try:
         yield await to_end(entering)
     finally:
         if entering.done() and not entering.cancelled() and entering.exception() is None:
-            # what was not committed is deleted either way, so the body's exception is not its business
+            # An uncommitted upload is deleted in any case, so the body's exception does not matter here.
             await asyncio.shield(asyncio.to_thread(manager.__exit__, None, None, None))
 
 
 async def to_end(work: asyncio.Future[T]) -> T:
-    """Its result. A cancellation of the caller takes effect when it is over: what the caller then undoes must be
-    there."""
+    """The result of a thread. A cancellation of the caller takes effect when the thread is done, so that the caller can
+    undo what it did."""
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
@@ -183,8 +185,8 @@ def _media_to_proto(media: Media) -> media_pb2.Media:
 def media_resolver(
     spool: Spool, fetch: Callable[[MediaSource], Awaitable[bytes]] | None = None
 ) -> Callable[[GenerateSpec, bytes], Any]:
-    """What `Frontend.resolve` is on a server: media ids are read from the spool, URLs are `fetch`ed where that is
-    allowed. `fetch` counts its bytes as they come (`CallInfo.hold_bytes`)."""
+    """`Frontend.resolve` of a server: media ids are read from the spool, URLs are fetched with `fetch` where that is
+    allowed, which counts its bytes as they arrive (`CallInfo.hold_bytes`)."""
 
     async def one(source: MediaSource, tenant: str, places: asyncio.Semaphore) -> Any:
         if isinstance(source, VideoSource) and source.frames:
@@ -197,7 +199,7 @@ def media_resolver(
     async def fetched(source: MediaSource, tenant: str) -> Any:
         if source.media_id is not None:
             try:
-                # counted before it is read: what does not fit is never in memory
+                # Counted before it is read: what does not fit is never in memory.
                 current_call().hold_bytes(await asyncio.to_thread(spool.size, tenant, source.media_id))
                 data = await asyncio.to_thread(spool.read, tenant, source.media_id)
             except errors.NotFound as error:

@@ -1,4 +1,4 @@
-"""`StatusError`s as gRPC has them: a code, a message and trailers."""
+"""Converts `StatusError`s to gRPC: a code, a message and trailers."""
 
 from __future__ import annotations
 
