@@ -7,14 +7,18 @@ from typing import Any
 # hidden, layers, heads, kv heads, MLP width or (experts, chosen, width, shared width), value heads, tied
 PUBLISHED: dict[str, tuple[int, int, int, int, int | tuple[int, int, int, int], int, bool]] = {
     "0.8B": (1024, 24, 8, 2, 3584, 16, True),
+    "2B": (2048, 24, 8, 2, 6144, 16, True),
     "4B": (2560, 32, 16, 4, 9216, 32, True),
+    "9B": (4096, 32, 16, 4, 12288, 32, False),
     "27B": (5120, 64, 24, 4, 17408, 48, False),
     "35B-A3B": (2048, 40, 16, 2, (256, 8, 512, 512), 32, False),
 }
 # depth, width, heads, MLP width of the tower
 TOWERS = {
     "0.8B": (12, 768, 12, 3072),
+    "2B": (24, 1024, 16, 4096),
     "4B": (24, 1024, 16, 4096),
+    "9B": (27, 1152, 16, 4304),
     "27B": (27, 1152, 16, 4304),
     "35B-A3B": (27, 1152, 16, 4304),
 }

@@ -1,0 +1,84 @@
+"""`config.json` of published checkpoints of each family, as far as their values are known here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from published_qwen import PUBLISHED, published
+
+
+def minicpm() -> dict[str, Any]:
+    """MiniCPM-V 4.6: the decoder of Qwen3.5-0.8B under SigLIP2-400M."""
+    text = {**published("0.8B")["text_config"], "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 0}
+    return {
+        "model_type": "minicpmv4_6",
+        "image_token_id": 248056,
+        "text_config": text,
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+        "insert_layer_id": 6,
+        "vision_config": {
+            "hidden_size": 1152, "num_hidden_layers": 27, "num_attention_heads": 16, "intermediate_size": 4304,
+            "patch_size": 14, "image_size": 980,
+        },
+    }  # fmt: skip
+
+
+def bamba() -> dict[str, Any]:
+    """Bamba-9B."""
+    return {
+        "model_type": "bamba", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "attn_layer_indices": [9, 18, 27],
+        "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4,
+        "mamba_expand": 2, "mamba_chunk_size": 256, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144,
+        "tie_word_embeddings": False, "dtype": "bfloat16", "eos_token_id": 128001,
+    }  # fmt: skip
+
+
+def nemotron(pattern: str, **fields: Any) -> dict[str, Any]:
+    """A NemotronH decoder, by the letters of its layers."""
+    return {
+        "model_type": "nemotron_h", "hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern),
+        "vocab_size": 131072, "head_dim": 128, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4,
+        "dtype": "bfloat16", "eos_token_id": 2, **fields,
+    }  # fmt: skip
+
+
+NANO_9B = nemotron(
+    "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-", hidden_size=4480, num_attention_heads=40,
+    num_key_value_heads=8, intermediate_size=15680, mamba_num_heads=128, mamba_head_dim=80,
+)  # fmt: skip
+NANO_30B = nemotron(
+    "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", hidden_size=2688, num_attention_heads=32,
+    num_key_value_heads=2, intermediate_size=1856, mamba_num_heads=64, mamba_head_dim=64, n_routed_experts=128,
+    num_experts_per_tok=6, moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712,
+    routed_scaling_factor=2.5,
+)  # fmt: skip
+
+
+def omni() -> dict[str, Any]:
+    """Nemotron 3 Nano Omni: RADIO-H before that decoder."""
+    return {
+        "model_type": "nemotron_h_omni", "text_config": NANO_30B, "projector_hidden_size": 20480,
+        "image_token_id": 18, "dtype": "bfloat16",
+        "vision_config": {
+            "model_type": "radio", "hidden_size": 1280, "num_hidden_layers": 32, "num_attention_heads": 16
+        },
+    }  # fmt: skip
+
+
+def models() -> dict[str, dict[str, Any]]:
+    """By the name that docs/models.md has."""
+    qwen = {f"Qwen3.5-{name}": published(name) for name in PUBLISHED}
+    others = {"Nemotron-Nano-9B-v2": NANO_9B, "Nemotron-3-Nano-30B-A3B": NANO_30B, "Bamba-9B": bamba()}
+    return {**qwen, "MiniCPM-V-4.6": minicpm(), "Nemotron-3-Nano-Omni-30B-A3B": omni(), **others}
+
+
+HUB_IDS = {
+    **{f"Qwen3.5-{name}": f"Qwen/Qwen3.5-{name}" for name in PUBLISHED},
+    "MiniCPM-V-4.6": "openbmb/MiniCPM-V-4.6",
+    "Nemotron-Nano-9B-v2": "nvidia/NVIDIA-Nemotron-Nano-9B-v2",
+    "Nemotron-3-Nano-30B-A3B": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+    "Bamba-9B": "ibm-ai-platform/Bamba-9B",
+}
+"""What the hub calls them, as far as it is known here."""
