@@ -220,6 +220,19 @@ class VarlenJob : public Job {
     const VarlenAttention& a_;
 };
 
+// Why operations [first, last) cannot have these positions, [tokens, axes] or null.
+const char* why_not_positions(
+    const Model& m, int64_t first, int64_t last, const int64_t* positions, int64_t tokens, int64_t axes
+) {
+    for (int64_t i = first; i < last; i++) {
+        const Op& op = m.ops[i];
+        if (op.code != HEADS || !op.attention->pairs) continue;
+        if (!positions) return "a layer reads positions, and there are none";
+        return within(positions, tokens * axes, m.positions) ? nullptr : "a position is in no table";
+    }
+    return nullptr;
+}
+
 }  // namespace
 
 extern "C" {
@@ -232,7 +245,7 @@ const char* saccade_layout() { return layout_lines(); }
 // Runs the model's operations [first, last) on `m.x`.
 const char* saccade_step(const Model* model, const Step* step, int64_t first, int64_t last) {
     if (step->ids && !within(step->ids, step->tokens, model->vocab)) return "a token is not in the vocabulary";
-    if (step->positions && !within(step->positions, step->tokens * step->axes, model->positions)) return "a position is in no table";
+    if (const char* reason = why_not_positions(*model, first, last, step->positions, step->tokens, step->axes)) return reason;
     pool().run(StepJob(*model, *step, first, last), model->threads);
     return nullptr;
 }
@@ -246,7 +259,7 @@ void saccade_tower(const Tower* tower, const TowerStep* step, int64_t first, int
 const char* saccade_draft(const Model* model, Step* step, const Drafting* drafting) {
     if (!within(drafting->ids, drafting->due + drafting->rows, model->vocab)) return "a token is not in the vocabulary";
     const int64_t entries = drafting->due + drafting->passes * drafting->rows;
-    if (drafting->positions && !within(drafting->positions, entries * drafting->axes, model->positions)) return "a position is in no table";
+    if (const char* reason = why_not_positions(*model, 0, model->count, drafting->positions, entries, drafting->axes)) return reason;
     if (const char* reason = why_not(drafting->draws, drafting->rows, model->vocab, model->vocab)) return reason;
     draft(*model, *drafting, *step, [&](int64_t first, int64_t last) {
         pool().run(StepJob(*model, *step, first, last), model->threads);

@@ -268,3 +268,5 @@ def test_positions_outside_the_table_are_refused_by_compiled_code() -> None:
     for position in (-1, BASE["max_len"]):
         with pytest.raises(IndexError, match="a position is in no table"):
             runner.drafter.head.enter(row, row, torch.tensor([-1]), torch.tensor([[0, position, 0]]))
+    with pytest.raises(IndexError, match="a layer reads positions, and there are none"):
+        runner.drafter.head.enter(row, row, torch.tensor([-1]))
