@@ -1,1 +1,1 @@
-"""What an operator types."""
+"""The commands of `saccade` that need the server's packages."""

@@ -1,4 +1,4 @@
-"""The server's commands; the `saccade` command hands them to `main`."""
+"""The server's commands; the `saccade` command passes them to `main`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs one command. Returns the exit code: 0, 1 for a failure, 2 for options that make no sense."""
+    """Runs one command. Returns the exit code: 0, 1 for a failure, 2 for invalid options."""
     commands = {
         "serve": serve, "demo": demo, "plan": plan, "tune": tune, "quantize": quantize, "key": key, "probe": probe,
     }  # fmt: skip
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     try:
         return commands[argv[0]](argv[1:])
-    except ValueError as error:  # ConfigError and CheckpointError: the user's to mend, no traceback
+    except ValueError as error:  # configError and CheckpointError: the user can correct them, so no traceback
         print(f"saccade {argv[0]}: {error}", file=sys.stderr)
         return 2
     except EngineDied as error:  # while it was starting; its own log says why
@@ -41,7 +41,7 @@ def serve(argv: Sequence[str]) -> int:
     """`saccade serve [MODEL] [options]`"""
     parser = argparse.ArgumentParser("saccade serve", description="Serve a model over gRPC.")
     options = from_command_line(ServerOptions, parser, argv)
-    if options.role == "encoder":  # its maths is in this process; see service/common/helper_process.py
+    if options.role == "encoder":  # this process encodes; see service/common/helper_process.py
         os.environ.update({**SPINNING, **os.environ})
     from service.servers.run import run
 
@@ -49,7 +49,7 @@ def serve(argv: Sequence[str]) -> int:
 
 
 def plan(argv: Sequence[str]) -> int:
-    """`saccade plan [MODEL] [options]`: what `serve` would do with these options, before anything runs."""
+    """`saccade plan [MODEL] [options]`: what `serve` would do with these options, without running it."""
     parser = argparse.ArgumentParser(
         "saccade plan", description="Say what `saccade serve` would do with the same options, before it runs."
     )
@@ -121,8 +121,7 @@ def demo(argv: Sequence[str]) -> int:
 
 
 class ServerProcess:
-    """A `saccade serve` of this checkout, on a free port unless one is named, for the demo, the benchmarks and the
-    tests."""
+    """A `saccade serve` of this checkout, on a free port unless one is given, for the demo, benchmarks and tests."""
 
     def __init__(self, arguments: Sequence[str] = (), *, port: int = 0, timeout: float = 120.0) -> None:
         path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p)

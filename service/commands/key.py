@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str]) -> int:
-    """The key goes to standard error, this once; the entry, which holds only its hash, to standard output."""
+    """Prints the key to standard error, where it is shown this once, and the entry, which holds only its hash, to
+    standard output."""
     if len(argv) != 1 or not argv[0].isprintable() or set(argv[0]) & {'"', "\\"}:
         print("usage: saccade key NAME >> keys.toml", file=sys.stderr)
         return 2

@@ -36,12 +36,12 @@ AUTO_CHECKPOINTS = (
     "last multiple of chunks",
     "end of the answer",
 )
-"""What `auto` keeps of one request without images, at most; each image adds one."""
+"""Most states that `auto` keeps of one request without images; each image adds one."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A titled table of text cells; the first row of `rows` is the header."""
+    """A table of text cells with a title; the first row of `rows` is the header."""
 
     title: str
     rows: list[tuple[str, ...]]
@@ -56,7 +56,7 @@ class Table:
 
 
 def size(count: int) -> str:
-    """Bytes for people: 512 B, 1.5 KiB, 2.0 GiB."""
+    """Formats bytes for people: 512 B, 1.5 KiB, 2.0 GiB."""
     value, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:
@@ -66,7 +66,7 @@ def size(count: int) -> str:
 
 
 def plan(options: EngineOptions) -> list[Table]:
-    """The tables of the plan. Raises what the server would raise for the same options."""
+    """The tables of the plan. Raises the errors that the server would raise for the same options."""
     options = fetched(options, weights=False)
     checkpoint = open_checkpoint(options.model, options.revision, outline=True)
     check_role(options, checkpoint)
@@ -86,7 +86,7 @@ def plan(options: EngineOptions) -> list[Table]:
 
 
 def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
-    """Bytes by part, of a server of the role that `options` name."""
+    """Bytes by part, for a server of the role that `options` name."""
     device, item = decoder_options(options, checkpoint).device, resolve_dtype(options, checkpoint).itemsize
     rows: list[tuple[str, ...]] = [("part", "bytes", "what")]
     total = weight_bytes(options, checkpoint)
@@ -113,7 +113,7 @@ def memory_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
 
 
 def _decoder_memory(options: EngineOptions, checkpoint: Checkpoint, rows: list[tuple[str, ...]]) -> int:
-    """Adds the rows of what the decoder holds besides weights; returns its bytes."""
+    """Adds the rows of the decoder's memory besides weights; returns its bytes."""
     decoder, layout = decoder_options(options, checkpoint), arena_layout(options, checkpoint)
     graphs = graph_bytes(checkpoint.config.decoder, decoder)
     blocks = resolve_blocks(layout, decoder, graphs)
@@ -141,7 +141,7 @@ def _decoder_memory(options: EngineOptions, checkpoint: Checkpoint, rows: list[t
 
 
 def _checkpoints_row(decoder: DecoderOptions, layout: ArenaLayout, blocks: int) -> tuple[str, ...]:
-    """How many states can be kept for later requests, in the arena's memory that running requests leave."""
+    """How many states can be kept for later requests in the memory that running requests leave."""
     budget = most_checkpoints(decoder.checkpoint_bytes, layout.slot_bytes)
     beside = [max(0, blocks - layout.blocks_for(*load)) for load in ((1, 1), (decoder.max_seqs, decoder.max_len))]
     most, least = (count if budget is None else min(count, budget) for count in beside)
@@ -151,7 +151,7 @@ def _checkpoints_row(decoder: DecoderOptions, layout: ArenaLayout, blocks: int) 
 
 
 def weight_bytes(options: EngineOptions, checkpoint: Checkpoint) -> int:
-    """Of all weights that the role serves, as they are served: quantised ones as they are stored, or at load."""
+    """Bytes of all weights that the role serves, quantised where they are stored or loaded so."""
     item = resolve_dtype(options, checkpoint).itemsize
     total = checkpoint.served_bytes(options.role, item)
     if options.role == "encoder" or options.weights is None:
@@ -166,7 +166,7 @@ def arena_layout(options: EngineOptions, checkpoint: Checkpoint) -> ArenaLayout:
 
 
 def concurrency_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
-    """How many requests of a length run at once, and what stops the next one."""
+    """How many requests of a length run at once, and which limit stops the next one."""
     decoder, layout = decoder_options(options, checkpoint), arena_layout(options, checkpoint)
     blocks = resolve_blocks(layout, decoder, graph_bytes(checkpoint.config.decoder, decoder))
     rows: list[tuple[str, ...]] = [("tokens of each request", "at once", "bound by")]

@@ -1,1 +1,1 @@
-"""A checkpoint directory, read: configuration, weights, tokenizer, chat template; and quantised copies of it."""
+"""Reads checkpoint directories: configuration, weights, tokenizer, chat template; and writes quantised copies."""

@@ -12,7 +12,7 @@ from service.model.tokenizer import Tokenizer
 
 
 class ModelAssets:
-    """Of one model directory."""
+    """The assets of one model directory."""
 
     def __init__(self, config: ModelConfig, vision: VisionSpec | None) -> None:
         self.config, self.vision = config, vision
@@ -20,7 +20,7 @@ class ModelAssets:
         self.tokenizer = Tokenizer(file) if file.exists() else None
         self.image_token_id = config.image_token_id if vision is not None else None
         self.video_token_id = config.model.video_token_id if vision is not None else None
-        """Of models whose clips have placeholders of their own; None for others."""
+        """For models whose clips have placeholders of their own; None for others."""
         self.image_token, self.video_token = map(self._token, (self.image_token_id, self.video_token_id))
         self.template: ChatTemplate = load_template(
             config.path, image_token=self.image_token, video_token=self.video_token
@@ -32,15 +32,15 @@ class ModelAssets:
 
     @property
     def image_wrappers(self) -> tuple[str, str]:
-        """What stands around image tokens, where the vocabulary has that pair; else nothing."""
+        """The tokens around image tokens, where the vocabulary has that pair; else nothing."""
         wrappers = self.config.family.image_wrappers
         if wrappers is None or self.tokenizer is None or None in map(self.tokenizer.token_id, wrappers):
             return "", ""
         return wrappers
 
     def wrap_images(self, ids: list[int]) -> list[int]:
-        """Puts the family's image wrappers around image tokens that stand bare, where the vocabulary has them: the
-        released processor adds them after the template."""
+        """Puts the family's image wrappers around image tokens that have none, where the vocabulary has them: the
+        published processor adds them after the template."""
         if self.tokenizer is None or self.image_token_id not in ids or not all(self.image_wrappers):
             return ids
         start, end = map(self.tokenizer.token_id, self.image_wrappers)
@@ -56,7 +56,7 @@ class ModelAssets:
 
 def sampling_defaults(config: ModelConfig) -> dict[str, Any]:
     """Sampling fields that `generation_config.json` sets. `do_sample: false` means greedy. Raises CheckpointError for
-    values that no request could be served with.
+    values that no request could use.
     """
     source = config.generation
     defaults: dict[str, Any] = {}

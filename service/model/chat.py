@@ -1,4 +1,4 @@
-"""Chat messages -> prompt text, through the checkpoint's jinja2 template in a sandbox."""
+"""Renders chat messages to prompt text with the checkpoint's jinja2 template, in a sandbox."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from service.model.tokenizer import literal
 
 
 class Marked(str):
-    """Text of ours, in which image tokens are meant as such: the words of a clip."""
+    """Text from the server in which image tokens are meant as such: the text of a clip."""
 
 
 class Clip(Marked):
-    """Where a clip stands, in the messages of a model whose template has a token for clips: that token."""
+    """Marks the place of a clip in the messages of a model whose template has a token for clips; its text is that
+    token."""
 
 
 class ChatTemplate:
-    """`chat_template.jinja`, or the `chat_template` field of `tokenizer_config.json`. Thread-safe."""
+    """The chat template: `chat_template.jinja`, or the field `chat_template` of `tokenizer_config.json`.
+    Thread-safe."""
 
     def __init__(
         self, source: str | None, *, image_token: str | None, special_tokens: Mapping[str, str],
@@ -50,13 +52,13 @@ class ChatTemplate:
 
     @property
     def present(self) -> bool:
-        """Whether the checkpoint brought a template, or contents are only joined."""
+        """Whether the checkpoint has a template; otherwise contents are only joined."""
         return self._template is not None
 
     def render(self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None) -> str:
-        """The prompt text, one image token per image and one video token per `Clip`, ready for the assistant's turn.
+        """The prompt text, with one image token per image and one video token per `Clip`, up to the assistant's turn.
 
-        Text that spells such a token is marked as literal. Raises ValueError with the template's own words where it
+        Such tokens in a user's text are marked as literal. Raises ValueError with the template's own message where it
         refuses the messages.
         """
         parts = [part for message in messages for part in message.parts]
@@ -67,14 +69,15 @@ class ChatTemplate:
             return "\n".join(self._flat(message) for message in messages)
         text = self._render([self._structured(m) for m in messages], arguments)
         if self._missing(text, parts):
-            # A template made for text only prints a list as it is or drops it: give it strings.
+            # A template written for text only prints a list as it is or drops it: give it strings.
             text = self._render([{"role": m.role, "content": self._flat(m)} for m in messages], arguments)
             if missing := self._missing(text, parts):
                 raise ValueError(f"the chat template does not place all {missing} of these messages")
         return text
 
     def _missing(self, text: str, parts: Sequence[str | None]) -> str:
-        """What of images and clips is not there as often as it should be; empty where all are."""
+        """Describes the images and clips that the text does not have as often as it should; empty where all are
+        right."""
         for token in self._tokens:
             meant = sum(self._meant(part, token) for part in parts)
             spelled = sum(part.count(token) for part in parts if part is not None and not isinstance(part, Marked))
@@ -91,7 +94,7 @@ class ChatTemplate:
             raise ValueError(f"chat template: {error}") from None
 
     def _meant(self, part: str | None, token: str) -> int:
-        """Tokens of this kind that a part stands for."""
+        """Number of tokens of this kind that a part stands for."""
         if part is None:
             return int(token == self.image_token)
         return part.count(token) if isinstance(part, Marked) else 0
@@ -120,7 +123,7 @@ def load_template(path: Path, *, image_token: str | None, video_token: str | Non
     if (file := path / "chat_template.jinja").exists():
         source = file.read_text("utf-8")
     elif (field := config.get("chat_template")) is not None:
-        # either the text itself or a list of named templates
+        # Either the text itself or a list of named templates.
         source = field if isinstance(field, str) else _named(field)
     specials = {}
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
@@ -142,5 +145,5 @@ def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:  # fmt: skip
-    """As transformers has it: Jinja's own escapes characters of HTML."""
+    """As transformers does; Jinja's own filter escapes HTML characters."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

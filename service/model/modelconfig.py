@@ -1,4 +1,4 @@
-"""A model directory's JSON files -> `ModelConfig`; what they mean is its family's to say."""
+"""Reads a model directory's JSON files into a `ModelConfig`; the model's family interprets them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ WEIGHTS_KEY, WEIGHTS_FORMAT = "saccade_weights", 1
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """All that is read from a model directory but the weights."""
+    """Everything that is read from a model directory except the weights."""
 
     path: Path
     name: str
-    """What clients call the model: the directory's name, `demo`, or the hub id."""
+    """The name for clients: the directory's name, `demo`, or the hub id."""
     family: Family
     dtype: str
     """The dtype the checkpoint declares, `bfloat16` or `float32`."""
@@ -30,7 +30,7 @@ class ModelConfig:
     generation: Mapping[str, Any] = field(default_factory=dict)
     """`generation_config.json`: sampling defaults for fields that a request leaves unset."""
     weights: str | None = None
-    """How the checkpoint stores the decoder's linear layers: `int8`, `int4`, or None for plain tensors."""
+    """The format of the decoder's linear layers: `int8`, `int4`, or None for plain tensors."""
 
     @property
     def decoder(self) -> DecoderConfig:
@@ -46,7 +46,7 @@ class ModelConfig:
         return self.model.image_token_id
 
     def weight_targets(self) -> Callable[[str], list[Target]]:
-        """Stored name -> our tensors that it contributes to."""
+        """Maps a stored name to our tensors that it contributes to."""
         return self.family.weights(self.model)
 
 
@@ -81,7 +81,8 @@ def _weights_kind(path: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def _processor(path: Path, part: str, file: str) -> Mapping[str, Any]:
-    """A processor's settings: its part of `processor_config.json`, else a file of its own. Raises CheckpointError."""
+    """The settings of a processor: its part of `processor_config.json`, else a file of its own. Raises
+    CheckpointError."""
     for name in ("processor_config.json", file):
         content = optional_json(path / name)
         if part in content:

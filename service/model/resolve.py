@@ -1,4 +1,4 @@
-"""What options and a checkpoint come to together: the context length, and the vision part for it."""
+"""Values that options and checkpoint determine together: the context length, and the vision part for it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ DEFAULT_MAX_LEN = 8192
 
 
 def resolve_max_len(options: EngineOptions, checkpoint: Checkpoint) -> int:
-    """The model's context, at most 8192, unless the option says otherwise. Raises ConfigError for more than the model
-    was trained for where it reads positions; a model without them has none that forbid more.
+    """The context length: the model's, at most 8192, unless the option sets it. Raises ConfigError for more than the
+    model was trained for where it uses positions; a model without positions has no such limit.
     """
     decoder = checkpoint.config.decoder
     trained = decoder.max_position_embeddings

@@ -1,4 +1,4 @@
-"""Text to ids and back: `tokenizer.json` through the `tokenizers` library, and a detokeniser that streams."""
+"""Tokenizer and streaming detokenizer: `tokenizer.json` through the `tokenizers` library."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Safetensors files of a model directory: their tables, and tensors that are mapped one at a time.
 
-Each tensor is a mapping of its own, which goes when the tensor does: what is resident while a model loads is what has
-been laid out, and the tensors of one layer.
+Each tensor is a mapping of its own, which is freed with the tensor: while a model loads, memory holds only the finished
+weights and the tensors of one layer.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
     "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
-"""safetensors' names of dtypes that are read, and torch's."""
+"""Dtypes that can be read: safetensors' names and torch's."""
 AHEAD = 64 * 2**20
-"""Bytes behind a tensor that the kernel is asked to read meanwhile."""
+"""Bytes after a tensor that the kernel is asked to read ahead."""
 
 
 class WeightFiles:
-    """The tables of a directory's safetensors files. CheckpointError for what is missing, cut short or no table."""
+    """The tables of a directory's safetensors files. Raises CheckpointError where files are missing, cut short or
+    invalid."""
 
     def __init__(self, path: Path, *, optional: bool = False) -> None:
         """`optional`: whether there may be no files."""
@@ -53,11 +54,11 @@ class WeightFiles:
                 self.table[name] = Entry(str(entry["dtype"]), tuple(entry["shape"]), end - start)
                 self._places[name] = file, 8 + len(raw) + start
         self.digest = digest.hexdigest()
-        """Over the tables and samples of the content."""
+        """Digest of the tables and of samples of the content."""
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor, mapped; changing it changes no file."""
-        import torch  # not above: frontend processes read tables, not tensors
+        """Maps a tensor; writing to it changes no file."""
+        import torch  # not at the top: frontend processes read tables, not tensors
 
         entry, (file, offset) = self.table[name], self._places[name]
         if entry.dtype not in DTYPES:
@@ -80,7 +81,7 @@ class WeightFiles:
         return octets.view(dtype).view(entry.shape)
 
     def close(self) -> None:
-        """Files stay mapped where tensors are alive. Reading again opens them again."""
+        """Closes the files; they stay mapped while tensors are alive. Reading again opens them again."""
         while self._open:
             os.close(self._open.popitem()[1])
 

@@ -1,1 +1,1 @@
-"""What listens, and the life and death of its processes."""
+"""The processes of a server: what listens, how each starts, stops and is replaced."""

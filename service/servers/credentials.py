@@ -1,4 +1,4 @@
-"""The server's credentials, which follow their files: a renewed certificate is used from the next handshake on."""
+"""The server's TLS credentials, which follow their files: a renewed certificate is used from the next handshake on."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from service.common.watch import Watched
 def server_credentials(options: ServerOptions) -> Any:
     """`grpc.ServerCredentials` for the TLS options, or None without them. Raises ConfigError.
 
-    With `tls_client_ca`, clients must present a certificate that descends from it. Certificate, key and CA are read
-    again when any of them has changed.
+    With `tls_client_ca`, clients must present a certificate that this authority has signed. Certificate, key and CA are
+    read again when any of them has changed.
     """
     if options.tls_cert is None and options.tls_key is None and options.tls_client_ca is None:
         return None
@@ -32,7 +32,7 @@ def server_credentials(options: ServerOptions) -> Any:
     used = first = files.current()
 
     def fetch() -> Any:
-        """Called by gRPC before each handshake; None: as before."""
+        """Called by gRPC before each handshake; None: unchanged."""
         nonlocal used
         latest = files.current()
         if latest is used:

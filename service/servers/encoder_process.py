@@ -1,5 +1,5 @@
-"""The encoder process: `python -m service.servers.encoder_process FD`, started by `process_link.py`, which has the
-protocol. The encoder reads pixels from shared segments and writes rows into them."""
+"""The encoder process: `python -m service.servers.encoder_process FD`, started by `process_link.py`, which describes
+the protocol. The encoder reads pixels from shared segments and writes rows into them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from service.encoding.process_link import PlacedRows
 from service.encoding.segments import Segment, open_segment
 
 REPORTED = ("images", "batches", "real_tokens", "padded_tokens", "encode_seconds")
-"""Counters that the decoder's metrics show."""
+"""Counters that the decoder process shows in its metrics."""
 
 
 class SegmentWork:
-    """The `WorkSource` of this process: what has come through the socket and not been answered."""
+    """The `WorkSource` of this process: images that have come through the socket and not been answered."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -45,7 +45,7 @@ class SegmentWork:
             self._connection.send(message)
 
     def receive(self) -> None:
-        """Until the decoder is gone."""
+        """Reads messages until the decoder process has ended."""
         try:
             while True:
                 match self._connection.recv():
@@ -61,12 +61,12 @@ class SegmentWork:
                     case ("close",):
                         return
         except (EOFError, OSError):
-            pass  # the decoder is gone
+            pass  # the decoder process has ended
         finally:
             self._arrived.put(False)
 
     def wait(self) -> bool:
-        """Until there is something new. False: the end."""
+        """Waits for new work. False at the end."""
         return self._arrived.get()
 
     def _add(self, ticket: int, description: ItemDescription, segment: Segment, rows: PlacedRows) -> None:
@@ -75,7 +75,7 @@ class SegmentWork:
         self._arrived.put(True)
 
     def take(self, max_tokens: int | None = None) -> list[Work]:
-        """In the order of arrival, which is the decoder's."""
+        """In the order of arrival, which the decoder process has chosen."""
         taken: list[Work] = []
         total = 0
         for ticket, work in list(self._waiting.items()):
@@ -98,7 +98,7 @@ class SegmentWork:
 
 def main(descriptor: int) -> int:
     connection: Connection = Connection(descriptor)
-    # The decoder decides when to stop; a Ctrl-C in the terminal reaches the whole group and is not for this process.
+    # A Ctrl-C in the terminal reaches the whole process group; the decoder process decides when this process stops.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     options, log_level = connection.recv()
@@ -106,7 +106,7 @@ def main(descriptor: int) -> int:
         level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     keep_freed_memory()
-    with contextlib.suppress(EOFError, ConnectionError):  # the decoder is gone; so are its images
+    with contextlib.suppress(EOFError, ConnectionError):  # the decoder process has ended, and its images with it
         return _serve(connection, options)
     return 0
 
@@ -132,4 +132,4 @@ def _serve(connection: Connection, options: EngineOptions) -> int:
 if __name__ == "__main__":
     code = main(int(sys.argv[1]))
     sys.stderr.flush()
-    os._exit(code)  # threads of torch may outlive the interpreter's teardown and crash it
+    os._exit(code)  # threads of torch may outlive the interpreter and crash it

@@ -1,7 +1,7 @@
-"""`saccade serve --role encoder`: one encoder, its handoff, and the port where decoders attach.
+"""`saccade serve --role encoder`: an encoder, its handoff, and the port to which decoders connect.
 
-One process: the encoder's work is a few large operations, which leave the event loop room between them. The encoder
-runs on the thread that built it (see service/engine/engine.py on why).
+One process: the encoder's work is a few large operations, between which the event loop can run. The encoder runs on the
+thread that built it (service/engine/engine.py says why).
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ log = logging.getLogger(__name__)
 
 
 class EncoderThread:
-    """Builds an encoder and runs it, on one thread."""
+    """Builds and runs an encoder, on one thread."""
 
     def __init__(self, options: EngineOptions, *, on_death: Callable[[], None] = lambda: None) -> None:
-        """Raises ConfigError or CheckpointError. `on_death`: told once, from the thread, if the encoder fails."""
+        """Raises ConfigError or CheckpointError. `on_death` is called once, from the thread, if the encoder fails."""
         self._built: Future[tuple[LocalEncoder, Handoff, Partner]] = Future()
         self._wake, self._closing = threading.Event(), threading.Event()
         self._on_death = on_death
@@ -53,7 +53,7 @@ class EncoderThread:
         self.encoder, self.handoff, self.partner = self._built.result()
 
     def wake(self) -> None:
-        """The handoff has changed."""
+        """To be called when the handoff has changed."""
         self._wake.set()
         self.encoder.wake()
 
@@ -65,7 +65,7 @@ class EncoderThread:
         }
 
     def close(self) -> None:
-        """Stops after the launch under way. Idempotent."""
+        """Stops after the current batch. Idempotent."""
         self._closing.set()
         self._wake.set()
         self._thread.join()
@@ -73,7 +73,7 @@ class EncoderThread:
     def _main(self, options: EngineOptions) -> None:
         try:
             built = build_encoder(options)
-        except BaseException as error:  # the constructor's caller gets it
+        except BaseException as error:  # raised again in the constructor's caller
             self._built.set_exception(error)
             return
         self._built.set_result(built)
@@ -97,7 +97,7 @@ class EncoderThread:
 
 
 class EncoderServer:
-    """Listens for decoders. `start`, then `stop`."""
+    """The server that decoders connect to. `start`, then `stop`."""
 
     def __init__(self, options: ServerOptions, thread: EncoderThread) -> None:
         check_exposure(options)
@@ -117,7 +117,7 @@ class EncoderServer:
         self.port = self.metrics_port = 0
 
     async def start(self) -> None:
-        """Listens; health is SERVING on return. Raises ConfigError where the address cannot be had."""
+        """Listens; health is SERVING on return. Raises ConfigError where the address cannot be bound."""
         loop, thread = asyncio.get_running_loop(), self._thread
         servicer = self._servicer = EncoderServicer(
             thread.handoff, thread.partner, window_bytes=self.options.max_inflight_bytes // self.options.max_decoders,
@@ -126,7 +126,7 @@ class EncoderServer:
 
         def on_change() -> None:
             thread.wake()
-            with contextlib.suppress(RuntimeError):  # the loop may be gone at the end
+            with contextlib.suppress(RuntimeError):  # the loop may be closed at the end
                 loop.call_soon_threadsafe(servicer.poll)
 
         thread.handoff.on_change = on_change
@@ -142,7 +142,7 @@ class EncoderServer:
         self._set_health(True)
 
     async def stop(self, grace: float | None = None) -> None:
-        """Tells decoders to send nothing more, lets what is under way finish within `grace` seconds, then stops.
+        """Tells decoders to send nothing more, lets images in progress finish within `grace` seconds, then stops.
         Idempotent; may be cancelled and called again with less grace."""
         self._set_health(False)
         if self._servicer is not None:

@@ -1,9 +1,9 @@
 """The engine process: `python -m service.servers.engine_process FD`, started by `service.engine.engine_client`.
 
-Protocol on the socket pair FD, frontend to engine: the options first, then ("submit", request), which the
-descriptors of its images follow, ("abort", id),
-("query", number, what), ("close",). Engine to frontend: ("ready", info) or ("failed", message), then ("events", [...]),
-("answer", number, value, error). Either side treats the end of the stream as the death of the other.
+Protocol on the socket pair FD. Frontend to engine: the options first, then ("submit", request) followed by the
+descriptors of its images, ("abort", id), ("query", number, what), ("close",). Engine to frontend: ("ready", info) or
+("failed", message) first, then ("events", [...]), ("answer", number, value, error). Each side treats the end of the
+stream as the end of the other.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _serve(connection: Connection, options: EngineOptions) -> int:
         finally:
             engine.stop()
 
-    # What loading has made stays: looking through it again and again would stop the step for tens of milliseconds.
+    # Objects made while loading stay: garbage collections that visit them would delay a step by tens of milliseconds.
     gc.collect()
     gc.freeze()
     send(("ready", engine.info))
@@ -90,4 +90,4 @@ def _serve(connection: Connection, options: EngineOptions) -> int:
 if __name__ == "__main__":
     code = main(int(sys.argv[1]))
     sys.stderr.flush()
-    os._exit(code)  # threads of torch may outlive the interpreter's teardown and crash it
+    os._exit(code)  # threads of torch may outlive the interpreter and crash it

@@ -1,4 +1,4 @@
-"""The port: who may reach it, on which addresses, with which options of gRPC."""
+"""The port: on which addresses it listens, what it needs to be reachable by others, and gRPC's options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 def check_exposure(options: ServerOptions) -> None:
-    """Plain text and strangers are for this machine only, unless somebody says otherwise."""
+    """Raises ConfigError for an address that others can reach without TLS or without keys, unless `insecure` is set."""
     try:
         addresses = {entry[4][0] for entry in socket.getaddrinfo(options.host, None)}
     except OSError:
@@ -32,7 +32,7 @@ def check_exposure(options: ServerOptions) -> None:
 
 
 def listen(server: Any, options: ServerOptions, credentials: Any) -> int:
-    """Takes the address; returns the port. Raises ConfigError where it cannot be had."""
+    """Binds the address; returns the port. Raises ConfigError where it cannot be bound."""
     address = f"[{options.host}]" if ":" in options.host else options.host
     where = f"{address}:{options.port}"
     try:
@@ -50,7 +50,8 @@ def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", int(options.fronts > 1)),
         ("grpc.max_receive_message_length", options.max_message_bytes),
         ("grpc.max_send_message_length", options.max_message_bytes),
-        # Clients may ping a long silent generation every 10 s without being told to go away.
+        # Clients may ping every 10 s during a long generation without output, and gRPC must not close the connection
+        # for it.
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.keepalive_time_ms", 60_000),
@@ -58,7 +59,7 @@ def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.max_concurrent_streams", options.max_connection_streams),
     ]
-    # gRPC keeps its connections: without an age, clients never see the servers that were added after they connected.
+    # Connections have a maximum age, so that clients find servers that were added after they connected.
     for name in ("max_connection_age", "max_connection_age_grace"):
         if (seconds := getattr(options, name)) is not None:
             settings.append((f"grpc.{name}_ms", round(seconds * 1000)))

@@ -15,18 +15,18 @@ log = logging.getLogger(__name__)
 
 
 LIVENESS = "liveness"
-"""Health service that says whether restarting this process would help: SERVING through drains, warm-ups and restarts
-of the engine, until that is given up."""
+"""Health service that tells whether restarting this process would help: SERVING during drains, warm-ups and restarts of
+the engine, until no further engine will be started."""
 
 
 class SetHealth(Protocol):
-    """Sets the health of the server and its services and, where it is said, of `LIVENESS`. From any thread."""
+    """Sets the health of the server and its services and, if given, of `LIVENESS`. Can be called from any thread."""
 
     def __call__(self, serving: bool, live: bool | None = None, /) -> None: ...
 
 
 def add_standard_services(server: grpc.aio.Server, services: list[str]) -> SetHealth:
-    """Health and reflection, where their packages are installed. Returns what sets health."""
+    """Adds health and reflection, where their packages are installed. Returns a function that sets health."""
     names, set_health = list(services), _add_health(server, services)
     if set_health is not None:
         names.append("grpc.health.v1.Health")
@@ -41,7 +41,7 @@ def add_standard_services(server: grpc.aio.Server, services: list[str]) -> SetHe
 
 
 def _add_health(server: grpc.aio.Server, services: list[str]) -> SetHealth | None:
-    """What sets health; None where the package is not installed. `LIVENESS` is SERVING from here on."""
+    """A function that sets health; None where the package is not installed. `LIVENESS` is SERVING from here on."""
     try:
         from grpc_health.v1 import health, health_pb2, health_pb2_grpc
     except ImportError:
@@ -66,7 +66,7 @@ def _add_health(server: grpc.aio.Server, services: list[str]) -> SetHealth | Non
             pending.add(task)
             task.add_done_callback(pending.discard)
 
-        with contextlib.suppress(RuntimeError):  # the loop may be gone when the engine dies last
+        with contextlib.suppress(RuntimeError):  # the loop may be closed when the engine dies last
             loop.call_soon_threadsafe(start)
 
     set_health(False, True)

@@ -1,4 +1,4 @@
-"""Signals, and how a server stops when it is told to."""
+"""Signals, and how a server stops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class Stoppable(Protocol):
-    """What listens on a port."""
+    """A server that listens on a port."""
 
     port: int
 
@@ -21,7 +21,7 @@ class Stoppable(Protocol):
 
 
 def stop_signals() -> asyncio.Event:
-    """Set by SIGTERM and SIGINT."""
+    """An event that SIGTERM and SIGINT set."""
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
@@ -29,13 +29,13 @@ def stop_signals() -> asyncio.Event:
 
 
 async def until_stopped(server: Stoppable, stopping: asyncio.Event, options: ServerOptions) -> None:
-    """Says that the server is ready, and stops it when it is told to."""
+    """Prints the ready line, and stops the server on a signal."""
     print(f"saccade ready on {options.host}:{server.port}", flush=True)
     await stop_when_told(server, stopping, options.grace)
 
 
 async def stop_when_told(server: Stoppable, stopping: asyncio.Event, grace: float) -> None:
-    """With `grace` seconds for running calls, and when it is told so again at once."""
+    """Stops with `grace` seconds for running calls; at once on a second signal."""
     await stopping.wait()
     log.info("stopping: running calls get %.0f s", grace)
     stopping.clear()

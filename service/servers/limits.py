@@ -1,4 +1,4 @@
-"""Options -> the limits of the rooms below."""
+"""Converts options to the limits of the other packages."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def frontend_limits(options: ServerOptions) -> FrontendLimits:
 
 
 def byte_budget(options: ServerOptions) -> ByteBudget:
-    """Half of it is the most that one tenant with a key may have, but always a message of the largest size."""
+    """One tenant with a key gets at most half of it, but always a message of the largest size."""
     return ByteBudget(options.max_inflight_bytes, max(options.max_inflight_bytes // 2, options.max_message_bytes))
 
 
 def door_limits(options: ServerOptions, max_len: int = 0) -> DoorLimits:
-    """`max_len`: tokens of the model's context, where messages may hold as many ids."""
+    """`max_len`: tokens of the model's context, which bounds the ids in a message."""
     return DoorLimits(
         options.stall_timeout, options.receive_timeout, options.max_message_bytes, options.max_tenant_calls,
         max(max_len, MIN_IDS),

@@ -1,4 +1,5 @@
-"""The same engine and frontend without a server, for `saccade.LocalClient`: protos in, protos out, in this process."""
+"""The same engine and frontend without a server, for `saccade.LocalClient`: messages in, messages out, in this
+process."""
 
 from __future__ import annotations
 
@@ -26,12 +27,12 @@ Message: TypeAlias = inference_pb2.StreamGenerateResponse | errors.StatusError |
 
 
 class LocalService:
-    """Owns a thread with an event loop and, behind it, the engine's threads. Methods may be called from any thread."""
+    """Owns a thread with an event loop, and the engine's threads. Methods can be called from any thread."""
 
     def __init__(
         self, model: str = "demo", dtype: str | None = None, device: str | None = None, **options: Any
     ) -> None:
-        """`options`: any option of the server by name. Raises InvalidArgument with what would work instead."""
+        """`options`: any option of the server by name. Raises InvalidArgument with a value that would work."""
         try:
             named = from_keywords(ServerOptions, {"model": model, "dtype": dtype, "device": device, **options})
             self.options = fetched(named)
@@ -104,7 +105,7 @@ class LocalService:
         return model_pb2.ListModelsResponse(models=[self._model])
 
     def stream(self, request: inference_pb2.GenerateRequest, timeout: float | None = None) -> LocalStream:
-        """Starts an answer that is given as it is written."""
+        """Starts a streamed answer."""
         messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
 
         async def pump() -> None:
@@ -118,13 +119,13 @@ class LocalService:
             except asyncio.CancelledError:
                 messages.put(errors.Cancelled("the stream has been closed"))
                 raise
-            except Exception as error:  # raised where it is read
+            except Exception as error:  # raised where the stream is read
                 messages.put(errors.to_status(error))
 
         return LocalStream(self._run(pump()), messages)
 
     def get_model(self) -> model_pb2.Model:
-        """What the model takes and gives."""
+        """The model's identity and limits."""
         return self._model
 
     def stats(self, *, integrity: bool = False) -> dict[str, Any]:
@@ -132,7 +133,7 @@ class LocalService:
         return self._frontend.engine.query("integrity" if integrity else "stats").result()
 
     def close(self) -> None:
-        """Stops the engine and its threads; what is running ends as cancelled. Idempotent."""
+        """Stops the engine and its threads; running calls end as cancelled. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -144,13 +145,13 @@ class LocalService:
 
 
 class LocalCall:
-    """One unary call. Methods may be called from any thread."""
+    """One unary call. Methods can be called from any thread."""
 
     def __init__(self, future: Future[Any]) -> None:
         self._future = future
 
     def result(self) -> Any:
-        """The answer, or StatusError."""
+        """Waits for the answer. Raises StatusError."""
         try:
             return self._future.result()
         except CancelledError:
@@ -162,7 +163,7 @@ class LocalCall:
 
 
 class LocalStream:
-    """The messages of one answer. `cancel` may be called from any thread."""
+    """The messages of one answer. `cancel` can be called from any thread."""
 
     def __init__(self, future: Future[None], messages: queue.SimpleQueue[Message]) -> None:
         self._future, self._messages = future, messages
@@ -174,19 +175,19 @@ class LocalStream:
         except queue.Empty:
             raise TimeoutError from None
         if isinstance(message, errors.StatusError):
-            self._messages.put(message)  # for whoever reads on
+            self._messages.put(message)  # for further calls of this method
             raise message
         return message
 
     def cancel(self) -> None:
         """Frees what the request holds. Idempotent."""
         if self._future.cancel():
-            # It may never have begun, and then nothing of it tells the reader.
+            # Where it has not started, nothing of it wakes the reader.
             self._messages.put(errors.Cancelled("the stream has been closed"))
 
 
 async def _cancel_all() -> None:
-    """Ends what runs on the loop, and waits until it is over: nothing may be left pending when the loop closes."""
+    """Cancels the tasks on the loop and waits until they have ended: none may be pending when the loop closes."""
     loop = asyncio.get_running_loop()
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:

@@ -1,4 +1,4 @@
-"""`saccade serve`: one server, several frontends over one engine, or an encoder alone."""
+"""Runs `saccade serve`: one server, several frontends over one engine, or an encoder alone."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def run(options: ServerOptions) -> int:
     )
     options = fetched(options)
     if options.role == "encoder":
-        from service.servers.encoder_server import serve_encoder  # not above: it has torch, and a frontend has not
+        # Not at the top: it imports torch, and a frontend does not.
+        from service.servers.encoder_server import serve_encoder
 
         return asyncio.run(serve_encoder(options))
     if options.fronts > 1:

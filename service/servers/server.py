@@ -1,6 +1,6 @@
-"""The gRPC server: options, services, health, life and death.
+"""The gRPC server: options, services, health, start and stop.
 
-Order at the end: health NOT_SERVING, new calls refused, running calls get their grace, then the engine stops.
+To stop: health becomes NOT_SERVING, new calls are refused, running calls get their grace, then the engine stops.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ log = logging.getLogger(__name__)
 
 
 class Server:
-    """One listening server over one engine. `start`, then `wait` or `stop`."""
+    """A listening server over one engine. `start`, then `wait` or `stop`."""
 
     has_batches = True
 
@@ -109,8 +109,8 @@ class Server:
         self.metrics_port = 0
 
     async def start(self) -> None:
-        """Listens and warms up; health is SERVING on return. Raises ConfigError where the address cannot be had or the
-        model cannot answer."""
+        """Listens and warms up; health is SERVING on return. Raises ConfigError where the address cannot be bound or
+        the model cannot answer."""
         self.frontend.start()
         if self.frontend.assets.vision is not None:
             self.image_pool.start()
@@ -134,7 +134,7 @@ class Server:
             self._batches().start()
 
     def _refusal(self) -> errors.StatusError | None:
-        """Why no call is taken now, if none is."""
+        """Why no call is accepted now; None if calls are."""
         if self._draining:
             return errors.draining()
         if self._warming:
@@ -142,14 +142,14 @@ class Server:
         return None
 
     async def _sweep(self) -> None:
-        """Uploads leave the disk soon after their time, also where nothing new arrives."""
+        """Deletes expired uploads soon after their time, also where nothing new arrives."""
         while True:
             await asyncio.sleep(min(60.0, self.options.media_ttl))
             await asyncio.to_thread(self.spool.sweep)
             await asyncio.to_thread(self._batch_store.sweep)
 
     def _add_services(self, server: grpc.aio.Server) -> list[str]:
-        """Registers what clients speak to; returns the services' full names."""
+        """Adds the services; returns their full names."""
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(self.calls), server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self._model), server)
         media_pb2_grpc.add_MediaServiceServicer_to_server(MediaServicer(self.spool), server)
@@ -187,7 +187,7 @@ class Server:
         return Spool(*arguments, **keywords)
 
     def _drain_asked(self) -> None:
-        """By an operator."""
+        """Drains the server, as an operator asked for."""
         self.drain()
 
     def _open_batches(self) -> BatchStore:
@@ -204,7 +204,7 @@ class Server:
 
     @contextlib.contextmanager
     def _folder(self, option: str) -> Iterator[Path]:
-        """The folder that an option names, else a temporary one. Trouble with it is a ConfigError."""
+        """The folder that an option names, else a temporary one. Raises ConfigError where it cannot be used."""
         folder = getattr(self.options, option)
         if folder is None:
             folder = self._ends.enter_context(
@@ -214,11 +214,11 @@ class Server:
             yield Path(folder)
         except OSError as error:
             raise ConfigError(f"{option}: {folder}: {error.strerror}") from None
-        except errors.StatusError as error:  # what is there cannot be looked at now
+        except errors.StatusError as error:  # the file's header cannot be read at present
             raise ConfigError(f"{option}: {folder}: {error.message}") from error
 
     def _batches(self) -> Batches:
-        """Made on the event loop."""
+        """Created on the event loop."""
         if self.batches is None:
             options = self.options
             self.batches = Batches(
@@ -246,7 +246,7 @@ class Server:
         }
 
     def drain(self) -> None:
-        """New generations are refused and health says so; running ones go on, those of batches excepted."""
+        """Refuses new generations and sets health; running ones go on, except those of batches."""
         if not self._draining and self.batches is not None:
             self._draining_batches = asyncio.ensure_future(self.batches.stop())
         self._draining = True
@@ -259,14 +259,15 @@ class Server:
         if self.batches is not None:
             await self.batches.stop()
         with contextlib.suppress(TimeoutError):
-            # The port stays open meanwhile, so that new calls are told DRAINING; a closed one would only say CANCELLED.
+            # The port stays open meanwhile, so that new calls get DRAINING; with a closed one they would only get
+            # CANCELLED.
             async with asyncio.timeout(self.options.grace if grace is None else grace):
                 await self.frontend.idle.wait()
         if self.options.sizes_file is not None and self.frontend.engine.alive:
             try:
                 sizes = await asyncio.wrap_future(self.frontend.engine.query("histogram"))
                 await asyncio.to_thread(record_sizes, Path(self.options.sizes_file), sizes)
-            except EngineDied as error:  # the rest has to stop all the same
+            except EngineDied as error:  # everything else has to be stopped all the same
                 log.error("sizes_file: %s is not written: %s", self.options.sizes_file, error)
         if self._server is not None:
             await self._server.stop(grace=1.0 if self.frontend.idle.is_set() else 0)
@@ -277,16 +278,17 @@ class Server:
         await asyncio.get_running_loop().run_in_executor(None, self._ends.close)
 
     def engine_changed(self, alive: bool) -> None:
-        """Health follows the engine; running calls are told by their own events. May be called from any thread."""
+        """Sets health by the engine's state; running calls get their own events. Can be called from any thread."""
         self._set_health(alive and self._refusal() is None)
 
     def engine_given_up(self) -> None:
-        """No engine is started any more: only a new process helps, and liveness says so. From any thread."""
+        """No further engine will be started: only a new process helps, so liveness is NOT_SERVING. Called from any
+        thread."""
         self._set_health(False, False)
 
 
 def _say_what_is_off(info: EngineInfo) -> None:
-    """Of the packages that a server can do without; health, reflection and metrics speak for themselves."""
+    """Logs which optional packages are missing; health, reflection and metrics log that themselves."""
     if not has_details():
         log.warning("googleapis-common-protos is not installed: errors have no reason, field or time to wait")
     if info.takes_video and "MP4" not in video_formats():
