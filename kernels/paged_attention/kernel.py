@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from kernels.launch import by_architecture, launch
-from kernels.varlen_attention.kernel import find_segment
+from kernels.paged_attention.attend_kernel import attend, merge
+from kernels.paged_attention.write_kernel import write_kv
+
+__all__ = ["decode_attention", "decode_attention_after", "extend_attention", "write_kv"]
 
 MAX_SPLITS = 32
 SPLIT_KEYS = 512
@@ -35,263 +37,22 @@ class Tile:
 
 
 # By architecture, then by the queries that a row brings (tokens x G): at most 16, at most 64, more. Chosen for zero
-# spills at head size 128.
+# spills, at head sizes up to 128 and beyond (256).
 TILES = {
     "sm_80": (Tile(16, 64, 4, 3), Tile(64, 32, 8, 3), Tile(64, 64, 8, 3)),
     "sm_90": (Tile(16, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
     "sm_100": (Tile(16, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
     "gfx942": (Tile(16, 32, 4, 1), Tile(64, 32, 4, 1), Tile(128, 32, 8, 1)),
 }
+TILES_WIDE = {
+    "sm_80": (Tile(16, 64, 4, 3), Tile(64, 32, 8, 3), Tile(64, 64, 8, 2)),
+    "sm_90": (Tile(16, 64, 4, 3), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
+    "sm_100": (Tile(16, 64, 4, 3), Tile(64, 32, 8, 3), Tile(128, 32, 8, 3)),
+    "gfx942": (Tile(16, 32, 4, 1), Tile(64, 32, 4, 1), Tile(128, 32, 8, 1)),
+}
+WIDE = 128
+"""The widest head of `TILES`."""
 TILES_FLOAT32 = (Tile(16, 16, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))
-
-
-@triton.jit
-def _update(q, k, v, m_open, acc, top, total, scale):  # type: ignore[no-untyped-def]
-    """One block of keys: `acc`, `top` (largest score, base 2) and `total` of the running softmax."""
-    scores = tl.dot(q, k, input_precision="ieee") * scale
-    scores = tl.where(m_open, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = tl.exp2(scores - shift[:, None])
-    decay = tl.exp2(top - shift)
-    acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-    return acc, new_top, total * decay + tl.sum(weights, 1)
-
-
-@triton.jit(do_not_specialize=["rows", "tokens", "skip"])
-def _attend(  # type: ignore[no-untyped-def]
-    p_q,  # [T, Q, P]
-    p_k,  # [T, K, P]: new keys
-    p_v,  # [T, K, P]
-    p_pool,  # [B, 2, S, K, P]
-    p_tables,  # [R, W]
-    p_lengths,  # [R]: DECODE: keys, the new one included; else keys before the new ones
-    p_starts,  # [R + 1]
-    p_places,  # [T]
-    p_out,  # [T, Q, P]
-    p_part,  # [L, T, Q, P] float32
-    p_lse,  # [L, T, Q] float32
-    rows,
-    tokens,
-    skip,
-    scale,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
-    pool_page,
-    pool_side,
-    pool_place,
-    pool_head,
-    table_row,
-    out_token,
-    out_head,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    P: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    DECODE: tl.constexpr,
-    FRESH: tl.constexpr,
-    WRITE: tl.constexpr,
-    SKIPS: tl.constexpr,
-):
-    PER_BLOCK: tl.constexpr = BLOCK_M // GROUP
-    i_head = tl.program_id(1)
-    i_split = tl.program_id(2)
-    if DECODE:
-        i_row = tl.program_id(0)
-        begin = i_row
-        first = 0
-        count = 1
-        length = tl.load(p_lengths + i_row).to(tl.int32)
-        new = tl.where(length > 0, 1, 0) if FRESH else 0
-        old = length - new
-    else:
-        # Row number `rows` is what lies behind the last row: padding, which gets zeros.
-        i_block = tl.program_id(0)
-        i_row = find_segment(p_starts, rows + 1, i_block, PER_BLOCK)
-        real = i_row < rows
-        begin = tl.load(p_starts + i_row).to(tl.int32)
-        end = tl.load(p_starts + i_row + 1, mask=real, other=tokens).to(tl.int32)
-        first = (i_block - begin // PER_BLOCK - i_row) * PER_BLOCK
-        count = end - begin
-        if first >= count:
-            return
-        old = tl.load(p_lengths + i_row, mask=real, other=0).to(tl.int32)
-        new = tl.where(real, tl.minimum(first + PER_BLOCK, count), 0)
-
-    o_m = tl.arange(0, BLOCK_M)
-    o_p = tl.arange(0, BLOCK_P)
-    o_n = tl.arange(0, BLOCK_N)
-    o_token = first + o_m // GROUP
-    o_query = i_head * GROUP + o_m % GROUP
-    m_m = (o_m < PER_BLOCK * GROUP) & (o_token < count)
-    m_p = o_p < P
-    o_global = (begin + o_token).to(tl.int64)
-    q = tl.load(
-        p_q + (o_global * q_token + o_query * q_head)[:, None] + o_p[None, :],
-        mask=m_m[:, None] & m_p[None, :],
-        other=0.0,
-    )
-
-    if WRITE:
-        if i_split == 0:
-            o_w = tl.arange(0, BLOCK_W)
-            o_new = (begin + first + o_w).to(tl.int64)
-            m_new = (o_w < PER_BLOCK) & (first + o_w < count)
-            place = tl.load(p_places + o_new, mask=m_new, other=-1).to(tl.int64)
-            m_w = (place >= 0)[:, None] & m_p[None, :]
-            at = (place // SIZE) * pool_page + (place % SIZE) * pool_place + i_head * pool_head
-            at = at[:, None] + o_p[None, :]
-            k_new = tl.load(p_k + (o_new * k_token + i_head * k_head)[:, None] + o_p[None, :], mask=m_w, other=0.0)
-            v_new = tl.load(p_v + (o_new * v_token + i_head * v_head)[:, None] + o_p[None, :], mask=m_w, other=0.0)
-            tl.store(p_pool + at, k_new, mask=m_w)
-            tl.store(p_pool + pool_side + at, v_new, mask=m_w)
-
-    blocks_old = tl.cdiv(old, BLOCK_N)
-    blocks = blocks_old + (tl.cdiv(new, BLOCK_N) if FRESH else 0)
-    # Shares depend on the row's own length alone, so that no other row of the batch changes how it is rounded.
-    share = tl.maximum(tl.cdiv(blocks, SPLITS), SPLIT // BLOCK_N) if SPLITS > 1 else blocks
-    low = i_split * share
-    high = tl.minimum(low + share, blocks)
-    acc = tl.zeros([BLOCK_M, BLOCK_P], tl.float32)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-
-    p_table = p_tables + i_row.to(tl.int64) * table_row
-    p_side = p_pool + i_head.to(tl.int64) * pool_head
-    for i in range(low, tl.minimum(high, blocks_old)):
-        o_key = i * BLOCK_N + o_n
-        m_n = o_key < old
-        if SKIPS:
-            m_n = m_n & (o_key >= skip)
-        page = tl.load(p_table + o_key // SIZE, mask=m_n, other=0).to(tl.int64)
-        at = page * pool_page + (o_key % SIZE) * pool_place
-        k = tl.load(p_side + at[None, :] + o_p[:, None], mask=m_n[None, :] & m_p[:, None], other=0.0)
-        v = tl.load(p_side + pool_side + at[:, None] + o_p[None, :], mask=m_n[:, None] & m_p[None, :], other=0.0)
-        acc, top, total = _update(q, k, v, m_n[None, :], acc, top, total, scale)
-    if FRESH:
-        p_k_head = p_k + i_head.to(tl.int64) * k_head
-        p_v_head = p_v + i_head.to(tl.int64) * v_head
-        for i in range(tl.maximum(low, blocks_old), high):
-            o_key = (i - blocks_old) * BLOCK_N + o_n
-            m_n = o_key < new
-            at = (begin + o_key).to(tl.int64)
-            k = tl.load(p_k_head + (at * k_token)[None, :] + o_p[:, None], mask=m_n[None, :] & m_p[:, None], other=0.0)
-            v = tl.load(p_v_head + (at * v_token)[:, None] + o_p[None, :], mask=m_n[:, None] & m_p[None, :], other=0.0)
-            m_open = m_n[None, :] & (o_key[None, :] <= o_token[:, None])
-            acc, top, total = _update(q, k, v, m_open, acc, top, total, scale)
-
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    m_out = m_m[:, None] & m_p[None, :]
-    if SPLITS == 1:
-        p_o = p_out + (o_global * out_token + o_query * out_head)[:, None] + o_p[None, :]
-        tl.store(p_o, acc.to(p_out.dtype.element_ty), mask=m_out)
-    else:
-        at = (i_split.to(tl.int64) * tokens + o_global) * HEADS + o_query
-        tl.store(p_part + at[:, None] * P + o_p[None, :], acc, mask=m_out)
-        tl.store(
-            p_lse + at, tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf")), mask=m_m
-        )
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def _merge(  # type: ignore[no-untyped-def]
-    p_part,  # [L, T, Q, P] float32
-    p_lse,  # [L, T, Q] float32: log2 of each split's total
-    p_out,  # [T, Q, P]
-    tokens,
-    out_token,
-    out_head,
-    HEADS: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-):
-    i_token = tl.program_id(0).to(tl.int64)
-    i_head = tl.program_id(1)
-    o_l = tl.arange(0, BLOCK_L)
-    o_p = tl.arange(0, BLOCK_P)
-    m_l = o_l < SPLITS
-    m_p = o_p < P
-    at = (o_l.to(tl.int64) * tokens + i_token) * HEADS + i_head
-    lse = tl.load(p_lse + at, mask=m_l, other=float("-inf"))
-    top = tl.max(lse, 0)
-    weight = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top))
-    m_part = (m_l & (weight > 0))[:, None] & m_p[None, :]
-    part = tl.load(p_part + at[:, None] * P + o_p[None, :], mask=m_part, other=0.0)
-    total = tl.sum(weight, 0)
-    out = tl.sum(part * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
-    tl.store(p_out + i_token * out_token + i_head * out_head + o_p, out.to(p_out.dtype.element_ty), mask=m_p)
-
-
-@triton.jit
-def _write(  # type: ignore[no-untyped-def]
-    p_pool,  # [B, 2, S, K, P]
-    p_k,  # [T, K, P]
-    p_v,  # [T, K, P]
-    p_places,  # [T]
-    pool_page,
-    pool_side,
-    pool_place,
-    pool_head,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
-    SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    i_token = tl.program_id(0).to(tl.int64)
-    place = tl.load(p_places + i_token).to(tl.int64)
-    if place < 0:
-        return
-    o_h = tl.arange(0, BLOCK_H)[:, None]
-    o_p = tl.arange(0, BLOCK_P)[None, :]
-    m = (o_h < HEADS) & (o_p < P)
-    p_to = p_pool + (place // SIZE) * pool_page + (place % SIZE) * pool_place + o_h * pool_head + o_p
-    tl.store(p_to, tl.load(p_k + i_token * k_token + o_h * k_head + o_p, mask=m, other=0.0), mask=m)
-    tl.store(p_to + pool_side, tl.load(p_v + i_token * v_token + o_h * v_head + o_p, mask=m, other=0.0), mask=m)
-
-
-def write_kv(pool_B2SKP: Tensor, k_TKP: Tensor, v_TKP: Tensor, places_T: Tensor) -> None:
-    """As the reference. No host sync."""
-    tokens, heads, width = k_TKP.shape
-    assert pool_B2SKP.stride(-1) == k_TKP.stride(-1) == v_TKP.stride(-1) == 1
-    launch(
-        _write,
-        (tokens,),
-        p_pool=pool_B2SKP,
-        p_k=k_TKP,
-        p_v=v_TKP,
-        p_places=places_T,
-        pool_page=pool_B2SKP.stride(0),
-        pool_side=pool_B2SKP.stride(1),
-        pool_place=pool_B2SKP.stride(2),
-        pool_head=pool_B2SKP.stride(3),
-        k_token=k_TKP.stride(0),
-        k_head=k_TKP.stride(1),
-        v_token=v_TKP.stride(0),
-        v_head=v_TKP.stride(1),
-        SIZE=pool_B2SKP.shape[2],
-        HEADS=heads,
-        P=width,
-        BLOCK_H=triton.next_power_of_2(heads),
-        BLOCK_P=triton.next_power_of_2(width),
-        num_warps=4,
-    )
 
 
 def decode_attention(
@@ -338,9 +99,10 @@ def extend_attention(
     )
 
 
-def tile(dtype: torch.dtype, device: torch.device, queries: int) -> Tile:
-    """The configuration for rows of about so many queries (tokens x G)."""
-    few, some, many = TILES_FLOAT32 if dtype == torch.float32 else by_architecture(TILES, device)
+def tile(dtype: torch.dtype, device: torch.device, queries: int, width: int) -> Tile:
+    """The configuration for rows of about so many queries (tokens x G) with heads of this width."""
+    table = TILES if width <= WIDE else TILES_WIDE
+    few, some, many = TILES_FLOAT32 if dtype == torch.float32 else by_architecture(table, device)
     return few if queries <= 16 else some if queries <= 64 else many
 
 
@@ -374,7 +136,7 @@ def _launch(
     kv_heads = pool_B2SKP.shape[3]
     group = heads // kv_heads
     per_row = 1 if decode else triton.cdiv(tokens, max(rows, 1))
-    chosen = tile(q_TQP.dtype, q_TQP.device, group * per_row)
+    chosen = tile(q_TQP.dtype, q_TQP.device, group * per_row, width)
     block_m = max(chosen.m, triton.next_power_of_2(group))
     per_block = block_m // group
     parts = splits(tokens, longest)
@@ -385,7 +147,7 @@ def _launch(
     block_p = max(triton.next_power_of_2(width), 16)
     blocks = tokens if decode else tokens // per_block + rows + 1
     launch(
-        _attend,
+        attend,
         (blocks, kv_heads, parts),
         p_q=q_TQP,
         p_k=k_TKP,
@@ -434,7 +196,7 @@ def _launch(
     )
     if parts > 1:
         launch(
-            _merge,
+            merge,
             (tokens, heads),
             p_part=part,
             p_lse=lse,

@@ -66,7 +66,7 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("short_splits")
 @pytest.mark.parametrize("fused", [False, True], ids=["read", "fused"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(5, 1, 16), (4, 2, 24)])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(5, 1, 16), (4, 2, 24), (3, 1, 256)])
 def test_decode(heads: int, kv_heads: int, width: int, dtype: torch.dtype, fused: bool) -> None:
     pages = Pages([1, 5, 150, 1], kv_heads, width, dtype)
     lengths, q = torch.tensor([1, 5, 150, 0]), torch.randn(4, heads, width).to(dtype)
@@ -110,12 +110,16 @@ def test_decode_after_a_place(first: int) -> None:
 @pytest.mark.usefixtures("short_splits")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("old", "new"),
-    [([0, 7, 36, 0, 12], [18, 1, 4, 0, 3]), ([3, 40, 9], [4, 4, 4])],
-    ids=["mixed", "speculative"],
+    ("old", "new", "heads", "width"),
+    [
+        ([0, 7, 36, 0, 12], [18, 1, 4, 0, 3], 6, 16),
+        ([3, 40, 9], [4, 4, 4], 6, 16),
+        ([0, 7, 36], [18, 1, 4], 12, 256),
+    ],
+    ids=["mixed", "speculative", "heads-of-256-by-6"],
 )
-def test_extend_with_fused_write(old: list[int], new: list[int], dtype: torch.dtype) -> None:
-    heads, kv_heads, width, padding = 6, 2, 16, 5
+def test_extend_with_fused_write(old: list[int], new: list[int], heads: int, width: int, dtype: torch.dtype) -> None:
+    kv_heads, padding, scale = 2, 5, width**-0.5
     rows = len(old)
     pages = Pages([a + b for a, b in zip(old, new, strict=True)], kv_heads, width, dtype)
     starts = [sum(new[:row]) for row in range(rows + 1)]
@@ -129,12 +133,12 @@ def test_extend_with_fused_write(old: list[int], new: list[int], dtype: torch.dt
         fresh.append(torch.cat([*(side[row][old[row] :] for row in range(rows)), behind]))
     where = torch.cat([*places, torch.full((padding,), -1)])
     out = paged.extend_attention(
-        q, fresh[0], fresh[1], pages.pool, pages.tables, torch.tensor(old), torch.tensor(starts), 0.3, where
+        q, fresh[0], fresh[1], pages.pool, pages.tables, torch.tensor(old), torch.tensor(starts), scale, where
     )
     assert (out[starts[-1] :] == 0).all()
     for row in range(rows):
         part = slice(starts[row], starts[row + 1])
-        given = q[part], pages.k[row], pages.v[row], 0.3
+        given = q[part], pages.k[row], pages.v[row], scale
         if new[row]:
             assert_as_good(out[part], causal(*given, torch.float64), causal(*given, dtype))
             stored = pages.pool[pages.tables[row, : -(-pages.lengths[row] // SIZE)]]
@@ -152,7 +156,7 @@ def test_write_skips_what_has_no_place() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [16, 64, 80, 96])
+@pytest.mark.parametrize("width", [16, 64, 72, 80, 96])
 def test_varlen(width: int, dtype: torch.dtype) -> None:
     bounds = [0, 0, 1, 64, 64, 130, 141]
     qkv = torch.randn(141, 3, 2, width).to(dtype)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from gated_decoder import gated_config
 from qwen_vision import tiny_qwen
 from tiny_decoder import make_runner, tiny_config
 from tiny_encoder import tiny_tower
@@ -36,9 +37,12 @@ def launches() -> Iterator[list[Launch]]:
 
 @pytest.mark.parametrize("spec_state", ["slots", "replay"])
 @pytest.mark.parametrize("kind", ["decode", "mixed", "verify"])
-def test_decoder_steps(kind: str, spec_state: str, launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("model", ["plain", "delta"])
+def test_decoder_steps(
+    kind: str, spec_state: str, model: str, launches: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(DecoderGraphs, "check_integrity", lambda self: None)  # here all addresses are 0
-    config = tiny_config("M-*EM")
+    config = tiny_config("M-*EM") if model == "plain" else gated_config("G-*EG")
     runner = make_runner(
         config, device="meta", max_batched_tokens=32, graphs="on", spec_state=spec_state, **SPECULATIVE
     )
@@ -48,7 +52,14 @@ def test_decoder_steps(kind: str, spec_state: str, launches: list[Launch], monke
     for bucket in buckets:
         graphs._graphs[bucket].replay(graphs._inputs(bucket))
     names = {launch.kernel.__name__ for launch in launches}
-    wanted = {"_attend", "_choose", "_rms_norm_kernel", "_gated_norm_kernel"}
+    wanted = {"attend", "_choose", "_rms_norm_kernel", "_gated_norm_kernel"}
+    if model == "delta":
+        wanted |= {"_norm_rotate_kernel", "_product_kernel"}
+        wanted |= {
+            "decode": {"_update_kernel"},
+            "mixed": {"_gates_kernel", "_prepare_kernel", "_states_kernel", "_outputs_kernel"},
+            "verify": {"_replay_kernel"} if spec_state == "replay" else {"_update_kernel"},
+        }[kind]
     assert len(buckets) > 2 and wanted <= names, names
 
 

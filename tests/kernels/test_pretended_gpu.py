@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from gated_decoder import gated_config
 from pretend_gpu import GpuTensor, pretended
 from speculation import Answers, answers
 from tiny_encoder import random_image, relative_error, tiny_tower
@@ -18,9 +20,9 @@ from kernels.rms_norm.kernel import rms_norm
 from kernels.streams import behind, mark, on, side_stream
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter, not a GPU")
-SMALL: dict[str, Any] = {
-    "pattern": "M*E", "count": 2, "output": 9, "max_seqs": 2, "max_batched_tokens": 16, "native": "off",
-}  # fmt: skip
+SMALL: dict[str, Any] = {"count": 2, "output": 9, "max_seqs": 2, "max_batched_tokens": 16, "native": "off"}
+MODELS: dict[str, dict[str, Any]] = {"plain": {"pattern": "M*E"}, "delta": {"config": gated_config("G*-")}}
+"""With the gated delta rule, attention is gated, normed and has the positions of images."""
 
 
 @pytest.fixture
@@ -29,13 +31,14 @@ def gpu() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def plain() -> Answers:
+@cache
+def on_the_host(model: str) -> Answers:
     with torch.no_grad():
-        return answers(**SMALL, graphs="off", state_cache="none")
+        return answers(**SMALL, **MODELS[model], graphs="off", state_cache="none")
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, about what padding holds
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
     ("options", "replayed"),
     [
@@ -47,9 +50,13 @@ def plain() -> Answers:
         ),
     ],
 )
-def test_decoder(options: dict[str, Any], replayed: set[str], plain: Answers, gpu: None) -> None:
-    found = answers(**SMALL, **options, graphs="on", max_capture=16, device="cuda", known=plain.drawn)
-    assert found.drawn == plain.drawn
+def test_decoder(options: dict[str, Any], replayed: set[str], model: str) -> None:
+    expected = on_the_host(model)
+    with pretended():
+        found = answers(
+            **SMALL, **MODELS[model], **options, graphs="on", max_capture=16, device="cuda", known=expected.drawn
+        )
+    assert found.drawn == expected.drawn
     assert replayed <= {name.rpartition("_")[0] for name, count in found.stats.items() if count}
 
 
