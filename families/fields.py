@@ -46,6 +46,22 @@ def count(text: Mapping[str, Any], name: str, default: int | None = None) -> int
     return value
 
 
+def number(text: Mapping[str, Any], name: str, default: float) -> float:
+    """A finite number above 0. Raises CheckpointError that names the field."""
+    value = first(text, name, default=default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise CheckpointError(f"config.json: {name} must be a number above 0, not {value!r}")
+    return float(value)
+
+
+def flag(text: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """True or false, not what might stand for it. Raises CheckpointError that names the field."""
+    value = first(text, name, default=default)
+    if not isinstance(value, bool):
+        raise CheckpointError(f"config.json: {name} must be true or false, not {value!r}")
+    return value
+
+
 def only(text: Mapping[str, Any], name: str, served: object) -> None:
     """Raises CheckpointError where a field says something else than the one value that is served."""
     if first(text, name, default=served) != served:
@@ -119,7 +135,7 @@ def rope(text: Mapping[str, Any], dims: int, *, kinds: tuple[str, ...] = ("defau
     kind = first(parameters, "rope_type", "type", default="default")
     if kind not in kinds:
         raise CheckpointError(f"config.json: rope_type {kind!r} is not served; {kinds[0]!r} is")
-    return Rope(dims, float(first(parameters, "rope_theta", default=first(text, "rope_theta", default=10000.0))))
+    return Rope(dims, number(parameters, "rope_theta", number(text, "rope_theta", 10000.0)))
 
 
 def rope_parameters(text: Mapping[str, Any]) -> Mapping[str, Any]:

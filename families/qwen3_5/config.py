@@ -29,10 +29,10 @@ def read_config(files: ModelFiles, *, moe: bool) -> FamilyConfig:
     """Raises CheckpointError with the field at fault."""
     config = files.config
     text = _section(config, "text_config") or config
-    vision = {} if first(config, "language_model_only", default=False) else _section(config, "vision_config")
+    vision = {} if fields.flag(config, "language_model_only") else _section(config, "vision_config")
     _check_type(text, "text_config", "text", moe=moe)
     _check_type(vision, "vision_config", "vision", moe=moe)
-    tied = bool(first(config, "tie_word_embeddings", default=first(text, "tie_word_embeddings", default=False)))
+    tied = fields.flag(config, "tie_word_embeddings", fields.flag(text, "tie_word_embeddings"))
     decoder = decoder_config(text, moe=moe, tied=tied, axes=3 if vision else 1)
     if not vision:
         return FamilyConfig(text, decoder)
@@ -68,7 +68,7 @@ def _decoder_config(text: Mapping[str, Any], moe: bool, tied: bool, axes: int) -
     fields.only(text, "use_sliding_window", False)
     if first(text, "output_gate_type", default="swish") not in ("swish", "silu"):
         raise CheckpointError(f"config.json: output_gate_type is {text['output_gate_type']!r}; 'swish' is served")
-    eps = float(first(text, "rms_norm_eps", default=1e-6))
+    eps = fields.number(text, "rms_norm_eps", 1e-6)
     attention = _attention(text, hidden, eps, axes)
     mixers: dict[str, MixerSpec] = {"mamba": _gated_delta(text, hidden, eps), "attention": attention}
     feed_forward = _experts(text, hidden) if moe else _mlp(text, hidden)
@@ -128,7 +128,7 @@ def _attention(text: Mapping[str, Any], hidden: int, eps: float, axes: int) -> A
         num_attention_heads=fields.count(text, "num_attention_heads"),
         num_key_value_heads=fields.count(text, "num_key_value_heads"),
         head_dim=width,
-        attention_bias=bool(first(text, "attention_bias", default=False)),
+        attention_bias=fields.flag(text, "attention_bias"),
         rope=_rope(text, width, axes),
         gate=True,
         qk_norm=eps,
@@ -141,10 +141,12 @@ def _rope(text: Mapping[str, Any], width: int, axes: int) -> Rope:
     """
     parameters = fields.rope_parameters(text)
     fields.only(parameters, "mrope_interleaved", True)
-    share = first(parameters, "partial_rotary_factor", default=first(text, "partial_rotary_factor", default=ROTATED))
-    plain = fields.rope(text, int(width * float(share)), kinds=("default", "mrope"))
+    outer = fields.number(text, "partial_rotary_factor", ROTATED)
+    share = fields.number(parameters, "partial_rotary_factor", outer)
+    plain = fields.rope(text, int(width * share), kinds=("default", "mrope"))
     sections = first(parameters, "mrope_section", default=SECTIONS)
-    if len(sections) != 3 or not all(isinstance(n, int) and n >= 0 for n in sections):
+    whole = isinstance(sections, list | tuple) and all(isinstance(n, int) and n >= 0 for n in sections)
+    if not whole or len(sections) != 3:
         raise CheckpointError(f"config.json: mrope_section must be three counts of frequencies, not {sections!r}")
     if axes == 1:
         return plain

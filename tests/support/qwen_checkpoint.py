@@ -62,10 +62,11 @@ def random_text(rng: random.Random, *, moe: bool, **fixed: Any) -> dict[str, Any
 def make_qwen(
     path: Path, seed: int, *, moe: bool | None = None, tied: bool | None = None, naming: str | None = None,
     mtp: bool = False, one_by_one: bool | None = None, vision: dict[str, Any] | None = None,
-    text: dict[str, Any] | None = None,
+    text: dict[str, Any] | None = None, ids: dict[str, int] = IDS,
 ) -> TinyCheckpoint:  # fmt: skip
     """Writes a random tiny model; what is None is drawn. `vision`: fields of its tower, None for a text-only model.
     `naming`: one of `NAMINGS`. `mtp`: with a head that predicts further tokens. `one_by_one`: experts are.
+    `ids`: of the tokens about images and clips.
     """
     rng = random.Random(seed)
     moe = rng.random() < 0.5 if moe is None else moe
@@ -74,7 +75,8 @@ def make_qwen(
     one_by_one = rng.random() < 0.5 if one_by_one is None else one_by_one
     fields = random_text(rng, moe=moe, **(text or {}), mtp_num_hidden_layers=int(mtp))
     torch.manual_seed(seed)
-    model = (_text_model if vision is None else _vision_model)(fields, vision, moe, tied).float().eval()
+    model = _text_model(fields, moe, tied) if vision is None else _vision_model(fields, vision, moe, tied, ids)
+    model = model.float().eval()
     randomise(model, seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -96,20 +98,20 @@ def make_qwen(
     return TinyCheckpoint(path, model, vision is not None)
 
 
-def _text_model(fields: dict[str, Any], vision: dict[str, Any] | None, moe: bool, tied: bool) -> Any:
+def _text_model(fields: dict[str, Any], moe: bool, tied: bool) -> Any:
     made, config = (
         (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig) if moe else (Qwen3_5ForCausalLM, Qwen3_5TextConfig)
     )  # fmt: skip
     return made(config(**fields, tie_word_embeddings=tied))
 
 
-def _vision_model(fields: dict[str, Any], vision: dict[str, Any] | None, moe: bool, tied: bool) -> Any:
+def _vision_model(fields: dict[str, Any], vision: dict[str, Any], moe: bool, tied: bool, ids: dict[str, int]) -> Any:
     made, config = (
         (Qwen3_5MoeForConditionalGeneration, Qwen3_5MoeConfig) if moe
         else (Qwen3_5ForConditionalGeneration, Qwen3_5Config)
     )  # fmt: skip
-    vision = {"out_hidden_size": fields["hidden_size"], **(vision or {})}
-    return made(config(text_config=fields, vision_config=vision, tie_word_embeddings=tied, **IDS))
+    vision = {"out_hidden_size": fields["hidden_size"], **vision}
+    return made(config(text_config=fields, vision_config=vision, tie_word_embeddings=tied, **ids))
 
 
 def _named(model: Any, naming: str, one_by_one: bool) -> dict[str, torch.Tensor]:
