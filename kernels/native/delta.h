@@ -27,13 +27,14 @@ struct DeltaBlock {  // of a block of tokens and one value head
     const float *kq, *decay, *beta;    // [tokens]
     const float* before;               // state [keys, values] ...
     float* after;                      // ... and after the block, which may be the same
+    float* read;                       // [2, values]: what the next token reads of a state, p and s
     float* tile;                       // [keys, 16 * DELTA_VECTORS]
     float* out;                        // [tokens, ld]: values v, which become what is read out
     int64_t ld;
 };
 
 constexpr int DELTA_VECTORS = 2;  // of values whose states stay in the first-level cache for a block: 16 KB for 128 keys
-constexpr int DELTA_WIDE = 8;     // the same for one token, which reads a state from memory: whole rows of 128 values
+constexpr int DELTA_WIDE = 8;     // the same where a state comes from memory or goes there at once: whole rows of 128 values
 
 // W vectors of a row of values; all lanes count unless W is 1.
 template <int W>
@@ -95,15 +96,30 @@ inline void step_state(
     }
 }
 
-// W vectors of values from `first` on.
+// What the first token reads.
 template <int W>
-void delta_tile(const DeltaBlock& b, int64_t first) {
+void delta_read(const DeltaBlock& b, int64_t first) {
+    const Lane<W> lane{lanes(b.values - first)};
+    Values<W> p, s;
+    read_state(lane, b.before + first, b.values, b.keys, b.k, b.q, p, s);
+    for (int w = 0; w < W; w++) {
+        lane.store(b.read + first + 16 * w, p.at[w]);
+        lane.store(b.read + b.values + first + 16 * w, s.at[w]);
+    }
+}
+
+// The tokens of the block. A state stays in `tile` meanwhile, if W has room there or there is no meanwhile.
+template <int W>
+void delta_tokens(const DeltaBlock& b, int64_t first) {
     const Lane<W> lane{lanes(b.values - first)};
     const float *from = b.before + first, *k = b.k, *q = b.q;
     float* out = b.out + first;
     int64_t ld = b.values;
     Values<W> p, s, d;
-    read_state(lane, from, ld, b.keys, k, q, p, s);
+    for (int w = 0; w < W; w++) {
+        p.at[w] = lane.load(b.read + first + 16 * w);
+        s.at[w] = lane.load(b.read + b.values + first + 16 * w);
+    }
     for (int64_t t = 0; t < b.tokens; t++, k += b.keys, q += b.keys, out += b.ld) {
         // d = beta (v - g p); o = g s + (k . q) d.
         const __m512 decay = _mm512_set1_ps(b.decay[t]), beta = _mm512_set1_ps(b.beta[t]), kq = _mm512_set1_ps(b.kq[t]);
@@ -113,20 +129,26 @@ void delta_tile(const DeltaBlock& b, int64_t first) {
         }
         if (t + 1 == b.tokens) {
             write_state(lane, from, ld, b.keys, k, decay, d, b.after + first, b.values);
-            return;
+        } else if (W <= DELTA_VECTORS) {
+            p = Values<W>(), s = Values<W>();
+            step_state(lane, from, ld, b.keys, k, q, decay, d, b.tile, p, s);
+            from = b.tile, ld = 16 * W;
         }
-        p = Values<W>(), s = Values<W>();
-        step_state(lane, from, ld, b.keys, k, q, decay, d, b.tile, p, s);
-        from = b.tile, ld = 16 * W;
     }
 }
 
 void delta_head(const DeltaBlock& b) {
     for (int64_t first = 0; first < b.values;) {
         const int64_t left = b.values - first;
-        if (b.tokens == 1 && left >= 16 * DELTA_WIDE) delta_tile<DELTA_WIDE>(b, first), first += 16 * DELTA_WIDE;
-        else if (left >= 16 * DELTA_VECTORS) delta_tile<DELTA_VECTORS>(b, first), first += 16 * DELTA_VECTORS;
-        else delta_tile<1>(b, first), first += 16;
+        if (left >= 16 * DELTA_WIDE) delta_read<DELTA_WIDE>(b, first), first += 16 * DELTA_WIDE;
+        else if (left >= 16 * DELTA_VECTORS) delta_read<DELTA_VECTORS>(b, first), first += 16 * DELTA_VECTORS;
+        else delta_read<1>(b, first), first += 16;
+    }
+    for (int64_t first = 0; first < b.values;) {
+        const int64_t left = b.values - first;
+        if (b.tokens == 1 && left >= 16 * DELTA_WIDE) delta_tokens<DELTA_WIDE>(b, first), first += 16 * DELTA_WIDE;
+        else if (left >= 16 * DELTA_VECTORS) delta_tokens<DELTA_VECTORS>(b, first), first += 16 * DELTA_VECTORS;
+        else delta_tokens<1>(b, first), first += 16;
     }
 }
 
@@ -141,8 +163,8 @@ class DeltaGroup : public RecurrentGroup<T> {
     DeltaGroup(const Model& m, const Op& op, int64_t group, float* scratch)
         : Base(m, op, op.delta->taps, channels(*op.delta)), shape_(*op.delta), first_(group * shape_.heads / shape_.key_heads),
           heads_(shape_.heads / shape_.key_heads), width_(heads_ * shape_.value), out_(aligned(scratch)), q_(out_ + BLOCK * width_),
-          k_(q_ + BLOCK * shape_.key), tile_(k_ + BLOCK * shape_.key), kq_(tile_ + shape_.key * 16 * DELTA_VECTORS),
-          decays_(kq_ + BLOCK), betas_(decays_ + heads_ * BLOCK) {
+          k_(q_ + BLOCK * shape_.key), tile_(k_ + BLOCK * shape_.key), read_(tile_ + shape_.key * 16 * DELTA_VECTORS),
+          kq_(read_ + 2 * shape_.value), decays_(kq_ + BLOCK), betas_(decays_ + heads_ * BLOCK) {
         const int64_t keys = shape_.key_heads * shape_.key, inputs = 2 * keys + shape_.heads * shape_.value;
         this->parts_[0] = {group * shape_.key, shape_.key, q_}, this->parts_[1] = {keys + group * shape_.key, shape_.key, k_};
         this->parts_[2] = {2 * keys + first_ * shape_.value, width_, out_};
@@ -155,7 +177,7 @@ class DeltaGroup : public RecurrentGroup<T> {
 
     static int64_t scratch(const DeltaShape& d) {  // floats
         const int64_t heads = d.heads / d.key_heads, width = heads * d.value;
-        return BLOCK * (width + 2 * d.key + 1 + 2 * heads) + d.key * 16 * DELTA_VECTORS +
+        return BLOCK * (width + 2 * d.key + 1 + 2 * heads) + d.key * 16 * DELTA_VECTORS + 2 * d.value +
                Base::spare(width * d.key, d.taps, channels(d)) + 16;
     }
 
@@ -169,7 +191,7 @@ class DeltaGroup : public RecurrentGroup<T> {
         const int64_t state = shape_.key * shape_.value;
         for (int64_t h = 0; h < heads_; h++)
             delta_head({in.tokens, shape_.key, shape_.value, q_, k_, kq_, decays_ + h * BLOCK, betas_ + h * BLOCK,
-                        before + h * state, place.states + h * state, tile_, out_ + h * shape_.value, width_});
+                        before + h * state, place.states + h * state, read_, tile_, out_ + h * shape_.value, width_});
     }
 
     // The block's outputs, normed and gated, as the step's tokens from `token` on: to `mid`, or as the operand that is multiplied.
@@ -246,7 +268,7 @@ class DeltaGroup : public RecurrentGroup<T> {
 
     const DeltaShape& shape_;
     const int64_t first_, heads_, width_;  // of its value heads: the first one, how many, their values
-    float *const out_, *const q_, *const k_, *const tile_, *const kq_, *const decays_, *const betas_;
+    float *const out_, *const q_, *const k_, *const tile_, *const read_, *const kq_, *const decays_, *const betas_;
 };
 
 }  // namespace
