@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clips import animation, moving_frames
 from pictures import picture
 from qwen_checkpoint import IDS, make_qwen
 from qwen_vision import random_tower, write_rules
@@ -14,6 +15,7 @@ from running import RunningEncoder, RunningServer
 from tiny_checkpoint import VOCAB
 
 import saccade
+from encoder.frames import open_video
 
 IMAGE = IDS["image_token_id"]
 OPTIONS: dict[str, Any] = {"max_seqs": 4, "max_len": 400, "threads": 1, "dtype": "float32"}
@@ -49,6 +51,28 @@ def test_answers_are_the_same_wherever_images_are_encoded(tmp_path: Path) -> Non
         assert other.usage.prompt_tokens == here.usage.prompt_tokens
         for found, wanted in zip(other.logprobs or (), here.logprobs or (), strict=True):
             assert found.logprob == pytest.approx(wanted.logprob, abs=1e-5)
+
+
+@pytest.mark.parametrize(("form", "taken"), [("GIF", [0, 2, 4, 7, 9]), ("PNG", [0, 2, 4, 7, 9])])
+def test_frames_of_a_file_are_taken_at_the_model_s_rate(tmp_path: Path, form: str, taken: list[int]) -> None:
+    """By an image worker, of ten frames at four a second: as if somebody had chosen five of them."""
+    tower = random_tower(random.Random(2))
+    make_qwen(tmp_path, 2, vision=tower, text={"num_hidden_layers": 1, "layer_types": ["full_attention"]})
+    write_rules(tmp_path, tower)
+    file = animation(moving_frames(10, 40, 24), form)
+    frames = [frame.numpy() for frame in open_video(file).frames(range(10))]
+    asked: dict[str, Any] = {
+        "max_tokens": 8, "temperature": 0, "ignore_eos": True, "logit_bias": {IMAGE: -1e9}, "logprobs": 1
+    }  # fmt: skip
+    ids = [5, IMAGE, 6, IMAGE, 7, IMAGE, 8]
+    with RunningServer(str(tmp_path), **OPTIONS) as server, saccade.Client(server.address) as client:
+        found = client.generate(ids, videos=[file], **asked)
+        wanted = client.generate(ids, videos=[[frames[index] for index in taken]], **asked)
+        fewer = client.generate([5, IMAGE, 6], videos=[saccade.Video(file, max_frames=2)], **asked)
+    assert found.usage.video_tokens == wanted.usage.video_tokens > 0
+    assert found.token_ids == wanted.token_ids
+    assert [entry.logprob for entry in found.logprobs or ()] == [entry.logprob for entry in wanted.logprobs or ()]
+    assert 0 < fewer.usage.video_tokens < found.usage.video_tokens
 
 
 def test_a_pruning_rate_is_refused_before_anything_starts(tmp_path: Path) -> None:
