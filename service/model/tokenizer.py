@@ -10,31 +10,31 @@ from tokenizers import Tokenizer as _Tokenizer
 
 from families import CheckpointError
 
-# Code points that Unicode keeps for such use: they never stand in text that is exchanged.
+# Private-use code points: they do not occur in text that is exchanged.
 _LITERAL_OPEN, _LITERAL_CLOSE = "\ufdd0", "\ufdd1"
 _REPLACEMENT = "\ufffd"
 _INCOMPLETE = 3
-"""Bytes of a character that lacks one, at most."""
+"""Most bytes that an incomplete character can have."""
 _WINDOW = 16
-"""Ids held back from which it is asked whether they can be a character at all."""
+"""Number of held-back ids from which they are checked for whether they can still become a character."""
 
 
 class Tokenizer:
-    """One checkpoint's tokenizer. Thread-safe."""
+    """The tokenizer of one checkpoint. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         try:
             self._tokenizer = _Tokenizer.from_file(str(path))
-            # A second instance that takes special tokens in the text for ordinary characters.
+            # A second instance that treats special tokens in the text as ordinary characters.
             self._plain = _Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception for every malformed file
+        except Exception as error:  # the library raises a bare Exception for every malformed file
             raise CheckpointError(f"{path} is not a tokenizer file: {error}") from None
         self._plain.encode_special_tokens = True
         for tokenizer in (self._tokenizer, self._plain):
             tokenizer.no_truncation()
             tokenizer.no_padding()
         self.longest = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
-        """Characters that one token can stand for."""
+        """Most characters that one token can stand for."""
         self._silent = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
 
     @property
@@ -50,7 +50,7 @@ class Tokenizer:
         return None if value is None else str(value)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text` with special tokens recognised and none added. Spans made by `literal` are taken as
+        """The ids of `text`, with special tokens recognised and none added. Spans marked by `literal` are read as
         characters."""
         ids: list[int] = []
         rest = text
@@ -65,16 +65,16 @@ class Tokenizer:
         return ids
 
     def silent(self, token_id: int) -> bool:
-        """Whether a token is no text wherever it stands: a special one, or an id without an entry."""
+        """Whether a token has no text: a special one, or an id without an entry."""
         return token_id in self._silent or self._tokenizer.id_to_token(token_id) is None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`; special tokens and ids without an entry decode to nothing."""
+        """The text of `ids`; special tokens and ids without an entry decode to nothing."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
 def _encode(tokenizer: _Tokenizer, text: str) -> list[int]:
-    """As a batch of one: `encode` keeps every other thread of the process waiting, a batch does not."""
+    """As a batch of one: `encode` holds the GIL, a batch does not."""
     ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
     return ids
 
@@ -101,10 +101,10 @@ def substitute(text: str, token: str, words: Iterable[str | None]) -> str:
 
 
 class Detokenizer:
-    """Ids in, text out, as soon as it is certain.
+    """Turns ids into text as soon as the text is certain.
 
-    A character may span several byte-level tokens, and a token's text may depend on its left neighbour, so a short
-    window is decoded with and without the new ids and the difference is what they add; text ending in an incomplete
+    A character may span several byte-level tokens, and a token's text may depend on the token before it, so a short
+    window is decoded with and without the new ids and the difference is what they add; text that ends in an incomplete
     character is held back."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -117,15 +117,15 @@ class Detokenizer:
         return self._tokenizer.decode(self._ids[start:stop])
 
     def push(self, ids: Sequence[int]) -> str:
-        """Text that became certain with `ids`."""
+        """The text that became certain with `ids`."""
         if self._tokenizer is None:
             return ""
-        # Ids that are no text would only lengthen the window.
+        # Ids without text would only lengthen the window.
         self._ids.extend(i for i in ids if not self._tokenizer.silent(i))
         return self._advance(final=False)
 
     def flush(self) -> str:
-        """What was held back, an incomplete character as U+FFFD."""
+        """The text that was held back, an incomplete character as U+FFFD."""
         return self._advance(final=True)
 
     def _advance(self, *, final: bool) -> str:

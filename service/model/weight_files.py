@@ -134,7 +134,7 @@ BITS = {"F64": 64, "I64": 64, "F32": 32, "I32": 32, "F16": 16, "BF16": 16, "I16"
 
 
 def _check_entry(file: Path, name: str, dtype: str, shape: Sequence[int], offsets: Sequence[int]) -> None:
-    """A table that lies about sizes would make tensors of other memory."""
+    """A table with wrong sizes would make tensors of other memory."""
     start, end = offsets
     numbers = 1
     for side in shape:
@@ -147,7 +147,7 @@ def _check_entry(file: Path, name: str, dtype: str, shape: Sequence[int], offset
 
 
 def _sample_into(digest: hashlib._Hash, file: Path, blocks: int = 64, block: int = 4096) -> None:
-    """Mixes evenly spaced blocks of a file into the digest: two fine-tunes differ everywhere, so samples tell them
+    """Adds evenly spaced blocks of a file to the digest: two fine-tuned models differ everywhere, so samples tell them
     apart."""
     size = file.stat().st_size
     with file.open("rb") as stream:
