@@ -3,10 +3,10 @@
     import saccade
 
     client = saccade.Client("localhost:50051")
-    print(client.generate("What is in the picture?", images=["cat.png"]).text)
+    print(client.generate("What is in the image?", images=["cat.png"]).text)
 
-`Client` talks to a server, `AsyncClient` does so from asyncio programs, and `LocalClient` runs the engine in this
-process. Importing this module loads neither gRPC nor any of the three; each comes when it is first named.
+`Client` calls a server, `AsyncClient` does so from asyncio programs, and `LocalClient` runs the engine in this process.
+Importing this module loads neither gRPC nor any of the three; each is loaded when it is first used.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from saccade.types import Batch
 
 
 class _Shown:
-    """The progress of a job, from its start on."""
+    """The progress of a job since its start."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
@@ -44,7 +44,7 @@ class _Shown:
             self._progress.add(tokens, failed)
 
     def follow(self, batch: Batch) -> None:
-        """Shows a batch on the server as far as it is now."""
+        """Shows the present state of a batch on the server."""
         if self._quiet or not batch.total:
             return
         if self._progress is None:
@@ -117,7 +117,7 @@ def _print_problems(options: argparse.Namespace, error: BatchInvalid) -> None:
 
 
 def _run_server_side(options: argparse.Namespace) -> int:
-    """The same command finds the same batch: its id is made of the file and of what was said with it."""
+    """The same command finds the same batch: its id is a hash of the file and of the command's options."""
     shown = _Shown(options.quiet)
     try:
         if options.model is not None:
@@ -178,7 +178,7 @@ class _Target:
             raise FailedPrecondition(f"cannot write {str(output)!r}")
 
     def _marked(self) -> str | None:
-        """The batch that the output is known to be of, if that was asked for with this command."""
+        """The batch whose answers the output holds, if this command has created it."""
         try:
             mark = json.loads(self._mark.read_text("utf-8"))
             return str(mark["batch_id"]) if mark["request_id"] == self._fingerprint else None
@@ -186,7 +186,7 @@ class _Target:
             return None
 
     def begin(self, batch_id: str) -> None:
-        """Makes the output ready to be appended to. What is there of another batch goes."""
+        """Prepares the output for appending. Answers of another batch in it are deleted."""
         if batch_id != self._held:
             self._output.unlink(missing_ok=True)
             self._mark.write_text(json.dumps({"request_id": self._fingerprint, "batch_id": batch_id}), "utf-8")

@@ -1,7 +1,7 @@
 """The `saccade` command.
 
-`ask`, `batch` and `top` need nothing but this package (`batch --model` excepted). The other commands belong to the
-server and are handed to `service.commands.cli` as they are.
+`ask`, `batch` and `top` need only this package (except `batch --model`). The other commands belong to the server and
+are passed to `service.commands.cli` unchanged.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ SERVER_VARIABLE = "SACCADE_SERVER"
 DEFAULT_SERVER = "127.0.0.1:50051"
 
 VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".webm", ".mkv")
-"""Files that `ask` takes for videos."""
+"""Endings of files that `ask` sends as videos."""
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".apng", ".avif", ".heic")
 
 ASK_RETRIES = 4
-"""Somebody waits at a terminal: a restart of the engine is waited for, a wrong address not for ten minutes."""
+"""A person waits at a terminal: long enough for a restart of the engine, and not ten minutes for a wrong address."""
 
 SERVER_COMMANDS = {
     "serve": "serve a model over gRPC",
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"saccade: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # The reader of our output has seen enough. Python would complain again when it flushes at exit.
+        # The reader of our output has closed the pipe. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -202,7 +202,7 @@ def _ask(options: argparse.Namespace) -> int:
 
 
 def _names_a_file(text: str) -> bool:
-    """Whether an argument is meant as a file, by what it looks like or by what there is."""
+    """Whether an argument is meant as a file: it looks like one, or there is one."""
     one_word = not any(character.isspace() for character in text)
     named = text.lower().endswith((*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)) or "://" in text or text.startswith("data:")
     return (one_word and named) or os.path.isfile(text)

@@ -1,4 +1,4 @@
-"""Every error that a client raises, and the one place where a gRPC status becomes one of them."""
+"""All errors that the client raises, and the conversion of gRPC statuses to them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _PUSHBACK = "grpc-retry-pushback-ms"
 
 
 class SaccadeError(Exception):
-    """The base of them all.
+    """The base class of all errors.
 
-    `reason` is a stable word for programs (QUEUE_FULL, IMAGE_DECODE_FAILED, ...), empty where the server gave none.
-    `retryable` says whether the same call may succeed later; `retry_after` is the server's wish in seconds, if it has
-    one. `metadata` holds the server's further facts about the reason (limits and counts, as strings). An error that
+    `reason` is a stable identifier for programs (QUEUE_FULL, IMAGE_DECODE_FAILED, ...), empty where the server gave
+    none. `retryable` says whether the same call may succeed later; `retry_after` is the time in seconds that the server
+    asks to wait, if any. `metadata` holds further facts about the reason (limits and counts, as strings). An error that
     came over gRPC has the original `grpc.RpcError` as its `__cause__`.
     """
 
@@ -45,32 +45,32 @@ class SaccadeError(Exception):
         return f"{self.message} ({', '.join(notes)})" if notes else self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exception's own rebuilds from the positional arguments alone and would lose the rest.
+        # Exception's own method rebuilds from the positional arguments only and would lose the rest.
         return type(self), (self.message,), self.__dict__
 
 
 class InvalidArgument(SaccadeError):
-    """The request itself is wrong, whoever noticed it first: the client or the server."""
+    """The request is invalid; found by the client or by the server."""
 
 
 class NotFound(SaccadeError):
-    """No such model, media or batch."""
+    """There is no such model, media or batch."""
 
 
 class AlreadyExists(SaccadeError):
-    """The request id is in use for another request."""
+    """The request id is in use by another request."""
 
 
 class FailedPrecondition(SaccadeError):
-    """The model or the server's present state does not allow it."""
+    """The model, or the server's present state, does not allow the call."""
 
 
 class OutOfRange(SaccadeError):
-    """A position past the end."""
+    """A position is past the end."""
 
 
 class Unimplemented(SaccadeError):
-    """The server does not have this call."""
+    """The server does not implement this call."""
 
 
 class Overloaded(SaccadeError):
@@ -78,19 +78,19 @@ class Overloaded(SaccadeError):
 
 
 class RateLimited(SaccadeError):
-    """The quota of this key is used up for now."""
+    """The rate limit or quota of this key is used up for now."""
 
 
 class Unauthenticated(SaccadeError):
-    """No valid credentials."""
+    """The credentials are missing or invalid."""
 
 
 class PermissionDenied(SaccadeError):
-    """The credentials are valid and do not allow this."""
+    """The credentials are valid and do not allow this call."""
 
 
 class DeadlineExceeded(SaccadeError):
-    """The call's total time ran out."""
+    """The call's total time has run out."""
 
 
 class Cancelled(SaccadeError):
@@ -98,7 +98,7 @@ class Cancelled(SaccadeError):
 
 
 class MessageTooLarge(SaccadeError):
-    """A message is larger than the receiver takes. Sending it again cannot help."""
+    """A message is larger than the receiver accepts. Sending it again cannot help."""
 
 
 class Unavailable(SaccadeError):
@@ -106,7 +106,7 @@ class Unavailable(SaccadeError):
 
 
 class Internal(SaccadeError):
-    """The server failed. Its operator finds the cause under the request id."""
+    """The server failed. Its log has the cause under the request id."""
 
 
 _BY_CODE: dict[str, type[SaccadeError]] = {
@@ -127,7 +127,7 @@ _BY_CODE: dict[str, type[SaccadeError]] = {
 
 @dataclass
 class StatusDetails:
-    """What a status carries beside its code and message."""
+    """The details of a status besides its code and message."""
 
     reason: str = ""
     request_id: str = ""
@@ -161,7 +161,7 @@ def error_from_status(code: str, message: str, details: StatusDetails, *, reques
 
 
 def error_from_service(error: Any, request_id: str) -> SaccadeError:
-    """The client's error for a `service.common.errors.StatusError`."""
+    """Converts a `service.common.errors.StatusError`."""
     details = StatusDetails(
         reason=error.reason,
         retry_after=getattr(error, "retry_after", None),
@@ -173,7 +173,7 @@ def error_from_service(error: Any, request_id: str) -> SaccadeError:
 
 
 def _with_fields(message: str, fields: list[tuple[str, str]]) -> str:
-    """The message, and of each wrong field what it does not say itself."""
+    """The message, with the descriptions of the invalid fields that it does not contain itself."""
     notes = []
     for name, description in fields:
         unsaid = [] if name.rpartition(".")[2] in message else [name]
@@ -186,7 +186,7 @@ def _kind(code: str, message: str, reason: str) -> type[SaccadeError]:
     if code == "UNAVAILABLE" and reason in OVERLOADED_REASONS:
         return Overloaded
     if code == "RESOURCE_EXHAUSTED" and not reason:
-        # gRPC itself uses this code for three conditions of its own; it sends no details with them.
+        # gRPC itself uses this code for three conditions of its own, without details.
         if "larger than max" in message:
             return MessageTooLarge
         if "Concurrent RPC limit" in message:
@@ -199,7 +199,7 @@ def _kind(code: str, message: str, reason: str) -> type[SaccadeError]:
 
 
 def error_from_rpc(rpc_error: Any, *, request_id: str = "") -> SaccadeError:
-    """The error for a `grpc.RpcError` that is also a call (sync or aio), with that as its `__cause__`."""
+    """Converts a `grpc.RpcError` that is also a call (sync or aio); it becomes the error's `__cause__`."""
     trailers = _items(rpc_error.trailing_metadata())
     error = error_from_status(
         rpc_error.code().name, rpc_error.details() or "", parse_trailers(trailers), request_id=request_id
@@ -213,7 +213,7 @@ def _items(metadata: Any) -> list[tuple[str, str | bytes]]:
 
 
 def parse_trailers(trailers: list[tuple[str, str | bytes]]) -> StatusDetails:
-    """Reads google.rpc.Status and the retry pushback from trailing metadata; what cannot be read is passed over."""
+    """Reads google.rpc.Status and the retry pushback from trailing metadata; anything unreadable is ignored."""
     details = StatusDetails()
     for key, value in trailers:
         if key == _STATUS_DETAILS and isinstance(value, bytes):

@@ -36,7 +36,7 @@ class LocalClient(Methods):
         **engine_options: object,
     ) -> None:
         arguments = {"model": os.fspath(model), "dtype": dtype, "device": device, **engine_options}
-        # Nobody else's engine stands behind this one: a call that failed would fail again.
+        # No other engine could answer instead: a call that failed would fail again.
         self.__setstate__((arguments, CallSettings(timeout=None, max_retries=0, upload_above=None)))
 
     def __getstate__(self) -> tuple[dict[str, Any], CallSettings]:
@@ -51,7 +51,7 @@ class LocalClient(Methods):
 
     @property
     def _service(self) -> Any:
-        """The engine's own service, for our tests and measurements."""
+        """The engine's service, for tests and benchmarks."""
         assert isinstance(self._connection, LocalConnection)
         return self._connection.service
 

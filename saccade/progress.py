@@ -1,5 +1,5 @@
-"""How far a batch is, on stderr: a line that is rewritten on a terminal, one every few seconds in a log, a bar where
-rich is installed."""
+"""Shows the progress of a batch on stderr: a line that is rewritten on a terminal, one every few seconds in a log, a
+bar where rich is installed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Progress:
         self._bar = _rich_bar(self._stream, total, done) if use_rich and self._terminal else None
 
     def add(self, tokens: int, failed: bool) -> None:
-        """One more row; shows the state if the last time is long enough ago."""
+        """Counts a row; shows the state if the last time is long enough ago."""
         self.done += 1
         self.failed += failed
         self.tokens += tokens
@@ -73,7 +73,7 @@ class Progress:
             print(self.line(), file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Shows the last state and leaves the line."""
+        """Shows the last state and ends the line."""
         self.show()
         if self._bar is not None:
             self._bar.stop()

@@ -1,4 +1,4 @@
-"""`saccade top`: what a running server holds, from moment to moment. Asks `AdminService.GetLoads`."""
+"""`saccade top`: shows what a running server holds, again and again. Calls `AdminService.GetLoads`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace, stream: TextIO | None = None, pause: Callab
         title = f"{options.server}  {client.get_model().name}"
         while True:
             loads: Any = client._run(one_call(Call("admin", "GetLoads", admin_pb2.GetLoadsRequest())), None)
-            if terminal:  # to the top left, each line to its end, and nothing of a longer view below
+            if terminal:  # move to the top left, erase each line's end, and erase what is below
                 print(
                     "\x1b[H" + "".join(f"{text}\x1b[K\n" for text in screen(loads, title)) + "\x1b[J", end="", file=out
                 )

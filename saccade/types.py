@@ -1,4 +1,4 @@
-"""What the clients return: plain frozen dataclasses, so that they can be compared, copied and pickled."""
+"""The results of the client's methods: plain frozen dataclasses, which can be compared, copied and pickled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from saccade.errors import SaccadeError
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 FinishReason: TypeAlias = Literal["stop", "length", "aborted", ""]
-"""Empty where a newer server gives a reason that this client does not know."""
+"""Empty where a newer server sends a reason that this client does not know."""
 
 
 class TextPart(TypedDict):
@@ -26,7 +26,7 @@ class _ImagePart(TypedDict):
 
 
 class ImagePart(_ImagePart, total=False):
-    """An image, named under one of these keys; with none of them, the place of the next one in `images=`."""
+    """An image, given under one of these keys; without any of them, the place of the next one in `images=`."""
 
     image: Any
     image_url: Any
@@ -42,7 +42,7 @@ class _VideoPart(TypedDict):
 
 
 class VideoPart(_VideoPart, total=False):
-    """A video, named under one of these keys; with none of them, the place of the next one in `videos=`."""
+    """A video, given under one of these keys; without any of them, the place of the next one in `videos=`."""
 
     video: Any
     video_url: Any
@@ -77,7 +77,7 @@ class Usage:
     prompt_tokens: int = 0
     image_tokens: int = 0
     cached_tokens: int = field(default=0, compare=False)
-    """Depends on what else was served; so it is no part of an answer's equality."""
+    """Not compared: it depends on other requests."""
     completion_tokens: int = 0
     queue_time: float | None = field(default=None, compare=False)
     time_to_first_token: float | None = field(default=None, compare=False)
@@ -90,7 +90,7 @@ class Usage:
 
 
 class TopLogprob(NamedTuple):
-    """One of the likeliest tokens in a place."""
+    """One of the likeliest tokens at a position."""
 
     token_id: int
     logprob: float
@@ -110,12 +110,12 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Delta:
-    """A piece of a streamed answer. Text is whole characters only, so a delta can hold ids and no text yet."""
+    """A piece of a streamed answer. Text contains whole characters only, so a delta can have ids and no text yet."""
 
     text: str
     token_ids: list[int]
     index: int = 0
-    """Which of the n samples this belongs to."""
+    """The index of the sample that it belongs to."""
     logprobs: list[TokenLogprob] | None = None
     sequence: int = 0
     """Counts this sample's deltas from 0."""
@@ -149,24 +149,24 @@ class Generation:
     model: str = ""
     model_version: str = ""
     seed: int = field(default=0, compare=False)
-    """The seed used, whether given or drawn by the server: with it the same request gives the same answer."""
+    """The seed used, given or drawn by the server: with it the same request gives the same answer."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
     """With `prompt_logprobs=k`: one for each token of the prompt; None for the first one and for image tokens."""
 
     @property
     def message(self) -> ChatMessage:
-        """The answer as a chat message, to go on from."""
+        """The answer as a chat message, for continuing the conversation."""
         return {"role": "assistant", "content": self.text}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one request of `map`: either `generation` or `error` is set."""
+    """The result of one request of `map`: either `generation` or `error` is set."""
 
     index: int
-    """Of the request, from 0."""
+    """Index of the request, from 0."""
     custom_id: str | None
-    """What the request said under this key."""
+    """The request's `custom_id`."""
     generation: Generation | None
     error: SaccadeError | None
 
@@ -180,16 +180,16 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Tensor:
-    """Numbers of a shape, as little-endian float32 in `data`, the last dimension running fastest.
+    """An array of numbers: little-endian float32 in `data`, in row-major order.
 
-    `numpy.asarray(tensor)` takes it as it is, and `memoryview(tensor.data).cast("f")` needs no numpy.
+    `numpy.asarray(tensor)` converts it, and `memoryview(tensor.data).cast("f")` needs no numpy.
     """
 
     shape: tuple[int, ...]
     data: bytes = field(repr=False)
 
     def tolist(self) -> list[Any]:
-        """Python floats, in lists as the shape says."""
+        """The numbers as nested lists of Python floats."""
         values: list[Any] = list(struct.unpack(f"<{len(self.data) // 4}f", self.data))
         for size in reversed(self.shape[1:]):
             values = [values[i : i + size] for i in range(0, len(values), size)]
@@ -203,12 +203,12 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Embedding:
-    """Hidden states of the decoder for a prompt, behind its final norm, each `[hidden size]`."""
+    """Hidden states of the decoder for a prompt, after its final norm, each `[hidden size]`."""
 
     last: Tensor
     """After the last token."""
     mean: Tensor
-    """Over all tokens, those of images among them."""
+    """Mean over all tokens, those of images included."""
     prompt_tokens: int
     image_tokens: int
     model: str = ""
@@ -218,13 +218,13 @@ class Embedding:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a prompt becomes."""
+    """The tokens of a prompt."""
 
     token_ids: list[int]
-    """With one image token id for each image and each temporal patch of a clip: `generate` takes it as a prompt,
+    """With one image token id for each image and each temporal patch of a clip: `generate` accepts it as a prompt,
     together with the same images and clips."""
     prompt_tokens: int
-    """What it takes of the context, images among it."""
+    """Tokens of the context that it takes, images included."""
     image_tokens: int
     tokens_per_image: list[int]
     video_tokens: int = 0
@@ -233,7 +233,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Media:
-    """An uploaded image. It may stand for the image wherever one is taken."""
+    """An uploaded image or video. It can be used wherever an image or a video is expected."""
 
     media_id: str
     size_bytes: int
@@ -263,7 +263,8 @@ class Batch:
     ended: float | None = None
     expires: float | None = None
     reason: str = ""
-    """Why it failed, in one word; `message` in a sentence, `problems` in one for each of the first wrong lines."""
+    """The reason of its failure; `message` describes it, `problems` has a sentence for each of the first invalid
+    lines."""
     message: str = ""
     problems: tuple[str, ...] = ()
     model: str = ""
@@ -278,7 +279,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """Bounds that the server refuses to pass. 0: no bound of its own."""
+    """Limits of the server. 0: no limit of its own."""
 
     context_length: int = 0
     """Prompt and answer together, in tokens."""
@@ -292,7 +293,7 @@ class ModelLimits:
     max_image_tokens: int = 0
     image_formats: tuple[str, ...] = ()
     uri_schemes: tuple[str, ...] = ()
-    """Of images that the server fetches; none: it fetches none."""
+    """Of images that the server fetches; empty: it fetches none."""
     max_samples: int = 0
     max_logprobs: int = 0
     max_stop_strings: int = 0
@@ -301,7 +302,7 @@ class ModelLimits:
     max_video_bytes: int = 0
     """Of one clip's file."""
     max_video_frames: int = 0
-    """Of one clip, looked at."""
+    """Of one clip, sampled."""
     max_video_file_frames: int = 0
     max_video_pixels: int = 0
     """Width x height x frames of what has to be decoded of one clip."""
@@ -321,9 +322,9 @@ class Model:
     takes_videos: bool = False
     limits: ModelLimits = field(default_factory=ModelLimits)
     default_sampling: dict[str, float | int | bool] = field(default_factory=dict)
-    """What `generate` does where an argument is None."""
+    """Default values of `generate` where an argument is None."""
     image_token_id: int | None = None
-    """The id to put into a prompt of token ids for each image."""
+    """The id that stands for each image in a prompt of token ids."""
     eos_token_ids: tuple[int, ...] = ()
     vocab_size: int = 0
     has_tokenizer: bool = True

@@ -1,4 +1,4 @@
-"""`client.batches`: batches that the server works on by itself."""
+"""`client.batches`: batches that the server processes by itself."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from saccade.types import Batch
 
 
 class AsyncBatchMethods:
-    """`client.batches`: files of requests in OpenAI's batch format that the server answers while nobody waits.
+    """`client.batches`: files of requests in OpenAI's batch format that the server processes in the background.
 
-    Images are data URLs or `media:ID`s of `client.media`. A batch survives a restart of the server, and runs behind
-    all live calls.
+    Images are data URLs or `media:ID`s of `client.media`. A batch survives a restart of the server, and runs with lower
+    priority than all other calls.
     """
 
     def __init__(self, session: AsyncSession) -> None:
@@ -45,12 +45,12 @@ class AsyncBatchMethods:
         request_id: str = "",
         timeout: float | None = None,
     ) -> Batch:
-        """Hands a file over, a path or its content.
+        """Creates a batch from a file, given by its path or its content.
 
         Args:
             ordered: answers in the order of the requests.
             max_errors: the batch fails after more error rows than this.
-            request_id: a second call with the same one gives the batch that the first has made.
+            request_id: a second call with the same one returns the batch that the first has created.
         """
         return await self._session._run(create_steps(source, ordered, max_errors, request_id), timeout)
 
@@ -63,15 +63,15 @@ class AsyncBatchMethods:
         return await self._session._run(list_steps(), timeout)
 
     async def cancel(self, batch_id: str, *, timeout: float | None = None) -> Batch:
-        """Ends it; what has been answered can still be downloaded."""
+        """Cancels it; finished answers can still be downloaded."""
         return await self._session._run(cancel_steps(batch_id), timeout)
 
     async def delete(self, batch_id: str, *, timeout: float | None = None) -> None:
-        """Raises FailedPrecondition for one that is not over."""
+        """Deletes it. Raises FailedPrecondition for one that is not over."""
         await self._session._run(delete_steps(batch_id), timeout)
 
     async def watch(self, batch_id: str) -> AsyncGenerator[Batch, None]:
-        """The batch now and after each change, until it is over. Goes on over restarts of the server."""
+        """The batch now and after each change, until it is over. Continues over restarts of the server."""
         async with aclosing(self._messages(lambda: watch_call(batch_id))) as messages:
             async for message in messages:
                 batch = batch_from(message.batch)
@@ -80,13 +80,13 @@ class AsyncBatchMethods:
                     return
 
     async def wait(self, batch_id: str) -> Batch:
-        """The batch once it is over."""
+        """Waits until the batch is over."""
         async for batch in self.watch(batch_id):
             last = batch
         return last
 
     async def download(self, batch_id: str, target: str | os.PathLike[str], *, resume: bool = False) -> Path:
-        """Writes the output of a batch that is over to a new file; with `resume`, behind what the file holds."""
+        """Writes the output of a batch that is over to a new file; with `resume`, after what the file holds."""
         download = Download(batch_id, target, resume)
         exchange = self._session._exchange()
         with download.file:
@@ -96,7 +96,7 @@ class AsyncBatchMethods:
         return download.path
 
     async def _messages(self, call: Callable[[], Call]) -> AsyncGenerator[Any, None]:
-        """The messages of a stream that is opened again where it breaks off."""
+        """The messages of a stream that is opened again where it breaks."""
         exchange = self._session._exchange()
         messages = Messages(call, self._session._calls)
         try:

@@ -65,5 +65,5 @@ class AsyncClient(AsyncMethods):
 
     @property
     def batches(self) -> AsyncBatchMethods:
-        """Batches that the server works on by itself."""
+        """Batches that the server processes by itself."""
         return AsyncBatchMethods(self)

@@ -1,4 +1,4 @@
-"""Has a transport carry out what the core asks for."""
+"""Executes the actions that the core yields, through a transport."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 async def run(actions: Actions[T], exchange: AsyncExchange) -> T:
-    """What the actions end in. Raises SaccadeError."""
+    """Runs the actions to their end and returns their result. Raises SaccadeError."""
     try:
         action = next(actions)
         while True:

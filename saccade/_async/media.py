@@ -1,4 +1,4 @@
-"""`client.media`: files that are sent once and named from then on."""
+"""`client.media`: files that are uploaded once and then used by their ids."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class AsyncMediaMethods:
         self._session = session
 
     async def upload(self, image: ImageInput, *, timeout: float | None = None) -> Media:
-        """Sends an image or a video file, unless it is there already. Its `media_id` may stand for it in requests and
-        batches: `images=[media]`, `videos=[media]`."""
+        """Uploads an image or a video file, unless it is there already. The result can be used in requests and batches:
+        `images=[media]`, `videos=[media]`."""
         return await self._session._run(upload_file_steps(image), timeout)
 
     async def get(self, media_id: str, *, timeout: float | None = None) -> Media:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class AsyncMethods(AsyncSession):
-    """What `generate` and the others do; what carries a request to an engine is the connection's business."""
+    """`generate` and the other methods; how a request gets to an engine is up to the connection."""
 
     async def generate(
         self,

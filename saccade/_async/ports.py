@@ -1,4 +1,4 @@
-"""What the façade needs of a transport."""
+"""The interface between the façade and a transport."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from saccade._core.steps import Call
 
 
 class AsyncExchange(Protocol):
-    """Carries out the actions of one method, from its first attempt to its last; see `saccade._core.steps`."""
+    """Executes the actions of one method, from its first attempt to its last; see `saccade._core.steps`."""
 
     async def send(self, call: Call, timeout: float | None) -> Any: ...
 
@@ -22,14 +22,14 @@ class AsyncExchange(Protocol):
     async def do(self, function: Callable[[], Any]) -> Any: ...
 
     def close(self) -> None:
-        """Cancels what is running, at any time and more than once; what comes after it is Cancelled."""
+        """Cancels what is running; further actions raise Cancelled. Can be called at any time and more than once."""
 
 
 class AsyncConnection(Protocol):
-    """What carries the calls of a client and its copies."""
+    """Executes the calls of a client and of its copies."""
 
     def exchange(self) -> AsyncExchange:
-        """For one method."""
+        """An exchange for one method."""
 
     async def close(self) -> None:
-        """Ends it; calls that are still running end as Cancelled. Idempotent."""
+        """Closes the connection; calls that are still running end as Cancelled. Idempotent."""

@@ -1,4 +1,4 @@
-"""A connection with the settings of its calls: what every method of a client runs on."""
+"""A connection with settings for its calls: the base of all clients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class AsyncSession:
-    """A context manager; `close` may be called any number of times."""
+    """A context manager; `close` can be called any number of times."""
 
     _closed = False
     _is_copy = False

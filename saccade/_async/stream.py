@@ -90,7 +90,7 @@ class AsyncStream(AsyncIterator[Delta]):
 
     @property
     def request_id(self) -> str:
-        """Empty until the request has been built."""
+        """The request's id; empty until the request has been built."""
         return self._state.request.request_id if self._state else ""
 
     @property
@@ -105,7 +105,7 @@ class AsyncStream(AsyncIterator[Delta]):
 
     @property
     def seed(self) -> int | None:
-        """The seed in use, once the stream's first message has come."""
+        """The seed in use, known from the stream's first message on."""
         return self._state.seed if self._state else None
 
     async def final(self) -> Generation:
@@ -122,7 +122,7 @@ class AsyncStream(AsyncIterator[Delta]):
         return self._generation
 
     async def close(self) -> None:
-        """Cancels what is still running; what has come so far stays readable."""
+        """Cancels the rest; what has been received stays readable."""
         self._closed = True
         if self._exchange is not None:
             self._exchange.close()

@@ -1,7 +1,7 @@
-"""Images in the forms that users hold them, turned into `Image` messages.
+"""Turns images in the forms that users have them into `Image` messages.
 
-Files and bytes pass through untouched: re-encoding could change what the model sees. Pillow and numpy are looked at
-only if the caller has already imported them, which somebody who holds one of their objects has.
+Files and bytes are sent unchanged: encoding them again could change what the model sees. Pillow and numpy are used only
+if the caller has already imported them, as whoever has one of their objects has.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 else:
     ImageInput: TypeAlias = Any
 
-# PNG holds these as they are; other modes (CMYK, YCbCr, floats, ...) become RGB first.
+# PNG stores these modes unchanged; others (CMYK, YCbCr, floats, ...) become RGB first.
 _PNG_MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "I;16"})
 _PNG_COLOR_TYPES = {1: 0, 2: 4, 3: 2, 4: 6}
 
@@ -139,7 +139,7 @@ def is_array(value: Any) -> bool:
 def _png_from_pillow(image: Any) -> bytes:
     from PIL import ImageOps
 
-    # The server turns a file as its EXIF says. A Pillow image of that file has not been turned yet.
+    # The server rotates a file as its EXIF data say. A Pillow image of that file has not been rotated yet.
     upright = ImageOps.exif_transpose(image)
     if upright.mode not in _PNG_MODES:
         upright = upright.convert("RGB")

@@ -1,4 +1,4 @@
-"""Files that are sent once and named from then on. Large files of any request go this way by themselves, see
+"""Files that are uploaded once and then used by their ids. Large files of any request are uploaded automatically, see
 `uploads`."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from saccade.v1 import media_pb2
 
 
 def file_bytes(image: ImageInput) -> bytes:
-    """What `upload` sends. Raises InvalidArgument for what has no content of its own to send."""
+    """The bytes that `upload` sends. Raises InvalidArgument for an image without content of its own."""
     message = image_message(image)
     source = message.WhichOneof("source")
     if source == "uri":

@@ -1,4 +1,4 @@
-"""The clients' methods that end in one answer: what is sent, in which order, and what becomes of it."""
+"""The methods with a single answer: what is sent, in which order, and how the result is made."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def one_call(call: Call) -> Steps[Any]:
 def answer_steps(
     request: inference_pb2.GenerateRequest, upload_above: int | None
 ) -> Steps[inference_pb2.GenerateResponse]:
-    """The server's answer to a request that has been built."""
+    """Sends a request that has been built and returns the server's answer."""
     response: inference_pb2.GenerateResponse = yield from call_steps(
         Call("inference", "Generate", request), upload_above
     )

@@ -1,4 +1,4 @@
-"""Ranges of sampling parameters, which are the server's: what it would refuse is refused before anything is sent.
+"""Ranges of sampling parameters, equal to the server's, so that invalid requests are refused before they are sent.
 
 A test compares them with the server's.
 """

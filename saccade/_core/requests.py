@@ -1,4 +1,4 @@
-"""From the arguments of `generate` and `stream` to a `GenerateRequest`: the same for all three clients."""
+"""Builds a `GenerateRequest` from the arguments of `generate` and `stream`: the same for all three clients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ROLES = {
 }
 _INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs", "prompt_logprobs")
 _Places: TypeAlias = dict[str, list[types_pb2.Part]]
-"""Parts of a conversation that wait for the next of `images=` or `videos=`."""
+"""Parts of a conversation that stand for the next of `images=` or `videos=`."""
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -54,7 +54,7 @@ class Sampling(TypedDict, total=False):
 
 
 class AllSampling(Sampling, total=False):
-    """With those that `generate` names itself."""
+    """And those that `generate` names itself."""
 
     max_tokens: int | None
     temperature: float | None
@@ -107,14 +107,14 @@ def build_request(
 
 
 class _Media(NamedTuple):
-    """What `images=` and `videos=` hold."""
+    """The messages for `images=` and `videos=`."""
 
     images: list[types_pb2.Image]
     videos: list[types_pb2.Video]
 
 
 class _naming:
-    """Turns what protobuf and Python say of a wrong value into an InvalidArgument that names the argument."""
+    """Turns errors of protobuf and Python about a wrong value into an InvalidArgument that names the argument."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -196,7 +196,7 @@ def _items(prompt: Any) -> list[Any]:
 def _set_template_arguments(
     holder: inference_pb2.ChatInput | inference_pb2.PromptInput, values: Mapping[str, Any]
 ) -> None:
-    """Also as JSON where there are objects in them: a Struct does not keep their order. Older servers read that one."""
+    """Also as JSON where they contain objects: a Struct does not keep their order. Older servers read the Struct."""
     with _naming("chat_template_kwargs"):
         json_format.ParseDict(dict(values), holder.chat_template_kwargs)
         if any(isinstance(value, list | dict) for value in values.values()):
@@ -204,8 +204,8 @@ def _set_template_arguments(
 
 
 def _chat_messages(messages: list[Any], media: _Media) -> list[types_pb2.ChatMessage]:
-    """The conversation, with `images` put where it has parts {"type": "image"} without an image of their own, and
-    `videos` in such parts for clips; where it has no such part, they come first in the last user message."""
+    """The conversation, with `images` inserted in parts {"type": "image"} that have no image of their own, and `videos`
+    likewise; where there is no such part, they come first in the last user message."""
     waiting: _Places = {"image": [], "video": []}
     built = [_chat_message(message, f"messages[{i}]", waiting) for i, message in enumerate(messages)]
     first: list[types_pb2.Part] = []
@@ -289,7 +289,7 @@ def _part_source(part: Mapping[str, Any]) -> Any:
 def chat_messages(
     messages: str | Sequence[ChatMessage] | Sequence[Mapping[str, Any]], system: str | None
 ) -> list[Mapping[str, Any]]:
-    """The conversation that `chat` takes, with the system's message in front."""
+    """The conversation that `chat` sends, with the system's message first."""
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     listed = _items(messages)

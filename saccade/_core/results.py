@@ -1,4 +1,4 @@
-"""From response messages to the dataclasses of `saccade.types`: the same for all three clients."""
+"""Turns response messages into the dataclasses of `saccade.types`: the same for all three clients."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def logprobs_from(messages: Any) -> list[TokenLogprob]:
 
 
 def prompt_logprobs_from(messages: Any, samples: list[Sample]) -> list[TokenLogprob | None] | None:
-    """By position of the prompt; None where there are none at all."""
+    """By position of the prompt; None where none were asked for."""
     if not messages or not samples:
         return None
     found: list[TokenLogprob | None] = [None] * samples[0].usage.prompt_tokens
@@ -141,7 +141,7 @@ def _stop_match(message: inference_pb2.Sample | inference_pb2.Finished) -> str |
 
 
 class _Facts(TypedDict):
-    """What an answer says of itself."""
+    """The fields that every answer has."""
 
     request_id: str
     model: str
@@ -190,7 +190,7 @@ def generation_from(response: inference_pb2.GenerateResponse, with_logprobs: boo
 
 
 class Assembler:
-    """Puts the messages of one stream together. Holds what has come so far; `finish` checks that it is whole."""
+    """Assembles the messages of one stream. Keeps what has been received; `finish` checks that it is complete."""
 
     def __init__(self, request: inference_pb2.GenerateRequest) -> None:
         self.request = request
@@ -200,7 +200,7 @@ class Assembler:
         self._finished: dict[int, inference_pb2.Finished] = {}
 
     def take(self, response: inference_pb2.StreamGenerateResponse) -> Delta | None:
-        """Takes one message; returns the delta for the user if it is one."""
+        """Adds a message; returns the delta for the user if it is one."""
         event = response.WhichOneof("event")
         if event == "delta":
             delta = delta_from(response.delta, self.with_logprobs)
@@ -220,7 +220,7 @@ class Assembler:
 
     @property
     def complete(self) -> bool:
-        """Whether the end of each sample has come."""
+        """Whether the end of each sample has been received."""
         return self.started is not None and len(self._finished) >= max(1, self.request.sampling.n)
 
     def finish(self) -> Generation:

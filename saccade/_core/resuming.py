@@ -1,8 +1,8 @@
-"""A streamed answer over all its attempts: what has come, what to ask for next, and how the parts are joined.
+"""A streamed answer over all its attempts: what has been received, what to request next, and how the parts are joined.
 
 A broken answer is continued by sending the request again with the seed that `Started` named and the ids received so far
-as `continued_token_ids`. Where there are several samples, which cannot be continued, the same request with the same
-seed gives the same answer, and what has been delivered of it is passed over.
+as `continued_token_ids`. Several samples cannot be continued; there the same request with the same seed gives the same
+answer again, and what has been delivered of it is skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from saccade.v1 import inference_pb2
 
 @dataclass
 class _Passed:
-    """What of a sample has been delivered and comes again."""
+    """What of a sample has been delivered already and will be received again."""
 
     ids: list[int]
     text: str
@@ -33,7 +33,7 @@ class StreamState:
     """One stream over all its attempts.
 
     Args:
-        resume: go on after a break behind the first message; otherwise only before it.
+        resume: continue after a break even if messages have been received; otherwise only before the first.
         uploads: the request's files that are named by their ids.
     """
 
@@ -52,7 +52,7 @@ class StreamState:
         self.resume = resume and calls.max_retries != 0
         self.assembler = Assembler(request)
         self.failure: Exception | None = None
-        """What ended the stream for good, kept for whoever asks for its answer afterwards."""
+        """The error that ended the stream for good, raised again for later calls."""
         self._uploads = uploads
         self._clock = clock
         self._retries = Retries(calls.max_retries, deadline, registers=True)
@@ -68,7 +68,7 @@ class StreamState:
     # -- attempts ------------------------------------------------------------------------------------------------------
 
     def begin(self) -> Actions[None]:
-        """Uploads what is to be uploaded and opens the first attempt."""
+        """Uploads large files and opens the first attempt."""
         if self._uploads is not None:
             yield from self._with_retries(self._uploads.steps())
         yield self._open()
@@ -94,7 +94,7 @@ class StreamState:
             finally:
                 self.waited(self._clock() - began)
             if self.assembler.complete:
-                return None  # the answer is whole; only the end of the call was lost
+                return None  # the answer is complete; only the end of the call was lost
             recovery = self.recovery(error)
             if recovery is not None:
                 yield from self._with_retries(recovery)
@@ -114,7 +114,7 @@ class StreamState:
     # -- messages ------------------------------------------------------------------------------------------------------
 
     def take(self, response: inference_pb2.StreamGenerateResponse) -> Delta | None:
-        """Takes one message; returns the delta for the user if it brings something new.
+        """Adds a message; returns the delta for the user if it has something new.
 
         Raises:
             Unavailable: the attempt does not continue what has been delivered (RESUME_DIVERGED).
@@ -136,7 +136,7 @@ class StreamState:
         return self.assembler.take(response)
 
     def _unseen(self, response: inference_pb2.StreamGenerateResponse) -> inference_pb2.StreamGenerateResponse:
-        """The message without what has been delivered before, counted on; empty if nothing is left."""
+        """The message without what has been delivered before; empty if nothing is left."""
         delta = response.delta
         passed = self._passed.get(delta.index)
         if passed is not None and (passed.ids or passed.text):
@@ -172,16 +172,16 @@ class StreamState:
         return self._retries.delay_after(error, self.patience())
 
     def recovery(self, error: SaccadeError) -> Steps[None] | None:
-        """What to do, instead of waiting, before the next attempt; None if the error is none of that kind."""
+        """What to do before the next attempt instead of waiting; None if the error needs nothing of the kind."""
         return None if self._uploads is None else self._uploads.recovery(error)
 
     def failed(self, error: BaseException) -> None:
-        """Keeps what ended the stream. Interrupts are the reader's, not the stream's."""
+        """Keeps the error that ended the stream. Interrupts are the reader's and are not kept."""
         if isinstance(error, Exception):
             self.failure = error
 
     def next_request(self) -> inference_pb2.GenerateRequest:
-        """What the next attempt asks for."""
+        """The request of the next attempt."""
         started = self.assembler.started
         if started is None:
             return self.request

@@ -1,4 +1,4 @@
-"""Whether a call is tried again after a failure, and when. Decisions alone: who waits and who calls is elsewhere."""
+"""Decides whether a failed call is tried again, and when. Waiting and calling are done elsewhere."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Deadline:
         return None if self._end is None else max(0.0, self._end - self._clock())
 
     def left(self) -> float | None:
-        """The same as the timeout of a further call: one that has run out is left a millisecond to say so."""
+        """The timeout of a further call: at least a millisecond, so that a call whose time has run out fails with
+        DeadlineExceeded."""
         remaining = self.remaining()
         return None if remaining is None else max(0.001, remaining)
 
@@ -44,7 +45,7 @@ def retry_delay(
     deadline: Deadline,
     random_unit: Callable[[], float] = random.random,
 ) -> float | None:
-    """`delay_within` for what is left of a deadline."""
+    """`delay_within` for the rest of a deadline."""
     return delay_within(error, attempt, max_retries, deadline.remaining(), random_unit)
 
 
@@ -103,7 +104,7 @@ class Retries:
         self._last: SaccadeError | None = None
 
     def progress(self) -> None:
-        """The call has brought something: failures count anew."""
+        """The call has received something: failures are counted from 0 again."""
         self._failures = 0
 
     def delay_after(self, error: SaccadeError, patience: float | None = None) -> float:

@@ -18,34 +18,35 @@ _TARGETS = ("unix:", "unix-abstract:", "vsock:", "dns:", "ipv4:", "ipv6:", "xds:
 """How gRPC's own names of targets begin; anything else is HOST:PORT."""
 
 DEFAULT_OPTIONS: Mapping[str, int] = {
-    # Answers with logprobs can pass gRPC's default of 4 MiB; the request's size is the server's to bound.
+    # Answers with logprobs can exceed gRPC's default of 4 MiB; the size of requests is limited by the server.
     "grpc.max_receive_message_length": 256 * 2**20,
     "grpc.max_send_message_length": -1,
-    # A connection that has silently died is noticed in the middle of a call; an idle client sends no pings.
+    # Finds connections that have died silently during a call; an idle client sends no pings.
     "grpc.keepalive_time_ms": 60_000,
     "grpc.keepalive_timeout_ms": 20_000,
     "grpc.keepalive_permit_without_calls": 0,
-    # Retries are ours: gRPC's would neither read our details nor keep to what a stream has already delivered.
+    # The client retries by itself: gRPC's retries would neither read our error details nor know what a stream has
+    # delivered.
     "grpc.enable_retries": 0,
     "grpc.initial_reconnect_backoff_ms": 200,
     "grpc.max_reconnect_backoff_ms": 5_000,
-    # Connections are not shared between clients, so that closing one, or a fork, touches no other.
+    # Connections are not shared between clients, so that closing one, or a fork, does not affect another.
     "grpc.use_local_subchannel_pool": 1,
 }
 
 
 @dataclass(frozen=True)
 class TLSConfig:
-    """How to talk TLS. Each item is the path of a PEM file or its content as bytes; None takes the system's default."""
+    """TLS settings. Each item is the path of a PEM file or its content as bytes; None: the system's default."""
 
     ca: str | os.PathLike[str] | bytes | None = None
-    """The certificates that the server's must descend from."""
+    """The certificate authorities that may have signed the server's certificate."""
     certificate: str | os.PathLike[str] | bytes | None = None
     """The client's own certificate chain, for servers that ask for one."""
     key: str | os.PathLike[str] | bytes | None = None
     """Its private key."""
     server_name: str | None = None
-    """The name to look for in the server's certificate, if it is not that of the address."""
+    """The name that the server's certificate must have, if it is not that of the address."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class CallSettings:
     idle_timeout: float | None = None
     """Seconds that a reader of a stream waits for each further piece; None for no limit."""
     upload_above: int | None = 2 * 2**20
-    """Images of more bytes than this are uploaded once and named from then on; None: they travel in each request."""
+    """Images of more bytes than this are uploaded once and then named by their ids; None: they are sent in each
+    request."""
 
     def __post_init__(self) -> None:
         for name in ("timeout", "first_token_timeout", "idle_timeout"):

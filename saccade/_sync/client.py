@@ -66,5 +66,5 @@ class Client(Methods):
 
     @property
     def batches(self) -> BatchMethods:
-        """Batches that the server works on by itself."""
+        """Batches that the server processes by itself."""
         return BatchMethods(self)

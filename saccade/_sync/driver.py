@@ -1,5 +1,5 @@
 # Generated from saccade/_async/driver.py by `make sdk`. Do not edit.
-"""Has a transport carry out what the core asks for."""
+"""Executes the actions that the core yields, through a transport."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def run(actions: Actions[T], exchange: Exchange) -> T:
-    """What the actions end in. Raises SaccadeError."""
+    """Runs the actions to their end and returns their result. Raises SaccadeError."""
     try:
         action = next(actions)
         while True:

@@ -1,5 +1,5 @@
 # Generated from saccade/_async/media.py by `make sdk`. Do not edit.
-"""`client.media`: files that are sent once and named from then on."""
+"""`client.media`: files that are uploaded once and then used by their ids."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class MediaMethods:
         self._session = session
 
     def upload(self, image: ImageInput, *, timeout: float | None = None) -> Media:
-        """Sends an image or a video file, unless it is there already. Its `media_id` may stand for it in requests and
-        batches: `images=[media]`, `videos=[media]`."""
+        """Uploads an image or a video file, unless it is there already. The result can be used in requests and batches:
+        `images=[media]`, `videos=[media]`."""
         return self._session._run(upload_file_steps(image), timeout)
 
     def get(self, media_id: str, *, timeout: float | None = None) -> Media:

@@ -1,5 +1,5 @@
 # Generated from saccade/_async/session.py by `make sdk`. Do not edit.
-"""A connection with the settings of its calls: what every method of a client runs on."""
+"""A connection with settings for its calls: the base of all clients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Session:
-    """A context manager; `close` may be called any number of times."""
+    """A context manager; `close` can be called any number of times."""
 
     _closed = False
     _is_copy = False

@@ -88,7 +88,7 @@ class Stream(Iterator[Delta]):
 
     @property
     def request_id(self) -> str:
-        """Empty until the request has been built."""
+        """The request's id; empty until the request has been built."""
         return self._state.request.request_id if self._state else ""
 
     @property
@@ -103,7 +103,7 @@ class Stream(Iterator[Delta]):
 
     @property
     def seed(self) -> int | None:
-        """The seed in use, once the stream's first message has come."""
+        """The seed in use, known from the stream's first message on."""
         return self._state.seed if self._state else None
 
     def final(self) -> Generation:
@@ -120,7 +120,7 @@ class Stream(Iterator[Delta]):
         return self._generation
 
     def close(self) -> None:
-        """Cancels what is still running; what has come so far stays readable."""
+        """Cancels the rest; what has been received stays readable."""
         self._closed = True
         if self._exchange is not None:
             self._exchange.close()
