@@ -80,7 +80,8 @@ def main(checkpoint: Path, out: Path, source: Path) -> None:
     base.AutoConfig = None  # type: ignore[attr-defined]  # the converter then reads config.json itself
     for module, name in (("nemotron", "NemotronHModel"), ("qwen", "Qwen3_5TextModel")):
         getattr(importlib.import_module(f"conversion.{module}"), name).set_vocab = set_vocab
-    sys.argv = ["convert_hf_to_gguf.py", str(stage), "--outfile", str(out), "--outtype", "bf16"]
+    without_head = ["--no-mtp"] * (config["model_type"] == "qwen3_5")
+    sys.argv = ["convert_hf_to_gguf.py", str(stage), "--outfile", str(out), "--outtype", "bf16", *without_head]
     runpy.run_path(str(source / "convert_hf_to_gguf.py"), run_name="__main__")
 
 
