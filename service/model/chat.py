@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from families import CheckpointError
-from families.files import read_json
+from families.files import first, optional_json
 from service.common.types import Message
 from service.model.tokenizer import literal
 
@@ -27,9 +29,19 @@ class Clip(Marked):
     token."""
 
 
+class _Generation(Extension):
+    """`{% generation %}` around what the assistant says, which training looks for: its content as it is."""
+
+    tags: set[str] = {"generation"}
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 class ChatTemplate:
-    """The chat template: `chat_template.jinja`, or the field `chat_template` of `tokenizer_config.json`.
-    Thread-safe."""
+    """The chat template: `chat_template.jinja`, or the field `chat_template` of `chat_template.json` or of
+    `tokenizer_config.json`. Thread-safe."""
 
     def __init__(
         self, source: str | None, *, image_token: str | None, special_tokens: Mapping[str, str],
@@ -41,7 +53,8 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._template = None
         if source is not None:
-            environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+            extensions = [loopcontrols, _Generation]
+            environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
             environment.globals["raise_exception"] = _raise
             environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
             environment.filters["tojson"] = _tojson
@@ -118,11 +131,12 @@ class ChatTemplate:
 
 def load_template(path: Path, *, image_token: str | None, video_token: str | None = None) -> ChatTemplate:
     """Reads a model directory's template, or makes one that only joins contents where there is none."""
-    config = read_json(path / "tokenizer_config.json") if (path / "tokenizer_config.json").exists() else {}
+    config = optional_json(path / "tokenizer_config.json")
     source: str | None = None
+    field = first(optional_json(path / "chat_template.json"), "chat_template", default=config.get("chat_template"))
     if (file := path / "chat_template.jinja").exists():
         source = file.read_text("utf-8")
-    elif (field := config.get("chat_template")) is not None:
+    elif field is not None:
         # Either the text itself or a list of named templates.
         source = field if isinstance(field, str) else _named(field)
     specials = {}

@@ -148,3 +148,20 @@ def test_quantised_files_are_read_back(tmp_path: Path, moe: bool) -> None:
         return tokens(run(runner_of(of, weights=weights), request("a", [5, 7, 9], greedy_params(12)))["a"])
 
     assert answer(Checkpoint(tmp_path / "small"), None) == answer(checkpoint, "int8")
+
+
+@pytest.mark.parametrize("only", ["language_model_only", "model_type"])
+def test_a_tower_that_is_not_asked_for_is_left_out(tmp_path: Path, only: str) -> None:
+    """Its weights are in the file; the text is that of the whole model."""
+    tower = {"hidden_size": 16, "num_heads": 2, "depth": 1, "intermediate_size": 24, "patch_size": 4,
+             "num_position_embeddings": 16}  # fmt: skip
+    tiny = make_qwen(tmp_path, 2, moe=False, vision=tower)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    flat = config["text_config"] | {"tie_word_embeddings": config["tie_word_embeddings"]}
+    file.write_text(json.dumps(config | {only: True} if only == "language_model_only" else flat))
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.config.vision is None and checkpoint.config.decoder.position_axes == 1
+    ids = [5, 7, 11, 13]
+    drawn = tokens(run(runner_of(checkpoint), request("a", ids, greedy_params(8)))["a"])
+    assert drawn == tiny.logits(ids + drawn[:-1])[len(ids) - 1 :].argmax(-1).tolist()

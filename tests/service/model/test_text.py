@@ -180,11 +180,18 @@ def test_templates_are_found_where_checkpoints_keep_them(tmp_path: Path) -> None
     config = {"chat_template": [{"name": "default", "template": "D{{ bos_token }}"}], "bos_token": {"content": "<s>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert load_template(tmp_path, image_token=None).render([Message("user", ("a",))]) == "D<s>"
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "P{{ bos_token }}"}))  # a processor's
+    assert load_template(tmp_path, image_token=None).render([Message("user", ("a",))]) == "P<s>"
     (tmp_path / "chat_template.jinja").write_text("J")
     assert load_template(tmp_path, image_token=None).render([Message("user", ("a",))]) == "J"
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(CheckpointError, match="line 1"):
         load_template(tmp_path, image_token=None)
+
+
+def test_what_training_marks_in_a_template_changes_nothing() -> None:
+    marked = "{% for m in messages %}{% generation %}{{ m.role }}:{{ m.content }}{% endgeneration %};{% endfor %}"
+    assert template(marked).render([Message("user", ("a",)), Message("assistant", ("b",))]) == "user:a;assistant:b;"
 
 
 def test_the_default_template_is_chosen_by_its_name(tmp_path: Path) -> None:
