@@ -1,4 +1,4 @@
-"""Which waiting sequences start, and from what the prefix cache has of them."""
+"""Admission: which waiting sequences start, and from which cached prefix."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from decoder.step import Row, Step
 
 
 class Start(NamedTuple):
-    """From what a sequence starts, and the memory that it then has already."""
+    """The cached prefix that a sequence starts from, and the memory that it gets with it."""
 
     hit: Hit
     slots: list[int]
-    """The checkpoint's own slot, where the state is not copied."""
+    """The checkpoint's own slot, where the state is handed over instead of copied."""
     pages: list[int]
 
 
 class Admission:
-    """Lets waiting sequences in, in order, as long as there is budget and memory."""
+    """Starts waiting sequences in order, as long as there is budget and memory."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Admission:
         self._max_chunk = options.max_chunk
 
     def admit(self, step: Step, chosen: dict[int, Row], budget: int) -> None:
-        """Adds the rows of those that start now to the `chosen` ones: at most `budget` tokens."""
+        """Adds the rows of sequences that start now to `chosen`: at most `budget` tokens."""
         memory, running = self.memory, self.queues.running
         if not self.queues.waiting:
             return
@@ -64,7 +64,7 @@ class Admission:
                 break
             start = self._make_room(sequence, hit, step, chosen, budget)
             if start is None:
-                if hit.tokens and not chosen:  # the whole memory does not do for it: it waits for its images instead
+                if hit.tokens and not chosen:  # the whole memory is not enough for it: it waits for its images instead
                     assert self.cache is not None
                     self.cache.overlook(sequence)
                     continue
@@ -77,8 +77,8 @@ class Admission:
             budget -= row.count
 
     def row(self, sequence: Sequence, budget: int, cached: int = 0) -> Row | None:
-        """What the sequence can compute now, from its `cached` first tokens on where it has computed none; `None` when
-        its next row is not ready.
+        """The tokens that the sequence can compute now, after its `cached` first tokens if it has computed none; `None`
+        when its next row is not ready.
         """
         start = max(sequence.computed, cached)
         align = 1 if self.cache is None else self.cache.placement.grid
@@ -87,31 +87,31 @@ class Admission:
         return Row(sequence, end - start, start) if end > start else None
 
     def lookup(self, sequence: Sequence) -> Hit:
-        """What the cache has of a sequence that has computed nothing."""
+        """The cached prefix of a sequence that has computed nothing."""
         request = sequence.request
-        whole = request.pooled or request.sampling.prompt_logprobs is not None  # what is asked for is of all tokens
+        # Log-probabilities of all prompt tokens are wanted, so all are computed.
+        whole = request.pooled or request.sampling.prompt_logprobs is not None
         if self.cache is None or sequence.computed or whole:
             return MISS
         return self.cache.lookup(sequence)
 
     def could_start(self, sequence: Sequence) -> bool:
-        """Has a waiting sequence something to begin with? That the text before an image is ready does not count, where
-        it is cached.
-        """
+        """Whether a waiting sequence has something to compute. Text before an image does not count if it is cached."""
         if sequence.leader is not None:
             return False
         done = max(sequence.computed, self.lookup(sequence).tokens)
         return sequence.ready_end(done) > max(done, sequence.barrier - 1)
 
     def _first_row(self, sequence: Sequence, hit: Hit, budget: int) -> Row | None:
-        """Its first row after a hit, or `None` while that is not ready or is what it was preempted for."""
+        """Its first row after a hit, or `None` while its image is not ready or before it has what it was preempted
+        for."""
         if sequence.ready_end(max(sequence.computed, hit.tokens)) < sequence.barrier:
             return None
         return self.row(sequence, budget, hit.tokens)
 
     def _defers(self, sequence: Sequence, hit: Hit, chosen: dict[int, Row]) -> bool:
-        """Does a row of this step leave a state that the sequence can go on from in the next one? It waits for that
-        once.
+        """Whether a row of this step leaves a state that the sequence can continue from in the next one. It waits for
+        that once.
         """
         if self.checkpointing is None or sequence.deferred or sequence.computed:
             return False
@@ -119,8 +119,8 @@ class Admission:
         return sequence.deferred
 
     def _make_room(self, sequence: Sequence, hit: Hit, step: Step, chosen: dict[int, Row], budget: int) -> Start | None:
-        """Room for a batch slot, state slots and pages of a sequence that has `hit`, or of the whole of it; `None`
-        where there is none. Sequences that wait for images are preempted for it, no others.
+        """Finds memory for a batch slot, state slots and pages of a sequence that has `hit`, or of the whole of it;
+        `None` where there is none. Only sequences that wait for images are preempted for it.
         """
         stuck: list[Sequence] | None = None
         while True:
@@ -138,8 +138,8 @@ class Admission:
             self.preemption.preempt(stuck.pop(), step, chosen)
 
     def _take_hit(self, sequence: Sequence, hit: Hit, step: Step) -> Start | None:
-        """Makes room for a sequence that starts from `hit`: the state is copied, or, where memory is short, taken out
-        of the cache. `None`, and nothing changed, when neither fits.
+        """Takes memory for a sequence that starts from `hit`: the state is copied, or, where memory is short, handed
+        over by the cache. `None`, with nothing changed, when neither fits.
         """
         memory, pool = self.memory, self.memory.pool
         fresh = memory.pages_for(len(sequence.tokens)) - len(hit.pages)
@@ -159,7 +159,7 @@ class Admission:
         return start
 
     def _adopt(self, sequence: Sequence, hit: Hit, step: Step) -> Start | None:
-        """Moves the checkpoint itself to the sequence, unless it is copied from. Its pages are retained before."""
+        """Hands the checkpoint over to the sequence, unless it is being copied from. Its pages are retained before."""
         memory, pool, checkpoint = self.memory, self.memory.pool, hit.checkpoint
         if checkpoint is None or checkpoint.slot < 0 or pool.slot_owners(checkpoint.slot) > 1:
             return None
@@ -180,7 +180,7 @@ class Admission:
         return Start(hit, [checkpoint.slot], [*hit.pages, *own])
 
     def _enter(self, sequence: Sequence, start: Start, step: Step) -> None:
-        """The sequence starts: with what it has, and with free memory for the rest."""
+        """Starts the sequence with its cached prefix, and free memory for the rest."""
         hit, first = start.hit, sequence.held.admission < 0
         fresh = self.memory.admit(sequence, start.slots, start.pages)
         if hit.checkpoint is not None:

@@ -1,4 +1,4 @@
-"""What steps have drawn becomes tokens of requests, and events; who ends, ends here."""
+"""Turns the results of steps into tokens of requests and events, and ends requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from decoder.step import Row, Step
 
 
 class Answers:
-    """The requests that are here, by name. Writes their tokens."""
+    """The live requests, by id. The only writer of their tokens."""
 
     def __init__(
         self,
@@ -29,12 +29,12 @@ class Answers:
         *,
         at_once: bool,
     ) -> None:
-        """`at_once`: tokens were read where they were drawn."""
+        """`at_once`: tokens are on the host as soon as the step returns."""
         self.states, self.speculation, self.timer = states, speculation, timer
         self.pools, self.prompt_scores = pools, prompt_scores
         self.sequences: dict[str, Sequence] = {}
         self.reading: dict[str, Sequence] = {}
-        """Requests of whose prompts a step reads something back."""
+        """Live requests that want log-probabilities or hidden states of their prompts."""
         self.counters = {"output_tokens": 0, "failed": 0}
         self._at_once = at_once
 
@@ -44,7 +44,7 @@ class Answers:
             self.reading[sequence.request_id] = sequence
 
     def awaits(self, sequence: Sequence) -> bool:
-        """Is the sequence still here?"""
+        """Whether the sequence is still live."""
         return self.sequences.get(sequence.request_id) is sequence
 
     # -- what a step has drawn -----------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ class Answers:
         return [self._failure(*failed) for failed in step.failed if self.awaits(failed[0])]
 
     def read(self, flight: Flight) -> list[TokenEvent]:
-        """Reads what a step has drawn. Waits for the device, unless nobody is left who waits for its tokens."""
+        """Reads the results of a step. Waits for the device, unless no request needs its tokens any more."""
         step = flight.step
         if not (self._at_once or any(self.awaits(sequence) for sequence in step.sequences)):
             return []
@@ -65,8 +65,8 @@ class Answers:
         return self._take_all(step, choices, accepted)
 
     def finish(self, step: Step, tokens: list[TokenEvent]) -> list[TokenEvent]:
-        """Gives back image rows that are consumed, and ends who has got its last token. To be called with what `read`
-        gave, once the step's memory has been taken over.
+        """Releases image rows that have been read, and ends requests that have their last token. To be called with the
+        result of `read`, after the step's memory has been taken over.
         """
         for row in step.rows:
             if row.sequence.next_span < len(row.sequence.request.spans):
@@ -81,7 +81,7 @@ class Answers:
         return tokens
 
     def _take_all(self, step: Step, choices: list[Choice], accepted: list[int]) -> list[TokenEvent]:
-        """Hands out what was drawn; what nobody waits for any more is dropped."""
+        """Emits the results; those of ended requests are dropped."""
         drawn, judged = iter(choices), iter(accepted)
         tokens: list[TokenEvent] = []
         for row in step.rows:
@@ -103,8 +103,8 @@ class Answers:
         return tokens
 
     def _take(self, row: Row, choices: list[Choice]) -> list[TokenEvent]:
-        """Adds to a row's sequence what was drawn in the places of its accepted drafts, and behind them; none behind
-        the end.
+        """Adds to a row's sequence the tokens drawn at its accepted drafts and the one after them; none after the
+        end.
         """
         sequence, first = row.sequence, row.end - row.drafts
         events: list[TokenEvent] = []
@@ -117,7 +117,7 @@ class Answers:
         return events
 
     def _append(self, sequence: Sequence, at: int, choice: Choice) -> TokenEvent:
-        """Gives a sequence its token in place `at`, and says whether it ends it: then there is nothing behind."""
+        """Adds the token at position `at` to a sequence, and returns whether it ends the sequence."""
         if at < len(sequence.tokens):
             sequence.tokens[at] = choice.token
             sequence.unread -= 1
@@ -125,7 +125,7 @@ class Answers:
             sequence.tokens.append(choice.token)
         self.counters["output_tokens"] += 1
         pooled, scores = self.pools.take(sequence.request_id), self.prompt_scores.take(sequence.request_id)
-        self.reading.pop(sequence.request_id, None)  # all that was to be read of its prompt goes out with this token
+        self.reading.pop(sequence.request_id, None)  # the results for its prompt are emitted with this token
         reason, stop = _finish_reason(sequence, at + 1 - sequence.prompt_len, choice.token)
         if reason is not None and sequence.unread:
             del sequence.tokens[at + 1 :]
@@ -152,7 +152,7 @@ class Answers:
         return TokenEvent(sequence.request_id, None, finish_reason="error", error=error)
 
     def end(self, sequence: Sequence) -> None:
-        """Frees all that a request holds. No step that is still in flight may be reading its images."""
+        """Frees all that a request holds. No step in flight may still be reading its images."""
         self.states.finish(sequence)
         for span in sequence.request.spans[sequence.next_span :]:
             span.source.release()
@@ -166,13 +166,13 @@ class Answers:
 
 
 def _hits(row: Row, choices: SequenceOf[Choice]) -> int:
-    """How many of a row's drafts are the tokens that were drawn in their places: those before the first that is not."""
+    """Number of a row's drafts that equal the tokens drawn at their positions: those before the first that differs."""
     drafts = row.sequence.draft.tokens
     return next((place for place in range(row.drafts) if choices[place].token != drafts[place]), row.drafts)
 
 
 def _release_spans(sequence: Sequence, end: int) -> None:
-    """Gives back the rows of images that lie in the first `end` tokens."""
+    """Releases the rows of images that lie in the first `end` tokens."""
     spans = sequence.request.spans
     while sequence.next_span < len(spans) and spans[sequence.next_span].end <= end:
         spans[sequence.next_span].source.release()

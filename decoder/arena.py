@@ -33,13 +33,13 @@ def _aligned(size: int) -> int:
 
 
 def paged(config: DecoderConfig, options: DecoderOptions) -> tuple[PageSpec, ...]:
-    """Memory that grows with a sequence: the model's, then that of heads that draft."""
+    """Key-value pages of the model, then of heads that draft."""
     return config.pages + (config.mtp_pages if options.speculative == "mtp" else ())
 
 
 @dataclass(frozen=True)
 class ArenaLayout:
-    """Byte sizes of one model's memory. Pure arithmetic; `saccade plan` prints it."""
+    """Sizes in bytes of one model's memory. Pure arithmetic; `saccade plan` prints it."""
 
     window_bytes: tuple[int, ...]
     """Of each recurrent layer's convolution window, padded to the alignment."""
@@ -51,9 +51,9 @@ class ArenaLayout:
     slots_per_seq: int = 1
     """Slots that a running sequence holds."""
     ring_bytes: int = 0
-    """The last inputs of one running sequence, over all recurrent layers; 0 unless states are replayed."""
+    """The ring of one running sequence, over all recurrent layers; 0 unless states are replayed."""
     carry_bytes: int = 0
-    """The hidden row that a drafter goes on from, in each slot; 0 without a drafter that needs it."""
+    """The hidden row that a drafter continues from, in each slot; 0 without a drafter that needs it."""
 
     @classmethod
     def of(cls, config: DecoderConfig, options: DecoderOptions) -> ArenaLayout:
@@ -74,7 +74,7 @@ class ArenaLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """What one sequence's windows and states take, and its drafter's row; 0 where there are none."""
+        """Windows, states and drafter's row of one sequence; 0 where there are none."""
         return sum(self.window_bytes) + sum(self.state_bytes) + self.carry_bytes
 
     @property
@@ -86,17 +86,18 @@ class ArenaLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Of one superblock. The model without either kind has blocks of one alignment unit, which nothing touches."""
+        """Of one superblock. A model with neither states nor pages has blocks of one alignment unit, which are never
+        accessed."""
         return max(ALIGNMENT, self.pages_per_block * self.page_bytes or self.slot_bytes)
 
     def blocks_for(self, sequences: int, tokens: int) -> int:
-        """Superblocks that `sequences` requests of `tokens` tokens each need at once."""
+        """Superblocks that `sequences` requests of `tokens` tokens each need at a time."""
         slots = sequences * self.slots_per_seq if self.slot_bytes else 0
         pages = sequences * _cdiv(tokens, self.page_size)
         return slots + (_cdiv(pages, self.pages_per_block) if self.pages_per_block else 0)
 
     def sequences_for(self, blocks: int, tokens: int) -> int:
-        """How many requests of `tokens` tokens fit at once."""
+        """How many requests of `tokens` tokens fit at a time."""
         low, high = 0, blocks * max(1, self.pages_per_block) + 1
         while low < high:
             middle = (low + high + 1) // 2
@@ -117,9 +118,9 @@ def device_memory(device: str) -> int:
 
 
 def resolve_blocks(layout: ArenaLayout, options: DecoderOptions, reserved: int = 0) -> int:
-    """How many superblocks the arena has. `ValueError` when one request of `max_len` does not fit.
+    """The number of superblocks of the arena. `ValueError` when one request of `max_len` does not fit.
 
-    `reserved`: bytes of the share of the memory that others take first, graphs for one.
+    `reserved`: bytes of the memory share that are needed for something else, such as graphs.
     """
     needed = layout.blocks_for(1, options.max_len)
     if options.memory_bytes is None:
@@ -141,27 +142,27 @@ def resolve_blocks(layout: ArenaLayout, options: DecoderOptions, reserved: int =
 
 
 def _shorter(layout: ArenaLayout, blocks: int, options: DecoderOptions) -> str:
-    """The max_len that would do, where one would."""
+    """The largest max_len that would fit, if there is one."""
     spare = blocks - (layout.slots_per_seq if layout.slot_bytes else 0)
     tokens = spare * layout.pages_per_block * layout.page_size
     return f", or lower max_len to at most {tokens}" if tokens >= 2 else ""
 
 
 class Saved(NamedTuple):
-    """What one sequence has in the arena, in host memory."""
+    """A copy of one sequence's arena memory, in host memory."""
 
     state: Tensor | None
     pages: Tensor | None
     ring: tuple[Tensor, ...] = ()
-    """The inputs of each Mamba layer that come on top of the state."""
+    """The inputs of each Mamba layer since the state."""
 
 
 class Arena:
-    """The buffer, its per-layer views and its book-keeping (`pool`)."""
+    """The buffer, its views for each layer, and its bookkeeping (`pool`)."""
 
     def __init__(self, config: DecoderConfig, options: DecoderOptions, *, reserved: int = 0) -> None:
-        """Memory is reserved, not touched: pages that are never used cost nothing on a CPU. `ValueError` and `reserved`
-        as above.
+        """Memory is reserved and not touched: on a CPU, pages that are never used take no memory. `ValueError` and
+        `reserved` as above.
         """
         self.layout = ArenaLayout.of(config, options)
         blocks = resolve_blocks(self.layout, options, reserved)
@@ -169,12 +170,12 @@ class Arena:
         self.buffer = torch.empty(blocks * self.layout.block_bytes, dtype=torch.uint8, device=options.device)
         self.windows, self.states = self._state_views(config, options)
         self.kv = self._page_views(config, options)
-        """Of each attention layer: `[pages, 2, page_size, kv heads, head dim]`; those of a drafter come last."""
+        """For each attention layer: `[pages, 2, page_size, kv heads, head dim]`; those of a drafter come last."""
         rings = options.max_seqs if self.layout.ring_bytes else 0
         self.rings = [
             torch.empty(rings, RING, slot.inputs, dtype=torch.float32, device=options.device) for slot in config.slots
         ]
-        """Of each recurrent layer, by batch slot: inputs since the state in the slot, unrounded."""
+        """For each recurrent layer, by batch slot: the inputs since the state in the state slot, unrounded."""
         self.carry = self._carry_view(config, options)
         """`[slots, hidden]`: the hidden row after the last token, where a drafter needs it."""
 
@@ -220,7 +221,7 @@ class Arena:
         return views
 
     def clear_pages(self, pages: Sequence[int]) -> None:
-        """Zeroes pages that are handed out: old state bits read as numbers may be NaN, and NaN x 0 is not 0."""
+        """Zeroes newly taken pages: old state bits read as numbers may be NaN, and NaN x 0 is not 0."""
         if pages and self.layout.page_bytes:
             index = upload(pages, torch.int64, self.buffer.device)
             self._pages().index_fill_(0, index, 0)
@@ -238,7 +239,7 @@ class Arena:
         return Saved(state, self._pages().index_select(0, index).cpu(), ring)
 
     def load(self, slot: int, pages: Sequence[int], saved: Saved, batch_slot: int = -1) -> None:
-        """Puts a saved copy into a slot, pages and a batch slot's ring, which need not be the ones it came from."""
+        """Copies a saved copy back to a slot, pages and a batch slot's ring, not necessarily the original ones."""
         state, content, ring = saved
         for of, inputs in zip(self.rings, ring, strict=False):
             of[batch_slot, : inputs.shape[0]] = inputs.to(of.device)
@@ -253,10 +254,10 @@ class Arena:
         return self.buffer[start : start + self.layout.slot_bytes]
 
     def copy_slot(self, source: int, target: int) -> None:
-        """Windows and states of all layers, from one slot to another."""
+        """Copies windows and states of all layers from one slot to another."""
         self._slot(target).copy_(self._slot(source))
 
     def copy_page(self, source: int, target: int) -> None:
-        """Keys and values of all layers, from one page to another."""
+        """Copies keys and values of all layers from one page to another."""
         pages = self._pages()
         pages[target].copy_(pages[source])

@@ -1,4 +1,4 @@
-"""Weights as a model is built of them: each is let go when its layer is done, so that few are there at once."""
+"""Weights while a model is being built: each is freed when its layer is done, so that few are in memory at a time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ AnyWeight = Tensor | Quantised
 
 
 class ArrivingWeights:
-    """Named weights out of an iterable. One without a length is read as it is needed, and has to be in the order of
-    `DecoderConfig.expected_weights`; any other may have any order.
+    """Named weights from an iterator. An iterator without a length is read as weights are needed, and must be in the
+    order of `DecoderConfig.expected_weights`; others may have any order.
     """
 
     def __init__(self, config: DecoderConfig, weights: Iterable[tuple[str, AnyWeight]]) -> None:
@@ -28,8 +28,8 @@ class ArrivingWeights:
             self._read_all()
 
     def take(self, names: Collection[str]) -> dict[str, AnyWeight]:
-        """Those of these names that there are; nobody else gets them. `ValueError` lists all names that are missing,
-        unknown or of a wrong shape, of the whole model.
+        """Returns those of these names that exist and removes them. `ValueError` lists all names that are missing,
+        unknown or of a wrong shape, in the whole model.
         """
         last = max((self._places[name] for name in names), default=-1)
         while self._place < last and self._read():
@@ -41,13 +41,13 @@ class ArrivingWeights:
         return found
 
     def finish(self) -> None:
-        """Reads what is left. `ValueError` as `take`, for names that nobody took too."""
+        """Reads the rest. `ValueError` as `take`, also for names that were never taken."""
         self._read_all()
         check_shapes(self._config, self._shapes)
         assert not self._held, f"weights that no layer took: {', '.join(self._held)}"
 
     def _read(self) -> bool:
-        """One more; False at the end. A wrong one ends the reading with an error about all."""
+        """Reads one more; False at the end. A wrong one ends the reading with an error about all."""
         item = next(self._source, None)
         if item is None:
             return False

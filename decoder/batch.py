@@ -30,8 +30,8 @@ from kernels.slots import SlotRun
 from kernels.transfer import upload
 
 CHUNK_LIMIT: dict[Implementation, int] = {"reference": 64, "triton": 128}
-"""Longest chunk of the scan: the work inside a chunk grows with its length, and on a CPU shorter ones stay in the
-cache; on a GPU longer ones leave fewer states behind.
+"""Longest chunk of the scan: the work per token grows with a chunk's length, and on a CPU shorter chunks stay in the
+cache; on a GPU longer ones write fewer states.
 """
 
 
@@ -41,7 +41,7 @@ class ScanRows:
 
     slots_R: Tensor
     initial_R: Tensor
-    """bool: the row continues the state in its slot."""
+    """bool: the row continues from the state in its slot."""
     starts_R: Tensor
     """`[R + 1]` int64, relative to the first of these tokens."""
     computed_R: Tensor
@@ -55,11 +55,12 @@ class ScanRows:
     cut: tuple[list[int], list[int], int] | None = None
     """For each row its tokens and those before them, and the chunk length; `None` without recurrent layers."""
     static_tables: ScanTables | None = None
-    """A graph's own."""
+    """In a graph, its own buffers."""
 
     @cached_property
     def tables(self) -> ScanTables | None:
-        """What kernels of recurrent layers read instead of the tuples above, made once a step; `None` without them."""
+        """Tensors for the kernels of recurrent layers in place of the tuples above, made once a step; `None` without
+        such layers."""
         if self.static_tables is not None or self.cut is None:
             return self.static_tables
         device = self.slots_R.device
@@ -73,8 +74,8 @@ class ScanRows:
 
 @dataclass(frozen=True)
 class VerifyTensors:
-    """The V rows after the updates: up to T tokens each, of which the first ones will stay. Padding: batch slot, slots
-    -1, accepted 1 (0 where inputs are replayed), length 0.
+    """The V rows after the updates: a token and drafts, up to T tokens each, of which the first ones will be accepted.
+    Padding: batch slot, slots -1, accepted 1 (0 where inputs are replayed), length 0.
     """
 
     batch_slots_V: Tensor
@@ -88,7 +89,7 @@ class VerifyTensors:
     packed: Tensor
     """Where in `[V * T]` each packed token is."""
     span: int
-    """Steps of the rings that are looked at; 0 where states are written instead."""
+    """Ring steps that the kernels read; 0 where states are written instead."""
     slot_runs: tuple[SlotRun, ...] | None
     """Slots of the rows' current states; `None` in a graph."""
 
@@ -103,7 +104,7 @@ class VerifyTensors:
 
 
 class Held(NamedTuple):
-    """What the host knows of a row to be verified."""
+    """A row to be verified, on the host."""
 
     batch_slot: int
     slots: list[int]
@@ -113,7 +114,7 @@ class Held(NamedTuple):
 
 
 class VerifyRows:
-    """Rows to be verified: as the host knows them, `None` in a graph, and as tensors, which are made when asked for."""
+    """Rows to be verified: on the host (`None` in a graph), and as tensors, which are made when asked for."""
 
     def __init__(self, held: tuple[Held, ...] | None, replayed: bool, make: Callable[[], VerifyTensors]) -> None:
         self.held, self.replayed, self._make = held, replayed, make
@@ -133,7 +134,7 @@ class Batch:
     updates: int
     slots_U: Tensor
     known_slots: SequenceOf[int] | None
-    """The same slots as the host knows them; `None` in a graph, where it knows nothing."""
+    """The same slots on the host; `None` in a graph."""
     queries: int
     """Tokens that attend one by one: those of updates and of rows to be verified."""
     lengths_Q: Tensor
@@ -156,8 +157,8 @@ class Batch:
 
 
 class Unread(NamedTuple):
-    """What the step before has drawn, on the device: its tokens `[M]`, and which of them are the last of their request
-    (`None`: none can be).
+    """The results of the step before, on the device: its tokens `[M]`, and which of them end their request (`None`:
+    none can).
     """
 
     tokens_M: Tensor
@@ -165,7 +166,7 @@ class Unread(NamedTuple):
 
 
 class BatchBuilder:
-    """Makes a `Batch` of rows; holds what outlives a step."""
+    """Makes a `Batch` of rows; keeps what lives longer than a step."""
 
     def __init__(self, config: DecoderConfig, options: DecoderOptions) -> None:
         self.config, self.options = config, options
@@ -176,7 +177,7 @@ class BatchBuilder:
 
     @staticmethod
     def scan_chunk(config: DecoderConfig, options: DecoderOptions) -> int:
-        """Tokens of a chunk of the scan; for a model that never scans, of no consequence."""
+        """Tokens of a chunk of the scan; unused for a model that never scans."""
         return min(config.scan_chunk or 1, CHUNK_LIMIT[implementation(torch.device(options.device).type)[0]])
 
     def build(
@@ -231,8 +232,8 @@ class BatchBuilder:
         return batch if unread is None else self._filled(batch, rows, unread)
 
     def _single(self, rows: SequenceOf[Row]) -> Batch | None:
-        """The batch of rows of one token each on top of a state, all of which draw: what nearly all steps are made of,
-        in one tensor. `None` where there are others.
+        """The batch of rows of one token each on top of a state, all of which draw, packed into one tensor: nearly all
+        steps are like this. `None` where there are other rows.
         """
         tables = self.tables
         alone = singles(rows, tables, self.options.page_size, 0)
@@ -267,8 +268,8 @@ class BatchBuilder:
         return upload(found, torch.int64, self.options.device)
 
     def _filled(self, batch: Batch, rows: SequenceOf[Row], unread: Unread) -> Batch:
-        """The batch with the ids that only the device knows, each of a row of one token. A row whose token is the last
-        of its request becomes padding: no slot, no place, no keys.
+        """The batch with the ids that only the device knows, each of a row of one token. A row whose token ended its
+        request becomes padding: slot -1, place -1, no keys.
         """
         places: list[tuple[int, int, int]] = []
         first = 0

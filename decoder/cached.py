@@ -1,4 +1,4 @@
-"""Nouns of the prefix cache: pages in a tree, checkpoints of states, and what a request finds of itself."""
+"""Types of the prefix cache: tree nodes, checkpoints, and the cached prefix that a request finds."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Hit:
-    """How much of a sequence is there."""
+    """The cached prefix of a sequence."""
 
     tokens: int = 0
     matched: int = 0
-    """Tokens whose pages are there: at least `tokens` less a tail."""
+    """Tokens whose pages are cached: at least `tokens` less a tail."""
     pages: tuple[int, ...] = ()
     """Full pages of the first `tokens`."""
     checkpoint: Checkpoint | None = None

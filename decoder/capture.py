@@ -1,8 +1,7 @@
 """Which sizes get a captured graph. Pure policy: ints in, ints out.
 
-Two lists that are never one: *mixed* sizes count tokens, *decode* sizes count requests. Neither is ever shortened in
-silence: a size that cannot be is a `ValueError`, and the largest size asked for is always there, on the stride or off
-it.
+Two separate lists: *mixed* sizes count tokens, *decode* sizes count requests. Neither is ever shortened silently: an
+impossible size is a `ValueError`, and the largest size asked for is always included, on the stride or off it.
 """
 
 from __future__ import annotations
@@ -82,26 +81,26 @@ class CapturePlan:
     decode: tuple[int, ...]
     mixed: tuple[int, ...]
     drafts: int = 0
-    """Of a request in one step; with any, the decode sizes are captured once more, for steps that verify some."""
+    """Drafts of a request in one step; with any, the decode sizes are captured again for steps that verify drafts."""
 
     def tokens(self, bucket: Bucket) -> int:
         """Rows of a bucket: one for each token, real or padding. A step that verifies has room for as many requests
-        that do as for such that do not.
+        with drafts as without.
         """
         return bucket.size * (2 + self.drafts) if bucket.kind == "verify" else bucket.size
 
     @property
     def buckets(self) -> list[Bucket]:
-        """All of them, those of most tokens first: the order of capture."""
+        """All buckets, the largest first: the order of capture."""
         found = [Bucket("mixed", size) for size in self.mixed]
         found += [Bucket("decode", size) for size in self.decode]
         found += [Bucket("verify", size) for size in self.decode if self.drafts]
         return sorted(found, key=self.tokens, reverse=True)
 
     def choose(self, requests: int, tokens: int, prefills: int, verified: int = 0) -> Bucket | None:
-        """The smallest bucket for a step of `requests` rows and `tokens` tokens, `prefills` of the rows being more than
-        one token on top of a state, or `verified` of them having drafts (never both). `None`: the step is larger than
-        all that was captured.
+        """The smallest bucket for a step of `requests` rows and `tokens` tokens, of which `prefills` rows have more
+        than one token on top of a state, or `verified` rows have drafts (never both). `None`: larger than every
+        captured size.
         """
         if verified:
             size = padded_size(max(verified, requests - verified), self.decode)

@@ -1,4 +1,4 @@
-"""Which states of sequences are kept in the prefix cache, and when. The one writer of `CacheCursor`."""
+"""Which states of sequences are kept in the prefix cache, and when. The only writer of `CacheCursor`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from decoder.step import Row, Step
 
 
 class Checkpointing:
-    """Keeps what rows pass, by the placement of the cache."""
+    """Keeps the states at positions that the cache's placement policy chooses."""
 
     def __init__(self, cache: PrefixCache, memory: SequenceMemory, most: int | None = None) -> None:
         """`most`: states that may be kept at once; None: as many as the arena has room for."""
         self.cache, self.memory, self.most = cache, memory, most
         self._unwritten = 0
-        """Slots of states that steps are to write."""
+        """State slots that running steps are to write."""
 
     def start(self, sequence: Sequence, hit: Hit) -> None:
-        """Sets where the states of a sequence that starts after `hit` are to be kept."""
+        """Sets at which positions the states of a sequence that starts after `hit` are to be kept."""
         self.cache.use(sequence, hit)
         placement, request = self.cache.placement, sequence.request
         marks = placement.prompt_marks(
@@ -35,13 +35,13 @@ class Checkpointing:
         sequence.cursor = CacheCursor(marks, following, hit.tokens, sequence.cursor.moving)
 
     def follow(self, leader: Sequence, follower: Sequence) -> None:
-        """A follower goes on after all that its leader has read."""
+        """A further sample continues after the prompt that its leader has computed."""
         following = self.cache.placement.next_mark((), follower.prompt_len, follower.computed)
         follower.cursor = CacheCursor((), following, leader.cursor.last_mark)
         share_keys(leader, follower)
 
     def marks(self, row: Row) -> list[int]:
-        """Positions of a row whose states are to be kept."""
+        """Positions in a row whose states are to be kept."""
         sequence = row.sequence
         if row.end < sequence.cursor.next_mark:
             return []
@@ -52,7 +52,7 @@ class Checkpointing:
         return [mark for found in places for mark in found]
 
     def leaves(self, sequence: Sequence, hit: Hit, rows: Iterable[Row]) -> bool:
-        """Does one of these rows leave a state that the sequence could go on from, behind what it has hit?"""
+        """Whether one of these rows leaves a state, after `hit`, that the sequence could continue from."""
         limit, page = len(sequence.tokens) - 1, self.cache.placement.page
         for row in rows:
             for mark in self.marks(row):
@@ -62,7 +62,7 @@ class Checkpointing:
         return False
 
     def place(self, step: Step) -> None:
-        """Slots for the states that this step's rows pass, of memory that nobody needs more."""
+        """Takes slots for the states to be kept of this step's rows, from memory that is needed for nothing better."""
         for row in step.rows:
             sequence, cursor = row.sequence, row.sequence.cursor
             if row.end < cursor.next_mark:
@@ -79,24 +79,24 @@ class Checkpointing:
             cursor.next_mark = self.cache.placement.next_mark(cursor.marks, sequence.prompt_len, row.end)
 
     def _within_budget(self, gain: int) -> bool:
-        """Whether one more state may be kept, where need be in place of one of less worth."""
+        """Whether one more state may be kept, if need be in place of a less worthy one."""
         while self.most is not None and len(self.cache.order) + self._unwritten >= self.most:
             if not self.cache.evict(self.cache.order.worth(gain)):
                 return False
         return True
 
     def lose(self, kept: Iterable[tuple[int, int]]) -> None:
-        """The states (position, slot) of a sequence that has ended are not kept."""
+        """Drops the states (position, slot) of a sequence that has ended."""
         for _, slot in kept:
             self._unwritten -= 1
             self.cache.pool.release_slot(slot)
 
     def register(self, sequence: Sequence, kept: Iterable[tuple[int, int]]) -> None:
-        """The states (position, slot) of a sequence have been written: from now on they can be hit."""
+        """The states (position, slot) of a sequence have been written: inserts them, so that they can be found."""
         cache, cursor = self.cache, sequence.cursor
         for position, slot in kept:
             self._unwritten -= 1
-            if position > sequence.computed:  # a refused draft's
+            if position > sequence.computed:  # after a rejected draft
                 cache.pool.release_slot(slot)
                 continue
             found = cache.insert(sequence, position, slot, max(1, position - cursor.last_mark))
@@ -107,13 +107,13 @@ class Checkpointing:
                 cursor.moving = found
 
     def rewind(self, sequence: Sequence) -> None:
-        """Some drafts were refused: the next state to keep is the first one after what is computed."""
+        """Some drafts were rejected: the next state to keep is the first one after what is computed."""
         cursor = sequence.cursor
         cursor.next_mark = self.cache.placement.next_mark(cursor.marks, sequence.prompt_len, sequence.computed)
 
     def keep(self, sequence: Sequence) -> tuple[int, int] | None:
-        """Leaves the state after all that a running sequence has computed to the cache, under `auto` and in models of
-        pages alone. Returns (from, to) of the state, which has to be copied before anything else runs; where there is
+        """Gives the state after all computed tokens of a running sequence to the cache, under `auto` and in models
+        without states. Returns (from, to) of the state, which must be copied before anything else runs; where there is
         no memory for a copy, the sequence's own slot passes to the cache. To be called just before it is finished.
         """
         cache, page, end = self.cache, self.cache.placement.page, sequence.computed
@@ -133,7 +133,7 @@ class Checkpointing:
         return (source, slot) if slot >= 0 else None
 
     def check_integrity(self) -> None:
-        """`AssertionError` when more is kept than may be, or slots are on their way into the cache between steps."""
+        """`AssertionError` when more is kept than allowed, or states are unwritten between steps."""
         assert self.most is None or len(self.cache.order) + self._unwritten <= self.most, (
             "more checkpoints than the budget has"
         )

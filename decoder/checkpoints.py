@@ -15,21 +15,22 @@ from decoder.metadata import STATE_MODES
 
 NEVER = 1 << 62
 COARSE = 4
-"""`auto` leaves one checkpoint at the last multiple of so many chunks too: it outlives a long unshared end."""
+"""`auto` also keeps the state at the last multiple of so many chunks: it survives eviction longer than the last one."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The rules of one configuration, in tokens."""
+    """The policy of one configuration, in tokens."""
 
     mode: str
     block: int
     """`state_block`: the grid of `align` and `all`."""
     chunk: int
-    """Chunk of the scan: a state on its multiples continues bit by bit as if there had been no pause."""
+    """Chunk of the scan: a scan that continues from a state at its multiples gives the same bits as an uninterrupted
+    one."""
     page: int
     has_states: bool = True
-    """False for a model without Mamba layers: whole pages are all that there is to keep."""
+    """False for a model without Mamba layers: only whole pages are kept."""
 
     def prompt_marks(
         self, prompt: int, *, images: Iterable[int] = (), wanted: Iterable[int] = (), junction: int = 0
@@ -59,11 +60,11 @@ class Placement:
 
     @property
     def on_the_way(self) -> bool:
-        """True where output is checkpointed while it is drawn."""
+        """Whether states are also kept while output is generated."""
         return self.has_states and self.mode in ("align", "all")
 
     def marks_between(self, marks: tuple[int, ...], prompt: int, start: int, end: int) -> list[int]:
-        """Positions to keep of a row of tokens `[start, end)`: those in (start, end]."""
+        """Positions to keep in a row of tokens `[start, end)`: those in (start, end]."""
         found = [mark for mark in marks if start < mark <= end]
         if self.on_the_way:
             first = max(start, prompt - 1) // self.block * self.block + self.block
@@ -87,8 +88,8 @@ def resolve_state_block(state_block: int | None, page: int, chunk: int) -> int:
 
 
 def most_checkpoints(budget: int | None, slot_bytes: int) -> int | None:
-    """State checkpoints that may be kept at once in so many bytes; None: as many as the arena has room for. Models
-    without states, whose slots take 0 bytes, have none to bound.
+    """Number of state checkpoints that fit so many bytes; None: as many as the arena has room for. Models without
+    states, whose slots take 0 bytes, have no bound.
     """
     return None if budget is None or not slot_bytes else budget // slot_bytes
 
@@ -113,8 +114,8 @@ def state_slots(mode: str, max_len: int, state_block: int, num_speculative: int 
 def state_bytes(
     slot_bytes: int, max_len: int, state_block: int, num_speculative: int = 0, checkpoints: int = 0
 ) -> dict[str, int]:
-    """Bytes of states by mode, of one request of `max_len` tokens. Only the first slot (and those of drafts) is held;
-    checkpoints give way whenever a running request needs their memory.
+    """Bytes of states of one request of `max_len` tokens, by mode. Only the first slot (and those of drafts) is held;
+    checkpoints are evicted whenever a running request needs their memory.
     """
     return {
         mode: slot_bytes * state_slots(mode, max_len, state_block, num_speculative, checkpoints) for mode in STATE_MODES

@@ -35,7 +35,7 @@ class CompiledHead(Operations):
                 raise NativeUnavailable(f"a head with {type(mixer).__name__} has no compiled form")
             ops += layer
         ops += [self.norm(head.final, last), self.linear(last, Target.LOGITS)]
-        # The float rows that this leaves stand for the hidden states of the next pass.
+        # The float rows that this leaves are the hidden states of the next pass.
         ops.append(Op(Code.NORM, Kind.F32, hidden, norm=self.pointer(head.final)))
         self._all = range(len(ops))
         self.complete(ops, MAX_ROUTED)

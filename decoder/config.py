@@ -22,12 +22,12 @@ SPECULATIVE = ("none", "ngram", "mtp")
 SPEC_STATES = ("replay", "slots")
 DRAFT_POLICIES = ("adaptive", "fixed")
 RING = 16
-"""Steps of inputs that `replay` keeps for each sequence: more would cost more to go through than a state to write."""
+"""Steps of inputs that `replay` keeps for each sequence: reading more would cost more than writing a state."""
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """What the runner runs: layers, and what stands around them. `ValueError` names the field at fault.
+    """The model that the runner runs: layers, embedding and head. `ValueError` names the field at fault.
 
     x = embedding_scale * embed(ids); each layer adds to x; logits = logits_scale * head(rms_norm(x)).
     """
@@ -59,7 +59,7 @@ class DecoderConfig:
 
     @property
     def ropes(self) -> set[Rope]:
-        """Of all layers and heads, each once."""
+        """Parameters of all layers and heads, each once."""
         found = [mixer.rope for mixer in (*self.mixers, *self.mtp) if isinstance(mixer, Attention)]
         return {rope for rope in found if rope is not None}
 
@@ -74,12 +74,12 @@ class DecoderConfig:
 
     @cached_property
     def slots(self) -> tuple[SlotSpec, ...]:
-        """Memory of fixed size that a sequence needs, of each mixer that has any."""
+        """Memory of fixed size that a sequence needs, for each mixer that has any."""
         return tuple(mixer.memory for mixer in self.mixers if isinstance(mixer.memory, SlotSpec))
 
     @cached_property
     def pages(self) -> tuple[PageSpec, ...]:
-        """Memory that grows with a sequence, of each mixer that has any."""
+        """Memory that grows with a sequence, for each mixer that has any."""
         return tuple(mixer.memory for mixer in self.mixers if isinstance(mixer.memory, PageSpec))
 
     @property
@@ -132,20 +132,20 @@ class DecoderConfig:
 
 
 def _float32() -> torch.dtype:
-    import torch  # not above: configurations are read where there is none
+    import torch  # not at the top: configurations are also read by processes without torch
 
     return torch.float32
 
 
 @dataclass(frozen=True)
 class DecoderOptions:
-    """How the decoder runs. What `None` stands for is worked out by the runner, never written back into this."""
+    """How the decoder runs. The runner works out what `None` stands for; it is never written back into this."""
 
     dtype: torch.dtype = field(default_factory=_float32)
     """Dtype of weights, activations, KV pages and conv windows."""
     device: str = "cpu"
     max_seqs: int = 16
-    """Requests that may run at the same time."""
+    """Requests that may run at a time."""
     max_len: int = 4096
     """Tokens of prompt and output together that one request may have."""
     max_batched_tokens: int = 2048
@@ -177,37 +177,38 @@ class DecoderOptions:
     boundary) or `auto` (ends of images and of the system prompt, junctions, the last chunk, the end of an answer).
     """
     checkpoint_bytes: int | None = None
-    """Bytes that states kept for later requests may take, the least worthy giving way; `None`: as many as the arena has
-    beside running requests, to which they give way in any case.
+    """Bytes that states kept for later requests may take, the least worthy being evicted; `None`: as many as the arena
+    has room for beside running requests, which have precedence in any case.
     """
     state_block: int | None = None
     """Tokens between boundaries, a multiple of `page_size`; `None`: the least common multiple of page and chunk."""
     ageing: int = 256
-    """Steps that one level of priority is worth: a request goes before those a level above it that come so much later.
+    """Steps that one level of priority is worth: a request goes before one of the next higher level that arrives this
+    many steps later.
     """
     graphs: str = "auto"
-    """`on`: every step that a captured size holds is a replay; `off`: none is; `auto`: `on` where there is a GPU. On a
-    CPU a replay is the same function on padded buffers, which tests want and nobody else.
+    """`on`: every step that a captured size fits is a replay; `off`: none is; `auto`: `on` where there is a GPU. On a
+    CPU a replay is the same function on padded buffers, which is for tests only.
     """
     overlap: str = "auto"
-    """`on`: a step is prepared and launched before the results of the one before it are read, wherever nothing of them
-    has to be known on the host; `off`: never; `auto`: `on` where there is a GPU. On a CPU nothing runs meanwhile.
+    """`on`: a step is prepared and launched before the results of the one before it are read, wherever the host does
+    not need them for it; `off`: never; `auto`: `on` where there is a GPU. On a CPU nothing runs meanwhile.
     """
     max_capture: int = 512
     """Largest captured size, in tokens and in requests; `max_batched_tokens` and `max_seqs` bound it too."""
     speculative: str = "none"
-    """Who drafts tokens that a step then verifies: `none`, `ngram` (what followed the same tokens before) or `mtp` (the
-    checkpoint's own heads).
+    """What drafts tokens that a step then verifies: `none`, `ngram` (what followed the same tokens before) or `mtp`
+    (the checkpoint's own heads).
     """
     draft_tokens: int = 3
-    """Drafts of one step and request at most."""
+    """Most drafts of one request in a step."""
     spec_state: str = "replay"
-    """How a state is taken back behind a refused draft: `replay` keeps one slot and the last inputs, `slots` one slot
-    for each token of a step.
+    """How a state is restored after a rejected draft: `replay` keeps one slot and the last inputs, `slots` one slot for
+    each token of a step.
     """
     draft_policy: str = "adaptive"
-    """`adaptive`: as many drafts as have been worth their time, none where drafting loses; `fixed`: always
-    `draft_tokens`.
+    """`adaptive`: as many drafts as have been worth their time, none where drafting makes decoding slower; `fixed`:
+    always `draft_tokens`.
     """
 
     def __post_init__(self) -> None:
@@ -261,17 +262,17 @@ class DecoderOptions:
 
     @property
     def graphs_on(self) -> bool:
-        """What `graphs` comes to on this device."""
+        """The value of `graphs` on this device, with `auto` resolved."""
         return self.graphs == "on" or (self.graphs == "auto" and not self.device.startswith("cpu"))
 
     @property
     def overlap_on(self) -> bool:
-        """What `overlap` comes to on this device."""
+        """The value of `overlap` on this device, with `auto` resolved."""
         return self.overlap == "on" or (self.overlap == "auto" and not self.device.startswith("cpu"))
 
     @property
     def num_drafts(self) -> int:
-        """Drafts of one step and request at most; 0 where nothing drafts."""
+        """Most drafts of one request in a step; 0 where nothing drafts."""
         return 0 if self.speculative == "none" else self.draft_tokens
 
     @property

@@ -1,6 +1,6 @@
 """Which tokens to draft, and how many. Pure policy: integers and measured seconds in, integers out.
 
-A draft is only a guess at what plain sampling will draw: these rules decide about speed, never about an answer.
+A draft is a guess at what plain sampling will draw: these rules affect speed, never an answer.
 """
 
 from __future__ import annotations
@@ -11,59 +11,60 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 LONGEST, SHORTEST = 4, 2
-"""Lengths of the runs of tokens that are looked up: a single token says too little."""
+"""Lengths of the token runs that are looked up: a single token is too unspecific."""
 LOOKED_AT = 64
-"""Places at most where the last two tokens came before that are looked at for the longest run."""
+"""Most earlier occurrences of the last two tokens that are compared for the longest run."""
 
 FORGET, FORGET_ALL = 0.95, 0.98
-"""What a verified step leaves of what was known of its request's acceptance, and of everybody's."""
+"""Decay per verified step of the acceptance statistics of a request, and of all requests."""
 PRIOR_WEIGHT = 3.0
-"""Drafts that the acceptance of all requests counts for in the estimate of one."""
+"""Weight, in drafts, of the acceptance of all requests in the estimate for one."""
 FIRST_RATE = 0.6
-"""Taken for granted until something has been measured; so is this of a step with drafts: plain steps that it takes
+"""Assumed until something has been measured: acceptance; and the time of a step with drafts: plain steps that it takes
 longer, and those that each draft adds.
 """
 FIRST_FIXED, FIRST_EACH = 0.1, 0.1
 WORTH = 1.03
-"""Tokens a second against plain decoding that drafts must promise: what is measured is not exact."""
+"""Least gain in tokens a second over plain decoding that drafts must promise: measurements are inexact."""
 
 FIRST_GAP, LAST_GAP = 64, 512
-"""Tokens between two probes of a request whose own drafts lose while others' gain; each failure doubles them."""
+"""Tokens between two probes of a request whose own drafts do not pay while others' do; each failure doubles them."""
 PROBE_DISTANCE = 32
-"""Steps between the probes of two such requests: everyone waits for a probe."""
+"""Steps between the probes of two such requests: all requests wait for a probe."""
 QUIET = {"unwanted": 16, "unfound": 16, "refused": 64, "unready": 256}
-"""Steps without drafts, by their reason, after which drafting pauses: by what is known of all requests they would lose;
-nothing was found to propose; those here are refused, others' were not; whoever drafts has seen too little of them.
+"""Steps without drafts, by reason, after which drafting pauses: by the statistics of all requests drafts would not pay;
+nothing was found to propose; those here are rejected although others' were accepted; the drafter has seen too little of
+them.
 """
 FIRST_PAUSE, LAST_PAUSE = 1024, 8192
-"""Steps of a pause after drafts that lost; each failed trial doubles them."""
+"""Steps of a pause after drafts that did not pay; each failed trial doubles them."""
 DRY_PAUSE = 16
-"""Steps of a pause after those in which there was nothing to propose."""
+"""Steps of a pause after steps with nothing to propose."""
 TRIALS = 6
-"""Rows with one draft each that a trial looks at, and then, if half of them were accepted, with as many as may be."""
+"""Rows with one draft each in a trial, and then, if half of the drafts were accepted, with as many as are useful."""
 
 BASELINE_STEPS = 4
 """Steps without drafts that are measured for each number of rows before any with drafts are."""
 BASELINE_AGE = 512
 """Steps after which they are measured again."""
 PAUSE_SAMPLES = 16
-"""One of so many steps is measured in a pause, where it costs no drafts."""
+"""One in this many steps is measured in a pause, where it costs no drafts."""
 
 
 class NgramIndex:
-    """What followed the last tokens of one sequence the last time they came, in prompt and output."""
+    """Finds what followed the last tokens of a sequence at their latest earlier occurrence, in prompt and output."""
 
     def __init__(self) -> None:
         self._last: dict[tuple[int, int], int] = {}
-        """Two tokens -> the place behind them where they came last."""
+        """Two tokens -> the position after their last occurrence."""
         self._before: list[int] = [0, 0]
-        """By place: that of the time before; 0 where there was none."""
+        """By position: that of the occurrence before; 0 where there was none."""
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
         """At most `count` tokens, none where the last ones are new. `tokens` begins with what it was before.
 
-        The longest run counts, of those the last one. One that reaches into the present repeats itself: what it
-        proposes is what it would go on with.
+        The longest run is used, and of several the last one. A run that reaches the end of the sequence repeats itself:
+        the proposal continues the repetition.
         """
         last, before = self._last, self._before
         for end in range(len(before), len(tokens)):
@@ -91,11 +92,11 @@ class NgramIndex:
 
 @dataclass
 class Record:
-    """How one request's drafts have fared."""
+    """Acceptance of one request's drafts."""
 
     hits: float = 0.0
     trials: float = 0.0
-    """Drafts that were accepted, and those that were looked at: up to the first refused one of a step."""
+    """Drafts that were accepted, and those that were compared: up to the first rejected one of a step."""
     gap: int = FIRST_GAP
     resume_at: int = 0
     """Length at which a request without drafts is probed again."""
