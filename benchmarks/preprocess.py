@@ -1,6 +1,6 @@
 """What a picture costs before the encoder sees it: images per second of one core, by size and format.
 
-    python -m benchmarks.preprocess [--model demo] [--seconds 1.0] [--write]
+    python -m benchmarks.preprocess [--family nemotron_h_omni | --model demo] [--seconds 1.0] [--write]
 
 For each size and format: decode, resize and cut in this process, and in a worker of its own (what a server does). The
 two ways run in turn, so that both see the same machine. The last line on stdout is JSON.
@@ -27,13 +27,21 @@ from PIL import Image
 
 from benchmarks import machine
 from encoder.stopwatch import Stopwatch
+from families import VisionSpec
 from families.nemotron_h_omni.vision import RadioVision
+from families.qwen3_5.vision import QwenVision
 from service.media.image_pool import ImagePool
 from service.media.images import MediaLimits
 from service.media.patches import LocalDecoder, Patcher
 
 RESULTS = Path(__file__).resolve().parent / "results"
-SIZES = ((64, 64), (224, 224), (512, 512), (1080, 1920), (3024, 4032))
+SIZES = ((64, 64), (224, 224), (512, 512), (1080, 1920), (2526, 1786), (3024, 4032))
+RULES: dict[str, VisionSpec] = {
+    "nemotron_h_omni": RadioVision(),
+    "qwen3_5": QwenVision(
+        hidden_size=768, num_layers=12, num_heads=12, intermediate_size=3072, text_hidden_size=1024
+    ),
+}  # fmt: skip
 FORMATS = ("JPEG", "PNG", "WEBP")
 
 
@@ -62,7 +70,7 @@ def in_turn(ways: dict[str, Callable[[], object]], seconds: float) -> dict[str, 
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def measure(config: RadioVision, dtype: str, seconds: float) -> list[dict[str, Any]]:
+def measure(config: VisionSpec, dtype: str, seconds: float) -> list[dict[str, Any]]:
     limits = MediaLimits()
     here = Patcher(LocalDecoder(limits), config, dtype, limits)
     pool = ImagePool(limits, 1, image_seconds=60, video_seconds=60, vision=config, dtype=dtype)
@@ -103,11 +111,12 @@ def measure(config: RadioVision, dtype: str, seconds: float) -> list[dict[str, A
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="whose image rule; unset: the released family's")
+    parser.add_argument("--family", choices=list(RULES), default="nemotron_h_omni", help="whose released image rule")
+    parser.add_argument("--model", help="whose image rule, instead")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each size and format")
     parser.add_argument("--write", action="store_true", help="leave a dated file in benchmarks/results")
     arguments = parser.parse_args(argv)
-    config = RadioVision()
+    config = RULES[arguments.family]
     if arguments.model:
         from service.model.checkpoint import open_checkpoint
 
@@ -119,14 +128,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     result = {
         "benchmark": "preprocess",
-        "model": arguments.model or "released image rule",
+        "model": arguments.model or f"released image rule of {arguments.family}",
         "seconds": arguments.seconds,
         "load": machine.load(),
         "machine": machine.describe(),
         "rows": measure(config, "bfloat16", arguments.seconds),
     }
     if arguments.write:
-        path = RESULTS / f"{datetime.date.today()}-preprocess.json"
+        path = RESULTS / f"{datetime.date.today()}-preprocess-{arguments.family}.json"
         path.write_text(json.dumps(result, indent=1) + "\n")
         print(path, file=sys.stderr)
     print(json.dumps(result))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from qwen_vision import image_processor, tiny_qwen, video_pixels, video_processor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as released_resize
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as released_frame
 from transformers.video_utils import VideoMetadata
 
+from encoder.images import decode_image
 from encoder.item import VIDEO, EncoderItem
 from families.family import ModelFiles
 from families.files import CheckpointError
@@ -73,6 +76,20 @@ def test_pixel_values_are_the_pillow_processors(config: QwenVision, height: int,
     item = config.image_rule.patchify(image, torch.float32)
     assert [1, *item.grid] == wanted["image_grid_thw"][0].tolist()
     assert torch.equal(twice(config, item), wanted["pixel_values"])
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "LA", "1", "CMYK"])
+def test_files_of_any_mode_become_the_pillow_processors_pixels(mode: str) -> None:
+    pixels = noise(90, 120).numpy()
+    image = Image.fromarray(pixels).convert("RGBA" if mode == "LA" else mode)
+    if mode in ("RGBA", "LA"):
+        image.putalpha(Image.fromarray(pixels[..., 0]))
+        image = image.convert(mode)
+    buffer = io.BytesIO()
+    image.save(buffer, "TIFF" if mode == "CMYK" else "PNG")
+    wanted = image_processor(RELEASED)(images=[Image.open(buffer)], return_tensors="pt")["pixel_values"]
+    item = RELEASED.image_rule.patchify(decode_image(buffer.getvalue()), torch.float32)
+    assert torch.equal(twice(RELEASED, item), wanted)
 
 
 def test_bytes_become_the_same_numbers_in_the_tower() -> None:
