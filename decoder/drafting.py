@@ -113,16 +113,16 @@ class StepTimes:
         self._plain: dict[int, deque[float]] = {}
         self._measured: dict[int, int] = {}
         self._longer: dict[int, dict[float, deque[float]]] = {}
-        """By the number of rows, in powers of two, and the drafts of a row: plain steps on top of one."""
+        """By number of rows (a power of two) and drafts of a row: the time of a step, in plain steps, beyond one."""
         self._extra: dict[int, list[float]] = {}
 
     def wants_plain(self, rows: int, step: int) -> bool:
-        """Is a step of so many rows without drafts to be measured?"""
+        """Whether a step of so many rows without drafts should be measured."""
         plain = self._plain.get(rows)
         return plain is None or len(plain) < BASELINE_STEPS or step - self._measured[rows] > BASELINE_AGE
 
     def add(self, rows: int, drafted: int, seconds: float, step: int) -> None:
-        """A step of `rows` requests that all drew, with `drafted` drafts among them, took so long."""
+        """Records the time of a step of `rows` requests that all drew, with `drafted` drafts among them."""
         if drafted == 0:
             if rows not in self._plain or step - self._measured[rows] > BASELINE_AGE:
                 self._plain[rows] = deque(maxlen=31)
@@ -135,14 +135,14 @@ class StepTimes:
             self._extra.pop(rows.bit_length(), None)
 
     def plain(self, rows: int) -> float:
-        """Seconds of a step without drafts: the median, or a smaller one of more rows, which a few slow steps cannot
-        have made.
+        """Seconds of a step without drafts: the median, or that of fewer or more rows if smaller, so that a few slow
+        steps cannot distort it.
         """
         return min(median(seconds) for count, seconds in self._plain.items() if count >= rows)
 
     def extra(self, rows: int) -> list[float]:
-        """Plain steps that a step of so many rows with 1, 2, ... drafts for each takes longer: a fixed part and one for
-        each draft, the line through what was measured. A single point is taken for half the one, half the other.
+        """The additional time, in plain steps, of a step of so many rows with 1, 2, ... drafts each: a fixed part and
+        one for each draft, by the line through the measurements. Of a single measurement, half counts as each.
         """
         size = rows.bit_length()
         if size not in self._extra:
@@ -161,12 +161,13 @@ class StepTimes:
 
 
 class DraftPolicy:
-    """How many drafts a request gets in the next step.
+    """Decides how many drafts a request gets in the next step.
 
     A step with k drafts for each row gives 1 + rate + ... + rate ** k tokens a row and takes 1 + extra(k) plain steps:
-    the k of the highest quotient is chosen, 0 where none is worth it. Where nobody has wanted any for some steps,
-    drafting pauses, and what serves it need not be kept up; a pause ends with a trial: a few rows get one draft, and if
-    that goes well as many as may be, so that rate and times are known anew. A failed trial doubles the next pause.
+    the k with the highest quotient is chosen, 0 where none is worth it. Where no request has wanted drafts for some
+    steps, drafting pauses, and the drafter's state need not be kept up to date; a pause ends with a trial: a few rows
+    get one draft, and if that goes well as many as are useful, so that rate and times are measured anew. A failed trial
+    doubles the next pause.
     """
 
     def __init__(self, limit: int, *, adaptive: bool = True) -> None:
@@ -185,7 +186,7 @@ class DraftPolicy:
     # -- pauses and trials --------------------------------------------------------------------------------------------
 
     def awake(self) -> bool:
-        """To be asked once before each step: whether anyone may get drafts in it."""
+        """To be called once before each step: whether any request may get drafts in it."""
         self._steps += 1
         if self.paused and self._steps >= self._resume_at:
             self.paused = False
@@ -193,28 +194,28 @@ class DraftPolicy:
 
     @property
     def measuring(self) -> bool:
-        """Is the time of this step of use?"""
+        """Whether the time of this step should be recorded."""
         return not self.paused or self._steps % PAUSE_SAMPLES == 0
 
     @property
     def on_trial(self) -> bool:
-        """Is it still to be found out whether drafting gains?"""
+        """Whether a trial is running."""
         if not self.adaptive:
             return False
         one, more = self._tried
         return one < TRIALS or (more < TRIALS and self.limit > 1 and self.all.hits >= self.all.trials / 2)
 
     def drafts(self) -> None:
-        """There are drafts in this step."""
+        """To be called for a step with drafts."""
         self._quiet = 0
 
     def idle(self, reason: str) -> None:
-        """There are none, for one of the reasons in `QUIET`."""
+        """To be called for a step without drafts, with one of the reasons in `QUIET`."""
         self._quiet += 1
         if self._quiet < QUIET[reason] or not self.adaptive:
             return
         self.paused = True
-        if reason == "unfound":  # one more look, then the next pause
+        if reason == "unfound":  # one more trial, then the next pause
             self._resume_at, self._quiet = self._steps + DRY_PAUSE, QUIET[reason] - 1
             return
         self._resume_at, self._quiet = self._steps + self._pause, 0
@@ -229,11 +230,11 @@ class DraftPolicy:
         return (record.hits + PRIOR_WEIGHT * whole) / (record.trials + PRIOR_WEIGHT)
 
     def measures(self, rows: int) -> bool:
-        """Is the next step of so many rows to be one without drafts, to measure others against?"""
+        """Whether the next step of so many rows should be without drafts, as a measurement to compare with."""
         return self.adaptive and self.times.wants_plain(rows, self._steps)
 
     def best(self, record: Record, rows: int) -> int:
-        """The number of drafts with most tokens a second, were all rows like this one."""
+        """The number of drafts with most tokens a second, if all rows were like this one."""
         rate, chosen, speed = self.rate(record), 0, WORTH
         chance = tokens = 1.0
         for drafts, extra in enumerate(self.times.extra(rows), 1):
@@ -244,7 +245,7 @@ class DraftPolicy:
         return chosen
 
     def wanted(self, record: Record, length: int, rows: int) -> int:
-        """Drafts for a request of `length` tokens in a step of `rows` requests."""
+        """Number of drafts for a request of `length` tokens in a step of `rows` requests."""
         if not self.adaptive:
             return self.limit
         if self.on_trial:
@@ -261,7 +262,7 @@ class DraftPolicy:
         return 1
 
     def learn(self, record: Record, length: int, drafted: int, accepted: int) -> None:
-        """`accepted` of `drafted` drafts were what was drawn; the request has `length` tokens now."""
+        """Records that `accepted` of `drafted` drafts were accepted; the request has `length` tokens now."""
         seen = min(drafted, accepted + 1)
         record.add(seen, accepted, FORGET)
         self.all.add(seen, accepted, FORGET_ALL)
@@ -272,5 +273,5 @@ class DraftPolicy:
             record.resume_at = length + record.gap if not accepted else 0
 
     def timed(self, rows: int, drafted: int, seconds: float) -> None:
-        """A step of `rows` requests that all drew, with `drafted` drafts among them, took so long."""
+        """Records the time of a step of `rows` requests that all drew, with `drafted` drafts among them."""
         self.times.add(rows, drafted, seconds, self._steps)

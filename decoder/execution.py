@@ -1,4 +1,4 @@
-"""Runs a step: its memory is moved, all layers are computed, a token is drawn for each row that reaches its end."""
+"""Runs a step: moves memory, computes all layers, and draws a token for each row that reaches its end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kernels.transfer import upload
 
 
 class Execution:
-    """Does what a step says, and leaves what it has drawn in a `Flight`. Nothing is read back from the device, but by
+    """Executes scheduled steps and returns the results as a `Flight`. Reads nothing back from the device, except for
     drafting heads.
     """
 
@@ -43,7 +43,8 @@ class Execution:
         at_once: bool,
         overlaps: bool,
     ) -> None:
-        """`at_once`: tokens are read where they are drawn. `overlaps`: the next step may run before they are read."""
+        """`at_once`: tokens are on the host as soon as they are drawn. `overlaps`: the next step may run before they
+        are read."""
         self.scheduler, self.states = scheduler, states
         self.model, self.forward, self.sampler = model, forward, sampler
         self.speculation, self.drafter = speculation, drafter
@@ -54,7 +55,7 @@ class Execution:
         self._ends = EndTokens(options) if overlaps else None
 
     def run(self, step: Step, started: float, before: Flight | None = None) -> Flight:
-        """`started`: when the step was begun. `before`: the in-flight step, whose tokens have not been read."""
+        """`started`: when the step was scheduled. `before`: the in-flight step, whose tokens have not been read."""
         self.states.move(step)
         images = self._images(step)
         flight = Flight(step, started)
@@ -66,7 +67,7 @@ class Execution:
         return flight
 
     def _images(self, step: Step) -> dict[str, list[tuple[int, Tensor]]]:
-        """Image rows of the step. A request whose source cannot give them fails, and its row leaves the step."""
+        """Image rows of the step. A request whose source raises an error fails, and its row leaves the step."""
         found: dict[str, list[tuple[int, Tensor]]] = {}
         for row in list(step.rows):
             sequence = row.sequence
@@ -74,7 +75,7 @@ class Execution:
                 continue
             try:
                 found[sequence.request_id] = image_rows(row, self._hidden_size)
-            except Exception as error:  # whatever a source raises ends its own request, and no other
+            except Exception as error:  # an error of a source ends its own request, and no other
                 step.rows.remove(row)
                 step.failed.append((sequence, error))
         return found
@@ -97,7 +98,7 @@ class Execution:
             flight.send(self._device, None, None, None)
 
     def _draw(self, flight: Flight, logits_LV: Tensor, unread: Unread | None) -> None:
-        """A token for each row of logits, and for each sample that goes on from one of them by itself."""
+        """Draws a token for each row of logits, and for each sample that starts from one of them."""
         step = flight.step
         drawing = [(row, place) for row in step.rows if row.samples for place in range(row.drafts + 1)]
         ahead = [row.sequence.draft.tokens[:place] for row, place in drawing]

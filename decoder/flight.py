@@ -1,9 +1,9 @@
-"""A step between its launch and the reading of what it has drawn.
+"""A step between its launch and the reading of its results.
 
-On a device that runs by itself the next step is launched before this one is read. Of a request that draws in both, the
-host then knows everything but the id of its last token: how many tokens it has, where its state and keys go. The id is
-taken from this step's tokens on the device. So is whether it was an end token: then the request's row in the next step
-is padding, like the spare rows of a graph, and its state stays what it was at the end.
+On a device that runs asynchronously the next step is launched before this one is read. Of a request that draws in both,
+the host then knows everything but the id of its last token: how many tokens it has, where its state and keys go. The id
+is taken from this step's tokens on the device. So is whether it was an end token: then the request's row in the next
+step is padding, like the spare rows of a graph, and its state stays as it was at the end.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from kernels.transfer import Download, upload
 
 @dataclass
 class Flight:
-    """A launched step. What it has drawn is on the host already, or on its way there."""
+    """A launched step. Its results are on the host, or being copied there."""
 
     step: Step
     started: float
     choices: list[Choice] = field(default_factory=list)
-    """Of a step that was read as soon as it was launched."""
+    """The results of a step that was read as soon as it was launched."""
     tokens_L: Tensor | None = None
     """The tokens on the device, in the order of `choices`."""
     ended_L: Tensor | None = None
-    """Which of them are the last of their sequence; `None`: none can be."""
+    """Which of them end their sequence; `None`: none can."""
     _drawn: Drawn | None = None
     _accepted: bool = False
     _download: Download | None = None
 
     def send(self, device: str, drawn: Drawn | None, ended_L: Tensor | None, accepted_V: Tensor | None) -> None:
-        """Lets what was drawn, and how many of each verified row's drafts were accepted, go to the host."""
+        """Starts copying the tokens, and how many of each verified row's drafts were accepted, to the host."""
         self._drawn, self.ended_L, self._accepted = drawn, ended_L, accepted_V is not None
         self.tokens_L = None if drawn is None else drawn.tokens_L
         given = (() if drawn is None else drawn.tensors, () if accepted_V is None else (accepted_V,))
         self._download = Download(device, [tensor for of in given for tensor in of])
 
     def wait(self) -> None:
-        """Until the device has executed the step."""
+        """Waits until the device has executed the step."""
         if self._download is not None:
             self._download.wait()
 
     def read(self) -> tuple[list[Choice], list[int]]:
-        """What was drawn, and how many drafts of each verified row were accepted. Waits for the device."""
+        """The drawn tokens, and how many drafts of each verified row were accepted. Waits for the device."""
         tensors = () if self._download is None else self._download.wait()
         if self._drawn is None:
             return self.choices, []
@@ -59,7 +59,7 @@ class Flight:
 
 
 def expect(owners: Iterable[Sequence]) -> None:
-    """Each sequence, in the order of a step's tokens, has one more, which nobody has read."""
+    """Each sequence, in the order of a step's tokens, has one more token, which has not been read."""
     for place, owner in enumerate(owners):
         owner.tokens.append(UNREAD)
         owner.unread += 1
@@ -68,7 +68,7 @@ def expect(owners: Iterable[Sequence]) -> None:
 
 def accepted_drafts(tokens_L: Tensor, rows: Iterable[Row]) -> Tensor:
     """`[V]` int64: how many drafts of each verified row are accepted, given the tokens that all sampling rows of the
-    step have drawn, each row's one after the other. Nothing is read.
+    step have drawn, row after row. Computed on the device.
     """
     verified: list[tuple[int, Row]] = []
     first = 0

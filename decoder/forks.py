@@ -1,4 +1,4 @@
-"""Samples of one prompt: when the first one has read it, the others go on from there."""
+"""Several samples of one prompt: when the first has computed it, the others continue from there."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from decoder.step import Fork, Row, Step
 
 
 class Forks:
-    """Starts the followers of sequences that have read their prompt."""
+    """Starts the further samples of prompts that have been computed."""
 
     def __init__(self, queues: Queues, memory: SequenceMemory, checkpointing: Checkpointing | None) -> None:
         self.queues, self.memory, self.checkpointing = queues, memory, checkpointing
         self.forks = 0
         self.misses = 0
-        """Followers that found no batch slot or memory when their prompt had been read, and queue for themselves."""
+        """Samples for which there was no batch slot or memory when their prompt had been computed, and which queue by
+        themselves."""
 
     def fork(self, row: Row, step: Step) -> list[Fork]:
-        """Starts the followers of a sequence whose prompt ends with this row: whole pages are shared, and what goes on
-        from the prompt's end is theirs alone. Those for whom there is no room go on by themselves.
+        """Starts the further samples of a sequence whose prompt ends with this row: whole pages are shared, and each
+        has its own from the prompt's end on. Those for which there is no room queue by themselves.
         """
         leader, forks = row.sequence, list[Fork]()
         for follower in list(leader.followers):

@@ -46,14 +46,14 @@ from kernels.graphs import GraphPool, ReplayError, StaticGraph
 log = logging.getLogger(__name__)
 
 PROGRESS = 16
-"""Captures between two lines of the log, on a GPU, where each takes part of a second."""
+"""Captures between two log lines, on a GPU, where each takes part of a second."""
 
 Images = Mapping[str, list[tuple[int, Tensor]]]
 Checkpoints = Mapping[int, list[tuple[int, int]]]
 
 
 def capture_plan(options: DecoderOptions) -> CapturePlan:
-    """Which sizes these options capture: those of `capture_sizes` and `decode_sizes`, whole."""
+    """The sizes that these options capture: those of `capture_sizes` and `decode_sizes`."""
     return CapturePlan(
         tuple(decode_sizes(options.max_seqs, options.max_capture)),
         tuple(capture_sizes(options.max_batched_tokens, options.max_capture)),
@@ -62,8 +62,8 @@ def capture_plan(options: DecoderOptions) -> CapturePlan:
 
 
 def graph_bytes(config: DecoderConfig, options: DecoderOptions) -> int:
-    """Memory that graphs take beside the arena: their buffers, and what the layers allocate in the largest one. The
-    captures share a pool, largest first, so that the largest sizes it. 0 where graphs are off.
+    """Memory that graphs take besides the arena: their buffers, and what the layers allocate in the largest one. The
+    captures share a memory pool, and the largest, captured first, determines its size. 0 where graphs are off.
     """
     if not options.graphs_on:
         return 0
@@ -78,13 +78,14 @@ def graph_bytes(config: DecoderConfig, options: DecoderOptions) -> int:
 
 
 def _largest(plan: CapturePlan) -> list[Bucket]:
-    """Of each kind."""
+    """For each kind of graph."""
     found = {bucket.kind: bucket for bucket in reversed(plan.buckets)}
     return list(found.values())
 
 
 def check_slots(config: DecoderConfig, options: DecoderOptions, layout: ArenaLayout, blocks: int) -> None:
-    """`ValueError` when an arena of so many superblocks has fewer state slots than the largest decode graph rows."""
+    """`ValueError` when an arena of so many superblocks has fewer state slots than the largest decode graph has
+    rows."""
     check_state_slots(
         options.max_seqs,
         blocks,
@@ -96,12 +97,12 @@ def check_slots(config: DecoderConfig, options: DecoderOptions, layout: ArenaLay
 
 
 def _widest(config: DecoderConfig) -> int:
-    """Numbers of one token that are alive at once in the largest layer."""
+    """Numbers per token that are in memory at a time in the largest layer."""
     return 3 * config.hidden_size + max(sum(mixer.activations for _, mixer in layer.mixers) for layer in config.layers)
 
 
 class DecoderGraphs:
-    """The captured graphs of one runner, and the choice among them."""
+    """The captured graphs of one runner; chooses one for each step."""
 
     def __init__(self, config: DecoderConfig, options: DecoderOptions, arena: Arena, model: HybridModel) -> None:
         """Captures every size of the plan, largest first, into one pool. `ValueError` when the arena has fewer state
@@ -152,7 +153,7 @@ class DecoderGraphs:
         return sum(t.numel() * t.element_size() for t in (*tensors, *self.hidden.values()))
 
     def _inputs(self, bucket: Bucket) -> dict[str, Tensor]:
-        """What a replay reads: the bucket's buffers, and the arena, whose address is baked in as well."""
+        """The memory that a replay reads: the bucket's buffers, and the arena, whose address is captured too."""
         return {**self.buffers[bucket.kind].view(bucket.size), "arena": self.arena.buffer}
 
     def _outputs(self, bucket: Bucket) -> dict[str, Tensor]:
@@ -223,7 +224,7 @@ class DecoderGraphs:
     # -- looking in ----------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, int]:
-        """Replays by bucket, eager steps by reason, and what there is of graphs."""
+        """Replays by bucket, eager steps by reason, and the numbers of graphs."""
         return {
             **{f"replays_{bucket}": count for bucket, count in self.replays.items()},
             **{f"eager_{reason}": count for reason, count in self.eager.items()},
@@ -246,30 +247,31 @@ class DecoderGraphs:
                 raise ReplayError(f"{first} and {second} share memory")
 
     def poison(self) -> None:
-        """NaN and nonsense into every buffer, for tests: a replay reads nothing that its own step has not written."""
+        """Fills all buffers with NaN and invalid indices, for tests: a replay must read nothing that its own step has
+        not written."""
         for tensors in (*(buffers.tensors for buffers in self.buffers.values()), self.hidden):
             for tensor in tensors.values():
                 tensor.fill_(float("nan") if tensor.is_floating_point() else 1)
 
     def close(self) -> None:
-        """Tears every graph down; idempotent."""
+        """Destroys all graphs; idempotent."""
         for graph in self._graphs.values():
             graph.close()
 
 
 class Computed(NamedTuple):
-    """What a forward pass returns."""
+    """The result of a forward pass."""
 
     hidden_TD: Tensor
     """`[T, d]` before the final norm, in memory that the next pass may overwrite."""
     samples: Tensor | None = None
     """Tokens whose logits are wanted; `None` when all are, in order."""
     batch: Batch | None = None
-    """What was computed; `None` for rows of one token that went to compiled code without a batch."""
+    """The batch; `None` for rows of one token that went to compiled code without a batch."""
 
 
 class Forward:
-    """All layers over a step, by replay where there is a graph for it."""
+    """Runs all layers for a step, by replay where there is a graph for it."""
 
     def __init__(
         self, config: DecoderConfig, options: DecoderOptions, arena: Arena, model: HybridModel, builder: BatchBuilder
@@ -282,7 +284,7 @@ class Forward:
         self._native = model.native if self.graphs is None else None
 
     def _try_capture(self, config: DecoderConfig, options: DecoderOptions, arena: Arena) -> None:
-        """Under `auto` a capture that fails leaves every step eager, under that reason; under `on` it is an error."""
+        """Under `auto` a failing capture makes every step eager, with that reason; under `on` it is an error."""
         try:
             self.graphs = DecoderGraphs(config, options, arena, self.model)
         except RuntimeError as error:
@@ -323,7 +325,7 @@ class Forward:
     def _part(
         self, rows: SequenceOf[Row], images: Images, checkpoints: Checkpoints, unread: Unread | None
     ) -> tuple[Batch, Tensor]:
-        """Rows that one graph, or no graph, computes."""
+        """Rows that are computed by one graph, or without a graph."""
         bucket = None if self.graphs is None else self.graphs.choose(rows, checkpoints)
         scan_all = bucket is not None and bucket.kind == "mixed"
         batch = self.builder.build(rows, images, checkpoints, scan_all=scan_all, unread=unread)
@@ -334,7 +336,7 @@ class Forward:
         return batch, self.graphs.run(bucket, x_TD, batch)
 
     def stats(self) -> dict[str, int]:
-        """Where there are no graphs, every step is an eager one for that reason."""
+        """Where there are no graphs: every step is eager, for that reason."""
         return {f"eager_{self._reason}": self._eager} if self.graphs is None else self.graphs.stats()
 
     def close(self) -> None:

@@ -18,13 +18,14 @@ from decoder.speculation import Speculation
 from decoder.states import States
 
 WAITS = ("drafts", "pooled", "prompt_logprobs", "checkpoint", "swap")
-"""What makes a step wait for the one before it although steps overlap: requests that draft, whose hidden states or
-prompt's scores are read, one that passes a checkpoint (whose key hashes the ids), memory that goes to or from the host.
+"""Reasons to read a step before the next one is launched, although steps overlap: requests that draft, whose hidden
+states or prompt log-probabilities are read, one that passes a checkpoint (whose key hashes the ids), memory that is
+moved to or from the host.
 """
 
 
 class PlainLoop:
-    """Each step is read before the next one is put together."""
+    """Reads each step before the next one is scheduled."""
 
     def __init__(
         self, scheduler: Scheduler, execution: Execution, states: States, answers: Answers, timer: StepTimer
@@ -36,35 +37,35 @@ class PlainLoop:
         self.waits = dict.fromkeys(WAITS, 0)
 
     def step(self) -> list[TokenEvent]:
-        """What one step has drawn, and who has failed."""
+        """The results of one step, and the requests that have failed."""
         started = self.timer.clock()
         flight = self.execution.run(self.scheduler.schedule(), started)
         self.states.commit(flight.step)
         return self.answers.failed(flight.step) + self.take(flight)
 
     def take(self, flight: Flight) -> list[TokenEvent]:
-        """What a step has drawn, once its memory is taken over."""
+        """The results of a step, after its memory has been taken over."""
         return self.answers.finish(flight.step, self.answers.read(flight))
 
     def drain(self) -> list[TokenEvent]:
-        """Reads the in-flight step, where there is one."""
+        """Reads the in-flight step, if there is one."""
         flight, self.flight = self.flight, None
         return [] if flight is None else self.take(flight)
 
 
 class SpeculativeLoop(PlainLoop):
-    """Steps verify drafts: what has been drawn decides which states stay."""
+    """For steps that verify drafts: the results decide which states stay."""
 
     def __init__(
         self, scheduler: Scheduler, execution: Execution, states: States, answers: Answers, timer: StepTimer,
         speculation: Speculation, *, counted: bool,
     ) -> None:  # fmt: skip
-        """`counted`: steps would overlap but for the drafts."""
+        """`counted`: steps would overlap if they had no drafts."""
         super().__init__(scheduler, execution, states, answers, timer)
         self.speculation, self._counted = speculation, counted
 
     def step(self) -> list[TokenEvent]:
-        """What one step has drawn, and who has failed."""
+        """The results of one step, and the requests that have failed."""
         self.waits["drafts"] += self._counted
         started = self.timer.clock()
         self.speculation.ask(self.scheduler.running)
@@ -73,17 +74,17 @@ class SpeculativeLoop(PlainLoop):
         return self.answers.failed(flight.step) + self.take(flight)
 
     def take(self, flight: Flight) -> list[TokenEvent]:
-        """What a step has drawn; its memory is then taken over."""
+        """The results of a step; its memory is then taken over."""
         tokens = self.answers.read(flight)
         self.states.commit(flight.step)
         return self.answers.finish(flight.step, tokens)
 
 
 class OverlappedLoop(PlainLoop):
-    """The next step is launched before this one is read."""
+    """Launches the next step before this one is read."""
 
     def step(self) -> list[TokenEvent]:
-        """What one step has drawn, mostly the one before, and who has failed."""
+        """The results of one step, usually the one before, and the requests that have failed."""
         events: list[TokenEvent] = []
         if (reason := self._why_wait()) is not None:
             self.waits[reason] += 1
@@ -97,7 +98,7 @@ class OverlappedLoop(PlainLoop):
         return events
 
     def launch(self) -> Flight:
-        """Schedules a step and runs it, behind the in-flight one."""
+        """Schedules a step and launches it after the in-flight one."""
         started = self.timer.clock()
         step = self.scheduler.schedule()
         if self.flight is not None and (step.saves or step.loads):
@@ -108,7 +109,8 @@ class OverlappedLoop(PlainLoop):
         return flight
 
     def _why_wait(self) -> str | None:
-        """Must the step before have been read when the next one is scheduled? `None` where there is none."""
+        """The reason why the in-flight step must be read before the next one is scheduled; `None` where there is
+        none."""
         if self.flight is None:
             return None
         for sequence in self.answers.reading.values():

@@ -1,5 +1,5 @@
-"""What sequences hold: batch slots, state slots and pages of the arena, and room in host memory. The one writer of
-`Holding`. Cached memory gives way to whatever a sequence needs.
+"""What sequences hold: batch slots, state slots and pages of the arena, and space in host memory. The only writer of
+`Holding`. Cached memory is evicted for whatever a sequence needs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from decoder.step import Save
 
 
 class SequenceMemory:
-    """Hands memory out and takes it back. Who gets it is decided elsewhere."""
+    """Allocates and frees memory of sequences. Who gets memory is decided elsewhere."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class SequenceMemory:
         slot_bytes: int,
         ring_bytes: int,
     ) -> None:
-        """`page_bytes`, `slot_bytes`, `ring_bytes`: what a page, a slot and a ring take in host memory."""
+        """`page_bytes`, `slot_bytes`, `ring_bytes`: bytes of a page, a slot and a ring in host memory."""
         self.page_size, self.slots_per_seq, self.max_seqs = options.page_size, options.slots_per_seq, options.max_seqs
         self.pool, self.cache = pool, cache
         self.page_bytes, self.state_bytes = page_bytes, slot_bytes + ring_bytes
@@ -34,7 +34,7 @@ class SequenceMemory:
         self.advancers = 0
         """Running sequences that can advance."""
         self._advancing = Claims(pool.pages_per_block)
-        """Their memory."""
+        """The memory of these."""
         self._admissions = 0
         self._batch_slots = list(range(options.max_seqs - 1, -1, -1))
         self._host: dict[str, int] = {}
@@ -48,7 +48,8 @@ class SequenceMemory:
         return -(-tokens // self.page_size) if self.pool.pages_per_block else 0
 
     def reclaim(self, slots: int, pages: int) -> bool:
-        """Evicts until `slots` and `pages` fit; False, and nothing evicted, where even an empty cache would not do."""
+        """Evicts until `slots` and `pages` fit; False, with nothing evicted, where not even an empty cache would be
+        enough."""
         if self.pool.fits(slots, pages):
             return True
         if self.cache is None or not self.pool.fits_beside(slots, pages, self.pool.needed):
@@ -59,9 +60,9 @@ class SequenceMemory:
         return True
 
     def leaves_room(self, tokens: int) -> bool:
-        """Is there memory for one more sequence of `tokens` tokens and a page for each of those that run, to grow into?
-        Or it would be preempted by them, or preempt one of them, as soon as it is in. Cached memory counts as free,
-        and so does that of sequences that wait for images.
+        """Whether there is memory for one more sequence of `tokens` tokens, and a page for each running one to grow
+        into. Otherwise it would be preempted by them, or preempt one of them, as soon as it has started. Cached memory
+        counts as free, and so does that of sequences that wait for images.
         """
         if not self.advancers:
             return True
@@ -72,7 +73,8 @@ class SequenceMemory:
 
     def admit(self, sequence: Sequence, slots: list[int], pages: list[int]) -> list[int]:
         """Gives a sequence a batch slot and the memory for all its tokens, of which it brings `slots` and `pages`; the
-        rest, whose pages are returned, is free. What it had in host memory leaves that.
+        rest, whose pages are returned, is taken from free memory. Its copy in host memory is no longer counted
+        there.
         """
         slots = [*slots, *self._take_slots(self.slots_per_seq - len(slots))]
         fresh = self.pool.take_pages(self.pages_for(len(sequence.tokens)) - len(pages))
@@ -83,8 +85,9 @@ class SequenceMemory:
         return fresh
 
     def share(self, leader: Sequence, follower: Sequence, tokens: int) -> list[tuple[int, int]] | None:
-        """Gives a follower what it needs to go on after the leader's first `tokens`: whole pages are shared. Returns
-        the (from, to) of a partial page, which has to be copied; `None`, and nothing done, where there is no room.
+        """Gives a further sample what it needs to continue after the leader's first `tokens`: whole pages are shared.
+        Returns the (from, to) of a partial page, which has to be copied; `None`, with nothing done, where there is no
+        room.
         """
         whole, part = divmod(tokens, self.page_size) if self.pool.pages_per_block else (0, 0)
         if not self._batch_slots or not self.reclaim(self.slots_per_seq, int(part > 0) + 1):
@@ -108,7 +111,7 @@ class SequenceMemory:
         self.count(sequence, True)
 
     def grow(self, sequence: Sequence, tokens: int) -> list[int] | None:
-        """Fresh pages, as many as the first `tokens` tokens lack; `None`, and nothing done, without room."""
+        """Takes the pages that the first `tokens` tokens lack; `None`, with nothing done, where there is no room."""
         held = sequence.held
         needed = max(0, self.pages_for(tokens) - len(held.pages))
         pages = self.pool.take_pages(needed)
@@ -121,7 +124,7 @@ class SequenceMemory:
         return pages
 
     def cede_slot(self, sequence: Sequence) -> int:
-        """The slot of its current state is no longer the sequence's, which is about to end."""
+        """The slot of its current state has been passed on; the sequence is about to end."""
         held, slot = sequence.held, sequence.slot
         held.slots.remove(slot)
         if held.counted:
@@ -130,7 +133,7 @@ class SequenceMemory:
         return slot
 
     def release(self, sequence: Sequence) -> None:
-        """Takes all back that a running sequence holds."""
+        """Frees everything that a running sequence holds."""
         self.count(sequence, False)
         held = sequence.held
         for slot in held.slots:
@@ -140,7 +143,7 @@ class SequenceMemory:
         sequence.held = Holding(admission=held.admission, replayed=held.replayed)
 
     def count(self, sequence: Sequence, advances: bool) -> None:
-        """From now on the memory of a running sequence is counted as that of one that can advance, or is not."""
+        """Counts the memory of a running sequence as that of one that can advance, or not."""
         held = sequence.held
         if advances == held.counted:
             return
@@ -152,22 +155,23 @@ class SequenceMemory:
     # -- where its state is --------------------------------------------------------------------------------------------
 
     def accept(self, sequence: Sequence, tokens: int) -> None:
-        """The state after so many tokens of a verified step is the current one."""
+        """Selects the state after so many tokens of a verified step as the current one."""
         sequence.held.accepted = tokens
 
     def replay(self, sequence: Sequence, inputs: int) -> None:
-        """So many inputs in its ring come on top of the state in its slot."""
+        """Sets how many inputs in its ring come after the state in its slot."""
         sequence.held.replayed = inputs
 
     # -- host memory ---------------------------------------------------------------------------------------------------
 
     def swappable(self, sequence: Sequence) -> bool:
-        """Is there something to move to host memory, and room for it?"""
+        """Whether it has something to save in host memory, and there is space for it."""
         need = self.state_bytes + len(sequence.held.pages) * self.page_bytes
         return sequence.computed > 0 and self.host_used + need <= self.host_limit
 
     def to_host(self, sequence: Sequence) -> Save:
-        """Counts what a running sequence has computed as held in host memory, and says what is to be moved there."""
+        """Counts what a running sequence has computed as held in host memory, and returns what has to be copied
+        there."""
         held = sequence.held
         used = held.pages[: self.pages_for(sequence.computed)]
         need = self.state_bytes + len(used) * self.page_bytes
@@ -176,7 +180,7 @@ class SequenceMemory:
         return Save(sequence, sequence.slot, used, held.batch_slot)
 
     def forget_host(self, sequence: Sequence) -> None:
-        """What lies in host memory is of no use any more."""
+        """Its copy in host memory is not needed any more."""
         self.host_used -= self._host.pop(sequence.request_id, 0)
 
     def check_integrity(self, running: list[Sequence], waiting: list[Sequence]) -> None:

@@ -1,7 +1,7 @@
 """Rules for the padded rows of a step. Pure policy.
 
-Rows beyond the requests of a step belong to nobody: state index -1, accepted 1, length 0, never a prefill. They are
-counted in requests, never in tokens.
+Rows beyond the requests of a step are padding: state index -1, accepted 1, length 0, never a prefill. They are counted
+in requests, never in tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ STATE_MODES = ("none", "align", "all", "auto")
 
 
 def prefilling_rows(computed: Sequence[int], prompt: Sequence[int], num_reqs: int) -> list[bool]:
-    """Which of the padded rows still compute their prompt. Rows from `num_reqs` on hold what an earlier step left:
+    """Which of the padded rows still compute their prompt. Rows from `num_reqs` on hold values of an earlier step:
     False.
     """
     if len(computed) != len(prompt):

@@ -1,7 +1,7 @@
-"""How fast steps have been of late, and what that says about a deadline.
+"""The speed of recent steps, and whether a deadline can be met.
 
-Every answer errs on the side of hope: it takes the best pace of the last steps, asks for the first tokens alone, and
-leaves out what others may still draw. A request that is refused by it could not have been served in time.
+Every estimate is optimistic: it takes the best speed of recent steps, needs the first tokens only, and ignores what
+other requests will still draw. A request that is refused could not have been answered in time.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from collections import deque
 from collections.abc import Callable
 
 RECENT = 64
-"""Steps that count."""
+"""Number of steps that count."""
 
 
 class DeadlineError(Exception):
-    """A request that would not have its first tokens in time, refused before anything was computed for it."""
+    """A request that could not have its first tokens in time, refused before anything was computed for it."""
 
 
 class Pace:
-    """Tokens and seconds of the last steps."""
+    """Tokens and seconds of recent steps."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[int, float]] = deque(maxlen=RECENT)
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """One step that has computed `tokens` tokens."""
+        """Records a step that has computed `tokens` tokens."""
         if tokens > 0 and seconds > 0:
             self._steps.append((tokens, seconds))
 
     def seconds(self, tokens: int, steps: int) -> float:
-        """The least that `tokens` tokens and then `steps` steps take; 0 as long as nothing has been seen.
+        """The least time that `tokens` tokens and then `steps` steps take; 0 before any step.
 
-        Tokens go at the best rate of one recent step, and each step lasts at least as long as the shortest.
+        Tokens are computed at the best rate of a recent step, and each step takes at least as long as the shortest.
         """
         if not self._steps:
             return 0.0
@@ -40,11 +40,12 @@ class Pace:
         return tokens / rate + steps * min(seconds for _, seconds in self._steps)
 
     def meets(self, timeout: float, tokens: int, min_tokens: int) -> bool:
-        """Can `tokens` prompt tokens, and as many output tokens as a request cannot do without, take no longer?"""
+        """Whether `tokens` prompt tokens, and the fewest output tokens that a request needs, can be computed in
+        time."""
         return self.seconds(tokens, max(1, min_tokens) - 1) <= timeout
 
     def check(self, timeout: float, tokens: int, min_tokens: int) -> None:
-        """`DeadlineError` with both numbers where `meets` says no."""
+        """`DeadlineError` with both numbers where `meets` returns False."""
         if not self.meets(timeout, tokens, min_tokens):
             needed = self.seconds(tokens, max(1, min_tokens) - 1)
             raise DeadlineError(
@@ -54,7 +55,7 @@ class Pace:
 
 
 class StepTimer:
-    """Measures steps by a clock."""
+    """Measures steps with a clock."""
 
     def __init__(self) -> None:
         self.pace = Pace()
@@ -63,8 +64,8 @@ class StepTimer:
         self._read = 0.0
 
     def read(self, tokens: int, started: float) -> None:
-        """A step of `tokens` tokens, begun at `started`, has been read. One that was launched while another ran took
-        the time since that was read.
+        """A step of `tokens` tokens, launched at `started`, has been read. If it was launched while another ran, its
+        time starts when that was read.
         """
         now = self.clock()
         seconds, self._read = now - max(started, self._read), now

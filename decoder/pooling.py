@@ -1,6 +1,6 @@
-"""Hidden states of a prompt, gathered while it is read: the last one and the mean of all.
+"""Hidden states of a prompt, collected while it is computed: the last one and the mean of all.
 
-A prompt may be read in chunks, preempted and read on: sums go on where they were, and start anew where the prompt does.
+A prompt may be computed in chunks, and preempted in between: sums continue, and start again where the prompt does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Sum:
 
 
 class Pools:
-    """The sums of the requests under way that asked for them."""
+    """The sums of running requests that asked for them."""
 
     def __init__(self, norm: Callable[[Tensor], Tensor]) -> None:
         """`norm`: the model's final norm."""
@@ -31,9 +31,9 @@ class Pools:
         self._sums: dict[str, _Sum] = {}
 
     def add(self, rows: Iterable[Row], hidden_TD: Tensor) -> None:
-        """Takes the rows of a step, before the final norm, in the rows' order. Nobody asked: no work, no sync. Once
-        there is a first token, the sums have been taken: what comes after the prompt, and what is computed once more
-        after a preemption, is not summed.
+        """Adds the rows of a step, before the final norm, in the rows' order. Without work or sync where no request
+        asked. After the first token nothing is added: not what comes after the prompt, and not what is computed again
+        after a preemption.
         """
         first = 0
         for row in rows:
@@ -54,11 +54,11 @@ class Pools:
         known.last, known.count = last, row.end
 
     def share(self, leader_id: str, follower_id: str) -> None:
-        """`follower` is a sample of the same prompt, which `leader` has read to its end."""
+        """`follower` is a sample of the same prompt, which `leader` has computed."""
         self._sums[follower_id] = self._sums[leader_id]
 
     def take(self, request_id: str) -> Pooled | None:
-        """What there is of a request, which is forgotten. None where it did not ask. Waits for the device."""
+        """Returns and drops the sums of a request. None where it did not ask. Waits for the device."""
         known = self._sums.pop(request_id, None)
         return None if known is None else Pooled(known.last.cpu(), (known.total / known.count).float().cpu())
 

@@ -1,4 +1,4 @@
-"""Positions of tokens, for layers that read them (rotary embeddings)."""
+"""Positions of tokens, for layers that use them (rotary embeddings)."""
 
 from __future__ import annotations
 
