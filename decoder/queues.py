@@ -1,8 +1,8 @@
-"""Who waits, who runs, and in which order they go. Pure policy: no tensors, no memory.
+"""Waiting and running sequences, and their order. Pure policy: no tensors, no memory.
 
-A request's rank is the step it came in less `ageing` steps for each level of its priority (levels beyond 100 or -100
-count as these); the smaller rank goes first. So a request is overtaken by those a level above it that come in the next
-`ageing` steps, and by none that come later.
+A request's rank is the step it arrived in less `ageing` steps for each level of its priority (levels beyond 100 or -100
+count as these); the smaller rank goes first. So a request is overtaken by those one level above it that arrive in the
+next `ageing` steps, and by none that arrive later.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from decoder.request import DecoderRequest
 from decoder.sequence import DraftState, Sequence, Status
 
 MAX_LEVEL = 100
-"""Priorities beyond this count as this: nobody goes first for ever."""
+"""Larger priorities count as this: no request goes first forever."""
 
 
 class Queues:
-    """The sequences that are here. Writes their status and who leads whom."""
+    """All sequences that have not ended. Writes their status and their groups of samples."""
 
     def __init__(self, options: DecoderOptions) -> None:
         self.options = options
@@ -35,7 +35,7 @@ class Queues:
 
     def add(self, request: DecoderRequest, leader: Sequence | None = None) -> Sequence:
         """Queues a request. `ValueError` when it can never be served, with the numbers. `leader`: a waiting sequence of
-        the same prompt, which reads it for both.
+        the same prompt, which computes it for both.
         """
         limit = self._output_limit(request)
         _check_spans(request)
@@ -49,7 +49,7 @@ class Queues:
         return sequence
 
     def _output_limit(self, request: DecoderRequest) -> int:
-        """Output tokens that it may have. `ValueError` when there is no room for one more."""
+        """Output tokens that it may have. `ValueError` when there is no room for a single one."""
         prompt, output, maximum = len(request.prompt_ids), len(request.output_ids), self.options.max_len
         if prompt == 0:
             raise ValueError("the prompt is empty: at least one token is needed")
@@ -66,13 +66,13 @@ class Queues:
         return limit
 
     def start(self, sequence: Sequence) -> None:
-        """A waiting sequence has got its memory."""
+        """A waiting sequence has got its memory and runs."""
         sequence.status, sequence.barrier = Status.RUNNING, 0
         self.waiting.remove(sequence)
         self.running.append(sequence)
 
     def requeue(self, sequence: Sequence, status: Status) -> None:
-        """A running sequence has lost its memory: it waits, as `status` says, until it can go on."""
+        """A running sequence has lost its memory: it waits, as `status` says, until it can continue."""
         if sequence.stuck:
             sequence.barrier = sequence.ready_end() + 1
         sequence.status, sequence.draft = status, DraftState()
@@ -80,7 +80,7 @@ class Queues:
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out, and out of its group: the first of those that it led leads the others."""
+        """Removes a sequence, also from its group: the first of its followers leads the others."""
         self.ungroup(sequence)
         if sequence.followers:
             first, *rest = sequence.followers
@@ -92,7 +92,7 @@ class Queues:
         sequence.status = Status.DONE
 
     def ungroup(self, follower: Sequence) -> None:
-        """From now on it reads its prompt by itself, or has it."""
+        """The sequence no longer waits for its leader: it computes its prompt by itself, or has it."""
         if follower.leader is not None:
             follower.leader.followers.remove(follower)
             follower.leader = None
@@ -100,14 +100,14 @@ class Queues:
     # -- order ---------------------------------------------------------------------------------------------------------
 
     def running_order(self, budget: int) -> list[Sequence]:
-        """Decode rows first, then by urgency; those that advanced longest ago first when the budget of tokens cannot
-        hold all.
+        """Decode rows first, then by urgency; if the token budget cannot hold all, those that advanced longest ago
+        first.
         """
         crowded = len(self.running) > budget
         return sorted(self.running, key=lambda s: (s.last_step if crowded else 0, not s.decoding, *s.order))
 
     def waiting_order(self) -> list[Sequence]:
-        """By urgency."""
+        """All sequences by urgency."""
         return sorted(self.waiting, key=lambda s: s.order)
 
     def failed(self) -> list[tuple[Sequence, Exception]]:

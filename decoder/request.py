@@ -1,4 +1,4 @@
-"""What comes in and what goes out: requests with their images, and events about them."""
+"""The decoder's interface: requests with their images, and events about them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLE_LIMIT = 1 << 32
 
 
 class EmbeddingSource(Protocol):
-    """Where the rows of one image come from. The decoder polls it from its own thread and never waits on it."""
+    """Where the rows of one image come from. The decoder polls it from its own thread and never blocks on it."""
 
     @property
     def ready(self) -> bool:
@@ -31,10 +31,10 @@ class EmbeddingSource(Protocol):
         """Why there will be no rows, or `None`."""
 
     def rows(self) -> torch.Tensor:
-        """`[n, hidden]` in the decoder's dtype; the decoder copies out of it, never into it."""
+        """`[n, hidden]` in the decoder's dtype; the decoder only reads it."""
 
     def release(self) -> None:
-        """Gives the rows back. Idempotent."""
+        """Releases the rows. Idempotent."""
 
 
 @dataclass(frozen=True)
@@ -56,31 +56,32 @@ class ImageSpan:
 
 @dataclass(frozen=True)
 class DecoderRequest:
-    """One sample to draw. `prompt_ids` holds a placeholder id for each image row; `spans` are in order and apart."""
+    """One sample to draw. `prompt_ids` holds a placeholder id for each image row; `spans` are in order and do not
+    overlap."""
 
     request_id: str
     prompt_ids: SequenceOf[int]
     sampling: SamplingParams
     spans: tuple[ImageSpan, ...] = ()
     output_ids: SequenceOf[int] = ()
-    """Output that exists already (a resumed answer): counted as output everywhere, not reported again."""
+    """Output that exists already (of a resumed answer): counted as output everywhere, not reported again."""
     eos_token_ids: frozenset[int] = frozenset()
     sample_index: int = 0
     """Which of the samples of one call this is; part of the random counter."""
     priority: int = 0
-    """Larger goes first; equal ones in order of arrival. Waiting counts too: see `Scheduler`."""
+    """Larger goes first; equal ones in order of arrival. Waiting time counts too: see `Scheduler`."""
     timeout: float | None = None
     """Seconds from now in which an answer is of use; a request that cannot have its first tokens by then is refused."""
     salt: bytes = b""
     """Separates tenants: nothing is shared between requests of different salts."""
     checkpoint_at: tuple[int, ...] = ()
-    """Prompt positions where other prompts are likely to part from this one (the end of a system prompt); `auto` keeps
-    a state there.
+    """Prompt positions where other prompts are likely to differ from this one (the end of a system prompt); `auto`
+    keeps a state there.
     """
     pooled: bool = False
     """The hidden states of the prompt are wanted; all of it is then computed, whatever the cache holds."""
     positions: Positions | None = None
-    """For models that read positions; `None`: tokens count up from 0."""
+    """For models that use positions; `None`: tokens count up from 0."""
 
     def __post_init__(self) -> None:
         """`ValueError` for numbers that could never be an id or a counter. The runner knows the vocabulary."""
@@ -102,7 +103,7 @@ class Pooled:
 
 @dataclass(frozen=True, slots=True)
 class PromptScore:
-    """Natural logs of the raw probabilities in one place of a prompt."""
+    """Log-probabilities at one position of a prompt: natural logs of the model's probabilities."""
 
     position: int
     token: int
@@ -112,7 +113,7 @@ class PromptScore:
 
 
 class TokenEvent(NamedTuple):
-    """What one step says about one request: a token, the end, or both."""
+    """What one step has produced for one request: a token, the end, or both."""
 
     request_id: str
     token_id: int | None
@@ -132,4 +133,4 @@ class TokenEvent(NamedTuple):
     prompt_scores: tuple[PromptScore, ...] = ()
     """With the first token, where they were asked for."""
     scheduled: float | None = None
-    """With the first token: when its first step was put together, by `time.monotonic`."""
+    """With the first token: when its first step was scheduled, by `time.monotonic`."""

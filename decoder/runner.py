@@ -1,7 +1,7 @@
-"""The decoder runner: requests in, token events out. One thread owns it and nothing here locks.
+"""The decoder runner: requests in, token events out. Used by one thread, without locks.
 
-It puts the parts together: the scheduler says what a step is, `decoder.execution` runs it, `decoder.states` takes over
-what it leaves in memory, `decoder.answers` reads what it has drawn. `decoder.loops` says in which order.
+It connects the parts: the scheduler chooses the rows of a step, `decoder.execution` runs it, `decoder.states` takes
+over its memory, `decoder.answers` reads its results. `decoder.loops` says in which order.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class DecoderRunner:
         self.loop = self._loop()
 
     def _loop(self) -> PlainLoop:
-        """The way of stepping that the options ask for."""
+        """The loop that the options ask for."""
         parts = (self.scheduler, self.execution, self.states, self.answers, self.timer)
         if self.speculation is not None:
             if self.options.overlap == "on":
@@ -96,9 +96,10 @@ class DecoderRunner:
 
     def add(self, request: DecoderRequest, *others: DecoderRequest) -> None:
         """Queues a request. `ValueError` when it can never be served, `DeadlineError` when not in time: both with the
-        numbers that stand against it.
+        numbers compared.
 
-        `others`: further samples of the same prompt, each with image sources of its own; it is read once for all.
+        `others`: further samples of the same prompt, each with image sources of its own; the prompt is computed once
+        for all.
         """
         samples = (request, *others)
         names = [sample.request_id for sample in samples]
@@ -117,7 +118,7 @@ class DecoderRunner:
             self._check_positions(added)
             if request.timeout is not None:
                 self._check_deadline(added[0], request.timeout)
-        except Exception:  # nothing of the group stays
+        except Exception:  # all samples of the group are removed
             for sequence in reversed(added):
                 self.scheduler.finish(sequence)
             raise
@@ -125,7 +126,7 @@ class DecoderRunner:
             self.answers.add(sequence)
 
     def _check_positions(self, samples: list[Sequence]) -> None:
-        """`ValueError` for positions that tokens of theirs, drawn ones too, cannot have."""
+        """`ValueError` for positions that its tokens, drawn ones included, cannot have."""
         positions, prompt = samples[0].request.positions, samples[0].prompt_len
         if positions is not None:
             last = prompt + max(sample.limit for sample in samples) - 1
@@ -139,10 +140,11 @@ class DecoderRunner:
         self.timer.pace.check(timeout, self.scheduler.tokens_ahead(sequence), least)
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request without an event and frees all it holds. False when there is none of that name.
+        """Ends a request without an event and frees all it holds. False when there is none of that id.
 
-        Steps run in the caller's own thread, so that no step is being prepared. One in flight may still write to its
-        memory, before any later one does. Waits for that one only if it may be reading the request's images.
+        No step is being prepared, since steps run in the caller's own thread. A step in flight may still write to the
+        request's memory, before any later step does. Waits for that step only if it may be reading the request's
+        images.
         """
         sequence = self.answers.sequences.get(request_id)
         if sequence is None:
@@ -168,7 +170,7 @@ class DecoderRunner:
 
     @torch.inference_mode()
     def step(self) -> list[TokenEvent]:
-        """One turn of the loop. Empty when nothing could advance, or when no row reached its last token."""
+        """Runs one step. Empty when nothing could advance, or when no row reached its last token."""
         return self.loop.step()
 
     # -- looking in ----------------------------------------------------------------------------------------------------
@@ -192,12 +194,12 @@ class DecoderRunner:
         }
 
     def flush_cache(self) -> None:
-        """Forgets everything that requests have left behind. What running ones share stays theirs."""
+        """Empties the prefix cache. What running requests share stays theirs."""
         if self.cache is not None:
             self.cache.clear()
 
     def check_integrity(self) -> None:
-        """`AssertionError` unless everything that is held belongs to a request that is here."""
+        """`AssertionError` unless everything that is held belongs to a live request."""
         self.scheduler.check_integrity()
         known = {sequence.request_id for sequence in self.scheduler.queues}
         assert known == set(self.answers.sequences), "a request is lost"
@@ -220,14 +222,14 @@ def _placement(config: DecoderConfig, options: DecoderOptions, has_states: bool)
 
 
 def _check_ids(name: str, ids: Collection[int], vocab: int) -> None:
-    """`ValueError` for an id that the model has no row for."""
+    """`ValueError` for an id that is not in the vocabulary."""
     if ids and not 0 <= min(ids) <= max(ids) < vocab:
         bad = next(token for token in ids if not 0 <= token < vocab)
         raise ValueError(f"{name}token id {bad} is not between 0 and {vocab - 1}")
 
 
 def _check_sample(first: DecoderRequest, sample: DecoderRequest, vocab: int) -> None:
-    """`ValueError` for ids of its own. What samples of one prompt share is the same for all of them."""
+    """`ValueError` for ids of its own that are invalid. What samples of one prompt share is checked once."""
     _check_ids("eos_token_ids: ", sample.eos_token_ids, vocab)
     _check_ids("stop_token_ids: ", sample.sampling.stop_token_ids, vocab)
     _check_ids("logit_bias: ", sample.sampling.logit_bias, vocab)

@@ -1,7 +1,7 @@
-"""From a step's logits to tokens: says what each row asks for, and keeps what penalties need.
+"""Draws tokens from a step's logits: collects each row's parameters, and keeps the buffers of penalties.
 
-A row's answer depends on its own logits, its own tokens and (seed, sample index, position) only: never on the batch
-that it is in.
+A row's token depends only on its own logits, its own tokens and (seed, sample index, position), never on the batch that
+it is in.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Drawn(NamedTuple):
-    """The tokens of rows `[L]`, on the device, and what was asked about their probabilities."""
+    """The tokens of rows `[L]`, on the device, and the log-probabilities that were asked for."""
 
     tokens_L: Tensor
     scores: tuple[Tensor, ...] = ()
@@ -38,11 +38,11 @@ class Drawn(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What `choices` wants on the host."""
+        """The tensors from which `choices` is made, to be copied to the host."""
         return (self.tokens_L, *self.scores)
 
     def choices(self, tokens_L: Tensor, *scores: Tensor) -> list[Choice]:
-        """The same for the host, given its copies of `tensors`. Waits for the device where they are not copies."""
+        """The choices, from host copies of `tensors`. Waits for the device where they are not copies."""
         tokens = tokens_L.tolist()
         if not self.asked:
             return [Choice(token) for token in tokens]
@@ -55,11 +55,11 @@ class Drawn(NamedTuple):
 
 @dataclass
 class _SlotState:
-    """What belongs to the sequence in one batch slot."""
+    """Per batch slot: the sequence that has it, and its parameters."""
 
     admission: int = -1
     counted: int = 0
-    """Tokens that the penalty buffers hold."""
+    """Tokens that the penalty buffers count."""
     bias: tuple[Tensor, Tensor] | None = None
     ends: Tensor | None = None
 
@@ -78,8 +78,8 @@ class Sampler:
         compiled: bool = True,
         largest: Largest = lambda logits: None,
     ) -> None:
-        """`compiled`: in compiled code, on a CPU that has it. `largest`: the largest of the logits that a step gave,
-        where it has found them already.
+        """`compiled`: in compiled code, on a CPU that has it. `largest`: returns the largest of a step's logits, where
+        that step has found them already.
         """
         self.vocab_size, self.max_seqs, self.device = vocab_size, max_seqs, device
         compiled = compiled and torch.device(device).type == "cpu" and implementation("cpu")[0] == "reference"
@@ -107,7 +107,7 @@ class Sampler:
         ahead: SequenceOf[SequenceOf[int]] | None = None,
         unread_M: Tensor | None = None,
     ) -> Drawn:
-        """The same, left on the device: nothing is read.
+        """The same, left on the device.
 
         `unread_M`: the tokens of the step before, for sequences whose last token is one of them and `UNREAD`.
         """
@@ -131,7 +131,7 @@ class Sampler:
         return None if self._compiled is None else self._compiled.steady(sequences)
 
     def _state(self, sequence: Sequence) -> _SlotState:
-        """The state of a sequence's batch slot, made anew when that has changed hands."""
+        """The state of a sequence's batch slot, created anew when another sequence has got it."""
         if self._slots[sequence.held.batch_slot].admission != sequence.held.admission:
             params, state = sequence.request.sampling, _SlotState(sequence.held.admission)
             self._slots[sequence.held.batch_slot] = state
@@ -150,7 +150,7 @@ class Sampler:
     # -- adjustments ---------------------------------------------------------------------------------------------------
 
     def _adjust(self, raw_LV: Tensor, sequences: SequenceOf[Sequence], ahead: SequenceOf[SequenceOf[int]]) -> Tensor:
-        """Bias, penalties and the `min_tokens` mask, on a copy where there are any."""
+        """Applies bias, penalties and the `min_tokens` mask, to a copy where there are any."""
         out = raw_LV
         penalised: list[int] = []
         for row, sequence in enumerate(sequences):
@@ -202,7 +202,7 @@ class Sampler:
         logits_LV.index_copy_(0, index, part)
 
     def _count(self, sequence: Sequence, unread_M: Tensor | None) -> None:
-        """Brings the batch slot's buffers up to the sequence's tokens."""
+        """Updates the batch slot's buffers with the sequence's new tokens."""
         if self._in_context is None or self._counts is None:
             shape = (self.max_seqs, self.vocab_size)
             self._in_context = torch.zeros(shape, dtype=torch.bool, device=self.device)
@@ -230,7 +230,7 @@ class Sampler:
     # -- drawing -------------------------------------------------------------------------------------------------------
 
     def _wishes(self, sequences: SequenceOf[Sequence], ahead: SequenceOf[SequenceOf[int]]) -> Wishes:
-        """What all rows ask for, on the device in two copies."""
+        """The parameters of all rows, on the device in two copies."""
         params = [sequence.request.sampling for sequence in sequences]
         reals = self._floats([[p.temperature, p.top_p, p.min_p] for p in params], torch.float64).t().contiguous()
         whole = self._ids(
@@ -260,7 +260,7 @@ class Sampler:
 
 
 def _compiled(vocab_size: int, max_seqs: int, largest: Largest) -> CompiledSampler | None:
-    """None, with a line in the log, where there is no compiled code."""
+    """The compiled sampler; None, with a log line, where there is no compiled code."""
     try:
         return CompiledSampler(vocab_size, max_seqs, largest)
     except NativeUnavailable as reason:

@@ -30,7 +30,7 @@ from decoder.step import Fork, Row, Step
 
 
 class Scheduler:
-    """Puts steps together, and takes over what they leave."""
+    """Schedules steps, and takes over their results."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class Scheduler:
         ring_bytes: int = 0,
         cache: PrefixCache | None = None,
     ) -> None:
-        """`page_bytes`, `slot_bytes`, `ring_bytes`: what a page, a slot and a ring take in host memory, held against
-        `host_bytes`. `cache`: what is kept in memory that no sequence needs; it gives way to any that does.
+        """`page_bytes`, `slot_bytes`, `ring_bytes`: bytes of a page, a slot and a ring in host memory, limited by
+        `host_bytes`. `cache`: holds memory that no sequence needs, and evicts for any that does.
         """
         self.options, self.pool, self.cache = options, pool, cache
         self.queues = Queues(options)
@@ -62,8 +62,8 @@ class Scheduler:
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def schedule(self, preempt: Iterable[Sequence] = ()) -> Step:
-        """Rows for the next step; empty when nothing can advance. Memory for them is taken. `preempt`: running
-        sequences that are to give their memory up first.
+        """Rows for the next step; empty when nothing can advance. Their memory is taken. `preempt`: running sequences
+        that are to give up their memory first.
         """
         self.queues.step_number += 1
         step, chosen = Step(failed=self.queues.failed()), dict[int, Row]()
@@ -80,7 +80,7 @@ class Scheduler:
         return step
 
     def _continue_running(self, step: Step, chosen: dict[int, Row]) -> int:
-        """Chooses rows of running sequences. Returns how many tokens of the budget are left."""
+        """Chooses rows of running sequences. Returns the remaining token budget."""
         budget = self.options.max_batched_tokens
         spare = max(0, budget - len(self.running))
         for sequence in self.queues.running_order(budget):
@@ -96,8 +96,8 @@ class Scheduler:
         return budget
 
     def _drafted(self, sequence: Sequence, spare: int) -> Row | None:
-        """The row of a sequence with drafts, at most `spare` of them; `None` where there are none to be had. Nobody is
-        preempted for a draft, and none is made for a token that could not come any more.
+        """The row of a sequence with drafts, at most `spare` of them; `None` where there are none. No sequence is
+        preempted for a draft, and none is made for a token that could not be generated any more.
         """
         drafts = min(sequence.draft.limit, spare, sequence.limit - sequence.output_len - 1)
         if drafts <= 0 or not sequence.decoding:
@@ -107,7 +107,7 @@ class Scheduler:
         return row if self.memory.reclaim(0, missing) else None
 
     def commit(self, step: Step) -> None:
-        """The rows of `step` have been computed, and what they have drawn is in their sequences' tokens."""
+        """To be called when the rows of `step` have been computed, and the drawn tokens are in their sequences."""
         for row in step.rows:
             sequence = row.sequence
             sequence.computed = row.end if not row.drafts else min(row.end, len(sequence.tokens) - 1)
@@ -139,7 +139,7 @@ class Scheduler:
         return None if self.checkpointing is None else self.checkpointing.keep(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """Takes a sequence out and frees all it holds. The caller sees to it that no step is using it."""
+        """Removes a sequence and frees all it holds. The caller must ensure that no step is using it."""
         if sequence.status is Status.RUNNING:
             self.memory.release(sequence)
         else:
@@ -150,12 +150,13 @@ class Scheduler:
 
     @property
     def needs_ids(self) -> bool:
-        """Could the next step keep a state behind a token that has been drawn and not read? Its key hashes the id."""
+        """Whether the next step could keep a state after a token that has been drawn and not read: its key hashes the
+        id."""
         return any(s.unread and s.computed + 1 >= s.cursor.next_mark for s in self.running)
 
     @property
     def runnable(self) -> bool:
-        """Could `schedule` give rows, or a failure? May be True although memory then says no."""
+        """Whether `schedule` might return rows or failures. May be True although there turns out to be no memory."""
         return any(s.ready_end() > s.computed or (s.request.spans and s.source_error()) for s in self.running) or any(
             self.admission.could_start(s) or (s.request.spans and s.source_error()) for s in self.waiting
         )
@@ -163,7 +164,7 @@ class Scheduler:
     def tokens_ahead(self, sequence: Sequence, *, cached: bool = True) -> int:
         """Prompt tokens to compute before the first token of a waiting sequence: its own and those of all before it.
 
-        `cached`: less what the cache has of them, which takes looking up; without, it is at least as many.
+        `cached`: less the cached ones, which takes a lookup; without, an upper bound.
         """
         others = [other for other in self.queues if other is not sequence and other.leader is None]
         before = [other for other in others if other.order < sequence.order]
@@ -187,7 +188,7 @@ class Scheduler:
         }
 
     def check_integrity(self) -> None:
-        """`AssertionError` unless everything that is held belongs to a sequence that is here."""
+        """`AssertionError` unless everything that is held belongs to a live sequence."""
         self.memory.check_integrity(self.running, self.waiting)
         if self.checkpointing is not None:
             self.checkpointing.check_integrity()

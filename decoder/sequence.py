@@ -32,7 +32,7 @@ from decoder.checkpoints import NEVER
 from decoder.request import DecoderRequest
 
 UNREAD = -1
-"""Stands in a sequence's tokens for one that has been drawn on the device and not been read."""
+"""Placeholder in a sequence's tokens for a token that has been drawn on the device and not been read."""
 
 
 class Status(Enum):
@@ -50,15 +50,15 @@ class Holding:
     """The memory that a sequence holds while it runs."""
 
     batch_slot: int = -1
-    """Its row in buffers with a row for each running sequence."""
+    """Index of its row in buffers that have a row for each running sequence."""
     admission: int = -1
-    """Number of the admission that gave it its batch slot: tells for whom a buffer's row was written."""
+    """Number of the admission that gave it its batch slot: tells for which sequence a buffer's row was written."""
     slots: list[int] = field(default_factory=list)
     """Its state slots: one, or one for each token of a verified step."""
     accepted: int = 1
-    """Which of the slots holds its current state: that after so many tokens of the last verified step."""
+    """Which of the slots has its current state: that after so many tokens of the last verified step."""
     replayed: int = 0
-    """Inputs in its ring that come on top of the state in its slot."""
+    """Inputs in its ring that come after the state in its slot."""
     pages: list[int] = field(default_factory=list)
     counted: bool = False
     """Whether this memory is counted as that of a sequence that can advance."""
@@ -66,7 +66,7 @@ class Holding:
 
 @dataclass(slots=True)
 class Lookup:
-    """What the prefix cache remembers about a sequence between lookups."""
+    """What the prefix cache stores in a sequence between lookups."""
 
     chain: list[bytes] = field(default_factory=list)
     """Keys of its whole pages."""
@@ -77,25 +77,25 @@ class Lookup:
 
 @dataclass(slots=True)
 class CacheCursor:
-    """Which states of a sequence are to be kept, and how far that has come."""
+    """Which states of a sequence are to be kept, and how far it has got."""
 
     marks: tuple[int, ...] = ()
     """Prompt positions whose state is to be kept."""
     next_mark: int = NEVER
     last_mark: int = 0
-    """The longest prefix of it that is known to be kept."""
+    """The longest prefix whose state is known to be kept."""
     moving: Checkpoint | None = None
-    """The one checkpoint that moves along with its output, under `align`."""
+    """The checkpoint that moves along with its output, under `align`."""
 
 
 @dataclass(slots=True)
 class DraftState:
-    """What may follow a sequence's tokens."""
+    """The drafts of a sequence."""
 
     tokens: list[int] = field(default_factory=list)
     """Drafts, to be verified in the next step."""
     limit: int = 0
-    """Drafts that it is to get in the next step, as far as there is room for them."""
+    """Drafts that it is to get in the next step, as far as there is room."""
 
 
 @dataclass(eq=False)
@@ -107,16 +107,16 @@ class Sequence:
     limit: int
     """Output tokens at most, `max_tokens` and `max_len` both applied."""
     rank: int = 0
-    """The step it came in, less what its priority is worth in steps: the smaller one goes first."""
+    """The step it arrived in, less what its priority is worth in steps: the smaller one goes first."""
 
     tokens: list[int] = field(default_factory=list)
     """Prompt and output; the last `unread` of them are `UNREAD`."""
     unread: int = 0
     """Tokens that the in-flight step draws."""
     place: int = -1
-    """Which of that step's tokens is its own."""
+    """Index of that token among the step's."""
     next_span: int = 0
-    """First span whose rows are not all consumed; those before are released."""
+    """First span whose rows have not all been read; those before are released."""
 
     computed: int = 0
     """Tokens whose state and keys are in the arena."""
@@ -124,17 +124,17 @@ class Sequence:
     """Step in which it last advanced."""
     status: Status = Status.WAITING
     barrier: int = 0
-    """Readiness that it needs before it is admitted again (it was preempted while it waited for this row)."""
+    """Tokens that must be ready before it is admitted again (it was preempted while it waited for this row)."""
     deferred: bool = False
-    """It has waited a step for a state that another request was about to leave."""
+    """Whether it has waited a step for a state that another request was about to leave."""
     cached_tokens: int = 0
     """Prompt tokens that were not computed because their state was cached."""
     scheduled: float | None = None
-    """When its first step was put together, until that has been reported."""
+    """When its first step was scheduled, until that has been reported."""
     leader: Sequence | None = None
-    """Who reads the prompt for it, until it has."""
+    """The sequence that computes the prompt for it, until that is done."""
     followers: list[Sequence] = field(default_factory=list)
-    """For whom it reads the prompt."""
+    """The sequences for which it computes the prompt."""
 
     held: Holding = field(default_factory=Holding)
     lookup: Lookup = field(default_factory=Lookup)
@@ -170,7 +170,7 @@ class Sequence:
 
     @property
     def full(self) -> bool:
-        """True when it ends with its last token whatever that is."""
+        """Whether its last token ends it, whatever that token is."""
         return len(self.tokens) - len(self.request.prompt_ids) >= self.limit
 
     @property
@@ -185,7 +185,7 @@ class Sequence:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Sorts by urgency."""
+        """Sort key of urgency."""
         return (self.rank, self.arrival)
 
     @property

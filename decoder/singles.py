@@ -1,7 +1,7 @@
-"""Steps of rows of one token each on top of a state, as the host hands them to compiled code: no tensor is made.
+"""Steps of rows of one token each on top of a state, as the host passes them to compiled code: without making tensors.
 
-A step streams all weights through the caches, and behind it each call of torch costs several times what it costs in a
-loop. So such a step, which most are, is a few lists that go into memory of fixed places.
+A step streams all weights through the caches, after which each call of torch costs several times what it costs in a
+loop. So such a step, which most are, is a few lists that are copied to fixed memory.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ class Singles:
     ids: list[int]
     slots: list[int]
     lengths: list[int]
-    """Keys that each token sees, its own included."""
+    """Keys that each token attends to, its own included."""
     batch_slots: list[int]
     places: list[int]
     """Where each token's key and value go; empty in a model without pages."""
     positions: list[int]
     """Of each token on each axis; empty in a model that reads none."""
     greedy: bool
-    """The largest logit decides in every row, and nothing else is asked for."""
+    """Whether the largest logit decides in every row, and nothing else is asked for."""
 
 
 def singles(rows: SequenceOf[Row], tables: PageTables | None, page_size: int, axes: int) -> Singles | None:
-    """`None` where a row is of another kind, or does not draw. `axes`: of the positions that the model reads."""
+    """The rows as such a step; `None` where a row is of another kind, or does not draw. `axes`: of the positions that
+    the model uses."""
     ids, slots, lengths, batch_slots, places, positions = (list[int]() for _ in range(6))
     greedy = True
     for row in rows:

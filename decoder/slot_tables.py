@@ -1,7 +1,7 @@
-"""What the device holds about each batch slot, from step to step: pages, state slots, end tokens.
+"""Tables on the device with a row for each batch slot, kept from step to step: pages, state slots, end tokens.
 
-A row of a table belongs to one admission and is written anew for the next, so nothing of a request that has ended or
-was preempted is ever read. A row is brought up to date just before a step uses it.
+A row belongs to one admission and is written again for the next, so nothing of a request that has ended or was
+preempted is ever read. A row is brought up to date just before a step uses it.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class SlotStates:
         self.slots = torch.full(shape, -1, dtype=torch.int64, device=options.device)
         self.accepted = torch.ones(options.max_seqs, dtype=torch.int64, device=options.device)
         self._accepted = self.accepted.numpy() if options.device == "cpu" else self.accepted
-        """The same memory; a number is written there in a tenth of the time."""
+        """The same memory as a host array, in which writing a number takes a tenth of the time."""
         self._written = [-1] * options.max_seqs
 
     def update(self, sequence: Sequence) -> None:
-        """Writes a batch slot's row if its sequence has come since."""
+        """Writes a batch slot's row if another sequence has got it since."""
         held = sequence.held
         if self._written[held.batch_slot] != held.admission:
             self._written[held.batch_slot] = held.admission
@@ -61,7 +61,7 @@ class SlotStates:
             self.accept(sequence)
 
     def stay(self, rows: SequenceOf[Row], accepted_V: Tensor) -> None:
-        """So many drafts of these rows stay, as only the device knows yet."""
+        """Stores how many drafts of these rows are accepted, which only the device knows yet."""
         before = [row.sequence.held.replayed if self.replayed else 0 for row in rows]
         batch_slots, before_V = upload(
             [[row.sequence.held.batch_slot for row in rows], before], torch.int64, self.accepted.device
@@ -69,7 +69,7 @@ class SlotStates:
         self.accepted.index_copy_(0, batch_slots, before_V + accepted_V + 1)
 
     def accept(self, sequence: Sequence) -> None:
-        """The batch slot's count is what its sequence has now."""
+        """Sets the batch slot's count to the sequence's."""
         self._accepted[sequence.held.batch_slot] = sequence.held.replayed if self.replayed else sequence.held.accepted
 
 
@@ -81,7 +81,7 @@ class EndTokens:
         self._written = [-1] * options.max_seqs
 
     def reached(self, tokens_L: Tensor, owners: SequenceOf[Sequence]) -> Tensor | None:
-        """`[L]` bool: does the token end its owner, whose last one it is to be? `None` where none of them can."""
+        """`[L]` bool: whether each token ends its sequence. `None` where none of them can."""
         for owner in owners:
             self._update(owner)
         width = self.ends.shape[1]

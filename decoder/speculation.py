@@ -1,4 +1,4 @@
-"""Drafts of the running requests: who gets how many, where they come from, and what became of them."""
+"""Speculative decoding of the running requests: how many drafts each gets, which, and how many were accepted."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ from decoder.step import Row, Step
 
 
 class Proposer(Protocol):
-    """Guesses how a sequence goes on, from its tokens alone."""
+    """Proposes how a sequence continues, from its tokens alone."""
 
     def propose(self, tokens: SequenceOf[int], count: int) -> list[int]:
         """At most `count` tokens that may follow."""
 
 
 class Head(Protocol):
-    """Drafts from what it keeps of sequences."""
+    """Proposes drafts from state that it keeps for sequences."""
 
     def attend(self, awake: bool) -> None:
-        """Whether anything is to be kept from now on."""
+        """Sets whether state is kept from now on."""
 
     def ready(self, sequence: Sequence) -> bool:
-        """Whether enough is known of a sequence."""
+        """Whether it has enough state of a sequence."""
 
     def draft(self, rows: SequenceOf[Row]) -> list[tuple[Sequence, list[int]]]:
-        """Drafts of the rows that are to have some, by sequence."""
+        """Drafts for the rows that are to have some, by sequence."""
 
 
 class Speculation:
-    """Asks for drafts before a step is scheduled, and counts afterwards."""
+    """Asks for drafts before a step is scheduled, and counts acceptance afterwards."""
 
     def __init__(self, options: DecoderOptions, head: Head | None = None) -> None:
         self.source = options.speculative
         self.policy = DraftPolicy(options.num_drafts, adaptive=options.draft_policy == "adaptive")
         self.drafted = [0] * options.num_drafts
         self.accepted = [0] * options.num_drafts
-        """By place in the step: how many drafts were verified, and how many were what was drawn."""
+        """By position in the step: how many drafts were verified, and how many were accepted."""
         self.new_index: Callable[[Sequence], Proposer] = lambda sequence: NgramIndex()
-        """What drafts for one sequence under `ngram`."""
+        """The drafter of each sequence under `ngram`."""
         self.head = head
-        """What drafts under `mtp`."""
+        """The drafter under `mtp`."""
         self._records: dict[int, Record] = {}
         self._indices: dict[int, Proposer] = {}
         self._timing: tuple[int, int, float] | None = None
-        """Rows, drafts and begin of the last step, if its time is of use."""
+        """Rows, drafts and start of the last step, if its time is to be recorded."""
 
     def ask(self, running: Iterable[Sequence]) -> None:
-        """Sets how many drafts each sequence that decodes is to get, and under `ngram` the drafts themselves. While
-        drafting pauses nobody has any, and nothing is done.
+        """Sets how many drafts each decoding sequence is to get, and under `ngram` the drafts themselves. While
+        drafting pauses none has any, and nothing is done.
         """
         policy, head = self.policy, self.head
         awake = policy.awake()
@@ -103,15 +103,15 @@ class Speculation:
         return index
 
     def verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """The first `accepted` of a row's drafts were what was drawn."""
+        """The first `accepted` of a row's drafts were accepted."""
         for place in range(min(drafted, accepted + 1)):
             self.drafted[place] += 1
             self.accepted[place] += place < accepted
         self.policy.learn(self._record(sequence), len(sequence.tokens), drafted, accepted)
 
     def timed(self, step: Step, started: float) -> None:
-        """`step`, which has run, began at this time. A step lasts until the next one begins: what is done with its
-        tokens counts. Only those of nothing but requests that draw, and all go on, say what a draft costs.
+        """`step`, which has run, began at this time. A step lasts until the next one begins, so that the work with its
+        tokens is included. Only the times of steps in which all requests draw and go on tell what drafts cost.
         """
         if self._timing is not None:
             rows, drafted, before = self._timing
@@ -126,6 +126,7 @@ class Speculation:
         self._timing = None
 
     def stats(self) -> dict[str, int]:
-        """`drafted_1`, `accepted_1`, ...: by place. A draft behind a refused one is not counted: it was not tried."""
+        """`drafted_1`, `accepted_1`, ...: by position. A draft after a rejected one is not counted: it was not
+        compared."""
         counts = (("drafted", self.drafted), ("accepted", self.accepted))
         return {f"{name}_{place}": count for name, of in counts for place, count in enumerate(of, 1)}

@@ -1,4 +1,4 @@
-"""What lies in the arena, from step to step: moved before a step runs, taken over after it."""
+"""The content of the arena: what is moved before a step runs, and taken over after it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from decoder.step import Row, Step
 
 
 class States:
-    """Does what a step says about memory. Saved content of preempted sequences is held here."""
+    """Executes what a step says about memory. Holds the saved content of preempted sequences."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class States:
         empties: bool,
         at_once: bool,
     ) -> None:
-        """`empties`: a step works the inputs in a ring into the state by itself. `at_once`: tokens are on the host as
+        """`empties`: a step applies the inputs in a ring to the state by itself. `at_once`: tokens are on the host as
         soon as they are drawn.
         """
         self.arena, self.model, self.builder = arena, model, builder
@@ -39,7 +39,7 @@ class States:
         self._room = 0 if model.native is not None and not empties else RING
 
     def move(self, step: Step) -> None:
-        """Memory changes hands: out to the host, cleared, copied from the cache, back in."""
+        """Moves memory: to the host, cleared, copied from the cache, back from the host."""
         if self.drafter is not None and (
             step.saves or step.preempted or step.page_copies or step.slot_copies or step.loads
         ):
@@ -58,8 +58,8 @@ class States:
             self.drafter.moved(step)
 
     def empty_rings(self, running: Iterable[Sequence]) -> None:
-        """Makes room for drafts in the rings of sequences that are to get some; one without drafts goes on without a
-        ring. A compiled step empties rings itself, where no graph stands between.
+        """Makes room for drafts in the rings of sequences that are to get some; a sequence without drafts continues
+        without a ring. A compiled step empties rings itself, where no graph is used.
         """
         full = []
         for sequence in running:
@@ -74,8 +74,8 @@ class States:
             self.builder.states.accept(sequence)
 
     def advance(self, jobs: list[tuple[Sequence, int, int, int]]) -> None:
-        """(sequence, slot, target, count): the state in `slot` and the first `count` inputs of the sequence's ring give
-        the state that goes to `target`.
+        """Advances states. (sequence, slot, target, count): the state in `slot`, advanced by the first `count` inputs
+        of the sequence's ring, goes to `target`.
         """
         for _, slot, target, count in jobs:
             if count == 0 and slot != target:
@@ -88,7 +88,7 @@ class States:
                 self.arena.carry[target] = self.arena.carry[slot]
 
     def commit(self, step: Step) -> None:
-        """What the step leaves is taken over: current states, those to keep, samples that go on by themselves."""
+        """Takes over what the step leaves: current states, states to keep, states of further samples."""
         first = 0
         carried: list[tuple[int, int]] = []
         for row in step.rows:
@@ -108,7 +108,7 @@ class States:
 
     def _settle(self, row: Row, checkpoints: SequenceOf[tuple[int, int]]) -> list[tuple[int, int]]:
         """States after a row: which one is current, and those at `checkpoints` (position, slot) that are to be kept.
-        Returns (position, slot) of them all.
+        Returns (position, slot) of all of these.
         """
         sequence, verified = row.sequence, row.verified
         before = 0 if self._empties else sequence.held.replayed
@@ -132,14 +132,14 @@ class States:
         return [(end, sequence.slot), *(kept for kept in checkpoints if kept[0] <= end)]
 
     def keep(self, sequence: Sequence) -> None:
-        """Leaves the state at the end of an answer to whoever continues it."""
+        """Leaves the state at the end of an answer to the cache."""
         self._flush()
         copy = self.scheduler.keep(sequence)
         if copy is not None:
             self.advance([(sequence, *copy, sequence.held.replayed)])
 
     def finish(self, sequence: Sequence) -> None:
-        """Nothing of a sequence is needed any more."""
+        """Drops the saved content of a sequence."""
         self._flush()
         self.scheduler.finish(sequence)
         self.saved.pop(sequence.request_id, None)

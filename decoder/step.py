@@ -1,4 +1,4 @@
-"""Nouns of one step: the scheduler makes them, the runner does what they say."""
+"""Types of one step: made by the scheduler, executed by the runner."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Row:
     drafts: int = 0
     """How many of its tokens, at its end, are drafts."""
     samples: bool = field(init=False)
-    """True when the row reaches the last token that there is at this step, so that the next one can be drawn."""
+    """True when the row reaches the sequence's last token, so that the next one can be drawn."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "samples", self.end - self.drafts == len(self.sequence.tokens))
@@ -39,12 +39,12 @@ class Row:
 
     @property
     def verified(self) -> bool:
-        """Are its tokens such as may be taken back, or do they come on top of some that were?"""
+        """Whether its tokens may be rejected, or follow tokens that may have been."""
         return self.drafts > 0 or self.sequence.held.replayed > 0
 
     @property
     def alone(self) -> bool:
-        """Does each of its tokens attend by itself, on top of a state? The others are scanned."""
+        """Whether each of its tokens attends by itself, on top of a state. The others are scanned."""
         return self.start > 0 and (self.count == 1 or self.drafts > 0)
 
     @property
@@ -55,7 +55,7 @@ class Row:
 
 
 class Save(NamedTuple):
-    """What of a sequence goes to host memory; it has given these up already."""
+    """What of a sequence is copied to host memory; it no longer holds these slots and pages."""
 
     sequence: Sequence
     slot: int
@@ -64,7 +64,7 @@ class Save(NamedTuple):
 
 
 class Fork(NamedTuple):
-    """A sequence that goes on from another one's prompt: what of it is to be copied, (from, to)."""
+    """A further sample that continues from another sequence's prompt: what is to be copied for it, (from, to)."""
 
     leader: Sequence
     follower: Sequence
@@ -78,20 +78,20 @@ class Step:
 
     rows: list[Row] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
-    """Content that goes to host memory before anything else."""
+    """Content that is copied to host memory before anything else."""
     loads: list[Sequence] = field(default_factory=list)
-    """Sequences whose content comes back into the slot and pages that they have now."""
+    """Sequences whose content is copied back into the slot and pages that they have now."""
     new_pages: list[int] = field(default_factory=list)
     slot_copies: list[tuple[int, int]] = field(default_factory=list)
     page_copies: list[tuple[int, int]] = field(default_factory=list)
-    """(from, to): cached content that a sequence goes on to write in. What is copied from is held until `commit`."""
+    """(from, to): cached content that a sequence continues to write. The source is held until `commit`."""
     checkpoints: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     """Arrival number -> (position, slot): states to keep of that sequence's row."""
     held_slots: list[int] = field(default_factory=list)
     held_pages: list[int] = field(default_factory=list)
     failed: list[tuple[Sequence, Exception]] = field(default_factory=list)
     preempted: set[int] = field(default_factory=set)
-    """Arrival numbers of the sequences that lost their memory in this step: they do not come back in it."""
+    """Arrival numbers of the sequences that were preempted in this step: they are not admitted in it."""
 
     forks: list[Fork] = field(default_factory=list)
     """Sequences that start where a row has ended: set while the step runs, copied before the next."""

@@ -40,12 +40,12 @@ CONTAINERS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 
 
 class VideoError(ImageError):
-    """A clip that is refused; `reason` says why in words for the person who sent it."""
+    """A clip that is refused; the message says why, for the client."""
 
 
 @dataclass(frozen=True)
 class VideoLimits:
-    """What one clip may be."""
+    """Limits on one clip."""
 
     max_bytes: int = 256 << 20
     """Encoded size, in bytes."""

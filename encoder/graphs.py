@@ -27,11 +27,12 @@ from kernels.graphs import GraphPool, StaticGraph
 log = logging.getLogger(__name__)
 
 COMPARISONS = 5
-"""Times that a calibration runs each side, the first of them warm-up in effect, since the best counts."""
+"""Times that a calibration runs each side; the first serves as warm-up, since the best counts."""
 COMPARISON_SECONDS = 0.05
-"""Beyond this one budget's comparison ends early: noise is small against calls that long."""
+"""Seconds after which one budget's comparison ends early: noise is small against calls that long."""
 CLEAR_WIN = 0.95
-"""Share of the eager time that a replay must stay below: a graph that wins by noise would still cost its padding."""
+"""Largest share of the eager time that a replay may take: a graph that wins only by noise would still cost its
+padding."""
 
 INPUTS = ("patches", "positions", "source", "cu_seqlens", "token_rows")
 """Buffers that every tower reads; `rotations` are there for those that rotate."""
@@ -130,7 +131,7 @@ def _step(tower: Tower, shape: GraphShape, kind: str) -> Callable[[Mapping[str, 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the calibration found for one budget; seconds are None where it was not timed."""
+    """The calibration of one budget; seconds are None where it was not timed."""
 
     use: bool
     graph_seconds: float | None = None
@@ -138,7 +139,7 @@ class Verdict:
 
 
 class EncoderGraphs:
-    """The graphs of all budgets, for one kind of item. `run` replays; `calibrate` says which pay."""
+    """The graphs of all budgets, for one kind of item. `run` replays; `calibrate` decides which are used."""
 
     def __init__(
         self, tower: Tower, budgets: EncoderBudgets, positions: PositionCache, arena: EncoderArena, *,
@@ -173,7 +174,7 @@ class EncoderGraphs:
         return outputs["rows"][: placed.tokens]
 
     def _sample(self, tokens: int) -> PatchSequence:
-        """A made-up sequence of at most `tokens` image tokens, about square."""
+        """An artificial sequence of at most `tokens` image tokens, about square."""
         sizes = self._tower.sizes
         rows = max(math.isqrt(tokens), 1)
         grid = (rows * sizes.merge_size, tokens // rows * sizes.merge_size)
@@ -203,7 +204,7 @@ class EncoderGraphs:
     def _compare(
         self, budget: int, sample: Sequence[PatchSequence], eager: Callable[[Sequence[PatchSequence]], Tensor]
     ) -> Verdict:
-        """Best seconds of each side, taken in turn so that a busy moment hits both."""
+        """Best seconds of each side, measured alternately so that a busy moment affects both."""
         replay = plain = math.inf
         start = time.perf_counter()
         for _ in range(COMPARISONS):
@@ -224,6 +225,6 @@ class EncoderGraphs:
         return time.perf_counter() - start
 
     def close(self) -> None:
-        """Tear every graph down; idempotent."""
+        """Destroys all graphs; idempotent."""
         for graph in self._graphs.values():
             graph.close()

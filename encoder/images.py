@@ -37,7 +37,7 @@ GREY16 = ("I;16", "I;16L", "I;16B", "I;16N")
 
 
 class ImageError(ValueError):
-    """An image that is refused; `reason` says why in words for the person who sent it."""
+    """An image that is refused; the message says why, for the client."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -46,7 +46,7 @@ class ImageError(ValueError):
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """What one image may be, checked before it is decoded."""
+    """Limits on one image, checked before it is decoded."""
 
     max_bytes: int = 64 << 20
     """Encoded size, in bytes."""
