@@ -130,10 +130,9 @@ def _nearest(length: int, side: int) -> Tensor:
 
 
 def _merged_sequences(cu_seqlens: Tensor, rows: int) -> Tensor:
-    """Where sequences end after their rows were merged by four; the padding, which is the last, takes what is left."""
-    merged = (cu_seqlens // WINDOW**2).clamp_(max=rows)
-    merged[-1:] = rows
-    return merged
+    """Where sequences end after their rows were merged by four. The padding, which is the last, may have had more rows
+    than whole windows."""
+    return (cu_seqlens // WINDOW**2).clamp_(max=rows)
 
 
 class _Reader:

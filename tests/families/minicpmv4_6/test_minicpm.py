@@ -122,7 +122,7 @@ def test_pixels_and_input_ids_are_the_released_processors(tmp_path: Path, seed: 
 
 
 def test_large_images_as_released_settings_cut_them(tmp_path: Path) -> None:
-    """448 pixels, 9 slices, patches of 14."""
+    """448 pixels, 9 slices."""
     tiny = make_minicpm(tmp_path, 1, scale_resolution=448, max_slice_nums=9, slice_mode=True)
     rng = random.Random(0)
     for height, width in [
@@ -134,6 +134,7 @@ def test_large_images_as_released_settings_cut_them(tmp_path: Path) -> None:
         (17, 1200),
         (1, 1),
         (896, 897),
+        (600, 600),
     ]:
         image = Image.fromarray(np.full((height, width, 3), rng.randrange(256), np.uint8))
         inputs = tiny.processor._process_images([image], return_tensors="pt", downsample_mode=tiny.mode)[0]
