@@ -153,6 +153,15 @@ def hold(run: Callable[[torch.dtype], torch.Tensor]) -> dict[str, float]:
     return {"error": float(error), "reference_error": float(own)}
 
 
+def decoders(scale: str) -> dict[str, DecoderConfig]:
+    """One layer of each kind of three models."""
+    return {
+        "nemotron-9b": gpu_models.decoder(scale, layers=True),
+        "nano-3-30b": gpu_models.decoder(scale, experts=True, layers=True),
+        "qwen3.5-35b": gpu_models.delta_decoder(scale),
+    }
+
+
 def check_layers(device: str, scale: str) -> dict[str, Any]:
     """Each kind of layer at real sizes."""
     full = scale == "full"
@@ -160,8 +169,7 @@ def check_layers(device: str, scale: str) -> dict[str, Any]:
     grids = ((32, 32), (30, 40), (68, 120)) if full else ((4, 6), (6, 4))
     tower = gpu_models.tower(scale, layers=2)
     numbers: dict[str, Any] = {}
-    for name, experts in (("nemotron-9b", False), ("nano-3-30b", True)):
-        config = gpu_models.decoder(scale, experts=experts, layers=True)
+    for name, config in decoders(scale).items():
         numbers[name] = hold(lambda dtype, config=config: logprobs(config, device, dtype, lengths))  # type: ignore[misc]
     numbers["radio-h"] = hold(lambda dtype: rows_of(tower, device, dtype, grids, "off"))
     return numbers
@@ -195,15 +203,18 @@ def answers(config: DecoderConfig, device: str, graphs: str) -> dict[str, list[i
 
 def check_graphs(device: str, scale: str) -> dict[str, Any]:
     """graph = eager: tokens of the decoder, rows of the encoder, in float32."""
-    config = gpu_models.decoder(scale, layers=True)
-    eager, replayed = answers(config, device, "off"), answers(config, device, "on")
-    require(replayed == eager, f"decoder: graph {replayed}, eager {eager}")
+    tokens = 0
+    for name in ("nemotron-9b", "qwen3.5-35b"):
+        config = decoders(scale)[name]
+        eager, replayed = answers(config, device, "off"), answers(config, device, "on")
+        require(replayed == eager, f"{name}: graph {replayed}, eager {eager}")
+        tokens += sum(map(len, eager.values()))
     tower = gpu_models.tower(scale, layers=2)
     grids = ((32, 32), (30, 40), (40, 40)) if scale == "full" else ((4, 6), (6, 4))
     rows = [rows_of(tower, device, torch.float32, grids, graphs) for graphs in ("off", "on")]
     difference = float((rows[1] - rows[0]).abs().max() / rows[0].abs().max())
     require(difference < 1e-4, f"encoder: graph and eager differ by {difference:.3g} of the largest value")
-    return {"tokens": sum(map(len, eager.values())), "encoder_difference": difference}
+    return {"tokens": tokens, "encoder_difference": difference}
 
 
 # -- service -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The part `kernels` of `benchmarks.gpu`: each operation at the sizes of two decoders and a vision tower."""
+"""The part `kernels` of `benchmarks.gpu`: each operation at the sizes of three decoders and vision towers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from benchmarks import gpu_peers
 from benchmarks.gpu_setting import Record, Setting, timed
 from kernels.causal_conv1d import causal_conv1d_update
 from kernels.chunk_scan import chunk_scan, plan_chunks
+from kernels.gated_delta import delta_gates, gated_delta_scan, gated_delta_update
 from kernels.gated_norm import gated_norm
 from kernels.linear import Linear
 from kernels.moe import Experts, run_experts
@@ -20,10 +21,12 @@ from kernels.paged_attention import decode_attention, extend_attention
 from kernels.patch_embed import patch_embed
 from kernels.pixel_shuffle import shuffle_norm
 from kernels.rms_norm import add_rms_norm
+from kernels.rope import Rope
+from kernels.rotary import norm_rotate, rope_table
 from kernels.sample import Wishes, sample
 from kernels.scan_tables import ScanTables
 from kernels.selective_state_update import selective_state_update
-from kernels.shapes import NANO_3_OMNI, NANO_V2_12B_VL, ModelShape
+from kernels.shapes import NANO_3_OMNI, NANO_V2_12B_VL, QWEN_35B_A3B, ModelShape
 from kernels.varlen_attention import varlen_attention
 
 
@@ -43,15 +46,22 @@ class Measure:
 def kernel_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
     """The operations of a decoder layer."""
     rows = setting.pick(8192, 16)
-    hidden, inner = shape.hidden, shape.mamba_inner
+    hidden = shape.hidden
     x, delta, weight = setting.random(rows, hidden), setting.random(rows, hidden), torch.ones(hidden).to(setting.device)
     yield Measure("add_rms_norm", lambda: add_rms_norm(x, delta, weight, 1e-5), bytes=8.0 * rows * hidden)
+    delta = shape.delta_value_heads > 0
+    inner = shape.delta_value_heads * shape.delta_head_dim if delta else shape.mamba_inner
+    group = shape.delta_head_dim if delta else inner // shape.groups
     y, gate, scale = setting.random(rows, inner), setting.random(rows, inner), torch.ones(inner).to(setting.device)
-    group = inner // shape.groups
-    yield Measure("gated_norm", lambda: gated_norm(y, gate, scale, group, 1e-5), bytes=6.0 * rows * inner)
-    for batch in (1, 32, 64, 256) if setting.full else (2,):
-        yield from update_measures(setting, shape, batch)
-    yield scan_measure(setting, shape)
+    yield Measure(
+        "gated_norm", lambda: gated_norm(y, gate, scale, group, 1e-5, norm_first=delta), bytes=6.0 * rows * inner
+    )
+    if delta:
+        yield from delta_measures(setting, shape)
+    else:
+        for batch in (1, 32, 64, 256) if setting.full else (2,):
+            yield from update_measures(setting, shape, batch)
+        yield scan_measure(setting, shape)
     yield from attention_measures(setting, shape)
     if shape.experts:
         yield from expert_measures(setting, shape)
@@ -201,6 +211,44 @@ def scan_peers(setting: Setting, pool: torch.Tensor, given: tuple[torch.Tensor, 
     return calls
 
 
+def delta_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
+    """The gated delta rule at one token of each row and at four prompts, and the rotation of queries and keys."""
+    heads, keys, width = shape.delta_value_heads, shape.delta_key_heads, shape.delta_head_dim
+    rate, bias = (-torch.rand(heads, device=setting.device) for _ in range(2))
+
+    def tokens_of(tokens: int) -> tuple[torch.Tensor, ...]:
+        q, k = (setting.random(tokens, keys, width) for _ in range(2))
+        return q, k, setting.random(tokens, heads, width), *(setting.random(tokens, heads) for _ in range(2))
+
+    for batch in (1, 32, 64, 256) if setting.full else (2,):
+        pool, slots = setting.random(batch, heads, width, width, dtype=torch.float32), torch.randperm(batch)
+        given = (pool, slots.to(setting.device), *tokens_of(batch), rate, bias)
+        yield Measure(
+            f"gated_delta_update b{batch}",
+            lambda given=given: gated_delta_update(*given),
+            bytes=8.0 * pool.numel(),
+            changes=(pool,),
+        )
+    rows, length, chunk = 4, setting.pick(2048, 24), setting.pick(shape.chunk, 8)
+    lengths, computed, tokens = [length] * rows, [0] * rows, rows * length
+    states, slots = setting.random(rows, heads, width, width, dtype=torch.float32), torch.arange(rows)
+    fresh, (q, k, v, b, a) = torch.zeros(rows, dtype=torch.bool).to(setting.device), tokens_of(tokens)
+    tables = ScanTables.of(lengths, computed, chunk, device=setting.device)
+    prompt = (states, slots.to(setting.device), fresh, q, k, v, *delta_gates(b, a, rate, bias))
+    yield Measure(
+        f"gated_delta_scan {tokens}",
+        lambda: gated_delta_scan(*prompt, plan_chunks(lengths, computed, chunk), (), tables),
+        flops=float(tokens * heads * (6 * width * width + 10 * chunk * width + 10 * chunk * chunk)),
+        changes=(states,),
+    )
+    count, size, half = shape.heads + shape.kv_heads, shape.head_dim, min(shape.rope_dims, shape.head_dim) // 2
+    x, weight = setting.random(tokens, count, size), torch.ones(size, device=setting.device)
+    table = rope_table(Rope(2 * half, 1e7), length, str(setting.device))
+    at = torch.arange(tokens, device=setting.device)[:, None].expand(-1, 3) % length
+    turned = (x, shape.heads, (weight, weight), 1e-6, table, at, shape.rope_axes[:half])
+    yield Measure("norm_rotate", lambda: norm_rotate(*turned), bytes=4.0 * x.numel())
+
+
 def attention_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
     """Decode at two lengths, and a prompt beside torch's fused attention."""
     heads, kv_heads, width, scale = shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5
@@ -238,7 +286,9 @@ def fused_attention(dense: list[torch.Tensor], **options: Any) -> torch.Tensor:
 def expert_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
     """The mixture at one token, a decode batch and a prompt. Bytes: experts that anybody chose."""
     count, width, inner = shape.experts, setting.pick(shape.hidden, 64), setting.pick(shape.intermediate, 48)
-    experts = Experts(setting.random(count, inner, width), setting.random(count, width, inner))
+    gate = setting.random(count, inner, width) if shape.gated else None
+    act, products = ("silu", 3) if shape.gated else ("relu2", 2)
+    experts = Experts(setting.random(count, inner, width), setting.random(count, width, inner), gate, act)
     for tokens in (1, 64, 4096) if setting.full else (2,):
         x = setting.random(tokens, width)
         ids = torch.rand(tokens, count, device=setting.device).topk(shape.experts_per_token)[1]
@@ -247,8 +297,8 @@ def expert_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
         yield Measure(
             f"run_experts {tokens}",
             lambda ids=ids, shares=shares, x=x: run_experts(x, ids, shares, experts),
-            bytes=4.0 * touched * inner * width,
-            flops=4.0 * ids.numel() * inner * width,
+            bytes=2.0 * products * touched * inner * width,
+            flops=2.0 * products * ids.numel() * inner * width,
         )
 
 
@@ -316,13 +366,16 @@ def result_of(setting: Setting, ceilings: dict[str, float], measure: Measure) ->
 
 
 def shapes(setting: Setting) -> Iterator[ModelShape]:
-    for shape in (NANO_V2_12B_VL, NANO_3_OMNI):
+    for shape in (NANO_V2_12B_VL, NANO_3_OMNI, QWEN_35B_A3B):
         if setting.full:
             yield shape
             continue
+        mixer: dict[str, Any] = {"mamba_heads": 8, "mamba_head_dim": 8, "state": 16}
+        if shape.delta_value_heads:
+            mixer = {"delta_key_heads": 2, "delta_value_heads": 4, "delta_head_dim": 8}
         yield replace(
-            shape, hidden=64, mamba_heads=8, mamba_head_dim=8, state=16, heads=4, kv_heads=2, head_dim=16,
-            vit_hidden=64, vit_heads=2, patch=4, experts=min(8, shape.experts),
+            shape, hidden=64, heads=4, kv_heads=2, head_dim=16, vit_hidden=64, vit_heads=2, patch=4,
+            experts=min(8, shape.experts), **mixer,
         )  # fmt: skip
 
 

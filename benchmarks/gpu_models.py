@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from decoder.config import DecoderConfig
+from decoder.layers.descriptions import Attention, Experts, GatedDelta, Mlp
+from decoder.layers.spec import Layer, MixerSpec
 from encoder.item import EncoderItem
 from families.nemotron_h.config import NemotronHConfig
 from families.nemotron_h_omni.vision import RadioVision
+from kernels.rope import Rope
 
 _NEMOTRON_9B = NemotronHConfig(
     pattern="M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
@@ -26,6 +30,21 @@ _NANO_3_30B = NemotronHConfig(
     routed_scaling_factor=2.5,
 )  # fmt: skip
 """One layer of each kind of Nemotron 3 Nano Omni's decoder."""
+_SHARES: dict[str, Any] = {"mlp_hidden_act": "silu", "gated": True}
+_INTERLEAVED = tuple(i % 3 for i in range(32))
+_QWEN_35B: dict[str, MixerSpec] = {
+    "delta": GatedDelta(2048, 16, 32),
+    "experts": Experts(2048, 256, 8, 512, 512, routing="softmax", shared_gate=True, **_SHARES),
+    "attention": Attention(2048, 16, 2, 256, rope=Rope(64, 1e7, _INTERLEAVED), gate=True, qk_norm=1e-6),
+    "mlp": Mlp(2048, 6144, **_SHARES),
+}
+"""One layer of each kind of Qwen3.5 35B-A3B, and an MLP as dense models of the family have it."""
+_TINY_QWEN: dict[str, MixerSpec] = {
+    "delta": GatedDelta(32, 2, 4, 8, 8, chunk_size=8),
+    "experts": Experts(32, 6, 2, 24, 40, routing="softmax", shared_gate=True, **_SHARES),
+    "attention": Attention(32, 4, 2, 12, rope=Rope(6, 100.0, (0, 1, 2)), gate=True, qk_norm=1e-6),
+    "mlp": Mlp(32, 48, **_SHARES),
+}
 RADIO_H = RadioVision(text_hidden_size=2688, projector_hidden_size=20480)
 _TINY_9B = replace(
     _NEMOTRON_9B, pattern="M-*M-", vocab_size=97, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
@@ -48,6 +67,13 @@ def decoder(scale: str, *, experts: bool = False, layers: bool = False) -> Decod
         return (_NANO_3_30B if scale == "full" else _TINY_30B).decoder
     config = _NEMOTRON_9B if scale == "full" else _TINY_9B
     return (replace(config, pattern="M-*") if layers else config).decoder
+
+
+def delta_decoder(scale: str) -> DecoderConfig:
+    """One layer of each kind of a model with the gated delta rule."""
+    full = scale == "full"
+    layers = tuple(Layer(((name, spec),)) for name, spec in (_QWEN_35B if full else _TINY_QWEN).items())
+    return DecoderConfig(248320 if full else 97, 2048 if full else 32, layers, 1e-6, position_axes=3)
 
 
 def tower(scale: str, *, layers: int | None = None) -> RadioVision:

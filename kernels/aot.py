@@ -117,26 +117,29 @@ def _amd_registers(assembly: str) -> tuple[int, int]:
     return notes["vgpr_count"], notes["vgpr_spill_count"] + notes["sgpr_spill_count"]
 
 
-def rows_of(operation: str, targets: Sequence[str], models: Sequence[ModelShape]) -> Iterator[tuple[str, Usage]]:
-    """`(key, usage)` of every kernel that the operation launches: `sm_90 demo decode _kernel`. A kernel that a case
+def launches_of(operation: str, target: str, models: Sequence[ModelShape]) -> Iterator[tuple[str, Launch]]:
+    """`(key, launch)` of every kernel that the operation launches: `sm_90 demo decode _kernel`. A kernel that a case
     launches twice in different forms is numbered from the second on.
     """
     module = importlib.import_module(f"kernels.{operation}.cases")
+    for shape in models:
+        for case in module.cases(shape):
+            with recording(target) as launches:
+                case.call()
+            assert launches, f"case {case.name} of {operation} launches nothing"
+            seen: dict[str, int] = {}
+            for launched in launches:
+                name = launched.kernel.__name__
+                seen[name] = seen.get(name, 0) + 1
+                number = f" {seen[name]}" if seen[name] > 1 else ""
+                yield f"{target} {shape.name} {case.name} {name}{number}", launched
+
+
+def rows_of(operation: str, targets: Sequence[str], models: Sequence[ModelShape]) -> Iterator[tuple[str, Usage]]:
+    """`(key, usage)` of every kernel that the operation launches."""
     for target in targets:
-        for shape in models:
-            for case in module.cases(shape):
-                with recording(target) as launches:
-                    case.call()
-                assert launches, f"case {case.name} of {operation} launches nothing"
-                seen: dict[str, int] = {}
-                for launched in launches:
-                    name = launched.kernel.__name__
-                    seen[name] = seen.get(name, 0) + 1
-                    number = f" {seen[name]}" if seen[name] > 1 else ""
-                    yield (
-                        f"{target} {shape.name} {case.name} {name}{number}",
-                        compile_launch(launched, target),
-                    )
+        for key, launched in launches_of(operation, target, models):
+            yield key, compile_launch(launched, target)
 
 
 def problems_of(key: str, usage: Usage, committed: dict[str, Any] | None) -> list[str]:

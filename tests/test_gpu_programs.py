@@ -25,7 +25,7 @@ def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = last_line(capsys)
     assert said == json.loads((tmp_path / "gpu-check.json").read_text())
     assert said["layers"]["passed"] and said["graphs"]["passed"] and said["machine"]["torch"] == torch.__version__
-    assert said["layers"].keys() >= {"nemotron-9b", "nano-3-30b", "radio-h"}
+    assert said["layers"].keys() >= {"nemotron-9b", "nano-3-30b", "qwen3.5-35b", "radio-h"}
 
 
 def test_a_check_without_time_left_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,7 +54,8 @@ def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
     ceilings, kernels, runners = last_line(capsys)
     assert len(list(tmp_path.glob("*-gpu-*.json"))) == 3
     assert ceilings["ceilings"].keys() == {"copy_gb_s", "bf16_tflop_s"}
-    shares = kernels["nano-v2-12b-vl"] | kernels["nano-3-omni"]
+    assert kernels["qwen3.5-35b-a3b"].keys() >= {"gated_delta_update b2", "gated_delta_scan 96", "norm_rotate"}
+    shares = kernels["nano-v2-12b-vl"] | kernels["nano-3-omni"] | kernels["qwen3.5-35b-a3b"]
     assert len(shares) > 10 and all(row["seconds"] > 0 for row in shares.values())
     assert shares["varlen_attention"]["difference_torch"] < 0.05
     assert not any(part["errors"] or part["left_out"] for part in (ceilings, kernels, runners))

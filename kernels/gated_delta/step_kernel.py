@@ -35,15 +35,17 @@ def gates_of(b, a, rate, bias):
 
 @triton.jit
 def _step(b_h, b_k, b_v, decay, beta):
-    """(the state after one token, what changed of the values)."""
-    b_change = beta * (b_v - decay * tl.sum(b_h * b_k[:, None], 0))
-    return b_h * decay + b_k[:, None] * b_change[None, :], b_change
+    """(the state after one token, what changed of the values). Which products are fused with a sum is said, so that no
+    compilation chooses another rounding than its sisters.
+    """
+    b_change = beta * tl.fma(tl.sum(b_h * b_k[:, None], 0), -decay, b_v)
+    return tl.fma(tl.broadcast_to(b_k[:, None], b_h.shape), b_change[None, :], b_h * decay), b_change
 
 
 @triton.jit
 def _read(b_h, b_q, b_k, b_change, decay):
     """The output of a token, by the state before it."""
-    return decay * tl.sum(b_h * b_q[:, None], 0) + tl.sum(b_q * b_k, 0) * b_change
+    return tl.fma(b_change, tl.sum(b_q * b_k, 0), decay * tl.sum(b_h * b_q[:, None], 0))
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kernels.aot import SHARED_LIMIT, Usage, operations, problems_of, unguarded_products
+from kernels.aot import SHARED_LIMIT, Usage, launches_of, operations, problems_of, unguarded_products
 from kernels.launch import ARCHITECTURES, launch, recording
 from kernels.shapes import MODELS
 
@@ -36,6 +36,14 @@ def test_tables_hold_every_target_and_model_without_spills(operation: str) -> No
     assert {key.split()[0] for key in table} == set(ARCHITECTURES)
     assert {key.split()[1] for key in table} <= {shape.name for shape in MODELS}
     assert not [problem for key, row in table.items() for problem in problems_of(key, Usage(**row), row)]
+
+
+@pytest.mark.parametrize("operation", operations())
+def test_tables_hold_every_case(operation: str) -> None:
+    """What is added to a model's shape or to a folder's cases is compiled before it is committed."""
+    table = json.loads((CHECKOUT / "kernels" / operation / "aot.json").read_text())
+    keys = {key for key, _ in launches_of(operation, "sm_90", MODELS)}
+    assert keys == {key for key in table if key.startswith("sm_90 ")}
 
 
 @pytest.mark.parametrize(
