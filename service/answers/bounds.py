@@ -12,6 +12,8 @@ MAX_SAMPLES = 64
 MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 32
 MAX_STOP_LENGTH = 256
+MAX_TEMPLATE_JSON = 2**18
+"""Characters of a chat template's arguments: parsing them takes milliseconds, which all others wait for."""
 
 
 @dataclass(frozen=True)

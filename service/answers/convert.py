@@ -10,7 +10,14 @@ from typing import Any
 from google.protobuf import json_format
 
 from saccade.v1 import inference_pb2, model_pb2, types_pb2
-from service.answers.bounds import MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_LENGTH, MAX_STOP_STRINGS, FrontendLimits
+from service.answers.bounds import (
+    MAX_LOGPROBS,
+    MAX_SAMPLES,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_TEMPLATE_JSON,
+    FrontendLimits,
+)
 from service.common import errors
 from service.common.config import ServerOptions
 from service.common.types import (
@@ -200,6 +207,11 @@ def _template_arguments(holder: inference_pb2.ChatInput | inference_pb2.PromptIn
 
 
 def _json_object(field: str, text: str) -> dict[str, Any]:
+    if len(text) > MAX_TEMPLATE_JSON:
+        raise errors.InvalidArgument(
+            f"{field} has {len(text)} characters; at most {MAX_TEMPLATE_JSON} are allowed", field=field
+        )
+
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")
 

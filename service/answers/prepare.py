@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -194,10 +194,24 @@ class Preparation:
 
 def _weight(spec: GenerateSpec) -> int:
     """How long reading the request's text takes, in characters."""
-    parts, ids = 0, len(spec.continued)
+    parts, ids, told = 0, len(spec.continued), 0
     match spec.input:
-        case ChatInput(messages):
+        case ChatInput(messages, arguments):
             parts = sum(1 + len(message.parts) for message in messages)
+            told = _told(arguments)
         case TokensInput(given):
             ids += len(given)
-    return characters(spec) + _PART * parts + ids // _IDS
+    return characters(spec) + told + _PART * parts + ids // _IDS
+
+
+def _told(arguments: Mapping[str, Any]) -> int:
+    """Characters of a template's arguments, names and other values counted as a few."""
+    count, rest = 0, [*arguments.values()]
+    while rest:
+        value = rest.pop()
+        count += len(value) if isinstance(value, str) else _IDS
+        if isinstance(value, Mapping):
+            rest += value.values()
+        elif isinstance(value, list):
+            rest += value
+    return count

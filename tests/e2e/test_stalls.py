@@ -72,8 +72,18 @@ HEAVY: dict[str, tuple[Callable[[], inference_pb2.GenerateRequest], str]] = {
     "an answer to go on with": (lambda: continued(8_000, 100), ""),
     "an answer of nothing": (lambda: continued(2_000, 1), ""),
     "an answer of half a character": (lambda: continued(2_000, 200), ""),
+    "definitions of tools": (lambda: with_tools(2_000), ""),
+    "definitions of too many tools": (lambda: with_tools(9_000), "INVALID_ARGUMENT"),
     "biases": (lambda: with_biases(20_000), "INVALID_ARGUMENT"),
 }
+
+
+def with_tools(count: int) -> inference_pb2.GenerateRequest:
+    """The template of this model prints none of them."""
+    request = ask("hi")
+    tools = [{"type": "function", "function": {"name": f"f{n}", "parameters": {"a": [1, 2, 3]}}} for n in range(count)]
+    request.prompt.chat_template_kwargs_json = json.dumps({"tools": tools})
+    return request
 
 
 def with_biases(count: int) -> inference_pb2.GenerateRequest:

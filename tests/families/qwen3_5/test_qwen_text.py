@@ -19,7 +19,9 @@ from decoder.config import DecoderOptions
 from decoder.runner import DecoderRunner
 from families import CheckpointError
 from kernels.native import NativeUnavailable, library
-from service.model.checkpoint import Checkpoint
+from service.commands.plan import weight_bytes
+from service.common.config import EngineOptions
+from service.model.checkpoint import Checkpoint, open_checkpoint
 from service.model.quantise import quantise_checkpoint
 
 SEEDS = 44
@@ -144,7 +146,10 @@ def test_quantised_files_are_read_back(tmp_path: Path, moe: bool) -> None:
     make_qwen(tmp_path / "model", 5, moe=moe, text={"layer_types": ["linear_attention", "full_attention"],
               "num_hidden_layers": 2})  # fmt: skip
     checkpoint = Checkpoint(tmp_path / "model")
-    quantise_checkpoint(checkpoint, tmp_path / "small", "int8")
+    written = quantise_checkpoint(checkpoint, tmp_path / "small", "int8")
+    for model, kind in ((tmp_path / "model", "int8"), (tmp_path / "small", None)):
+        options = EngineOptions(model=str(model), weights=kind, dtype="float32")
+        assert weight_bytes(options, open_checkpoint(options.model)) == written.after
 
     def answer(of: Checkpoint, weights: str | None) -> list[int]:
         return tokens(run(runner_of(of, weights=weights), request("a", [5, 7, 9], greedy_params(12)))["a"])

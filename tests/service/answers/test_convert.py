@@ -112,8 +112,9 @@ def test_definitions_of_tools_arrive_as_they_were_written(prompt: Any) -> None:
         ('{"a": NaN}', "NaN is not JSON"),
         ('{"a": ' + "[" * 100_000, "cannot be read"),
         ('{"a": ' + "1" * 10_000 + "}", "cannot be read"),
+        (" " * 262_145, "has 262145 characters; at most 262144"),
     ],
-    ids=["broken", "list", "nan", "deep", "long"],
+    ids=["broken", "list", "nan", "deep", "number", "long"],
 )
 def test_json_that_is_no_object_of_arguments_is_refused(text: str, words: str) -> None:
     request = prompt()

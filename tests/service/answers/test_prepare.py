@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import threading
 import weakref
@@ -39,6 +40,7 @@ from service.engine.types import EngineEvent, EngineRequest
 from service.media.images import MediaLimits
 from service.media.patches import Patcher
 from service.model.assets import ModelAssets
+from service.model.chat import ChatTemplate
 from service.servers.limits import load_assets
 
 GREY = np.full((32, 32, 3), 99, np.uint8)
@@ -418,3 +420,26 @@ def test_ids_that_the_model_does_not_have(assets: ModelAssets, fields: dict[str,
         assert refused.value.field == field
 
     with_frontend(assets, body)
+
+
+@pytest.mark.parametrize(("size", "apart"), [(10, False), (3000, True)])
+def test_long_definitions_of_tools_are_rendered_off_the_event_loop(assets: ModelAssets, size: int, apart: bool) -> None:
+    """However short the messages are: templates print them."""
+    where: list[int] = []
+    probing = copy.copy(assets)
+    probing.template = ChatTemplate(
+        "{{ probe() }}{{ tools | tojson }}{{ messages[0].content }}", image_token=None, special_tokens={}
+    )
+
+    def probe() -> str:
+        where.append(threading.get_ident())
+        return ""
+
+    told = {"tools": [{"name": "f", "words": "a" * size}], "probe": probe}
+    asked = GenerateSpec("r", "", ChatInput((Message("user", ("hi",)),), told))
+
+    async def body(frontend: Frontend, decoder: Controlled) -> None:
+        await frontend.tokenize(asked)
+        assert ({threading.get_ident()} != set(where)) == apart
+
+    with_frontend(probing, body)
