@@ -57,7 +57,7 @@ def test_the_released_shape_has_the_released_size() -> None:
     assert 1.50e9 < bytes_read < 1.56e9, "1.5 GB of weights, 2 x 18 MiB of states"
 
 
-def test_a_picture_costs_its_patches_and_its_tokens() -> None:
+def test_an_image_costs_its_patches_and_its_tokens() -> None:
     tower = Tower(of_patch=100, of_token=40, attention=3, patch=16, merged=4)
     assert tower.tokens([(64, 32), (32, 32)]) == 3
     seconds = tower.seconds(Machine(1.0, 1.0), [(64, 32)])

@@ -124,7 +124,7 @@ def test_one_that_leaves_takes_nobody_along(when: str, who: str) -> None:
             assert isinstance(span.source, FakeSource) and span.source.releases == 1
 
 
-def test_a_picture_that_fails_for_the_leader_ends_its_own_sample() -> None:
+def test_an_image_that_fails_for_the_leader_ends_its_own_sample() -> None:
     pattern = "M-*EM*"
     runner = make_runner(CONFIGS[pattern], WEIGHTS[pattern])
     group = samples(3)

@@ -144,19 +144,19 @@ def embedded(naive: Naive, item: DecoderRequest, known: list[int]) -> Tensor:
         pytest.param("M*-M", {}, id="replay"),
         pytest.param("M*-M", {"spec_state": "slots", "state_cache": "align"}, id="slots-align"),
         pytest.param("M*-M", {"max_chunk": 3, "state_cache": "all"}, id="chunks-all"),
-        pytest.param("M*-M", {"spec_state": "slots", "put_out": True, "max_chunk": 5}, id="preempted-slots"),
-        pytest.param("M*-M", {"put_out": True}, id="preempted-replay"),
-        pytest.param("M*-M", {"put_out": True, "host_bytes": 0, "state_cache": "none"}, id="recomputed"),
+        pytest.param("M*-M", {"spec_state": "slots", "preempted": True, "max_chunk": 5}, id="preempted-slots"),
+        pytest.param("M*-M", {"preempted": True}, id="preempted-replay"),
+        pytest.param("M*-M", {"preempted": True, "host_bytes": 0, "state_cache": "none"}, id="recomputed"),
         pytest.param("MM", {"draft_tokens": 1}, id="no-attention"),
         pytest.param("*-*", {"state_cache": "auto"}, id="no-mamba"),
         pytest.param("M*-M", {"seldom": True}, id="now-and-then"),
-        pytest.param("M*-M", {"seldom": True, "put_out": True, "max_chunk": 3}, id="now-and-then-preempted"),
-        pytest.param("M*-M", {"native": "off", "put_out": True, "max_chunk": 5}, id="operations"),
+        pytest.param("M*-M", {"seldom": True, "preempted": True, "max_chunk": 3}, id="now-and-then-preempted"),
+        pytest.param("M*-M", {"native": "off", "preempted": True, "max_chunk": 5}, id="operations"),
         pytest.param("M*E", {"native": "off", "graphs": "on", "max_capture": 16}, id="graphs"),
     ],
 )
 def test_drafts_are_those_of_a_head_written_out(pattern: str, options: dict[str, Any]) -> None:
-    put_out, seldom = options.pop("put_out", False), options.pop("seldom", False)
+    preempted, seldom = options.pop("preempted", False), options.pop("seldom", False)
     runner, naive = make(pattern, **({"host_bytes": 10**9} | options))
     if seldom:
         assert runner.speculation is not None
@@ -165,7 +165,7 @@ def test_drafts_are_those_of_a_head_written_out(pattern: str, options: dict[str,
     for _ in range(2):
         for item in requests():
             runner.add(item)
-        for number in range(14 if put_out else 0):
+        for number in range(14 if preempted else 0):
             runner.step()
             if number % 3 == 2:
                 preempt(runner, runner.scheduler.running[0].request_id)
@@ -173,7 +173,7 @@ def test_drafts_are_those_of_a_head_written_out(pattern: str, options: dict[str,
     assert len(seen) > (15 if seldom else 30)
     for item, known, drafts in seen[:: max(1, len(seen) // 40)]:
         assert drafts == naive.drafts(embedded(naive, item, known), len(drafts))
-    if put_out:
+    if preempted:
         assert runner.stats()["preemptions"] > 4
         assert (runner.stats()["recomputes"] > 0) == ("host_bytes" in options)
     elif options.get("state_cache") != "none":
@@ -184,13 +184,13 @@ def test_drafts_are_those_of_a_head_written_out(pattern: str, options: dict[str,
     "options",
     [
         pytest.param({}, id="replay"),
-        pytest.param({"spec_state": "slots", "put_out": True, "max_chunk": 5}, id="slots-preempted"),
+        pytest.param({"spec_state": "slots", "preempted": True, "max_chunk": 5}, id="slots-preempted"),
         pytest.param({"graphs": "on", "max_capture": 16, "native": "off", "state_cache": "all"}, id="graphs-all"),
     ],
 )
 def test_after_a_rest_drafts_look_at_what_came_since(options: dict[str, Any]) -> None:
     """And answers, whose drafts come from wherever, are the plain ones."""
-    put_out = options.pop("put_out", False)
+    preempted = options.pop("preempted", False)
     runner, naive = make("M*-M", **({"host_bytes": 10**9} | options))
     assert runner.speculation is not None and runner.drafter is not None
     policy, drafter, step = runner.speculation.policy, runner.drafter, 0
@@ -218,12 +218,12 @@ def test_after_a_rest_drafts_look_at_what_came_since(options: dict[str, Any]) ->
         expected = run(plain, *requests())
         for item in requests():
             runner.add(item)
-        for number in range(14 if put_out else 0):
+        for number in range(14 if preempted else 0):
             runner.step()
             if number % 3 == 2:
                 preempt(runner, runner.scheduler.running[0].request_id)
         found = run(runner)
-        assert put_out or {name: tokens(of) for name, of in found.items()} == {
+        assert preempted or {name: tokens(of) for name, of in found.items()} == {
             n: tokens(e) for n, e in expected.items()
         }
     windows = {first for *_, first in seen}

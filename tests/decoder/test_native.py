@@ -158,7 +158,7 @@ def test_what_has_no_compiled_step_says_why() -> None:
     assert DecoderRunner(config, replace(options, native="auto"), random_weights(config)).model.native is None
 
 
-def test_a_picture_s_row_that_comes_alone_is_not_taken_for_its_id() -> None:
+def test_an_image_s_row_that_comes_alone_is_not_taken_for_its_id() -> None:
     """A step of one token that draws, and whose embedding is an image's."""
     config = tiny_config(pattern="M*-M")
     rows = torch.randn(3, config.hidden_size, generator=torch.Generator().manual_seed(3))

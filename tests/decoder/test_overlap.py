@@ -320,8 +320,8 @@ def test_nobody_left_leaves_nothing_in_flight() -> None:
 
 @pytest.mark.parametrize("host_bytes", [pytest.param(0, id="recompute"), pytest.param(10**9, id="swap")])
 @pytest.mark.parametrize("every", [1, 2, 3])
-def test_put_out_in_flight_equals_undisturbed(every: int, host_bytes: int) -> None:
-    """One is put out whose last token nobody has read, at times one that has just ended."""
+def test_preempted_in_flight_equals_undisturbed(every: int, host_bytes: int) -> None:
+    """One is preempted whose last token has not been read, at times one that has just ended."""
     items = [item for item in workload(10) if item.sampling.prompt_logprobs is None and not item.pooled]
     plain = {name: tokens(of) for name, of in run(make("off"), *items).items()}
     items = [item for item in workload(10) if item.sampling.prompt_logprobs is None and not item.pooled]
@@ -334,7 +334,7 @@ def test_put_out_in_flight_equals_undisturbed(every: int, host_bytes: int) -> No
     assert stats["waited_swap"] > 0 or host_bytes == 0
 
 
-def test_rows_of_a_picture_stay_until_the_step_that_read_them_is_collected() -> None:
+def test_rows_of_an_image_stay_until_the_step_that_read_them_is_collected() -> None:
     runner = make(max_chunk=4)
     span = image(2, PICTURE)
     runner.add(request("a", range(12), greedy_params(1), [span]))
@@ -346,7 +346,7 @@ def test_rows_of_a_picture_stay_until_the_step_that_read_them_is_collected() -> 
     assert releases == [(4, 0), (8, 0), (12, 0), (12, 1)]
 
 
-def test_a_picture_that_fails_in_flight_ends_its_request_behind_what_it_has_drawn() -> None:
+def test_an_image_that_fails_in_flight_ends_its_request_behind_what_it_has_drawn() -> None:
     """The rows of the second image never come; the first chunk is in flight when that is known."""
     runner = make()
     late = image(12, PICTURE, ready=False)
@@ -364,7 +364,7 @@ def test_a_picture_that_fails_in_flight_ends_its_request_behind_what_it_has_draw
 
 
 def test_rows_that_are_read_again_are_not_given_back() -> None:
-    """The request is put out, to be computed again, before the step that read its image is collected."""
+    """The request is preempted, to be computed again, before the step that read its image is collected."""
     runner = make(host_bytes=0, state_cache="none")
     span = image(2, PICTURE)
     runner.add(request("a", range(12), greedy_params(4), [span]))

@@ -137,7 +137,7 @@ def test_positions_the_caller_names_are_kept() -> None:
 # -- images ------------------------------------------------------------------------------------------------------------
 
 
-def picture(start: int, rows: torch.Tensor, *, ready: bool = True) -> ImageSpan:
+def image_span(start: int, rows: torch.Tensor, *, ready: bool = True) -> ImageSpan:
     return ImageSpan(start, rows.shape[0], rows.numpy().tobytes(), FakeSource(rows, ready=ready))
 
 
@@ -146,19 +146,19 @@ def source(span: ImageSpan) -> FakeSource:
     return span.source
 
 
-def test_same_picture_new_question_needs_no_rows() -> None:
+def test_same_image_new_question_needs_no_rows() -> None:
     """The source of the second request never becomes ready; it is released all the same."""
     runner = make("auto")
     rows = torch.randn(19, CONFIG.hidden_size)
     prompt = [5, 6, 7, *[96] * 19]
-    run(runner, request("a", [*prompt, 1, 2, 3], greedy_params(2), [picture(3, rows)]))
-    waiting = picture(3, rows, ready=False)
+    run(runner, request("a", [*prompt, 1, 2, 3], greedy_params(2), [image_span(3, rows)]))
+    waiting = image_span(3, rows, ready=False)
     runner.add(request("b", [*prompt, 8, 9], greedy_params(2), [waiting]))
     assert runner.runnable
     event = runner.step()[0]
     assert (event.cached_tokens, source(waiting).releases) == (22, 1)
     found = [event, *run(runner)["b"]]
-    plain = run(make("none"), request("b", [*prompt, 8, 9], greedy_params(2), [picture(3, rows)]))["b"]
+    plain = run(make("none"), request("b", [*prompt, 8, 9], greedy_params(2), [image_span(3, rows)]))["b"]
     assert tokens(found) == tokens(plain)
 
 
@@ -168,11 +168,11 @@ def test_a_hit_that_ends_at_an_awaited_image_is_not_runnable(cached: int) -> Non
     runner = make("auto")
     rows = torch.randn(9, CONFIG.hidden_size)
     prompt = [5, 6, 7, *[96] * 9, 1, 2]
-    run(runner, request("a", prompt, greedy_params(1), [picture(3, rows)], checkpoint_at=(cached,)))
+    run(runner, request("a", prompt, greedy_params(1), [image_span(3, rows)], checkpoint_at=(cached,)))
     assert runner.cache is not None
     for checkpoint in [c for c in runner.cache.order if c.tokens != cached]:
         runner.cache.drop(checkpoint)
-    waiting = picture(3, rows, ready=False)
+    waiting = image_span(3, rows, ready=False)
     runner.add(request("b", prompt, greedy_params(1), [waiting]))
     assert runner.has_work and not runner.runnable
     assert runner.step() == []
@@ -181,24 +181,24 @@ def test_a_hit_that_ends_at_an_awaited_image_is_not_runnable(cached: int) -> Non
     assert run(runner)["b"][0].cached_tokens == cached
 
 
-def test_another_picture_in_the_same_place_is_another_prompt() -> None:
+def test_another_image_in_the_same_place_is_another_prompt() -> None:
     runner = make("all")
     prompt = [5, 6, 7, *[96] * 19, 1, 2, 3]
     for _ in range(3):
         rows = torch.randn(19, CONFIG.hidden_size)
-        event = run(runner, request("a", prompt, greedy_params(1), [picture(3, rows)]))["a"][0]
+        event = run(runner, request("a", prompt, greedy_params(1), [image_span(3, rows)]))["a"][0]
         assert event.cached_tokens == 0
-        waiting = picture(3, torch.randn(19, CONFIG.hidden_size), ready=False)
+        waiting = image_span(3, torch.randn(19, CONFIG.hidden_size), ready=False)
         runner.add(request("b", prompt, greedy_params(1), [waiting]))
         runner.step()
         assert runner.stats()["cache_hits"] == 0 and not source(waiting).releases
         runner.abort("b")
 
 
-def test_rows_of_a_picture_are_told_from_the_text_of_its_placeholder() -> None:
+def test_rows_of_an_image_are_told_from_the_text_of_its_placeholder() -> None:
     runner = make("all")
     rows = torch.randn(9, CONFIG.hidden_size)
-    run(runner, request("a", [5, *[96] * 9, 1, 2, 3], greedy_params(1), [picture(1, rows)]))
+    run(runner, request("a", [5, *[96] * 9, 1, 2, 3], greedy_params(1), [image_span(1, rows)]))
     assert run(runner, request("b", [5, *[96] * 9, 1, 2, 3], greedy_params(1)))["b"][0].cached_tokens == 0
 
 
@@ -356,7 +356,7 @@ def conversation(parts: Sequence[tuple[int, int]], kind: int, name: str) -> Deco
         if what == 0:
             prompt += ids(3 + 5 * number, number)
         else:
-            spans.append(picture(len(prompt), PIXELS[number % 3]))
+            spans.append(image_span(len(prompt), PIXELS[number % 3]))
             prompt += [96] * PIXELS[number % 3].shape[0]
     return request(name, [*prompt, 1], sampling(kind), spans)
 

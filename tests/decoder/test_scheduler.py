@@ -184,7 +184,7 @@ def test_the_most_urgent_keeps_its_memory() -> None:
     assert scheduler.preemption.preemptions >= 1
 
 
-def test_one_that_waits_for_an_image_is_put_out_first() -> None:
+def test_one_that_waits_for_an_image_is_preempted_first() -> None:
     scheduler = make(blocks=8, per_block=2, max_seqs=4, host_bytes=0)
     scheduler.add(request("stuck", 20, 4, (span(8, 4, False),), priority=5))
     advance(scheduler)
@@ -309,7 +309,7 @@ def test_no_draft_stands_for_a_token_that_could_not_come(output: int, drafts: in
     assert (row.count, row.drafts) == (1 + drafts, drafts)
 
 
-def test_nobody_is_put_out_for_a_draft() -> None:
+def test_nobody_is_preempted_for_a_draft() -> None:
     """The page that the row itself needs is there; the one that its drafts would need is not."""
     scheduler = make(blocks=2 + 8, per_block=1, max_seqs=2)
     first, _ = decoding(scheduler, 2)
@@ -319,7 +319,7 @@ def test_nobody_is_put_out_for_a_draft() -> None:
     assert rows == {"r0": 0, "r1": 0} and scheduler.preemption.preemptions == 0
 
 
-def test_one_that_waits_for_an_image_is_put_out_before_less_urgent_ones_that_run() -> None:
+def test_one_that_waits_for_an_image_is_preempted_before_less_urgent_ones_that_run() -> None:
     """Four run; the second needs a page. The first waits for an image, the fourth is the least urgent: the first goes.
     Once nobody waits, it is the least urgent of those behind it, and never one before it.
     """
@@ -338,7 +338,7 @@ def test_one_that_waits_for_an_image_is_put_out_before_less_urgent_ones_that_run
     assert scheduler.preemption.victim(others[2]) is others[2], "itself, rather than one that is more urgent"
 
 
-def test_of_two_that_wait_for_images_the_less_urgent_is_put_out() -> None:
+def test_of_two_that_wait_for_images_the_less_urgent_is_preempted() -> None:
     scheduler = make(blocks=20, per_block=1, host_bytes=0, max_batched_tokens=32)
     first = scheduler.add(request("first", 16, 4, (span(8, 4, False),)))
     second = scheduler.add(request("second", 16, 4, (span(8, 4, False),)))
@@ -362,7 +362,7 @@ def test_a_stream_of_urgent_requests_starves_nobody() -> None:
 
 
 def test_a_request_enters_only_with_room_for_those_that_run_to_grow() -> None:
-    """Memory for both prompts and not a page more: the second waits for the end of the first, and nobody is put out."""
+    """Memory for both prompts and not a page more: the second waits for the end of the first, and none is preempted."""
     scheduler = make(blocks=2 + 5, per_block=1, max_seqs=2, max_len=20, host_bytes=0)
     scheduler.add(request("first", 12, 8))
     scheduler.add(request("second", 8, 4))
@@ -410,7 +410,7 @@ def test_a_step_costs_the_same_however_many_pages_are_held(cache: bool, stuck: b
     assert many <= 1.1 * few, f"{few} lines with 8 pages a request, {many} with 200"
 
 
-def test_the_first_in_order_is_never_put_out_for_want_of_a_place_in_host_memory() -> None:
+def test_the_first_in_order_is_never_preempted_for_want_of_a_place_in_host_memory() -> None:
     """The other one's image rows are consumed and the host tier is full: it leaves above the bound."""
     scheduler = make(blocks=2 + 9, per_block=1, max_seqs=2, max_len=36, host_bytes=0)
     scheduler.add(request("first", 12, 20))
@@ -436,7 +436,7 @@ def test_host_memory_holds_exactly_what_fits(host_bytes: int | None, saved: bool
     assert scheduler.preemption.recomputes == 2 - len(step.saves) and scheduler.preemption.preemptions == 2
 
 
-def test_put_out_twice_at_once_is_put_out_once() -> None:
+def test_preempted_twice_at_once_is_preempted_once() -> None:
     scheduler = make()
     sequence = scheduler.add(request("a", 4))
     scheduler.commit(scheduler.schedule([sequence]))
@@ -545,7 +545,7 @@ def test_two_images_in_less_room_than_both_take() -> None:
     assert rows == [(0, 6), (6, 8), (8, 16), (16, 24)]
 
 
-def test_two_pictures_of_11844_tokens_against_16384() -> None:
+def test_two_images_of_11844_tokens_against_16384() -> None:
     """Each pass advances the request or gives rows back, with the whole block larger than what is left of a chunk."""
     size, bound = 11_844, 16_384
     scheduler = cached(

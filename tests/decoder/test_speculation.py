@@ -218,7 +218,7 @@ def test_drafts_take_no_tokens_from_others(budget: int) -> None:
     assert {name: tokens(events) for name, events in found.items()} == plain
 
 
-def test_nobody_is_put_out_for_a_draft() -> None:
+def test_nobody_is_preempted_for_a_draft() -> None:
     """Memory for exactly what the requests need in the end: drafts wait, requests do not."""
     whole = PROMPT + drawn(PROMPT, greedy_params(40))
     layout = ArenaLayout.of(CONFIG, DecoderOptions(page_size=4))

@@ -76,7 +76,7 @@ def test_handwritten_digits_are_split() -> None:
     assert len(held_out) == data.HELD_OUT_DIGITS
 
 
-def test_pictures_have_legal_sizes_and_boxes_inside() -> None:
+def test_images_have_legal_sizes_and_boxes_inside() -> None:
     rng = random.Random(5)
     for example in (data.scene_example(rng, 1), data.glyph_example(rng), data.pair_example(rng, 1)):
         for picture in example.pictures:
@@ -135,7 +135,7 @@ def test_training_renders_what_the_template_renders() -> None:
 
 
 @pytest.mark.parametrize("kind", data.KINDS)
-def test_each_part_of_an_answer_is_about_something_in_the_pictures(kind: str) -> None:
+def test_each_part_of_an_answer_is_about_something_in_the_images(kind: str) -> None:
     for seed in range(40):
         example = data.question_example(seed, kind)
         turn = example.turns[0]

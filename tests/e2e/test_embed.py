@@ -70,7 +70,7 @@ def test_hidden_states_are_those_of_transformers(tmp_path: Path, seed: int) -> N
 
 
 def test_under_load_and_memory_that_is_too_small_for_everybody(tmp_path: Path) -> None:
-    """Prompts that are put out in the middle of being read, and images that wait for each other's room."""
+    """Prompts that are preempted while they are computed, and images that wait for each other's room."""
     tiny = make_served(tmp_path, 11)
     files = [picture(i) for i in range(6)]
     with RunningServer(

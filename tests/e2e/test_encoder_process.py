@@ -56,7 +56,7 @@ def largest_file(size: int, pid: int = 0) -> Iterator[None]:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
 
 
-def test_same_answers_and_a_kill_over_a_picture(model: Path, client: saccade.Client) -> None:
+def test_same_answers_and_a_kill_over_an_image(model: Path, client: saccade.Client) -> None:
     shared = sorted(os.listdir("/dev/shm"))
     running = RunningServer(str(model), **OPTIONS, image_workers=1)
     with running, saccade.Client(running.address, max_retries=0) as apart:
@@ -116,7 +116,7 @@ def options(model: Path) -> EngineOptions:
     )
 
 
-def test_shared_memory_that_is_full_is_one_pictures_error(options: EngineOptions) -> None:
+def test_shared_memory_that_is_full_is_one_images_error(options: EngineOptions) -> None:
     vision = resolve_vision(options, open_checkpoint(options.model))
     assert vision is not None
     handoff = Handoff(1 << 20, vision.text_hidden_size, torch.float32)

@@ -92,7 +92,7 @@ def test_remote_equals_local(client: saccade.Client, plain: RunningServer, near:
     near.thread.handoff.check_integrity(idle=True)
 
 
-def test_many_requests_for_one_picture_are_one_encoding(plain: RunningServer, near: RunningEncoder) -> None:
+def test_many_requests_for_one_image_are_one_encoding(plain: RunningServer, near: RunningEncoder) -> None:
     before = near.thread.encoder.stats()["images"]
     with saccade.Client(plain.address) as client, ThreadPoolExecutor(40) as pool:
         answers = list(pool.map(lambda _: ask(client, 100), range(40)))
@@ -101,7 +101,7 @@ def test_many_requests_for_one_picture_are_one_encoding(plain: RunningServer, ne
     assert near.thread.encoder.stats()["images"] == before + 1
 
 
-def test_an_encoder_that_is_killed_over_a_picture_is_followed_by_another(
+def test_an_encoder_that_is_killed_over_an_image_is_followed_by_another(
     model: Path, client: saccade.Client, far: ServerProcess
 ) -> None:
     shared = sorted(os.listdir("/dev/shm"))
@@ -170,7 +170,7 @@ def test_an_encoder_that_stops_finishes_what_it_has(model: Path, client: saccade
         assert running.drained()["handoff"]["failures"] == 0
 
 
-def test_without_an_encoder_pictures_are_refused_and_text_is_answered(model: Path, client: saccade.Client) -> None:
+def test_without_an_encoder_images_are_refused_and_text_is_answered(model: Path, client: saccade.Client) -> None:
     class Nobody:
         address = "127.0.0.1:1"
 
@@ -225,7 +225,7 @@ class Pool:
             self.handoff.check_integrity(idle=True)
 
 
-def test_a_corrupt_picture_among_seven_good_ones(model: Path, near: RunningEncoder) -> None:
+def test_a_corrupt_image_among_seven_good_ones(model: Path, near: RunningEncoder) -> None:
     with Pool(model, near) as pool:
         images = [pool.image(i) for i in range(8)]
         images[3] = EncoderItem((2, 4), torch.zeros(8, pool.vision.patch_dim - 1))
@@ -256,7 +256,7 @@ def test_a_pruned_clip_brings_its_counts_back(model: Path, near: RunningEncoder)
         lease.release()
 
 
-def test_pictures_go_where_least_is_under_way_and_stay_when_one_stops(model: Path, near: RunningEncoder) -> None:
+def test_images_go_where_least_is_under_way_and_stay_when_one_stops(model: Path, near: RunningEncoder) -> None:
     with RunningEncoder(str(model)) as other, Pool(model, near, other) as pool:
         leases = [pool.lease(i, pool.image(i)) for i in range(60)]
         while pool.encoders.stats()["given"] < 2:

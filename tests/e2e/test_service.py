@@ -126,7 +126,7 @@ def test_logit_bias_and_limits(client: saccade.Client) -> None:
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P", "CMYK", "1", "I;16"])
-def test_pictures_of_every_kind(client: saccade.Client, local: saccade.LocalClient, mode: str) -> None:
+def test_images_of_every_kind(client: saccade.Client, local: saccade.LocalClient, mode: str) -> None:
     picture_rgb = Image.open(io.BytesIO(picture(5, (40, 24))))
     converted = picture_rgb.convert("I").convert("I;16") if mode == "I;16" else picture_rgb.convert(mode)
     buffer = io.BytesIO()
@@ -152,7 +152,7 @@ def test_images_as_path_bytes_pil_numpy_and_message_part(client: saccade.Client,
     assert all(answer == answers[0] for answer in answers)
 
 
-def test_one_picture_in_many_requests_is_encoded_once(server: RunningServer, client: saccade.Client) -> None:
+def test_one_image_in_many_requests_is_encoded_once(server: RunningServer, client: saccade.Client) -> None:
     before = server.stats()["handoff"]["misses"]
     data = picture(777)
     with ThreadPoolExecutor(16) as pool:
@@ -199,7 +199,7 @@ def test_bad_input_is_named_and_nothing_else_is_touched(
     assert good.result() == local.generate("steady", max_tokens=8, temperature=0)
 
 
-def test_an_undecodable_picture_has_its_own_reason(client: saccade.Client) -> None:
+def test_an_undecodable_image_has_its_own_reason(client: saccade.Client) -> None:
     with pytest.raises(saccade.errors.InvalidArgument) as error:
         client.generate("x", images=[b"not an image"])
     assert error.value.reason == "IMAGE_DECODE_FAILED"
@@ -248,7 +248,7 @@ def test_a_queue_that_is_full_says_when_to_come_back(model: Path) -> None:
             assert error.value.reason == "QUEUE_FULL" and error.value.retryable
 
 
-def test_a_picture_above_the_handoff_bound_is_refused_with_both_numbers(model: Path) -> None:
+def test_an_image_above_the_handoff_bound_is_refused_with_both_numbers(model: Path) -> None:
     with saccade.LocalClient(model, dtype="float32", threads=1, handoff_bytes=6 * 4 * 64) as small:
         with pytest.raises(saccade.errors.InvalidArgument, match=r"takes \d+ tokens.*holds \d+"):
             small.generate("x", images=[picture(3, (64, 64))])
@@ -279,7 +279,7 @@ def test_a_live_request_id_is_not_taken_twice(server: RunningServer) -> None:
     server.drained()
 
 
-def test_pictures_that_fill_the_handoff_one_by_one_still_pass(model: Path, local: saccade.LocalClient) -> None:
+def test_images_that_fill_the_handoff_one_by_one_still_pass(model: Path, local: saccade.LocalClient) -> None:
     """Room for one image, requests with three each, sharing some in another order: all end, with the same answers."""
     shared = [picture(50 + i, (64, 64)) for i in range(4)]
     requests = [
@@ -319,7 +319,7 @@ def test_encoder_graphs_change_nothing(model: Path, local: saccade.LocalClient, 
 
 
 @pytest.mark.parametrize("mode", ["auto", "align", "all", "none"])
-def test_the_same_picture_asked_about_again(model: Path, mode: str) -> None:
+def test_the_same_image_asked_about_again(model: Path, mode: str) -> None:
     """What is cached is not computed again, its image not encoded again, and the answers do not change."""
     data = picture(9, (64, 64))
     questions = [f"question number {i}?" for i in range(4)]

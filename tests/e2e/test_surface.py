@@ -118,7 +118,7 @@ def test_a_chunked_stream_that_is_left_frees_everything(server: RunningServer, s
 # -- media -------------------------------------------------------------------------------------------------------------
 
 
-def test_an_uploaded_picture_answers_like_one_that_is_sent(stubs: Stubs) -> None:
+def test_an_uploaded_image_answers_like_one_that_is_sent(stubs: Stubs) -> None:
     data = picture(77, (64, 48))
     media = stubs.media.UploadMedia(upload(data, chunk=1000)).media
     assert (media.width, media.height, media.format) == (64, 48, "PNG")

@@ -22,7 +22,7 @@ def held(server: RunningServer) -> int:
     return server.server.spool.used_bytes
 
 
-def test_large_pictures_travel_once(model: Path) -> None:
+def test_large_images_travel_once(model: Path) -> None:
     one, other = picture(1, (40, 40)), picture(2, (20, 20))
     with RunningServer(str(model), **LIMITS) as server, saccade.Client(server.address) as plain:
         client = plain.with_options(upload_above=len(other))
@@ -76,7 +76,7 @@ def test_replicas_behind_one_name_need_not_share_what_is_uploaded(model: Path) -
             assert stream.final() == plain.generate("x", images=[one], **ASK)
 
 
-def test_a_full_spool_gets_pictures_as_they_are(model: Path) -> None:
+def test_a_full_spool_gets_images_as_they_are(model: Path) -> None:
     first, second = picture(1, (20, 20)), picture(2, (20, 20))
     room = len(first) + len(second) // 2
     with RunningServer(str(model), media_bytes=room, **LIMITS) as server, saccade.Client(server.address) as plain:

@@ -217,7 +217,7 @@ def image_bytes(image: Image.Image) -> bytes:
     return buffer.getvalue()
 
 
-def test_pictures_and_clips_share_a_prompt(video_client: saccade.Client) -> None:
+def test_images_and_clips_share_a_prompt(video_client: saccade.Client) -> None:
     """Alone or among others, in chunks or from the cache: a clip's rows go where its words are."""
     clip = animation(moving_frames(6, 24, 40, 1), "GIF")
     content = [

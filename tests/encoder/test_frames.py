@@ -23,7 +23,7 @@ from families.nemotron_h_omni.vision import RadioVision
 FORMATS = ["GIF", "PNG", "WEBP"]
 
 
-def pictures(count: int, height: int = 12, width: int = 20) -> list[Image.Image]:
+def still_images(count: int, height: int = 12, width: int = 20) -> list[Image.Image]:
     """Plain frames of different greys with a bar that moves: exact in a palette too."""
     made = []
     for index in range(count):
@@ -46,7 +46,7 @@ def tensors(frames: list[Image.Image]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_every_frame_in_order(kind: str) -> None:
-    frames = pictures(7)
+    frames = still_images(7)
     clip = open_video(animation(kind, frames))
     assert clip.num_frames == 7
     for _ in range(2):
@@ -57,7 +57,7 @@ def test_every_frame_in_order(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_chosen_frames_and_the_mean_rate(kind: str) -> None:
-    frames = pictures(9)
+    frames = still_images(9)
     durations = [20, 40, 60, 80, 100, 20, 40, 60, 80]
     clip = open_video(animation(kind, frames, durations))
     assert clip.fps == pytest.approx(9 * 1000 / sum(durations))
@@ -68,8 +68,8 @@ def test_chosen_frames_and_the_mean_rate(kind: str) -> None:
     assert clip.fps == pytest.approx(9 * 1000 / sum(durations))
 
 
-def test_a_still_picture_is_a_clip_of_one_frame() -> None:
-    (frame,) = pictures(1)
+def test_a_still_image_is_a_clip_of_one_frame() -> None:
+    (frame,) = still_images(1)
     for kind in ("PNG", "BMP", "GIF"):
         buffer = io.BytesIO()
         frame.save(buffer, kind)
@@ -88,7 +88,7 @@ def test_transparency_is_laid_on_white() -> None:
 
 def test_frames_go_straight_into_patches() -> None:
     config = RadioVision(patch_size=4, video_target_num_patches=24, video_temporal_patch_size=2)
-    frames = pictures(5)
+    frames = still_images(5)
     clip = open_video(animation("PNG", frames))
     indices = sample_indices(clip.num_frames, 3)
     video = OmniVideoRule(config).patchify(clip.frames(indices), torch.float32, num_frames=3)
@@ -110,10 +110,10 @@ def test_frames_go_straight_into_patches() -> None:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_limits_hold_before_a_frame_is_decoded(kind: str, limits: VideoLimits, numbers: str) -> None:
     with pytest.raises(VideoError, match=numbers):
-        open_video(animation(kind, pictures(7)), limits)
+        open_video(animation(kind, still_images(7)), limits)
 
 
-@pytest.mark.parametrize("data", [animation(kind, pictures(7)) for kind in FORMATS], ids=FORMATS)
+@pytest.mark.parametrize("data", [animation(kind, still_images(7)) for kind in FORMATS], ids=FORMATS)
 def test_a_clip_at_every_limit_is_served(data: bytes) -> None:
     exact = VideoLimits(len(data), 7, 240, 7 * 240, 20, 20 / 12)
     assert len(list(open_video(data, exact).frames(range(7)))) == 7
@@ -132,7 +132,7 @@ def test_frames_come_upright() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     buffer = io.BytesIO()
-    first, *rest = pictures(2)
+    first, *rest = still_images(2)
     first.save(buffer, "PNG", save_all=True, append_images=rest, exif=exif.tobytes())
     assert next(open_video(buffer.getvalue()).frames([0])).shape == (20, 12, 3)
 
@@ -141,7 +141,7 @@ def test_frames_come_upright() -> None:
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_broken_bytes_raise_nothing_else(kind: str, data: st.DataObject) -> None:
-    whole = bytearray(animation(kind, pictures(4)))
+    whole = bytearray(animation(kind, still_images(4)))
     cut = data.draw(st.integers(0, len(whole)))
     for position in data.draw(st.lists(st.integers(0, len(whole) - 1), max_size=5)):
         whole[position] ^= data.draw(st.integers(1, 255))
@@ -154,14 +154,14 @@ def test_broken_bytes_raise_nothing_else(kind: str, data: st.DataObject) -> None
 
 
 def test_indices_must_ascend_within_the_clip() -> None:
-    clip = open_video(animation("GIF", pictures(3)))
+    clip = open_video(animation("GIF", still_images(3)))
     for indices in ([1, 0], [0, 0], [0, 3], [-1, 0]):
         with pytest.raises(ValueError, match=r"frame"):
             list(clip.frames(indices))
 
 
 def test_warnings_of_the_consumer_are_its_own() -> None:
-    frames = open_video(animation("GIF", pictures(3))).frames(range(3))
+    frames = open_video(animation("GIF", still_images(3))).frames(range(3))
     next(frames)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -153,7 +153,7 @@ def test_exif_orientation_is_applied(orientation: int, format: str) -> None:
     assert got.shape == ((34, 21, 3) if orientation >= 5 else (21, 34, 3))
 
 
-def test_broken_exif_does_not_refuse_the_picture() -> None:
+def test_broken_exif_does_not_refuse_the_image() -> None:
     data = encoded(RGB, "JPEG", exif=b"Exif\x00\x00II*\x00\xff\xff\xff\xff")
     assert decode_image(data).shape == (21, 34, 3)
 
@@ -166,7 +166,7 @@ def test_animations_give_their_first_frame(format: str) -> None:
     assert decode_image(data)[3, 3].tolist() == [255, 0, 0]
 
 
-def test_mpo_gives_its_first_picture() -> None:
+def test_mpo_gives_its_first_image() -> None:
     data = encoded(RGB, "MPO", save_all=True, append_images=[RGB.rotate(180)])
     assert Image.open(io.BytesIO(data)).format == "MPO"
     assert decode_image(data).shape == (21, 34, 3)
@@ -201,7 +201,7 @@ def test_limits_name_both_numbers(limits: ImageLimits, numbers: tuple[str, ...])
         decode_image(encoded(Image.new("RGB", (1, 201)), "PNG"))
 
 
-def test_a_picture_at_every_limit_is_served() -> None:
+def test_an_image_at_every_limit_is_served() -> None:
     data = encoded(RGB, "PNG")  # 34 x 21
     exact = ImageLimits(max_bytes=len(data), max_pixels=34 * 21, max_side=34, max_aspect=34 / 21)
     assert decode_image(data, exact).shape == (21, 34, 3)

@@ -38,7 +38,7 @@ def encode(runner: EncoderRunner, images: list[EncoderItem]) -> list[torch.Tenso
     return out
 
 
-def pictures(config: RadioVision, dtype: torch.dtype, grids: list[tuple[int, int]] = GRIDS) -> list[EncoderItem]:
+def sample_items(config: RadioVision, dtype: torch.dtype, grids: list[tuple[int, int]] = GRIDS) -> list[EncoderItem]:
     made = [random_image(config, *grid, seed=seed) for seed, grid in enumerate(grids)]
     return [EncoderItem(image.grid, image.patches.to(dtype)) for image in made]
 
@@ -70,10 +70,10 @@ def random_changes(seed: int) -> dict[str, Any]:
 @pytest.mark.parametrize("seed", range(12))
 def test_random_towers_equal_the_operations(seed: int) -> None:
     tiny = tiny_tower(seed, **random_changes(seed))
-    images = pictures(tiny.config, torch.float32)
+    images = sample_items(tiny.config, torch.float32)
     fast, slow = (encode(make(tiny, torch.float32, native=mode), images) for mode in ("on", "off"))
     assert relative_error(torch.cat(fast), torch.cat(slow)) <= 1e-5
-    images = pictures(tiny.config, torch.bfloat16)
+    images = sample_items(tiny.config, torch.bfloat16)
     fast, plain = (encode(make(tiny, native=mode), images) for mode in ("on", "off"))
     assert rms(fast, slow) <= 1.2 * rms(plain, slow)
 
@@ -85,15 +85,15 @@ def test_every_activation_has_a_compiled_form() -> None:
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
 def test_every_activation(activation: str) -> None:
     tiny = tiny_tower(2, hidden_act=activation)
-    images = pictures(tiny.config, torch.float32, GRIDS[:3])
+    images = sample_items(tiny.config, torch.float32, GRIDS[:3])
     fast, slow = (encode(make(tiny, torch.float32, native=mode), images) for mode in ("on", "off"))
     assert relative_error(torch.cat(fast), torch.cat(slow)) <= 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_a_picture_gets_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
+def test_an_image_gets_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
     tiny = tiny_tower(7, final_layernorm=True, hidden_size=192)
-    images = pictures(tiny.config, dtype)
+    images = sample_items(tiny.config, dtype)
     runner = make(tiny, dtype)
     alone = [encode(runner, [image])[0] for image in images]
     padded = make(tiny, dtype, graphs="on")
@@ -111,15 +111,15 @@ def test_launches_between_two_layers_change_nothing() -> None:
     """Not even one that is larger than any for which memory was set aside."""
     tiny = tiny_tower(3)
     runner = make(tiny, max_tokens_per_step=64)
-    images = pictures(tiny.config, torch.bfloat16, [(8, 8)])
-    expected, small = encode(runner, images), encode(runner, pictures(tiny.config, torch.bfloat16, [(2, 4)]))
+    images = sample_items(tiny.config, torch.bfloat16, [(8, 8)])
+    expected, small = encode(runner, images), encode(runner, sample_items(tiny.config, torch.bfloat16, [(2, 4)]))
     before = runner.plan()["scratch_bytes"]
     out = [torch.empty_like(expected[0])]
     job = runner.begin(images, out)
     assert job.step(0.0)
-    (again,) = encode(runner, pictures(tiny.config, torch.bfloat16, [(2, 4)]))
+    (again,) = encode(runner, sample_items(tiny.config, torch.bfloat16, [(2, 4)]))
     assert torch.equal(again, small[0])
-    encode(runner, pictures(tiny.config, torch.bfloat16, [(20, 20)]))
+    encode(runner, sample_items(tiny.config, torch.bfloat16, [(20, 20)]))
     while job.step(0.0):
         pass
     assert torch.equal(out[0], expected[0])
@@ -156,7 +156,7 @@ def test_no_tower_is_compiled_for_a_gpu() -> None:
 def test_offsets_that_leave_rows_out_are_refused() -> None:
     tiny = tiny_tower(1)
     runner = make(tiny)
-    batch = runner.lanes["image"].batch(pictures(tiny.config, torch.bfloat16, [(2, 4), (4, 4)]))
+    batch = runner.lanes["image"].batch(sample_items(tiny.config, torch.bfloat16, [(2, 4), (4, 4)]))
     for wrong in ([0, 13], [1, 34], [0, 40, 34]):
         offsets = torch.tensor(wrong, dtype=torch.int32)
         with pytest.raises(ValueError, match="sequence"), torch.inference_mode():

@@ -57,7 +57,7 @@ def encode(runner: EncoderRunner, images: list[EncoderItem]) -> list[torch.Tenso
     return out
 
 
-def pictures(tiny: TinyTower, grids: list[tuple[int, int]] = GRIDS) -> list[EncoderItem]:
+def sample_items(tiny: TinyTower, grids: list[tuple[int, int]] = GRIDS) -> list[EncoderItem]:
     return [random_image(tiny.config, *grid, seed=index) for index, grid in enumerate(grids)]
 
 
@@ -71,7 +71,7 @@ def poison(runner: EncoderRunner) -> None:
 
 def test_graph_equals_eager_equals_alone(tiny: TinyTower, on: EncoderRunner) -> None:
     off = make(tiny, "off")
-    images = pictures(tiny)
+    images = sample_items(tiny)
     packed, eager = encode(on, images), encode(off, images)
     for image, graph_rows, eager_rows in zip(images, packed, eager, strict=True):
         (alone,) = encode(off, [image])
@@ -83,7 +83,7 @@ def test_graph_equals_eager_equals_alone(tiny: TinyTower, on: EncoderRunner) -> 
 
 
 def test_nothing_unwritten_is_read(tiny: TinyTower, on: EncoderRunner) -> None:
-    images = pictures(tiny)
+    images = sample_items(tiny)
     clean = encode(on, images)
     poison(on)
     for before, after in zip(clean, encode(on, images), strict=True):
@@ -91,7 +91,7 @@ def test_nothing_unwritten_is_read(tiny: TinyTower, on: EncoderRunner) -> None:
 
 
 def test_any_order_and_any_history_give_the_same_rows(tiny: TinyTower, on: EncoderRunner) -> None:
-    images = pictures(tiny, GRIDS[:5])
+    images = sample_items(tiny, GRIDS[:5])
     expected = [encode(on, [image])[0] for image in images]
     poison(on)
     for order in itertools.islice(itertools.permutations(range(5)), 0, 120, 7):
@@ -145,7 +145,7 @@ def test_a_planted_unwritten_padding_row_is_found(
 
     monkeypatch.setattr(graphs, "layout", without_padding)
     with pytest.raises(ValueError, match="offsets must run from 0"):
-        encode(on, pictures(tiny))
+        encode(on, sample_items(tiny))
 
 
 def test_a_planted_shared_buffer_is_found(tiny: TinyTower, on: EncoderRunner) -> None:
@@ -180,8 +180,12 @@ def test_a_job_may_be_left_after_each_layer(tiny: TinyTower, graphs: str) -> Non
     """No seconds at all: the least that a step can do. The rows are those of an uninterrupted job, whatever is encoded
     in between."""
     runner = make(tiny, graphs)
-    images = pictures(tiny)
-    out, expected, between = destinations(runner, images), encode(make(tiny, graphs), images), pictures(tiny, [(6, 6)])
+    images = sample_items(tiny)
+    out, expected, between = (
+        destinations(runner, images),
+        encode(make(tiny, graphs), images),
+        sample_items(tiny, [(6, 6)]),
+    )
     job = runner.begin(images, out)
     launches, steps = job.launches_left, 1
     while job.step(0.0):
@@ -206,7 +210,7 @@ def test_budget_views_share_one_arena(tiny: TinyTower, on: EncoderRunner) -> Non
 
 def test_an_image_above_every_budget_runs_eagerly_alone(tiny: TinyTower) -> None:
     runner = make(tiny, "on", token_budgets=(4, 10))
-    images = pictures(tiny, [(2, 4), (12, 10), (2, 2)])
+    images = sample_items(tiny, [(2, 4), (12, 10), (2, 2)])
     off = make(tiny, "off")
     for image, rows in zip(images, encode(runner, images), strict=True):
         assert relative_error(rows, encode(off, [image])[0]) <= 1e-5
@@ -220,7 +224,7 @@ def test_auto_leaves_a_losing_graph_unused_and_says_so(tiny: TinyTower, caplog: 
     with caplog.at_level(logging.INFO, "encoder"):
         runner = make(tiny, "auto")
     assert caplog.text.count("encoder graph") == len(runner.budgets.token_budgets)
-    images = pictures(tiny)
+    images = sample_items(tiny)
     for image, rows in zip(images, encode(runner, images), strict=True):
         assert relative_error(rows, encode(make(tiny, "off"), [image])[0]) <= 1e-5
     stats = runner.stats()
@@ -232,7 +236,7 @@ def test_auto_leaves_a_losing_graph_unused_and_says_so(tiny: TinyTower, caplog: 
 def test_a_mixed_verdict_runs_each_budget_its_way(tiny: TinyTower, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EncoderGraphs, "calibrate", lambda *_, **__: {4: Verdict(True, 1, 2), 30: Verdict(False, 2, 1)})
     runner = make(tiny, "auto", token_budgets=(4, 30))
-    images = pictures(tiny, [(2, 4), (12, 10)])
+    images = sample_items(tiny, [(2, 4), (12, 10)])
     for image, rows in zip(images, encode(runner, images), strict=True):
         assert relative_error(rows, encode(make(tiny, "off"), [image])[0]) <= 1e-5
     stats = runner.stats()
@@ -254,7 +258,7 @@ def test_calibration_times_graph_and_eager(tiny: TinyTower) -> None:
 
 
 def test_a_bad_image_is_named_before_anything_runs(tiny: TinyTower, on: EncoderRunner) -> None:
-    images = pictures(tiny, [(2, 4), (4, 4), (2, 2)])
+    images = sample_items(tiny, [(2, 4), (4, 4), (2, 2)])
     bad = [
         (EncoderItem((3, 4), torch.zeros(12, 48)), "image 1: .*3x4"),
         (EncoderItem((2, 4), torch.zeros(8, 47)), "image 1: .*47.*48"),
@@ -288,7 +292,7 @@ def test_options_that_cannot_hold_name_their_numbers(tiny: TinyTower) -> None:
 
 def test_a_step_limit_bounds_every_launch(tiny: TinyTower) -> None:
     runner = make(tiny, "on", max_tokens_per_step=16)
-    images = pictures(tiny, [(4, 8)] * 9)
+    images = sample_items(tiny, [(4, 8)] * 9)
     encode(runner, images)
     stats = runner.stats()
     assert runner.budgets.largest == 16 and stats["batches"] >= 5
@@ -303,13 +307,13 @@ def test_close_is_idempotent_and_graphs_do_not_replay_after_it(tiny: TinyTower) 
     runner.close()
     runner.close()
     with pytest.raises(ReplayError, match="not captured"):
-        graphs.run(4, pictures(tiny, [(2, 2)]))
+        graphs.run(4, sample_items(tiny, [(2, 2)]))
 
 
 def test_an_eager_launch_on_a_cpu_is_bounded(tiny: TinyTower, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lane_module, "EAGER_TOKENS_ON_CPU", 10)
     runner = make(tiny, "off")
-    encode(runner, pictures(tiny, [(4, 8)] * 4))
+    encode(runner, sample_items(tiny, [(4, 8)] * 4))
     assert runner.stats()["eager_off"] == 4
 
 
@@ -317,15 +321,15 @@ def test_an_eager_launch_on_a_cpu_is_bounded(tiny: TinyTower, monkeypatch: pytes
 def test_arena_refuses_what_does_not_fit(tiny: TinyTower, on: EncoderRunner) -> None:
     arena = EncoderArena(on.tower, EncoderBudgets((4, 8), 2))
     with pytest.raises(AssertionError, match="do not fit"):
-        arena.fill(4, pictures(tiny, [(4, 6)]), on.positions)
+        arena.fill(4, sample_items(tiny, [(4, 6)]), on.positions)
     with pytest.raises(AssertionError, match="do not fit"):
-        arena.fill(8, pictures(tiny, [(2, 2)] * 3), on.positions)
+        arena.fill(8, sample_items(tiny, [(2, 2)] * 3), on.positions)
 
 
 def test_sizes_are_recorded_for_tuning(tiny: TinyTower) -> None:
     runner = make(tiny, "off")
-    encode(runner, pictures(tiny, [(2, 4), (12, 10), (4, 2)]))
-    encode(runner, pictures(tiny, [(4, 6)]))
+    encode(runner, sample_items(tiny, [(2, 4), (12, 10), (4, 2)]))
+    encode(runner, sample_items(tiny, [(4, 6)]))
     assert runner.histogram() == {2: 2, 6: 1, 30: 1}
     runner.check_integrity()
 
@@ -345,7 +349,7 @@ def test_a_part_filled_budget_of_a_nine_step_ladder_gives_numbers(tiny: TinyTowe
     runner.close()
 
 
-def test_the_default_step_covers_the_largest_legal_picture() -> None:
+def test_the_default_step_covers_the_largest_legal_image() -> None:
     config = RadioVision()
     budgets = EncoderOptions().budgets(config)
     largest = config.max_image_tokens

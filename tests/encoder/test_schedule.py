@@ -25,7 +25,7 @@ def test_first_in_first_out_within_the_step() -> None:
     assert choose([], 100) == []
 
 
-def test_one_picture_is_always_taken() -> None:
+def test_one_image_is_always_taken() -> None:
     assert choose(items(500, 500), 100) == [0]
 
 
@@ -63,7 +63,7 @@ def test_priorities_are_bounded_on_both_sides() -> None:
     assert choose(late, 60)[0] == 1 and choose([late[2], Waiting(60, 400.0)], 60)[0] == 0
 
 
-def test_pictures_of_one_request_are_taken_in_several_steps() -> None:
+def test_images_of_one_request_are_taken_in_several_steps() -> None:
     waiting = [Waiting(60, 1.0) for _ in range(5)]
     assert choose(waiting, 130) == [0, 1]
 

@@ -115,7 +115,7 @@ def test_three_frames_in_a_patch() -> None:
 
 
 @torch.inference_mode()
-def test_pictures_and_clips_in_one_call_on_a_poisoned_arena(tiny: TinyTower) -> None:
+def test_images_and_clips_in_one_call_on_a_poisoned_arena(tiny: TinyTower) -> None:
     runner = make(tiny, "on", graph_kinds=None)
     clips = prepared(tiny)
     images = [random_image(tiny.config, *grid) for grid in ((4, 6), (2, 2), (12, 10))]

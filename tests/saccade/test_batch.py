@@ -225,7 +225,7 @@ def test_a_file_that_changes_underneath_is_an_error(run: Run, script: Script, tm
     assert caught.value.reason == "BATCH_INPUT_CHANGED"
 
 
-def test_a_picture_of_the_folder(run: Run, script: Script, tmp_path: Path) -> None:
+def test_an_image_of_the_folder(run: Run, script: Script, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"pixels")
     parts = [{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "text", "text": "what?"}]
     row = {"custom_id": "a", "body": {"messages": [{"role": "user", "content": parts}]}}

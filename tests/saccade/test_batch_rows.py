@@ -113,7 +113,7 @@ def test_what_is_wrong_is_named(content: bytes, message: str) -> None:
         parse_line(content, 0, HERE)
 
 
-def test_pictures(tmp_path: Path) -> None:
+def test_images(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.png").write_bytes(b"png")
     (tmp_path / "in" / "link.png").symlink_to("a.png")

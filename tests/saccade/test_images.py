@@ -45,7 +45,7 @@ def test_urls() -> None:
     assert image_message("data:,a%20b").data == b"a b"
 
 
-def test_one_picture_is_a_list_of_one(tmp_path: pathlib.Path) -> None:
+def test_one_image_is_a_list_of_one(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "p"
     path.write_bytes(b"x")
     array = numpy.zeros((2, 2, 3), numpy.uint8)
@@ -111,7 +111,7 @@ def test_a_pillow_image_is_turned_as_its_file_would_be() -> None:
         pytest.param("data:image/png", "comma", id="no-comma"),
     ],
 )
-def test_what_is_no_picture_is_refused_by_name(image: object, named: str) -> None:
+def test_what_is_no_image_is_refused_by_name(image: object, named: str) -> None:
     with pytest.raises(errors.InvalidArgument, match=r"images\[1\]") as caught:
         image_messages([b"x", image])  # type: ignore[list-item]
     assert named in str(caught.value)

@@ -29,7 +29,7 @@ def test_files_pass_through_untouched(tmp_path: Path) -> None:
     assert video_message(saccade.Video(b"abc", max_frames=3)) == types_pb2.Video(data=b"abc", max_frames=3)
 
 
-def test_frames_travel_as_pictures() -> None:
+def test_frames_travel_as_images() -> None:
     whole = video_message(saccade.Video([FRAME, FRAME], fps=2))
     assert len(whole.frames.images) == 2 and whole.frames.fps == 2
     assert video_message(np.stack([FRAME, FRAME])).frames.images == whole.frames.images

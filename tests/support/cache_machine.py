@@ -323,7 +323,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(not source.ready for source in self.sources))
     @rule()
-    def picture_comes(self) -> None:
+    def image_comes(self) -> None:
         next(source for source in self.sources if not source.ready).ready = True
 
     @invariant()

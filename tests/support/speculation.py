@@ -135,7 +135,7 @@ def answers(
     """Runs the workload of `seed` on a random tiny model, of the pattern or of `config`.
 
     `preempted`: memory for little more than one request; with graphs, which want a slot for each, one after the other
-    is put out instead. `known`: what the requests will draw, from which `ngram` then
+    is preempted instead. `known`: what the requests will draw, from which `ngram` then
     drafts instead of from their own tokens.
     """
     config = config or tiny_config(pattern, num_nextn_predict_layers=1)
@@ -146,7 +146,8 @@ def answers(
         )
     )
     if preempted:
-        # Room for all that is put out: who has to read its prompt again gets nowhere when put out every few steps.
+        # Room for all that is preempted: one that has to compute its prompt again gets nowhere if preempted every few
+        # steps.
         squeezed: dict[str, Any] = {"host_bytes": 10**9}
         if not chosen.graphs_on:
             layout = ArenaLayout.of(config, chosen)

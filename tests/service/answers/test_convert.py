@@ -147,7 +147,7 @@ def test_a_request_s_own_name() -> None:
     refused(request, "request_id", "has 129 characters; at most 128")
 
 
-def test_pictures_come_before_videos_and_both_before_the_words() -> None:
+def test_images_come_before_videos_and_both_before_the_words() -> None:
     request = prompt(videos=[types_pb2.Video(data=b"v")], images=[types_pb2.Image(data=b"i")])
     spec = convert.spec_from_proto(request)
     assert [type(source) for source in spec.media] == [ImageSource, VideoSource]

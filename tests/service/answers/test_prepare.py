@@ -214,7 +214,7 @@ def test_only_frames_that_are_looked_at_are_fetched(assets: ModelAssets) -> None
 # -- accounts ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_bad_picture_ends_its_call_when_the_others_are_over(assets: ModelAssets) -> None:
+def test_a_bad_image_ends_its_call_when_the_others_are_over(assets: ModelAssets) -> None:
     """Those that had begun are waited for and accounted for, those that had not never begin."""
 
     async def body(frontend: Frontend, decoder: Controlled) -> None:
@@ -245,7 +245,7 @@ def test_errors_of_several_files_are_all_looked_at(assets: ModelAssets) -> None:
     assert not reported
 
 
-def test_a_video_that_waits_does_not_hide_the_error_of_a_picture(assets: ModelAssets) -> None:
+def test_a_video_that_waits_does_not_hide_the_error_of_an_image(assets: ModelAssets) -> None:
     async def body(frontend: Frontend, decoder: Controlled) -> None:
         other = asyncio.create_task(ask(frontend, spec(VideoSource(b"long", "v"), name="other")))
         await begun(decoder)
@@ -257,7 +257,7 @@ def test_a_video_that_waits_does_not_hide_the_error_of_a_picture(assets: ModelAs
     with_frontend(assets, body)
 
 
-def test_a_call_that_is_cancelled_keeps_its_room_until_its_pictures_are_over(assets: ModelAssets) -> None:
+def test_a_call_that_is_cancelled_keeps_its_room_until_its_images_are_over(assets: ModelAssets) -> None:
     async def body(frontend: Frontend, decoder: Controlled) -> None:
         call = asyncio.create_task(ask(frontend, spec(image())))
         await begun(decoder)
@@ -344,7 +344,7 @@ def test_what_decodes_a_video_is_free_at_once_when_it_is_refused(assets: ModelAs
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_long_videos_leave_room_for_pictures(assets: ModelAssets, workers: int) -> None:
+def test_long_videos_leave_room_for_images(assets: ModelAssets, workers: int) -> None:
     async def body(frontend: Frontend, decoder: Controlled) -> None:
         videos = [asyncio.create_task(ask(frontend, spec(VideoSource(b"", "v"), name=f"v{i}"))) for i in range(4)]
         await begun(decoder, max(1, workers - 1))

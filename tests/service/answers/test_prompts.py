@@ -50,7 +50,7 @@ def test_later_turns_are_not_shared(assets: ModelAssets) -> None:
     assert end(more, assets) == end(first, assets)
 
 
-def test_a_picture_ends_it(assets: ModelAssets) -> None:
+def test_an_image_ends_it(assets: ModelAssets) -> None:
     spec = GenerateSpec("r", "", ChatInput((Message("system", ("look", None)), Message("user", ("at",)))))
     assert system_end(spec, [7] * 40, assets) == 0
     assert system_end(spec, read(spec, [prepared()], assets), assets) == 0
@@ -61,7 +61,7 @@ def test_raw_text_has_none(assets: ModelAssets) -> None:
     assert system_end(spec, read(spec, [], assets), assets) == 0
 
 
-def test_a_picture_in_the_question_ends_it(assets: ModelAssets) -> None:
+def test_an_image_in_the_question_ends_it(assets: ModelAssets) -> None:
     """Also where the stand-in question would have gone on alike."""
     spec = GenerateSpec("r", "", ChatInput((Message("system", ("be",)), Message("user", (None, "what?")))))
     ids = read(spec, [prepared()], assets)
@@ -102,7 +102,7 @@ def test_prompt_and_answer_share_the_context(assets: ModelAssets) -> None:
         widen(ids, [prepared()], 0, assets, info(max_image_tokens=3))
 
 
-def test_there_is_a_place_for_each_picture_and_a_picture_for_each_place(assets: ModelAssets) -> None:
+def test_there_is_a_place_for_each_image_and_an_image_for_each_place(assets: ModelAssets) -> None:
     image = assets.image_token_id
     for ids in ([7], [image, 7, image, 8]):
         with pytest.raises(errors.InvalidArgument, match=f"holds {ids.count(image)} image tokens .* 1 images"):
@@ -122,7 +122,7 @@ def test_a_clip_has_a_place_for_each_temporal_patch_or_one_for_all(assets: Model
     assert whole.ids == [5, *[image] * 8, 8] and whole.frames == 2
 
 
-def test_image_tokens_in_raw_text_are_places_only_where_there_are_as_many_pictures(assets: ModelAssets) -> None:
+def test_image_tokens_in_raw_text_are_places_only_where_there_are_as_many_images(assets: ModelAssets) -> None:
     image, token = assets.image_token_id, assets.image_token
     for text, pictures, places in (
         (f"a{token}b", 0, 0),

@@ -101,7 +101,7 @@ def test_a_role_plans_for_what_it_serves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("role", ["encoder", "decoder"])
-def test_a_role_without_pictures_is_refused(tmp_path: Path, role: str) -> None:
+def test_a_role_without_images_is_refused(tmp_path: Path, role: str) -> None:
     make_checkpoint(tmp_path, 3, vision=False, text={"pattern": "M*-M"})
     encoders = ("localhost:1",) if role == "decoder" else ()
     with pytest.raises(ConfigError, match="role: .* takes no images"):

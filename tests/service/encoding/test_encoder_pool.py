@@ -80,7 +80,7 @@ def ask(handoff: Handoff, names: str, tokens: int = 10) -> list[Lease]:
     return [handoff.lease(name.encode(), image(tokens), f"r-{name}") for name in names]
 
 
-def test_the_encoder_with_the_least_to_do_gets_the_next_picture() -> None:
+def test_the_encoder_with_the_least_to_do_gets_the_next_image() -> None:
     """What its other decoders have given it counts."""
     one, two = FakeLink("one", elsewhere=15), FakeLink("two")
     pool, handoff = make(one, two)
@@ -113,7 +113,7 @@ def test_an_encoder_hears_how_long_somebody_waits(patience: float | None, left: 
     assert link.seconds == ([None] if left is None else [pytest.approx(left, abs=5)])
 
 
-def test_a_picture_goes_from_a_late_encoder_to_another_and_the_late_one_is_passed_over() -> None:
+def test_an_image_goes_from_a_late_encoder_to_another_and_the_late_one_is_passed_over() -> None:
     late, other = FakeLink("late"), FakeLink("other", elsewhere=5)
     pool, handoff = make(late, other, lease=0.0)
     (lease,) = ask(handoff, "a")
@@ -178,7 +178,7 @@ def test_what_was_under_way_in_an_encoder_that_died_is_taken_by_another() -> Non
     pool.check_integrity()
 
 
-def test_an_encoder_s_refusal_is_the_picture_s_end() -> None:
+def test_an_encoder_s_refusal_is_the_image_s_end() -> None:
     link = FakeLink("one")
     pool, handoff = make(link)
     (lease,) = ask(handoff, "a")

@@ -43,7 +43,7 @@ def alone(image: EncoderItem) -> torch.Tensor:
         pytest.param(EncoderItem((2, 4), torch.zeros(8, 48, device="meta")), EncodingFailed, id="fails-in-a-launch"),
     ],
 )
-def test_a_corrupt_picture_among_seven_good_ones_fails_alone(
+def test_a_corrupt_image_among_seven_good_ones_fails_alone(
     handoff: Handoff, corrupt: EncoderItem, kind: type[Exception]
 ) -> None:
     encoder = LocalEncoder(runner(), handoff)
@@ -75,7 +75,7 @@ def test_a_turn_is_no_longer_than_a_layer_where_it_must_be_short(handoff: Handof
     lease.release()
 
 
-def test_a_turn_goes_on_with_the_next_pictures_while_it_lasts(handoff: Handoff) -> None:
+def test_a_turn_goes_on_with_the_next_images_while_it_lasts(handoff: Handoff) -> None:
     encoder = LocalEncoder(runner(), handoff, step_tokens=4, turn_seconds=3600.0)
     images = [random_image(TINY.config, 4, 4, seed=seed) for seed in range(3)]
     leases = [handoff.lease(bytes([i]), image, "r") for i, image in enumerate(images)]

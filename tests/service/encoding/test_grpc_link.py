@@ -21,7 +21,7 @@ SMALL = 3 * 4 * 4
 """Bytes of pixels of an image of one token."""
 
 
-def picture(ticket: int, tokens: int = 1, width: int = 3) -> Work:
+def work_for(ticket: int, tokens: int = 1, width: int = 3) -> Work:
     pixels = torch.arange(4.0 * tokens * width).view(4 * tokens, width)
     return Work(bytes([ticket]), EncoderItem((2, 2 * tokens), pixels), torch.zeros(tokens, 2), ticket)
 
@@ -43,7 +43,7 @@ def told(message: encoder_pb2.AttachRequest) -> tuple[str, int]:
 def test_a_revocation_reaches_the_encoder() -> None:
     """After the pixels have been sent, and in the middle of them: the rest stays here, and the cancellation goes."""
     session, messages, counts = opened(1 << 30)
-    whole, large, last = picture(1), picture(2, 4, PIECE_BYTES // 16), picture(3)
+    whole, large, last = work_for(1), work_for(2, 4, PIECE_BYTES // 16), work_for(3)
     for work in (whole, large, last):
         assert session.add(work, None)
     assert [told(next(messages)) for _ in range(4)] == [("item", 1), ("pixels", 1), ("item", 2), ("pixels", 2)]
@@ -57,7 +57,7 @@ def test_a_revocation_reaches_the_encoder() -> None:
 
 def test_what_was_never_sent_needs_no_cancellation() -> None:
     session, messages, _ = opened(SMALL)
-    first, second, third = picture(1), picture(2), picture(3)
+    first, second, third = work_for(1), work_for(2), work_for(3)
     for work in (first, second, third):
         session.add(work, None)
     assert [told(next(messages)) for _ in range(2)] == [("item", 1), ("pixels", 1)]
@@ -71,7 +71,7 @@ def test_what_was_never_sent_needs_no_cancellation() -> None:
 def test_the_window_bounds_what_is_sent() -> None:
     """To the byte, and in order: a small image does not pass the large one that waits for room."""
     session, messages, _ = opened(3 * SMALL - 1)
-    for work in (picture(1, 1), picture(2, 2), picture(3, 1)):
+    for work in (work_for(1, 1), work_for(2, 2), work_for(3, 1)):
         session.add(work, None)
     assert [told(next(messages)) for _ in range(2)] == [("item", 1), ("pixels", 1)]
     session.credit(1, 7)
@@ -83,7 +83,7 @@ def test_the_window_bounds_what_is_sent() -> None:
 
 def test_rows_of_what_was_revoked_are_not_written() -> None:
     session, _, _ = opened(1 << 20)
-    kept, revoked = picture(1), picture(2)
+    kept, revoked = work_for(1), work_for(2)
     session.add(kept, None)
     session.add(revoked, None)
     row = torch.ones(2).numpy().tobytes()
@@ -99,7 +99,7 @@ def test_rows_of_what_was_revoked_are_not_written() -> None:
 
 def test_an_encoder_that_sends_too_little_or_too_much_is_not_believed() -> None:
     session, _, _ = opened(1 << 20)
-    session.add(picture(1), None)
+    session.add(work_for(1), None)
     session.write(1, bytes(7))
     with pytest.raises(ValueError, match="sent 7 of the 8 bytes of ticket 1"):
         session.finish(1)
@@ -109,19 +109,19 @@ def test_an_encoder_that_sends_too_little_or_too_much_is_not_believed() -> None:
 
 def test_an_encoder_that_drains_keeps_what_it_has_been_sent() -> None:
     session, messages, _ = opened(1 << 20)
-    sent, unsent = picture(1), picture(2)
+    sent, unsent = work_for(1), work_for(2)
     session.add(sent, None)
     assert [told(next(messages)) for _ in range(2)] == [("item", 1), ("pixels", 1)]
     session.add(unsent, None)
     assert session.drain() == [unsent]
-    assert next(messages, None) is None and not session.add(picture(3), None)
+    assert next(messages, None) is None and not session.add(work_for(3), None)
     session.write(1, bytes(8))
     assert session.finish(1) is sent and session.end() == []
 
 
 def test_a_connection_that_ends_takes_with_it_what_was_under_way() -> None:
     session, _, _ = opened(1 << 20)
-    works = [picture(1), picture(2)]
+    works = [work_for(1), work_for(2)]
     for work in works:
         session.add(work, 2.5)
     assert session.end() == works and session.end() == []
@@ -131,7 +131,7 @@ def test_a_connection_that_ends_takes_with_it_what_was_under_way() -> None:
 
 def test_an_encoder_is_told_the_highest_priority_of_those_who_wait_for_an_image() -> None:
     handoff = Handoff(1 << 20, 2, torch.float32)
-    wanted = picture(1).image
+    wanted = work_for(1).image
     for number, priority in enumerate((-3, 7, 2)):
         handoff.lease(b"a", wanted, f"request {number}", priority)
     handoff.lease(b"b", wanted, "request 3", -5)
@@ -145,7 +145,7 @@ def test_an_encoder_is_told_the_highest_priority_of_those_who_wait_for_an_image(
 def test_nobody_is_hurried_by_a_deadline_that_has_passed() -> None:
     session, messages, _ = opened(1 << 20)
     for ticket, left in ((1, 2.5), (2, -1.0), (3, None)):
-        session.add(picture(ticket), left)
+        session.add(work_for(ticket), left)
     items = [message.item for message in (next(messages) for _ in range(6)) if message.HasField("item")]
     assert [(item.HasField("seconds_left"), item.seconds_left) for item in items] == [
         (True, 2.5),

@@ -45,7 +45,7 @@ def test_one_encoding_however_many_wait() -> None:
     assert handoff.counters["hits"] == 1 and handoff.counters["misses"] == 1 and handoff.counters["joins"] == 999
 
 
-def test_a_picture_above_the_bound_is_refused_with_both_numbers() -> None:
+def test_an_image_above_the_bound_is_refused_with_both_numbers() -> None:
     handoff = Handoff(10 * ROW, HIDDEN, torch.float32)
     with pytest.raises(ValueError, match=r"11 tokens .*10 tokens"):
         handoff.lease(b"a", image(11), "r")
@@ -129,7 +129,7 @@ def test_the_encoder_takes_at_most_its_step_but_always_one() -> None:
     assert encode(handoff, 20) == [b"b", b"c"]
 
 
-def test_two_requests_with_two_large_pictures_each_do_not_lock_each_other_out() -> None:
+def test_two_requests_with_two_large_images_each_do_not_lock_each_other_out() -> None:
     """11,844 tokens twice against a bound of 16,384: each request holds one image and waits for the other's room."""
     handoff = Handoff(16_384 * ROW, HIDDEN, torch.float32)
     leases: dict[str, list[Lease]] = {}

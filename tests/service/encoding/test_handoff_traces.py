@@ -76,7 +76,7 @@ def test_the_oldest_go_first_until_it_fits(full: tuple[Cache, list[Lease]]) -> N
     cache.handoff.check_integrity()
 
 
-def test_a_waiting_picture_is_encoded_when_the_last_hold_ends(full: tuple[Cache, list[Lease]]) -> None:
+def test_a_waiting_image_is_encoded_when_the_last_hold_ends(full: tuple[Cache, list[Lease]]) -> None:
     cache, leases = full
     shared = cache.hold(b"A", "r2")
     late = cache.hold(b"C", "r3")
@@ -91,7 +91,7 @@ def test_a_waiting_picture_is_encoded_when_the_last_hold_ends(full: tuple[Cache,
     cache.handoff.check_integrity(idle=True)
 
 
-def test_one_picture_twice_in_a_request_is_held_until_both_are_done() -> None:
+def test_one_image_twice_in_a_request_is_held_until_both_are_done() -> None:
     cache = Cache()
     first, second = cache.hold(b"A", "r1"), cache.hold(b"A", "r1")
     first.release()

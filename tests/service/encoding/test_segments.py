@@ -46,7 +46,7 @@ def test_sizes_are_powers_of_two(size: int, segment: int) -> None:
         pytest.param(128, 65, True, id="by-its-rounded-size"),
     ],
 )
-def test_a_segment_serves_again_for_pictures_of_about_its_size(
+def test_a_segment_serves_again_for_images_of_about_its_size(
     pool: SegmentPool, left: int, wanted: int, again: bool
 ) -> None:
     """From its own size down to half of it: a small image must not hold a large segment."""

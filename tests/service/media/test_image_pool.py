@@ -248,7 +248,7 @@ def lying(pool: ImagePool, said: bytes, file: int | None) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("program", ["/bin/false", "/nowhere/python"], ids=["dies-at-once", "cannot-be-started"])
-def test_a_picture_is_not_blamed_for_a_worker_that_does_not_start(program: str) -> None:
+def test_an_image_is_not_blamed_for_a_worker_that_does_not_start(program: str) -> None:
     pool = make_pool()
     with pytest.MonkeyPatch.context() as machine:
         machine.setattr(sys, "executable", program)

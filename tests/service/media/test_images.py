@@ -64,7 +64,7 @@ def test_no_clip_takes_more_than_was_expected_of_it(wanted: int | None) -> None:
         assert len(made.labels) == -(-made.frames // 2), "the demo model looks at frames in pairs"
 
 
-def test_no_picture_takes_more_than_was_expected_of_it() -> None:
+def test_no_image_takes_more_than_was_expected_of_it() -> None:
     one = preparer()
     for size in ((8, 8), (32, 32), (700, 30), (1500, 1400)):
         source = ImageSource(picture(1, size), "f")

@@ -145,7 +145,7 @@ def test_parts_keep_their_order_and_arguments_reach_the_template() -> None:
     )
 
 
-def test_a_text_only_template_still_places_pictures() -> None:
+def test_a_text_only_template_still_places_images() -> None:
     source = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     assert template(source).render([Message("user", (None, "what?"))]) == "[user]<image>what?"
 
@@ -154,7 +154,7 @@ def test_without_a_template_contents_are_joined() -> None:
     assert template(None).render([Message("user", (None, "a")), Message("user", ("b",))]) == "<image>a\nb"
 
 
-def test_a_user_cannot_smuggle_a_picture_place(tokenizer: Tokenizer) -> None:
+def test_a_user_cannot_smuggle_an_image_place(tokenizer: Tokenizer) -> None:
     text = template().render([Message("user", (None, "is <image> a word?"))])
     ids = tokenizer.encode(text)
     assert ids.count(tokenizer.token_id("<image>")) == 1  # type: ignore[arg-type]
@@ -230,7 +230,7 @@ def test_templates_change_nothing_and_reach_nothing(source: str) -> None:
         template(source).render([Message("user", ("a",))])
 
 
-def test_a_model_without_pictures_refuses_them() -> None:
+def test_a_model_without_images_refuses_them() -> None:
     text_only = ChatTemplate(None, image_token=None, special_tokens={})
     assert text_only.render([Message("user", ("a",))]) == "a"
     with pytest.raises(ValueError, match="hold 2 images and this model takes none"):

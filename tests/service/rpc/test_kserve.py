@@ -210,7 +210,7 @@ def with_images(messages: Any, *images: bytes, urls: tuple[str, ...] = ()) -> An
     return message
 
 
-def test_pictures_go_to_their_places_in_order() -> None:
+def test_images_go_to_their_places_in_order() -> None:
     parts = [{"type": "image"}, {"type": "text", "text": "t"}, {"type": "image"},
              {"type": "image_url", "image_url": {"url": "https://x/y"}},
              {"type": "image_url", "image_url": "data:image/png;base64,YWI="}]  # fmt: skip

@@ -48,7 +48,7 @@ def test_a_worker_that_is_killed_costs_its_own_request_only(model: Path) -> None
             assert server.server.image_pool.stats()["workers_lost_died"] == 1
 
 
-def test_a_picture_that_takes_too_long(model: Path) -> None:
+def test_an_image_that_takes_too_long(model: Path) -> None:
     with RunningServer(str(model), max_seqs=4, max_len=600, image_workers=1) as server:
         pool = server.server.image_pool
         with saccade.Client(server.address) as client:
