@@ -60,7 +60,8 @@ def position_fields(config: DecoderConfig, rows: Callable[[int], int] = int) -> 
     return {"positions": Field((config.position_axes,), torch.int64, 0, rows)} if config.position_axes else {}
 
 
-def _runs_kernels(options: DecoderOptions) -> bool:
+def runs_kernels(options: DecoderOptions) -> bool:
+    """Whether layers run Triton's kernels, not the references."""
     return implementation(torch.device(options.device).type)[0] == "triton"
 
 
@@ -98,7 +99,7 @@ def mixed_fields(config: DecoderConfig, options: DecoderOptions) -> dict[str, Fi
             "state_saves": Field((2,), long, -1, saves),
             "window_saves": Field((3,), long, -1, saves),
         }
-        if _runs_kernels(options):
+        if runs_kernels(options):
             fields["scan_tables"] = Field(
                 (), torch.int32, -1, lambda size: ScanTables.length(**scan_room(config, options, size))
             )

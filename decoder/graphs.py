@@ -9,6 +9,7 @@ after it. The buffers are those of `decoder.buffers`.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -30,6 +31,7 @@ from decoder.buffers import (
     mixed_batch,
     mixed_values,
     places_of,
+    runs_kernels,
     scan_room,
     table_width,
     verify_batch,
@@ -74,7 +76,18 @@ def graph_bytes(config: DecoderConfig, options: DecoderOptions) -> int:
         for bucket in largest
         for field in (*graph_fields(bucket.kind, config, options).values(), hidden_field(bucket.kind, config, options))
     )
-    return held + max(map(plan.tokens, largest)) * _widest(config) * 4
+    scans = [_scan_bytes(config, options, bucket.size) for bucket in largest if bucket.kind == "mixed"]
+    return held + max(map(plan.tokens, largest)) * _widest(config) * 4 + max(scans, default=0)
+
+
+def _scan_bytes(config: DecoderConfig, options: DecoderOptions, size: int) -> int:
+    """States before each chunk, which kernels leave in memory between the two halves of a scan: those of the layer with
+    the largest, for the chunks that a mixed graph of `size` tokens has room for.
+    """
+    if not config.slots or not runs_kernels(options):
+        return 0
+    entries = scan_room(config, options, size)["entries"]
+    return entries * max(math.prod(slot.state) for slot in config.slots) * options.dtype.itemsize
 
 
 def _largest(plan: CapturePlan) -> list[Bucket]:

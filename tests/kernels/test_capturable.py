@@ -12,10 +12,10 @@ import pytest
 import torch
 from gated_decoder import gated_config
 from qwen_vision import tiny_qwen
-from tiny_decoder import make_runner, tiny_config
+from tiny_decoder import delta_config, make_runner, tiny_config
 from tiny_encoder import tiny_tower
 
-from decoder.graphs import DecoderGraphs
+from decoder.graphs import DecoderGraphs, graph_bytes
 from encoder.budget import EncoderBudgets, graph_shape
 from encoder.graphs import _step
 from encoder.plan import buffer_sizes
@@ -61,6 +61,23 @@ def test_decoder_steps(
             "verify": {"_replay_kernel"} if spec_state == "replay" else {"_update_kernel"},
         }[kind]
     assert len(buckets) > 2 and wanted <= names, names
+
+
+@pytest.mark.parametrize("pattern", ["G*", "M*"])
+def test_states_between_the_chunks_of_a_scan_are_reserved(
+    pattern: str, launches: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DecoderGraphs, "check_integrity", lambda self: None)
+    large = {"ssm_state_size": 128, "mamba_head_dim": 64}
+    config = delta_config(pattern, {"key_head_dim": 64, "value_head_dim": 64}, **(large if pattern == "M*" else {}))
+    runner = make_runner(config, device="meta", max_batched_tokens=32, graphs="on", **SPECULATIVE)
+    graphs = runner.forward.graphs
+    assert graphs is not None
+    for bucket in graphs.plan.buckets:
+        if bucket.kind == "mixed":
+            graphs._graphs[bucket].replay(graphs._inputs(bucket))
+    left = max(launch.arguments["p_before"].nbytes for launch in launches if "p_before" in launch.arguments)
+    assert graph_bytes(config, runner.options) > left > 10**6
 
 
 @pytest.mark.parametrize("final_layernorm", [True, False])
