@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -152,17 +153,23 @@ def items(tiny: TinyMiniCPM, seed: int) -> list[EncoderItem]:
     return [item.item for item in prepared(tiny, [random_image(rng) for _ in range(5)])]  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("where", ["--encoder-process", "--no-warmup"])
+@pytest.mark.parametrize("where", ["process", "host"])
 def test_slices_cross_between_processes(tmp_path: Path, where: str) -> None:
-    """Image workers, frontend, engine, and an encoder of its own."""
+    """Image workers, frontend, engine, and an encoder in a process of its own or in another server."""
     make_minicpm(tmp_path, 7, slice_mode=True, max_slice_nums=9)
     rng = random.Random(7)
     images = [encoded(random_image(rng)) for _ in range(3)]
     common = {"max_tokens": 8, "temperature": 0.0, "images": images}
     with saccade.LocalClient(tmp_path, dtype="float32", max_seqs=2, max_len=2048, threads=1) as client:
         expected = client.generate("what?", **common)
-    arguments = [str(tmp_path), "--max-seqs", "2", "--max-len", "2048", "--threads", "1", "--dtype", "float32", where]
-    with ServerProcess(arguments) as server, saccade.Client(server.address) as remote:
+    arguments = [str(tmp_path), "--max-len", "2048", "--threads", "1", "--dtype", "float32"]
+    with ExitStack() as stack:
+        more = ["--encoder-process"] if where == "process" else None
+        if more is None:
+            encoder = stack.enter_context(ServerProcess([*arguments, "--role", "encoder"]))
+            more = ["--role", "decoder", "--encoders", encoder.address]
+        server = stack.enter_context(ServerProcess([*arguments, "--max-seqs", "2", *more]))
+        remote = stack.enter_context(saccade.Client(server.address))
         answer = remote.generate("what?", **common)
     assert answer.token_ids == expected.token_ids and answer.usage.image_tokens == expected.usage.image_tokens
 
