@@ -82,7 +82,7 @@ class BatchServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CancelBatch(self, request, context):
-        """What has been answered stays; rows under way are given up.
+        """Finished answers are kept; running rows are cancelled.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
