@@ -27,6 +27,7 @@ import torch
 
 from benchmarks import machine
 from benchmarks.workloads import SUBJECTS
+from decoder.config import WEIGHT_KINDS
 from decoder.layers.attention import AttentionMixer
 from decoder.layers.build import BuiltLayer
 from decoder.layers.gated_delta import GatedDeltaMixer
@@ -208,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="decode,prefill", help="comma-separated kinds of steps")
     parser.add_argument("--concurrent", default="1,8,32", help="requests of the decode steps")
     parser.add_argument("--steps", type=int, default=30, help="decode steps of which the quickest counts")
-    parser.add_argument("--weights", choices=["int8", "int4"])
+    parser.add_argument("--weights", choices=WEIGHT_KINDS)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
     parser.add_argument("--write", action="store_true", help="write the page under docs")

@@ -23,6 +23,7 @@ from pathlib import Path
 from PIL import Image
 
 import saccade
+from decoder.config import WEIGHT_KINDS
 from demo import data
 from service.commands.cli import ServerProcess
 
@@ -159,7 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", help="HOST:PORT of a running server; by default one is started")
     parser.add_argument("--model", type=Path, default=MODEL, help="what the started server serves")
-    parser.add_argument("--weights", choices=["int8", "int4"], help="quantised weights in the started server")
+    parser.add_argument("--weights", choices=WEIGHT_KINDS, help="quantised weights in the started server")
     parser.add_argument("--questions", type=int, default=500, help="questions of each kind")
     parser.add_argument("--controls", type=int, default=200, help="of these, how many are also blanked and swapped")
     parser.add_argument("--concurrency", type=int, default=16, help="questions in flight")

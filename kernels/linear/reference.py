@@ -8,17 +8,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.dispatch import dispatched
 from kernels.linear.packed import Packed
 from kernels.linear.quantised import Quantised
 from kernels.native import Activation, NativeUnavailable
+
+
+def quantised_linear(x: Tensor, weight: Quantised, bias: Tensor | None) -> Tensor:
+    """`[rows, in]` -> `[rows, out]` in x's dtype: the weight is expanded for each call."""
+    return F.linear(x, weight.dequantise(x.dtype), bias)
+
+
+_quantised_linear = dispatched(quantised_linear)
 
 
 class Linear:
     """A weight `[out, in]` and an optional bias `[out]`, copied from what is given.
 
     On a CPU in bfloat16, and for quantised weights, the weight is kept in the layout of the compiled product where this
-    machine can build that; else, in bfloat16, in oneDNN's blocked layout; else as it is. A quantised weight without the
-    compiled product stays quantised and is expanded for each call: right, and slow.
+    machine can build that; else, in bfloat16, in oneDNN's blocked layout; else as it is. A quantised weight stays so on
+    a GPU too; on a CPU without the compiled product it is expanded for each call: right, and slow.
     """
 
     def __init__(
@@ -51,7 +60,11 @@ class Linear:
             return self.packed(x)
         if self.blocked is not None:
             return torch.ops.mkldnn._linear_pointwise(x, self.blocked, self.bias, "none", [], "")  # type: ignore[no-any-return]
-        return F.linear(x, self._plain(x.dtype), self.bias)
+        assert self.weight is not None
+        if isinstance(self.weight, Quantised):
+            bias = None if self.bias is None else self.bias.to(x.dtype)
+            return _quantised_linear(x, self.weight, bias)
+        return F.linear(x, self.weight, self.bias)
 
     def relu_squared(self, x: Tensor) -> Tensor:
         """`relu(x W^T + b) ** 2`."""
@@ -60,12 +73,8 @@ class Linear:
         if self.blocked is not None:
             y = torch.ops.mkldnn._linear_pointwise(x, self.blocked, self.bias, "relu", [], "")
         else:
-            y = F.linear(x, self._plain(x.dtype), self.bias).relu_()
+            y = self(x).relu_()
         return y.mul_(y)  # type: ignore[no-any-return]
-
-    def _plain(self, dtype: torch.dtype) -> Tensor:
-        assert self.weight is not None
-        return self.weight if isinstance(self.weight, Tensor) else self.weight.dequantise(dtype)
 
 
 def _block(weight: Tensor) -> Tensor | None:

@@ -1,0 +1,42 @@
+"""What `kernels.aot` compiles of linear."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from kernels.linear.kernel import quantised_linear
+from kernels.linear.quantised import Quantised
+from kernels.shapes import Case, ModelShape, meta
+
+MODELS = ("nano-3-omni", "demo")
+
+
+def cases(shape: ModelShape) -> Iterator[Case]:
+    """A projection out of the residual stream, of a step and of a prompt, in every kind of weight. Sizes of models
+    change nothing but whether they are multiples of a block: one large model and one small one are enough.
+    """
+    if shape.name not in MODELS:
+        return
+    outputs, inner = shape.heads * shape.head_dim, shape.hidden
+    group = 128 if inner % 128 == 0 else 64 if inner % 64 == 0 else 32
+    groups = -(-inner // group)
+    bytes_, halves = torch.uint8, meta(outputs, inner // 2, dtype=torch.uint8)
+    scale, e4m3 = meta(outputs, groups), torch.float8_e4m3fn
+    weights = {
+        "int8": Quantised("int8", meta(outputs, inner, dtype=torch.int8), meta(outputs), inner),
+        "int4": Quantised("int4", halves, scale, inner, group),
+        "int4 zeros": Quantised("int4", halves, scale, inner, group, zeros=meta(outputs, groups, dtype=bytes_)),
+        "fp8": Quantised("fp8", meta(outputs, inner, dtype=e4m3), meta(outputs, 1), inner, inner),
+        "fp8 blocks": Quantised("fp8", meta(outputs, inner, dtype=e4m3), scale, inner, group),
+        "nvfp4": Quantised(
+            "nvfp4", halves, meta(outputs, -(-inner // 16), dtype=e4m3), inner, outer=meta(outputs)
+        ),
+    }  # fmt: skip
+    for dtype in shape.dtypes:
+        for rows in (1, 64):
+            x, name = meta(rows, inner, dtype=dtype), str(dtype).removeprefix("torch.")
+            for kind, weight in weights.items():
+                yield Case(f"{kind} {rows} {name}", partial(quantised_linear, x, weight, None))

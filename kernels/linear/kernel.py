@@ -1,0 +1,178 @@
+"""Products of plain rows with weights that stay quantised, in Triton; layouts and maths are in README.md.
+
+One program makes a tile of rows and outputs. Of each block of inputs it reads the weight's bytes, makes numbers of the
+rows' dtype of them in registers (all of them are exact in bfloat16), multiplies, and scales the block's sums in
+float32. Four-bit weights hold two neighbouring inputs in a byte: even and odd inputs are two products. Scales of nvfp4
+change every 16 inputs and are multiplied into the numbers, which stay exact.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.launch import launch
+from kernels.linear.quantised import NVFP4_GROUP, Quantised
+
+INT8, INT4, FP8, NVFP4 = (tl.constexpr(code) for code in range(4))
+CODES = {"int8": 0, "int4": 1, "fp8": 2, "nvfp4": 3}
+OUTPUTS = 64
+"""Of a tile."""
+INPUTS = 128
+"""Of a block, at most."""
+
+
+@triton.jit
+def _e4m3(b_bytes):
+    """uint8 -> float32. NaN is read as 480: no weight is."""
+    bits = b_bytes.to(tl.int32)
+    exponent, mantissa = (bits >> 3) & 15, bits & 7
+    whole = (((exponent + 120) << 23) | (mantissa << 20)).to(tl.float32, bitcast=True)
+    size = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.001953125, whole)
+    return tl.where(bits >= 128, -size, size)
+
+
+@triton.jit
+def _e2m1(b_codes):
+    """Codes 0 to 15 -> float32."""
+    exponent, mantissa = (b_codes >> 1) & 3, b_codes & 1
+    small = mantissa.to(tl.float32) * 0.5
+    whole = ((2 + mantissa) << exponent).to(tl.float32) * 0.25
+    size = tl.where(exponent == 0, small, whole)
+    return tl.where(b_codes >= 8, -size, size)
+
+
+@triton.jit
+def _nibbles(b_codes, p_scale, p_zeros, m_n, o_group, m_group, KIND: tl.constexpr, ZEROS: tl.constexpr):
+    """Numbers `[N, half a block]` of one half of the bytes, scaled where scales change inside a block."""
+    if KIND == NVFP4:
+        b_scale = _e4m3(tl.load(p_scale + o_group, mask=m_group, other=0))
+        return _e2m1(b_codes) * b_scale
+    if ZEROS:
+        b_zero = tl.load(p_zeros, mask=m_n, other=0).to(tl.int32)
+        return (b_codes - b_zero[:, None]).to(tl.float32)
+    return (b_codes - 8).to(tl.float32)
+
+
+@triton.jit
+def _linear_kernel(
+    p_x,  # [M, K]
+    p_values,  # [N, K] bytes, or [N, K / 2]
+    p_scale,  # int8: [N] float32; int4, fp8: [N, groups] float32; nvfp4: [N, groups] e4m3 bytes
+    p_zeros,  # int4: [N, groups] uint8
+    p_outer,  # nvfp4: [N] float32
+    p_bias,  # [N], of the rows' dtype
+    p_out,  # [M, N]
+    x_stride,
+    values_stride,
+    groups,
+    m_count,
+    n_count,
+    k_count,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,  # inputs that share a scale; 0: all
+    ZEROS: tl.constexpr,
+    DIVIDED: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # divides GROUP, or is a multiple of it for nvfp4
+):
+    o_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_m, m_n = o_m < m_count, o_n < n_count
+    p_x += o_m[:, None].to(tl.int64) * x_stride
+    p_values += o_n[:, None].to(tl.int64) * values_stride
+    element = p_x.dtype.element_ty
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in range(0, k_count, BLOCK_K):
+        i_group = k // GROUP if GROUP > 0 else 0
+        o_scale = o_n.to(tl.int64) * groups + i_group
+        if KIND == INT8 or KIND == FP8:
+            o_k = k + tl.arange(0, BLOCK_K)
+            m_k = o_k < k_count
+            b_x = tl.load(p_x + o_k[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0)
+            b_values = tl.load(p_values + o_k[None, :], mask=m_n[:, None] & m_k[None, :], other=0)
+            if KIND == FP8:
+                b_w = _e4m3(b_values).to(element)
+            else:
+                b_w = b_values.to(tl.float32).to(element)
+            b_sum = tl.dot(b_x, tl.trans(b_w), input_precision="ieee")
+        else:
+            o_pair = k // 2 + tl.arange(0, BLOCK_K // 2)
+            m_pair = 2 * o_pair < k_count
+            b_bytes = tl.load(p_values + o_pair[None, :], mask=m_n[:, None] & m_pair[None, :], other=0).to(tl.int32)
+            o_group = o_n[:, None].to(tl.int64) * groups + (o_pair[None, :] // 8)
+            m_group = m_n[:, None] & m_pair[None, :]
+            m_x = m_m[:, None] & m_pair[None, :]
+            b_even = tl.load(p_x + 2 * o_pair[None, :], mask=m_x, other=0.0)
+            b_odd = tl.load(p_x + 2 * o_pair[None, :] + 1, mask=m_x & (2 * o_pair[None, :] + 1 < k_count), other=0.0)
+            b_low = _nibbles(b_bytes & 15, p_scale, p_zeros + o_scale, m_n, o_group, m_group, KIND, ZEROS).to(element)
+            b_high = _nibbles(b_bytes >> 4, p_scale, p_zeros + o_scale, m_n, o_group, m_group, KIND, ZEROS).to(element)
+            b_sum = tl.dot(b_even, tl.trans(b_low), input_precision="ieee")
+            b_sum = tl.dot(b_odd, tl.trans(b_high), b_sum, input_precision="ieee")
+        if (KIND == INT4 or KIND == FP8) and GROUP > 0:
+            b_scale = tl.load(p_scale + o_scale, mask=m_n, other=0.0)
+            total += b_sum * b_scale[None, :]
+        else:
+            total += b_sum
+    if KIND == NVFP4:
+        b_outer = tl.load(p_outer + o_n, mask=m_n, other=1.0)
+        total = total / b_outer[None, :] if DIVIDED else total * b_outer[None, :]
+    elif GROUP == 0:
+        total *= tl.load(p_scale + o_n, mask=m_n, other=0.0)[None, :]
+    if BIAS:
+        total += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
+    p_out += o_m[:, None].to(tl.int64) * n_count + o_n[None, :]
+    tl.store(p_out, total.to(p_out.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
+
+
+def quantised_linear(x: Tensor, weight: Quantised, bias: Tensor | None) -> Tensor:
+    """As the reference. No host sync. `ValueError` for groups that no power of two from 16 on divides."""
+    rows, inner = x.shape
+    outputs, group = weight.shape[0], weight.scale_group
+    whole = weight.kind == "int8" or group >= inner
+    exact = x.dtype == torch.float32  # without tensor cores: smaller tiles, or registers do not suffice
+    outputs_of_tile, block = (16, 32) if exact else (OUTPUTS, INPUTS)
+    if not whole and weight.kind != "nvfp4":
+        block = min(block, group & -group)
+        if block < 16:
+            raise ValueError(f"groups of {group} inputs have no kernel: they are multiples of 16 at least")
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    if weight.order is not None:
+        x = x.index_select(1, weight.order)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    as_bytes = weight.values if weight.kind == "int8" else weight.values.view(torch.uint8)
+    scale = weight.scale.view(torch.uint8) if weight.kind == "nvfp4" else weight.scale
+    tallest = 16 if exact else 32 if weight.kind in ("int4", "nvfp4") else 64  # more would spill on sm_80
+    tall = max(16, min(tallest, triton.next_power_of_2(max(1, rows))))
+    launch(
+        _linear_kernel,
+        (triton.cdiv(outputs, outputs_of_tile), triton.cdiv(rows, tall)),
+        p_x=x,
+        p_values=as_bytes,
+        p_scale=scale,
+        p_zeros=as_bytes if weight.zeros is None else weight.zeros,
+        p_outer=x if weight.outer is None else weight.outer,
+        p_bias=x if bias is None else bias,
+        p_out=out,
+        x_stride=x.stride(0),
+        values_stride=as_bytes.stride(0),
+        groups=1 if weight.kind == "int8" else scale.shape[1],
+        m_count=rows,
+        n_count=outputs,
+        k_count=inner,
+        KIND=CODES[weight.kind],
+        GROUP=NVFP4_GROUP if weight.kind == "nvfp4" else 0 if whole else group,
+        ZEROS=weight.zeros is not None,
+        DIVIDED=weight.divided,
+        BIAS=bias is not None,
+        BLOCK_M=tall,
+        BLOCK_N=outputs_of_tile,
+        BLOCK_K=block,
+        num_warps=4,
+        num_stages=2,
+    )
+    return out
