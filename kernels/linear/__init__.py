@@ -5,6 +5,7 @@ from kernels.linear.packed import Packed
 from kernels.linear.parts import LinearParts
 from kernels.linear.quantised import KINDS, AnyWeight, Quantised, alike, concatenate, quantised_bytes, row_part, stack
 from kernels.linear.reference import Linear
+from kernels.linear.reference import run_quantised as quantised_linear
 from kernels.linear.rounding import quantise
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "concatenate",
     "quantise",
     "quantised_bytes",
+    "quantised_linear",
     "row_part",
     "stack",
 ]

@@ -19,7 +19,7 @@ def quantised_linear(x: Tensor, weight: Quantised, bias: Tensor | None) -> Tenso
     return F.linear(x, weight.dequantise(x.dtype), bias)
 
 
-_quantised_linear = dispatched(quantised_linear)
+run_quantised = dispatched(quantised_linear)
 
 
 class Linear:
@@ -63,7 +63,7 @@ class Linear:
         assert self.weight is not None
         if isinstance(self.weight, Quantised):
             bias = None if self.bias is None else self.bias.to(x.dtype)
-            return _quantised_linear(x, self.weight, bias)
+            return run_quantised(x, self.weight, bias)
         return F.linear(x, self.weight, self.bias)
 
     def relu_squared(self, x: Tensor) -> Tensor:
