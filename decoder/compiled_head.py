@@ -85,10 +85,11 @@ class CompiledHead(Operations):
         tokens = len(due) + count
         out, logits = (ctypes.c_int64 * (passes * count))(), torch.empty(count, self.config.vocab_size)
         drafting = Drafting(
-            len(due), count, passes, self._enter.stop, given_ND.dtype == torch.bfloat16, self._embeddings.data_ptr(),
+            len(due), count, passes, self._enter.stop, given_ND.dtype == torch.bfloat16, self._embeddings.address,
             given_ND.data_ptr(), self._norm.data_ptr(), at, at + tokens * size, at + 2 * tokens * size,
             at + (2 * tokens + count) * size, draws, ctypes.addressof(out),
             at + (2 * tokens + 2 * count) * size if positions else None, self.config.position_axes if positions else 0,
+            self._embeddings.packed_inputs,
         )  # fmt: skip
         step = Step(
             starts=self._starts.data_ptr(), tables=tables_RW.data_ptr(), table_stride=tables_RW.stride(0),

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from decoder.arena import Arena
 from decoder.arriving import ArrivingWeights
 from decoder.batch import Batch
 from decoder.config import DecoderConfig, DecoderOptions
+from decoder.embedding_table import EmbeddingTable
 from decoder.layers.build import BuiltLayer, Recurrent, build_layers
 from decoder.layers.linear import float_vector, stored_linear
 from decoder.native import native_step
@@ -42,15 +42,16 @@ class HybridModel:
         arriving = ArrivingWeights(config, weights)
         table = arriving.take(["model.embeddings.weight"])["model.embeddings.weight"]
         table = table.dequantise() if isinstance(table, Quantised) else table
-        self.embeddings = table.to(options.device, options.dtype, copy=True)
+        table = table.to(options.device, options.dtype, copy=True)
+        tied = stored_linear(table, None, options, owned=True) if config.tie_word_embeddings else None
+        self.embeddings = EmbeddingTable(table, tied)
         del table
         self.layers: list[BuiltLayer] = build_layers(config, options, arena, arriving)
         self.norm_f = float_vector(arriving.take(["model.norm_f.weight"]), "model.norm_f.weight", options)
         mtp = arriving.take(config.mtp_weights())
         self.mtp_weights = mtp if options.speculative == "mtp" else {}
         """Of heads that predict further tokens, as they came; whoever drafts with them takes them."""
-        head = self.embeddings if config.tie_word_embeddings else arriving.take(["lm_head.weight"])["lm_head.weight"]
-        self.head = stored_linear(head, None, options, owned=config.tie_word_embeddings)
+        self.head = tied or stored_linear(arriving.take(["lm_head.weight"])["lm_head.weight"], None, options)
         arriving.finish()
         self.trunk = Trunk(config, options, self.embeddings, self.layers, self.norm_f, self.head)
         self.native = native_step(self.trunk)
@@ -64,7 +65,7 @@ class HybridModel:
 
     def embed_ids(self, ids_T: Tensor) -> Tensor:
         """`[T, d]`: rows of the table, scaled."""
-        x_TD = F.embedding(ids_T, self.embeddings)
+        x_TD = self.embeddings(ids_T)
         return x_TD if self.config.embedding_scale == 1.0 else x_TD * self.config.embedding_scale
 
     def embed(self, batch: Batch) -> Tensor:

@@ -121,9 +121,14 @@ class NativeStep(Operations):
     def __init__(self, trunk: Trunk) -> None:
         """Raises NativeUnavailable with the reason."""
         super().__init__(trunk.config, trunk.options, trunk.config.mixers)
-        table = Kind.BF16 if trunk.embeddings.dtype == torch.bfloat16 else Kind.F32
         scale = self.config.embedding_scale
-        ops = [Op(Code.EMBED, table, self.config.hidden_size, kv=trunk.embeddings.data_ptr(), scale=scale)]
+        table = trunk.embeddings
+        ops = [
+            Op(
+                Code.EMBED, table.kind, self.config.hidden_size, kv=table.address, kv_stride=table.packed_inputs,
+                scale=scale,
+            )
+        ]  # fmt: skip
         layers: list[_Layer] = []
         for built in trunk.layers:
             begin = len(ops)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from decoder.config import DecoderConfig, DecoderOptions
+from decoder.embedding_table import EmbeddingTable
 from decoder.layers.build import BuiltLayer
 from kernels.linear import Linear
 
@@ -17,7 +18,7 @@ class Trunk:
 
     config: DecoderConfig
     options: DecoderOptions
-    embeddings: Tensor
+    embeddings: EmbeddingTable
     """`[vocab, d]`, in the dtype of the options."""
     layers: list[BuiltLayer]
     norm_f: Tensor

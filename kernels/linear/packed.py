@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.linear.layouts import MOST_INPUTS, MULTIPLIED, STEPS, interleaved, lay_out
 from kernels.linear.quantised import Quantised
 from kernels.native import Activation, Kind, Weight, library
-from kernels.native.structs import GROUP
+from kernels.native.structs import GROUP, PANEL
 
 __all__ = ["MOST_INPUTS", "Packed"]
 
@@ -48,6 +48,11 @@ class Packed:
     def operand_elements(self) -> int:
         """Of 16 bits, or of 32 for float32, that a row takes in the form that it is multiplied in."""
         return self.kpad + {Kind.INT8: 4, Kind.INT4: 4 * (self.kpad // GROUP)}.get(self.kind, 0)
+
+    def rows(self, ids_T: Tensor) -> Tensor:
+        """`[T, k]`: these rows of a weight that is stored in bfloat16."""
+        assert self._layout.stored is Kind.BF16 and not self.descriptor.gated
+        return self._layout.data[ids_T // PANEL, :, ids_T % PANEL].flatten(1)[:, : self.k]
 
     @property
     def nbytes(self) -> int:

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "numbers.h"
+#include "products.h"
 #include "sample.h"
 #include "structs.h"
 
@@ -27,6 +28,7 @@ struct Drafting {  // structs.py mirrors it
     int64_t* out;               // [passes, rows]
     const int64_t* positions;   // [due + passes * rows, axes] of entries, or null
     int64_t axes;
+    int64_t packed_inputs;      // of `embeddings`, as EMBED's
 };
 }
 
@@ -41,7 +43,7 @@ class Pairs {
 
     void embed(int64_t row, int64_t id) const {
         float* to = m_.wide + row * m_.ld;
-        for (int64_t i = 0; i < m_.hidden; i++) to[i] = at(d_.embeddings, id * m_.hidden + i);
+        for (int64_t i = 0; i < m_.hidden; i++) to[i] = at(d_.embeddings, in_table(id, i, m_.hidden, d_.packed_inputs));
     }
     void hidden_of_trunk(int64_t row, int64_t given) {
         for (int64_t i = 0; i < m_.hidden; i++) row_[i] = at(d_.given, given * m_.hidden + i);

@@ -126,13 +126,19 @@ class StepJob : public Job {
   private:
     void embed(const Op& op, int64_t token) const {
         float* x = m_.x + token * m_.hidden;
-        const int64_t from = step_.ids[token] * m_.hidden;
+        const int64_t id = step_.ids[token], from = id * m_.hidden;
         const auto copy = [&](const auto* table) {
 #pragma omp simd
             for (int64_t i = 0; i < m_.hidden; i++) x[i] = load(table + from, i);
         };
-        if (op.kind == BF16) copy(static_cast<const uint16_t*>(op.kv));
-        else copy(static_cast<const float*>(op.kv));
+        if (op.kv_stride) {
+            const uint16_t* table = static_cast<const uint16_t*>(op.kv);
+            for (int64_t i = 0; i < m_.hidden; i++) x[i] = bf16_to_float(table[in_table(id, i, m_.hidden, op.kv_stride)]);
+        } else if (op.kind == BF16) {
+            copy(static_cast<const uint16_t*>(op.kv));
+        } else {
+            copy(static_cast<const float*>(op.kv));
+        }
         if (op.scale == 1.0f) return;
         for (int64_t i = 0; i < m_.hidden; i++) x[i] = op.kind == BF16 ? bf16_to_float(float_to_bf16(op.scale * x[i])) : op.scale * x[i];
     }

@@ -310,6 +310,23 @@ def test_rows_of_one_call_draft_as_many_as_each_wants(counts: list[int]) -> None
     assert not written[others].any()
 
 
+def test_a_head_reads_a_tied_table_out_of_the_packed_projection() -> None:
+    """Drafts of the same weights, tied and not: there the table is a packed weight, here a tensor of its own."""
+    found = []
+    for tied in (True, False):
+        config = tiny_config("M*", num_nextn_predict_layers=1, tie_word_embeddings=tied)
+        weights = dict(random_weights(config, seed=5))
+        weights["lm_head.weight"] = weights["model.embeddings.weight"]
+        given = [(name, weights[name]) for name in config.expected_weights()]
+        options = DecoderOptions(**(BASE | {"native": "on", "dtype": torch.bfloat16}))
+        runner = DecoderRunner(config, options, given)
+        assert bool(runner.model.embeddings.packed_inputs) == tied
+        seen = watch(runner)
+        run(runner, request("a", [5, 9, 33, 64, 90], greedy_params(12, ignore_eos=True)))
+        found.append([(before, drafts) for _, before, drafts in seen])
+    assert found[0] == found[1] and any(drafts for _, drafts in found[0])
+
+
 def test_what_is_missing_is_named() -> None:
     config = tiny_config("M*", num_nextn_predict_layers=1)
     weights = dict(random_weights(config))

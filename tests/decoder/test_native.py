@@ -16,6 +16,7 @@ from decoder.native import NativeStep
 from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
+from kernels.native.structs import Step
 
 pytestmark = needs_compiled
 PROMPTS = [[1, 5, 9, 2], [7] * 21, [3], [4, 8] * 9, [6, 6, 6], [2, 1]]
@@ -206,3 +207,23 @@ def test_a_router_that_gives_no_number_is_seen_in_the_answer(broken: int, groups
             DecoderRunner(config, options, weights.items()), request("a", [3], greedy_params(1, logprobs=0))
         )["a"]
         assert event.logprob is not None and event.logprob != event.logprob, mode
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("hidden", [32, 33])
+def test_a_tied_table_is_the_packed_projection(hidden: int, dtype: torch.dtype) -> None:
+    """Its rows are those of the table that came; a step that embeds in compiled code reads the same ones."""
+    config = tiny_config(pattern="M*-", hidden_size=hidden, tie_word_embeddings=True, vocab_size=197)
+    options = DecoderOptions(max_seqs=8, max_len=64, page_size=4, native="on", dtype=dtype)
+    runner = DecoderRunner(config, options, random_weights(config))
+    model = runner.model
+    assert model.native is not None and model.embeddings.packed_inputs == (hidden + hidden % 2) * (
+        dtype == torch.bfloat16
+    )
+    table = dict(random_weights(config))["model.embeddings.weight"].to(dtype)
+    assert torch.equal(model.embed_ids(torch.arange(197)), table)
+    assert model.native.max_singles > 0
+    ids = torch.tensor([0, 63, 64, 130, 196])
+    step = Step(tokens=5, ids=ids.data_ptr())
+    model.native.run(range(1), step)
+    assert torch.equal(model.native.x[:5], table[ids].float())
