@@ -21,7 +21,7 @@ from kernels.streams import behind, mark, on, side_stream
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter, not a GPU")
 SMALL: dict[str, Any] = {"count": 2, "output": 9, "max_seqs": 2, "max_batched_tokens": 16, "native": "off"}
-MODELS: dict[str, dict[str, Any]] = {"plain": {"pattern": "M*E"}, "delta": {"config": gated_config("G*-")}}
+MODELS: dict[str, dict[str, Any]] = {"plain": {"pattern": "M*E"}, "delta": {"config": gated_config("G*-", mtp=True)}}
 """With the gated delta rule, attention is gated, normed and has the positions of images."""
 
 
@@ -38,19 +38,28 @@ def on_the_host(model: str) -> Answers:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, about what padding holds
-@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
-    ("options", "replayed"),
+    ("model", "options", "replayed"),
     [
-        pytest.param({"state_cache": "all"}, {"replays_decode", "replays_mixed"}, id="checkpoints"),
+        *(
+            pytest.param(model, {"state_cache": "all"}, {"replays_decode", "replays_mixed"}, id=f"{model}-checkpoints")
+            for model in MODELS
+        ),
         pytest.param(
+            "plain",
             {"state_cache": "auto", "speculative": "ngram", "draft_tokens": 2, "spec_state": "replay"},
             {"replays_verify", "replays_mixed"},
-            id="drafts",
+            id="plain-drafts",
+        ),
+        pytest.param(
+            "delta",
+            {"state_cache": "auto", "speculative": "mtp", "draft_tokens": 2, "spec_state": "replay"},
+            {"replays_verify", "replays_mixed"},
+            id="delta-heads",
         ),
     ],
 )
-def test_decoder(options: dict[str, Any], replayed: set[str], model: str) -> None:
+def test_decoder(model: str, options: dict[str, Any], replayed: set[str]) -> None:
     expected = on_the_host(model)
     with pretended():
         found = answers(
