@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,7 +31,7 @@ from service.model.cache import (
     repository_of,
     resolve_model,
 )
-from service.model.download_progress import NoBar, Progress, size
+from service.model.download_progress import NoBar, Progress, Stopped, size
 from service.model.modelconfig import load_config
 
 if TYPE_CHECKING:
@@ -160,6 +160,8 @@ class _Download:
         self.commit = info.sha or ""
         check_revision(self.commit)
         names = [file.rfilename for file in info.siblings or ()]
+        if info.siblings is None:  # as some mirrors answer
+            names = self._ask(lambda: self._api.list_repo_files(self.model, revision=self.commit))
         snapshot = self.repository / "snapshots" / self.commit
         small = [name for name in names if name.endswith(SMALL) and "/" not in name]
         if "config.json" not in small:
@@ -209,18 +211,14 @@ class _Download:
         with Progress(self.model, sum(file.size for file in files)) as progress, ThreadPoolExecutor(WORKERS) as pool:
             runs = [pool.submit(self._fetch_file, file, progress) for file in files]
             try:
-                for run in runs:
-                    run.result()
-            except BaseException:
+                wait(runs, return_when=FIRST_EXCEPTION)
+            finally:  # after an interruption as well; nobody is left where all is well
                 progress.stopping = True
                 for run in runs:
                     run.cancel()
-                # The failure, rather than that others were stopped for it.
-                pool.shutdown(wait=True)
-                for failure in (run.exception() for run in runs if run.done() and not run.cancelled()):
-                    if isinstance(failure, CheckpointError):
-                        raise failure from None
-                raise
+        failures = [error for run in runs if not run.cancelled() and (error := run.exception())]
+        for failure in sorted(failures, key=lambda error: isinstance(error, Stopped)):
+            raise failure
 
     def _file(self, name: str) -> _File:
         from huggingface_hub import get_hf_file_metadata
@@ -279,6 +277,7 @@ class _Download:
 
         failures = 0
         while (there := stream.tell()) < file.size:
+            progress.add(0)  # so that one that was to stop does not begin again
             try:
                 self._receive_from(there, file, stream, progress)
             except httpx2.TransportError:
@@ -346,7 +345,7 @@ class _Download:
             raise CheckpointError(f"{self.model!r} on {self.endpoint} has no revision {self.revision!r}") from None
         except errors.HfHubHTTPError as error:
             raise self._refused(error.response.status_code, error) from None
-        except (httpx2.HTTPError, errors.LocalEntryNotFoundError) as error:
+        except (httpx2.HTTPError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
             cause = error if error.__cause__ is None else error.__cause__
             if isinstance(cause, errors.HfHubHTTPError):
                 raise self._refused(cause.response.status_code, cause) from None

@@ -33,6 +33,8 @@ class HubServer:
         """Bytes of a weight file's body after which the connection is closed."""
         self.hold_after: int | None = None
         """Bytes of a weight file's body after which the rest is kept back until `go` is set."""
+        self.hold_only = ""
+        """Only of files of this ending."""
         self.go = threading.Event()
         self.ranges = True
         """False: a server that sends whole files only."""
@@ -142,7 +144,9 @@ class _Handler(BaseHTTPRequestHandler):
             status, start = 206, int(asked.removeprefix("bytes=").rstrip("-"))
             common["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         cut = hub.cut_after if weights else None
-        self._answer(status, common, content[start:], cut, hub.hold_after if weights else None)
+        self._answer(
+            status, common, content[start:], cut, hub.hold_after if weights and file.endswith(hub.hold_only) else None
+        )
 
     def _answer(
         self, status: int, headers: dict[str, str] | None = None, body: bytes = b"", cut: int | None = None,

@@ -142,6 +142,29 @@ def test_what_arrives_damaged_is_not_kept(hub: HubServer, tiny: Path) -> None:
     assert (fetch(MODEL) / shards(tiny)[0]).read_bytes() == content
 
 
+def test_a_file_that_fails_stops_the_others(hub: HubServer, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first never comes to its end; the second is damaged."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 2)
+    first, second = shards(tiny)
+    hub.hold_after, hub.hold_only = 20_000, first
+    blobs = downloads.repository_of(MODEL) / "blobs"
+    blobs.mkdir(parents=True)
+    digest = hashlib.sha256((tiny / second).read_bytes()).hexdigest()
+    (blobs / f"{digest}.incomplete").write_bytes(bytes(100))
+    with pytest.raises(CheckpointError, match=f"{second} of .* arrived damaged"):
+        fetch(MODEL)
+    assert len(hub.fetched(first)) <= 1
+    assert [path.stat().st_size for path in blobs.glob("*.incomplete")] in ([0], [20_000])  # as far as it had come
+
+
+def test_a_library_that_was_told_to_be_offline_is_a_hub_out_of_reach(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match="cannot be reached .* run `hf download some/model`"):
+        fetch(MODEL)
+
+
 def test_a_model_that_is_not_served_is_refused_before_its_weights_are_fetched(hub: HubServer) -> None:
     config = json.loads(hub.repositories[MODEL].files["config.json"])
     hub.repositories[MODEL].files["config.json"] = json.dumps({**config, "model_type": "gpt17"}).encode()
