@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from encoder.images import RGB
@@ -118,24 +117,13 @@ def cut_blocks(pixels_HWC: torch.Tensor, patch_size: int, merge: int) -> torch.T
     return torch.from_numpy(blocks).view(-1, channels * patch_size**2)
 
 
-@lru_cache(maxsize=8)
-def _scaled(mean: tuple[float, ...], std: tuple[float, ...]) -> torch.Tensor:
-    """`[3, 256]` float32: what each byte of each channel becomes, rounded where the released processor rounds."""
-    import numpy as np
-    import torch
-
-    scaled = (np.arange(256, dtype=np.float64) * (1 / 255)).astype(np.float32)
-    table = (scaled - np.array(mean, np.float32)[:, None]) / np.array(std, np.float32)[:, None]
-    return torch.from_numpy(table.astype(np.float32))
-
-
 def normalised(patches_TP: torch.Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> torch.Tensor:
-    """uint8 patches `[T, 3 * n]`, channel by channel, in the tower's scale: float32, on their device, new memory."""
+    """uint8 patches `[T, 3 * n]`, channel by channel, in the tower's scale: float32, on their device, new memory.
+
+    The released processor multiplies with 1/255 in float64 and rounds: of each byte the same number as a division here.
+    """
     import torch
 
-    planes_TCN = patches_TP.view(patches_TP.shape[0], RGB, -1)
-    table = _scaled(mean, std).to(patches_TP.device)
-    out = torch.empty(planes_TCN.shape, dtype=torch.float32, device=patches_TP.device)
-    for channel in range(RGB):
-        out[:, channel] = table[channel][planes_TCN[:, channel].int()]
-    return out.view(patches_TP.shape)
+    planes_TCN = patches_TP.view(patches_TP.shape[0], RGB, -1).to(torch.float32).div_(255.0)
+    mean_C1, std_C1 = (torch.tensor(values, device=patches_TP.device)[:, None] for values in (mean, std))
+    return planes_TCN.sub_(mean_C1).div_(std_C1).view(patches_TP.shape)
