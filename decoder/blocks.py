@@ -203,14 +203,14 @@ class SuperblockPool:
 
     def retain_slot(self, slot: int) -> None:
         """One more reference."""
-        assert slot < 0 or slot in self._held.slots, f"nobody has slot {slot}"
+        assert slot < 0 or slot in self._held.slots, f"slot {slot} has no references"
         self._held.add(slots=(slot,))
         self.needed.add(slots=(slot,))
 
     def retain_pages(self, pages: Iterable[int], *, ceded: bool = False) -> None:
         """One more reference to each; `ceded`: one that is ceded from the start."""
         pages, held = list(pages), self._held.pages
-        assert all(page in held for page in pages), f"somebody must have each of the pages {pages}"
+        assert all(page in held for page in pages), f"each of the pages {pages} must have references"
         self._held.add(pages=pages)
         if not ceded:
             self.needed.add(pages=pages)

@@ -119,7 +119,7 @@ def _add_batch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "batch",
         help="answer a JSONL file of requests",
         description="Answers a file in OpenAI's batch format (a chat completion request in each line) into another. "
-        "Started again after any interruption it goes on where it was. Exit code 0: each row has its answer; 1: some "
+        "Started again after any interruption it continues. Exit code 0: each row has its answer; 1: some "
         "rows are errors; 2: it could not be done. The last line on stdout is a summary in JSON.",
     )
     batch.add_argument("input", metavar="IN.jsonl", help="images may be named by paths inside its folder")
@@ -129,7 +129,7 @@ def _add_batch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     batch.add_argument("--concurrency", type=int, default=32, metavar="N", help="requests in flight (default: 32)")
     batch.add_argument("--ordered", action="store_true", help="answers in the order of the requests")
     batch.add_argument("--max-errors", type=int, metavar="N", help="stop after more than N error rows")
-    batch.add_argument("--max-retries", type=int, default=8, metavar="N", help="of a row, while nobody answers")
+    batch.add_argument("--max-retries", type=int, default=8, metavar="N", help="of a row, while no server answers")
     batch.add_argument("--timeout", type=float, metavar="SECONDS", help="for each row (default: 600)")
     batch.add_argument("--any-model", action="store_true", help="answer rows that name another model, too")
     batch.add_argument("--strict", action="store_true", help="refuse the file if an image that it names cannot be read")

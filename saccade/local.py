@@ -66,7 +66,6 @@ class LocalClient(Methods):
     @property
     def batches(self) -> NoReturn:
         raise Unimplemented(
-            "LocalClient.batches: batches that go on by themselves are a server's, see saccade.Client; here use "
-            "run_batch",
+            "LocalClient.batches: only a server processes batches by itself, see saccade.Client; here use run_batch",
             reason="UNIMPLEMENTED",
         )

@@ -148,7 +148,7 @@ class Download:
         try:
             self.file: BinaryIO = open(self.path, "ab" if resume else "xb")
         except OSError as error:
-            hint = "; resume=True goes on behind what is there" if isinstance(error, FileExistsError) else ""
+            hint = "; resume=True continues it" if isinstance(error, FileExistsError) else ""
             raise FailedPrecondition(f"cannot write {str(self.path)!r}: {error.strerror}{hint}") from error
         self.offset = self.file.seek(0, os.SEEK_END)
 

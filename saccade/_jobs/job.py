@@ -220,7 +220,7 @@ class BatchJob:
         self._unreachable = self._unreachable + 1 if isinstance(result, errors.Unavailable | errors.Overloaded) else 0
         if isinstance(result, SaccadeError) and self._unreachable > self.options.concurrency:
             raise Unavailable(
-                f"the last {self._unreachable} rows found nobody to answer them: {result.message}",
+                f"the last {self._unreachable} rows could not be sent to any server: {result.message}",
                 reason=result.reason or "BATCH_UNREACHABLE", retryable=True,
             ) from result  # fmt: skip
 

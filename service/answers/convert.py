@@ -83,7 +83,7 @@ def spec_from_proto(request: inference_pb2.GenerateRequest) -> GenerateSpec:
 def _request_id(given: str) -> str:
     if len(given) > MAX_REQUEST_ID:
         raise errors.InvalidArgument(
-            f"request_id has {len(given)} characters; at most {MAX_REQUEST_ID} are taken", field="request_id"
+            f"request_id has {len(given)} characters; at most {MAX_REQUEST_ID} are allowed", field="request_id"
         )
     return given or secrets.token_hex(8)
 

@@ -86,7 +86,7 @@ class EngineOptions:
     draft_tokens: int = _option(3, "drafts of one step and request, at most 15", minimum=1)
     spec_state: str = _option(
         "replay",
-        "how a state is taken back behind a refused draft: replay = one slot and the last inputs, slots = a slot for "
+        "how a state is restored after a rejected draft: replay = one slot and the last inputs, slots = a slot for "
         "each token of a step",
         choices=("replay", "slots"),
     )
@@ -122,7 +122,7 @@ class EngineOptions:
         None, "images of one encoder batch; unset: as many as the budgets allow", minimum=1
     )
     encoder_step_tokens: int | None = _option(
-        None, "image tokens the encoder takes on at a time; unset: the largest legal image", minimum=1
+        None, "image tokens that the encoder encodes in one step; unset: the largest legal image", minimum=1
     )
     encoder_turn: float | None = _option(
         None,
@@ -178,7 +178,7 @@ class EngineOptions:
             raise ConfigError(f"encoder_process: it would have nothing to do in --role {self.role}")
         if self.encoder_turn is not None and (self.encoder_process or self.role != "all"):
             where = "with --encoder-process" if self.encoder_process else f"by --role {self.role}"
-            raise ConfigError(f"encoder_turn: {self.encoder_turn:g} would not be used {where}: nobody takes turns")
+            raise ConfigError(f"encoder_turn: {self.encoder_turn:g} would not be used {where}: the two share no loop")
         for address in self.encoders:
             if not re.fullmatch(r".+:\d+", address):
                 raise ConfigError(f"encoders: {address!r} is not HOST:PORT")

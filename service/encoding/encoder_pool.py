@@ -54,7 +54,7 @@ class Link(Protocol):
         """Why it does not."""
 
     @property
-    def under_way(self) -> int:
+    def in_progress(self) -> int:
         """Image tokens that have been sent and whose rows have not come back."""
 
     @property
@@ -126,8 +126,8 @@ class EncoderPool:
     def stats(self) -> dict[str, Any]:
         with self._lock:
             own: dict[str, Any] = dict(self._counts)
-            under_way, late = len(self._given), set(self._late)
-        own["under_way_now"] = under_way
+            in_progress, late = len(self._given), set(self._late)
+        own["under_way_now"] = in_progress
         own["encoders"] = {
             link.name: {**link.stats(), "up_now": float(link.alive), "late_now": float(link.name in late)}
             for link in self.links
@@ -161,10 +161,10 @@ class EncoderPool:
 
     def lost(self, link: Link, works: Sequence[Work], reason: str) -> None:
         if works:
-            log.warning("encoder %s is gone with %d images under way: %s", link.name, len(works), reason)
+            log.warning("encoder %s is lost with %d images in progress: %s", link.name, len(works), reason)
         for work in works:
             self._end(link, work, "lost")
-            self._handoff.retry(work, EncodingFailed(f"encoder {link.name} is gone: {reason}"))
+            self._handoff.retry(work, EncodingFailed(f"encoder {link.name} is lost: {reason}"))
         self._wake.set()
 
     def changed(self, link: Link) -> None:
@@ -259,4 +259,4 @@ class EncoderPool:
         return [link for link in self.links if link.alive and link.name not in late]
 
     def _with_room(self) -> list[Link]:
-        return [link for link in self._usable() if link.under_way < DEPTH * self._step_tokens]
+        return [link for link in self._usable() if link.in_progress < DEPTH * self._step_tokens]

@@ -77,7 +77,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             self.sessions.discard(session)
             if not self.sessions:
                 self.idle.set()
-            log.info("the decoder at %s is gone", context.peer())
+            log.info("the decoder at %s has disconnected", context.peer())
 
     def _check_room(self) -> None:
         """Raises Unavailable where no further decoder is accepted."""
@@ -101,8 +101,8 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             session.put(Response(draining=True))
 
     @property
-    def under_way(self) -> int:
-        return sum(session.under_way for session in self.sessions)
+    def in_progress(self) -> int:
+        return sum(session.in_progress for session in self.sessions)
 
 
 @dataclass
@@ -129,7 +129,7 @@ class _Session:
         self._outgoing: list[encoder_pb2.AttachResponse] = []
 
     @property
-    def under_way(self) -> int:
+    def in_progress(self) -> int:
         return len(self._arriving) + len(self._leases)
 
     def put(self, response: encoder_pb2.AttachResponse) -> None:
@@ -154,7 +154,7 @@ class _Session:
 
     def _begin(self, item: encoder_pb2.EncodeItem) -> None:
         if item.ticket in self._arriving or item.ticket in self._leases:
-            raise errors.InvalidArgument(f"ticket {item.ticket} is under way", field="item.ticket")
+            raise errors.InvalidArgument(f"ticket {item.ticket} is in use", field="item.ticket")
         try:
             pixels = empty_pixels(item, self._window)
         except ValueError as error:

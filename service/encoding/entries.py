@@ -190,7 +190,7 @@ class Entries:
             self.counters["late"] += 1
             return None
         entry = self.by_key[work.key]
-        assert entry.writer is work, f"the end of writing {work.ticket}, which is not under way"
+        assert entry.writer is work, f"the end of writing {work.ticket}, which is not in progress"
         entry.writer = entry.expires = None
         return entry
 
@@ -205,7 +205,7 @@ class Entries:
         if not entry.leases:
             self.drop(entry)
         elif entry.attempts >= MAX_ATTEMPTS:
-            self.fail(entry, EncodingFailed(f"{entry.attempts} attempts at the image came to nothing: {error}"))
+            self.fail(entry, EncodingFailed(f"{entry.attempts} attempts to encode the image have failed: {error}"))
         else:
             self.counters["retries"] += 1
 
@@ -293,7 +293,7 @@ class Entries:
             assert entry.expires is None or entry.writer is not None, "a lease without a writer"
             assert (entry in self.waiting) == (entry.state is EntryState.WAITING), entry.state
             assert (entry.key in self.cached) == (entry.state is EntryState.READY and not entry.leases)
-            assert entry.leases or entry.state in (EntryState.READY, EntryState.WRITING), "an entry nobody wants"
+            assert entry.leases or entry.state in (EntryState.READY, EntryState.WRITING), "an entry without leases"
         written = {id(e.rows) for e in self.by_key.values() if e.rows is not None}
         assert not written & {id(w.rows) for w in self.quarantined.values()}, "quarantined space is in use"
         if idle:

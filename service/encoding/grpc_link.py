@@ -90,14 +90,14 @@ class GrpcLink:
         return "" if self.alive else self._reason
 
     @property
-    def under_way(self) -> int:
+    def in_progress(self) -> int:
         session = self._session
-        return session.under_way if session is not None else 0
+        return session.in_progress if session is not None else 0
 
     @property
     def load(self) -> int:
         session = self._session
-        return max(session.under_way, session.elsewhere) if session is not None else 0
+        return max(session.in_progress, session.elsewhere) if session is not None else 0
 
     def start(self, owner: LinkOwner) -> None:
         self._thread = threading.Thread(target=self._loop, args=(owner,), name=f"saccade-link-{self.name}", daemon=True)
@@ -128,7 +128,7 @@ class GrpcLink:
             "connections": counts["connections"],
             "sent_pixel_bytes_total": counts["sent_pixel"],
             "received_row_bytes_total": counts["received_row"],
-            "under_way_tokens_now": self.under_way,
+            "under_way_tokens_now": self.in_progress,
         }
 
     def close(self) -> None:
@@ -269,7 +269,7 @@ class _Session:
         self._cancels: deque[int] = deque()
 
     @property
-    def under_way(self) -> int:
+    def in_progress(self) -> int:
         """Image tokens in progress."""
         with self._changed:
             return sum(work.image.tokens for work in self._works.values())

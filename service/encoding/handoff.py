@@ -205,8 +205,8 @@ class Handoff:
         many calls as images wait, one of them is the next that some request reads.
         """
         with self._lock:
-            under_way = (EntryState.RESERVED, EntryState.WRITING)
-            if not self._held.waiting or any(e.state in under_way for e in self._held.by_key.values()):
+            in_progress = (EntryState.RESERVED, EntryState.WRITING)
+            if not self._held.waiting or any(e.state in in_progress for e in self._held.by_key.values()):
                 return False
             wanted = self._held.waiting[0]
             if wanted.tokens * self._held.row_bytes > self.capacity_bytes - self._held.quarantined_bytes():

@@ -59,7 +59,7 @@ def empty_pixels(message: encoder_pb2.EncodeItem, limit: int) -> torch.Tensor:
         raise ValueError(f"pixels of type {message.dtype!r}; known are {', '.join(DTYPE_BYTES)}")
     size = math.prod(message.shape) * DTYPE_BYTES[message.dtype]
     if not 0 < size <= limit:
-        raise ValueError(f"{size} bytes of pixels, where from 1 to {limit} can be under way")
+        raise ValueError(f"{size} bytes of pixels, where from 1 to {limit} can be in progress")
     return torch.empty(tuple(message.shape), dtype=getattr(torch, message.dtype))
 
 

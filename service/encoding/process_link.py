@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 30.0
 ALIGNMENT = 64
-MAX_UNDER_WAY = 64
+MAX_IN_PROGRESS = 64
 """Images that may be in the process: their messages fit the socket's buffer, so that a process that hangs blocks
 nobody."""
 
@@ -79,11 +79,11 @@ class ProcessLink:
         return "" if self.alive else self._reason
 
     @property
-    def under_way(self) -> int:
+    def in_progress(self) -> int:
         with self._lock:
             return sum(work.image.tokens for work in self._works.values())
 
-    load = under_way
+    load = in_progress
 
     def start(self, owner: LinkOwner) -> None:
         """Starts the process. Raises ConfigError with its message where it refuses the options."""
@@ -160,7 +160,7 @@ class ProcessLink:
 
     def _place(self, work: Work) -> bool:
         """Copies the pixels to a segment and tells the encoder. False where no segment is free."""
-        if len(self._segments) >= MAX_UNDER_WAY:
+        if len(self._segments) >= MAX_IN_PROGRESS:
             return False
         pixels, offset = work.image.patches, _rows_offset(work)
         taken = self._pool.take(offset + work.rows.numel() * work.rows.itemsize)

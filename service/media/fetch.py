@@ -157,7 +157,7 @@ class Fetcher:
                         reason="MEDIA_FETCH_FAILED",
                     )  # fmt: skip
                 if response.headers.get("content-encoding", "identity") != "identity":
-                    raise _failed(source, "it comes compressed, which nobody asked for")
+                    raise _failed(source, "the response is compressed, which was not asked for")
                 announced = response.headers.get("content-length", "")
                 if announced.isdecimal() and int(announced) > most:
                     raise _too_large(source, int(announced), most)

@@ -167,7 +167,7 @@ class EncoderServer:
         servicer = self._servicer
         return {
             "attached_decoders": len(servicer.sessions) if servicer else 0,
-            "images_in_progress": servicer.under_way if servicer else 0,
+            "images_in_progress": servicer.in_progress if servicer else 0,
         }
 
 

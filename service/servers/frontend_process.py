@@ -129,7 +129,7 @@ async def serve(connection: Connection, options: ServerOptions, info: EngineInfo
 
 def _orphaned() -> None:
     """Ends the process at once: without the hub there is no engine."""
-    log.error("the hub is gone")
+    log.error("the hub has ended")
     os._exit(1)
 
 

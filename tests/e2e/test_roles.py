@@ -256,7 +256,7 @@ def test_a_pruned_clip_brings_its_counts_back(model: Path, near: RunningEncoder)
         lease.release()
 
 
-def test_images_go_where_least_is_under_way_and_stay_when_one_stops(model: Path, near: RunningEncoder) -> None:
+def test_images_go_where_least_is_in_progress_and_stay_when_one_stops(model: Path, near: RunningEncoder) -> None:
     with RunningEncoder(str(model)) as other, Pool(model, near, other) as pool:
         leases = [pool.lease(i, pool.image(i)) for i in range(60)]
         while pool.encoders.stats()["given"] < 2:

@@ -28,12 +28,12 @@ class FakeLink:
         self.abandoned = self.closed = 0
 
     @property
-    def under_way(self) -> int:
+    def in_progress(self) -> int:
         return sum(work.image.tokens for work in self.works)
 
     @property
     def load(self) -> int:
-        return self.under_way + self.elsewhere
+        return self.in_progress + self.elsewhere
 
     def start(self, owner: LinkOwner) -> None:
         self.owner = owner
@@ -90,12 +90,12 @@ def test_the_encoder_with_the_least_to_do_gets_the_next_image() -> None:
     pool.check_integrity()
 
 
-def test_so_much_is_under_way_in_one_encoder_and_the_rest_waits_where_the_most_urgent_goes_first() -> None:
+def test_so_much_is_in_progress_in_one_encoder_and_the_rest_waits_where_the_most_urgent_goes_first() -> None:
     link = FakeLink("one")
     pool, handoff = make(link)
     leases = ask(handoff, "abcde")
     pool._give()
-    assert link.under_way == DEPTH * 10 and link.keys == [b"a", b"b"]
+    assert link.in_progress == DEPTH * 10 and link.keys == [b"a", b"b"]
     handoff.lease(b"z", image(10), "r", priority=9)
     link.write()
     assert leases[0].ready and handoff.stats()["reserved"] == 4
@@ -162,7 +162,7 @@ def test_what_nobody_waits_for_any_more_is_taken_back() -> None:
     handoff.check_integrity(idle=True)
 
 
-def test_what_was_under_way_in_an_encoder_that_died_is_taken_by_another() -> None:
+def test_what_was_in_progress_in_an_encoder_that_died_is_taken_by_another() -> None:
     dead, other = FakeLink("dead"), FakeLink("other", elsewhere=100)
     pool, handoff = make(dead, other)
     leases = ask(handoff, "ab")

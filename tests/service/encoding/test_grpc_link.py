@@ -47,7 +47,7 @@ def test_a_revocation_reaches_the_encoder() -> None:
     for work in (whole, large, last):
         assert session.add(work, None)
     assert [told(next(messages)) for _ in range(4)] == [("item", 1), ("pixels", 1), ("item", 2), ("pixels", 2)]
-    assert session.revoke(large) and session.revoke(whole) and session.under_way == last.image.tokens
+    assert session.revoke(large) and session.revoke(whole) and session.in_progress == last.image.tokens
     assert [told(next(messages)) for _ in range(4)] == [("cancel", 2), ("cancel", 1), ("item", 3), ("pixels", 3)]
     assert counts["sent_pixel"] == 2 * SMALL + PIECE_BYTES
     assert not session.revoke(large), "it has ended, and is told of by somebody else"
@@ -61,7 +61,7 @@ def test_what_was_never_sent_needs_no_cancellation() -> None:
     for work in (first, second, third):
         session.add(work, None)
     assert [told(next(messages)) for _ in range(2)] == [("item", 1), ("pixels", 1)]
-    assert session.revoke(second) and session.under_way == 2
+    assert session.revoke(second) and session.in_progress == 2
     session.credit(SMALL, 0)
     assert [told(next(messages)) for _ in range(2)] == [("item", 3), ("pixels", 3)]
     session.shut()
@@ -94,7 +94,7 @@ def test_rows_of_what_was_revoked_are_not_written() -> None:
     session.write(1, row[4:])
     assert revoked.rows.tolist() == [[1.0, 0.0]] and kept.rows.tolist() == [[1.0, 1.0]]
     assert session.finish(2) is None and session.drop(2) is None
-    assert session.finish(1) is kept and session.finish(1) is None and session.under_way == 0
+    assert session.finish(1) is kept and session.finish(1) is None and session.in_progress == 0
 
 
 def test_an_encoder_that_sends_too_little_or_too_much_is_not_believed() -> None:
@@ -119,7 +119,7 @@ def test_an_encoder_that_drains_keeps_what_it_has_been_sent() -> None:
     assert session.finish(1) is sent and session.end() == []
 
 
-def test_a_connection_that_ends_takes_with_it_what_was_under_way() -> None:
+def test_a_connection_that_ends_takes_with_it_what_was_in_progress() -> None:
     session, _, _ = opened(1 << 20)
     works = [work_for(1), work_for(2)]
     for work in works:

@@ -300,7 +300,7 @@ def test_a_writer_that_is_over_twice_is_a_bug() -> None:
     handoff.lease(b"a", image(6), "r1")
     (work,) = handoff.take()
     handoff.publish([work])
-    with pytest.raises(AssertionError, match="not under way"):
+    with pytest.raises(AssertionError, match="not in progress"):
         handoff.publish([work])
 
 
