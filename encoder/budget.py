@@ -80,12 +80,12 @@ def token_ladder(lo: int, hi: int) -> list[int]:
 def resolve_budgets(
     lo: int, hi: int, *, token_budgets: Sequence[int] | None = None, max_images: int | None = None
 ) -> EncoderBudgets:
-    """Budgets and images per batch for tokens in `[lo, hi]`, from what the user gave.
+    """Resolves budgets and images per batch for tokens in `[lo, hi]`, from the user's options.
 
     Given budgets are sorted and merged; a given `max_images` is kept. What is not given is derived: the ladder starts
     at `max(lo, max_images)`, and `max_images` is how many of the smallest images the largest step holds, at most the
-    smallest budget. Raises `ValueError` naming both numbers unless `0 < lo <= hi`, every budget is in `1..hi` and
-    `1 <= max_images <= min(budgets)`.
+    smallest budget. Raises `ValueError` naming both numbers unless `0 < lo <= hi`, every budget is in `1..hi` and `1 <=
+    max_images <= min(budgets)`.
     """
     _check_range(lo, hi)
     if max_images is not None and max_images < 1:

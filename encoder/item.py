@@ -140,7 +140,8 @@ class ItemLayout:
 
 @dataclass(frozen=True)
 class ItemDescription(ItemLayout):
-    """An item without its patches, as it crosses between processes and hosts; they travel as bytes beside it."""
+    """An item without its patches, as it is sent between processes and hosts; the patches are sent as bytes beside
+    it."""
 
     width: int
     """Numbers in a patch."""
@@ -172,7 +173,7 @@ class ItemDescription(ItemLayout):
 
 @dataclass(frozen=True)
 class EncoderItem(ItemLayout):
-    """One image or clip, ready for the tower. Raises `ValueError` for patches that are not those of the sequences."""
+    """One image or clip, ready for the tower. Raises `ValueError` for patches that do not fit the sequences."""
 
     patches: torch.Tensor
     """`[num_patches, width]`: one sequence after the other, in `order` inside."""
@@ -195,7 +196,7 @@ class EncoderItem(ItemLayout):
 
     @property
     def description(self) -> ItemDescription:
-        """All but the patches."""
+        """The description without the patches."""
         dtype = str(self.patches.dtype).removeprefix("torch.")
         return ItemDescription(width=self.patches.shape[1], dtype=dtype, **_layout(self))
 

@@ -1,4 +1,4 @@
-"""The sequences of one kind of item: their graphs, which of them pay, and their eager path."""
+"""The sequences of one kind of item: their graphs, which of them are used, and the eager path."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ EAGER_TOKENS_ON_CPU = 512
 
 
 class Lane:
-    """Runs packed batches of one kind. Without an arena it is eager, for the reason given."""
+    """Runs packed batches of one kind. Without an arena it is eager, for the given reason."""
 
     def __init__(
         self, tower: Tower, budgets: EncoderBudgets, positions: PositionCache, *, kind: str,
         arena: EncoderArena | None, eager_reason: str = "", calibrate: bool = False,
     ) -> None:  # fmt: skip
-        """`calibrate`: time each graph against eager and keep those that win; else every graph is used."""
+        """`calibrate`: measure each graph against eager and keep those that are faster; else every graph is used."""
         assert arena is not None or eager_reason
         self.tower, self.kind = tower, kind
         self.verdicts: dict[int, Verdict] = {}
@@ -120,7 +120,7 @@ class Lane:
         )
 
     def close(self) -> None:
-        """Tear the graphs down; idempotent."""
+        """Destroys the graphs; idempotent."""
         if self.graphs is not None:
             self.graphs.close()
             self.graphs = None

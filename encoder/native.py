@@ -40,8 +40,8 @@ ACTIVATIONS = {
 
 
 def runs_compiled(sizes: ViTSizes, dtype: torch.dtype, device: torch.device, mode: str) -> bool:
-    """Whether such a tower runs in compiled code; a line in the log where it might have. `ValueError` where it must
-    (`mode` "on") and cannot."""
+    """Whether such a tower runs in compiled code; logs the reason where it could have and does not. `ValueError` where
+    it must (`mode` "on") and cannot."""
     if mode == "off":
         return False
     try:
@@ -86,7 +86,8 @@ class NativeViT:
         self._rotates = rotation_width(vit.sizes) > 0
         self._library = library()
         self.on_operation: Callable[[TowerOp, TowerStep, float], None] | None = None
-        """For measurements: operations then run one at a time, and this hears of each, its launch and its seconds."""
+        """For measurements: operations then run one at a time, and this is called with each, its launch and its
+        seconds."""
         self._kept: list[object] = []
         """What the operations point to."""
         self._kind = Kind.BF16 if vit.dtype == torch.bfloat16 else Kind.F32

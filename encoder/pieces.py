@@ -11,7 +11,7 @@ Pieces = Generator[None, None, T]
 
 
 def finish(pieces: Pieces[T]) -> T:
-    """The result, without leaving."""
+    """Runs a generator to its end and returns the result."""
     while True:
         try:
             next(pieces)

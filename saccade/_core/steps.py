@@ -1,7 +1,7 @@
-"""What a method asks of whoever carries it out, written once for all clients.
+"""The actions that a method yields, written once for all clients.
 
-A method is a generator. It yields actions and is sent what came of each; what an action raises is raised where it was
-yielded. `Steps` yield whole calls, as if none could fail for a moment; `with_retries` makes `Actions` of them, each of
+A method is a generator. It yields actions and is sent their results; the error of an action is raised where it was
+yielded. `Steps` yield whole calls, as if none could fail temporarily; `with_retries` turns them into `Actions`, each of
 which is one attempt or one wait.
 """
 
@@ -19,22 +19,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a service. `message` of a call whose request is a stream is a function that makes its messages
-    anew."""
+    """One call of a service. For a call whose request is a stream, `message` is a function that makes its messages,
+    called again for each attempt."""
 
     service: str
     method: str
     message: Any
     give_up: frozenset[str] = frozenset()
-    """Reasons of errors that are not to be tried again: the caller has something better to do."""
+    """Reasons of errors that are not retried: the caller handles them in another way."""
 
     @property
     def request_id(self) -> str:
-        """The id under which the server keeps the request while it works on it; empty if it keeps none."""
+        """The id under which the server registers the request while it runs; empty if it registers none."""
         return str(getattr(self.message, "request_id", ""))
 
     def judged(self, error: SaccadeError) -> SaccadeError:
-        """Raises an error that is to be given up."""
+        """Returns the error if it may be retried; raises it otherwise."""
         if error.reason in self.give_up:
             raise error from error.__cause__
         return error
@@ -51,13 +51,12 @@ class Send:
 
 @dataclass(frozen=True)
 class Open:
-    """Starts an attempt of a call that is answered with a stream, in place of the one that was open. Raises
-    SaccadeError."""
+    """Starts an attempt of a call that is answered with a stream; an open stream is closed. Raises SaccadeError."""
 
     call: Call
     timeout: float | None
     request_id: str = ""
-    """What to name in errors."""
+    """The request id that errors name."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +69,14 @@ class Receive:
 
 @dataclass(frozen=True)
 class Wait:
-    """Lets this many seconds pass. Raises Cancelled if the call is ended meanwhile."""
+    """Waits for this many seconds. Raises Cancelled if the call is cancelled meanwhile."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class Do:
-    """Calls a function that reads files or encodes images, for which an event loop has no time. The result is what it
+    """Calls a function that would block an event loop, such as reading files or encoding images. The result is what it
     returns."""
 
     function: Callable[[], Any]
@@ -89,7 +88,7 @@ Steps: TypeAlias = Generator["Call | Do", Any, T]
 
 
 def with_retries(steps: Steps[T], max_retries: int | None, deadline: Deadline) -> Actions[T]:
-    """The steps, each call over all its attempts."""
+    """Executes the steps, each call over all its attempts."""
     try:
         step = next(steps)
         while True:

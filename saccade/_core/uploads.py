@@ -1,5 +1,5 @@
-"""Large files of a request that travel once and are named by their ids from then on, and what to do where the server
-that is asked next does not have them: without input or output, as steps that a client drives."""
+"""Uploads large files of a request, which are then named by their ids, and handles servers that do not have them:
+without input or output, as steps that a client drives."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from saccade.v1 import media_pb2, types_pb2
 
 CHUNK_BYTES = 2**20
 FRESH_SECONDS = 900.0
-"""An upload that expires within this time is sent again: it has to outlast the requests that name it."""
+"""An upload that expires within this many seconds is sent again: it has to outlive the requests that name it."""
 _SPOOL_FULL = frozenset({"MEDIA_SPOOL_FULL"})
 _ROUNDS = 6
-"""How often files that are too large to travel in the request are uploaded again, to as many replicas of a server."""
+"""How often files that are too large for a message are uploaded again, since each replica of a server needs them."""
 
 
 def media_from(message: media_pb2.Media) -> Media:
@@ -38,7 +38,7 @@ def chunks(data: bytes) -> Iterator[bytes]:
 
 
 def upload_steps(data: bytes, *, ask: bool = True, give_up: frozenset[str] = frozenset()) -> Steps[Media]:
-    """Sends a file. `ask`: first whether it is there for long enough, and then it is not sent again."""
+    """Uploads a file. `ask`: first asks whether the server has it for long enough, and then does not send it again."""
     media_id = hashlib.sha256(data).hexdigest()
     if ask:
         try:
@@ -60,7 +60,7 @@ def upload_steps(data: bytes, *, ask: bool = True, give_up: frozenset[str] = fro
 
 
 def files(request: Any) -> Iterator[types_pb2.Image | types_pb2.Video]:
-    """The images and videos of any request that takes a prompt; of a video that is a list of frames, these."""
+    """The images and videos of any request with a prompt; for a video that is a list of frames, the frames."""
     match request.WhichOneof("input"):
         case "chat":
             parts = [part for message in request.chat.messages for part in message.parts]
@@ -79,11 +79,11 @@ def files(request: Any) -> Iterator[types_pb2.Image | types_pb2.Video]:
 
 
 class Uploads:
-    """The files of one request that are uploaded on its behalf.
+    """The files of one request that are uploaded automatically.
 
-    A server forgets them when it restarts, and another replica behind the same address never had them. That is not the
-    caller's business: the request is then sent again with the files in it, or, where they are too large for a message,
-    after they have been uploaded again.
+    A server forgets them when it restarts, and another replica behind the same address never had them. The caller need
+    not care: the request is then sent again with the files in it, or, where they are too large for a message, after
+    they have been uploaded again.
 
     Args:
         request: changed in place.
@@ -98,8 +98,8 @@ class Uploads:
         self._rounds = 0
 
     def steps(self) -> Steps[None]:
-        """Replaces large files by their ids. A server that does not take uploads, not from this caller, or has no room
-        for them now, gets them as they are."""
+        """Replaces large files by their ids. A server that does not accept uploads, or not from this caller, or has no
+        room for them now, gets the files in the request."""
         if self._above is None:
             return
         for file in files(self._request):

@@ -1,6 +1,6 @@
-"""Clips in the forms that users hold them, turned into `Video` messages.
+"""Turns clips in the forms that users have them into `Video` messages.
 
-A file passes through untouched. Frames that are held one by one travel as images, each like one of `_core.images`.
+A file is sent unchanged. Frames that are given one by one are sent as images, each as by `_core.images`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from saccade.v1 import types_pb2
 
 @dataclass(frozen=True)
 class Video:
-    """A clip with what is to be known or wanted of it beside its content."""
+    """A clip with options for it."""
 
     source: Any
     """A path, an http(s) or data URL, the bytes of a GIF, APNG, WebP, MP4 or WebM file, a binary file object; or
     frames: a list of anything that is an image for `images=`, or a uint8 array `[T, H, W, C]`."""
     fps: float | None = None
-    """Frames per second of frames that are given one by one: they are dated in the prompt. None: they are numbered."""
+    """Frames per second of frames that are given one by one: the prompt then has their times. None: it numbers them."""
     max_frames: int | None = None
-    """No more frames than this are looked at, evenly spaced. None: the server's own bound."""
+    """At most this many frames are sampled, evenly spaced. None: the server's own limit."""
 
 
 VideoInput: TypeAlias = "ImageInput | Iterable[ImageInput] | Video | types_pb2.Video"

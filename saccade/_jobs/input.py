@@ -1,4 +1,4 @@
-"""The file of requests: read whole once and checked, and again row by row as there is room for it."""
+"""The file of requests: read completely once and checked, and again row by row as there is room."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class BatchInput:
         self._db.execute("COMMIT")
 
     def rows(self) -> Generator[Row, None, None]:
-        """Those that are not skipped, read again. Raises FailedPrecondition if the file has changed."""
+        """The rows that are not skipped, read again. Raises FailedPrecondition if the file has changed."""
         with open(self.path, "rb") as file:
             for position, line, offset, length, line_digest, digest in self._db.execute(
                 "SELECT position, line, offset, length, line_digest, digest FROM input WHERE done = 0 ORDER BY position"
@@ -118,7 +118,7 @@ class BatchInput:
 
 
 class BatchInvalid(InvalidArgument):
-    """The input holds lines that are no requests."""
+    """The input has invalid lines."""
 
     def __init__(self, message: str, problems: list[str]) -> None:
         super().__init__(message, reason="BATCH_INVALID")

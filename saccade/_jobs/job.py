@@ -32,10 +32,10 @@ _KEY_REFUSED = frozenset({"", "PERMISSION_DENIED", "KEY_REVOKED"})
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """What can be chosen for a batch."""
+    """Options of a batch."""
 
     concurrency: int = 32
-    """Requests in flight."""
+    """Requests in progress at a time."""
     ordered: bool = False
     """Answers in the order of the requests instead of as they come."""
     max_errors: int | None = None
@@ -87,7 +87,7 @@ class BatchKeywords(TypedDict, total=False):
 
 @dataclass
 class BatchSummary:
-    """What came of a batch. Counts are of the whole output, `seconds` and `errors` of this run."""
+    """The result of a batch. Counts are of the whole output, `seconds` and `errors` of this run."""
 
     input: str
     output: str
@@ -103,9 +103,9 @@ class BatchSummary:
     completion_tokens: int = 0
     seconds: float = 0.0
     tokens_per_second: float = 0.0
-    """Completion tokens of this run over its time."""
+    """Completion tokens of this run per second."""
     errors: dict[str, int] = field(default_factory=dict)
-    """How many error rows of this run had which reason."""
+    """Number of error rows of this run by reason."""
 
     @property
     def finished(self) -> bool:
@@ -118,7 +118,7 @@ class BatchSummary:
 
 
 class BatchJob:
-    """One run over a file; the clients drive it. `check` first, then `open`, then `rows` and `take`, then `close`."""
+    """One run over a file, driven by a client: `check` first, then `open`, then `rows` and `take`, then `close`."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class BatchJob:
         self._input = BatchInput(self._source, self._folder, strict=self.options.strict)
 
     def open(self, model: Model) -> None:
-        """Takes stock of what there is. Raises FailedPrecondition and AlreadyExists, see `Journal`."""
+        """Reads what an earlier run has written. Raises FailedPrecondition and AlreadyExists, see `Journal`."""
         assert self._input is not None
         others = sorted(self._input.models - {"", model.name})
         if others and not self.options.any_model:
@@ -157,7 +157,7 @@ class BatchJob:
             )
         self._input.bind(model)
         if self.options.overwrite:
-            # The journal first: without it, a half of the output would only be read again.
+            # The journal first: without it, half of the output would only be read again.
             for suffix in (".journal", ".journal-wal", ".journal-shm", ""):
                 self._output.with_name(self._output.name + suffix).unlink(missing_ok=True)
         self._journal = Journal(self._output, self._input.identify)
@@ -187,7 +187,7 @@ class BatchJob:
 
         Raises:
             FailedPrecondition: there have been too many errors, or the output cannot be written.
-            Unavailable: nobody answers any more.
+            Unavailable: no server can be reached any more.
         """
         assert self._input is not None and self._journal is not None
         failed = isinstance(result, SaccadeError)
@@ -212,7 +212,7 @@ class BatchJob:
             )
 
     def _look_for_trouble(self, result: Generation | SaccadeError) -> None:
-        """Stops where the next thousand rows would fail in the same way, leaving the present one for the next run."""
+        """Stops where the next thousand rows would fail in the same way; the present row is left for the next run."""
         if isinstance(result, errors.Unauthenticated):
             raise result
         if isinstance(result, errors.PermissionDenied) and result.reason in _KEY_REFUSED:
@@ -225,7 +225,7 @@ class BatchJob:
             ) from result  # fmt: skip
 
     def finish(self) -> BatchSummary:
-        """After the last row."""
+        """To be called after the last row."""
         assert self._journal is not None
         self._journal.commit()
         if self.options.ordered:
@@ -243,7 +243,7 @@ class BatchJob:
         summary.errors = dict(self._errors.most_common())
 
     def close(self) -> None:
-        """Brings to the disk what there is. Idempotent."""
+        """Writes everything to the disk. Idempotent."""
         if self._journal is not None:
             with suppress(FailedPrecondition, sqlite3.Error):
                 self._journal.commit()

@@ -89,7 +89,7 @@ class Journal:
         try:
             try:
                 return self._connect()
-            except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # noise can be in the words of an error too
+            except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # error messages can contain arbitrary text
                 if "locked" in str(error):
                     raise
                 self.remove_journal()  # torn: the output says the same
@@ -144,7 +144,7 @@ class Journal:
                 self._recover(identify)
 
     def _trusted(self, size: int) -> int:
-        """Up to where the journal describes the output. Nowhere, if the two do not belong together."""
+        """Offset up to which the journal describes the output; 0 if the two do not belong together."""
         end, total = self._db.execute(
             "SELECT coalesce(max(offset + length), 0), coalesce(sum(length), 0) FROM rows"
         ).fetchone()
@@ -198,7 +198,7 @@ class Journal:
         )  # fmt: skip
 
     def _classify(self, identify: Identify) -> None:
-        """Finds the rows to answer again: changed requests, and errors that may not come back."""
+        """Finds the rows to answer again: changed requests, and temporary errors."""
         count = ours = 0
         self._db.execute("BEGIN")
         for row_id, custom_id, position, status in self._db.execute(
@@ -223,7 +223,7 @@ class Journal:
         )
 
     def _rewrite(self, order: str) -> None:
-        """The output anew with the journaled lines alone, by `offset` or by `position`."""
+        """Writes the output again with only the journaled lines, by `offset` or by `position`."""
         self._db.execute("BEGIN")
         self._db.execute("DELETE FROM moved")
         with open(self._scratch, "wb") as scratch:
@@ -237,7 +237,7 @@ class Journal:
                 scratch.write(line)
             scratch.flush()
             os.fsync(scratch.fileno())
-        # Until the two agree again the journal says that it cannot be trusted.
+        # Until the two agree again the journal is marked as invalid.
         self._db.execute("PRAGMA user_version = 1")
         self._db.execute("COMMIT")
         os.replace(self._scratch, self.output)
@@ -251,8 +251,8 @@ class Journal:
     # -- running -------------------------------------------------------------------------------------------------------
 
     def append(self, line: bytes, written: Written) -> None:
-        """Adds one line. It survives the death of this process from here on, and that of the machine within a second
-        or 64 rows."""
+        """Adds one line. From here on it survives the death of this process, and within a second or 64 rows that of the
+        machine."""
         offset = os.fstat(self._file).st_size
         try:
             done = 0
@@ -271,7 +271,7 @@ class Journal:
             self.commit()
 
     def commit(self) -> None:
-        """Brings everything to the disk, the output before the journal that speaks of it."""
+        """Writes everything to the disk, the output before the journal that describes it."""
         if self._pending:
             try:
                 os.fsync(self._file)
@@ -324,7 +324,7 @@ class Journal:
         return int(self._db.execute(query).fetchone()[0])
 
     def close(self) -> None:
-        """Commits and lets go of both files. Idempotent."""
+        """Commits and closes both files. Idempotent."""
         if self._file >= 0:
             with suppress(FailedPrecondition):  # what the journal does not say, the output does
                 self.commit()

@@ -29,12 +29,12 @@ _STATUS: dict[type[SaccadeError], int] = {
 
 
 def status_code(error: SaccadeError) -> int:
-    """The HTTP status that OpenAI's format wants."""
+    """The HTTP status for OpenAI's format."""
     return next((_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS), 500)
 
 
 def is_transient(status: int) -> bool:
-    """Whether a row that failed with this status is worth asking again in a later run."""
+    """Whether a row that failed with this status should be tried again in a later run."""
     return status in (401, 403, 429, 499) or (status >= 500 and status != 501)
 
 

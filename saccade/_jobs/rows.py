@@ -27,12 +27,12 @@ from saccade.v1 import inference_pb2, types_pb2
 
 URL = "/v1/chat/completions"
 MAX_LINE_BYTES = 96 * 2**20
-"""As base64, what the server takes in one message by default."""
+"""Largest size, as base64, that the server accepts in one message by default."""
 MAX_ID_LENGTH = 512
 UNREADABLE = "IMAGE_UNREADABLE"
 CHANGED = "BATCH_INPUT_CHANGED"
 BATCH_PRIORITY = -10
-"""Below that of calls that somebody waits for."""
+"""Below the priority of interactive calls."""
 
 # name -> what the value must be, and which values are out of range whatever the model
 _Check = tuple[tuple[type, ...], str, Callable[[Any], bool]]
@@ -59,7 +59,7 @@ _FIELDS: dict[str, _Check] = {
     "chat_template_kwargs": ((dict,), "a map", lambda v: True),
     "model": ((str,), "a string", lambda v: True),
 }
-# Words for the reader of the file, which change no answer.
+# Fields that are only information for people and change no answer.
 _IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 _ONLY: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
@@ -87,9 +87,9 @@ class Row:
     """Counts the rows from 0; blank lines are none."""
     custom_id: str
     line_digest: bytes
-    """Of the row's content, whatever its spacing and the order of its keys."""
+    """Hash of the row's content, independent of spacing and the order of keys."""
     digest: bytes
-    """The same, and of the content of the files that it names: what an answer is an answer to."""
+    """Hash of the row and of the files that it names: what an answer belongs to."""
     body: Mapping[str, Any]
 
 
@@ -100,7 +100,7 @@ class ImageFolder:
         self._root = root.resolve() if root is not None else None
 
     def look(self, image: types_pb2.Image, where: str) -> None:
-        """At an image that is no path. Raises InvalidArgument for one that cannot be had."""
+        """Checks an image that is not a path. Raises InvalidArgument if it cannot be read."""
 
     def resolve(self, name: str, where: str) -> Path:
         """The file. Raises InvalidArgument for one that is outside, absent or not a plain file."""
@@ -142,8 +142,8 @@ class ImageFolder:
 
 
 class _Content:
-    """The digest of a row, from that of its line and from its files in their order. Dates and places of files do not
-    matter, so that a job may be copied elsewhere and go on there."""
+    """The digest of a row, from that of its line and from its files in order. Times and folders of files do not matter,
+    so that a job can be copied elsewhere and continued there."""
 
     def __init__(self, line_digest: bytes) -> None:
         self._line_digest = line_digest
@@ -263,7 +263,7 @@ def _canonical(row: dict[str, Any]) -> bytes:
 
 
 def _build(body: Mapping[str, Any], image: Callable[[Any, str], Any]) -> inference_pb2.GenerateRequest:
-    """`image(source, where)` turns a path into bytes; it gets bytes and messages as they are."""
+    """`image(source, where)` turns a path into bytes; it gets bytes and messages unchanged."""
     fields = {key: value for key, value in body.items() if value is not None}
     _check_fields(fields)
     messages = [_message(m, f"messages[{i}]", image) for i, m in enumerate(_messages(fields))]
@@ -276,7 +276,7 @@ def _build(body: Mapping[str, Any], image: Callable[[Any, str], Any]) -> inferen
         if fields.get("max_tokens", fields["max_completion_tokens"]) != fields["max_completion_tokens"]:
             raise InvalidArgument("max_tokens and max_completion_tokens differ")
         options["max_tokens"] = fields["max_completion_tokens"]
-    if fields.get("top_k") == -1:  # the spelling of other servers
+    if fields.get("top_k") == -1:  # other servers' spelling
         options["top_k"] = 0
     if fields.get("logprobs"):
         options["logprobs"] = fields.get("top_logprobs", 0)

@@ -1,1 +1,2 @@
-"""Many requests at once: the one thing that is written twice, for threads and for tasks, over one `Window`."""
+"""`map`: many requests at a time. The only thing that is written twice, for threads and for tasks, over one
+`Window`."""

@@ -1,5 +1,5 @@
-"""A source of items that is read in a thread of its own, one item at a time and only when it is asked for one: whoever
-waits for the items can do something else while the source blocks."""
+"""Reads a source of items in a thread of its own, one item at a time and only on demand, so that the consumer can do
+something else while the source blocks."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ Fed: TypeAlias = Item | End
 
 
 class Feeder:
-    """Reads `items` beside the thread that uses it, and hands what it finds to `deliver`, in its own thread.
+    """Reads `items` in a thread of its own, and calls `deliver` with each, in that thread.
 
-    A source that blocks cannot be stopped from outside: `close` does not wait for it, and the thread ends with the
-    source's next item or with the process.
+    A source that blocks cannot be interrupted: `close` does not wait for it, and the thread ends with the source's next
+    item or with the process.
     """
 
     def __init__(self, items: Iterable[Any], deliver: Callable[[Fed], None]) -> None:
@@ -45,9 +45,9 @@ class Feeder:
         self._closed = False
 
     def ask(self) -> None:
-        """Has one more item read, or the end found."""
+        """Requests one more item, or the end."""
         if self._thread is None:
-            # A source may depend on the context of the program that maps it, as if it were read there.
+            # A source may depend on the context of the program that uses it.
             context = contextvars.copy_context()
             self._thread = threading.Thread(
                 target=context.run, args=(self._feed,), name="saccade-map-source", daemon=True
@@ -73,7 +73,7 @@ class Feeder:
                 self._deliver(End(error))
 
     def close(self) -> None:
-        """Has nothing more delivered. Idempotent."""
+        """Delivers nothing more. Idempotent."""
         self._closed = True
         self._asked.put(False)
 
