@@ -19,6 +19,7 @@ from torch import Tensor
 from decoder.blocks import SuperblockPool
 from decoder.config import RING, DecoderConfig, DecoderOptions
 from decoder.layers.spec import PageSpec
+from kernels.host_memory import use_huge_pages
 from kernels.transfer import upload
 
 ALIGNMENT = 64
@@ -168,6 +169,7 @@ class Arena:
         blocks = resolve_blocks(self.layout, options, reserved)
         self.pool = SuperblockPool(blocks, self.layout.pages_per_block, has_slots=self.layout.slot_bytes > 0)
         self.buffer = torch.empty(blocks * self.layout.block_bytes, dtype=torch.uint8, device=options.device)
+        use_huge_pages(self.buffer)
         self.windows, self.states = self._state_views(config, options)
         self.kv = self._page_views(config, options)
         """For each attention layer: `[pages, 2, page_size, kv heads, head dim]`; those of a drafter come last."""

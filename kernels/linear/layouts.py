@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.host_memory import in_huge_pages
 from kernels.linear.quantised import Quantised
 from kernels.native import Kind, NativeUnavailable
 from kernels.native.structs import GROUP, PANEL
@@ -47,8 +48,14 @@ class Layout:
 
 def lay_out(weight: Tensor | Quantised, dtype: torch.dtype) -> Layout:
     """`dtype`: of the rows that an fp8, nvfp4 or grouped int4 weight is multiplied with, float32 or bfloat16. float32
-    is shared, all else copied. Raises NativeUnavailable where the compiled code has no product for it.
+    is shared, all else copied, to huge pages where it is large. Raises NativeUnavailable where the compiled code has no
+    product for it.
     """
+    layout = _lay_out(weight, dtype)
+    return layout if layout.stored == Kind.F32 else replace(layout, data=in_huge_pages(layout.data))
+
+
+def _lay_out(weight: Tensor | Quantised, dtype: torch.dtype) -> Layout:
     stored = weight if isinstance(weight, Tensor) else weight.values
     if stored.device.type != "cpu" or (isinstance(weight, Tensor) and weight.dtype not in MULTIPLIED):
         raise NativeUnavailable(f"no compiled product for {stored.dtype} on {stored.device}")

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import mmap
 import platform
+import re
 import subprocess
 import sys
+from pathlib import Path
 
-from kernels.host_memory import keep_freed_memory
+import pytest
+import torch
+
+from kernels.host_memory import HUGE, LEAST_HUGE, in_huge_pages, keep_freed_memory, use_huge_pages
+from kernels.linear.layouts import lay_out
 
 PROGRAM = """
 import resource, torch
@@ -34,3 +41,40 @@ def test_steps_settle_on_memory_that_is_already_there() -> None:
         assert faults() < 100
     else:
         assert keep_freed_memory() is False
+
+
+def advised(address: int) -> bool:
+    """Whether the mapping of an address is marked for huge pages."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return " hg" in line
+    return False
+
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux has this advice")
+
+
+@linux
+def test_large_weights_lie_in_huge_pages_and_are_what_they_were() -> None:
+    weight = torch.randn(1031, 2050).bfloat16()
+    data = lay_out(weight, torch.bfloat16).data
+    assert data.data_ptr() % HUGE == 0 and advised(data.data_ptr())
+    panels = torch.nn.functional.pad(weight, (0, 0, 0, -1031 % 64)).view(-1, 64, 1025, 2).transpose(1, 2)
+    assert torch.equal(data, panels)
+
+
+@linux
+def test_no_more_is_taken_than_a_tensor_fills() -> None:
+    own = mmap.mmap(-1, 4 * HUGE + HUGE // 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # nothing was freed there
+    tensor = torch.frombuffer(own, dtype=torch.uint8)
+    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    assert use_huge_pages(tensor)
+    first, behind = -(-begin // HUGE) * HUGE, end // HUGE * HUGE
+    assert advised(first) and advised(behind - 1)
+    assert (first == begin or not advised(begin)) and (behind == end or not advised(end - 1))
+    small = torch.ones(LEAST_HUGE - 1, dtype=torch.uint8)
+    assert in_huge_pages(small) is small
+    assert not use_huge_pages(torch.ones(100))
