@@ -1,6 +1,7 @@
 """The gated delta rule in Triton: the recurrence is in `step_kernel`, prompts are in `scan_kernel`."""
 
-from kernels.gated_delta.scan_kernel import delta_gates, gated_delta_scan
+from kernels.gated_delta.gates_kernel import delta_gates
+from kernels.gated_delta.scan_kernel import gated_delta_scan
 from kernels.gated_delta.step_kernel import (
     gated_delta_advance,
     gated_delta_replay,

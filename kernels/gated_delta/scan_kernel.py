@@ -24,7 +24,6 @@ from kernels.chunk_scan.plan import Chunk
 from kernels.chunk_scan.reference import LOG2_E
 from kernels.launch import ARCHITECTURES, by_architecture, launch
 from kernels.scan_tables import ScanTables
-from kernels.selective_state_update.kernel import softplus
 
 
 class Configuration(NamedTuple):
@@ -50,6 +49,8 @@ OUTPUTS = {
 }
 
 
+LONGEST = 128
+"""Tokens of a chunk at most: 8 blocks of the inverse."""
 PRECISION = {"sm_80": "tf32", "sm_90": "tf32", "sm_100": "tf32", "gfx942": "ieee"}
 """Of the products that invert a system on the way to 16 bits. Float32 inverts it by substitution alone."""
 
@@ -324,10 +325,12 @@ def gated_delta_scan(
     `chunks` and `saves` say.
 
     Rows may lie apart; heads and numbers of a row are contiguous, and so is each slot. Tokens behind the last row give
-    zeros. No host sync. `ValueError` without tables.
+    zeros. No host sync. `ValueError` without tables, and for chunks of more than `LONGEST` tokens.
     """
     if tables is None:
         raise ValueError("gated_delta_scan on a GPU needs tables (kernels.scan_tables)")
+    if tables.chunk_size > LONGEST:
+        raise ValueError(f"chunk_size {tables.chunk_size} is above the {LONGEST} tokens that the kernel has room for")
     tokens, heads, value = v_THV.shape
     key_heads, key = k_TJK.shape[1:]
     assert pool_SHKV.stride()[1:] == (key * value, value, 1) and v_THV.stride()[1:] == (value, 1)
@@ -396,49 +399,3 @@ def _launch(
         num_warps=configuration.warps,
         num_stages=configuration.stages,
     )
-
-
-@triton.jit
-def _gates_kernel(
-    p_b,  # [T, H]
-    p_a,  # [T, H]
-    p_A,  # [H] float32
-    p_dt_bias,  # [H] float32
-    p_log_decay,  # [T, H] float32
-    p_beta,  # [T, H] float32
-    b_stride,
-    a_stride,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    i_token = tl.program_id(0).to(tl.int64)
-    o_h = tl.arange(0, BLOCK)
-    m_h = o_h < HEADS
-    b_a = tl.load(p_a + i_token * a_stride + o_h, mask=m_h, other=0.0).to(tl.float32)
-    b_b = tl.load(p_b + i_token * b_stride + o_h, mask=m_h, other=0.0).to(tl.float32)
-    b_step = softplus(b_a + tl.load(p_dt_bias + o_h, mask=m_h, other=0.0))
-    tl.store(p_log_decay + i_token * HEADS + o_h, tl.load(p_A + o_h, mask=m_h, other=0.0) * b_step, mask=m_h)
-    tl.store(p_beta + i_token * HEADS + o_h, tl.sigmoid(b_b), mask=m_h)
-
-
-def delta_gates(b: Tensor, a: Tensor, A_H: Tensor, dt_bias_H: Tensor) -> tuple[Tensor, Tensor]:
-    """As the reference, for `[T, H]`. No host sync."""
-    tokens, heads = a.shape
-    assert a.stride(1) == 1 == b.stride(1)
-    log_decay, beta = (torch.empty(tokens, heads, dtype=torch.float32, device=a.device) for _ in range(2))
-    launch(
-        _gates_kernel,
-        (tokens,),
-        p_b=b,
-        p_a=a,
-        p_A=A_H,
-        p_dt_bias=dt_bias_H,
-        p_log_decay=log_decay,
-        p_beta=beta,
-        b_stride=b.stride(0),
-        a_stride=a.stride(0),
-        HEADS=heads,
-        BLOCK=triton.next_power_of_2(heads),
-        num_warps=1,
-    )
-    return log_decay, beta

@@ -1,4 +1,4 @@
-"""Mixture of experts: sigmoid router and ungated experts; the maths is in README.md.
+"""Mixture of experts: routers and experts; the maths is in README.md.
 
 `T` tokens, `E` experts, `K` chosen experts of a token.
 """

@@ -221,12 +221,14 @@ def test_a_scan_split_at_a_chunk_is_bitwise_the_same(split: int) -> None:
     assert torch.equal(torch.cat(halves), expected) and torch.equal(parts, whole)
 
 
-def test_a_scan_without_tables_is_refused() -> None:
+def test_a_scan_without_tables_or_of_long_chunks_is_refused() -> None:
     i = Inputs(3)
     gates = delta_gates(i.b, i.a, i.A, i.bias)
     given = (i.pool(), torch.tensor([0]), torch.tensor([False]), i.q, i.k, i.v, *gates, plan_chunks([3], [0], 4))
     with forced("triton"), pytest.raises(ValueError, match="needs tables"):
         gated_delta_scan(*given)
+    with forced("triton"), pytest.raises(ValueError, match="chunk_size 256 is above the 128"):
+        gated_delta_scan(*given, (), ScanTables.of([3], [0], 256))
 
 
 class Replay:
