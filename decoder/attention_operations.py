@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from decoder.layers.attention import AttentionMixer
+from decoder.operation_parts import OperationParts
 from kernels.native.structs import AttentionShape, Code, Op
 
-if TYPE_CHECKING:
-    from decoder.operations import Operations
 
-
-def attention_operations(of: Operations, norm: Tensor, mixer: AttentionMixer, scale: float) -> list[Op]:
+def attention_operations(of: OperationParts, norm: Tensor, mixer: AttentionMixer, scale: float) -> list[Op]:
     """Adds `scale` times the attention of the normed rows to the residual stream."""
     last = of.packed(mixer.o_proj)
     spec, kv = mixer.spec, mixer.kv
@@ -28,7 +25,7 @@ def attention_operations(of: Operations, norm: Tensor, mixer: AttentionMixer, sc
     return [*ops, of.residual(last, scale)]
 
 
-def _shape(of: Operations, mixer: AttentionMixer) -> AttentionShape:
+def _shape(of: OperationParts, mixer: AttentionMixer) -> AttentionShape:
     spec = mixer.spec
     q_norm, k_norm = mixer.norms or (None, None)
     shape = AttentionShape(

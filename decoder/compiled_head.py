@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from decoder.head_weights import HeadWeights
-from decoder.operations import MAX_ROUTED, Operations
+from decoder.operation_parts import MAX_ROUTED
+from decoder.operations import Operations
 from decoder.trunk import Trunk
 from kernels.native import NativeUnavailable
 from kernels.native.structs import Code, Drafting, Kind, Op, Step, Target

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from decoder.layers.experts import ExpertsMixer
 from decoder.layers.mlp import GatedMlpMixer, MlpMixer
+from decoder.operation_parts import OperationParts
 from kernels.linear import Packed
 from kernels.native import Activation, structs
 from kernels.native.structs import Code, Kind, Op, Target, Weight
 
-if TYPE_CHECKING:
-    from decoder.operations import Operations
-
 AnyMlp = MlpMixer | GatedMlpMixer
 
 
-def _first(operations: Operations, mlp: AnyMlp) -> tuple[Packed, Activation, bool]:
+def _first(operations: OperationParts, mlp: AnyMlp) -> tuple[Packed, Activation, bool]:
     """Its first product, f, and whether gates and what they are for come out of the product apart from each other."""
     if isinstance(mlp, MlpMixer):
         return operations.packed(mlp.up), mlp.activation, False
@@ -32,7 +29,7 @@ def _first(operations: Operations, mlp: AnyMlp) -> tuple[Packed, Activation, boo
 
 
 def mlp_operations(
-    operations: Operations, norm: Tensor, mlp: AnyMlp, scale: float, row_scale: int | None = None
+    operations: OperationParts, norm: Tensor, mlp: AnyMlp, scale: float, row_scale: int | None = None
 ) -> list[Op]:
     """Adds `scale` times, and each row's number at `row_scale` times, the MLP of normed rows to the residual stream.
 
@@ -51,7 +48,7 @@ def mlp_operations(
 
 
 def experts_operations(
-    operations: Operations, norm: Tensor, mixer: ExpertsMixer, beside: AnyMlp | None, scale: float
+    operations: OperationParts, norm: Tensor, mixer: ExpertsMixer, beside: AnyMlp | None, scale: float
 ) -> list[Op]:
     """Adds `scale` times the experts of the normed rows, and an MLP `beside` them, to the residual stream. Empty where
     the experts' weights are stacked, for a kernel.

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from decoder.batch import Batch
 from decoder.layers.build import BuiltLayer
 from decoder.layers.experts import ExpertsMixer
-from decoder.operations import MAX_ROUTED, Operations
+from decoder.operation_parts import MAX_ROUTED
+from decoder.operations import Operations
 from decoder.singles import Singles, SinglesRoom
 from decoder.trunk import Trunk
 from kernels.linear import Quantised

@@ -11,7 +11,6 @@ import ctypes
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,25 +20,20 @@ from decoder.config import DecoderConfig, DecoderOptions
 from decoder.feed_forward_operations import experts_operations, mlp_operations
 from decoder.layers.attention import AttentionMixer
 from decoder.layers.build import BuiltLayer, Mixer
-from decoder.layers.descriptions import Experts, Mamba2
+from decoder.layers.descriptions import Mamba2
 from decoder.layers.experts import ExpertsMixer
 from decoder.layers.mamba2 import Mamba2Mixer
 from decoder.layers.mlp import GatedMlpMixer, MlpMixer
 from decoder.layers.spec import MixerSpec
+from decoder.operation_parts import MAX_ROUTED, OperationParts
 from decoder.recurrence_operations import MAX_TAPS, Recurrence, recurrence_operations
-from kernels.linear import Linear, LinearParts, Packed
 from kernels.native import NativeUnavailable, library
-from kernels.native.structs import Code, Kind, Model, Op, Step, Target, Weight
+from kernels.native.structs import Model, Op, Step, Target, Weight
 
 log = logging.getLogger(__name__)
 
-MAX_ROUTED = 512
-"""Tokens whose experts run in compiled code: it keeps a row for each token and expert."""
 
-Kept = TypeVar("Kept")
-
-
-class Operations:
+class Operations(OperationParts):
     """A list of operations, and the buffers that they share. One thread at a time."""
 
     def __init__(self, config: DecoderConfig, options: DecoderOptions, mixers: Sequence[MixerSpec]) -> None:
@@ -55,13 +49,9 @@ class Operations:
         hidden = config.hidden_size
         self.mamba = next((spec for spec in mixers if isinstance(spec, Mamba2)), Mamba2(hidden))
         """The shape that there is compiled code for."""
-        self._picked_by_token = self._most_experts = 0
-        self.shared_gates = torch.empty(MAX_ROUTED)
-        """What each token's shared expert is multiplied with."""
+        super().__init__()
         self.on_operation: Callable[[Op, float], None] | None = None
         """For measurements: operations then run one at a time, and this hears of each and its seconds."""
-        self._kept: list[object] = []
-        """What the operations point to."""
 
     def complete(self, ops: list[Op], max_tokens: int) -> None:
         """These operations, for steps of at most so many tokens, experts for `MAX_ROUTED`."""
@@ -139,57 +129,6 @@ class Operations:
                 return mlp_operations(self, norm, mixer, scale)
             case _:
                 return []
-
-    def route(self, spec: Experts, *what: object) -> None:
-        """Keeps room for the picks of such a mixture, and what describes it."""
-        self._picked_by_token = max(self._picked_by_token, spec.num_experts_per_tok)
-        self._most_experts = max(self._most_experts, spec.n_routed_experts)
-        self._kept += what
-
-    def packed(self, linear: Linear | LinearParts) -> Packed:
-        """Raises NativeUnavailable for what has no compiled product of its own."""
-        if isinstance(linear, LinearParts):
-            raise NativeUnavailable("gates and what they are for are stored in different ways")
-        packed = linear.packed
-        if packed is None:
-            if not isinstance(linear.weight, Tensor):
-                raise NativeUnavailable("no compiled product has such a weight")
-            packed = Packed(linear.weight, linear.bias)
-        return self.keep(packed)
-
-    def projections(self, norm: Tensor, linear: Linear | LinearParts) -> list[Op]:
-        """The product of normed rows, or products beside each other, each with rows in its own form."""
-        ops: list[Op] = []
-        column, form = 0, None
-        for part in linear.parts if isinstance(linear, LinearParts) else (linear,):
-            packed = self.packed(part)
-            if packed.kind != form:
-                ops.append(self.norm(norm, packed))
-            ops.append(Op(Code.LINEAR, Kind.F32, 0, packed.descriptor, Target.WIDE, column=column))
-            column, form = column + packed.n, packed.kind
-        return ops
-
-    def keep(self, what: Kept) -> Kept:
-        """As long as there are operations that point to it."""
-        self._kept.append(what)
-        return what
-
-    def pointer(self, tensor: Tensor | None) -> int | None:
-        if tensor is None:
-            return None
-        assert tensor.dtype == torch.float32 and tensor.is_contiguous()
-        self._kept.append(tensor)
-        return tensor.data_ptr()
-
-    def norm(self, weight: Tensor, before: Packed) -> Op:
-        return Op(Code.NORM, before.kind, before.k, norm=self.pointer(weight))
-
-    def linear(self, packed: Packed, target: Target) -> Op:
-        return Op(Code.LINEAR, Kind.F32, 0, weight=packed.descriptor, target=target)
-
-    def residual(self, packed: Packed, scale: float) -> Op:
-        """Adds `scale` times the product to the residual stream."""
-        return Op(Code.LINEAR, Kind.F32, 0, weight=packed.descriptor, target=Target.RESIDUAL, scale=scale)
 
     def _recurrent(self, norm: Tensor, mixer: Recurrence, scale: float) -> list[Op]:
         if mixer.spec.conv_kernel > MAX_TAPS:

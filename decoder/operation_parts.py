@@ -1,0 +1,79 @@
+"""Parts of lists of operations: products, norms, and what the operations point to."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from decoder.layers.descriptions import Experts
+from kernels.linear import Linear, LinearParts, Packed
+from kernels.native import NativeUnavailable
+from kernels.native.structs import Code, Kind, Op, Target
+
+MAX_ROUTED = 512
+"""Tokens whose experts run in compiled code: it keeps a row for each token and expert."""
+
+Kept = TypeVar("Kept")
+
+
+class OperationParts:
+    """What operations are made with. Keeps what they point to."""
+
+    def __init__(self) -> None:
+        self._picked_by_token = self._most_experts = 0
+        self.shared_gates = torch.empty(MAX_ROUTED)
+        """What each token's shared expert is multiplied with."""
+        self._kept: list[object] = []
+
+    def route(self, spec: Experts, *what: object) -> None:
+        """Keeps room for the picks of such a mixture, and what describes it."""
+        self._picked_by_token = max(self._picked_by_token, spec.num_experts_per_tok)
+        self._most_experts = max(self._most_experts, spec.n_routed_experts)
+        self._kept += what
+
+    def packed(self, linear: Linear | LinearParts) -> Packed:
+        """Raises NativeUnavailable for what has no compiled product of its own."""
+        if isinstance(linear, LinearParts):
+            raise NativeUnavailable("gates and what they are for are stored in different ways")
+        packed = linear.packed
+        if packed is None:
+            if not isinstance(linear.weight, Tensor):
+                raise NativeUnavailable("no compiled product has such a weight")
+            packed = Packed(linear.weight, linear.bias)
+        return self.keep(packed)
+
+    def projections(self, norm: Tensor, linear: Linear | LinearParts) -> list[Op]:
+        """The product of normed rows, or products beside each other, each with rows in its own form."""
+        ops: list[Op] = []
+        column, form = 0, None
+        for part in linear.parts if isinstance(linear, LinearParts) else (linear,):
+            packed = self.packed(part)
+            if packed.kind != form:
+                ops.append(self.norm(norm, packed))
+            ops.append(Op(Code.LINEAR, Kind.F32, 0, packed.descriptor, Target.WIDE, column=column))
+            column, form = column + packed.n, packed.kind
+        return ops
+
+    def keep(self, what: Kept) -> Kept:
+        """As long as there are operations that point to it."""
+        self._kept.append(what)
+        return what
+
+    def pointer(self, tensor: Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        assert tensor.dtype == torch.float32 and tensor.is_contiguous()
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+    def norm(self, weight: Tensor, before: Packed) -> Op:
+        return Op(Code.NORM, before.kind, before.k, norm=self.pointer(weight))
+
+    def linear(self, packed: Packed, target: Target) -> Op:
+        return Op(Code.LINEAR, Kind.F32, 0, weight=packed.descriptor, target=target)
+
+    def residual(self, packed: Packed, scale: float) -> Op:
+        """Adds `scale` times the product to the residual stream."""
+        return Op(Code.LINEAR, Kind.F32, 0, weight=packed.descriptor, target=Target.RESIDUAL, scale=scale)
