@@ -35,6 +35,8 @@ class Peer:
         pictures: dict[str, Any] = {}
         if omni:
             pictures = {"limit_mm_per_prompt": {"image": 1, "video": 0}, "trust_remote_code": True}
+            # Else it begins with an image of as many tokens as there may be: 16,384 of Qwen3.5's.
+            pictures["skip_mm_profiling"] = True
         elif "vision_config" in json.loads((Path(path) / "config.json").read_text()):
             pictures = {"limit_mm_per_prompt": {"image": 0, "video": 0}}  # its tower is not even loaded
         self.model = LLM(
