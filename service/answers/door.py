@@ -74,7 +74,7 @@ class Door:
         By then the call has been counted and logged, and holds nothing.
         """
         info = CallInfo(method, trace=from_metadata(headers))
-        set_current_call(info)
+        before = set_current_call(info)
         try:
             info.tenant = self._guard.admit(method, headers)
             with self._places.hold(info.tenant.name), self._budget.hold(info.tenant.name) as held:
@@ -89,6 +89,7 @@ class Door:
         except Exception as error:
             raise _note(info, errors.to_status(error), error) from error
         finally:
+            set_current_call(before)
             self._metrics.call(info.method, info.code, info.request_bytes)
             if info.generations == 0:
                 self._access.write(info, seconds=time.monotonic() - info.started)

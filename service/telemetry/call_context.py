@@ -42,5 +42,8 @@ def current_call() -> CallInfo:
     return _current.get() or CallInfo()
 
 
-def set_current_call(info: CallInfo) -> None:
+def set_current_call(info: CallInfo | None) -> CallInfo | None:
+    """Replaces the call that this code runs for; returns the one before, for the end of this one."""
+    before = _current.get()
     _current.set(info)
+    return before

@@ -72,6 +72,7 @@ def test_a_call_is_counted_logged_and_gives_back_what_it_held(entrance: Entrance
         assert current_call() is call.info and call.info.tenant.name == "one"
         assert entrance.budget.used == 150 and entrance.calls("OK") == 0
     assert entrance.budget.used == 0 and entrance.calls("OK") == 1
+    assert current_call() is not call.info
     (line,) = entrance.lines
     for part in ('code="OK"', 'tenant="one"', 'request_id="mine"', f'trace_id="{trace}"', "request_bytes=130"):
         assert part in line
