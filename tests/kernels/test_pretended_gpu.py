@@ -20,7 +20,7 @@ from kernels.rms_norm.kernel import rms_norm
 from kernels.streams import behind, mark, on, side_stream
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter, not a GPU")
-SMALL: dict[str, Any] = {"count": 2, "output": 9, "max_seqs": 2, "max_batched_tokens": 16, "native": "off"}
+SMALL: dict[str, Any] = {"count": 2, "output": 5, "max_seqs": 2, "max_batched_tokens": 16, "native": "off"}
 MODELS: dict[str, dict[str, Any]] = {"plain": {"pattern": "M*E"}, "delta": {"config": gated_config("G*-", mtp=True)}}
 """With the gated delta rule, attention is gated, normed and has the positions of images."""
 

@@ -70,8 +70,12 @@ def sampling(kind: int, output: int) -> SamplingParams:
         SamplingParams(max_tokens=output, temperature=0.7, seed=kind, logprobs=0),
         SamplingParams(max_tokens=output, temperature=0.0, repetition_penalty=1.2, frequency_penalty=0.1),
         SamplingParams(max_tokens=output, seed=kind, temperature=0.6, top_p=0.9, top_k=20, presence_penalty=0.3),
-        SamplingParams(max_tokens=output, temperature=0.0, min_tokens=9, stop_token_ids=ends, logit_bias={5: 3.0}),
-        SamplingParams(max_tokens=output, seed=3, temperature=0.5, min_tokens=4, stop_token_ids=ends, min_p=0.05),
+        SamplingParams(
+            max_tokens=output, temperature=0.0, min_tokens=min(9, output), stop_token_ids=ends, logit_bias={5: 3.0}
+        ),
+        SamplingParams(
+            max_tokens=output, seed=3, temperature=0.5, min_tokens=min(4, output), stop_token_ids=ends, min_p=0.05
+        ),
     )[kind % 6]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,24 @@ IMAGE = IDS["image_token_id"]
 OPTIONS: dict[str, Any] = {"max_seqs": 4, "max_len": 400, "threads": 1, "dtype": "float32"}
 
 
-def test_answers_are_the_same_wherever_images_are_encoded(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found, tower = tmp_path_factory.mktemp("model"), random_tower(random.Random(4))
+    kinds = ["linear_attention", "full_attention", "full_attention"]
+    make_qwen(found, 4, vision=tower, text={"num_hidden_layers": 3, "layer_types": kinds})
+    write_rules(found, tower)
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[RunningServer]:
+    with RunningServer(str(folder), **OPTIONS) as server:
+        yield server
+
+
+def test_answers_are_the_same_wherever_images_are_encoded(folder: Path, server: RunningServer) -> None:
     """In this process, behind the engine's process boundary, and by an encoder that a gRPC stream leads to."""
     rng = random.Random(4)
-    tower = random_tower(rng)
-    kinds = ["linear_attention", "full_attention", "full_attention"]
-    make_qwen(tmp_path, 4, vision=tower, text={"num_hidden_layers": 3, "layer_types": kinds})
-    write_rules(tmp_path, tower)
     words = [rng.randint(3, VOCAB - 8) for _ in range(12)]
     asked: dict[str, Any] = {
         "images": [picture(1, (40, 56)), picture(2, (64, 24))],
@@ -35,15 +47,15 @@ def test_answers_are_the_same_wherever_images_are_encoded(tmp_path: Path) -> Non
         "ignore_eos": True, "logit_bias": {IMAGE: -1e9}, "logprobs": 1,
     }  # fmt: skip
     ids = [*words[:3], IMAGE, *words[3:6], IMAGE, *words[6:8], IMAGE, *words[8:], IMAGE, 5]
-    with saccade.LocalClient(tmp_path, **OPTIONS) as client:
+    with saccade.LocalClient(folder, **OPTIONS) as client:
         here = client.generate(ids, **asked)
     assert here.usage.image_tokens and here.usage.video_tokens
-    with RunningServer(str(tmp_path), **OPTIONS) as server, saccade.Client(server.address) as client:
+    with saccade.Client(server.address) as client:
         apart = client.generate(ids, **asked)
     with (
-        RunningEncoder(str(tmp_path)) as encoder,
-        RunningServer(str(tmp_path), role="decoder", encoders=(encoder.address,), **OPTIONS) as server,
-        saccade.Client(server.address) as client,
+        RunningEncoder(str(folder)) as encoder,
+        RunningServer(str(folder), role="decoder", encoders=(encoder.address,), **OPTIONS) as decoder,
+        saccade.Client(decoder.address) as client,
     ):
         remote = client.generate(ids, **asked)
     for other in (apart, remote):
@@ -54,18 +66,15 @@ def test_answers_are_the_same_wherever_images_are_encoded(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("form", "taken"), [("GIF", [0, 2, 4, 7, 9]), ("PNG", [0, 2, 4, 7, 9])])
-def test_frames_of_a_file_are_taken_at_the_model_s_rate(tmp_path: Path, form: str, taken: list[int]) -> None:
+def test_frames_of_a_file_are_taken_at_the_model_s_rate(server: RunningServer, form: str, taken: list[int]) -> None:
     """By an image worker, of ten frames at four a second: as if somebody had chosen five of them."""
-    tower = random_tower(random.Random(2))
-    make_qwen(tmp_path, 2, vision=tower, text={"num_hidden_layers": 1, "layer_types": ["full_attention"]})
-    write_rules(tmp_path, tower)
     file = animation(moving_frames(10, 40, 24), form)
     frames = [frame.numpy() for frame in open_video(file).frames(range(10))]
     asked: dict[str, Any] = {
         "max_tokens": 8, "temperature": 0, "ignore_eos": True, "logit_bias": {IMAGE: -1e9}, "logprobs": 1
     }  # fmt: skip
     ids = [5, IMAGE, 6, IMAGE, 7, IMAGE, 8]
-    with RunningServer(str(tmp_path), **OPTIONS) as server, saccade.Client(server.address) as client:
+    with saccade.Client(server.address) as client:
         found = client.generate(ids, videos=[file], **asked)
         wanted = client.generate(ids, videos=[[frames[index] for index in taken]], **asked)
         fewer = client.generate([5, IMAGE, 6], videos=[saccade.Video(file, max_frames=2)], **asked)
