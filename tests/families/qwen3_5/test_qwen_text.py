@@ -24,7 +24,7 @@ from service.common.config import EngineOptions
 from service.model.checkpoint import Checkpoint, open_checkpoint
 from service.model.quantise import quantise_checkpoint
 
-SEEDS = 44
+SEEDS = 36
 STEPS = 32
 
 
