@@ -311,8 +311,9 @@ def test_a_copy_leaves_the_client_open(any_client: Any) -> None:
 
 
 def test_top_sees_the_real_server(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with RunningServer(str(model), max_seqs=2, max_len=600, admin=True) as server:
-        with saccade.Client(server.address) as client, client.stream("x", max_tokens=500, ignore_eos=True) as stream:
+    """While an answer is in progress that is far too long to end before."""
+    with RunningServer(str(model), max_seqs=2, max_len=20_000, admin=True) as server:
+        with saccade.Client(server.address) as client, client.stream("x", max_tokens=19_000, ignore_eos=True) as stream:
             next(stream)
             assert cli.main(["top", "--server", server.address, "--count", "1"]) == 0
     shown = dict(item.split("=") for item in capsys.readouterr().out.split())
