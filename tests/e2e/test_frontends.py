@@ -144,7 +144,7 @@ def test_a_frontend_that_does_not_get_ready_is_killed(model: Path) -> None:
     options = ServerOptions(model=str(model), max_seqs=2, max_len=600, fronts=1)
     with reserved_port(options) as port:
         hub = Hub(options, port)
-        hub._options = replace(options, load_timeout=0.5)  # less than it takes; the engine has had the default
+        hub._options = replace(options, load_timeout=0.01)  # less than any process takes; the engine has had the default
         try:
             with pytest.raises(ConfigError, match="frontend 0 ended with code -9 while starting"):
                 hub.start()
