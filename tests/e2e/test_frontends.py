@@ -142,12 +142,16 @@ def test_a_frontend_that_hangs_is_replaced(frontends: ServerProcess) -> None:
 
 def test_a_frontend_that_does_not_get_ready_is_killed(model: Path) -> None:
     options = ServerOptions(model=str(model), max_seqs=2, max_len=600, fronts=1)
-    with reserved_port(options) as port:
+    with reserved_port(options) as port, ThreadPoolExecutor(1) as pool:
         hub = Hub(options, port)
-        hub._options = replace(options, load_timeout=0.01)  # less than any process takes; the engine has had the default
+        hub._options = replace(options, load_timeout=0.5)  # the engine has had the default
         try:
+            started = pool.submit(hub.start)
+            while not hub._frontends:
+                assert not started.done()
+            os.kill(hub._frontends[0].process.pid, signal.SIGSTOP)  # long before it can be ready
             with pytest.raises(ConfigError, match="frontend 0 ended with code -9 while starting"):
-                hub.start()
+                started.result(60)
         finally:
             asyncio.run(hub.stop())
 
