@@ -17,7 +17,7 @@ from families import CheckpointError, Target
 from families.files import optional_json, read_json
 from service.model.cache import resolve_model
 from service.model.formats.declared import disagreements, read_declared
-from service.model.formats.tensors import FormatError, StoredWeight, find_weights
+from service.model.formats.tensors import FormatError, StoredWeight, find_weights, listed
 from service.model.modelconfig import ModelConfig, load_config
 from service.model.weight_files import WeightFiles
 
@@ -80,8 +80,9 @@ class Checkpoint:
         if unused:
             log.info("%d scales of activations and caches are passed over: both stay in 16 bits or more", len(unused))
         if problems := disagreements(self.declared, found):
-            shown = "\n  ".join(problems[:20]) + (f"\n  ... and {len(problems) - 20} more" if problems[20:] else "")
-            raise CheckpointError(f"{self.path}: {len(problems)} weights are not as the configuration says:\n  {shown}")
+            raise CheckpointError(
+                f"{self.path}: {len(problems)} weights are not as the configuration says:\n  {listed(problems)}"
+            )
         return found
 
     @property
@@ -207,10 +208,9 @@ class Checkpoint:
             if name in whole and (found := self._shape_of(whole[name])) != shape:
                 problems.append(f"{name} has shape {list(found)}, not {list(shape)}")
         if problems:
-            shown = "\n  ".join(problems[:40]) + (
-                f"\n  ... and {len(problems) - 40} more" if len(problems) > 40 else ""
+            raise CheckpointError(
+                f"{self.path}: {len(problems)} weights do not fit config.json:\n  {listed(problems, 40)}"
             )
-            raise CheckpointError(f"{self.path}: {len(problems)} weights do not fit config.json:\n  {shown}")
         return {name: whole[name] for name in expected if name in whole}
 
     def _shape_of(self, source: _Source) -> tuple[int, ...]:

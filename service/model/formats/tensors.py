@@ -7,7 +7,7 @@ float-quantized, int-quantized, nvfp4-pack-quantized and pack-quantized, GPTQ an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -78,6 +78,12 @@ class StoredWeight:
         return self.name.removesuffix(".weight")
 
 
+def listed(problems: Sequence[str], most: int = 20) -> str:
+    """A line for each of the first problems, and how many more there are."""
+    more = f"\n  ... and {len(problems) - most} more" if len(problems) > most else ""
+    return "\n  ".join(problems[:most]) + more
+
+
 def find_weights(
     table: Mapping[str, Entry], *, block: tuple[int, int] = (128, 128), own_kind: str | None = None
 ) -> tuple[dict[str, StoredWeight], list[str]]:
@@ -103,8 +109,7 @@ def find_weights(
             problems.append(str(error))
         unused += [parts[role] for role in ("input",) if role in parts]
     if problems:
-        shown = "\n  ".join(problems[:20]) + (f"\n  ... and {len(problems) - 20} more" if len(problems) > 20 else "")
-        raise FormatError(f"{len(problems)} quantised weights cannot be read:\n  {shown}")
+        raise FormatError(f"{len(problems)} quantised weights cannot be read:\n  {listed(problems)}")
     return found, unused
 
 
