@@ -6,6 +6,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
+from decoder.constraints import Constraint
 from decoder.positions import Positions
 from decoder.sampling import SamplingParams
 
@@ -82,6 +83,8 @@ class DecoderRequest:
     """The hidden states of the prompt are wanted; all of it is then computed, whatever the cache holds."""
     positions: Positions | None = None
     """For models that use positions; `None`: tokens count up from 0."""
+    constraint: Constraint | None = None
+    """What the output may contain; `None`: anything. It belongs to this request alone and has accepted `output_ids`."""
 
     def __post_init__(self) -> None:
         """`ValueError` for numbers that could never be an id or a counter. The runner knows the vocabulary."""
