@@ -18,7 +18,7 @@ from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from saccade.v1 import types_pb2 as saccade_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1asaccade/v1/inference.proto\x12\nsaccade.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x16saccade/v1/types.proto\"\x90\x01\n\tChatInput\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.saccade.v1.ChatMessage\x12\x35\n\x14\x63hat_template_kwargs\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\x12!\n\x19\x63hat_template_kwargs_json\x18\x03 \x01(\t\"\xc8\x01\n\x0bPromptInput\x12\x0c\n\x04text\x18\x01 \x01(\t\x12!\n\x06images\x18\x02 \x03(\x0b\x32\x11.saccade.v1.Image\x12\x0b\n\x03raw\x18\x03 \x01(\x08\x12\x35\n\x14\x63hat_template_kwargs\x18\x04 \x01(\x0b\x32\x17.google.protobuf.Struct\x12!\n\x06videos\x18\x05 \x03(\x0b\x32\x11.saccade.v1.Video\x12!\n\x19\x63hat_template_kwargs_json\x18\x06 \x01(\t\"`\n\x0bTokensInput\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12!\n\x06images\x18\x02 \x03(\x0b\x32\x11.saccade.v1.Image\x12!\n\x06videos\x18\x03 \x03(\x0b\x32\x11.saccade.v1.Video\"\xa9\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12%\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x15.saccade.v1.ChatInputH\x00\x12)\n\x06prompt\x18\x04 \x01(\x0b\x32\x17.saccade.v1.PromptInputH\x00\x12)\n\x06tokens\x18\x05 \x01(\x0b\x32\x17.saccade.v1.TokensInputH\x00\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.saccade.v1.SamplingParams\x12\x1b\n\x13\x63ontinued_token_ids\x18\x07 \x03(\r\x12\x15\n\x08priority\x18\x08 \x01(\x05H\x01\x88\x01\x01\x42\x07\n\x05inputB\x0b\n\t_priority\"\xf5\x01\n\x06Sample\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.saccade.v1.TokenLogprob\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.saccade.v1.FinishReason\x12 \n\x05usage\x18\x06 \x01(\x0b\x32\x11.saccade.v1.Usage\x12\x15\n\x0bstop_string\x18\x07 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x08 \x01(\rH\x00\x42\x0c\n\nstop_match\"\xb3\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rmodel_version\x18\x03 \x01(\t\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12#\n\x07samples\x18\x05 \x03(\x0b\x32\x12.saccade.v1.Sample\x12\x32\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x19.saccade.v1.PromptLogprob\"\xa5\x01\n\x15StreamGenerateRequest\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.saccade.v1.GenerateRequest\x12\x19\n\x0c\x63hunk_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x32\n\x0fmax_chunk_delay\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationB\x0f\n\r_chunk_tokens\"\x97\x01\n\x16StreamGenerateResponse\x12&\n\x07started\x18\x01 \x01(\x0b\x32\x13.saccade.v1.StartedH\x00\x12\"\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x11.saccade.v1.DeltaH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.saccade.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\x94\x01\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x05\x12\x14\n\x0cimage_tokens\x18\x03 \x01(\x05\x12\r\n\x05model\x18\x04 \x01(\t\x12\x15\n\rmodel_version\x18\x05 \x01(\t\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x14\n\x0cvideo_tokens\x18\x07 \x01(\x05\"u\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.saccade.v1.TokenLogprob\x12\x10\n\x08sequence\x18\x05 \x01(\x04\"\xde\x01\n\x08\x46inished\x12\r\n\x05index\x18\x01 \x01(\r\x12/\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x18.saccade.v1.FinishReason\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.saccade.v1.Usage\x12\x15\n\x0bstop_string\x18\x04 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x05 \x01(\rH\x00\x12\x32\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x19.saccade.v1.PromptLogprobB\x0c\n\nstop_match\"\xff\x01\n\x0c\x45mbedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12%\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x15.saccade.v1.ChatInputH\x00\x12)\n\x06prompt\x18\x04 \x01(\x0b\x32\x17.saccade.v1.PromptInputH\x00\x12)\n\x06tokens\x18\x05 \x01(\x0b\x32\x17.saccade.v1.TokensInputH\x00\x12\"\n\x05image\x18\x06 \x01(\x0b\x32\x11.saccade.v1.ImageH\x00\x12\x15\n\x08priority\x18\x07 \x01(\x05H\x01\x88\x01\x01\x42\x07\n\x05inputB\x0b\n\t_priority\"%\n\x06Tensor\x12\r\n\x05shape\x18\x01 \x03(\x05\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\xf5\x01\n\rEmbedResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rmodel_version\x18\x03 \x01(\t\x12\'\n\x0blast_hidden\x18\x04 \x01(\x0b\x32\x12.saccade.v1.Tensor\x12\'\n\x0bmean_hidden\x18\x05 \x01(\x0b\x32\x12.saccade.v1.Tensor\x12+\n\x0fimage_embedding\x18\x06 \x01(\x0b\x32\x12.saccade.v1.Tensor\x12\x15\n\rprompt_tokens\x18\x07 \x01(\x05\x12\x14\n\x0cimage_tokens\x18\x08 \x01(\x05\"\xa6\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12%\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x15.saccade.v1.ChatInputH\x00\x12)\n\x06prompt\x18\x03 \x01(\x0b\x32\x17.saccade.v1.PromptInputH\x00\x12)\n\x06tokens\x18\x04 \x01(\x0b\x32\x17.saccade.v1.TokensInputH\x00\x42\x07\n\x05input\"\x9c\x01\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x05\x12\x14\n\x0cimage_tokens\x18\x03 \x01(\x05\x12\x18\n\x10tokens_per_image\x18\x04 \x03(\x05\x12\x14\n\x0cvideo_tokens\x18\x05 \x01(\x05\x12\x18\n\x10tokens_per_video\x18\x06 \x03(\x05\"-\n\x17\x43\x61ncelGenerationRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1a\n\x18\x43\x61ncelGenerationResponse2\x98\x03\n\x10InferenceService\x12\x45\n\x08Generate\x12\x1b.saccade.v1.GenerateRequest\x1a\x1c.saccade.v1.GenerateResponse\x12Y\n\x0eStreamGenerate\x12!.saccade.v1.StreamGenerateRequest\x1a\".saccade.v1.StreamGenerateResponse0\x01\x12<\n\x05\x45mbed\x12\x18.saccade.v1.EmbedRequest\x1a\x19.saccade.v1.EmbedResponse\x12\x45\n\x08Tokenize\x12\x1b.saccade.v1.TokenizeRequest\x1a\x1c.saccade.v1.TokenizeResponse\x12]\n\x10\x43\x61ncelGeneration\x12#.saccade.v1.CancelGenerationRequest\x1a$.saccade.v1.CancelGenerationResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1asaccade/v1/inference.proto\x12\nsaccade.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x16saccade/v1/types.proto\"\xe4\x02\n\tChatInput\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.saccade.v1.ChatMessage\x12\x35\n\x14\x63hat_template_kwargs\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\x12!\n\x19\x63hat_template_kwargs_json\x18\x03 \x01(\t\x12\x1f\n\x05tools\x18\x04 \x03(\x0b\x32\x10.saccade.v1.Tool\x12+\n\x0btool_choice\x18\x05 \x01(\x0b\x32\x16.saccade.v1.ToolChoice\x12 \n\x13parallel_tool_calls\x18\x06 \x01(\x08H\x00\x88\x01\x01\x12\x18\n\x10reasoning_effort\x18\x07 \x01(\t\x12\x1c\n\x0f\x65nable_thinking\x18\x08 \x01(\x08H\x01\x88\x01\x01\x42\x16\n\x14_parallel_tool_callsB\x12\n\x10_enable_thinking\"\xc8\x01\n\x0bPromptInput\x12\x0c\n\x04text\x18\x01 \x01(\t\x12!\n\x06images\x18\x02 \x03(\x0b\x32\x11.saccade.v1.Image\x12\x0b\n\x03raw\x18\x03 \x01(\x08\x12\x35\n\x14\x63hat_template_kwargs\x18\x04 \x01(\x0b\x32\x17.google.protobuf.Struct\x12!\n\x06videos\x18\x05 \x03(\x0b\x32\x11.saccade.v1.Video\x12!\n\x19\x63hat_template_kwargs_json\x18\x06 \x01(\t\"`\n\x0bTokensInput\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12!\n\x06images\x18\x02 \x03(\x0b\x32\x11.saccade.v1.Image\x12!\n\x06videos\x18\x03 \x03(\x0b\x32\x11.saccade.v1.Video\"\xa9\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12%\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x15.saccade.v1.ChatInputH\x00\x12)\n\x06prompt\x18\x04 \x01(\x0b\x32\x17.saccade.v1.PromptInputH\x00\x12)\n\x06tokens\x18\x05 \x01(\x0b\x32\x17.saccade.v1.TokensInputH\x00\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.saccade.v1.SamplingParams\x12\x1b\n\x13\x63ontinued_token_ids\x18\x07 \x03(\r\x12\x15\n\x08priority\x18\x08 \x01(\x05H\x01\x88\x01\x01\x42\x07\n\x05inputB\x0b\n\t_priority\"\xb2\x02\n\x06Sample\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.saccade.v1.TokenLogprob\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.saccade.v1.FinishReason\x12 \n\x05usage\x18\x06 \x01(\x0b\x32\x11.saccade.v1.Usage\x12\x15\n\x0bstop_string\x18\x07 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x08 \x01(\rH\x00\x12\x11\n\treasoning\x18\t \x01(\t\x12(\n\ntool_calls\x18\n \x03(\x0b\x32\x14.saccade.v1.ToolCallB\x0c\n\nstop_match\"\xb3\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rmodel_version\x18\x03 \x01(\t\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12#\n\x07samples\x18\x05 \x03(\x0b\x32\x12.saccade.v1.Sample\x12\x32\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x19.saccade.v1.PromptLogprob\"\xa5\x01\n\x15StreamGenerateRequest\x12,\n\x07request\x18\x01 \x01(\x0b\x32\x1b.saccade.v1.GenerateRequest\x12\x19\n\x0c\x63hunk_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x32\n\x0fmax_chunk_delay\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationB\x0f\n\r_chunk_tokens\"\x97\x01\n\x16StreamGenerateResponse\x12&\n\x07started\x18\x01 \x01(\x0b\x32\x13.saccade.v1.StartedH\x00\x12\"\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x11.saccade.v1.DeltaH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.saccade.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\x94\x01\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x05\x12\x14\n\x0cimage_tokens\x18\x03 \x01(\x05\x12\r\n\x05model\x18\x04 \x01(\t\x12\x15\n\rmodel_version\x18\x05 \x01(\t\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x14\n\x0cvideo_tokens\x18\x07 \x01(\x05\"\xb7\x01\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.saccade.v1.TokenLogprob\x12\x10\n\x08sequence\x18\x05 \x01(\x04\x12\x11\n\treasoning\x18\x06 \x01(\t\x12-\n\ntool_calls\x18\x07 \x03(\x0b\x32\x19.saccade.v1.ToolCallDelta\"\xde\x01\n\x08\x46inished\x12\r\n\x05index\x18\x01 \x01(\r\x12/\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x18.saccade.v1.FinishReason\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.saccade.v1.Usage\x12\x15\n\x0bstop_string\x18\x04 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x05 \x01(\rH\x00\x12\x32\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x19.saccade.v1.PromptLogprobB\x0c\n\nstop_match\"\xff\x01\n\x0c\x45mbedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12%\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x15.saccade.v1.ChatInputH\x00\x12)\n\x06prompt\x18\x04 \x01(\x0b\x32\x17.saccade.v1.PromptInputH\x00\x12)\n\x06tokens\x18\x05 \x01(\x0b\x32\x17.saccade.v1.TokensInputH\x00\x12\"\n\x05image\x18\x06 \x01(\x0b\x32\x11.saccade.v1.ImageH\x00\x12\x15\n\x08priority\x18\x07 \x01(\x05H\x01\x88\x01\x01\x42\x07\n\x05inputB\x0b\n\t_priority\"%\n\x06Tensor\x12\r\n\x05shape\x18\x01 \x03(\x05\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\xf5\x01\n\rEmbedResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rmodel_version\x18\x03 \x01(\t\x12\'\n\x0blast_hidden\x18\x04 \x01(\x0b\x32\x12.saccade.v1.Tensor\x12\'\n\x0bmean_hidden\x18\x05 \x01(\x0b\x32\x12.saccade.v1.Tensor\x12+\n\x0fimage_embedding\x18\x06 \x01(\x0b\x32\x12.saccade.v1.Tensor\x12\x15\n\rprompt_tokens\x18\x07 \x01(\x05\x12\x14\n\x0cimage_tokens\x18\x08 \x01(\x05\"\xa6\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12%\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x15.saccade.v1.ChatInputH\x00\x12)\n\x06prompt\x18\x03 \x01(\x0b\x32\x17.saccade.v1.PromptInputH\x00\x12)\n\x06tokens\x18\x04 \x01(\x0b\x32\x17.saccade.v1.TokensInputH\x00\x42\x07\n\x05input\"\x9c\x01\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x05\x12\x14\n\x0cimage_tokens\x18\x03 \x01(\x05\x12\x18\n\x10tokens_per_image\x18\x04 \x03(\x05\x12\x14\n\x0cvideo_tokens\x18\x05 \x01(\x05\x12\x18\n\x10tokens_per_video\x18\x06 \x03(\x05\"-\n\x17\x43\x61ncelGenerationRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1a\n\x18\x43\x61ncelGenerationResponse2\x98\x03\n\x10InferenceService\x12\x45\n\x08Generate\x12\x1b.saccade.v1.GenerateRequest\x1a\x1c.saccade.v1.GenerateResponse\x12Y\n\x0eStreamGenerate\x12!.saccade.v1.StreamGenerateRequest\x1a\".saccade.v1.StreamGenerateResponse0\x01\x12<\n\x05\x45mbed\x12\x18.saccade.v1.EmbedRequest\x1a\x19.saccade.v1.EmbedResponse\x12\x45\n\x08Tokenize\x12\x1b.saccade.v1.TokenizeRequest\x1a\x1c.saccade.v1.TokenizeResponse\x12]\n\x10\x43\x61ncelGeneration\x12#.saccade.v1.CancelGenerationRequest\x1a$.saccade.v1.CancelGenerationResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -26,41 +26,41 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'saccade.v1.inference_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CHATINPUT']._serialized_start=129
-  _globals['_CHATINPUT']._serialized_end=273
-  _globals['_PROMPTINPUT']._serialized_start=276
-  _globals['_PROMPTINPUT']._serialized_end=476
-  _globals['_TOKENSINPUT']._serialized_start=478
-  _globals['_TOKENSINPUT']._serialized_end=574
-  _globals['_GENERATEREQUEST']._serialized_start=577
-  _globals['_GENERATEREQUEST']._serialized_end=874
-  _globals['_SAMPLE']._serialized_start=877
-  _globals['_SAMPLE']._serialized_end=1122
-  _globals['_GENERATERESPONSE']._serialized_start=1125
-  _globals['_GENERATERESPONSE']._serialized_end=1304
-  _globals['_STREAMGENERATEREQUEST']._serialized_start=1307
-  _globals['_STREAMGENERATEREQUEST']._serialized_end=1472
-  _globals['_STREAMGENERATERESPONSE']._serialized_start=1475
-  _globals['_STREAMGENERATERESPONSE']._serialized_end=1626
-  _globals['_STARTED']._serialized_start=1629
-  _globals['_STARTED']._serialized_end=1777
-  _globals['_DELTA']._serialized_start=1779
-  _globals['_DELTA']._serialized_end=1896
-  _globals['_FINISHED']._serialized_start=1899
-  _globals['_FINISHED']._serialized_end=2121
-  _globals['_EMBEDREQUEST']._serialized_start=2124
-  _globals['_EMBEDREQUEST']._serialized_end=2379
-  _globals['_TENSOR']._serialized_start=2381
-  _globals['_TENSOR']._serialized_end=2418
-  _globals['_EMBEDRESPONSE']._serialized_start=2421
-  _globals['_EMBEDRESPONSE']._serialized_end=2666
-  _globals['_TOKENIZEREQUEST']._serialized_start=2669
-  _globals['_TOKENIZEREQUEST']._serialized_end=2835
-  _globals['_TOKENIZERESPONSE']._serialized_start=2838
-  _globals['_TOKENIZERESPONSE']._serialized_end=2994
-  _globals['_CANCELGENERATIONREQUEST']._serialized_start=2996
-  _globals['_CANCELGENERATIONREQUEST']._serialized_end=3041
-  _globals['_CANCELGENERATIONRESPONSE']._serialized_start=3043
-  _globals['_CANCELGENERATIONRESPONSE']._serialized_end=3069
-  _globals['_INFERENCESERVICE']._serialized_start=3072
-  _globals['_INFERENCESERVICE']._serialized_end=3480
+  _globals['_CHATINPUT']._serialized_end=485
+  _globals['_PROMPTINPUT']._serialized_start=488
+  _globals['_PROMPTINPUT']._serialized_end=688
+  _globals['_TOKENSINPUT']._serialized_start=690
+  _globals['_TOKENSINPUT']._serialized_end=786
+  _globals['_GENERATEREQUEST']._serialized_start=789
+  _globals['_GENERATEREQUEST']._serialized_end=1086
+  _globals['_SAMPLE']._serialized_start=1089
+  _globals['_SAMPLE']._serialized_end=1395
+  _globals['_GENERATERESPONSE']._serialized_start=1398
+  _globals['_GENERATERESPONSE']._serialized_end=1577
+  _globals['_STREAMGENERATEREQUEST']._serialized_start=1580
+  _globals['_STREAMGENERATEREQUEST']._serialized_end=1745
+  _globals['_STREAMGENERATERESPONSE']._serialized_start=1748
+  _globals['_STREAMGENERATERESPONSE']._serialized_end=1899
+  _globals['_STARTED']._serialized_start=1902
+  _globals['_STARTED']._serialized_end=2050
+  _globals['_DELTA']._serialized_start=2053
+  _globals['_DELTA']._serialized_end=2236
+  _globals['_FINISHED']._serialized_start=2239
+  _globals['_FINISHED']._serialized_end=2461
+  _globals['_EMBEDREQUEST']._serialized_start=2464
+  _globals['_EMBEDREQUEST']._serialized_end=2719
+  _globals['_TENSOR']._serialized_start=2721
+  _globals['_TENSOR']._serialized_end=2758
+  _globals['_EMBEDRESPONSE']._serialized_start=2761
+  _globals['_EMBEDRESPONSE']._serialized_end=3006
+  _globals['_TOKENIZEREQUEST']._serialized_start=3009
+  _globals['_TOKENIZEREQUEST']._serialized_end=3175
+  _globals['_TOKENIZERESPONSE']._serialized_start=3178
+  _globals['_TOKENIZERESPONSE']._serialized_end=3334
+  _globals['_CANCELGENERATIONREQUEST']._serialized_start=3336
+  _globals['_CANCELGENERATIONREQUEST']._serialized_end=3381
+  _globals['_CANCELGENERATIONRESPONSE']._serialized_start=3383
+  _globals['_CANCELGENERATIONRESPONSE']._serialized_end=3409
+  _globals['_INFERENCESERVICE']._serialized_start=3412
+  _globals['_INFERENCESERVICE']._serialized_end=3820
 # @@protoc_insertion_point(module_scope)

@@ -18,6 +18,7 @@ from service.answers.bounds import (
     MAX_TEMPLATE_JSON,
     FrontendLimits,
 )
+from service.answers.unserved import refuse_unserved
 from service.common import errors
 from service.common.config import ServerOptions
 from service.common.types import (
@@ -64,7 +65,7 @@ _SCALARS = (
 
 
 def spec_from_proto(request: inference_pb2.GenerateRequest) -> GenerateSpec:
-    """Raises InvalidArgument with the path of the invalid field."""
+    """Raises InvalidArgument with the path of the invalid field, Unimplemented with that of one which is not served."""
     value, media = _input(request)
     sampling = request.sampling
     return GenerateSpec(
@@ -161,8 +162,10 @@ def _input(
 def _chat(chat: inference_pb2.ChatInput, media: list[MediaSource]) -> ChatInput:
     if not chat.messages:
         raise errors.InvalidArgument("chat.messages is empty", field="chat.messages")
+    refuse_unserved(chat, "chat")
     messages = []
     for i, message in enumerate(chat.messages):
+        refuse_unserved(message, f"chat.messages[{i}]")
         if message.role not in _ROLES:
             raise errors.InvalidArgument(
                 f"chat.messages[{i}].role is {message.role}; known are {', '.join(_ROLES.values())}",
@@ -273,6 +276,7 @@ def _video(video: types_pb2.Video, path: str) -> VideoSource:
 
 
 def _sampling(sampling: types_pb2.SamplingParams) -> dict[str, Any]:
+    refuse_unserved(sampling, "sampling")
     fields: Any = sampling
     values: dict[str, Any] = {name: getattr(fields, name) for name in _SCALARS if fields.HasField(name)}
     if sampling.logit_bias:

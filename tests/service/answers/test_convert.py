@@ -176,3 +176,31 @@ def test_how_long_a_delta_may_be_held_back(seconds: int, nanos: int, expected: A
         assert convert.chunking_from_proto(request) == (2, expected)
     assert convert.chunking_from_proto(inference_pb2.StreamGenerateRequest(chunk_tokens=1)) == (None, None)
     assert convert.chunking_from_proto(inference_pb2.StreamGenerateRequest()) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [
+        ({"sampling": {"response_format": {"json_object": {}}}}, "sampling.response_format"),
+        ({"sampling": {"allowed_token_ids": [1]}}, "sampling.allowed_token_ids"),
+        ({"sampling": {"bad_words": ["a"]}}, "sampling.bad_words"),
+        ({"sampling": {"max_reasoning_tokens": 0}}, "sampling.max_reasoning_tokens"),
+        ({"chat": {"tools": [{"name": "f"}]}}, "chat.tools"),
+        ({"chat": {"tool_choice": {"mode": "TOOL_MODE_NONE"}}}, "chat.tool_choice"),
+        ({"chat": {"parallel_tool_calls": False}}, "chat.parallel_tool_calls"),
+        ({"chat": {"reasoning_effort": "low"}}, "chat.reasoning_effort"),
+        ({"chat": {"enable_thinking": False}}, "chat.enable_thinking"),
+        ({"chat": {"messages": [{"role": "ROLE_USER", "tool_calls": [{"id": "1"}]}]}}, "chat.messages[0].tool_calls"),
+        ({"chat": {"messages": [{"role": "ROLE_TOOL", "tool_call_id": "1"}]}}, "chat.messages[0].tool_call_id"),
+        ({"chat": {"messages": [{"role": "ROLE_ASSISTANT", "reasoning": "a"}]}}, "chat.messages[0].reasoning"),
+    ],
+)
+def test_a_field_that_is_not_served_is_refused_by_its_name(fields: dict[str, Any], where: str) -> None:
+    request = inference_pb2.GenerateRequest()
+    request.chat.messages.add(role=types_pb2.ROLE_USER).parts.add(text="a")
+    if "messages" in fields.get("chat", {}):
+        request.ClearField("chat")
+    json_format.ParseDict(fields, request)
+    with pytest.raises(errors.Unimplemented, match="is not served") as error:
+        convert.spec_from_proto(request)
+    assert error.value.field == where

@@ -1,0 +1,23 @@
+"""Fields of the protos that this version does not serve: a request that sets one is refused."""
+
+from __future__ import annotations
+
+from google.protobuf.message import Message
+
+from service.common import errors
+
+UNSERVED: dict[str, frozenset[str]] = {
+    "ChatInput": frozenset({"tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "enable_thinking"}),
+    "ChatMessage": frozenset({"tool_calls", "tool_call_id", "reasoning"}),
+    "SamplingParams": frozenset({"response_format", "allowed_token_ids", "bad_words", "max_reasoning_tokens"}),
+}
+"""Message -> its fields that are not served."""
+
+
+def refuse_unserved(message: Message, path: str) -> None:
+    """Raises Unimplemented if `message`, which is at `path` in the request, sets a field that is not served."""
+    unserved = UNSERVED.get(message.DESCRIPTOR.name, frozenset())
+    for field, _ in message.ListFields():
+        if field.name in unserved:
+            where = f"{path}.{field.name}"
+            raise errors.Unimplemented(f"{where} is not served by this version", field=where)
