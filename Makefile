@@ -67,7 +67,7 @@ $(STAMP):
 	@rm -f $(VENV)/.saccade-setup-*
 	@touch $@
 
-demo: setup  ## start a server on the embedded model and ask it about the shipped pictures
+demo: setup  ## start a server on the embedded model and ask it about the shipped images
 	@$(VENV)/bin/saccade demo $(ARGS)
 
 serve: setup  ## serve MODEL (the embedded model by default)

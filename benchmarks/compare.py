@@ -66,8 +66,8 @@ class Ours:
 
         def ask(index: int) -> float:
             first = 0.0
-            # Other bytes behind the picture, which decoders ignore, make it another picture to the embedding cache.
-            images = [file.read_bytes() + os.urandom(8) for file in workload.pictures[index]]
+            # Other bytes behind the image, which decoders ignore, make it another image to the embedding cache.
+            images = [file.read_bytes() + os.urandom(8) for file in workload.images[index]]
             with self._client.stream(
                 workload.prompts[index], images=images, max_tokens=workload.new_tokens, temperature=0, ignore_eos=True
             ) as stream:
@@ -144,7 +144,7 @@ class Peer:
         answer = self._ask(
             {
                 "prompts": workload.prompts,
-                "pictures": [[str(file) for file in files] for files in workload.pictures],
+                "images": [[str(file) for file in files] for files in workload.images],
                 "new_tokens": workload.new_tokens,
             }
         )

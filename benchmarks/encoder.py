@@ -6,10 +6,10 @@
               run eagerly (compiled, where the machine can), operation by operation, by graphs on doublings, and by
               graphs on a ladder of as many budgets tuned to the mix
 `operations`  where the time of the compiled tower goes: share, and products as a share of the GEMM rate
-`peer`        16 pictures of mixed sizes in one call: ours against transformers' tower, same weights, dtype and threads,
+`peer`        16 images of mixed sizes in one call: ours against transformers' tower, same weights, dtype and threads,
               in one process, both sides in turn; it stops if the two disagree
-`packing`     microseconds per picture of choosing the batches
-`preprocess`  pictures/s on one core, decoding and patching apart, by size and format
+`packing`     microseconds per image of choosing the batches
+`preprocess`  images/s on one core, decoding and patching apart, by size and format
 
 FLOPs are counted for real rows only, so padding lowers the share of the GEMM rate as it should. Everything runs in
 bfloat16 on as many threads as there are cores. Run it on an idle machine; it takes under four minutes there.
@@ -56,7 +56,7 @@ AGREEMENT = 0.02
 """Relative RMS between ours and the peer's bfloat16 rows, above which no time is worth anything."""
 
 
-# -- pictures ---------------------------------------------------------------------------------------------------------
+# -- images ---------------------------------------------------------------------------------------------------------
 
 
 def uniform(rng: random.Random) -> tuple[int, int]:
@@ -81,8 +81,8 @@ MIXES: dict[str, Callable[[random.Random], tuple[int, int]]] = {
 }
 
 
-def pictures(kind: str, count: int, config: RadioVision) -> list[EncoderItem]:
-    """`count` pictures of random patches, the same each time."""
+def random_images(kind: str, count: int, config: RadioVision) -> list[EncoderItem]:
+    """`count` images of random patches, the same each time."""
     rng = random.Random(f"{kind} {count}")
     generator = torch.Generator().manual_seed(count)
     made = []
@@ -94,7 +94,7 @@ def pictures(kind: str, count: int, config: RadioVision) -> list[EncoderItem]:
 
 
 def flops(images: Sequence[EncoderItem], config: RadioVision) -> float:
-    """Of the products that these pictures need: projections, MLP and attention of each layer, patches, projector."""
+    """Of the products that these images need: projections, MLP and attention of each layer, patches, projector."""
     width, inner, total = config.hidden_size, config.intermediate_size, 0.0
     mlp = (3 if config.use_swiglu_ffn else 2) * width * inner
     for image in images:
@@ -138,7 +138,7 @@ def measure_mixes(path: Path, count: int, rounds: int, rates: list[float]) -> li
     eager = make_runner(path, graphs="off")
     config = eager.spec
     for mix in MIXES:
-        images = pictures(mix, count, config)
+        images = random_images(mix, count, config)
         out = destinations(images, config)
         histogram = Counter(image.tokens for image in images)
         doublings = resolve_budgets(config.min_image_tokens, config.max_image_tokens)
@@ -189,7 +189,7 @@ def measure_mixes(path: Path, count: int, rounds: int, rates: list[float]) -> li
 def measure_operations(path: Path, rounds: int, rates: list[float]) -> list[dict[str, Any]]:
     """`rates` as in `measure_mixes`. Operations run one at a time for this, so that a share is of their sum."""
     runner = make_runner(path, graphs="off", native="on")
-    config, images = runner.spec, pictures("uniform", 8, runner.spec)
+    config, images = runner.spec, random_images("uniform", 8, runner.spec)
     out = destinations(images, config)
     times: Counter[str] = Counter()
     work: Counter[str] = Counter()
@@ -224,7 +224,7 @@ def measure_peer(path: Path, rounds: int) -> dict[str, Any]:
     kind: Any = NemotronH_Omni_Reasoning_V3
     peer = kind.from_pretrained(path, dtype=DTYPE, attn_implementation="sdpa").eval()
     runner = make_runner(path, graphs="auto")
-    images = pictures("uniform", 16, runner.spec)
+    images = random_images("uniform", 16, runner.spec)
     out = destinations(images, runner.spec)
     patches = torch.cat([image.patches for image in images])
     grids = torch.tensor([image.grid for image in images])
@@ -241,7 +241,7 @@ def measure_peer(path: Path, rounds: int) -> dict[str, Any]:
     pairs = [(seconds(lambda: runner.encode(images, out)), seconds(theirs)) for _ in range(2 * rounds)]
     mine, other = (statistics.median(column) for column in zip(*pairs, strict=True))
     result = {
-        "pictures": len(images),
+        "images": len(images),
         "tokens": sum(image.tokens for image in images),
         "ours_s": mine,
         "transformers_s": other,
@@ -252,7 +252,7 @@ def measure_peer(path: Path, rounds: int) -> dict[str, Any]:
         "all": pairs,
     }
     print(
-        f"16 mixed pictures: ours {mine * 1e3:.0f} ms, transformers {other * 1e3:.0f} ms, ratio {result['ratio']:.2f} "
+        f"16 mixed images: ours {mine * 1e3:.0f} ms, transformers {other * 1e3:.0f} ms, ratio {result['ratio']:.2f} "
         f"(rows differ by {error:.4f} relative RMS)",
         flush=True,
     )
@@ -268,7 +268,7 @@ def measure_packing(rounds: int) -> list[dict[str, Any]]:
         pack(counts, budgets)
         best = min(seconds(functools.partial(pack, counts, budgets)) for _ in range(20 * rounds))
         rows.append({"images": count, "microseconds": best * 1e6, "microseconds_per_image": best * 1e6 / count})
-        print(f"packing {count:3} pictures: {rows[-1]['microseconds_per_image']:6.1f} us each", flush=True)
+        print(f"packing {count:3} images: {rows[-1]['microseconds_per_image']:6.1f} us each", flush=True)
     return rows
 
 
@@ -315,7 +315,7 @@ def measure_preprocessing(rounds: int) -> list[dict[str, Any]]:
                 }  # fmt: skip
                 rows.append(row)
                 print(
-                    f"{row['size']:9} {kind:4} {row['images_s']:7.1f} pictures/s on a core   decode "
+                    f"{row['size']:9} {kind:4} {row['images_s']:7.1f} images/s on a core   decode "
                     f"{decode * 1e3:6.1f} ms   resize and cut {patch * 1e3:6.1f} ms",
                     flush=True,
                 )
@@ -328,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(PARTS), help="comma-separated parts")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--images", type=int, default=32, help="pictures in each mix")
+    parser.add_argument("--images", type=int, default=32, help="images in each mix")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: one a core")
     parser.add_argument("--folder", type=Path, default=Path("~/.cache/saccade/benchmarks").expanduser())
     parser.add_argument("--write", action="store_true", help="write a dated result under benchmarks/results")

@@ -6,7 +6,7 @@ ceilings  copy bandwidth and bf16 matmul rate: what everything else is held agai
 kernels   each kernel at the sizes of two decoders and a vision tower; beside torch's attention, and the Triton kernels
           of mamba-ssm and vLLM (`make peers`), where they do the same
 runners   decode steps of an 8B-class model by batch, with the floor (weights + states + KV over bandwidth) and the time
-          in which no kernel ran; the vision tower at 8,192 rows; its graphs against eager calls at 1 to 16 pictures
+          in which no kernel ran; the vision tower at 8,192 rows; its graphs against eager calls at 1 to 16 images
 service   `benchmarks.compare` against transformers on the same GPU at 1, 8 and 64 requests, where it knows this family
           (`make peers`); a server on the embedded model at 1, 8 and 64 callers: output tokens/s, time to first token
 

@@ -41,7 +41,7 @@ from kernels.dispatch import forced
 ROOT = Path(__file__).resolve().parent.parent
 FORCED_TOKEN, FORCED_STEPS = 7, 6
 NEEDED_RIGHT = 0.85
-"""Share of the shipped questions that the embedded model must answer as the picture was drawn; it answers more."""
+"""Share of the shipped questions that the embedded model must answer as the image was drawn; it answers more."""
 
 
 _deadline = float("inf")
@@ -124,7 +124,7 @@ def logprobs(config: DecoderConfig, device: str, dtype: torch.dtype, lengths: Se
 
 
 def rows_of(config: RadioVision, device: str, dtype: torch.dtype, grids: Sequence[tuple[int, int]], graphs: str) -> Any:
-    """Rows of pictures of noise, all together, float64 on the host."""
+    """Rows of images of noise, all together, float64 on the host."""
     weights = gpu_models.weights(config.expected_weights(), device, dtype)
     tokens = sum(rows * columns for rows, columns in grids) // config.merge_size**2
     options = EncoderOptions(
@@ -132,7 +132,7 @@ def rows_of(config: RadioVision, device: str, dtype: torch.dtype, grids: Sequenc
         max_tokens_per_step=max(tokens, config.max_image_tokens),
     )  # fmt: skip
     runner = EncoderRunner(config, options, weights)
-    images = [gpu_models.picture(config, *grid, dtype) for grid in grids]
+    images = [gpu_models.noise_image(config, *grid, dtype) for grid in grids]
     out = [torch.empty(image.tokens, config.text_hidden_size, dtype=dtype, device=device) for image in images]
     runner.encode(images, out)
     replayed = any(name.startswith("replays_") for name in runner.stats())

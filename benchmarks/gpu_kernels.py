@@ -303,20 +303,20 @@ def expert_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
 
 
 def tower_measures(setting: Setting, shape: ModelShape) -> Iterator[Measure]:
-    """The operations of the vision tower, on pictures of 1,024 patches and ten prefix rows."""
-    pictures, patches = setting.pick(8, 2), setting.pick(1024, 16)
+    """The operations of the vision tower, on images of 1,024 patches and ten prefix rows."""
+    images, patches = setting.pick(8, 2), setting.pick(1024, 16)
     heads, hidden = shape.vit_heads, shape.vit_hidden
     width, length = hidden // heads, patches + 10
-    q, k, v = setting.random(pictures * length, 3, heads, width).unbind(1)
-    bounds = torch.arange(0, pictures * length + 1, length, dtype=torch.int32, device=setting.device)
-    dense = [t.reshape(pictures, length, heads, width).transpose(1, 2) for t in (q, k, v)]
+    q, k, v = setting.random(images * length, 3, heads, width).unbind(1)
+    bounds = torch.arange(0, images * length + 1, length, dtype=torch.int32, device=setting.device)
+    dense = [t.reshape(images, length, heads, width).transpose(1, 2) for t in (q, k, v)]
     yield Measure(
         "varlen_attention",
         lambda: varlen_attention(q, k, v, bounds, length, scale=width**-0.5),
-        flops=4.0 * pictures * length**2 * hidden,
+        flops=4.0 * images * length**2 * hidden,
         peers={"torch": lambda: fused_attention(dense, scale=width**-0.5).transpose(1, 2)},
     )
-    depth, total = 3 * shape.patch**2, pictures * patches
+    depth, total = 3 * shape.patch**2, images * patches
     given, places = setting.random(total, depth), setting.random(total, hidden)
     projection, table = Linear(setting.random(hidden, depth)), setting.random(11, hidden)
     source = torch.arange(11, 11 + total, device=setting.device)

@@ -98,8 +98,8 @@ def weights(shapes: dict[str, tuple[int, ...]], device: str, dtype: torch.dtype)
         yield name, tensor.to(dtype)
 
 
-def picture(config: RadioVision, rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> EncoderItem:
-    """Patches of a picture of noise."""
+def noise_image(config: RadioVision, rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> EncoderItem:
+    """Patches of an image of noise."""
     generator = torch.Generator().manual_seed(1000 * rows + columns + 7919 * seed)
     patches = torch.randn(rows * columns, config.patch_dim, generator=generator).to(dtype)
     return EncoderItem((rows, columns), patches, merge_size=config.merge_size)

@@ -24,7 +24,7 @@ def part_runners(setting: Setting, ceilings: dict[str, float], record: Record) -
         torch.cuda.empty_cache()
     record.take("", "tower", lambda: tower_rate(setting, ceilings))
     for count in (1, 2, 4, 8, 16) if setting.full else (1, 2):
-        record.take("pictures", str(count), lambda count=count: pictures_by_graph(setting, count))  # type: ignore[misc]
+        record.take("images", str(count), lambda count=count: images_by_graph(setting, count))  # type: ignore[misc]
 
 
 def decode_steps(setting: Setting, ceilings: dict[str, float], record: Record) -> None:
@@ -96,7 +96,7 @@ def idle_share(setting: Setting, runner: DecoderRunner, steps: int = 4) -> float
 
 
 def tower_rate(setting: Setting, ceilings: dict[str, float]) -> dict[str, float]:
-    """The whole tower over pictures that make 8,192 rows of patches, in one launch."""
+    """The whole tower over images that make 8,192 rows of patches, in one launch."""
     config = gpu_models.tower(setting.scale)
     side, count = setting.pick(32, 4), setting.pick(8, 2)
     runner, images, out = encoder(setting, "off", [(side, side)] * count)
@@ -112,7 +112,7 @@ def tower_rate(setting: Setting, ceilings: dict[str, float]) -> dict[str, float]
 
 
 def encoder(setting: Setting, graphs: str, grids: list[tuple[int, int]]) -> tuple[EncoderRunner, list[Any], list[Any]]:
-    """A runner with one budget for exactly these pictures, the pictures, and where their rows go."""
+    """A runner with one budget for exactly these images, the images, and where their rows go."""
     config = gpu_models.tower(setting.scale)
     tokens = sum(rows * columns for rows, columns in grids) // config.merge_size**2
     options = EncoderOptions(
@@ -120,14 +120,14 @@ def encoder(setting: Setting, graphs: str, grids: list[tuple[int, int]]) -> tupl
         max_images=len(grids), max_tokens_per_step=max(tokens, config.max_image_tokens),
     )  # fmt: skip
     weights = gpu_models.weights(config.expected_weights(), setting.device, torch.bfloat16)
-    images = [gpu_models.picture(config, *grid, torch.bfloat16, seed) for seed, grid in enumerate(grids)]
+    images = [gpu_models.noise_image(config, *grid, torch.bfloat16, seed) for seed, grid in enumerate(grids)]
     shape = (config.text_hidden_size,)
     out = [torch.empty(image.tokens, *shape, dtype=torch.bfloat16, device=setting.device) for image in images]
     return EncoderRunner(config, options, weights), images, out
 
 
-def pictures_by_graph(setting: Setting, count: int) -> dict[str, float]:
-    """Mean and 99th percentile, in milliseconds, of encoding so many pictures, by graph and eagerly in turn."""
+def images_by_graph(setting: Setting, count: int) -> dict[str, float]:
+    """Mean and 99th percentile, in milliseconds, of encoding so many images, by graph and eagerly in turn."""
     grids = [(32, 32) if setting.full else (4, 4)] * count
     sides = {graphs: encoder(setting, graphs, grids) for graphs in ("on", "off")}
     times: dict[str, list[float]] = {graphs: [] for graphs in sides}

@@ -19,7 +19,7 @@ from benchmarks.gpu_setting import Record, Setting
 from service.commands.cli import ServerProcess
 
 ROOT = Path(__file__).resolve().parent.parent
-PICTURE = ROOT / "demo/pictures/shapes.png"
+IMAGE = ROOT / "demo/pictures/shapes.png"
 RESERVE = 60.0
 """Seconds that the comparison leaves for what comes after it."""
 
@@ -38,10 +38,10 @@ def part_service(setting: Setting, ceilings: dict[str, float], record: Record) -
 
 
 def ask(client: saccade.Client, setting: Setting, seed: int) -> tuple[float, int]:
-    """Seconds to the first token of an answer about a picture, and its tokens."""
+    """Seconds to the first token of an answer about an image, and its tokens."""
     started, first, tokens = time.perf_counter(), 0.0, 0
     stream = client.stream(
-        "What does the picture show?", images=(PICTURE,), max_tokens=setting.pick(64, 4), ignore_eos=True,
+        "What does the picture show?", images=(IMAGE,), max_tokens=setting.pick(64, 4), ignore_eos=True,
         temperature=1.0, seed=seed,
     )  # fmt: skip
     for delta in stream:

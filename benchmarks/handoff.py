@@ -1,16 +1,16 @@
-"""What encoding elsewhere costs and gains: overlap, gaps in running streams, latency a picture, bytes a second.
+"""What encoding elsewhere costs and gains: overlap, gaps in running streams, latency an image, bytes a second.
 
     python -m benchmarks.handoff [--only overlap,gaps,latency,bytes] [--rounds N] [--folder DIR] [--write]
 
 Three ways to encode: `turns` (in the engine's process, a launch to a decoder step), `process` (a process of its own,
 shared memory), `remote` (a server of role encoder, gRPC over the loopback interface).
 
-overlap   time to first token of 512 tokens of text and then a picture, in one request, against the same picture first
+overlap   time to first token of 512 tokens of text and then an image, in one request, against the same image first
           and the text when its rows are there (encode-then-prefill, by two calls). Ceiling: the longer of the two
           parts, where encoder and decoder have cores of their own; on a machine where they share them, no gain.
-gaps      time between two tokens of four running streams, alone and while pictures arrive one after the other: what
+gaps      time between two tokens of four running streams, alone and while images arrive one after the other: what
           the policy of taking turns keeps bounded, and what the system's scheduler makes of two processes.
-latency   of a model that hardly works, a picture from being asked for to its rows being there, each way, less the way
+latency   of a model that hardly works, an image from being asked for to its rows being there, each way, less the way
           in the same thread.
 bytes     pixels there and rows back through each transport, of that model, against the same bytes through a plain
           TCP socket of the loopback interface: the ceiling of `remote`.
@@ -61,7 +61,7 @@ PIECE = 1 << 20
 _keys = count(1)
 
 
-def picture(side: int = SIDE, patch: int = 16) -> EngineImage:
+def noise_image(side: int = SIDE, patch: int = 16) -> EngineImage:
     """Noise that no cache has seen, of `side` patches each way; to be placed."""
     number = next(_keys)
     generator = torch.Generator().manual_seed(number)
@@ -152,8 +152,8 @@ def measure_overlap(path: Path, threads: int, rounds: int) -> list[dict[str, Any
             for number in range(rounds + 1):
                 text = [rng.randrange(10, models.VOCAB - 10) for _ in range(TEXT_TOKENS)]
                 pair = (
-                    first_token(asker, text, picture(), separately=False),
-                    first_token(asker, text, picture(), separately=True),
+                    first_token(asker, text, noise_image(), separately=False),
+                    first_token(asker, text, noise_image(), separately=True),
                 )
                 if number:  # the first pair warms up
                     together.append(pair[0])
@@ -172,8 +172,8 @@ def measure_overlap(path: Path, threads: int, rounds: int) -> list[dict[str, Any
 
 
 def gaps_of(asker: Asker, streams: int, tokens: int, images: int) -> tuple[list[float], float]:
-    """Gaps between the tokens of `streams` requests while `images` pictures arrive one after the other, and the
-    seconds that one picture took."""
+    """Gaps between the tokens of `streams` requests while `images` images arrive one after the other, and the
+    seconds that one image took."""
     rng = random.Random(0)
     prompts = [[rng.randrange(10, models.VOCAB - 10) for _ in range(16)] for _ in range(streams)]
     moments: list[list[float]] = [[] for _ in prompts]
@@ -187,7 +187,7 @@ def gaps_of(asker: Asker, streams: int, tokens: int, images: int) -> tuple[list[
         thread.start()
     began = time.perf_counter()
     for _ in range(images):
-        list(asker.times(asker.submit([], 1, (picture(),), embed="image")))
+        list(asker.times(asker.submit([], 1, (noise_image(),), embed="image")))
     spent = time.perf_counter() - began
     busy_until = began + spent if images else float("inf")
     for thread in threads:
@@ -203,16 +203,16 @@ def measure_gaps(path: Path, threads: int, rounds: int) -> list[dict[str, Any]]:
             gaps_of(asker, 4, 20, 1)
             alone, _ = gaps_of(asker, 4, 40 * rounds, 0)
             busy, each = gaps_of(asker, 4, 400 * rounds, 4 * rounds)
-        row: dict[str, Any] = {"way": way, "picture_s": each}
-        for name, gaps in (("alone", alone), ("with_pictures", busy)):
+        row: dict[str, Any] = {"way": way, "image_s": each}
+        for name, gaps in (("alone", alone), ("with_images", busy)):
             row[name] = {f"p{round(100 * q)}_ms": 1e3 * percentile(gaps, q) for q in (0.5, 0.99, 1.0)}
         rows.append(row)
         print(
             f"{way:8} gaps p50/p99/max alone "
             + "/".join(f"{v:.1f}" for v in row["alone"].values())
-            + " ms, while pictures arrive "
-            + "/".join(f"{v:.1f}" for v in row["with_pictures"].values())
-            + f" ms, a picture in {1e3 * each:.0f} ms",
+            + " ms, while images arrive "
+            + "/".join(f"{v:.1f}" for v in row["with_images"].values())
+            + f" ms, an image in {1e3 * each:.0f} ms",
             flush=True,
         )
     return rows
@@ -270,10 +270,10 @@ def measure_latency(path: Path, threads: int, rounds: int) -> list[dict[str, Any
         base = 0.0
         for way in WAYS:
             with options_of(way, path, threads, graphs="off") as options, Bench(way, options) as bench:
-                bench.encode([picture(side, models.THIN_PATCH)])
+                bench.encode([noise_image(side, models.THIN_PATCH)])
                 took = []
                 for _ in range(5 * rounds):
-                    image = picture(side, models.THIN_PATCH)
+                    image = noise_image(side, models.THIN_PATCH)
                     started = time.perf_counter()
                     bench.encode([image])
                     took.append(time.perf_counter() - started)
@@ -291,7 +291,7 @@ def measure_latency(path: Path, threads: int, rounds: int) -> list[dict[str, Any
 
 def socket_rate(there: int, back: int, repeats: int) -> float:
     """Bytes per second of `there` bytes one way and `back` bytes the other through a loopback TCP connection, by
-    pieces, as one picture after the other would."""
+    pieces, as one image after the other would."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def answer() -> None:
@@ -322,14 +322,14 @@ def socket_rate(there: int, back: int, repeats: int) -> float:
 
 def measure_bytes(path: Path, threads: int, rounds: int) -> list[dict[str, Any]]:
     rows = []
-    images = [picture(16, models.THIN_PATCH) for _ in range(8 * rounds)]
+    images = [noise_image(16, models.THIN_PATCH) for _ in range(8 * rounds)]
     pixels = images[0].patches.patches
     there, back = pixels.numel() * pixels.itemsize, images[0].length * models.TEXT["hidden_size"] * 2
     ceiling = socket_rate(there, back, len(images))
     print(f"plain socket: {ceiling / 1e9:.2f} GB/s ({there} bytes there, {back} back)", flush=True)
     for way in WAYS:
         with options_of(way, path, threads, graphs="off") as options, Bench(way, options) as bench:
-            bench.encode([picture(16, models.THIN_PATCH)])
+            bench.encode([noise_image(16, models.THIN_PATCH)])
             started = time.perf_counter()
             bench.encode(images)
             took = time.perf_counter() - started
@@ -384,7 +384,7 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
     for row in result.get("overlap", ()):
         short[f"overlap {row['way']}"] = round(row["ratio"], 3)
     for row in result.get("gaps", ()):
-        short[f"gap p99 {row['way']}"] = [round(row[name]["p99_ms"], 1) for name in ("alone", "with_pictures")]
+        short[f"gap p99 {row['way']}"] = [round(row[name]["p99_ms"], 1) for name in ("alone", "with_images")]
     for row in result.get("latency", ()):
         short[f"added ms {row['way']} {row['bytes'] / 1e6:.1f} MB"] = round(1e3 * row["added_s"], 2)
     for row in result.get("bytes", ()):

@@ -102,7 +102,7 @@ def released_names(model: Path, folder: Path) -> Path:
 
 
 def _write_tokenizer(path: Path) -> None:
-    """A word for each id, and the words that the peer's picture processor looks for at its end."""
+    """A word for each id, and the words that the peer's image processor looks for at its end."""
     from tokenizers import AddedToken, Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit

@@ -1,7 +1,7 @@
 """The peer's side of `benchmarks.compare`: transformers in a process of its own, one JSON command a line on stdin.
 
     {"load": DIR, "omni": bool, "device": "cpu" | "cuda"}        -> {"parameters": N}
-    {"prompts": [[id, ...], ...], "pictures": [[file, ...], ...],
+    {"prompts": [[id, ...], ...], "images": [[file, ...], ...],
      "new_tokens": N}                                            -> {"seconds": s, "firsts": [s, ...], "tokens": n,
                                                                      "peak_bytes": n}
 
@@ -61,15 +61,13 @@ class Peer:
             self.vision = Checkpoint(Path(path)).config.vision
 
     @torch.inference_mode()
-    def run(
-        self, prompts: list[list[int]], pictures: list[list[str]], new_tokens: int
-    ) -> tuple[float, list[float], int]:
-        """Seconds, those to each first token, and output tokens. Decoding and resizing pictures is left out, in the
+    def run(self, prompts: list[list[int]], images: list[list[str]], new_tokens: int) -> tuple[float, list[float], int]:
+        """Seconds, those to each first token, and output tokens. Decoding and resizing images is left out, in the
         peer's favour.
         """
-        inputs = [self._inputs(prompt, files) for prompt, files in zip(prompts, pictures, strict=True)]
+        inputs = [self._inputs(prompt, files) for prompt, files in zip(prompts, images, strict=True)]
         started = time.perf_counter()
-        if not any(pictures) and len({len(prompt) for prompt in prompts}) == 1:
+        if not any(images) and len({len(prompt) for prompt in prompts}) == 1:
             inputs = [{"input_ids": torch.cat([i["input_ids"] for i in inputs])}]
         tokens, firsts = 0, list[float]()
         for entry in inputs:
@@ -147,7 +145,7 @@ def main() -> None:
             answer: dict[str, Any] = {"parameters": sum(p.numel() for p in peer.model.parameters())}
         else:
             assert peer is not None
-            seconds, firsts, tokens = peer.run(command["prompts"], command["pictures"], command["new_tokens"])
+            seconds, firsts, tokens = peer.run(command["prompts"], command["images"], command["new_tokens"])
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             if peer.device.type == "cuda":
                 peak += torch.cuda.max_memory_allocated(peer.device)

@@ -32,24 +32,24 @@ class Peer:
     def __init__(self, path: str, omni: bool) -> None:
         from vllm import LLM
 
-        pictures: dict[str, Any] = {}
+        limits: dict[str, Any] = {}
         if omni:
-            pictures = {"limit_mm_per_prompt": {"image": 1, "video": 0}, "trust_remote_code": True}
+            limits = {"limit_mm_per_prompt": {"image": 1, "video": 0}, "trust_remote_code": True}
             # Else it begins with an image of as many tokens as there may be: 16,384 of Qwen3.5's.
-            pictures["skip_mm_profiling"] = True
+            limits["skip_mm_profiling"] = True
         elif "vision_config" in json.loads((Path(path) / "config.json").read_text()):
-            pictures = {"limit_mm_per_prompt": {"image": 0, "video": 0}}  # its tower is not even loaded
+            limits = {"limit_mm_per_prompt": {"image": 0, "video": 0}}  # its tower is not even loaded
         self.model = LLM(
             path, dtype="bfloat16", max_model_len=4096, max_num_seqs=32, skip_tokenizer_init=not omni,
-            enable_prefix_caching=False, **pictures,
+            enable_prefix_caching=False, **limits,
         )  # fmt: skip
 
-    def run(self, prompts: list[list[int]], pictures: list[list[str]], new_tokens: int) -> tuple[float, int]:
+    def run(self, prompts: list[list[int]], images: list[list[str]], new_tokens: int) -> tuple[float, int]:
         """Seconds, and output tokens. Reading the files is left out of the time, in the peer's favour."""
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True, detokenize=False)
-        inputs = [self._input(prompt, files) for prompt, files in zip(prompts, pictures, strict=True)]
+        inputs = [self._input(prompt, files) for prompt, files in zip(prompts, images, strict=True)]
         started = time.perf_counter()
         outputs = self.model.generate(inputs, params, use_tqdm=False)
         return time.perf_counter() - started, sum(len(output.outputs[0].token_ids) for output in outputs)
@@ -61,7 +61,7 @@ class Peer:
         from PIL import Image
 
         images = [Image.open(file).convert("RGB") for file in files]
-        for image in images:  # one other pixel makes it another picture to the embedding cache
+        for image in images:  # one other pixel makes it another image to the embedding cache
             image.putpixel((0, 0), tuple(os.urandom(3)))
         return {"prompt_token_ids": prompt, "multi_modal_data": {"image": images}}
 
@@ -78,7 +78,7 @@ def main() -> None:
             answer: dict[str, Any] = {"loaded": command["load"]}
         else:
             assert peer is not None
-            seconds, tokens = peer.run(command["prompts"], command["pictures"], command["new_tokens"])
+            seconds, tokens = peer.run(command["prompts"], command["images"], command["new_tokens"])
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             answer = {"seconds": seconds, "tokens": tokens, "peak_bytes": peak}
         print(json.dumps(answer), file=answers, flush=True)

@@ -1,6 +1,6 @@
-"""The picture beside a comparison: decode tokens/s over concurrency, both sides and the floor.
+"""The chart of a comparison: decode tokens/s over concurrency, both sides and the roofline.
 
-Drawn with Pillow, which is here for pictures anyway.
+Drawn with Pillow, which the project depends on anyway.
 """
 
 from __future__ import annotations

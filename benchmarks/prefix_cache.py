@@ -1,9 +1,9 @@
-"""What the prefix cache saves: one picture with ten questions, and one long system prompt with ten users.
+"""What the prefix cache saves: one image with ten questions, and one long system prompt with ten users.
 
     python -m benchmarks.prefix_cache [--family qwen3_5] [--state-cache auto] [--folder DIR] [--write]
 
 Both go through `saccade.LocalClient` on a small random model of the family, greedily, one by one. The aim: from the
-second request on, no more prompt tokens are computed than the request's own + 16, and the picture is encoded once.
+second request on, no more prompt tokens are computed than the request's own + 16, and the image is encoded once.
 Where a model has no chat template, which would say where the system prompt ends, the second request shows that, and the
 aim holds from the third. Tokens computed are the engine's own count, not what it reports as cached.
 """
@@ -47,7 +47,7 @@ class Line:
     first_token_ms: float
 
 
-def picture(side: int = 448) -> bytes:
+def noise_image(side: int = 448) -> bytes:
     """A PNG of noise."""
     pixels = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
     out = io.BytesIO()
@@ -89,9 +89,9 @@ def ask(client: saccade.LocalClient, number: int, prompt: Any, own: int, images:
     return Line(number, usage.prompt_tokens, own, usage.cached_tokens, computed, encoded, 1e3 * first)
 
 
-def same_picture(client: saccade.LocalClient, image_ids: Sequence[int], count: int = 10) -> list[Line]:
-    """A picture in front, then a question of its own each time."""
-    rng, image = random.Random(1), picture()
+def same_image(client: saccade.LocalClient, image_ids: Sequence[int], count: int = 10) -> list[Line]:
+    """An image in front, then a question of its own each time."""
+    rng, image = random.Random(1), noise_image()
     lead = [*words(rng, 12), *image_ids]
     lines = []
     for number in range(1, count + 1):
@@ -134,22 +134,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = model.write(arguments.folder)
     options: dict[str, Any] = {"state_cache": arguments.state_cache, "max_seqs": 4, "max_len": 2048, "threads": 1}
     with saccade.LocalClient(str(path), **options) as client:
-        pictures, shared = same_picture(client, model.image), system_prompt(client, chat=model.chat)
+        images, shared = same_image(client, model.image), system_prompt(client, chat=model.chat)
         decoder = client._service.stats()["decoder"]
     met = {
-        "questions": all(line.computed <= line.own + ALLOWANCE for line in pictures[1:]),
-        "encoded_once": sum(line.encoded for line in pictures) == 1,
+        "questions": all(line.computed <= line.own + ALLOWANCE for line in images[1:]),
+        "encoded_once": sum(line.encoded for line in images) == 1,
         # Of bare ids nobody says where they part: the second request shows it.
         "system_prompt_hits": all(line.computed <= line.own + ALLOWANCE for line in shared[1 if model.chat else 2 :]),
     }
-    print(table("same picture, ten questions", pictures), table("1,700 shared tokens", shared), sep="\n\n")
+    print(table("same image, ten questions", images), table("1,700 shared tokens", shared), sep="\n\n")
     result = {
         "family": arguments.family,
         "machine": machine.describe(),
         "load": machine.load(),
         "options": options,
         "met": met,
-        "same_picture": [dataclasses.asdict(line) for line in pictures],
+        "same_image": [dataclasses.asdict(line) for line in images],
         "system_prompt": [dataclasses.asdict(line) for line in shared],
         "decoder": {name: value for name, value in decoder.items() if name.startswith("cache_")},
     }

@@ -1,4 +1,4 @@
-"""What a picture costs before the encoder sees it: images per second of one core, by size and format.
+"""What an image costs before the encoder sees it: images per second of one core, by size and format.
 
     python -m benchmarks.preprocess [--family nemotron_h_omni | --model demo] [--seconds 1.0] [--write]
 
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         found = open_checkpoint(arguments.model).config.vision
         if found is None:
-            parser.error(f"{arguments.model} takes no pictures")
+            parser.error(f"{arguments.model} takes no images")
         config = found
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)

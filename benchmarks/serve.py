@@ -4,7 +4,7 @@
 
 overhead   the same requests through LocalClient and through gRPC, in turn: what a request and a streamed token cost
 ceiling    streamed tokens/s of one frontend over an engine that has no model, read by clients in processes of their own
-closed     a fixed number of callers with mixed pictures, each asking again as soon as it is answered
+closed     a fixed number of callers with mixed images, each asking again as soon as it is answered
 open       callers that arrive by chance at a given rate, whether or not the others have been answered
 memory     resident memory of both processes over many requests, which has to stay where it is
 health     health probes while every place of the engine is taken: the 99th percentile has to stay below 100 ms
@@ -41,7 +41,7 @@ from service.commands.cli import ServerProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PICTURES = sorted((ROOT / "demo" / "pictures").glob("*.png"))
+IMAGES = sorted((ROOT / "demo" / "pictures").glob("*.png"))
 SERVER = ["--log-level", "error", "--max-seqs", "32"]
 
 
@@ -169,9 +169,9 @@ class Measured:
         self.errors: dict[str, int] = {}
 
     async def ask(self, client: saccade.AsyncClient, seed: int) -> None:
-        """One to three pictures, or none, and 8 to 64 tokens."""
+        """One to three images, or none, and 8 to 64 tokens."""
         rng = random.Random(seed)
-        images = [PICTURES[rng.randrange(len(PICTURES))] for _ in range(rng.choice([0, 1, 1, 2, 3]))]
+        images = [IMAGES[rng.randrange(len(IMAGES))] for _ in range(rng.choice([0, 1, 1, 2, 3]))]
         started = previous = time.perf_counter()
         try:
             async with client.stream(
@@ -272,8 +272,8 @@ def memory(model: str, scale: float) -> dict[str, Any]:
                 start = tenth * total // 10
 
                 def ask(number: int) -> None:
-                    # few pictures, so that caches are full early and what grows then is no cache
-                    images = [PICTURES[number % len(PICTURES)]] if number % 10 == 0 else []
+                    # few images, so that caches are full early and what grows then is no cache
+                    images = [IMAGES[number % len(IMAGES)]] if number % 10 == 0 else []
                     client.generate(f"{number}?", images=images, max_tokens=2, seed=number)
 
                 list(pool.map(ask, range(start, (tenth + 1) * total // 10)))
@@ -292,7 +292,7 @@ def health(model: str, scale: float) -> dict[str, Any]:
         def load(number: int) -> None:
             while not over.is_set():
                 with client.stream(
-                    "x", images=[PICTURES[number % len(PICTURES)]], max_tokens=200, ignore_eos=True
+                    "x", images=[IMAGES[number % len(IMAGES)]], max_tokens=200, ignore_eos=True
                 ) as stream:
                     for _ in stream:
                         if over.is_set():

@@ -4,7 +4,7 @@
 
 Each comparison runs both sides in turn, round after round, on the same requests through `saccade.LocalClient`; the
 ratio is the median over the rounds, `decoder_ratio` that of the decoder's steps alone over all rounds. Prompts are
-cached on both sides after the first round, which is not counted. `captions` are held-out pictures of the embedded
+cached on both sides after the first round, which is not counted. `captions` are held-out images of the embedded
 model; `again` asks for the same caption a second time in one conversation; `noise` is drawn at a temperature at which
 nothing repeats, so that all that drafting does there is to cost. Answers of both sides are compared, too: they must be
 the same.
@@ -68,20 +68,20 @@ class Line:
 
 
 def captions(count: int, again: bool) -> list[Ask]:
-    """Held-out pictures to describe; `again`: after they have been described once."""
+    """Held-out images to describe; `again`: after they have been described once."""
     asks: list[Ask] = []
     for seed in range(count):
         example = data.question_example(seed, "caption")
         turn, out = example.turns[-1], io.BytesIO()
         example.pictures[0].image.save(out, "PNG")
-        picture = out.getvalue()
+        image = out.getvalue()
         first = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": turn.question}]}
         messages: list[dict[str, Any]] = [first]
         if again:
             messages += [{"role": "assistant", "content": turn.answer}, {"role": "user", "content": turn.question}]
 
-        def ask(client: saccade.LocalClient, messages: Any = messages, picture: bytes = picture) -> saccade.Generation:
-            return client.generate(messages, images=[picture], temperature=0, max_tokens=64)
+        def ask(client: saccade.LocalClient, messages: Any = messages, image: bytes = image) -> saccade.Generation:
+            return client.generate(messages, images=[image], temperature=0, max_tokens=64)
 
         asks.append(ask)
     return asks

@@ -59,10 +59,10 @@ class Workload:
 
     name: str
     prompts: list[list[int]]
-    pictures: list[list[Path]]
+    images: list[list[Path]]
     new_tokens: int
     sizes: tuple[tuple[int, int], ...] = ()
-    """Width and height of the pictures."""
+    """Width and height of the images."""
 
     @property
     def output_tokens(self) -> int:
@@ -73,7 +73,7 @@ class Workload:
         return sum(map(len, self.prompts))
 
     def floor(self, floor: Floor, machine: Machine) -> float | None:
-        """The least seconds; None for pictures under a tower that nobody has counted."""
+        """The least seconds; None for images under a tower that nobody has counted."""
         tokens, requests, tower = self.prompt_tokens, len(self.prompts), floor.tower
         seconds = (self.new_tokens - 1) * floor.step(machine, requests)
         if self.sizes:
@@ -90,25 +90,25 @@ def text_workload(subject: Subject, name: str, requests: int, tokens: int, new_t
     return Workload(name, prompts, [[] for _ in prompts], new_tokens)
 
 
-def picture_workload(
+def image_workload(
     subject: Subject, name: str, folder: Path, sizes: Sequence[tuple[int, int]], new_tokens: int
 ) -> Workload:
     rng = random.Random(len(sizes))
-    prompts, pictures = [], []
+    prompts, images = [], []
     for i, (width, height) in enumerate(sizes):
         file = folder / f"{name.replace(' ', '-')}-{i}.png"
         buffer = io.BytesIO()
         Image.frombytes("RGB", (width, height), rng.randbytes(3 * width * height)).save(buffer, "PNG", compress_level=1)
         file.write_bytes(buffer.getvalue())
         prompts.append([*subject.image, *(rng.randrange(3, subject.words) for _ in range(TEXT_BEHIND))])
-        pictures.append([file])
-    return Workload(name, prompts, pictures, new_tokens, tuple(sizes))
+        images.append([file])
+    return Workload(name, prompts, images, new_tokens, tuple(sizes))
 
 
 def workloads(
     subject: Subject, folder: Path, only: set[str], concurrent: Sequence[int], new_tokens: int
 ) -> tuple[list[Workload], list[Workload]]:
-    """(text workloads, picture workloads)"""
+    """(text workloads, image workloads)"""
     text, omni = [], []
     if "decode" in only:
         text += [
@@ -119,6 +119,6 @@ def workloads(
         text += [text_workload(subject, f"prefill {n}x{size}", n, size, 1) for n, size in subject.prompts]
     if "omni" in only:
         some = new_tokens // 2 + 1
-        omni.append(picture_workload(subject, "picture 1", folder, [subject.single], some))
-        omni.append(picture_workload(subject, "pictures 8", folder, subject.several, some))
+        omni.append(image_workload(subject, "image 1", folder, [subject.single], some))
+        omni.append(image_workload(subject, "images 8", folder, subject.several, some))
     return text, omni

@@ -1,6 +1,6 @@
-"""A file with a request for each picture, answered as a batch: python examples/batch.py QUESTION PICTURE...
+"""A file with a request for each image, answered as a batch: python examples/batch.py QUESTION IMAGE...
 
-The pictures have to lie in one folder, in which the two files are written. Stop it and start it again: it goes on.
+The images have to lie in one folder, in which the two files are written. Stop it and start it again: it goes on.
 """
 
 import json
@@ -13,17 +13,17 @@ import saccade
 if len(sys.argv) < 3:
     sys.exit(__doc__)
 
-question, *pictures = sys.argv[1:]
-folder = Path(pictures[0]).parent
+question, *images = sys.argv[1:]
+folder = Path(images[0]).parent
 
 with open(folder / "requests.jsonl", "w") as file:
-    for picture in pictures:
+    for image in images:
         content = [
-            {"type": "image_url", "image_url": {"url": Path(picture).name}},
+            {"type": "image_url", "image_url": {"url": Path(image).name}},
             {"type": "text", "text": question},
         ]
         body = {"messages": [{"role": "user", "content": content}], "temperature": 0}
-        file.write(json.dumps({"custom_id": Path(picture).name, "body": body}) + "\n")
+        file.write(json.dumps({"custom_id": Path(image).name, "body": body}) + "\n")
 
 with saccade.Client(os.environ.get("SACCADE_SERVER", "127.0.0.1:50051")) as client:
     summary = client.run_batch(folder / "requests.jsonl", folder / "answers.jsonl", ordered=True)

@@ -1,4 +1,4 @@
-"""A conversation about a picture, with two questions after each other: python examples/chat.py PICTURE"""
+"""A conversation about an image, with two questions after each other: python examples/chat.py IMAGE"""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""How near pictures are to each other in the model's eyes: python examples/embed.py PICTURE PICTURE..."""
+"""How near images are to each other in the model's eyes: python examples/embed.py IMAGE IMAGE..."""
 
 import os
 import sys
@@ -17,8 +17,8 @@ def unit(vector: list[float]) -> list[float]:
 
 with saccade.Client(os.environ.get("SACCADE_SERVER", "127.0.0.1:50051")) as client:
     means = []
-    for picture in sys.argv[1:]:
-        rows = client.embed_image(picture).tolist()  # one row for each of the picture's tokens
+    for image in sys.argv[1:]:
+        rows = client.embed_image(image).tolist()  # one row for each of the image's tokens
         means.append(unit([sum(column) for column in zip(*rows)]))
     first = means[0]
     for name, mean in zip(sys.argv[1:], means):

@@ -1,4 +1,4 @@
-"""The engine in this process, without a server: python examples/local.py PICTURE... QUESTION"""
+"""The engine in this process, without a server: python examples/local.py IMAGE... QUESTION"""
 
 import sys
 
@@ -7,7 +7,7 @@ import saccade
 if len(sys.argv) < 2:
     sys.exit(__doc__)
 
-*pictures, question = sys.argv[1:]
+*images, question = sys.argv[1:]
 
 with saccade.LocalClient("demo") as client:
-    print(client.generate(question, images=pictures, temperature=0).text)
+    print(client.generate(question, images=images, temperature=0).text)

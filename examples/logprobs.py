@@ -1,4 +1,4 @@
-"""How sure the model was of each token: python examples/logprobs.py PICTURE QUESTION"""
+"""How sure the model was of each token: python examples/logprobs.py IMAGE QUESTION"""
 
 import math
 import os

@@ -1,6 +1,6 @@
-"""A batch that the server answers by itself: python examples/server_batch.py QUESTION PICTURE...
+"""A batch that the server answers by itself: python examples/server_batch.py QUESTION IMAGE...
 
-The pictures are uploaded, the file is handed over, and from then on this program may end and ask for the batch later.
+The images are uploaded, the file is handed over, and from then on this program may end and ask for the batch later.
 """
 
 import json
@@ -13,18 +13,18 @@ import saccade
 if len(sys.argv) < 3:
     sys.exit(__doc__)
 
-question, *pictures = sys.argv[1:]
+question, *images = sys.argv[1:]
 
 with saccade.Client(os.environ.get("SACCADE_SERVER", "127.0.0.1:50051")) as client:
     lines = []
-    for picture in pictures:
-        media = client.media.upload(picture)
+    for image in images:
+        media = client.media.upload(image)
         content = [
             {"type": "image_url", "image_url": {"url": f"media:{media.media_id}"}},
             {"type": "text", "text": question},
         ]
         body = {"messages": [{"role": "user", "content": content}], "temperature": 0}
-        lines.append(json.dumps({"custom_id": os.path.basename(picture), "body": body}))
+        lines.append(json.dumps({"custom_id": os.path.basename(image), "body": body}))
     batch = client.batches.create("\n".join(lines).encode(), ordered=True)
     for now in client.batches.watch(batch.batch_id):
         print(f"{now.state}: {now.completed} of {now.total}", file=sys.stderr)

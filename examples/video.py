@@ -1,7 +1,7 @@
 """Asks about a video: python examples/video.py [CLIP] QUESTION
 
 CLIP is a GIF, APNG or WebP animation, or an MP4 or WebM film. Without one, a square is drawn that wanders to the right:
-a list of pictures is a clip, too.
+a list of images is a clip, too.
 """
 
 import os
@@ -18,9 +18,9 @@ if len(sys.argv) < 2:
 
 
 def frame(left: int) -> Image.Image:
-    picture = Image.new("RGB", (96, 64), "white")
-    ImageDraw.Draw(picture).rectangle((left, 20, left + 24, 44), fill="red")
-    return picture
+    image = Image.new("RGB", (96, 64), "white")
+    ImageDraw.Draw(image).rectangle((left, 20, left + 24, 44), fill="red")
+    return image
 
 
 videos = clips or [saccade.Video([frame(left) for left in range(0, 72, 12)], fps=2)]

@@ -63,7 +63,7 @@ def test_an_image_costs_its_patches_and_its_tokens() -> None:
     seconds = tower.seconds(Machine(1.0, 1.0), [(64, 32)])
     assert seconds == 2 * (100 * 8 + 40 * 2) + 4 * 3 * 64
     config = tiny_config("M")
-    load = Workload("picture", [[1, 2, 3]], [[Path("a.png")]], 1, ((64, 32),))
+    load = Workload("image", [[1, 2, 3]], [[Path("a.png")]], 1, ((64, 32),))
     floor = Floor(config, tower)
     expected = floor.prompt(MACHINE, 4, 1) + tower.seconds(MACHINE, [(64, 32)])
     assert load.floor(floor, MACHINE) == pytest.approx(expected)

@@ -61,7 +61,7 @@ def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert not any(part["errors"] or part["left_out"] for part in (ceilings, kernels, runners))
     assert all(runners["decode"][batch]["over_floor"] > 0 for batch in ("1", "2"))
     assert runners["decode"]["graphs"]["replays_decode_2"] > 0
-    assert runners["pictures"]["2"]["eager_over_graph"] > 0
+    assert runners["images"]["2"]["eager_over_graph"] > 0
 
 
 def test_a_part_that_fails_or_runs_out_of_time_leaves_what_it_has(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A batch of 20,000 rows, every tenth with a picture, whose server is killed three times and its journal torn."""
+"""A batch of 20,000 rows, every tenth with an image, whose server is killed three times and its journal torn."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Encoders that are killed, stopped and left, under load, with every answer held against a server of one piece.
 
-A thousand requests for one picture at once; then rounds of eight requests with pictures of their own, in each of which
-one of two encoders is killed over a picture, or stopped past its lease and woken, or a client leaves. After all of it
+A thousand requests for one image at once; then rounds of eight requests with images of their own, in each of which
+one of two encoders is killed over an image, or stopped past its lease and woken, or a client leaves. After all of it
 nothing is leased, quarantined or left in shared memory.
 """
 
@@ -38,7 +38,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def picture(number: int) -> bytes:
+def noise_image(number: int) -> bytes:
     """A PNG of noise that no other number has."""
     rng = random.Random(number)
     width, height = rng.randint(16, 200), rng.randint(16, 200)
@@ -49,7 +49,7 @@ def picture(number: int) -> bytes:
 
 def ask(client: saccade.Client, number: int) -> list[int]:
     return client.generate(
-        f"{number}?", images=[picture(number)], max_tokens=8, ignore_eos=True, temperature=0, timeout=300
+        f"{number}?", images=[noise_image(number)], max_tokens=8, ignore_eos=True, temperature=0, timeout=300
     ).token_ids
 
 
@@ -86,7 +86,7 @@ def one_round(
         os.kill(encoder.process.pid, signal.SIGSTOP)
     futures = [pool.submit(ask, apart, n) for n in numbers]
     if fault == "leave":
-        with apart.stream("never mind", images=[picture(numbers[0])], max_tokens=50, ignore_eos=True):
+        with apart.stream("never mind", images=[noise_image(numbers[0])], max_tokens=50, ignore_eos=True):
             pass
     if fault == "kill":
         while metrics(port)["saccade_encoder_given_total"] < given + 2:  # both encoders have one
@@ -132,7 +132,7 @@ def run(scale: float) -> Outcome:
         counts["herd_encodings"] = int(given)
         if answers != {tuple(ask(plain, 1))} or given != 1:
             return Outcome(False, {"error": f"{herd} requests: {len(answers)} answers, {given:g} encodings"})
-        print(f"  {herd} requests for one picture: encoded once", file=sys.stderr, flush=True)
+        print(f"  {herd} requests for one image: encoded once", file=sys.stderr, flush=True)
 
         for number in range(rounds):
             fault = FAULTS[number % len(FAULTS)]

@@ -1,4 +1,4 @@
-"""Every combination of what must not change an answer: 32 tokens of six requests, greedy and sampled, with pictures.
+"""Every combination of what must not change an answer: 32 tokens of six requests, greedy and sampled, with images.
 
 The axes are those of `tests/support/speculation.py`, whose pairs the suite covers; each combination runs on a random
 tiny model of the family (`nemotron_h` unless `--family` says), of its own pattern and seed, and is held against the

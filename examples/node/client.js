@@ -1,14 +1,14 @@
 // The service from Node: npm install @grpc/grpc-js @grpc/proto-loader, then
-//   node client.js HOST:PORT QUESTION [PICTURE]
+//   node client.js HOST:PORT QUESTION [IMAGE]
 // Asks whether the server is healthy, asks the question whole and as a stream, and stops a second stream in the middle.
 const fs = require("fs");
 const path = require("path");
 const grpc = require("@grpc/grpc-js");
 const loader = require("@grpc/proto-loader");
 
-const [address, question, picture] = process.argv.slice(2);
+const [address, question, image] = process.argv.slice(2);
 if (!question) {
-  console.error("usage: node client.js HOST:PORT QUESTION [PICTURE]");
+  console.error("usage: node client.js HOST:PORT QUESTION [IMAGE]");
   process.exit(2);
 }
 const protos = path.join(__dirname, "..", "..", "protos");
@@ -18,7 +18,7 @@ const { saccade } = grpc.loadPackageDefinition(definition);
 const credentials = grpc.credentials.createInsecure();
 const client = new saccade.v1.InferenceService(address, credentials, { "grpc.max_send_message_length": -1 });
 const request = {
-  prompt: { text: question, images: picture ? [{ data: fs.readFileSync(picture) }] : [] },
+  prompt: { text: question, images: image ? [{ data: fs.readFileSync(image) }] : [] },
   sampling: { max_tokens: 12, temperature: 0, ignore_eos: true },
 };
 const deadline = () => ({ deadline: Date.now() + 60000 });

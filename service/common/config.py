@@ -194,7 +194,7 @@ class ListenOptions:
         "127.0.0.1", "address to listen on; one that is not loopback needs TLS and keys (or client certificates)"
     )
     port: int = _option(50051, "port to listen on; 0 picks one", minimum=0)
-    fronts: int = _option(
+    frontends: int = _option(
         1, "processes that speak gRPC on the port, over one engine; more than 1 where one cannot keep up", minimum=1
     )
     insecure: bool = _option(False, "listen on an address that others can reach without TLS or without keys")

@@ -136,6 +136,8 @@ def add_arguments(parser: argparse.ArgumentParser, options: type) -> None:
             default = "" if spec.default in (None, ()) else f" (default: {spec.default})"
             metavar = "|".join(spec.metadata["choices"]) or _METAVARS.get(value_words(options, spec), "SIZE")
             parser.add_argument(flag, default=None, dest=spec.name, metavar=metavar, help=help_text + default)
+        if spec.name == "frontends":
+            parser.add_argument("--fronts", default=None, dest=spec.name, help=argparse.SUPPRESS)  # its former name
 
 
 def resolve(options: type[T], arguments: Mapping[str, Any], environment: Mapping[str, str]) -> T:

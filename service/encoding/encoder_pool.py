@@ -127,7 +127,7 @@ class EncoderPool:
         with self._lock:
             own: dict[str, Any] = dict(self._counts)
             in_progress, late = len(self._given), set(self._late)
-        own["under_way_now"] = in_progress
+        own["in_progress_now"] = in_progress
         own["encoders"] = {
             link.name: {**link.stats(), "up_now": float(link.alive), "late_now": float(link.name in late)}
             for link in self.links

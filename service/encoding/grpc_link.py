@@ -128,7 +128,7 @@ class GrpcLink:
             "connections": counts["connections"],
             "sent_pixel_bytes_total": counts["sent_pixel"],
             "received_row_bytes_total": counts["received_row"],
-            "under_way_tokens_now": self.in_progress,
+            "in_progress_tokens_now": self.in_progress,
         }
 
     def close(self) -> None:

@@ -117,7 +117,7 @@ class ProcessLink:
         with self._lock:
             return {
                 **self._counts,
-                "under_way_tokens_now": sum(work.image.tokens for work in self._works.values()),
+                "in_progress_tokens_now": sum(work.image.tokens for work in self._works.values()),
                 "segment_bytes": self._pool.bytes,
                 "quarantined_bytes": sum(s.size for t, s in self._segments.items() if t not in self._works),
             }

@@ -294,7 +294,7 @@ class ImagePool:
             worker.stop()
             log.error("no image worker: %s", error)
             raise errors.Unavailable(
-                f"no process to decode images could be started: {error}", reason="NO_PICTURE_WORKER", retry_after=1.0
+                f"no process to decode images could be started: {error}", reason="NO_IMAGE_WORKER", retry_after=1.0
             ) from error
         except _Lost as lost:
             with self._lock:

@@ -90,8 +90,8 @@ class FrontendServer(Server):
         super().__init__(options, link, load_assets(options))
         self._link = link
         # Request ids in the engine must differ from those of the other frontends and of a dead one this one replaces.
-        first = secrets.randbits(32) * options.fronts + member
-        self.frontend.number(itertools.count(first, options.fronts))
+        first = secrets.randbits(32) * options.frontends + member
+        self.frontend.number(itertools.count(first, options.frontends))
         self.calls.elsewhere = link.cancel_elsewhere
         link.on_change, link.on_give_up = self.engine_changed, self.engine_given_up
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Several frontend processes over one engine process: `saccade serve --fronts N`.
+"""Several frontend processes over one engine process: `saccade serve --frontends N`.
 
 This process, the hub, owns the engine and starts the frontend processes. All of them listen on the same port
 (SO_REUSEPORT) and the kernel distributes the connections. The hub forwards requests from the frontends to the engine
@@ -93,7 +93,7 @@ class Hub:
 
     def start(self) -> None:
         """Starts all frontends; they serve on return. Raises ConfigError with the message of the first that cannot."""
-        for member in range(self._options.fronts):
+        for member in range(self._options.frontends):
             self._start_frontend(member)
         watch = threading.Thread(target=self._watch, name="saccade-frontend-watch", daemon=True)
         self._threads.append(watch)
@@ -263,7 +263,7 @@ def share(options: ServerOptions, member: int, port: int) -> ServerOptions:
     """The options of one frontend: limits that hold for the whole server are divided by the number of frontends."""
 
     def part(total: int) -> int:
-        return max(1, total // options.fronts)
+        return max(1, total // options.frontends)
 
     metrics = options.metrics_port
     return replace(
@@ -282,18 +282,19 @@ def check(options: ServerOptions) -> None:
     server_credentials(options)
     if options.batch_dir is not None:
         raise ConfigError(
-            f"batch_dir: batches need a server with one frontend process, and fronts is {options.fronts}; use fronts 1"
+            f"batch_dir: batches need a server with one frontend process, and frontends is {options.frontends}; "
+            "use frontends 1"
         )
     if options.sizes_file is not None:
         raise ConfigError(
-            f"sizes_file: only a server with one frontend process writes it, but fronts is {options.fronts}"
+            f"sizes_file: only a server with one frontend process writes it, but frontends is {options.frontends}"
         )
     if options.api_keys is not None:
         limited = [t.name for t in watch_keys(options.api_keys).current().values() if t.limits.limited]
         if limited:
             raise ConfigError(
-                f"api_keys: {limited[0]!r} has a rate limit, which each of {options.fronts} frontends would count by "
-                "itself; remove the rate limits, or use fronts 1"
+                f"api_keys: {limited[0]!r} has a rate limit, which each of {options.frontends} frontends would count "
+                "by itself; remove the rate limits, or use frontends 1"
             )
 
 
@@ -340,6 +341,6 @@ async def serve_frontends(options: ServerOptions) -> int:
         except BaseException:
             await hub.stop()
             raise
-        log.info("%d frontends on port %d; BatchService is served only by a single one", options.fronts, port)
+        log.info("%d frontends on port %d; BatchService is served only by a single one", options.frontends, port)
         await until_stopped(hub, stopping, options)
     return 0

@@ -60,6 +60,6 @@ def run(options: ServerOptions) -> int:
         from service.servers.encoder_server import serve_encoder
 
         return asyncio.run(serve_encoder(options))
-    if options.fronts > 1:
+    if options.frontends > 1:
         return asyncio.run(serve_frontends(options))
     return asyncio.run(serve(options))

@@ -21,10 +21,10 @@ SAMPLING = SamplingParams(max_tokens=12, temperature=1.0, seed=5, logprobs=1)
 ROWS = torch.randn(7, 32, generator=torch.Generator().manual_seed(1))
 
 
-def samples(count: int, length: int = 29, *, pictures: bool = True, **changes: Any) -> list[DecoderRequest]:
+def samples(count: int, length: int = 29, *, images: bool = True, **changes: Any) -> list[DecoderRequest]:
     made = []
     for index in range(count):
-        spans = [image(4, ROWS)] if pictures else []
+        spans = [image(4, ROWS)] if images else []
         prompt = [index_ * 7 % 97 for index_ in range(length)]
         made.append(request(f"s{index}", prompt, SAMPLING, spans, sample_index=index, **changes))
     return made
@@ -70,7 +70,7 @@ def test_forked_equals_alone(pattern: str, length: int, options: dict[str, Any])
 
 def test_pages_are_shared_and_the_last_one_is_not() -> None:
     runner = make_runner(CONFIGS["**"], WEIGHTS["**"], page_size=4)
-    runner.add(*samples(3, 30, pictures=False))
+    runner.add(*samples(3, 30, images=False))
     runner.step()
     first, second, third = (sequence.held.pages for sequence in runner.scheduler.running)
     assert first[:7] == second[:7] == third[:7] and len({first[7], second[7], third[7]}) == 3
@@ -90,13 +90,13 @@ def test_those_without_a_batch_slot_read_the_prompt_themselves(batch_slots: int)
 
 
 @pytest.mark.parametrize("host_bytes", [pytest.param(0, id="recompute"), pytest.param(10**9, id="swap")])
-@pytest.mark.parametrize("pictures", [False, True])
-def test_forked_and_preempted(host_bytes: int, pictures: bool) -> None:
+@pytest.mark.parametrize("images", [False, True])
+def test_forked_and_preempted(host_bytes: int, images: bool) -> None:
     pattern = "M-*EM*"
     plain = make_runner(CONFIGS[pattern], WEIGHTS[pattern])
-    alone = {name: tokens(e) for s in samples(4, pictures=pictures) for name, e in run(plain, s).items()}
+    alone = {name: tokens(e) for s in samples(4, images=images) for name, e in run(plain, s).items()}
     runner = make_runner(CONFIGS[pattern], WEIGHTS[pattern], host_bytes=host_bytes, max_chunk=10)
-    found = drive(runner, samples(4, pictures=pictures), preempt_every=6)
+    found = drive(runner, samples(4, images=images), preempt_every=6)
     assert {name: tokens(events) for name, events in found.items()} == alone
     assert runner.stats()["preemptions"] > 1
 
@@ -138,7 +138,7 @@ def test_an_image_that_fails_for_the_leader_ends_its_own_sample() -> None:
 
 def changed(index: int, **changes: Any) -> list[DecoderRequest]:
     """Three samples, one of which is another."""
-    group = samples(3, 19, pictures=False)
+    group = samples(3, 19, images=False)
     group[index] = replace(group[index], **changes)
     return group
 
@@ -146,7 +146,7 @@ def changed(index: int, **changes: Any) -> list[DecoderRequest]:
 @pytest.mark.parametrize(
     ("group", "message"),
     [
-        pytest.param(samples(3, 29, pictures=False), "max_len 20", id="all-too-long"),
+        pytest.param(samples(3, 29, images=False), "max_len 20", id="all-too-long"),
         pytest.param(changed(2, request_id="s1"), "two samples of one prompt are called 's1'", id="a-b-b"),
         pytest.param(changed(1, request_id="s0"), "two samples of one prompt are called 's0'", id="a-a-b"),
         pytest.param(changed(2, request_id="here"), "'here' is here already", id="a-b-known"),
@@ -170,7 +170,7 @@ def test_a_group_that_cannot_be_served_leaves_nothing(group: list[DecoderRequest
         runner.add(*group)
     assert [sequence.request_id for sequence in runner.scheduler.queues] == ["here"] == list(runner.answers.sequences)
     runner.check_integrity()
-    short = samples(3, 9, pictures=False)
+    short = samples(3, 9, images=False)
     runner.add(*short)
     found = run(runner)
     assert found.keys() == {"here", "s0", "s1", "s2"} and runner.stats()["forks"] == 2

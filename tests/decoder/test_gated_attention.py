@@ -61,16 +61,16 @@ def test_probabilities_are_those_of_transformers(shape: Shape, native: str) -> N
     config = DecoderConfig(config.vocab_size, config.hidden_size, (layer,), position_axes=3)
     weights = dict(random_weights(config))
 
-    picture = torch.randn(12, config.hidden_size, generator=torch.Generator().manual_seed(1))
+    rows = torch.randn(12, config.hidden_size, generator=torch.Generator().manual_seed(1))
     prompt = [5, 9, 2, *[0] * 12, 7, 3, 7, 1]
     positions = grid_positions(len(prompt), (3, 3, 4))
     params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True, logprobs=3, prompt_logprobs=3)
     runner = make_runner(config, weights, native=native, max_chunk=5, page_size=4)
-    events = run(runner, request("a", prompt, params, [image(3, picture)], positions=positions))["a"]
+    events = run(runner, request("a", prompt, params, [image(3, rows)], positions=positions))["a"]
 
     ids = prompt + tokens(events)
     x_TD = weights["model.embeddings.weight"][torch.tensor(ids)].clone()
-    x_TD[3:15] = picture
+    x_TD[3:15] = rows
     at = [*positions.prompt, *((len(prompt) + i + positions.delta,) * 3 for i in range(9))]
     expected = logprobs(config, weights, x_TD, torch.tensor(at))
     plain = logprobs(config, weights, x_TD, torch.arange(len(ids))[:, None].expand(-1, 3))

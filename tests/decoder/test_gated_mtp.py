@@ -49,7 +49,7 @@ def weights_of(config: DecoderConfig) -> dict[str, Tensor]:
 
 def with_image(name: str, grid: tuple[int, int], after: list[int], **rest: Any) -> DecoderRequest:
     prompt = [30, 31, *[1] * 12, *after]
-    spans = [ImageSpan(2, 12, b"picture", FakeSource(ROWS))]
+    spans = [ImageSpan(2, 12, b"image", FakeSource(ROWS))]
     return request(name, prompt, greedy_params(10), spans, positions=grid_positions(len(prompt), (2, *grid)), **rest)
 
 

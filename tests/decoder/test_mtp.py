@@ -115,7 +115,7 @@ def watch(runner: DecoderRunner) -> list[tuple[DecoderRequest, list[int], list[i
     return seen
 
 
-PICTURE = torch.randn(7, 32, generator=torch.Generator().manual_seed(3))
+IMAGE = torch.randn(7, 32, generator=torch.Generator().manual_seed(3))
 SHARED = list(range(40, 53))
 
 
@@ -125,8 +125,8 @@ def requests() -> list[DecoderRequest]:
         request("a", [*SHARED, 7, 8], greedy_params(14), checkpoint_at=(13,)),
         request("b", [*SHARED, 9], greedy_params(14), checkpoint_at=(13,)),
         request("c", [*SHARED[:12], 3, 4, 5], greedy_params(12), checkpoint_at=(12,)),
-        request("d", [30, 31, *[1] * 7, 32], greedy_params(10), [image(2, PICTURE)]),
-        request("e", [30, 31, *[1] * 7, 33, 34], greedy_params(10), [image(2, PICTURE)]),
+        request("d", [30, 31, *[1] * 7, 32], greedy_params(10), [image(2, IMAGE)]),
+        request("e", [30, 31, *[1] * 7, 33, 34], greedy_params(10), [image(2, IMAGE)]),
         request("f", [50], greedy_params(12)),
     ]
 
@@ -134,7 +134,7 @@ def requests() -> list[DecoderRequest]:
 def embedded(naive: Naive, item: DecoderRequest, known: list[int]) -> Tensor:
     x = naive.trunk.model.embeddings.weight[torch.tensor(known)].detach().clone()
     for span in item.spans:
-        x[span.start : span.end] = PICTURE
+        x[span.start : span.end] = IMAGE
     return x
 
 

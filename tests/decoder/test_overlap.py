@@ -36,7 +36,7 @@ PATTERNS = ("M-*EM*", "MM", "*E*-")
 CONFIGS = {pattern: tiny_config(pattern) for pattern in PATTERNS}
 WEIGHTS = {pattern: dict(random_weights(config)) for pattern, config in CONFIGS.items()}
 PATTERN = PATTERNS[0]
-PICTURE = torch.randn(7, 32, generator=torch.Generator().manual_seed(1))
+IMAGE = torch.randn(7, 32, generator=torch.Generator().manual_seed(1))
 
 
 def make(overlap: str = "on", pattern: str = PATTERN, **options: Any) -> DecoderRunner:
@@ -61,7 +61,7 @@ def workload(count: int = 14) -> list[DecoderRequest]:
     shared = [draw.randrange(97) for _ in range(13)]
     for index in range(count):
         prompt = [*shared[: draw.choice([0, 5, 13])], *(draw.randrange(97) for _ in range(draw.choice([1, 9, 24])))]
-        spans = [image(2, PICTURE)] if len(prompt) > 12 and index % 2 else []
+        spans = [image(2, IMAGE)] if len(prompt) > 12 and index % 2 else []
         eos = frozenset({index, 40})
         chosen, pooled = params(index), index == 8
         if pooled:
@@ -275,7 +275,7 @@ def test_a_step_in_flight_is_work() -> None:
 def test_an_abort_in_flight_takes_nobody_along(after: int, speculative: str) -> None:
     """Whoever goes, whenever: the others get what they get, and its name can be used again at once."""
     items: list[Callable[[], DecoderRequest]] = [
-        lambda: request("a", range(20), greedy_params(8), [image(4, PICTURE)]),
+        lambda: request("a", range(20), greedy_params(8), [image(4, IMAGE)]),
         lambda: request("b", range(30, 35), SamplingParams(max_tokens=9, seed=3, frequency_penalty=0.5)),
         lambda: request("c", range(20), greedy_params(8, stop_token_ids=frozenset(range(0, 97, 7)))),
     ]
@@ -336,7 +336,7 @@ def test_preempted_in_flight_equals_undisturbed(every: int, host_bytes: int) -> 
 
 def test_rows_of_an_image_stay_until_the_step_that_read_them_is_collected() -> None:
     runner = make(max_chunk=4)
-    span = image(2, PICTURE)
+    span = image(2, IMAGE)
     runner.add(request("a", range(12), greedy_params(1), [span]))
     releases = []
     assert isinstance(span.source, FakeSource)
@@ -349,8 +349,8 @@ def test_rows_of_an_image_stay_until_the_step_that_read_them_is_collected() -> N
 def test_an_image_that_fails_in_flight_ends_its_request_behind_what_it_has_drawn() -> None:
     """The rows of the second image never come; the first chunk is in flight when that is known."""
     runner = make()
-    late = image(12, PICTURE, ready=False)
-    runner.add(request("bad", range(25), greedy_params(3), [image(2, PICTURE), late]))
+    late = image(12, IMAGE, ready=False)
+    runner.add(request("bad", range(25), greedy_params(3), [image(2, IMAGE), late]))
     runner.add(request("good", range(9), greedy_params(3)))
     assert runner.step() == []
     failure = OSError("the encoder is gone")
@@ -366,14 +366,14 @@ def test_an_image_that_fails_in_flight_ends_its_request_behind_what_it_has_drawn
 def test_rows_that_are_read_again_are_not_given_back() -> None:
     """The request is preempted, to be computed again, before the step that read its image is collected."""
     runner = make(host_bytes=0, state_cache="none")
-    span = image(2, PICTURE)
+    span = image(2, IMAGE)
     runner.add(request("a", range(12), greedy_params(4), [span]))
     runner.step()
     preempt(runner, "a")
     runner.step()
     assert isinstance(span.source, FakeSource) and span.source.releases == 0
     assert runner.stats()["recomputes"] == 1
-    plain = run(make("off"), request("a", range(12), greedy_params(4), [image(2, PICTURE)]))
+    plain = run(make("off"), request("a", range(12), greedy_params(4), [image(2, IMAGE)]))
     assert tokens(run(runner)["a"]) == tokens(plain["a"])[1:]
     assert span.source.releases == 1
 
@@ -381,7 +381,7 @@ def test_rows_that_are_read_again_are_not_given_back() -> None:
 def test_a_step_in_flight_holds_rows_that_others_wait_for() -> None:
     """Nothing can be computed before the second image comes, and its rows may need the space of the first one's."""
     runner = make()
-    spans = [image(2, PICTURE), image(12, PICTURE, ready=False)]
+    spans = [image(2, IMAGE), image(12, IMAGE, ready=False)]
     first, second = (span.source for span in spans)
     assert isinstance(first, FakeSource) and isinstance(second, FakeSource)
     runner.add(request("a", range(25), greedy_params(1), spans))
@@ -398,7 +398,7 @@ def test_samples_of_one_prompt(batch_slots: int) -> None:
     sampling = SamplingParams(max_tokens=9, seed=4, stop_token_ids=frozenset(range(0, 97, 8)), frequency_penalty=0.3)
 
     def group() -> list[DecoderRequest]:
-        return [request(f"s{i}", range(30), sampling, [image(4, PICTURE)], sample_index=i) for i in range(5)]
+        return [request(f"s{i}", range(30), sampling, [image(4, IMAGE)], sample_index=i) for i in range(5)]
 
     alone = {name: tokens(of) for item in group() for name, of in run(make("off"), item).items()}
     runner = make(max_seqs=batch_slots)

@@ -28,16 +28,16 @@ ROWS = torch.randn(12, CONFIG.hidden_size, generator=torch.Generator().manual_se
 OPTIONS: dict[str, Any] = {"page_size": 4, "state_block": 8, "max_len": 96, "max_seqs": 4}
 
 
-def picture(start: int, rows: Tensor = ROWS) -> ImageSpan:
+def image(start: int, rows: Tensor = ROWS) -> ImageSpan:
     """An image whose key tells nothing of its rows and columns."""
-    return ImageSpan(start, rows.shape[0], b"picture", FakeSource(rows))
+    return ImageSpan(start, rows.shape[0], b"image", FakeSource(rows))
 
 
 def prompt_with(name: str, before: list[int], grid: tuple[int, int], after: list[int], **rest: Any) -> DecoderRequest:
     """Text, an image of 12 tokens in a grid, and text."""
     prompt, start = [*before, *[0] * 12, *after], len(before)
     positions = grid_positions(len(prompt), (start, *grid))
-    return request(name, prompt, rest.pop("params", greedy_params(14)), [picture(start)], positions=positions, **rest)
+    return request(name, prompt, rest.pop("params", greedy_params(14)), [image(start)], positions=positions, **rest)
 
 
 SYSTEM = list(range(40, 50))
@@ -137,7 +137,7 @@ def test_equal_images_of_other_grids_share_what_is_before_them() -> None:
     assert run(runner, wide)["wide"][0].cached_tokens == 0
     events = run(runner, high)["high"]
     assert (events[0].cached_tokens, tokens(events)) == (10, expected()["high"])
-    again = run(runner, replace(high, request_id="again", spans=(picture(10),)))["again"]
+    again = run(runner, replace(high, request_id="again", spans=(image(10),)))["again"]
     assert again[0].cached_tokens > 22 and tokens(again) == expected()["high"]
 
 
@@ -191,7 +191,7 @@ def test_preempted_before_its_image_is_there() -> None:
     for host_bytes in (0, 10**9):
         runner = runner_with(host_bytes=host_bytes)
         source = FakeSource(ROWS, ready=False)
-        item = replace(requests()[0], spans=(ImageSpan(10, 12, b"picture", source),))
+        item = replace(requests()[0], spans=(ImageSpan(10, 12, b"image", source),))
         runner.add(item)
         runner.step()
         preempt(runner, "wide")

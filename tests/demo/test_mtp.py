@@ -15,7 +15,7 @@ from service.model.cache import resolve_model
 
 
 def asked(client: saccade.LocalClient, seeds: range, **sampling: Any) -> list[tuple[str, list[int], str]]:
-    """(text, tokens, why it ended) of captions of held-out pictures."""
+    """(text, tokens, why it ended) of captions of held-out images."""
     found = []
     for seed in seeds:
         example, out = data.question_example(seed, "caption"), io.BytesIO()

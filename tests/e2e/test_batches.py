@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc
 import pytest
-from pictures import picture
+from images import png
 from rpc import connect, reason, upload
 from running import RunningServer
 
@@ -63,8 +63,8 @@ def answers(path: Path) -> dict[str, Any]:
 
 
 def test_a_batch_from_beginning_to_end(server: RunningServer, client: saccade.Client, tmp_path: Path) -> None:
-    media = client.media.upload(picture(3))
-    sources = [None, data_url(picture(2)), f"media:{media.media_id}"]
+    media = client.media.upload(png(3))
+    sources = [None, data_url(png(2)), f"media:{media.media_id}"]
     rows = [row(i, source=sources[i % 3]) for i in range(20)] + [row(20, tokens=10_000)]
     (tmp_path / "in.jsonl").write_bytes(lines(rows))
     batch = client.batches.create(tmp_path / "in.jsonl", ordered=True)
@@ -78,7 +78,7 @@ def test_a_batch_from_beginning_to_end(server: RunningServer, client: saccade.Cl
     found = answers(path)
     assert list(found) == [str(i) for i in range(21)] and found["20"]["status_code"] == 400
     for i in (0, 1, 2, 19):
-        images = [[], [picture(2)], [media]][i % 3]
+        images = [[], [png(2)], [media]][i % 3]
         wanted = client.generate(f"row {i}", images=images, max_tokens=6, seed=i)
         assert found[str(i)]["body"]["choices"][0]["message"]["content"] == wanted.text
     # from the middle, as after a download that broke off
@@ -226,7 +226,7 @@ def test_tenants_do_not_see_each_other_and_take_turns(model: Path, tmp_path: Pat
         str(model), api_keys=str(tmp_path / "keys.toml"), batch_jobs=2, batch_tenant_bytes=200_000, **LIMITS
     ) as server:
         a, b, c = (saccade.Client(server.address, api_key=keys[name]) for name in "abc")
-        media = a.media.upload(picture(1))
+        media = a.media.upload(png(1))
         long = [a.batches.create(lines([row(i, tokens=300, ignore_eos=True) for i in range(300)])) for _ in range(2)]
         short = b.batches.wait(b.batches.create(lines([row(0)])).batch_id)
         assert short.completed == 1 and not a.batches.get(long[1].batch_id).over
@@ -325,7 +325,7 @@ def test_the_media_of_rows_are_on_the_account(model: Path) -> None:
     """As those of calls are: here one that no account could ever hold, beside rows that need no media."""
     with RunningServer(str(model), max_inflight_bytes=50_000, **LIMITS) as server:
         with saccade.Client(server.address) as client, connect(server.address) as stubs:
-            data = picture(8, (200, 100))
+            data = png(8, (200, 100))
             assert len(data) > 50_000
             media = stubs.media.UploadMedia(upload(data, chunk=10_000)).media
             rows = [row(0), row(1, source=f"media:{media.media_id}"), row(2)]

@@ -12,8 +12,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from images import png
 from keys import bearer, fails, key_file
-from pictures import picture
 from raw_http2 import RawClient
 from rpc import Stubs, ask, connect, reason, upload
 from running import RunningServer
@@ -93,7 +93,7 @@ def test_a_call_without_a_message_is_refused(bounded: RunningServer) -> None:
 
 
 def test_messages_of_a_stream_are_given_back_one_by_one(bounded: RunningServer, stubs: Stubs) -> None:
-    data = picture(5, (900, 700))
+    data = png(5, (900, 700))
     assert len(data) > 7 * MESSAGE
     media = stubs.media.UploadMedia(upload(data, chunk=100_000), metadata=bearer("one")).media
     assert media.size_bytes == len(data)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pictures import picture
+from images import png
 from running import RunningServer
 from served import IMAGE_TOKEN
 
@@ -115,8 +115,8 @@ REQUESTS: list[Request] = [
     {"prompt": "hello", "max_tokens": 9, "temperature": 0},
     {"prompt": "hello", "max_tokens": 9, "seed": 4, "top_k": 30, "logprobs": 2},
     {"prompt": "a", "n": 3, "max_tokens": 6, "seed": 5, "temperature": 1.5, "logprobs": 1},
-    {"prompt": "what?", "images": [picture(1)], "max_tokens": 8, "seed": 1, "presence_penalty": 0.5},
-    {"prompt": [9, 10, IMAGE_TOKEN, 11], "images": [picture(2)], "max_tokens": 7, "temperature": 0},
+    {"prompt": "what?", "images": [png(1)], "max_tokens": 8, "seed": 1, "presence_penalty": 0.5},
+    {"prompt": [9, 10, IMAGE_TOKEN, 11], "images": [png(2)], "max_tokens": 7, "temperature": 0},
     {"prompt": "raw text", "raw": True, "max_tokens": 12, "temperature": 0, "ignore_eos": True, "stop": ["e"]},
     {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": ["x", "y"]}], "max_tokens": 5,
      "seed": 2},
@@ -208,8 +208,8 @@ def test_embed(any_client: Any, client: saccade.Client) -> None:
         assert found.model_version == client.get_model().version
         for one, other in ((found.last, wanted.last), (found.mean, wanted.mean)):
             assert one.shape == other.shape and one.tolist() == pytest.approx(other.tolist(), abs=1e-4)
-    (rows,) = any_client.embed_image(picture(5)).shape[:1]
-    assert rows == any_client.tokenize("x", images=[picture(5)]).image_tokens
+    (rows,) = any_client.embed_image(png(5)).shape[:1]
+    assert rows == any_client.tokenize("x", images=[png(5)]).image_tokens
     with pytest.raises(errors.InvalidArgument) as caught:
         any_client.embed_image(b"no image")
     assert caught.value.reason == "IMAGE_DECODE_FAILED"
@@ -248,7 +248,7 @@ def test_refusals(any_client: Any, client: saccade.Client, number: int) -> None:
 
 def test_times_that_run_out(any_client: Any) -> None:
     # It takes longer to decode than anybody here waits.
-    long: Request = {"max_tokens": 550, "ignore_eos": True, "images": [picture(3, (1600, 1600))]}
+    long: Request = {"max_tokens": 550, "ignore_eos": True, "images": [png(3, (1600, 1600))]}
     with pytest.raises(errors.DeadlineExceeded):
         any_client.generate("x", timeout=0.01, **long)
     with pytest.raises(errors.DeadlineExceeded):
@@ -273,7 +273,7 @@ def test_many_threads_share_one(any_client: Any, expected: list[saccade.Generati
 
 
 def test_a_batch(any_client: Any, client: saccade.Client, tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(picture(4))
+    (tmp_path / "a.png").write_bytes(png(4))
     with open(tmp_path / "in.jsonl", "w") as file:
         for i in range(12):
             content: Any = f"row {i}"

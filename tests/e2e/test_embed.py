@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from pictures import picture
+from images import png
 from rpc import ask, connect, reason
 from running import RunningServer
 from served import IMAGE_TOKEN, make_served
@@ -44,7 +44,7 @@ def check(found: saccade.Embedding, wanted_TD: torch.Tensor) -> None:
 def test_hidden_states_are_those_of_transformers(tmp_path: Path, seed: int) -> None:
     """Read in chunks that cut images in two, and a second time, when the whole prompt lies in the cache."""
     tiny = make_served(tmp_path, seed)
-    files = [picture(seed), picture(seed + 50)]
+    files = [png(seed), png(seed + 50)]
     options: dict[str, Any] = {"dtype": "float32", "threads": 1, "max_len": 600, "max_seqs": 2}
     with saccade.LocalClient(tmp_path, max_batched_tokens=7, **options) as client:
         short = [9, *range(20, 60), IMAGE_TOKEN, 11, IMAGE_TOKEN, *range(60, 80)]
@@ -72,7 +72,7 @@ def test_hidden_states_are_those_of_transformers(tmp_path: Path, seed: int) -> N
 def test_under_load_and_memory_that_is_too_small_for_everybody(tmp_path: Path) -> None:
     """Prompts that are preempted while they are computed, and images that wait for each other's room."""
     tiny = make_served(tmp_path, 11)
-    files = [picture(i) for i in range(6)]
+    files = [png(i) for i in range(6)]
     with RunningServer(
         str(tmp_path), max_seqs=4, max_len=200, max_batched_tokens=16, memory_bytes=200_000, handoff_bytes=2**14
     ) as server:
@@ -98,7 +98,7 @@ def test_what_may_be_asked(server: RunningServer, client: saccade.Client) -> Non
             with pytest.raises(Exception, match=field) as caught:
                 stubs.inference.Embed(request)
             assert reason(caught.value)[0] == "INVALID_ARGUMENT"
-        response = stubs.inference.Embed(inference_pb2.EmbedRequest(image={"data": picture(1)}, request_id="me"))
+        response = stubs.inference.Embed(inference_pb2.EmbedRequest(image={"data": png(1)}, request_id="me"))
         assert response.request_id == "me" and not response.HasField("last_hidden")
         assert len(response.image_embedding.data) == 4 * numpy.prod(response.image_embedding.shape)
     with pytest.raises(saccade.errors.DeadlineExceeded):

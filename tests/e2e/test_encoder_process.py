@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from pictures import picture
+from images import png
 from running import RunningServer, children
 
 import saccade
@@ -33,7 +33,7 @@ OPTIONS = {"max_seqs": 8, "max_len": 600, "encoder_process": True}
 
 def ask(client: Any, number: int) -> list[int]:
     values = {"max_tokens": 6, "ignore_eos": True, "temperature": 0}
-    return client.generate(f"what is {number}", images=[picture(number)], **values).token_ids
+    return client.generate(f"what is {number}", images=[png(number)], **values).token_ids
 
 
 def encoder_of(running: RunningServer) -> int:
@@ -80,10 +80,10 @@ def no_shared_memory_for_a_request(client: saccade.Client, running: RunningServe
     with client.stream("go on", max_tokens=300, ignore_eos=True, seed=1) as other:
         next(other)
         with largest_file(1 << 10, worker), pytest.raises(saccade.errors.Unavailable) as refused:
-            client.generate("all of them", images=[picture(i, (64, 64)) for i in range(16)], max_tokens=1)
+            client.generate("all of them", images=[png(i, (64, 64)) for i in range(16)], max_tokens=1)
         assert refused.value.reason == "SHARED_MEMORY_FULL" and refused.value.retryable
         assert other.final().usage.completion_tokens == 300
-    assert client.generate("and now", images=[picture(0, (64, 64))], max_tokens=1).usage.completion_tokens == 1
+    assert client.generate("and now", images=[png(0, (64, 64))], max_tokens=1).usage.completion_tokens == 1
 
 
 def test_late_and_awake_again_and_late_for_good(model: Path, client: saccade.Client) -> None:

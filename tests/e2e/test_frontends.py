@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from faults import check_same, long_requests, open_stream
-from pictures import picture
+from images import png
 from rpc import connect
 from running import RunningServer, children
 
@@ -31,13 +31,13 @@ from service.common.config import ConfigError, ServerOptions
 from service.servers.frontends import Hub, check, reserved_port, share
 
 ROOT = Path(__file__).resolve().parents[2]
-FRONTS = 2
+FRONTENDS = 2
 ARGUMENTS = ["--dtype", "float32", "--threads", "1", "--log-level", "error", "--max-len", "600"]
 
 
 @pytest.fixture(scope="module")
 def arguments(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return [str(model), *ARGUMENTS, "--fronts", str(FRONTS), "--admin", "--hang-timeout", "8"]
+    return [str(model), *ARGUMENTS, "--frontends", str(FRONTENDS), "--admin", "--hang-timeout", "8"]
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +75,12 @@ def test_all_frontends_answer_as_one(frontends: ServerProcess, server: RunningSe
         pairs = list(zip(many, requests, strict=True))
         check_same(list(pool.map(lambda pair: open_stream(*pair).final(), pairs)), wanted)
     held = owners(children(frontends.pid, "service.servers.frontend_process"), port)
-    assert len(held) == FRONTS and all(held.values()), held
+    assert len(held) == FRONTENDS and all(held.values()), held
     # an image that one frontend has taken is there for all, and gone for all
-    media = many[0].media.upload(picture(3))
+    media = many[0].media.upload(png(3))
     answers = {tuple(c.generate("x", images=[media], max_tokens=5, temperature=0).token_ids) for c in many}
     assert len(answers) == 1
-    many[-1].media.delete(hashlib.sha256(picture(3)).hexdigest())
+    many[-1].media.delete(hashlib.sha256(png(3)).hexdigest())
     for client in many:
         with pytest.raises(errors.NotFound):
             client.media.get(media.media_id)
@@ -131,17 +131,17 @@ def test_a_killed_frontend_is_replaced_and_an_engine_too(frontends: ServerProces
 
 def test_a_frontend_that_hangs_is_replaced(frontends: ServerProcess) -> None:
     # One that was still starting when the engine was killed, in the test before, is replaced after a pause.
-    while len(running := children(frontends.pid, "service.servers.frontend_process")) < FRONTS:
+    while len(running := children(frontends.pid, "service.servers.frontend_process")) < FRONTENDS:
         pass
     first, second = running
     os.kill(first, signal.SIGSTOP)
-    while first in (now := children(frontends.pid, "service.servers.frontend_process")) or len(now) < FRONTS:
+    while first in (now := children(frontends.pid, "service.servers.frontend_process")) or len(now) < FRONTENDS:
         pass
     assert second in now, "the other one, which had always answered, lives on"
 
 
 def test_a_frontend_that_does_not_get_ready_is_killed(model: Path) -> None:
-    options = ServerOptions(model=str(model), max_seqs=2, max_len=600, fronts=1)
+    options = ServerOptions(model=str(model), max_seqs=2, max_len=600, frontends=1)
     with reserved_port(options) as port, ThreadPoolExecutor(1) as pool:
         hub = Hub(options, port)
         hub._options = replace(options, load_timeout=0.5)  # the engine has had the default
@@ -182,8 +182,8 @@ def test_options_that_several_frontends_cannot_implement(model: Path, tmp_path: 
     ]
     for values, words in cases:
         with pytest.raises(ConfigError, match=words):
-            check(ServerOptions(model=str(model), fronts=2, **values))
-    parts = [share(ServerOptions(model=str(model), fronts=3, metrics_port=9100), member, 1) for member in range(3)]
+            check(ServerOptions(model=str(model), frontends=2, **values))
+    parts = [share(ServerOptions(model=str(model), frontends=3, metrics_port=9100), member, 1) for member in range(3)]
     assert [part.metrics_port for part in parts] == [9100, 9101, 9102]
     assert 3 * parts[0].max_queue <= ServerOptions().max_queue
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from faults import check_outcomes
 from fuzz import fill, kserve_request
-from pictures import picture
+from images import png
 from rpc import Stubs, ask, connect
 from running import RunningServer
 
@@ -28,13 +28,9 @@ def small(model: Path) -> Iterator[RunningServer]:
 @pytest.fixture
 def stubs(small: RunningServer) -> Iterator[Stubs]:
     with connect(small.address) as stubs:
-        steady = (
-            stubs.inference.Generate(ask(max_tokens=20, images=[{"data": picture(3, (16, 16))}])).samples[0].token_ids
-        )
+        steady = stubs.inference.Generate(ask(max_tokens=20, images=[{"data": png(3, (16, 16))}])).samples[0].token_ids
         yield stubs
-        again = (
-            stubs.inference.Generate(ask(max_tokens=20, images=[{"data": picture(3, (16, 16))}])).samples[0].token_ids
-        )
+        again = stubs.inference.Generate(ask(max_tokens=20, images=[{"data": png(3, (16, 16))}])).samples[0].token_ids
     assert again == steady
     small.drained()
     assert small.server.budget.used == 0

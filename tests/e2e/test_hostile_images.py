@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from images import png
 from mutants import MUTATIONS, run_mutants
-from pictures import picture
 from running import RunningServer
 from waiting import sent_to
 
@@ -26,13 +26,13 @@ def test_mutated_files(server: RunningServer, seed: int) -> None:
 def test_a_worker_that_is_killed_costs_its_own_request_only(model: Path) -> None:
     with RunningServer(str(model), max_seqs=4, max_len=600, image_workers=1) as server:
         with saccade.Client(server.address) as client, ThreadPoolExecutor(2) as threads:
-            good = client.generate("what?", images=[picture(1)], max_tokens=3, temperature=0)
+            good = client.generate("what?", images=[png(1)], max_tokens=3, temperature=0)
             worker = server.server.image_pool.workers[0]
             assert worker.pid is not None
             os.kill(worker.pid, signal.SIGSTOP)
-            doomed = threads.submit(client.generate, "what?", images=[picture(2)], max_tokens=3)
+            doomed = threads.submit(client.generate, "what?", images=[png(2)], max_tokens=3)
             sent_to(worker)
-            beside = threads.submit(client.generate, "what?", images=[picture(1)], max_tokens=3, temperature=0)
+            beside = threads.submit(client.generate, "what?", images=[png(1)], max_tokens=3, temperature=0)
             words = client.generate("no image", max_tokens=3)
             os.kill(worker.pid, signal.SIGKILL)
             with pytest.raises(saccade.errors.InvalidArgument) as error:
@@ -44,7 +44,7 @@ def test_a_worker_that_is_killed_costs_its_own_request_only(model: Path) -> None
             assert worker.pid is not None
             os.kill(worker.pid, signal.SIGKILL)
             os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
-            assert client.generate("what?", images=[picture(1)], max_tokens=3, temperature=0) == good
+            assert client.generate("what?", images=[png(1)], max_tokens=3, temperature=0) == good
             assert server.server.image_pool.stats()["workers_lost_died"] == 1
 
 
@@ -52,12 +52,12 @@ def test_an_image_that_takes_too_long(model: Path) -> None:
     with RunningServer(str(model), max_seqs=4, max_len=600, image_workers=1) as server:
         pool = server.server.image_pool
         with saccade.Client(server.address) as client:
-            good = client.generate("what?", images=[picture(1)], max_tokens=3, temperature=0)
+            good = client.generate("what?", images=[png(1)], max_tokens=3, temperature=0)
             pool._image_seconds = 0.2
             assert pool.workers[0].pid is not None
             os.kill(pool.workers[0].pid, signal.SIGSTOP)
             with pytest.raises(saccade.errors.InvalidArgument, match="longer than the 0.2 s") as error:
-                client.generate("what?", images=[picture(1)], max_tokens=3)
+                client.generate("what?", images=[png(1)], max_tokens=3)
             assert error.value.reason == "IMAGE_DECODE_FAILED" and pool.stats()["workers_lost_time"] == 1
             pool._image_seconds = 20.0
-            assert client.generate("what?", images=[picture(1)], max_tokens=3, temperature=0) == good
+            assert client.generate("what?", images=[png(1)], max_tokens=3, temperature=0) == good

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
-from pictures import picture
+from images import png
 from rpc import ask, connect
 from running import RunningServer
 from tritonclient.utils import InferenceServerException
@@ -85,9 +85,9 @@ def expected(server: RunningServer, text: str, images: list[bytes], max_tokens: 
         return stubs.inference.Generate(request).samples[0]
 
 
-@pytest.mark.parametrize("pictures", [0, 2])
-def test_infer_says_what_our_own_service_says(server: RunningServer, client: Any, name: str, pictures: int) -> None:
-    images = [picture(20 + i) for i in range(pictures)]
+@pytest.mark.parametrize("count", [0, 2])
+def test_infer_says_what_our_own_service_says(server: RunningServer, client: Any, name: str, count: int) -> None:
+    images = [png(20 + i) for i in range(count)]
     result = client.infer(name, inputs("what?", images), request_id="mine", parameters=GREEDY)
     ours = expected(server, "what?", images)
     assert text_of(result) == ours.text and list(result.as_numpy("token_ids")) == list(ours.token_ids)
@@ -99,7 +99,7 @@ def test_infer_says_what_our_own_service_says(server: RunningServer, client: Any
 
 
 def test_chat_messages_and_sampling_as_json(server: RunningServer, client: Any, name: str) -> None:
-    image = picture(31)
+    image = png(31)
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
     sent = [
         tensor("messages", [json.dumps(messages).encode()]),
@@ -204,7 +204,7 @@ def test_what_a_request_of_a_stream_has_fetched_is_given_back_at_its_end(
 
     async def resolve(spec: Any, salt: bytes) -> Any:
         current_call().hold_bytes(server.options.max_inflight_bytes - 10_000)
-        return replace(spec, media=tuple(replace(source, uri=None, data=picture(1)) for source in spec.media))
+        return replace(spec, media=tuple(replace(source, uri=None, data=png(1)) for source in spec.media))
 
     monkeypatch.setattr(server.server.frontend, "resolve", resolve)
     got = Collector()

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from pictures import picture
+from images import png
 from rpc import ask, connect
 from running import RunningServer, children
 
@@ -82,7 +82,7 @@ def test_a_killed_engine_comes_back_and_health_follows(model: Path) -> None:
             states = (response.status for response in watch)
             assert next(states) == health_pb2.HealthCheckResponse.SERVING
             (engine,) = children(server.pid, "service.servers.engine_process")
-            assert client.generate("x", images=[picture(1)], max_tokens=1).usage.image_tokens
+            assert client.generate("x", images=[png(1)], max_tokens=1).usage.image_tokens
             mapped = Path(f"/proc/{server.pid}/maps").read_text()
             assert "libtorch" not in mapped and "memfd:saccade" not in mapped, "no torch and no pixels are there"
             long: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True, "seed": 1}

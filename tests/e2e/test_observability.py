@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 import pytest
-from pictures import picture
+from images import png
 from rpc import Stubs, ask, connect
 from running import RunningServer
 
@@ -52,7 +52,7 @@ def lines(running: RunningServer, caplog: pytest.LogCaptureFixture) -> list[dict
 
 def test_metrics_follow_the_traffic(observed: RunningServer, stubs: Stubs) -> None:
     before = scrape(observed)
-    data = picture(900)
+    data = png(900)
     for _ in range(3):
         stubs.inference.Generate(ask(images=[{"data": data}], max_tokens=6))
     with pytest.raises(grpc.RpcError):
@@ -99,7 +99,7 @@ def test_samples_of_one_call_count_their_prompt_once(observed: RunningServer, st
 
 
 def test_the_dashboard_asks_for_metrics_that_are_there(observed: RunningServer, stubs: Stubs) -> None:
-    stubs.inference.Generate(ask(images=[{"data": picture(901)}]))
+    stubs.inference.Generate(ask(images=[{"data": png(901)}]))
     told = {name.partition("{")[0] for name in scrape(observed)}
     board = json.loads((Path(__file__).resolve().parents[2] / "docs" / "grafana.json").read_text())
     asked = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pictures import picture
+from images import png
 from tiny_checkpoint import IMAGE_TOKEN, VOCAB, TinyCheckpoint, make_checkpoint, oracle_images
 
 import saccade
@@ -31,7 +31,7 @@ def build(tmp_path: Path, seed: int) -> tuple[TinyCheckpoint, list[int], list[by
     ids = [rng.randint(3, VOCAB - 2) for _ in range(rng.randint(1, 200))]
     for _ in range(count):
         ids.insert(rng.randint(0, len(ids)), IMAGE_TOKEN)
-    return tiny, ids, [picture(seed * 10 + i) for i in range(count)]
+    return tiny, ids, [png(seed * 10 + i) for i in range(count)]
 
 
 @pytest.mark.parametrize("seed", range(len(PATTERNS)))

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from faults import check_same, long_requests, open_stream
-from pictures import picture
+from images import png
 from running import RunningServer
 from served import IMAGE_TOKEN, make_served
 
@@ -54,7 +54,7 @@ def test_async_answers_too(supervised: RunningServer) -> None:
 
 
 def test_a_batch_killed_over_a_real_model(supervised: RunningServer, tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(picture(7))
+    (tmp_path / "a.png").write_bytes(png(7))
     with open(tmp_path / "in.jsonl", "w") as file:
         for i in range(60):
             parts = [{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "text", "text": f"{i}?"}]
@@ -76,7 +76,7 @@ def test_a_batch_killed_over_a_real_model(supervised: RunningServer, tmp_path: P
     texts = {row["custom_id"]: row["response"]["body"]["choices"][0]["message"]["content"] for row in rows}
     with saccade.Client(supervised.address) as client:
         for i in (1, 4, 30, 59):
-            images = [picture(7)] if i % 4 == 0 else []
+            images = [png(7)] if i % 4 == 0 else []
             prompt = f"{i}?" if images else f"row {i}"
             answer = client.generate(prompt, images=images, max_tokens=20, seed=i, ignore_eos=True)
             assert texts[str(i)] == answer.text

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from certificates import Authority
-from pictures import picture
+from images import png
 from running import RunningEncoder, RunningServer
 from served import make_served
 
@@ -49,7 +49,7 @@ def decoder(model: Path, *encoders: Any, **options: Any) -> RunningServer:
 def ask(client: Any, number: int, **options: Any) -> list[int]:
     """The tokens of an answer about an image that nothing has in a cache."""
     values = {"max_tokens": 6, "ignore_eos": True, "temperature": 0, **options}
-    return client.generate(f"what is {number}", images=[picture(number)], **values).token_ids
+    return client.generate(f"what is {number}", images=[png(number)], **values).token_ids
 
 
 def given(count: int) -> Any:
@@ -78,9 +78,9 @@ def far(model: Path) -> Iterator[ServerProcess]:
 def test_remote_equals_local(client: saccade.Client, plain: RunningServer, near: RunningEncoder) -> None:
     """Greedy and sampled, one image, several, an image that is asked for again, and none."""
     requests: list[dict[str, Any]] = [
-        {"images": [picture(1)], "temperature": 0},
-        {"images": [picture(2), picture(3), picture(1)], "seed": 7},
-        {"images": [picture(2)], "temperature": 0},
+        {"images": [png(1)], "temperature": 0},
+        {"images": [png(2), png(3), png(1)], "seed": 7},
+        {"images": [png(2)], "temperature": 0},
         {"images": [], "seed": 3},
     ]
     with saccade.Client(plain.address) as remote:
@@ -88,7 +88,7 @@ def test_remote_equals_local(client: saccade.Client, plain: RunningServer, near:
             got = [c.generate("tell me", max_tokens=12, ignore_eos=True, **request) for c in (client, remote)]
             assert got[0].token_ids == got[1].token_ids
     stats = plain.drained()["encoder"]
-    assert (stats["given"], stats["written"], stats["under_way_now"]) == (3, 3, 0)
+    assert (stats["given"], stats["written"], stats["in_progress_now"]) == (3, 3, 0)
     near.thread.handoff.check_integrity(idle=True)
 
 
@@ -146,12 +146,12 @@ def test_a_waiter_that_leaves_takes_nothing_from_the_others(model: Path, client:
     with process(model) as slow, decoder(model, slow) as running, saccade.Client(running.address) as remote:
         with ThreadPoolExecutor(3) as pool:
             os.kill(slow.pid, signal.SIGSTOP)
-            leaving = remote.stream("bye", images=[picture(400)], max_tokens=5)
+            leaving = remote.stream("bye", images=[png(400)], max_tokens=5)
             others = [pool.submit(ask, remote, 400) for _ in range(2)]
             running.until(lambda s: s["handoff"]["leases"] == 3)
             leaving.close()
             running.until(lambda s: s["handoff"]["leases"] == 2)
-            alone = remote.stream("bye", images=[picture(401)], max_tokens=5)
+            alone = remote.stream("bye", images=[png(401)], max_tokens=5)
             running.until(given(2))
             alone.close()
             running.until(lambda s: s["encoder"]["cancelled"] == 1)

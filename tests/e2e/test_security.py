@@ -12,8 +12,8 @@ import grpc
 import pytest
 from certificates import Authority
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from images import png
 from keys import KEYS, bearer, fails, key_file
-from pictures import picture
 from rpc import Stubs, ask, connect, reason, upload
 from running import RunningServer
 
@@ -47,7 +47,7 @@ def test_no_key_and_no_entry(stubs: Stubs) -> None:
         for call in (
             lambda m: stubs.inference.Generate(ask(), metadata=m),
             lambda m: list(stubs.inference.StreamGenerate(stream, metadata=m)),
-            lambda m: stubs.media.UploadMedia(upload(picture(1)), metadata=m),
+            lambda m: stubs.media.UploadMedia(upload(png(1)), metadata=m),
             lambda m: stubs.model.GetModel(model_pb2.GetModelRequest(), metadata=m),
         ):
             assert fails(call, metadata) == ("UNAUTHENTICATED", "UNAUTHENTICATED")
@@ -84,7 +84,7 @@ def test_admin_is_a_scope_of_its_own(stubs: Stubs) -> None:
 
 
 def test_tenants_share_nothing(guarded: RunningServer, stubs: Stubs) -> None:
-    data = picture(300, (48, 40))
+    data = png(300, (48, 40))
 
     def encoded() -> float:
         count: float = guarded.stats()["encoder"]["images"]

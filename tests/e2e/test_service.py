@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from pictures import picture
+from images import png
 from PIL import Image
 from running import RunningServer
 from served import IMAGE_TOKEN, VOCAB
@@ -28,7 +28,7 @@ def mixed_requests(count: int) -> list[Request]:
     """Requests of every kind: chat and ids, zero to two images, greedy and sampled, short and long."""
     requests: list[Request] = []
     for i in range(count):
-        images = [picture(100 + i % 7 + j) for j in range(i % 3)]
+        images = [png(100 + i % 7 + j) for j in range(i % 3)]
         options: Request = {"images": images, "max_tokens": 4 + i % 13, "temperature": 0 if i % 2 else 1.0, "seed": i}
         if i % 4 == 0:
             options["prompt"] = [7 + (i * k) % 250 for k in range(1, 5 + i * 3)] + [IMAGE_TOKEN] * len(images)
@@ -97,7 +97,7 @@ def test_an_unset_seed_is_drawn_and_returned(client: saccade.Client) -> None:
 @pytest.mark.parametrize("cut", [1, 5, 11, 12])
 @pytest.mark.parametrize("temperature", [0, 1.2])
 def test_a_continued_answer_equals_the_uninterrupted_one(client: saccade.Client, cut: int, temperature: float) -> None:
-    options: Request = {"images": [picture(1)], "max_tokens": 12, "seed": 3, "ignore_eos": True, "logprobs": 0}
+    options: Request = {"images": [png(1)], "max_tokens": 12, "seed": 3, "ignore_eos": True, "logprobs": 0}
     options |= {"presence_penalty": 0.7, "temperature": temperature}
     whole = client.generate("go on", **options)
     rest = client.generate("go on", continued_token_ids=whole.token_ids[:cut], **options)
@@ -127,8 +127,8 @@ def test_logit_bias_and_limits(client: saccade.Client) -> None:
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P", "CMYK", "1", "I;16"])
 def test_images_of_every_kind(client: saccade.Client, local: saccade.LocalClient, mode: str) -> None:
-    picture_rgb = Image.open(io.BytesIO(picture(5, (40, 24))))
-    converted = picture_rgb.convert("I").convert("I;16") if mode == "I;16" else picture_rgb.convert(mode)
+    image_rgb = Image.open(io.BytesIO(png(5, (40, 24))))
+    converted = image_rgb.convert("I").convert("I;16") if mode == "I;16" else image_rgb.convert(mode)
     buffer = io.BytesIO()
     converted.save(buffer, "TIFF" if mode == "CMYK" else "PNG")
     data = buffer.getvalue()
@@ -140,8 +140,8 @@ def test_images_of_every_kind(client: saccade.Client, local: saccade.LocalClient
 def test_images_as_path_bytes_pil_numpy_and_message_part(client: saccade.Client, tmp_path: Path) -> None:
     import numpy as np
 
-    data = picture(6)
-    file = tmp_path / "picture.png"
+    data = png(6)
+    file = tmp_path / "image.png"
     file.write_bytes(data)
     image = Image.open(io.BytesIO(data))
     options: Request = {"max_tokens": 6, "temperature": 0}
@@ -154,7 +154,7 @@ def test_images_as_path_bytes_pil_numpy_and_message_part(client: saccade.Client,
 
 def test_one_image_in_many_requests_is_encoded_once(server: RunningServer, client: saccade.Client) -> None:
     before = server.stats()["handoff"]["misses"]
-    data = picture(777)
+    data = png(777)
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda i: client.generate(f"{i}", images=[data], max_tokens=2), range(16)))
     assert server.stats()["handoff"]["misses"] == before + 1
@@ -176,11 +176,11 @@ INVALID: list[tuple[str, Request, str]] = [
     ("ids out of range", {"prompt": [1, VOCAB]}, str(VOCAB)),
     ("no ids", {"prompt": []}, "empty"),
     ("too long", {"prompt": [5] * 700}, "700.*600"),
-    ("image without a place", {"prompt": [5], "images": [picture(1)]}, "0 image tokens.*1 images"),
+    ("image without a place", {"prompt": [5], "images": [png(1)]}, "0 image tokens.*1 images"),
     ("place without an image", {"prompt": [5, IMAGE_TOKEN]}, "1 image tokens.*0 images"),
     ("not an image", {"images": [b"hello"]}, "recognised"),
-    ("cut short", {"images": [picture(1, (64, 64))[:200]]}, "images"),
-    ("too many images", {"images": [picture(1)] * 17}, "from 0 to 16"),
+    ("cut short", {"images": [png(1, (64, 64))[:200]]}, "images"),
+    ("too many images", {"images": [png(1)] * 17}, "from 0 to 16"),
     ("continued with samples", {"continued_token_ids": [5], "n": 2}, "continued"),
 ]
 
@@ -251,13 +251,13 @@ def test_a_queue_that_is_full_says_when_to_come_back(model: Path) -> None:
 def test_an_image_above_the_handoff_bound_is_refused_with_both_numbers(model: Path) -> None:
     with saccade.LocalClient(model, dtype="float32", threads=1, handoff_bytes=6 * 4 * 64) as small:
         with pytest.raises(saccade.errors.InvalidArgument, match=r"takes \d+ tokens.*holds \d+"):
-            small.generate("x", images=[picture(3, (64, 64))])
+            small.generate("x", images=[png(3, (64, 64))])
         assert small.generate("x", max_tokens=2).usage.completion_tokens == 2
 
 
 def test_deadlines_free_what_they_held(server: RunningServer, client: saccade.Client) -> None:
     with pytest.raises(saccade.errors.DeadlineExceeded):
-        client.generate("x", images=[picture(2)], max_tokens=500, ignore_eos=True, timeout=0.05)
+        client.generate("x", images=[png(2)], max_tokens=500, ignore_eos=True, timeout=0.05)
     server.drained()
 
 
@@ -281,7 +281,7 @@ def test_a_live_request_id_is_not_taken_twice(server: RunningServer) -> None:
 
 def test_images_that_fill_the_handoff_one_by_one_still_pass(model: Path, local: saccade.LocalClient) -> None:
     """Room for one image, requests with three each, sharing some in another order: all end, with the same answers."""
-    shared = [picture(50 + i, (64, 64)) for i in range(4)]
+    shared = [png(50 + i, (64, 64)) for i in range(4)]
     requests = [
         {"prompt": f"{i}", "images": [shared[i % 4], shared[(i + 2) % 4], shared[(3 * i + 1) % 4]], "max_tokens": 6}
         for i in range(10)
@@ -321,7 +321,7 @@ def test_encoder_graphs_change_nothing(model: Path, local: saccade.LocalClient, 
 @pytest.mark.parametrize("mode", ["auto", "align", "all", "none"])
 def test_the_same_image_asked_about_again(model: Path, mode: str) -> None:
     """What is cached is not computed again, its image not encoded again, and the answers do not change."""
-    data = picture(9, (64, 64))
+    data = png(9, (64, 64))
     questions = [f"question number {i}?" for i in range(4)]
     options: Request = {"images": [data], "max_tokens": 6, "temperature": 0, "logprobs": 1}
     fresh = []
@@ -342,7 +342,7 @@ def test_the_same_image_asked_about_again(model: Path, mode: str) -> None:
 
 def test_prompt_logprobs_in_a_unary_answer_and_in_a_stream(client: saccade.Client) -> None:
     """One for each token but the first and the image's; the sum is the same however the answer comes."""
-    options: dict[str, Any] = {"images": [picture(950)], "max_tokens": 3, "seed": 4, "prompt_logprobs": 2, "n": 2}
+    options: dict[str, Any] = {"images": [png(950)], "max_tokens": 3, "seed": 4, "prompt_logprobs": 2, "n": 2}
     whole = client.generate("what is it?", **options)
     stream = client.stream("what is it?", **options)
     for _ in stream:

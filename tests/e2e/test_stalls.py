@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from fake_engine import FakeEngine
-from pictures import picture
+from images import png
 from rpc import Stubs, ask, connect, reason, upload
 from running import RunningServer
 from served import VOCAB
@@ -128,7 +128,7 @@ def test_no_request_holds_up_the_others(quick: RunningServer, name: str) -> None
 
 
 def test_files_hold_up_nobody(quick: RunningServer) -> None:
-    data = picture(3, (1400, 1400))
+    data = png(3, (1400, 1400))
     with connect(quick.address) as stubs, watched(quick.loop) as pauses:
         media = stubs.media.UploadMedia(upload(data)).media
         stubs.media.GetMedia(media_pb2.GetMediaRequest(media_id=media.media_id))

@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
-from pictures import picture
+from images import png
 from rpc import Stubs, ask, connect, reason, upload
 from running import RunningServer
 from served import IMAGE_TOKEN
@@ -39,15 +39,15 @@ def fails(call: object, *arguments: object, **keywords: object) -> tuple[str, st
 # -- tokenize ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pictures", [0, 1, 3])
-def test_tokenize_tells_what_the_prompt_costs(stubs: Stubs, pictures: int) -> None:
-    images = [{"data": picture(60 + i)} for i in range(pictures)]
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_tokenize_tells_what_the_prompt_costs(stubs: Stubs, count: int) -> None:
+    images = [{"data": png(60 + i)} for i in range(count)]
     request = ask("what is it?", images=images)
     told = stubs.inference.Tokenize(inference_pb2.TokenizeRequest(prompt=request.prompt))
     usage = stubs.inference.Generate(request).samples[0].usage
     assert (told.prompt_tokens, told.image_tokens) == (usage.prompt_tokens, usage.image_tokens)
-    assert len(told.tokens_per_image) == pictures and sum(told.tokens_per_image) == told.image_tokens
-    assert list(told.token_ids).count(IMAGE_TOKEN) == pictures
+    assert len(told.tokens_per_image) == count and sum(told.tokens_per_image) == told.image_tokens
+    assert list(told.token_ids).count(IMAGE_TOKEN) == count
     # and the ids, sent as they are, are the same prompt
     again = inference_pb2.GenerateRequest(sampling=request.sampling)
     again.tokens.ids.extend(told.token_ids)
@@ -119,7 +119,7 @@ def test_a_chunked_stream_that_is_left_frees_everything(server: RunningServer, s
 
 
 def test_an_uploaded_image_answers_like_one_that_is_sent(stubs: Stubs) -> None:
-    data = picture(77, (64, 48))
+    data = png(77, (64, 48))
     media = stubs.media.UploadMedia(upload(data, chunk=1000)).media
     assert (media.width, media.height, media.format) == (64, 48, "PNG")
     assert stubs.media.GetMedia(media_pb2.GetMediaRequest(media_id=media.media_id)).media == media
@@ -133,7 +133,7 @@ def test_an_uploaded_image_answers_like_one_that_is_sent(stubs: Stubs) -> None:
 
 
 def test_uploads_that_make_no_sense(stubs: Stubs) -> None:
-    data = picture(78)
+    data = png(78)
     chunk_first = iter([media_pb2.UploadMediaRequest(chunk=data)])
     assert fails(stubs.media.UploadMedia, chunk_first)[0] == "INVALID_ARGUMENT"
     assert fails(stubs.media.UploadMedia, iter([]))[0] == "INVALID_ARGUMENT"
@@ -144,7 +144,7 @@ def test_uploads_that_make_no_sense(stubs: Stubs) -> None:
 
 
 def test_an_upload_that_breaks_off_leaves_nothing(server: RunningServer, stubs: Stubs) -> None:
-    data, before = picture(79), server.server.spool.used_bytes
+    data, before = png(79), server.server.spool.used_bytes
     reached, stop = threading.Event(), threading.Event()
 
     def broken() -> Iterator[media_pb2.UploadMediaRequest]:
@@ -169,7 +169,7 @@ async def spool_holds(server: RunningServer, size: int) -> None:
 def test_what_has_expired_leaves_the_disk_by_itself(model: Path, tmp_path: Path) -> None:
     with RunningServer(str(model), max_seqs=1, max_len=64, media_ttl=1.0, media_dir=str(tmp_path)) as small:
         with connect(small.address) as stubs:
-            stubs.media.UploadMedia(upload(picture(81)))
+            stubs.media.UploadMedia(upload(png(81)))
         small.run(spool_holds(small, 0))
     assert not list(tmp_path.glob("anyone/*"))
 
@@ -178,8 +178,8 @@ def test_a_spool_without_room_says_so(model: Path, tmp_path: Path) -> None:
     with RunningServer(str(model), max_seqs=1, max_len=64, media_bytes=1000, media_dir=str(tmp_path)) as small:
         with connect(small.address) as stubs:
             full = ("RESOURCE_EXHAUSTED", "MEDIA_SPOOL_FULL")
-            assert fails(stubs.media.UploadMedia, upload(picture(80, (64, 64)))) == full
-            kept = stubs.media.UploadMedia(upload(picture(80, (8, 8)))).media.media_id
+            assert fails(stubs.media.UploadMedia, upload(png(80, (64, 64)))) == full
+            kept = stubs.media.UploadMedia(upload(png(80, (8, 8)))).media.media_id
     assert [path.name for path in tmp_path.glob("anyone/*")] == [kept]
 
 
@@ -306,7 +306,7 @@ def test_admin_is_closed_unless_it_is_opened(stubs: Stubs) -> None:
 
 def test_an_operators_levers(model: Path) -> None:
     with RunningServer(str(model), max_seqs=2, max_len=600, admin=True) as running, connect(running.address) as stubs:
-        stubs.inference.Generate(ask(images=[{"data": picture(5)}]))
+        stubs.inference.Generate(ask(images=[{"data": png(5)}]))
         loads = stubs.admin.GetLoads(admin_pb2.GetLoadsRequest())
         assert loads.live_requests == loads.running == loads.waiting == 0
         assert 0 < loads.free_blocks <= loads.total_blocks and loads.handoff_used_bytes > 0

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pictures import picture
+from images import png
 from running import RunningServer
 
 import saccade
@@ -23,7 +23,7 @@ def held(server: RunningServer) -> int:
 
 
 def test_large_images_travel_once(model: Path) -> None:
-    one, other = picture(1, (40, 40)), picture(2, (20, 20))
+    one, other = png(1, (40, 40)), png(2, (20, 20))
     with RunningServer(str(model), **LIMITS) as server, saccade.Client(server.address) as plain:
         client = plain.with_options(upload_above=len(other))
         wanted = plain.generate("x", images=[one, other], **ASK)
@@ -58,7 +58,7 @@ def test_large_images_travel_once(model: Path) -> None:
 
 def test_replicas_behind_one_name_need_not_share_what_is_uploaded(model: Path) -> None:
     """Calls go to the two in turn, and each call of an upload too: the caller sees nothing of it."""
-    one, other = picture(1, (40, 40)), picture(2, (20, 20))
+    one, other = png(1, (40, 40)), png(2, (20, 20))
     with RunningServer(str(model), **LIMITS) as first, RunningServer(str(model), **LIMITS) as second:
         address = f"ipv4:{first.address},{second.address}"
         options = {"grpc.lb_policy_name": "round_robin"}
@@ -77,7 +77,7 @@ def test_replicas_behind_one_name_need_not_share_what_is_uploaded(model: Path) -
 
 
 def test_a_full_spool_gets_images_as_they_are(model: Path) -> None:
-    first, second = picture(1, (20, 20)), picture(2, (20, 20))
+    first, second = png(1, (20, 20)), png(2, (20, 20))
     room = len(first) + len(second) // 2
     with RunningServer(str(model), media_bytes=room, **LIMITS) as server, saccade.Client(server.address) as plain:
         client = plain.with_options(upload_above=10)
@@ -97,7 +97,7 @@ def test_a_full_spool_gets_images_as_they_are(model: Path) -> None:
 
 
 def test_what_is_larger_than_a_message_needs_the_upload(model: Path) -> None:
-    large = picture(3, (120, 120))
+    large = png(3, (120, 120))
     with RunningServer(str(model), max_message_bytes=len(large) // 2, **LIMITS) as server:
         with saccade.Client(server.address) as client:
             with pytest.raises(errors.MessageTooLarge):
@@ -108,13 +108,13 @@ def test_each_tenant_has_a_bound_of_its_own(model: Path, tmp_path: Path) -> None
     keys = {name: f"sk-{name}" for name in "ab"}
     digests = {name: hashlib.sha256(key.encode()).hexdigest() for name, key in keys.items()}
     (tmp_path / "keys.toml").write_text("".join(f'[[key]]\nname = "{n}"\nsha256 = "{d}"\n' for n, d in digests.items()))
-    data = picture(1)
+    data = png(1)
     options = {"api_keys": str(tmp_path / "keys.toml"), "media_tenant_bytes": len(data) + 10, **LIMITS}
     with RunningServer(str(model), **options) as server:
         a, b = (saccade.Client(server.address, api_key=keys[name], max_retries=0) for name in "ab")
         a.media.upload(data)
         with pytest.raises(errors.RateLimited, match="your uploads") as full:
-            a.media.upload(picture(2))
+            a.media.upload(png(2))
         assert full.value.reason == "MEDIA_SPOOL_FULL"
         assert b.media.upload(data).media_id == a.media.get(hashlib.sha256(data).hexdigest()).media_id
         a.close()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from clips import FPS, animation, film, moving_frames, released_pixels, released_words
-from pictures import picture
+from images import png
 from PIL import Image
 from running import RunningEncoder, RunningServer
 from served import IMAGE_TOKEN, make_served
@@ -221,7 +221,7 @@ def test_images_and_clips_share_a_prompt(video_client: saccade.Client) -> None:
     """Alone or among others, in chunks or from the cache: a clip's rows go where its words are."""
     clip = animation(moving_frames(6, 24, 40, 1), "GIF")
     content = [
-        "first ", {"type": "image", "image": picture(3)}, {"type": "video", "video": clip}, "then",
+        "first ", {"type": "image", "image": png(3)}, {"type": "video", "video": clip}, "then",
         {"type": "video", "video": animation(moving_frames(3, 40, 24, 2), "GIF"), "max_frames": 2},
     ]  # fmt: skip
     messages = [{"role": "user", "content": content}]
@@ -234,11 +234,11 @@ def test_images_and_clips_share_a_prompt(video_client: saccade.Client) -> None:
     )  # fmt: skip
     assert sum(told.tokens_per_video) == told.video_tokens and len(told.tokens_per_video) == 2
     videos = [saccade.Video(content[2]["video"]), saccade.Video(content[4]["video"], max_frames=2)]  # type: ignore[index]
-    again = video_client.generate(told.token_ids, images=[picture(3)], videos=videos, **options)
+    again = video_client.generate(told.token_ids, images=[png(3)], videos=videos, **options)
     assert [s.token_ids for s in again.samples] == [s.token_ids for s in whole.samples]
-    raw = video_client.generate("<image> and <image>?", raw=True, images=[picture(3)], videos=videos[:1], max_tokens=3)
+    raw = video_client.generate("<image> and <image>?", raw=True, images=[png(3)], videos=videos[:1], max_tokens=3)
     assert raw.usage.video_frames == 6
-    first = video_client.generate("no places", raw=True, images=[picture(3)], videos=videos[:1], max_tokens=3)
+    first = video_client.generate("no places", raw=True, images=[png(3)], videos=videos[:1], max_tokens=3)
     assert first.usage.video_tokens == raw.usage.video_tokens
     one_id = video_client.generate([9, IMAGE_TOKEN, 12], videos=videos[:1], max_tokens=3)
     assert one_id.usage.prompt_tokens == 2 + one_id.usage.video_tokens
@@ -254,9 +254,9 @@ def test_limits_are_named_with_both_numbers(
         ([clip] * 5, "videos is 5; it must be from 0 to 4", "INVALID_ARGUMENT"),
         ([b"no clip at all"], "recognised in these 14 bytes", "VIDEO_DECODE_FAILED"),
         ([clip[: len(clip) // 2]], "prompt.videos[0]", "VIDEO_DECODE_FAILED"),
-        ([[picture(1, (8, 8)), picture(2, (8, 9))]], "frame 1 has 9x8 pixels, the first 8x8", "INVALID_ARGUMENT"),
-        ([[picture(1), b"broken"]], "frame 1: no PNG", "VIDEO_DECODE_FAILED"),
-        ([saccade.Video([picture(1)], fps=0.0)], "fps is 0; it must be above 0", "INVALID_ARGUMENT"),
+        ([[png(1, (8, 8)), png(2, (8, 9))]], "frame 1 has 9x8 pixels, the first 8x8", "INVALID_ARGUMENT"),
+        ([[png(1), b"broken"]], "frame 1: no PNG", "VIDEO_DECODE_FAILED"),
+        ([saccade.Video([png(1)], fps=0.0)], "fps is 0; it must be above 0", "INVALID_ARGUMENT"),
     ]
     for videos, words, reason in refused:
         with pytest.raises(saccade.errors.InvalidArgument) as error:
@@ -314,7 +314,7 @@ def test_batch_rows_name_clips(video_client: saccade.Client, tmp_path: Path) -> 
     clip = animation(moving_frames(8, 24, 24, 1), "GIF")
     (tmp_path / "clip.gif").write_bytes(clip)
     for i in range(2):
-        (tmp_path / f"{i}.png").write_bytes(picture(i, (16, 16)))
+        (tmp_path / f"{i}.png").write_bytes(png(i, (16, 16)))
     parts = [
         {"type": "video_url", "video_url": {"url": "clip.gif"}},
         {"type": "video", "video": "clip.gif", "max_frames": 2},

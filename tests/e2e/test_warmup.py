@@ -60,7 +60,7 @@ class Running:
         self.loop.close()
 
 
-@pytest.mark.parametrize("vision", [True, False], ids=["pictures", "text"])
+@pytest.mark.parametrize("vision", [True, False], ids=["images", "text"])
 def test_health_follows_the_warm_up(model: Path, tmp_path: Path, vision: bool) -> None:
     path = model if vision else make_served(tmp_path / "text", vision=False).path
     options = ServerOptions(model=str(path), dtype="float32", threads=1, max_len=600, port=0, grace=0)

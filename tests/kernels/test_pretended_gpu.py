@@ -151,7 +151,7 @@ def test_streams_are_in_no_order_but_by_events(gpu: None) -> None:
         assert (x + 1).tolist() == [1.0] * 4
 
 
-def test_a_side_stream_begins_behind_what_is_under_way(gpu: None) -> None:
+def test_a_side_stream_begins_behind_what_is_in_progress(gpu: None) -> None:
     x = torch.ones(4, device="cuda")
     with on(side_stream("cuda")):
         y = x + 1

@@ -33,7 +33,7 @@ def request(body: dict[str, Any], folder: ImageFolder = HERE) -> Any:
     return request_from(parse_line(line(body=body), 0, folder), folder, priority=-10)
 
 
-def picture(url: Any) -> dict[str, Any]:
+def image_message(url: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]}
 
 
@@ -98,10 +98,10 @@ WRONG = [
     (line(body={"top_logprobs": 2}), "top_logprobs"),
     (line(body={"logit_bias": {"x": 1}}), "logit_bias"),
     (line(body={"temprature": 1}), "temprature"),
-    (line(body=picture("data:image/png;base64,???")), "base64"),
-    (line(body=picture("")), "image_url.url"),
-    (line(body=picture(None)), "image_url.url"),
-    (line(body=picture("file:///etc/passwd")), "file:"),
+    (line(body=image_message("data:image/png;base64,???")), "base64"),
+    (line(body=image_message("")), "image_url.url"),
+    (line(body=image_message(None)), "image_url.url"),
+    (line(body=image_message("file:///etc/passwd")), "file:"),
     (line(body={"messages": [{"role": "user", "content": "\ud800"}]}), "surrogate"),
     (line(body={"temperature": 1}).replace(b'"temperature": 1', b'"temperature": 1e999'), "range"),
 ]  # fmt: skip
@@ -120,7 +120,7 @@ def test_images(tmp_path: Path) -> None:
     folder = ImageFolder(tmp_path / "in")
 
     def image(url: str) -> types_pb2.Image:
-        return request(picture(url), folder).chat.messages[0].parts[0].image
+        return request(image_message(url), folder).chat.messages[0].parts[0].image
 
     assert image("data:;base64," + base64.b64encode(b"x").decode()).data == b"x"
     assert image("media:abc").media_id == "abc"
@@ -146,10 +146,10 @@ def test_a_path_does_not_leave_the_folder(tmp_path: Path) -> None:
         "../in-secret/x.png", "/etc/passwd", "sub", "pipe.png", "nothing.png", "a\0b", "x" * 5000,
     ):  # fmt: skip
         with pytest.raises(errors.InvalidArgument) as caught:
-            request(picture(url), folder)
+            request(image_message(url), folder)
         assert caught.value.reason in ("IMAGE_OUTSIDE", "IMAGE_UNREADABLE")
     with pytest.raises(errors.InvalidArgument, match="not a path"):
-        request(picture("a.png"), ImageFolder(None))
+        request(image_message("a.png"), ImageFolder(None))
 
 
 def test_the_digest_is_of_the_content(tmp_path: Path) -> None:
@@ -161,9 +161,9 @@ def test_the_digest_is_of_the_content(tmp_path: Path) -> None:
     assert digest(line(body={"seed": 1})) == digest(spaced) != digest(line(body={"seed": 2}))
     assert digest(line("b", body={"seed": 1})) != digest(spaced)
     (tmp_path / "a.png").write_bytes(b"1")
-    before = digest(line(body=picture("a.png")))
+    before = digest(line(body=image_message("a.png")))
     (tmp_path / "a.png").write_bytes(b"22")
-    assert digest(line(body=picture("a.png"))) != before
+    assert digest(line(body=image_message("a.png"))) != before
 
 
 JSON = st.recursive(

@@ -16,24 +16,24 @@ from saccade import cli
 
 
 @pytest.fixture
-def picture(tmp_path: Path) -> str:
+def image(tmp_path: Path) -> str:
     path = tmp_path / "a.png"
     path.write_bytes(b"png")
     return str(path)
 
 
-def test_ask_takes_videos(address: str, script: Script, picture: str, tmp_path: Path) -> None:
+def test_ask_takes_videos(address: str, script: Script, image: str, tmp_path: Path) -> None:
     (tmp_path / "a.MP4").write_bytes(b"mp4")
     (tmp_path / "b.gif").write_bytes(b"gif")
-    files = ["--video", str(tmp_path / "b.gif"), picture, str(tmp_path / "a.MP4")]
+    files = ["--video", str(tmp_path / "b.gif"), image, str(tmp_path / "a.MP4")]
     assert cli.main(["ask", "--server", address, *files, "What moves?"]) == 0
     prompt = script.requests[-1].prompt
     assert [video.data for video in prompt.videos] == [b"mp4", b"gif"] and len(prompt.images) == 1
 
 
-def test_ask_streams_the_answer(address: str, script: Script, picture: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ask_streams_the_answer(address: str, script: Script, image: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--server", address, "--max-tokens", "5", "--temperature", "0", "--seed", "1"]
-    assert cli.main(["ask", *options, picture, picture, "What is it?"]) == 0
+    assert cli.main(["ask", *options, image, image, "What is it?"]) == 0
     assert capsys.readouterr().out == "a red square\n"
     (request,) = script.requests
     assert request.prompt.text == "What is it?" and [image.data for image in request.prompt.images] == [b"png"] * 2
@@ -61,15 +61,15 @@ def test_an_error_is_one_line_and_exit_code_1(address: str, script: Script, caps
 
 @pytest.mark.parametrize(
     "arguments",
-    [["{picture}"], ["{picture}", "{picture}"], ["cat.png"], ["CAT.JPEG"], ["film.mp4"], ["https://example.org/a"],
-     ["data:image/png;base64,AA=="], ["--video", "{picture}", "b.webm"]],
+    [["{image}"], ["{image}", "{image}"], ["cat.png"], ["CAT.JPEG"], ["film.mp4"], ["https://example.org/a"],
+     ["data:image/png;base64,AA=="], ["--video", "{image}", "b.webm"]],
     ids=str,
 )  # fmt: skip
 def test_a_file_is_no_question(
-    address: str, script: Script, picture: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
+    address: str, script: Script, image: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        cli.main(["ask", "--server", address, *(argument.format(picture=picture) for argument in arguments)])
+        cli.main(["ask", "--server", address, *(argument.format(image=image) for argument in arguments)])
     assert caught.value.code == 2 and not script.requests
     assert "question is missing" in capsys.readouterr().err
 

@@ -19,31 +19,31 @@ from service.commands.cli import ServerProcess
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CASES = {
-    "ask.py": (["{picture}", "{picture}", "What is it?"], "a red square\n(stop; 9 tokens read, 3 written)\n"),
-    "stream.py": (["{picture}", "What is it?"], "a red square\n[stop, seed 7]\n"),
-    "chat.py": (["{picture}"], "a red square\na red square\n"),
+    "ask.py": (["{image}", "{image}", "What is it?"], "a red square\n(stop; 9 tokens read, 3 written)\n"),
+    "stream.py": (["{image}", "What is it?"], "a red square\n[stop, seed 7]\n"),
+    "chat.py": (["{image}"], "a red square\na red square\n"),
     "many.py": (
-        ["What is it?", "{picture}", "no/such.png"],
-        "{picture}: a red square\nno/such.png: failed: images[0]: cannot read",
+        ["What is it?", "{image}", "no/such.png"],
+        "{image}: a red square\nno/such.png: failed: images[0]: cannot read",
     ),
-    "batch.py": (["What is it?", "{picture}"], "1 of 1 answered, 3 tokens\na.png: a red square\n"),
-    "logprobs.py": (["{picture}", "What is it?"], "token 0: 0.61 (likeliest 0: 1.00, 1: 0.37)\n"),
+    "batch.py": (["What is it?", "{image}"], "1 of 1 answered, 3 tokens\na.png: a red square\n"),
+    "logprobs.py": (["{image}", "What is it?"], "token 0: 0.61 (likeliest 0: 1.00, 1: 0.37)\n"),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_example(name: str, address: str, script: Script, tmp_path: Path) -> None:
-    picture = tmp_path / "a.png"
-    picture.write_bytes(b"png")
+    image = tmp_path / "a.png"
+    image.write_bytes(b"png")
     arguments, expected = CASES[name]
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *(argument.format(picture=picture) for argument in arguments)],
+        [sys.executable, str(EXAMPLES / name), *(argument.format(image=image) for argument in arguments)],
         env={**os.environ, "SACCADE_SERVER": address},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(expected.format(picture=picture))
+    assert done.stdout.startswith(expected.format(image=image))
     assert script.requests
 
 
@@ -61,7 +61,7 @@ def test_an_example_without_arguments_says_how_it_is_called(name: str) -> None:
 
 def test_the_readmes_client(address: str, script: Script, tmp_path: Path) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", (EXAMPLES.parent / "README.md").read_text("utf-8"), re.DOTALL)
-    for name in ("picture.png", "a.png", "b.png"):
+    for name in ("image.png", "a.png", "b.png"):
         (tmp_path / name).write_bytes(b"png")
     program = block.replace("127.0.0.1:50051", address)
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)

@@ -188,7 +188,7 @@ class CacheMachine(RuleBasedStateMachine):
         end=st.integers(0, 2),
         output=st.integers(1, 9),
         image=st.sampled_from([None, None, "ready", "late"]),
-        picture=st.integers(0, 1),
+        image_key=st.integers(0, 1),
         grid=st.sampled_from([None, (1, 6), (2, 3), (3, 2)]),
         priority=st.integers(0, 1),
         hint=st.integers(0, 30),
@@ -201,7 +201,7 @@ class CacheMachine(RuleBasedStateMachine):
         end: int,
         output: int,
         image: str | None,
-        picture: int,
+        image_key: int,
         grid: tuple[int, int] | None,
         priority: int,
         hint: int,
@@ -217,7 +217,7 @@ class CacheMachine(RuleBasedStateMachine):
             if image is not None and length >= 12:
                 source = FakeSource(ready=image == "ready")
                 self.sources.append(source)
-                spans = (ImageSpan(3, 6, b"picture%d" % picture, source),)
+                spans = (ImageSpan(3, 6, b"image%d" % image_key, source),)
             positions = grid_positions(length, (3, *grid)) if spans and grid is not None else None
             self.names += 1
             item = DecoderRequest(

@@ -136,13 +136,13 @@ class Servicer(inference_pb2_grpc.InferenceServiceServicer):
     def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: grpc.ServicerContext
     ) -> inference_pb2.TokenizeResponse:
-        pictures = len(request.prompt.images)
-        ids = [*[99] * pictures, *request.prompt.text.encode()]
+        images = len(request.prompt.images)
+        ids = [*[99] * images, *request.prompt.text.encode()]
         return inference_pb2.TokenizeResponse(
             token_ids=ids,
-            prompt_tokens=len(ids) + 3 * pictures,
-            image_tokens=4 * pictures,
-            tokens_per_image=[4] * pictures,
+            prompt_tokens=len(ids) + 3 * images,
+            image_tokens=4 * images,
+            tokens_per_image=[4] * images,
         )
 
     def StreamGenerate(

@@ -25,7 +25,7 @@ from typing import Any
 import grpc
 from certificates import Authority
 from fuzz import fill
-from pictures import picture
+from images import png
 from rpc import ask, connect, reason
 from running import RunningServer, children
 
@@ -50,9 +50,9 @@ def long_requests(count: int, image_token: int | None = None) -> list[dict[str, 
     for i in range(count):
         request: dict[str, Any] = {"prompt": f"go on {i}", "max_tokens": 100 + i % 50, "ignore_eos": True, "seed": i}
         if i % 3 == 1:
-            request |= {"images": [picture(i % 7)], "presence_penalty": 0.4, "temperature": 1.1}
+            request |= {"images": [png(i % 7)], "presence_penalty": 0.4, "temperature": 1.1}
         if i % 3 == 2 and image_token is not None:
-            request |= {"prompt": [9, 10 + i, image_token], "images": [picture(i % 7)], "temperature": 0, "logprobs": 1}
+            request |= {"prompt": [9, 10 + i, image_token], "images": [png(i % 7)], "temperature": 0, "logprobs": 1}
         if i % 8 == 3:
             request |= {"n": 2, "max_tokens": 60}
         if i % 8 == 5:
@@ -153,10 +153,10 @@ VANISHING = """
 import os, sys
 sys.path[:0] = [sys.argv[3], sys.argv[4]]
 import saccade
-from pictures import picture
+from images import png
 client = saccade.Client(sys.argv[1])
 streams = [
-    client.stream("tell me", images=[picture(int(sys.argv[2]) * 10 + i)], max_tokens=400, ignore_eos=True, seed=i)
+    client.stream("tell me", images=[png(int(sys.argv[2]) * 10 + i)], max_tokens=400, ignore_eos=True, seed=i)
     for i in range(10)
 ]
 for i, stream in enumerate(streams):
@@ -258,7 +258,7 @@ def random_generate(rng: random.Random) -> inference_pb2.GenerateRequest:
 
 def damaged_message(rng: random.Random) -> bytes:
     """The bytes of a request, some of them changed or missing."""
-    data = bytearray(ask(max_tokens=3, images=[{"data": picture(2, (12, 12))}]).SerializeToString())
+    data = bytearray(ask(max_tokens=3, images=[{"data": png(2, (12, 12))}]).SerializeToString())
     for _ in range(rng.randint(0, 4)):
         data[rng.randrange(len(data))] = rng.randrange(256)
     if rng.random() < 0.3:
@@ -271,7 +271,7 @@ def random_requests(server: RunningServer, count: int, seed: int) -> Numbers:
     rng = random.Random(seed)
     seen: Counter[str] = Counter()
     with connect(server.address) as stubs:
-        steady = ask(max_tokens=20, images=[{"data": picture(3, (16, 16))}])
+        steady = ask(max_tokens=20, images=[{"data": png(3, (16, 16))}])
         before = stubs.inference.Generate(steady).samples[0].token_ids
         raw = stubs.channel.unary_unary("/saccade.v1.InferenceService/Generate")
         while (done := seen.total()) < count:
@@ -300,7 +300,7 @@ def random_requests(server: RunningServer, count: int, seed: int) -> Numbers:
 
 def disk_full(model: str, folder: Path, uploads: int) -> Numbers:
     """No file of the server can grow past 100 kB: uploads and batches are refused in words, answers go on."""
-    data = picture(1, (300, 300))
+    data = png(1, (300, 300))
     assert len(data) > 200_000
     places = ["--media-dir", str(folder / "media"), "--batch-dir", str(folder / "batches")]
     with ServerProcess([model, *PLAIN, *places]) as server, saccade.Client(server.address, max_retries=0) as client:
@@ -319,7 +319,7 @@ def disk_full(model: str, folder: Path, uploads: int) -> Numbers:
                     assert error.reason == refused
             # an image too large for the spool travels with its request
             small = client.with_options(upload_above=1000)
-            assert small.generate("x", images=[picture(2, (120, 120))], max_tokens=1).usage.image_tokens
+            assert small.generate("x", images=[png(2, (120, 120))], max_tokens=1).usage.image_tokens
         assert client.generate("x", max_tokens=5, temperature=0) == before
         resource.prlimit(server.pid, resource.RLIMIT_FSIZE, limits)
         assert client.media.upload(data).size_bytes == len(data)
@@ -353,7 +353,7 @@ def clock_jump(model: str, folder: Path, jumps: int) -> Numbers:
         with saccade.Client(address, max_retries=0, timeout=None) as client:
             wanted = client.generate("x", max_tokens=200, ignore_eos=True, seed=3)
             for i in range(jumps):
-                media = client.media.upload(picture(i))
+                media = client.media.upload(png(i))
                 with client.stream("x", max_tokens=200, ignore_eos=True, seed=3) as stream:
                     next(stream)
                     _replace(offset, str((-1) ** i * 86400 * (i + 1)))
@@ -423,7 +423,7 @@ def batch_rows(count: int) -> Iterator[bytes]:
     for i in range(count):
         content: Any = f"row {i}"
         if i % 10 == 0:
-            url = "data:image/png;base64," + base64.b64encode(picture(i % 50, (16, 16))).decode()
+            url = "data:image/png;base64," + base64.b64encode(png(i % 50, (16, 16))).decode()
             content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": content}]
         body = {"messages": [{"role": "user", "content": content}], "max_tokens": 3 + i % 3, "seed": i}
         yield json.dumps({"custom_id": str(i), "body": body}).encode() + b"\n"
@@ -468,7 +468,7 @@ def _check_answers(found: list[Any], rows: int, client: saccade.Client) -> None:
     assert sorted(int(row["custom_id"]) for row in found) == list(range(rows)), "rows are lost or there twice"
     answers = {int(row["custom_id"]): row["response"]["body"]["choices"][0]["message"]["content"] for row in found}
     for i in {0, 1, rows // 3, rows // 2 // 10 * 10, rows - 1}:
-        images = [picture(i % 50, (16, 16))] if i % 10 == 0 else []
+        images = [png(i % 50, (16, 16))] if i % 10 == 0 else []
         wanted = client.generate(f"row {i}", images=images, max_tokens=3 + i % 3, seed=i)
         assert answers[i] == wanted.text, i
 

@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
-from pictures import picture
+from images import png
 
 from service.rpc.kserve_messages import message
 from service.rpc.kserve_tensors import INPUTS
@@ -35,7 +35,7 @@ def scalar(rng: random.Random, field: Any) -> Any:
     if kind == _F.CPPTYPE_ENUM:
         return rng.choice([*(v.number for v in field.enum_type.values), 99])
     if field.type == _F.TYPE_BYTES:
-        return rng.choice([b"", rng.randbytes(20), picture(rng.randrange(5), (16, 16)), picture(1, (8, 8))[:-9]])
+        return rng.choice([b"", rng.randbytes(20), png(rng.randrange(5), (16, 16)), png(1, (8, 8))[:-9]])
     return rng.choice(_TEXTS)
 
 
@@ -110,7 +110,7 @@ def kserve_request(rng: random.Random, model: str = "m") -> Any:
             }  # fmt: skip
             tensor.contents.bytes_contents.append(json.dumps(value).encode())
         else:
-            tensor.contents.bytes_contents.append(rng.choice([b"hi", b"hi", picture(1, (16, 16)), *_RAW]))
+            tensor.contents.bytes_contents.append(rng.choice([b"hi", b"hi", png(1, (16, 16)), *_RAW]))
     for _ in range(rng.choice([0, 0, 1, 2])):
         parameter = request.parameters[rng.choice(_PARAMETERS)]
         field = rng.choice(parameter.DESCRIPTOR.fields)

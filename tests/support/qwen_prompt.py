@@ -124,10 +124,10 @@ def processor_ids(
     grids = torch.tensor([(1, *grid) for grid in images]).reshape(-1, 3)
     videos = torch.tensor([clip["grid"] for clip in clips]).reshape(-1, 3)
     told = [SimpleNamespace(fps=clip["fps"], frames_indices=list(clip["indices"])) for clip in clips]
-    pictures = [made.replace_image_token({"image_grid_thw": grids}, index) for index in range(len(images))]
+    stills = [made.replace_image_token({"image_grid_thw": grids}, index) for index in range(len(images))]
     films = [
         made.replace_video_token({"video_grid_thw": videos, "video_metadata": told}, index)
         for index in range(len(clips))
     ]  # fmt: skip
-    [whole], _ = made.get_text_with_replacements([text], pictures, films)
+    [whole], _ = made.get_text_with_replacements([text], stills, films)
     return [int(token) for token in made.tokenizer(whole)["input_ids"]]

@@ -87,7 +87,7 @@ def workload(config: DecoderConfig, seed: int, count: int, output: int) -> list[
     """Prompts of few tokens in runs that come again, some with the same images, some that begin alike."""
     draw = random.Random(seed)
     runs = [[draw.randrange(12, config.vocab_size) for _ in range(draw.randrange(2, 7))] for _ in range(3)]
-    pictures = [
+    images = [
         torch.randn(rows, config.hidden_size, generator=torch.Generator().manual_seed(seed + rows)) for rows in (5, 9)
     ]
     made, grids = [], random.Random(seed)
@@ -98,7 +98,7 @@ def workload(config: DecoderConfig, seed: int, count: int, output: int) -> list[
         for _ in range(index % 4):
             prompt += draw.choice(runs)
             if draw.random() < 0.6:
-                rows = draw.choice(pictures)
+                rows = draw.choice(images)
                 spans.append(ImageSpan(len(prompt), rows.shape[0], rows.numpy().tobytes(), FakeSource(rows)))
                 prompt += [1] * rows.shape[0]
                 boxes.append((spans[-1].start, *grids.choice(GRIDS[rows.shape[0]])))

@@ -89,14 +89,14 @@ def small_config(**changes: Any) -> RadioVision:
     return RadioVision(**{**fields, **changes})
 
 
-def picture(height: int, width: int, seed: int = 0) -> torch.Tensor:
+def noise(height: int, width: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize(("height", "width"), [(40, 40), (24, 200), (300, 17), (64, 64), (33, 57), (1, 1)])
 def test_patches_equal_the_rule_written_out(height: int, width: int) -> None:
     config = small_config()
-    image = picture(height, width)
+    image = noise(height, width)
     got = config.image_rule.patchify(image, torch.float32)
     size = (got.grid[0] * 8, got.grid[1] * 8)
     pixels = image.permute(2, 0, 1)[None].float()
@@ -123,7 +123,7 @@ def test_a_stopwatch_adds_up() -> None:
     watch = Stopwatch()
     for _ in range(2):
         before = watch.seconds["resize"]
-        small_config().image_rule.patchify(picture(33, 57), torch.float32, watch=watch)
+        small_config().image_rule.patchify(noise(33, 57), torch.float32, watch=watch)
         assert watch.seconds["resize"] > before and watch.seconds["patch"] > 0
 
 
@@ -137,7 +137,7 @@ def test_budget_of_a_call_is_clamped() -> None:
 
 def test_a_lower_budget_shrinks_the_grid() -> None:
     config = small_config()
-    full, small = (config.image_rule.patchify(picture(120, 120), torch.float32, max_patches=n) for n in (None, 64))
+    full, small = (config.image_rule.patchify(noise(120, 120), torch.float32, max_patches=n) for n in (None, 64))
     assert full.grid == (16, 16) and small.grid == (8, 8)
 
 

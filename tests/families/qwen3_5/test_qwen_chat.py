@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from pictures import picture
+from images import png
 from qwen_checkpoint import make_qwen
 from qwen_prompt import SPECIAL, processor, processor_ids, write_prompting
 from qwen_vision import image_processor, random_tower, video_pixels, write_rules
@@ -35,7 +35,7 @@ def test_a_conversation_with_an_image_and_a_clip(tmp_path: Path, seed: int, monk
     write_rules(tmp_path, tower)
     vision = load_config(tmp_path).vision
     assert isinstance(vision, QwenVision)
-    still, frames = picture(seed), [picture(10 + n, (40, 24)) for n in range(3)]
+    still, frames = png(seed), [png(10 + n, (40, 24)) for n in range(3)]
 
     made = image_processor(vision)(images=[decode_image(still).numpy()], return_tensors="pt")
     pixels, grid = video_pixels(vision, [decode_image(frame) for frame in frames], monkeypatch)

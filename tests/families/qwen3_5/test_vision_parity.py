@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from pictures import picture
+from images import png
 from qwen_checkpoint import IDS, make_qwen
 from qwen_vision import image_processor, random_tower, video_pixels, write_rules
 from speculation import pairwise
@@ -69,9 +69,9 @@ class Asked:
 
 def ask(rng: random.Random, config: QwenVision, monkeypatch: pytest.MonkeyPatch) -> Asked:
     """0 to 3 images of different shapes, and a clip in a third of all."""
-    files = [picture(rng.randint(0, 999)) for _ in range(rng.randint(0, 3))]
+    files = [png(rng.randint(0, 999)) for _ in range(rng.randint(0, 3))]
     frames = rng.choice([0, 0, 1, 2, 5])
-    clip = [picture(rng.randint(0, 999), (40, 24)) for _ in range(frames)]
+    clip = [png(rng.randint(0, 999), (40, 24)) for _ in range(frames)]
     inputs: dict[str, Any] = {}
     tokens: list[tuple[int, int]] = []
     if files:

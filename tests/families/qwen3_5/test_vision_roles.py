@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from clips import animation, moving_frames
-from pictures import picture
+from images import png
 from qwen_checkpoint import IDS, make_qwen
 from qwen_vision import random_tower, write_rules
 from running import RunningEncoder, RunningServer
@@ -42,8 +42,8 @@ def test_answers_are_the_same_wherever_images_are_encoded(folder: Path, server: 
     rng = random.Random(4)
     words = [rng.randint(3, VOCAB - 8) for _ in range(12)]
     asked: dict[str, Any] = {
-        "images": [picture(1, (40, 56)), picture(2, (64, 24))],
-        "videos": [[picture(place, (40, 24)) for place in (3, 4, 5)]], "max_tokens": 24, "temperature": 0,
+        "images": [png(1, (40, 56)), png(2, (64, 24))],
+        "videos": [[png(place, (40, 24)) for place in (3, 4, 5)]], "max_tokens": 24, "temperature": 0,
         "ignore_eos": True, "logit_bias": {IMAGE: -1e9}, "logprobs": 1,
     }  # fmt: skip
     ids = [*words[:3], IMAGE, *words[3:6], IMAGE, *words[6:8], IMAGE, *words[8:], IMAGE, 5]

@@ -124,7 +124,7 @@ def test_a_clip_has_a_place_for_each_temporal_patch_or_one_for_all(assets: Model
 
 def test_image_tokens_in_raw_text_are_places_only_where_there_are_as_many_images(assets: ModelAssets) -> None:
     image, token = assets.image_token_id, assets.image_token
-    for text, pictures, places in (
+    for text, images, places in (
         (f"a{token}b", 0, 0),
         (f"a{token}b", 1, 1),
         ("ab", 1, 1),
@@ -133,4 +133,4 @@ def test_image_tokens_in_raw_text_are_places_only_where_there_are_as_many_images
         (f"a\ufdd0b{token}c", 1, 1),  # a mark of ours, which no text may hold
     ):
         spec = GenerateSpec("r", "", RawInput(text))
-        assert read(spec, [prepared()] * pictures, assets).count(image) == places, (text, pictures)
+        assert read(spec, [prepared()] * images, assets).count(image) == places, (text, images)

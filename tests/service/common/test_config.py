@@ -42,6 +42,10 @@ def test_what_is_on_unless_told_has_a_flag_that_turns_it_off() -> None:
     assert not parse("--no-warmup", env={"SACCADE_WARMUP": "1"}).warmup
 
 
+def test_the_former_name_of_frontends_is_still_understood() -> None:
+    assert parse("--fronts", "2").frontends == parse("--frontends", "2").frontends == 2
+
+
 def test_help_says_what_each_option_takes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     told = {}

@@ -48,8 +48,8 @@ def test_a_corrupt_image_among_seven_good_ones_fails_alone(
 ) -> None:
     encoder = LocalEncoder(runner(), handoff)
     good = [random_image(TINY.config, 2, 4, seed=seed) for seed in range(7)]
-    pictures = [*good[:3], corrupt, *good[3:]]
-    leases = [handoff.lease(bytes([i]), image, f"r{i}") for i, image in enumerate(pictures)]
+    images = [*good[:3], corrupt, *good[3:]]
+    leases = [handoff.lease(bytes([i]), image, f"r{i}") for i, image in enumerate(images)]
     others = handoff.lease(bytes([3]), corrupt, "r8")
     while encoder.turn():
         pass

@@ -363,8 +363,8 @@ class HandoffMachine(RuleBasedStateMachine):
     def lease(self, key: int, priority: int, patience: int | None) -> None:
         self.owner += 1
         deadline = None if patience is None else self.clock() + patience
-        picture = image(1 + key * 2)
-        self.leases.append((key, self.handoff.lease(bytes([key]), picture, f"r{self.owner}", priority, deadline)))
+        item = image(1 + key * 2)
+        self.leases.append((key, self.handoff.lease(bytes([key]), item, f"r{self.owner}", priority, deadline)))
 
     @precondition(lambda self: self.leases)
     @rule(which=st.integers(0, 100))

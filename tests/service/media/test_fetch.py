@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from certificates import Authority
-from pictures import picture
+from images import png
 from running import RunningServer
 
 import saccade
@@ -26,7 +26,7 @@ from service.telemetry.call_context import CallInfo, set_current_call
 
 LIMITS = MediaLimits(ImageLimits(max_bytes=5000), VideoLimits(max_bytes=9000))
 LOOPBACK = ("127.0.0.0/8",)
-FILE = picture(1, (16, 16))
+FILE = png(1, (16, 16))
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import pytest
 import torch
 from clips import animation, moving_frames
 from fake_engine import FakeEngine
-from pictures import picture
+from images import png
 from PIL import Image
 
 from encoder.frames import VideoError, VideoLimits
@@ -75,7 +75,7 @@ def test_patches_are_those_of_this_process(pool: ImagePool, form: str, size: tup
     exif = Image.Exif()
     exif[0x0112] = 6
     buffer = io.BytesIO()
-    Image.open(io.BytesIO(picture(3, size))).save(buffer, form, **({} if form == "TIFF" else {"exif": exif}))
+    Image.open(io.BytesIO(png(3, size))).save(buffer, form, **({} if form == "TIFF" else {"exif": exif}))
     data, watch = buffer.getvalue(), Stopwatch()
     got = opened(pool.image(data, watch))
     assert same(got, HERE.image(data, Stopwatch())) and got.patches.dtype == (
@@ -94,9 +94,9 @@ def test_videos_are_those_of_this_process(pool: ImagePool, form: str) -> None:
 
 
 def test_frames_are_those_of_this_process(pool: ImagePool) -> None:
-    files = [(index, picture(index, (40, 20))) for index in (0, 2, 5)]
+    files = [(index, png(index, (40, 20))) for index in (0, 2, 5)]
     assert same(opened(pool.frames(files, Stopwatch())), HERE.frames(files, Stopwatch()))
-    for bad, words in (((5, b"junk"), "frame 5: "), ((5, picture(1, (20, 20))), "frame 2 has 20x20 pixels")):
+    for bad, words in (((5, b"junk"), "frame 5: "), ((5, png(1, (20, 20))), "frame 2 has 20x20 pixels")):
         for processor in (pool, HERE):
             with pytest.raises(ValueError, match=words):
                 processor.frames([*files[:2], bad], Stopwatch())
@@ -104,7 +104,7 @@ def test_frames_are_those_of_this_process(pool: ImagePool) -> None:
 
 
 def test_nobody_can_write_to_what_a_worker_has_made(pool: ImagePool) -> None:
-    sealed = pool.image(picture(1), Stopwatch())
+    sealed = pool.image(png(1), Stopwatch())
     descriptor = sealed.file.take()
     try:
         for change in (lambda: os.write(descriptor, b"x"), lambda: os.ftruncate(descriptor, 1)):
@@ -118,10 +118,10 @@ def test_what_nobody_takes_is_closed(pool: ImagePool) -> None:
     def files() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 
-    pool.image(picture(1), Stopwatch())
+    pool.image(png(1), Stopwatch())
     before = files()
     for _ in range(3):
-        pool.image(picture(1), Stopwatch())
+        pool.image(png(1), Stopwatch())
     assert files() == before
 
 
@@ -129,7 +129,7 @@ def test_refusals_are_those_of_this_process(pool: ImagePool) -> None:
     wide, flat = io.BytesIO(), io.BytesIO()
     Image.new("1", (2000, 2000)).save(wide, "PNG")
     Image.new("1", (1, 200)).save(flat, "PNG")
-    for data in (b"", b"junk", picture(1)[:60], wide.getvalue(), flat.getvalue()):
+    for data in (b"", b"junk", png(1)[:60], wide.getvalue(), flat.getvalue()):
         refused = []
         for processor in (HERE, pool):
             try:
@@ -152,7 +152,7 @@ def test_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     Image.new("RGB", (9000, 9000)).save(buffer, "PNG", compress_level=1)
     with pytest.raises(ImageError, match="memory|cannot be decoded|died"):
         image(pool, buffer.getvalue())
-    assert image(pool, picture(1)).tokens
+    assert image(pool, png(1)).tokens
     pool.close()
 
 
@@ -228,7 +228,7 @@ def test_another_takes_the_place_of_one_that_lies() -> None:
     pool = make_pool(seconds=30)
     with lying(pool, b"{}", None), pytest.raises(ImageError, match="its decoder broke"):
         image(pool, b"an image")
-    assert image(pool, picture(1)).tokens
+    assert image(pool, png(1)).tokens
     pool.close()
 
 
@@ -255,19 +255,19 @@ def test_an_image_is_not_blamed_for_a_worker_that_does_not_start(program: str) -
         pool.start()
         for _ in range(2):
             with pytest.raises(errors.Unavailable, match="no process to decode") as refused:
-                image(pool, picture(1))
-            assert refused.value.reason == "NO_PICTURE_WORKER" and refused.value.retry_after
-    assert image(pool, picture(1)).tokens, "and it is tried again"
+                image(pool, png(1))
+            assert refused.value.reason == "NO_IMAGE_WORKER" and refused.value.retry_after
+    assert image(pool, png(1)).tokens, "and it is tried again"
     pool.close()
     with pytest.raises(errors.Unavailable, match="stopping"):
-        image(pool, picture(1))
+        image(pool, png(1))
     assert pool.workers[0].pid is None
 
 
 def test_uploads_outlive_a_start_that_cannot_look_at_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = tmp_path / "anyone" / ("0" * 64)
     kept.parent.mkdir()
-    kept.write_bytes(picture(1))
+    kept.write_bytes(png(1))
     options = ServerOptions(media_dir=str(tmp_path))
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(ConfigError, match="media_dir: .*no process to decode"):
@@ -282,7 +282,7 @@ def test_a_worker_without_a_model_has_no_torch_and_ends_with_its_server() -> Non
     told = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True).stdout
     assert told == "False False\n"
     pool = ImagePool(LIMITS, 1, image_seconds=60, video_seconds=60)
-    assert pool.describe(picture(1)).format == "PNG"
+    assert pool.describe(png(1)).format == "PNG"
     worker = pool.workers[0]
     assert worker._process is not None and worker._connection is not None
     assert "libtorch" not in Path(f"/proc/{worker.pid}/maps").read_text()
@@ -296,7 +296,7 @@ def test_a_worker_sees_no_secret_of_its_server(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("LD_PRELOAD_NOT", "nor this")
     pool = make_pool()
     try:
-        assert image(pool, picture(1)).tokens
+        assert image(pool, png(1)).tokens
         pid = pool.workers[0].pid
         names = {entry.partition(b"=")[0] for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")}
         assert b"PYTHONPATH" in names and b"OMP_NUM_THREADS" in names

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from clips import animation, moving_frames
-from pictures import picture
+from images import png
 
 from service.common.config import ServerOptions
 from service.common.types import ImageSource, MediaSource, VideoSource
@@ -17,7 +17,7 @@ from service.servers.limits import load_assets
 VISION = load_assets(ServerOptions()).vision
 assert VISION is not None
 LIMITS = MediaLimits(video_frames=8)
-STILL, OTHER = picture(1, (32, 32)), picture(2, (32, 32))
+STILL, OTHER = png(1, (32, 32)), png(2, (32, 32))
 
 
 def preparer(revision: str = "r", dtype: str = "float32") -> Preparer:
@@ -67,7 +67,7 @@ def test_no_clip_takes_more_than_was_expected_of_it(wanted: int | None) -> None:
 def test_no_image_takes_more_than_was_expected_of_it() -> None:
     one = preparer()
     for size in ((8, 8), (32, 32), (700, 30), (1500, 1400)):
-        source = ImageSource(picture(1, size), "f")
+        source = ImageSource(png(1, size), "f")
         assert 0 < one.prepare(source, b"").item.nbytes <= one.most_bytes(source)
 
 

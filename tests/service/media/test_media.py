@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 
 import pytest
-from pictures import picture
+from images import png
 
 from encoder.images import ImageLimits
 from service.common import errors
@@ -36,7 +36,7 @@ def put(spool: Spool, data: bytes, tenant: str = "t", step: int = 1000) -> Media
 
 
 def test_what_goes_in_comes_out_under_its_hash(tmp_path: Path) -> None:
-    spool, data = make(tmp_path), picture(1, (20, 30))
+    spool, data = make(tmp_path), png(1, (20, 30))
     media = put(spool, data)
     assert media.media_id == hashlib.sha256(data).hexdigest()
     assert (media.width, media.height, media.format, media.size) == (20, 30, "PNG", len(data))
@@ -55,9 +55,9 @@ def test_what_goes_in_comes_out_under_its_hash(tmp_path: Path) -> None:
 def test_time_takes_them_away_and_uploading_again_renews(tmp_path: Path) -> None:
     clock = Clock()
     spool = make(tmp_path, clock=clock)
-    old, kept = put(spool, picture(1)), put(spool, picture(2))
+    old, kept = put(spool, png(1)), put(spool, png(2))
     clock.now += 60
-    put(spool, picture(2))
+    put(spool, png(2))
     clock.now += 60
     with pytest.raises(errors.NotFound):
         spool.get("t", old.media_id)
@@ -67,7 +67,7 @@ def test_time_takes_them_away_and_uploading_again_renews(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("cut", [0, 1, 500])
 def test_an_upload_that_does_not_end_leaves_nothing(tmp_path: Path, cut: int) -> None:
-    spool, data = make(tmp_path), picture(1, (40, 40))
+    spool, data = make(tmp_path), png(1, (40, 40))
     with pytest.raises(errors.InvalidArgument, match="announced"), spool.upload("t", len(data)) as upload:
         upload.write(data[:cut])
         upload.commit()
@@ -79,7 +79,7 @@ def test_an_upload_that_does_not_end_leaves_nothing(tmp_path: Path, cut: int) ->
 
 
 def test_refusals(tmp_path: Path) -> None:
-    spool, data = make(tmp_path, capacity=3000), picture(1, (20, 20))
+    spool, data = make(tmp_path, capacity=3000), png(1, (20, 20))
     for size in (0, -5, 10**5 + 1):
         with pytest.raises(errors.InvalidArgument), spool.upload("t", size):
             pass
@@ -118,7 +118,7 @@ def test_uploads_of_one_tenant_share_its_part(tmp_path: Path) -> None:
         with spool.upload("b", 2000):  # what ends is free at once
             pass
         assert spool.used_bytes == 1500
-    kept = put(spool, picture(1, (8, 8)), "a")
+    kept = put(spool, png(1, (8, 8)), "a")
     clock.now += 40
     with pytest.raises(errors.ResourceExhausted, match=f"your uploads fill {kept.size} of 2000") as full:
         with spool.upload("a", 2001 - kept.size):
@@ -136,7 +136,7 @@ def test_uploads_of_one_tenant_share_its_part(tmp_path: Path) -> None:
 def test_a_file_s_time_begins_anew_where_it_is_asked_for(tmp_path: Path) -> None:
     clock = Clock()
     spool = make(tmp_path, clock=clock)
-    media = put(spool, picture(1))
+    media = put(spool, png(1))
     clock.now += 99.0
     spool.renew("t", media.media_id)
     clock.now += 99.0
@@ -156,7 +156,7 @@ def test_frontends_share_their_files(tmp_path: Path) -> None:
         return SharedSpool(tmp_path, 10**6, 100.0, ImageLimits(max_bytes=10**5), clock, member=number)
 
     one, other = member(0), member(1)
-    media, data = put(one, picture(1)), picture(1)
+    media, data = put(one, png(1)), png(1)
     os.utime(tmp_path / "t" / media.media_id, (clock.now, clock.now))
     assert other.get("t", media.media_id) == media
     assert other.size("t", media.media_id) == len(data) and other.read("t", media.media_id) == data
@@ -178,14 +178,14 @@ def test_frontends_share_their_files(tmp_path: Path) -> None:
     os.utime(tmp_path / "t" / ("1" * 64), (clock.now - 100.0, clock.now - 100.0))
     assert other.sweep() == 0 and (tmp_path / "t" / ("1" * 64)).exists()
     assert one.sweep() == 2 * len(data) and not (tmp_path / "t" / ("1" * 64)).exists()
-    again = put(other, picture(2))
+    again = put(other, png(2))
     one.delete("t", again.media_id)
     assert not (tmp_path / "t" / again.media_id).exists()
 
 
 def test_a_full_disk_is_an_error_of_its_own(tmp_path: Path) -> None:
     """/dev/full is a disk without room."""
-    spool, data = make(tmp_path), picture(1)
+    spool, data = make(tmp_path), png(1)
     with pytest.raises(errors.ResourceExhausted) as error, spool.upload("t", len(data)) as upload:
         upload.close()
         upload._file._file = open("/dev/full", "wb", buffering=0)
@@ -197,7 +197,7 @@ def test_a_full_disk_is_an_error_of_its_own(tmp_path: Path) -> None:
 def test_a_restart_takes_over_what_is_whole(tmp_path: Path) -> None:
     clock = Clock()
     first = make(tmp_path, clock=clock)
-    media, old = put(first, picture(1)), put(first, picture(2))
+    media, old = put(first, png(1)), put(first, png(2))
     os.utime(tmp_path / "t" / media.media_id, (clock.now, clock.now))
     os.utime(tmp_path / "t" / old.media_id, (clock.now - 200, clock.now - 200))
     (tmp_path / "incoming" / "torn").write_bytes(b"half")
@@ -211,7 +211,7 @@ def test_a_restart_takes_over_what_is_whole(tmp_path: Path) -> None:
 def test_the_books_hold_over_any_sequence(tmp_path: Path) -> None:
     rng, clock = random.Random(5), Clock()
     spool = make(tmp_path, capacity=20_000, clock=clock)
-    data = [picture(i) for i in range(8)]
+    data = [png(i) for i in range(8)]
     for _ in range(150):
         chosen, tenant = rng.choice(data), rng.choice("ab")
         name = hashlib.sha256(chosen).hexdigest()

@@ -401,7 +401,7 @@ def test_the_commands_and_the_local_client_download(
 
 
 def test_a_server_of_several_processes_downloads_once(hub: HubServer, tiny: Path) -> None:
-    arguments = [MODEL, "--threads", "1", "--max-seqs", "2", "--max-len", "128", "--fronts", "2", "--no-warmup"]
+    arguments = [MODEL, "--threads", "1", "--max-seqs", "2", "--max-len", "128", "--frontends", "2", "--no-warmup"]
     with ServerProcess(arguments) as server, saccade.Client(server.address) as client:
         assert client.get_model().name == MODEL
     assert hub.fetched(".safetensors") == [f"/{MODEL}/resolve/{COMMIT}/{name}" for name in hub_order(hub)]

@@ -93,7 +93,7 @@ def test_what_grpc_is_told() -> None:
     assert told["grpc.max_receive_message_length"] == told["grpc.max_send_message_length"] == 5000
     assert told["grpc.max_concurrent_streams"] == 7 and told["grpc.so_reuseport"] == 0
     assert told["grpc.http2.max_ping_strikes"] == 0 and told["grpc.keepalive_permit_without_calls"] == 1
-    assert dict(channel_options(ServerOptions(fronts=2)))["grpc.so_reuseport"] == 1
+    assert dict(channel_options(ServerOptions(frontends=2)))["grpc.so_reuseport"] == 1
 
 
 def test_limits_are_divided_among_frontends_and_each_gets_at_least_one() -> None:
@@ -101,12 +101,12 @@ def test_limits_are_divided_among_frontends_and_each_gets_at_least_one() -> None
         "max_queue": 2, "max_tenant_calls": 9, "max_tenant_requests": 7, "max_inflight_bytes": 6000, "media_bytes": 30,
         "media_tenant_bytes": 8, "image_workers": 4, "preprocess_bytes": 10, "metrics_port": 9100,
     }  # fmt: skip
-    part = share(ServerOptions(fronts=3, **bounds), 1, 77)
+    part = share(ServerOptions(frontends=3, **bounds), 1, 77)
     assert {name: getattr(part, name) for name in bounds} == {
         "max_queue": 1, "max_tenant_calls": 3, "max_tenant_requests": 2, "max_inflight_bytes": 2000, "media_bytes": 10,
         "media_tenant_bytes": 2, "image_workers": 1, "preprocess_bytes": 3, "metrics_port": 9101,
     }  # fmt: skip
     assert part.port == 77
-    unset = share(ServerOptions(fronts=3), 2, 77)
+    unset = share(ServerOptions(frontends=3), 2, 77)
     assert unset.max_tenant_requests is unset.media_tenant_bytes is unset.metrics_port is None
-    assert share(ServerOptions(fronts=3, metrics_port=0), 2, 77).metrics_port == 0
+    assert share(ServerOptions(frontends=3, metrics_port=0), 2, 77).metrics_port == 0

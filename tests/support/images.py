@@ -8,7 +8,7 @@ import random
 from PIL import Image
 
 
-def picture(seed: int, size: tuple[int, int] | None = None) -> bytes:
+def png(seed: int, size: tuple[int, int] | None = None) -> bytes:
     """A PNG of noise, 8 to 64 pixels a side."""
     rng = random.Random(seed)
     width, height = size or (rng.randint(8, 64), rng.randint(8, 64))

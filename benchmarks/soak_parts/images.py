@@ -1,4 +1,4 @@
-"""1,000 broken and hostile picture files against a real server, beside a caller whose answers must not change.
+"""1,000 broken and hostile image files against a real server, beside a caller whose answers must not change.
 
 The suite sends 18.
 """
