@@ -96,7 +96,7 @@ class Clip(ABC):
 
     def frames(self, indices: Sequence[int]) -> Generator[torch.Tensor, None, None]:
         """`arrays` as tensors of the same memory."""
-        import torch  # not above: the process that only decodes does without
+        import torch  # imported here: the process that only decodes needs no torch
 
         with closing(self.arrays(indices)) as arrays:
             for pixels_HWC in arrays:

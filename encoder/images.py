@@ -94,7 +94,7 @@ def read_header(data: bytes, limits: ImageLimits | None = None) -> ImageHeader:
 
 def decode_image(data: bytes, limits: ImageLimits | None = None) -> torch.Tensor:
     """`decode_pixels` as a tensor of the same memory."""
-    import torch  # not above: the process that only decodes does without
+    import torch  # imported here: the process that only decodes needs no torch
 
     return torch.from_numpy(decode_pixels(data, limits))
 

@@ -98,7 +98,7 @@ class Lane:
         return finish(self.pieces(sequences))
 
     def pieces(self, sequences: Sequence[PatchSequence]) -> Pieces[Tensor]:
-        """The same, to be left after each layer."""
+        """`forward` as a generator that yields after each layer."""
         return self.tower.pieces(self.batch(sequences), kind=self.kind)
 
     def batch(self, sequences: Sequence[PatchSequence]) -> PackedBatch:

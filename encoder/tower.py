@@ -147,7 +147,7 @@ class Tower(Protocol):
         """`[N, row_width]` rows in its dtype, one per entry of `token_rows_NM`; new memory. A pure function."""
 
     def pieces(self, batch: PackedBatch, *, kind: str) -> Pieces[Tensor]:
-        """The same, to be left after each layer."""
+        """`forward` as a generator that yields after each layer."""
 
 
 @runtime_checkable

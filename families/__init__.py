@@ -1,4 +1,4 @@
-"""Model families: what a published `config.json` and its weights mean.
+"""Model families: how to read a published `config.json` and its weights.
 
 One folder per family; nothing outside this package names one.
 """

@@ -1,4 +1,4 @@
-"""What a model family is to the rest of the server."""
+"""The interface between a model family and the rest of the server."""
 
 from __future__ import annotations
 
@@ -19,100 +19,107 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The JSON files of one model directory; empty mappings stand for files that are not there."""
+    """The JSON files of one model directory; an absent file is an empty mapping."""
 
     path: Path
     config: Mapping[str, Any]
     """`config.json`."""
     preprocessor: Mapping[str, Any] = field(default_factory=dict)
-    """Of the image processor: `preprocessor_config.json`, or its part of `processor_config.json`."""
+    """Settings of the image processor: `preprocessor_config.json`, or its section of `processor_config.json`."""
     video_preprocessor: Mapping[str, Any] = field(default_factory=dict)
-    """Of the video processor: `video_preprocessor_config.json`, or its part of `processor_config.json`."""
+    """Settings of the video processor: `video_preprocessor_config.json`, or its section of `processor_config.json`."""
 
 
 class ImageRule(Protocol):
-    """How an image becomes patches."""
+    """Converts an image to patches."""
 
     def grid(self, height: int, width: int) -> Grid:
-        """The patch grid of an image of that many pixels. Raises ValueError for a size that has none."""
+        """The patch grid `(gh, gw)` of an image of `height` x `width` pixels. Raises ValueError for a size that has
+        none."""
 
     def patchify(
         self, image_HWC: torch.Tensor, dtype: torch.dtype, *, keep_bytes: bool = False, watch: Stopwatch | None = None
     ) -> EncoderItem:
-        """`[H, W, 3]` uint8 pixels as an item in new memory, its patches in `dtype`; or in uint8, where `keep_bytes`
-        allows it and no pixel changes. `watch` counts the stages. Raises ValueError for what the tower cannot take."""
+        """Converts `[H, W, 3]` uint8 pixels to an item with patches in `dtype`; new memory. With `keep_bytes` the
+        patches may stay uint8 if that loses nothing. `watch` times the stages. Raises ValueError for an image that the
+        tower cannot take."""
 
 
 @runtime_checkable
 class SlicingRule(Protocol):
-    """What an image rule that may cut an image into slices is in addition."""
+    """Further method of an image rule that may cut an image into slices."""
 
     def text(self, item: ItemLayout, number: int, *, token: str) -> str:
-        """What stands in a prompt for its image `number`, counted from 0, in the place of the one `token` of the chat
-        template: as many tokens as `item` has attention sequences, and the words around them."""
+        """The prompt's text for image `number` (counted from 0), which replaces the single `token` of the chat
+        template: one `token` for each attention sequence of `item`, with the separators between them."""
 
 
 class VideoRule(Protocol):
-    """How frames of a clip become patches, and what stands between them in a prompt."""
+    """Converts frames of a clip to patches, and writes the clip's part of a prompt."""
 
     @property
     def pruning_rate(self) -> float:
-        """Share of a clip's rows that are dropped after the tower."""
+        """Share of a clip's rows that is dropped after the tower."""
 
     def sample(self, total: int, count: int) -> list[int]:
-        """Which of `total` frames to take for at most `count`, ascending. Both positive, else ValueError."""
+        """Indices of at most `count` of `total` decoded frames, ascending. Raises ValueError unless both are
+        positive."""
 
     def sample_file(self, total: int, count: int, fps: Callable[[], float | None]) -> list[int]:
-        """The same of a video whose frames nobody has chosen yet. `fps`: gives those of the source, or None where it
-        does not say; asked only where it matters, since it may take reading the file."""
+        """Indices of at most `count` of the `total` frames of a file, ascending, at the model's sampling rate. `fps`:
+        returns the file's frame rate, or None if unknown; it is only called if needed, since it may have to read the
+        file."""
 
     def tokens(self, num_frames: int, height: int, width: int) -> int:
-        """Rows that a clip gives the decoder, before anything is decoded."""
+        """Rows that a clip will give the decoder; needs no decoded frame."""
 
     def most_numbers(self, num_frames: int) -> int:
-        """In the patches of a clip of so many frames, at most, whatever their size."""
+        """Upper bound of the numbers in the patches of a clip of `num_frames` frames of any size."""
 
     def patchify(
         self, frames: Iterable[torch.Tensor], dtype: torch.dtype, *, num_frames: int | None = None,
         keep_bytes: bool = False, watch: Stopwatch | None = None,
     ) -> EncoderItem:  # fmt: skip
-        """As of an image. `frames`: `[H, W, 3]` uint8, all of one size; a generator says in `num_frames` how many it
-        yields. Raises ValueError naming the frame at fault."""
+        """Converts a clip to an item, like `ImageRule.patchify`. `frames`: `[H, W, 3]` uint8, all of one size; for a
+        generator, `num_frames` says how many it yields. Raises ValueError naming the frame at fault."""
 
     def labels(self, num_frames: int, *, fps: float | None = None, indices: Sequence[int] | None = None) -> list[str]:
-        """The text before each attention sequence. `fps`: of the source; `indices`: of the frames there."""
+        """The text before each attention sequence. `fps`: the source's frame rate; `indices`: of the frames in the
+        source."""
 
     def text(self, labels: Sequence[str], rows: Sequence[int], *, start: str, token: str, end: str) -> str:
-        """A clip in a prompt: for each attention sequence its label and `rows` times `token` between the wrappers."""
+        """A clip's part of a prompt: for each attention sequence its label and `rows` times `token` between the
+        wrappers."""
 
 
 class VisionSpec(TowerSpec, Protocol):
-    """A family's vision part: the tower's sizes, how it is made, and the rules that feed it."""
+    """A family's vision part: the tower's sizes, how to build the tower, and the rules that make its input."""
 
     @property
     def image_rule(self) -> ImageRule:
-        """How images become patches."""
+        """Converts images to patches."""
 
     @property
     def video_rule(self) -> VideoRule | None:
-        """None for a tower that can take no clips."""
+        """Converts clips to patches; None if the tower takes no clips."""
 
     def limited(self, *, max_model_len: int, video_pruning_rate: float | None = None) -> VisionSpec:
-        """The same for a context of at most so many tokens, and with another pruning rate where one is given. Raises
-        ValueError for a rate that is not at least 0 and below 1."""
+        """This spec for a context of at most `max_model_len` tokens and, where given, with another pruning rate. Raises
+        ValueError unless the rate is at least 0 and below 1."""
 
     def positions(self, length: int, blocks: Sequence[tuple[int, Grid]]) -> Positions | None:
-        """Of a prompt of `length` tokens, for decoders that read them; None where they simply count up. `blocks`: where
-        the rows of each attention sequence begin, ascending, and its grid of patches. ValueError for blocks that do
-        not lie in the prompt one after the other."""
+        """Positions of a prompt of `length` tokens; None if they are 0, 1, 2 and so on. `blocks`: the first row and the
+        patch grid of each attention sequence, ascending. Raises ValueError for blocks that overlap or lie outside the
+        prompt."""
 
     def describe_preprocessing(self) -> str:
-        """What decides the pixels of a patch, in one line: equal on two hosts that may exchange patches."""
+        """One line with all settings that affect the pixels of a patch: two hosts may exchange patches if it is
+        equal."""
 
 
 @dataclass(frozen=True)
 class FamilyConfig:
-    """What a family reads from a model directory."""
+    """Contents of a model directory, as a family reads it."""
 
     text: Mapping[str, Any] = field(compare=False)
     """The section of `config.json` about the decoder; the whole file for text-only models."""
@@ -120,41 +127,39 @@ class FamilyConfig:
     vision: VisionSpec | None = None
     """None for text-only models."""
     image_token_id: int | None = None
-    """The placeholder that the prompt holds for each image; None for text-only models."""
+    """Id of the placeholder that the prompt holds for each image; None for text-only models."""
     video_token_id: int | None = None
-    """The placeholder that the chat template writes for a clip, and that stands for each of its rows; None where clips
-    are written as text and have placeholders of images.
-    """
+    """Id of the placeholder that the chat template writes for a clip and that each of its rows takes; None where clips
+    are written as text with placeholders of images."""
 
 
 class Target(NamedTuple):
-    """One of our tensors that a stored tensor contributes to."""
+    """One of our tensors, and how a stored tensor contributes to it."""
 
     name: str
     how: Literal["whole", "part", "stack"] = "whole"
-    """The stored tensor as it is, one of `parts` equal parts of its rows (the last dimension but one; of a vector, the
-    numbers), or one entry of a stack.
-    """
+    """`whole`: the stored tensor itself; `part`: one of `parts` equal parts of its rows (the second last dimension; of
+    a vector, its elements); `stack`: one entry of a stack."""
     place: int = 0
-    """Which part, or which entry of the stack."""
+    """Index of the part, or of the entry of the stack."""
     parts: int = 1
     groups: int = 1
-    """The rows are so many equal groups, each of which has all parts: those of each head, where heads hold two."""
+    """Number of equal groups of rows, each of which contains all parts: for example one group per head."""
     offset: float = 0.0
-    """Added to every number, in float32: what zero-centred norms leave out. Never of a matrix that is quantised."""
+    """Added to every element in float32, for norms that store their weight minus 1. Not for quantised matrices."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """One folder of this package."""
+    """A model family; one folder of this package."""
 
     name: str
     """`model_type` in `config.json`."""
     read_config: Callable[[ModelFiles], FamilyConfig]
-    """Raises CheckpointError with the field at fault."""
+    """Reads a model directory. Raises CheckpointError naming the field at fault."""
     weights: Callable[[FamilyConfig], Callable[[str], list[Target]]]
-    """Maps a stored tensor's name to our names; to none for parts of the model that are not served."""
+    """Maps a stored tensor's name to our names; to an empty list for parts of the model that are not used."""
     aliases: tuple[str, ...] = ()
-    """Other values of `model_type`, and architectures' names, in released files."""
+    """Further values of `model_type`, and names of architectures, in released files."""
     image_wrappers: tuple[str, str] | None = None
-    """Tokens that the released processor puts around the placeholders of an image."""
+    """Tokens that the released processor writes before and after the placeholders of an image."""

@@ -1,4 +1,4 @@
-"""Fields of `config.json` that several families share, as transformers names them."""
+"""Fields of `config.json` that several families share, named as in transformers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from kernels.rope import Rope
 def text_only(
     read: Callable[[Mapping[str, Any]], DecoderConfig],
 ) -> Callable[[ModelFiles], FamilyConfig]:
-    """`Family.read_config` of a text-only family, given what reads its `config.json`. What that finds wrong, and what
-    the descriptions of layers find wrong, is a CheckpointError.
-    """
+    """Makes `Family.read_config` of a text-only family from a function that reads its `config.json`. ValueErrors of
+    that function and of the layers' descriptions become CheckpointErrors."""
 
     def read_config(files: ModelFiles) -> FamilyConfig:
         try:
@@ -32,14 +31,14 @@ def text_only(
 
 
 def required(text: Mapping[str, Any], *names: str) -> list[Any]:
-    """Values of fields that have no default. Raises CheckpointError that lists those that are missing."""
+    """Values of fields that have no default. Raises CheckpointError listing those that are missing."""
     if missing := [name for name in names if text.get(name) is None]:
         raise CheckpointError(f"config.json lacks {', '.join(missing)}")
     return [text[name] for name in names]
 
 
 def count(text: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """A whole number of at least 1. Raises CheckpointError that names the field."""
+    """Reads an integer of at least 1. Raises CheckpointError naming the field."""
     [value] = required(text, name) if default is None else [first(text, name, default=default)]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise CheckpointError(f"config.json: {name} must be a whole number of at least 1, not {value!r}")
@@ -47,7 +46,7 @@ def count(text: Mapping[str, Any], name: str, default: int | None = None) -> int
 
 
 def number(text: Mapping[str, Any], name: str, default: float) -> float:
-    """A finite number above 0. Raises CheckpointError that names the field."""
+    """Reads a finite number above 0. Raises CheckpointError naming the field."""
     value = first(text, name, default=default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise CheckpointError(f"config.json: {name} must be a number above 0, not {value!r}")
@@ -55,7 +54,7 @@ def number(text: Mapping[str, Any], name: str, default: float) -> float:
 
 
 def flag(text: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    """True or false, not what might stand for it. Raises CheckpointError that names the field."""
+    """Reads a JSON boolean; 0, 1 and strings are errors. Raises CheckpointError naming the field."""
     value = first(text, name, default=default)
     if not isinstance(value, bool):
         raise CheckpointError(f"config.json: {name} must be true or false, not {value!r}")
@@ -63,13 +62,13 @@ def flag(text: Mapping[str, Any], name: str, default: bool = False) -> bool:
 
 
 def only(text: Mapping[str, Any], name: str, served: object) -> None:
-    """Raises CheckpointError where a field says something else than the one value that is served."""
+    """Raises CheckpointError if a field is set to anything but the one value that is served."""
     if first(text, name, default=served) != served:
         raise CheckpointError(f"config.json: {name} is {text[name]!r}; this family is served with {served!r}")
 
 
 def layer_kinds(kinds: object, layers: int, field: str) -> list[str]:
-    """`mamba` or `attention` for each layer, from either spelling. Raises CheckpointError."""
+    """`mamba` or `attention` for each layer, from either spelling. Raises CheckpointError for unknown kinds."""
     known = {
         "mamba": "mamba", "linear_attention": "mamba", "attention": "attention", "full_attention": "attention"
     }  # fmt: skip
@@ -82,7 +81,7 @@ def layer_kinds(kinds: object, layers: int, field: str) -> list[str]:
 
 
 def mamba2(text: Mapping[str, Any], hidden_size: int, norm_eps: float) -> Mamba2:
-    """From the fields `mamba_*` and `time_step_limit`."""
+    """Reads the fields `mamba_*` and `time_step_limit`. Raises CheckpointError."""
     heads, expand = int(first(text, "mamba_n_heads", default=128)), int(first(text, "mamba_expand", default=2))
     width = first(text, "mamba_d_head", default="auto")
     if heads < 1 or (expand * hidden_size) % heads:
@@ -113,7 +112,7 @@ def mamba2(text: Mapping[str, Any], hidden_size: int, norm_eps: float) -> Mamba2
 def attention(
     text: Mapping[str, Any], hidden_size: int, *, rotated: float = 0.0, scale: float | None = None
 ) -> Attention:
-    """From the usual fields. `rotated`: share of each head that takes rotary positions."""
+    """Reads the usual attention fields. `rotated`: share of each head that takes rotary positions."""
     heads = int(first(text, "num_attention_heads", default=32))
     width = int(first(text, "head_dim", default=hidden_size // max(1, heads)))
     return Attention(
@@ -128,9 +127,8 @@ def attention(
 
 
 def rope(text: Mapping[str, Any], dims: int, *, kinds: tuple[str, ...] = ("default",)) -> Rope:
-    """From `rope_parameters`, or from `rope_theta` and `rope_scaling` in older files. Raises CheckpointError for a
-    `rope_type` that is not one of `kinds`.
-    """
+    """Reads `rope_parameters`, or `rope_theta` and `rope_scaling` in older files. Raises CheckpointError for a
+    `rope_type` that is not one of `kinds`."""
     parameters = rope_parameters(text)
     kind = first(parameters, "rope_type", "type", default="default")
     if kind not in kinds:

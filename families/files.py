@@ -9,13 +9,12 @@ from typing import Any
 
 
 class CheckpointError(ValueError):
-    """A model directory that cannot be served; the message names the file or field and what would work."""
+    """The model directory cannot be served; the message names the file or field and what would work."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; `{"__float__": "Infinity"}`, as released configs write infinities, becomes a float. Raises
-    CheckpointError.
-    """
+    """Reads a JSON object; `{"__float__": "Infinity"}`, which released configurations contain, becomes a float. Raises
+    CheckpointError."""
 
     def unwrap(item: dict[str, Any]) -> Any:
         return float(item["__float__"]) if set(item) == {"__float__"} else item
@@ -32,12 +31,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def optional_json(path: Path) -> dict[str, Any]:
-    """The same; empty where the file is not there."""
+    """Like `read_json`, but an absent file gives an empty mapping."""
     return read_json(path) if path.exists() else {}
 
 
 def first(source: Mapping[str, Any], *names: str, default: Any = None) -> Any:
-    """The value of the first of `names` that the file sets to something."""
+    """The value of the first of `names` that the file has and that is not null."""
     for name in names:
         if source.get(name) is not None:
             return source[name]
@@ -45,7 +44,7 @@ def first(source: Mapping[str, Any], *names: str, default: Any = None) -> Any:
 
 
 def token_id(name: str, value: Any, vocab_size: int) -> int:
-    """An id that is going to index rows of logits and embeddings. Raises CheckpointError with the field's `name`."""
+    """Checks a token id, which will index logits and embeddings. Raises CheckpointError naming the field `name`."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < vocab_size:
         allowed = f"a token id from 0 to {vocab_size - 1} (vocab_size {vocab_size})"
         raise CheckpointError(f"{name} {value!r} is not {allowed}")

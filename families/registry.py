@@ -1,4 +1,4 @@
-"""Which family serves which `model_type`."""
+"""Finds the family that serves a `model_type`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def served_model_types() -> tuple[str, ...]:
 
 
 def family_of(model_type: str) -> Family:
-    """Raises CheckpointError, with those that are served, for another `model_type`."""
+    """The family of `model_type`. Raises CheckpointError listing the served types if there is none."""
     for family in FAMILIES:
         if model_type == family.name or model_type in family.aliases:
             return family

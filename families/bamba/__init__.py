@@ -1,4 +1,5 @@
-"""Bamba (IBM, Princeton, UIUC): Mamba-2, and attention with half-rotated heads, each followed by SwiGLU. Text only."""
+"""Bamba (IBM, Princeton, UIUC): Mamba-2, and attention with partial rotary positions, each followed by SwiGLU. Text
+only."""
 
 from families.bamba.config import read_config
 from families.bamba.names import weights

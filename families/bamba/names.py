@@ -1,4 +1,4 @@
-"""Names of published weights -> ours. A published layer is two of ours: Mamba-2 or attention, then the MLP."""
+"""Names of published weights -> our names. A published layer is two of ours: Mamba-2 or attention, then the MLP."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OUTER = {
     "model.final_layernorm.weight": "model.norm_f.weight",
 }
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.(.*)$")
-# Prefix in a published layer -> which of our two layers, and our prefix in it.
+# Prefix in a published layer -> (which of our two layers, our prefix in it).
 _PARTS = {
     "input_layernorm.": (0, "norm."),
     "pre_ff_layernorm.": (1, "norm."),

@@ -48,7 +48,7 @@ def decoder_config(text: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _rotary(text: Mapping[str, Any]) -> bool:
-    """Whether attention has rotary positions; else it has none."""
+    """Whether attention has rotary positions. Raises CheckpointError for other kinds of positions."""
     kind = text.get("position_embedding_type")
     if kind not in (None, "nope", "rope"):
         raise CheckpointError(f"config.json: position_embedding_type is {kind!r}; 'rope', 'nope' and null are served")
@@ -56,7 +56,7 @@ def _rotary(text: Mapping[str, Any]) -> bool:
 
 
 def _feed_forward(text: Mapping[str, Any], hidden: int, shared: int) -> tuple[tuple[str, MixerSpec], ...]:
-    """What follows each mixer: experts where the model has some, and the MLP that every token takes."""
+    """The layer after each mixer: routed experts if the model has any, and the shared MLP."""
     count = int(first(text, "num_local_experts", default=8))
     mlp = ("shared_mlp", Mlp(hidden, shared, "silu", gated=True))
     if count == 0:

@@ -1,8 +1,7 @@
-"""Names of published weights -> ours.
+"""Names of published weights -> our names.
 
 A published layer is two of ours: Mamba-2 or attention, then experts beside the shared MLP. Gate and up projections are
-published as one tensor, ours are two. Released files and transformers' own modules name the experts' tensors
-differently.
+one published tensor and two of ours. Released files and transformers' modules name the experts' tensors differently.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from families.family import FamilyConfig, Target
 
 _OUTER = {"model.embed_tokens.weight": "model.embeddings.weight", "model.norm.weight": "model.norm_f.weight"}
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.(.*)$")
-# Name, or prefix ending in a dot, in a published layer -> which of our two layers, and ours in it.
+# Name, or prefix ending in a dot, in a published layer -> which of our two layers, and our name in it.
 _PARTS = {
     "input_layernorm.": (0, "norm."),
     "post_attention_layernorm.": (1, "norm."),

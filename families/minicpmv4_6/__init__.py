@@ -1,4 +1,4 @@
-"""MiniCPM-V 4.6 (OpenBMB): slices of large images, and a SigLIP tower that merges windows, before Qwen3.5's decoder."""
+"""MiniCPM-V 4.6 (OpenBMB): sliced images and a window-merging SigLIP tower in front of Qwen3.5's decoder."""
 
 from families.family import Family
 from families.minicpmv4_6.config import read_config

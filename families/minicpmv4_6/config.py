@@ -15,7 +15,7 @@ from families.qwen3_5.config import decoder_config
 
 
 def read_config(files: ModelFiles) -> FamilyConfig:
-    """Raises CheckpointError with the field at fault."""
+    """Reads the configuration of a model directory. Raises CheckpointError naming the field at fault."""
     config = files.config
     text = first(config, "text_config", default={})
     if not isinstance(text, Mapping):
@@ -23,7 +23,7 @@ def read_config(files: ModelFiles) -> FamilyConfig:
     if (kind := first(text, "model_type", default="qwen3_5_text")) != "qwen3_5_text":
         raise CheckpointError(f"config.json: text_config.model_type is {kind!r}; 'qwen3_5_text' is served here")
     tied = bool(first(config, "tie_word_embeddings", default=first(text, "tie_word_embeddings", default=False)))
-    # Image tokens are counted like words, so that positions have one axis.
+    # Image tokens take one position each, like text, so positions have one axis.
     decoder = decoder_config(text, tied=tied)
     try:
         vision = SlicingVision(**vision_fields(config, decoder.hidden_size, files.preprocessor))

@@ -1,5 +1,5 @@
-"""From a decoded image to flattened patches: the whole, and slices of large ones, as the released image processor cuts
-them.
+"""Converts a decoded image to flattened patches: the whole image and slices of large ones, cut like the released
+processor.
 
 Shapes: H, W pixels; C = 3 channels; p the patch side; T patches.
 """
@@ -30,23 +30,23 @@ class SlicedImageRule:
     config: VisionConfig
 
     def grid(self, height: int, width: int) -> Grid:
-        """The patch grid of the whole image of that many pixels."""
+        """The patch grid of the whole image (without slices) of `height` x `width` pixels."""
         sides = self.whole(height, width)
         return sides[0] // self.config.patch_size, sides[1] // self.config.patch_size
 
     def slices(self, height: int, width: int) -> Grid:
-        """Rows and columns of slices of an image of that many pixels; (0, 0) for none."""
+        """Rows and columns of slices of an image of `height` x `width` pixels; (0, 0) if it is not sliced."""
         config = self.config
         if not config.slice_mode:
             return 0, 0
         return best_slices(height, width, config.max_slice_nums, config.scale_resolution) or (0, 0)
 
     def whole(self, height: int, width: int) -> Size:
-        """What the whole image is resized to. An image that is not sliced may grow."""
+        """Height and width that the whole image is resized to. An image that is not sliced may be enlarged."""
         return self._resized(height, width, may_grow=self.slices(height, width) == (0, 0))
 
     def slice_size(self, height: int, width: int) -> Size:
-        """What each slice is resized to, of an image that has any."""
+        """Height and width that each slice of a sliced image is resized to."""
         rows, columns = self.slices(height, width)
         return self._resized(_to_multiple(height, rows) / rows, _to_multiple(width, columns) / columns, may_grow=True)
 
@@ -64,13 +64,13 @@ class SlicedImageRule:
     def patchify(
         self, image_HWC: torch.Tensor, dtype: torch.dtype, *, keep_bytes: bool = False, watch: Stopwatch | None = None
     ) -> EncoderItem:
-        """Resize and cut one image and its slices, and normalise them unless `keep_bytes`: patches then stay uint8, of
-        which the tower's `as_floats` makes the same numbers.
+        """Resizes and cuts one image and its slices, and normalises the patches. With `keep_bytes` they stay uint8, and
+        the tower's `as_floats` normalises them to the same values.
 
-        `image_HWC`: `[H, W, 3]` uint8. Both resizes are Pillow's bicubic on bytes. Returns new memory. Raises
+        `image_HWC`: `[H, W, 3]` uint8. Resizing is Pillow's bicubic filter on bytes. Returns new memory. Raises
         `ValueError` for another shape or dtype, and for an image of more tokens than the context has.
         """
-        import torch  # not above: grids and tokens are counted without
+        import torch  # imported here: grids and token counts need no torch
 
         from encoder.preprocess import cut_patches
 
@@ -101,7 +101,7 @@ class SlicedImageRule:
         )  # fmt: skip
 
     def _check(self, pixels: int) -> None:
-        """Raises `ValueError`, with both numbers, for more tokens than the context has."""
+        """Raises `ValueError`, with both numbers, if `pixels` make more tokens than the context has."""
         tokens = pixels // self.config.factor**2
         limit = self.config.max_model_len
         if limit is not None and tokens > limit:
@@ -115,9 +115,8 @@ class SlicedImageRule:
 
 
 def best_slices(height: int, width: int, most: int, resolution: int) -> Grid | None:
-    """Rows and columns that an image is cut into: of about as many slices as its area has squares of `resolution`, at
-    most `most`, those whose shape is nearest to the image's. None for a small image.
-    """
+    """Rows and columns of slices: the number of slices is the image's area over `resolution` squared, at most `most`;
+    of the possible grids the one nearest to the image's aspect ratio. None for an image that needs no slices."""
     if height < 1 or width < 1:
         raise ValueError(f"an image needs at least one pixel each way, got {height}x{width}")
     wanted = min(math.ceil(width * height / resolution**2), most)
@@ -138,5 +137,6 @@ def best_slices(height: int, width: int, most: int, resolution: int) -> Grid | N
 
 
 def _to_multiple(length: float, divisor: int) -> int:
-    """The nearest multiple, and at least one. Python's round, half to even, is part of the rule."""
+    """`length` rounded to the nearest multiple of `divisor`, at least one. Rounds half to even, which is part of the
+    rule."""
     return max(round(length / divisor) * divisor, divisor)

@@ -1,4 +1,4 @@
-"""Names of published weights -> ours. Those of the tower and its mergers are ours but for `model.` before them."""
+"""Names of published weights -> our names. The tower and its mergers keep their published names without `model.`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def weights(config: FamilyConfig) -> Callable[[str], list[Target]]:
         if _VISION.match(name) is None:
             return decoder_targets(name, config.decoder)
         ours = _VISION.sub("", name)
-        # The window merger is there, and is not used, where each image has four times the tokens.
+        # With four times the tokens per image, the checkpoint has a window merger that is not used.
         return [] if ours.startswith("vision_tower.vit_merger.") and ours not in served else [Target(ours)]
 
     return targets

@@ -1,7 +1,7 @@
 """The SigLIP tower with its two mergers: reading the published weights, positions, and the forward pass.
 
-The maths follows transformers' `MiniCPMV4_6VisionModel` and `MiniCPMV4_6Merger`. R tower rows, D features, H heads,
-N image tokens, W windows of M = 4 rows, S the side of the stored position table.
+The maths follows transformers' `MiniCPMV4_6VisionModel` and `MiniCPMV4_6Merger`. R tower rows, D features, H heads, N
+image tokens, W windows of M = 4 rows, S the side of the stored position table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from kernels.varlen_attention import varlen_attention
 
 @dataclass(frozen=True)
 class _Merger:
-    """Rows of a window, side by side: norm, linear layer, activation, linear layer."""
+    """Merges windows at the end: concatenates the rows of a window, then norm, linear layer, activation, linear
+    layer."""
 
     norm: Norm
     linear_1: Linear
@@ -40,7 +41,7 @@ class _Merger:
 
 @dataclass(frozen=True)
 class _WindowMerger:
-    """Attention within each window, and then the window as one row."""
+    """Merges windows inside the tower: attention within each window, then one row per window."""
 
     norm: Norm
     qkv: Linear
@@ -49,7 +50,7 @@ class _WindowMerger:
 
 
 class MergingTower:
-    """`encoder.tower.Tower`. Raises `ValueError` for missing names."""
+    """Implements `encoder.tower.Tower`. Raises `ValueError` for missing weights."""
 
     def __init__(
         self,
@@ -71,17 +72,18 @@ class MergingTower:
 
     @property
     def scratch_bytes(self) -> int:
-        """Memory between the operations of compiled code: there is none."""
+        """Always 0: this tower has no compiled code."""
         return 0
 
     def positions(self, grid: Grid) -> Tensor:
-        """`[gh * gw, D]` in the tower's dtype, row by row: of the square table, the entry that each place falls on."""
+        """`[gh * gw, D]` in the tower's dtype, row by row: the nearest entry of the square position table for each
+        patch."""
         rows, columns = (_nearest(length, self.sizes.table_side) for length in grid)
         places = rows[:, None] * self.sizes.table_side + columns
         return self._positions_SD[places.flatten().to(self.device)]
 
     def as_floats(self, patches: Tensor) -> Tensor:
-        """uint8 patches normalised as the released image processor does, in the tower's dtype."""
+        """Normalises uint8 patches like the released image processor; result in the tower's dtype."""
         if patches.dtype != torch.uint8:
             return patches.to(self.dtype)
         return normalised(patches, self.sizes.image_mean, self.sizes.image_std).to(self.dtype)
@@ -91,7 +93,7 @@ class MergingTower:
         return finish(self.pieces(batch, kind=kind))
 
     def pieces(self, batch: PackedBatch, *, kind: str = IMAGE) -> Pieces[Tensor]:
-        """The same, to be left after each layer. One host read of `cu_seqlens` in the torch attention."""
+        """`forward` as a generator that yields after each layer. The torch attention reads `cu_seqlens` on the host."""
         x_RD = patch_embed(batch.patches_TP, self._projection, batch.positions_TD, self._table_KD, batch.source_R)
         cu_seqlens, longest, token_rows_NM = batch.cu_seqlens, batch.max_seqlen, batch.token_rows_NM
         for index, block in enumerate(self._blocks):
@@ -112,7 +114,7 @@ class MergingTower:
         return out(mixed_RHD.reshape(rows, heads * width)).add_(x_RD)
 
     def _merge_windows(self, x_RD: Tensor, token_rows_NM: Tensor) -> Tensor:
-        """`[4 N, D]`: the 4 x 4 rows under each image token as 2 x 2 windows of one row each, row by row."""
+        """`[4 N, D]`: merges the 4 x 4 rows under each image token to 2 x 2 windows of one row each, row by row."""
         assert self._window is not None
         window, side = self._window, WINDOW
         order = token_rows_NM.view(-1, side, side, side, side).permute(0, 1, 3, 2, 4).flatten()
@@ -124,19 +126,19 @@ class MergingTower:
 
 
 def _nearest(length: int, side: int) -> Tensor:
-    """`[length]` int64: which of the table's `side` parts the fraction i / length falls into."""
+    """`[length]` int64: index of the table entry, of `side`, in which the fraction i / length falls."""
     edges = torch.arange(1 / side, 1.0, 1 / side)
     return torch.bucketize(torch.arange(length) / length, edges, right=True)
 
 
 def _merged_sequences(cu_seqlens: Tensor, rows: int) -> Tensor:
-    """Where sequences end after their rows were merged by four. The padding, which is the last, may have had more rows
-    than whole windows."""
+    """`cu_seqlens` after every four rows were merged to one. The last sequence is padding and may have had a number of
+    rows that is not a multiple of four."""
     return (cu_seqlens // WINDOW**2).clamp_(max=rows)
 
 
 class _Reader:
-    """Weights by their names, fused and cast."""
+    """Reads weights by name, fuses and casts them."""
 
     def __init__(
         self, spec: VisionConfig, given: dict[str, AnyWeight], dtype: torch.dtype, device: torch.device
@@ -153,7 +155,7 @@ class _Reader:
         return Linear(self.take(name + "weight").flatten(1), self.take(name + "bias"))
 
     def norm(self, name: str, eps: float | None = None) -> Norm:
-        # clone: the norm must not keep the checkpoint's memory map alive
+        # clone: otherwise the norm would keep the checkpoint's memory map open
         weight, bias = (self.take(f"{name}.{part}").clone() for part in ("weight", "bias"))
         return Norm(weight, bias, self._spec.layer_norm_eps if eps is None else eps)
 
@@ -182,6 +184,6 @@ class _Reader:
         )  # fmt: skip
 
     def _linear(self, *names: str) -> Linear:
-        """One layer of several stored ones, whose outputs stand side by side."""
+        """One linear layer from several stored ones, with their outputs concatenated."""
         weight, bias = (torch.cat([self.take(f"{name}.{part}") for name in names]) for part in ("weight", "bias"))
         return Linear(weight, bias)

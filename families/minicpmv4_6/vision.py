@@ -1,4 +1,4 @@
-"""What the family's vision part is to encoder and service: its sizes, its tower and its rules."""
+"""The family's `VisionSpec`: sizes, tower, image and video rules."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class SlicingVision(VisionConfig):
-    """`families.family.VisionSpec` of this family."""
+    """Implements `families.family.VisionSpec`."""
 
     def build(
         self, weights: Iterable[tuple[str, AnyWeight]], *, dtype: torch.dtype, device: torch.device,
         native: str = "off", max_rows: int = 0,
     ) -> MergingTower:  # fmt: skip
-        from families.minicpmv4_6.tower import MergingTower  # not above: grids and tokens need no torch
+        from families.minicpmv4_6.tower import MergingTower  # imported here: grids and token counts need no torch
 
         if native == "on":
             raise ValueError("native: this model's tower has no compiled code; auto and off would work")
@@ -44,7 +44,7 @@ class SlicingVision(VisionConfig):
         return replace(self, max_model_len=max_model_len)
 
     def positions(self, length: int, blocks: Sequence[tuple[int, Grid]]) -> None:
-        """None: image tokens are counted like words."""
+        """None: image tokens take one position each, like text."""
 
     def describe_preprocessing(self) -> str:
         mean, std = (" ".join(f"{v:g}" for v in values) for values in (self.image_mean, self.image_std))

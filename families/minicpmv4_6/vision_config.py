@@ -1,4 +1,4 @@
-"""What the vision side of a checkpoint looks like: tower sizes, weights, and the numbers of the image rule."""
+"""The vision part of a checkpoint's configuration: tower sizes, weights, and the numbers of the image rule."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from families.files import CheckpointError, first
 
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu", "relu2", "silu")
 WINDOW = 2
-"""Patches, or rows of the tower, that are joined along each side, by the window merger and by the one at the end."""
+"""Patches, or tower rows, per window along each side, of both the window merger and the last merger."""
 MERGER_EPS = 1e-6
 _BICUBIC = 3
 
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """Sizes of a SigLIP tower with its mergers, and the numbers of the image rule that feeds it.
+    """Sizes of a SigLIP tower with its mergers, and the settings of its image rule.
 
-    Raises `ValueError`, with the numbers, for a combination that no tower can have.
+    Raises `ValueError` naming the fields and values of an impossible combination.
     """
 
     hidden_size: int
@@ -32,26 +32,27 @@ class VisionConfig:
     intermediate_size: int
     """Inner width of the MLP."""
     text_hidden_size: int
-    """Width of the rows handed to the decoder."""
+    """Width of the rows that the decoder gets."""
     hidden_act: str = "gelu_pytorch_tanh"
     layer_norm_eps: float = 1e-6
     patch_size: int = 16
     """Side of a patch, in pixels."""
     image_size: int = 224
-    """Side, in pixels, of the square image that the position table was made for."""
+    """Side, in pixels, of the square image that the position table was trained for."""
     insert_layer: int | None = 6
-    """The layer that the window merger follows; None: there is none, and an image has four times the tokens."""
+    """Index of the layer after which windows are merged; None: no window merger, so an image has four times the
+    tokens."""
     max_slice_nums: int = 9
     scale_resolution: int = 448
-    """Side, in pixels, of a square of the area that the whole image and each slice are resized to."""
+    """The whole image and each slice are resized to about the area of a square with this side, in pixels."""
     slice_mode: bool = True
     use_image_id: bool = True
-    """Whether images are numbered in prompts."""
+    """Whether the prompt numbers the images."""
     image_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    """Mean and deviation per channel of pixels scaled to 0..1."""
+    """`mean` and standard deviation per channel, of pixels scaled to 0..1."""
     max_model_len: int | None = None
-    """Context length, in tokens: an image of more is refused. It changes no image's size."""
+    """Context length, in tokens: larger images are an error. It does not affect how images are resized."""
 
     def __post_init__(self) -> None:
         positive = (
@@ -75,7 +76,7 @@ class VisionConfig:
 
     @property
     def num_prefix_tokens(self) -> int:
-        """None: sequences hold patches alone."""
+        """0: there are no prefix tokens."""
         return 0
 
     @property
@@ -99,7 +100,7 @@ class VisionConfig:
 
     @cached_property
     def patch_widths(self) -> dict[str, int]:
-        """Of images: clips are not served."""
+        """Only images: this family takes no clips."""
         return {IMAGE: self.patch_dim}
 
     @property
@@ -109,12 +110,12 @@ class VisionConfig:
 
     @property
     def row_width(self) -> int:
-        """The decoder's width: the merger leads there."""
+        """The decoder's hidden size, which the merger projects to."""
         return self.text_hidden_size
 
     @property
     def activation_width(self) -> int:
-        """As of any such tower: attention's, or the MLP's."""
+        """An estimate: the larger of what attention and the MLP hold."""
         return max(5 * self.hidden_size, 2 * self.hidden_size + 2 * self.intermediate_size)
 
     @property
@@ -124,13 +125,13 @@ class VisionConfig:
 
     @property
     def min_image_tokens(self) -> int:
-        """`lo` of the encoder's budgets: half of the square that an image is resized to the area of."""
+        """`lo` of the encoder's token budgets: half of the tokens of a `scale_resolution` square."""
         return max((self.scale_resolution // self.factor) ** 2 // 2, 1)
 
     @property
     def max_image_tokens(self) -> int:
-        """Of a whole image and as many slices as there may be, each side rounded up by half a token; but for very flat
-        images."""
+        """Tokens of a whole image with the most slices, each side rounded up by half a token. Very flat images may have
+        more."""
         each = max(int((self.scale_resolution / self.factor + 0.5) ** 2), 1)
         return each * (1 + self.max_slice_nums) if self.slice_mode and self.max_slice_nums > 1 else each
 
@@ -159,11 +160,11 @@ class VisionConfig:
         return shapes | _linear("merger.mlp.0.linear_2", self.text_hidden_size, joined)
 
     def optional_weights(self) -> frozenset[str]:
-        """None."""
+        """Empty: all weights are required."""
         return frozenset()
 
     def kinds(self, weights: Collection[str]) -> tuple[str, ...]:
-        """Images."""
+        """Only images."""
         return (IMAGE,)
 
 
@@ -181,7 +182,7 @@ def _attention(prefix: str, width: int) -> dict[str, tuple[int, ...]]:
 
 
 def vision_fields(config: Mapping[str, Any], text_hidden_size: int, processor: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `VisionConfig` from `config.json` and the image processor's file. Raises CheckpointError."""
+    """Reads the fields of `VisionConfig` from `config.json` and the image processor's file. Raises CheckpointError."""
     vision = first(config, "vision_config", default={})
     if not isinstance(vision, Mapping):
         raise CheckpointError(f"config.json: vision_config must be an object, not {vision!r}")
@@ -224,7 +225,7 @@ def _insert_layer(config: Mapping[str, Any], vision: Mapping[str, Any]) -> int |
 def _check(
     config: Mapping[str, Any], vision: Mapping[str, Any], processor: Mapping[str, Any], fields: Mapping[str, Any]
 ) -> None:
-    """What the files say besides must be what is done here. Raises CheckpointError."""
+    """Raises CheckpointError if another setting in the files differs from what this code does."""
     square = [WINDOW, WINDOW]
     served: list[tuple[str, Mapping[str, Any], str, Any]] = [
         ("config.json", config, "merge_kernel_size", square),

@@ -1,7 +1,7 @@
-"""`nemotron_h`'s part of `config.json` -> `DecoderConfig`.
+"""Reads the `nemotron_h` part of `config.json`.
 
-Two generations of field names are in circulation: the ones that transformers writes (`layers_block_type`) and the ones
-in NVIDIA's released files (`hybrid_override_pattern`). Both are read; where a file carries both, the current one wins.
+Two generations of field names are in use: transformers writes `layers_block_type`, NVIDIA's released files have
+`hybrid_override_pattern`. Both are read; where a file has both, transformers' name wins.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LAYER_LETTERS = {
     "mlp": "-",
     "moe": "E",
 }
-# Names that older files and transformers' own keyword aliases use -> the name in NemotronHConfig.
+# Names in older files and transformers' keyword aliases -> the name in NemotronHConfig.
 _TEXT_ALIASES = {
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
@@ -42,9 +42,8 @@ _TEXT_ALIASES = {
 
 @dataclass(frozen=True)
 class NemotronHConfig:
-    """Shape of the model, in elements. Field names are those of `config.json`, so that a reader can hold one beside the
-    other. `ValueError` names the field, and both numbers where two disagree.
-    """
+    """Sizes of the model, in elements. Fields are named as in `config.json`. Raises `ValueError` naming the field, and
+    both values if two disagree."""
 
     pattern: str
     """One letter for each layer, in order: `M` Mamba-2, `*` attention, `-` MLP, `E` mixture of experts."""
@@ -53,9 +52,9 @@ class NemotronHConfig:
     tie_word_embeddings: bool = False
     layer_norm_epsilon: float = 1e-5
     residual_in_fp32: bool = False
-    """Keeps the residual stream in float32 whatever the compute dtype is."""
+    """Whether the residual stream is float32 whatever the compute dtype."""
     max_position_embeddings: int = 4096
-    """Only the length the model was trained for: there are no positions in it."""
+    """The context length of training. The model has no positions, so it is not a limit."""
 
     num_attention_heads: int = 32
     num_key_value_heads: int | None = None
@@ -75,12 +74,12 @@ class NemotronHConfig:
     n_groups: int = 8
     conv_kernel: int = 4
     chunk_size: int = 128
-    """Length of the chunks of the scan; a power of two. It changes rounding, never the result."""
+    """Tokens per chunk of the scan; a power of two. It affects rounding only."""
     time_step_limit: tuple[float, float] = (0.0, float("inf"))
-    """The only clamp put on dt after the softplus."""
+    """Bounds that dt is clamped to after the softplus."""
     use_conv_bias: bool = True
     use_bias: bool = False
-    """Biases of the Mamba input and output projections."""
+    """Whether the Mamba input and output projections have biases."""
 
     n_routed_experts: int = 8
     num_experts_per_tok: int = 2
@@ -97,7 +96,7 @@ class NemotronHConfig:
 
     @cached_property
     def decoder(self) -> DecoderConfig:
-        """The layers that this shape stands for."""
+        """The decoder's layers."""
         unknown = sorted(set(self.pattern + self.mtp_pattern) - set(LAYER_KINDS))
         if unknown:
             raise ValueError(f"pattern {self.pattern!r} has layer kinds {unknown}; known are {list(LAYER_KINDS)}")
@@ -107,7 +106,7 @@ class NemotronHConfig:
             raise ValueError("mtp_pattern is empty: at least one layer is needed")
         if not self.pattern:
             raise ValueError("pattern is empty: at least one layer is needed")
-        # Layers are checked as they are made, those of heads that predict further tokens too.
+        # Layers are checked when they are made, including those of the multi-token prediction heads.
         makers = {"M": self._mamba, "*": self._attention, "-": self._mlp, "E": self._experts}
         heads = self.mtp_pattern if self.num_nextn_predict_layers > 0 else ""
         made = {kind: makers[kind]() for kind in sorted(set(self.pattern + heads))}
@@ -169,7 +168,7 @@ class NemotronHConfig:
 
 
 def layer_pattern(text: Mapping[str, Any]) -> str:
-    """The layer kinds as a string over `M*-E`, from either way of writing them."""
+    """The layer kinds as a string over `M*-E`, from either spelling."""
     if (kinds := first(text, "layers_block_type", "layer_types")) is not None:
         unknown = sorted({kind for kind in kinds if kind not in _LAYER_LETTERS})
         if unknown:
@@ -184,7 +183,7 @@ def layer_pattern(text: Mapping[str, Any]) -> str:
 
 
 def mtp_pattern(text: Mapping[str, Any]) -> str | None:
-    """The layer kinds of the heads that predict further tokens, from either way of writing them; None where unset."""
+    """The layer kinds of the multi-token prediction heads, from either spelling; None if unset."""
     if (kinds := text.get("mtp_layers_block_type")) is not None:
         unknown = sorted({str(kind) for kind in kinds if kind not in _LAYER_LETTERS})
         if unknown:
@@ -194,7 +193,7 @@ def mtp_pattern(text: Mapping[str, Any]) -> str | None:
 
 
 def decoder_config(text: Mapping[str, Any]) -> NemotronHConfig:
-    """The text part of a config -> NemotronHConfig. Unset fields take the defaults of the model family."""
+    """Reads the text part of a configuration. Unset fields take the family's defaults. Raises CheckpointError."""
     known = {f.name: f for f in fields(NemotronHConfig)}
     values: dict[str, Any] = {"pattern": layer_pattern(text)}
     for source, target in _TEXT_ALIASES.items():
@@ -228,5 +227,5 @@ def decoder_config(text: Mapping[str, Any]) -> NemotronHConfig:
 
 
 def read_config(files: ModelFiles) -> FamilyConfig:
-    """Of a text-only model. Raises CheckpointError with the field at fault."""
+    """Reads a text-only model directory. Raises CheckpointError naming the field at fault."""
     return FamilyConfig(files.config, decoder_config(files.config).decoder)

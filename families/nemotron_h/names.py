@@ -1,7 +1,7 @@
-"""Names of published weights -> ours.
+"""Names of published weights -> our names.
 
-NVIDIA's releases (and, by default, transformers' `save_pretrained`) say `backbone.layers.0...`; transformers' own
-modules say `model.layers.0...`, which are ours.
+NVIDIA's releases (and, by default, transformers' `save_pretrained`) have `backbone.layers.0...`; transformers' modules
+have `model.layers.0...`, which we use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _EXPERT = re.compile(r"^(.*\.mixer\.experts)\.(\d+)\.(up_proj|down_proj)\.weight
 
 
 def decoder_targets(name: str, has_mtp: bool) -> list[Target]:
-    """What a stored tensor of the decoder is. `has_mtp`: whether weights of multi-token prediction heads are used."""
+    """Our tensors for a stored tensor of the decoder. `has_mtp`: whether multi-token prediction heads are used."""
     for pattern, replacement in _RENAMES:
         name = pattern.sub(replacement, name)
     if name.startswith("mtp.") and not has_mtp:

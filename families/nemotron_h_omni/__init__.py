@@ -1,4 +1,5 @@
-"""Nemotron Omni: a RADIO vision tower at dynamic resolution, pixel shuffle and projector before a NemotronH decoder."""
+"""Nemotron Omni: RADIO vision tower at dynamic resolution, pixel shuffle and projector in front of a NemotronH
+decoder."""
 
 from families.family import Family
 from families.nemotron_h_omni.config import read_config
@@ -8,7 +9,7 @@ FAMILY = Family(
     name="nemotron_h_omni",
     read_config=read_config,
     weights=weights,
-    # What released files, which predate the upstream model type, call themselves.
+    # `model_type` of released files that predate the type in transformers.
     aliases=("NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Omni_Reasoning_V3"),
     image_wrappers=("<img>", "</img>"),
 )

@@ -1,8 +1,8 @@
-"""`nemotron_h_omni`'s `config.json` and `preprocessor_config.json` -> `DecoderConfig` and `RadioVision`.
+"""Reads `config.json` and `preprocessor_config.json` of `nemotron_h_omni`.
 
-Two generations of field names are in circulation: the ones that transformers writes (`text_config`,
-`vision_hidden_size`, `image_token_id`) and the ones in NVIDIA's released files (`llm_config`, `vit_hidden_size`,
-`img_context_token_id`, `vision_config.args`). Both are read; where a file carries both, the current name wins.
+Two generations of field names are in use: transformers writes `text_config`, `vision_hidden_size` and `image_token_id`;
+NVIDIA's released files have `llm_config`, `vit_hidden_size`, `img_context_token_id` and `vision_config.args`. Both are
+read; where a file has both, transformers' name wins.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _VIT_SIZES = {
 
 
 def read_config(files: ModelFiles) -> FamilyConfig:
-    """Raises CheckpointError with the field at fault."""
+    """Reads the configuration of a model directory. Raises CheckpointError naming the field at fault."""
     text = first(files.config, "text_config", "llm_config", default={})
     decoder = decoder_config(text).decoder
     image_token = first(files.config, "image_token_id", "img_context_token_id")
@@ -41,7 +41,7 @@ def read_config(files: ModelFiles) -> FamilyConfig:
 
 
 def vision_config(config: Mapping[str, Any], text: DecoderConfig, preprocessor: Mapping[str, Any]) -> RadioVision:
-    """The vision part of a config plus `preprocessor_config.json` -> RadioVision."""
+    """Reads the vision part of `config.json` and `preprocessor_config.json`. Raises CheckpointError."""
     vision: Mapping[str, Any] = config.get("vision_config") or {}
     args: Mapping[str, Any] = vision.get("args") or {}
     width, layers, heads = _VIT_SIZES["vit_huge"]
@@ -62,7 +62,8 @@ def vision_config(config: Mapping[str, Any], text: DecoderConfig, preprocessor: 
     swiglu = bool(first(vision, "use_swiglu_ffn", default=False))
 
     def setting(name: str, default: Any) -> Any:
-        """Preprocessing settings: the processor's own file first, then the places released configs put them."""
+        """A preprocessing setting: from the processor's own file first, then from the sections that released files
+        use."""
         return first(preprocessor, name, default=first(vision, name, default=first(args, name, default=default)))
 
     mean = first(preprocessor, "image_mean", "norm_mean", default=first(config, "norm_mean")) or CLIP_MEAN
@@ -111,8 +112,8 @@ def _video_patch(config: Mapping[str, Any], vision: Mapping[str, Any]) -> int | 
 
 
 def _prefix_tokens(vision: Mapping[str, Any], args: Mapping[str, Any]) -> tuple[int, int]:
-    """Class and register tokens per image: given outright, or by RADIO's rule of one class token per distinct teacher
-    and registers filling up to a multiple."""
+    """Class and register tokens per image: as given, or by RADIO's rule (one class token per distinct teacher,
+    registers up to a multiple)."""
     cls_tokens, registers = 3, 7
     if "teachers" in args:
         teachers = args["teachers"] or []

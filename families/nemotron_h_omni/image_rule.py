@@ -1,4 +1,4 @@
-"""From a decoded image to flattened patches: the released image processor's grid rule, resize and normalisation.
+"""Converts a decoded image to flattened patches: the released image processor's grid rule, resize and normalisation.
 
 Shapes: H, W pixels; C = 3 channels; p the patch side; gh, gw the patch grid; T = gh * gw patches.
 """
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OmniImageRule:
-    """`families.family.ImageRule` with the numbers of `config`."""
+    """Implements `families.family.ImageRule` with the settings of `config`."""
 
     config: VisionConfig
 
     def grid(self, height: int, width: int, *, max_patches: int | None = None) -> Grid:
-        """`target_grid` of an image of that many pixels; `max_patches` lowers the budget of one image."""
+        """`target_grid` of an image of `height` x `width` pixels; `max_patches` lowers the limit for this image."""
         config = self.config
         return target_grid(
             height,
@@ -40,14 +40,14 @@ class OmniImageRule:
         self, image_HWC: torch.Tensor, dtype: torch.dtype, *, max_patches: int | None = None, keep_bytes: bool = False,
         watch: Stopwatch | None = None,
     ) -> EncoderItem:  # fmt: skip
-        """Resize, normalise and cut one image.
+        """Resizes, normalises and cuts one image.
 
-        `image_HWC`: `[H, W, 3]` uint8. The resize is bicubic with antialiasing in float32 on 0..255 and its overshoot
-        is kept. Returns new memory, patches in `dtype`. Raises `ValueError` for another shape or dtype.
-        `watch` counts the stages. `keep_bytes`: an image that needs no resize is only cut, and its patches stay uint8
-        for the tower's `as_floats` to make the same numbers of: a quarter to half of the memory on their way.
+        `image_HWC`: `[H, W, 3]` uint8. The resize is bicubic with antialiasing, in float32 on 0..255, and keeps values
+        beyond that range. Returns new memory, patches in `dtype`. Raises `ValueError` for another shape or dtype.
+        `watch` times the stages. `keep_bytes`: patches of an image that needs no resize stay uint8, a quarter to half
+        of the memory, and the tower's `as_floats` normalises them to the same values.
         """
-        import torch  # not above: grids and tokens are counted without
+        import torch  # imported here: grids and token counts need no torch
 
         from encoder.preprocess import cut_patches, normalise, resize_pixels
 
@@ -74,11 +74,11 @@ def target_grid(
 ) -> Grid:
     """The patch grid `(gh, gw)` that an image of `height` x `width` pixels is resized to.
 
-    The rule of the released processor: about one patch per `patch_size` pixels, shrunk to at most `max_patches`, grown
-    to at least `min_patches`, both sides made multiples of `merge_size`. Rounding a side of 1 up to `merge_size` may
-    leave a very flat image above `max_patches`, as it does there.
+    The released processor's rule: about one patch per `patch_size` pixels, shrunk to at most `max_patches`, enlarged to
+    at least `min_patches`, both sides multiples of `merge_size`. Rounding a side of 1 up to `merge_size` may leave a
+    very flat image above `max_patches`, as in the released processor.
 
-    Raises `ValueError` if a size is not positive or the shape is so flat that the rule gives it no rows at all.
+    Raises `ValueError` if a size is not positive, or if the image is so flat that the grid would have no rows.
     """
     if height < 1 or width < 1:
         raise ValueError(f"an image needs at least one pixel each way, got {height}x{width}")

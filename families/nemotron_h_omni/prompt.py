@@ -1,4 +1,4 @@
-"""The text around a clip's frames, as the released processor writes it."""
+"""A clip's part of a prompt, as the released processor writes it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 def frame_labels(
     num_frames: int, together: int, *, fps: float | None = None, indices: Sequence[int] | None = None
 ) -> list[str]:
-    """The words before each temporal patch, as the released processor writes them: `Frame 1 and frame 2: `.
+    """The text before each temporal patch, as the released processor writes it: `Frame 1 and frame 2: `.
 
-    With `fps` of the source they say when: by the frames' `indices` in the source, in whole milliseconds of a frame,
-    where those are given, else as if the frames followed each other at that rate.
+    With the source's `fps` it includes the time: from the frames' `indices` in the source, in whole milliseconds per
+    frame, if they are given, otherwise as if the frames were consecutive.
     """
     if num_frames < 1 or together < 1:
         raise ValueError(f"{num_frames} frames in groups of {together}: both must be positive")
@@ -32,9 +32,9 @@ def frame_labels(
 
 
 def video_text(labels: Sequence[str], rows: Sequence[int], *, start: str, token: str, end: str) -> str:
-    """A clip in a prompt: each label, then `start`, one `token` for each row of that temporal patch, and `end`.
+    """A clip's part of a prompt: for each temporal patch its label, `start`, one `token` per row, and `end`.
 
-    `rows` are what the runner says stayed of each. Pruned to nothing, a temporal patch keeps its label and its pair.
+    `rows`: rows of each temporal patch after pruning. One with no rows left keeps its label and wrappers.
     """
     if len(labels) != len(rows):
         raise ValueError(f"{len(labels)} labels for {len(rows)} temporal patches")

@@ -24,18 +24,18 @@ from kernels.linear import AnyWeight, Linear
 
 _EMBEDDINGS = "vision_model.embeddings."
 PROJECTIONS = {IMAGE: _EMBEDDINGS + "patch_projection", VIDEO: _EMBEDDINGS + "video_patch_projection"}
-"""Names of the linear layers that patches pass, per kind of item."""
+"""Names of the linear layers that project patches, per kind of item."""
 
 
 class RadioTower:
-    """`encoder.tower.Tower`. Raises `ValueError` for missing names."""
+    """Implements `encoder.tower.Tower`. Raises `ValueError` for missing weights."""
 
     def __init__(
         self, spec: VisionConfig, weights: Iterable[tuple[str, AnyWeight]], *, dtype: torch.dtype, device: torch.device,
         native: str = "off", max_rows: int = 0,
     ) -> None:  # fmt: skip
-        """`native`: whether it runs in compiled code, as `encoder.native` says, with memory for launches of `max_rows`
-        tower rows."""
+        """`native`: one of `NATIVE_MODES`, whether compiled code runs the tower; `max_rows`: tower rows of the largest
+        expected launch, for which its scratch memory is allocated."""
         compiled = runs_compiled(spec, dtype, device, native)
         self.sizes = spec
         self.dtype = dtype
@@ -43,15 +43,15 @@ class RadioTower:
         reader = _Reader(spec, dict(weights), dtype, device, compiled)
         self.vit = reader.vit()
         self.kinds = tuple(self.vit.projections)
-        # float32, and a place's features side by side: the interpolation then reads four rows for each place. With its
-        # features a plane apart, each number is a cache miss of its own, and a grid takes a hundred times as long.
+        # float32 with the features of a position contiguous: interpolation then reads four rows per patch. With one
+        # plane per feature each element would be a cache miss, and a grid would take a hundred times as long.
         table_1ND = reader.take(_EMBEDDINGS + "position_embedding").to(torch.float32, copy=True)
         self._table_1DSS = table_1ND.view(1, spec.table_side, spec.table_side, -1).permute(0, 3, 1, 2)
         self.native = NativeViT(self.vit, max_rows) if compiled else None
 
     @property
     def scratch_bytes(self) -> int:
-        """Memory between the operations of compiled code."""
+        """Bytes of the compiled code's scratch memory."""
         return 0 if self.native is None else self.native.bytes
 
     def positions(self, grid: Grid) -> Tensor:
@@ -59,7 +59,7 @@ class RadioTower:
         return interpolate_positions(self._table_1DSS, grid, self.dtype)
 
     def as_floats(self, patches: Tensor) -> Tensor:
-        """uint8 patches normalised, in the tower's dtype."""
+        """Normalises uint8 patches; result in the tower's dtype."""
         return as_floats(patches, self.sizes.patch_size, self.sizes.image_mean, self.sizes.image_std, self.dtype)
 
     def forward(self, batch: PackedBatch, *, kind: str = IMAGE) -> Tensor:
@@ -67,7 +67,7 @@ class RadioTower:
         return finish(self.pieces(batch, kind=kind))
 
     def pieces(self, batch: PackedBatch, *, kind: str = IMAGE) -> Pieces[Tensor]:
-        """The same, to be left after each layer."""
+        """`forward` as a generator that yields after each layer."""
         return self.vit.pieces(batch, kind=kind) if self.native is None else self.native.pieces(batch, kind=kind)
 
 
@@ -80,7 +80,7 @@ def interpolate_positions(table_1DSS: Tensor, grid: Grid, dtype: torch.dtype) ->
 
 
 class _Reader:
-    """Weights by their names, fused and cast into the parts of a `ViT`."""
+    """Reads weights by name, fuses and casts them into the parts of a `ViT`."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class _Reader:
     def take(self, name: str, scale: Tensor | None = None) -> Tensor:
         tensor = plain(self._given[name])
         if scale is not None:
-            # A layer scale belongs to the rows of the layer before it: one rounding, and no work at run time.
+            # A layer scale is folded into the rows of the layer before it: one rounding, no cost at run time.
             tensor = scale.view(-1, *[1] * (tensor.dim() - 1)) * tensor.float()
         return tensor.to(self._device, self._dtype)
 
@@ -128,7 +128,7 @@ class _Reader:
         return Linear(weight, bias, compiled=self._compiled)
 
     def _norm(self, name: str) -> Norm:
-        # clone: the norm must not keep the checkpoint's memory map alive
+        # clone: otherwise the norm would keep the checkpoint's memory map open
         return Norm(self.take(name + ".weight").clone(), self.take(name + ".bias").clone(), self._spec.layer_norm_eps)
 
     def _final_norm(self) -> Norm | None:

@@ -1,9 +1,9 @@
-"""From decoded frames to temporal patches.
+"""Converts decoded frames to temporal patches.
 
-The released processor resizes every frame of a clip to one grid near a target, keeping the shape of the frame, and
-the tower takes frames in groups: the patch of a group is the same patch of each of its frames, one frame after the
-other. A clip's last frame is repeated until its group is full. Each group is one attention sequence, on its own in the
-tower, so a long clip passes in as many launches as it needs.
+The released processor resizes every frame of a clip to one grid near a target size, keeping its aspect ratio. The tower
+takes frames in groups: the patch of a group concatenates the same patch of each of its frames. A clip's last frame is
+repeated until its group is full. Each group is an attention sequence of its own, so a long clip is encoded in as many
+launches as needed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OmniVideoRule:
-    """`families.family.VideoRule` with the numbers of `config`. `ValueError` where that has no video projection."""
+    """Implements `families.family.VideoRule` with the settings of `config`. Raises `ValueError` if the model has no
+    video projection."""
 
     config: VisionConfig
 
@@ -41,7 +42,7 @@ class OmniVideoRule:
 
     @property
     def pruning_rate(self) -> float:
-        """Share of a clip's rows that are dropped after the tower."""
+        """Share of a clip's rows that is dropped after the tower."""
         return self.config.video_pruning_rate
 
     def sample(self, total: int, count: int) -> list[int]:
@@ -49,40 +50,40 @@ class OmniVideoRule:
         return sample_indices(total, count)
 
     def sample_file(self, total: int, count: int, fps: Callable[[], float | None]) -> list[int]:
-        """The same, however fast they follow each other."""
+        """Like `sample`: the source's frame rate is not used."""
         return sample_indices(total, count)
 
     def tokens(self, num_frames: int, height: int, width: int) -> int:
-        """Rows that a clip gives the decoder, before anything is decoded. `ValueError` without frames."""
+        """Rows that a clip will give the decoder; needs no decoded frame. Raises `ValueError` without frames."""
         if num_frames < 1:
             raise ValueError(f"a clip needs a frame, got {num_frames}")
         tokens = num_image_tokens(video_grid(height, width, self.config), merge_size=self.config.merge_size)
         return retained_tokens(-(-num_frames // self.together), tokens, self.pruning_rate)
 
     def most_numbers(self, num_frames: int) -> int:
-        """In the patches of a clip of so many frames, at most, whatever their size."""
+        """Upper bound of the numbers in the patches of a clip of `num_frames` frames of any size."""
         return (num_frames + self.together - 1) * self.config.video_target_num_patches * self.config.patch_dim
 
     def labels(self, num_frames: int, *, fps: float | None = None, indices: Sequence[int] | None = None) -> list[str]:
-        """`frame_labels` of its temporal patches."""
+        """`frame_labels` of the clip's temporal patches."""
         return frame_labels(num_frames, self.together, fps=fps, indices=indices)
 
     def text(self, labels: Sequence[str], rows: Sequence[int], *, start: str, token: str, end: str) -> str:
-        """`video_text`."""
+        """See `video_text`."""
         return video_text(labels, rows, start=start, token=token, end=end)
 
     def patchify(
         self, frames: Iterable[torch.Tensor], dtype: torch.dtype, *, num_frames: int | None = None,
         keep_bytes: bool = False, watch: Stopwatch | None = None,
     ) -> EncoderItem:  # fmt: skip
-        """Resize, normalise and cut a clip, one group of frames at a time.
+        """Resizes, normalises and cuts a clip, one group of frames at a time.
 
-        `frames`: `[H, W, 3]` uint8, all of one size; taken one by one, so a generator keeps a single group in memory,
-        and then says in `num_frames` how many it yields. Returns new memory in `dtype`; with `keep_bytes` in uint8
-        where no frame needs a resize, as for images. Raises `ValueError` naming the first frame that does not fit, or
-        both counts where they differ.
+        `frames`: `[H, W, 3]` uint8, all of one size. They are consumed one by one, so a generator, which needs
+        `num_frames`, keeps a single group in memory. Returns new memory in `dtype`; with `keep_bytes` in uint8 if no
+        frame needs a resize. Raises `ValueError` naming the first frame that does not fit, or both counts if they
+        differ.
         """
-        import torch  # not above: grids and tokens are counted without
+        import torch  # imported here: grids and token counts need no torch
 
         from encoder.preprocess import cut_patches, normalise, resize_pixels
 
@@ -148,7 +149,8 @@ def video_grid(height: int, width: int, config: VisionConfig) -> Grid:
 
 
 def sample_indices(total: int, count: int) -> list[int]:
-    """Which of `total` frames to take for at most `count`: evenly spaced from the first, all where they are few."""
+    """Indices of at most `count` of `total` frames: evenly spaced from the first; all if there are no more than
+    `count`."""
     if total < 1 or count < 1:
         raise ValueError(f"{count} of {total} frames: both must be positive")
     if count >= total:

@@ -1,4 +1,4 @@
-"""What the family's vision part is to encoder and service: its sizes, its tower and its rules."""
+"""The family's `VisionSpec`: sizes, tower, image and video rules."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class RadioVision(VisionConfig):
-    """`families.family.VisionSpec` of this family."""
+    """Implements `families.family.VisionSpec`."""
 
     def build(
         self, weights: Iterable[tuple[str, AnyWeight]], *, dtype: torch.dtype, device: torch.device,
         native: str = "off", max_rows: int = 0,
     ) -> RadioTower:  # fmt: skip
-        from families.nemotron_h_omni.tower import RadioTower  # not above: grids and tokens need no torch
+        from families.nemotron_h_omni.tower import RadioTower  # imported here: grids and token counts need no torch
 
         return RadioTower(self, weights, dtype=dtype, device=device, native=native, max_rows=max_rows)
 

@@ -1,4 +1,4 @@
-"""What the vision side of a checkpoint looks like: tower sizes, prefix tokens, projector, weights and preprocessing."""
+"""The vision part of a checkpoint's configuration: tower sizes, prefix tokens, projector, weights and preprocessing."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ ACTIVATIONS = frozenset({"gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """Sizes of a RADIO tower with its projector, and the numbers of the image and video rules that feed it.
+    """Sizes of a RADIO tower with its projector, and the settings of its image and video rules.
 
-    Raises `ValueError`, with the numbers, for a combination that no tower can have.
+    Raises `ValueError` naming the fields and values of an impossible combination.
     """
 
     hidden_size: int = 1280
@@ -33,36 +33,36 @@ class VisionConfig:
     qkv_bias: bool = True
     layer_norm_eps: float = 1e-6
     layerscale_value: float = 1.0
-    """What a layer scale is when the checkpoint stores none; 1.0 is the identity."""
+    """Layer scale where the checkpoint stores none; 1.0 is the identity."""
     patch_size: int = 16
     """Side of a patch, in pixels."""
     max_img_size: int = 2048
-    """Side, in pixels, of the square image that the position table was made for."""
+    """Side, in pixels, of the square image that the position table was trained for."""
     num_cls_tokens: int = 3
     num_registers: int = 7
     video_temporal_patch_size: int | None = None
     """Frames in one video patch, or None for a tower without a video projection."""
     min_num_patches: int = 1024
     max_num_patches: int = 13312
-    """Largest patch grid of one image; 0 leaves only the context length as a bound."""
+    """Largest patch grid of one image; 0: only the context length limits it."""
     max_model_len: int = 16384
-    """Context length, in tokens, which bounds what the images of one call may take."""
+    """Context length, in tokens; limits the size of images."""
     image_mean: tuple[float, float, float] = CLIP_MEAN
     image_std: tuple[float, float, float] = CLIP_STD
-    """Mean and deviation per channel of pixels scaled to 0..1."""
+    """`mean` and standard deviation per channel, of pixels scaled to 0..1."""
     merge_size: int = 2
     """Patches per image token along each side: the reciprocal of the checkpoint's downsample ratio."""
     projector_hidden_size: int = 4096
     text_hidden_size: int = 4096
-    """Width of the rows handed to the decoder."""
+    """Width of the rows that the decoder gets."""
     projector_eps: float = 1e-5
     final_layernorm: bool = False
-    """Whether the features pass one more layer norm before the projector (towers trained beside MTP heads do)."""
+    """Whether the features pass another layer norm before the projector (in towers trained with MTP heads)."""
     video_target_num_patches: int = 1024
-    """Patch grid that one video frame is resized towards."""
+    """Number of patches that the grid of a video frame aims at."""
     video_maintain_aspect_ratio: bool = True
     video_pruning_rate: float = 0.0
-    """Share of a clip's rows that are dropped after the tower."""
+    """Share of a clip's rows that is dropped after the tower."""
 
     def __post_init__(self) -> None:
         positive = (
@@ -93,12 +93,13 @@ class VisionConfig:
 
     @staticmethod
     def swiglu_size(mlp_size: int) -> int:
-        """Inner width of a SwiGLU MLP that stands for a plain one of `mlp_size`: two thirds, up to a multiple of 8."""
+        """Inner width of the SwiGLU MLP that replaces a plain one of `mlp_size`: two thirds, rounded up to a multiple
+        of 8."""
         return (int(mlp_size * 2 / 3) + 7) // 8 * 8
 
     @property
     def num_prefix_tokens(self) -> int:
-        """Class and register tokens ahead of the patches of each image."""
+        """Class and register tokens before the patches of each image."""
         return self.num_cls_tokens + self.num_registers
 
     @property
@@ -108,7 +109,7 @@ class VisionConfig:
 
     @cached_property
     def patch_widths(self) -> dict[str, int]:
-        """Numbers in one flattened patch of each kind of item that such a tower can take."""
+        """Numbers in one flattened patch, for each kind of item."""
         widths = {IMAGE: self.patch_dim}
         if self.video_temporal_patch_size is not None:
             widths[VIDEO] = self.patch_dim * self.video_temporal_patch_size
@@ -125,13 +126,13 @@ class VisionConfig:
 
     @property
     def row_width(self) -> int:
-        """The decoder's width: the projector leads there."""
+        """The decoder's hidden size, which the projector projects to."""
         return self.text_hidden_size
 
     @property
     def activation_width(self) -> int:
-        """The residual, the fused q, k, v and the attention's output, or the residual, its norm and the MLP before and
-        after its activation."""
+        """An estimate: the larger of (residual, fused q, k, v, attention output) and (residual, norm, MLP before and
+        after its activation)."""
         return max(5 * self.hidden_size, 2 * self.hidden_size + 2 * self.intermediate_size)
 
     @property
@@ -141,7 +142,7 @@ class VisionConfig:
 
     @property
     def patch_budget(self) -> int:
-        """Largest grid, in patches, that the image rule aims at: the context less 4 tokens, held to the two bounds."""
+        """Largest grid, in patches, that the image rule aims at: the context less 4 tokens, within both limits."""
         budget = max((self.max_model_len - 4) * self.patches_per_token, self.min_num_patches)
         if self.max_num_patches:
             budget = min(budget, self.max_num_patches)
@@ -149,16 +150,16 @@ class VisionConfig:
 
     @property
     def min_image_tokens(self) -> int:
-        """`lo` of the encoder's budgets, in image tokens."""
+        """`lo` of the encoder's token budgets, in image tokens."""
         return max(self.min_num_patches // self.patches_per_token, 1)
 
     @property
     def max_image_tokens(self) -> int:
-        """Tokens of the largest image that the image rule aims at: the default `hi` of the encoder's budgets."""
+        """Tokens of the largest image that the image rule aims at; the default `hi` of the encoder's token budgets."""
         return max(-(-self.patch_budget // self.patches_per_token), self.min_image_tokens)
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
-        """Every weight name that this tower can take, with its shape (`optional_weights` of them may be absent)."""
+        """Name and shape of every weight that this tower can take, including the `optional_weights`."""
         hidden, inner = self.hidden_size, self.intermediate_size
         embeddings = "vision_model.embeddings."
         shapes: dict[str, tuple[int, ...]] = {
@@ -195,7 +196,8 @@ class VisionConfig:
         return (("fc1", inner, hidden), ("fc2", hidden, inner))
 
     def optional_weights(self) -> frozenset[str]:
-        """Names that a checkpoint may leave out: layer scales, the final norm's affine and the video projection."""
+        """Names that a checkpoint may omit: layer scales, the final norm's weight and bias, and the video
+        projection."""
         return frozenset(
             name
             for name in self.expected_weights()
@@ -203,6 +205,6 @@ class VisionConfig:
         )
 
     def kinds(self, weights: Collection[str]) -> tuple[str, ...]:
-        """Images, and clips where the projection for temporal patches is there."""
+        """Images, and clips if the weights include the video projection."""
         video = "vision_model.embeddings.video_patch_projection.weight" in weights
         return (IMAGE, VIDEO) if VIDEO in self.patch_widths and video else (IMAGE,)

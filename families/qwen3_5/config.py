@@ -1,6 +1,6 @@
 """`config.json` -> `DecoderConfig`. Reference: transformers, models/qwen3_5/modeling_qwen3_5.py and qwen3_5_moe.
 
-Files of vision-language models hold the decoder's fields in `text_config`, files of text-only ones at the top.
+Vision-language models have the decoder's fields in `text_config`, text-only ones at the top level.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from families.qwen3_5.vision import read_vision
 from kernels.rope import Rope
 
 SECTIONS = (11, 11, 10)
-"""Frequencies of the time, row and column axes where a file does not say."""
+"""Default number of frequencies of the time, row and column axes."""
 IMAGE_TOKEN, VIDEO_TOKEN = 248056, 248057
-"""The placeholders of images and of clips where a file does not say."""
+"""Default placeholders of images and of clips."""
 ROTATED = 0.25
-"""Share of each head that is rotated where a file does not say."""
+"""Default share of each head that is rotated."""
 
 
 def read_config(files: ModelFiles, *, moe: bool) -> FamilyConfig:
-    """Raises CheckpointError with the field at fault."""
+    """Reads the configuration of a model directory. Raises CheckpointError naming the field at fault."""
     config = files.config
     text = _section(config, "text_config") or config
     vision = {} if fields.flag(config, "language_model_only") else _section(config, "vision_config")
@@ -46,9 +46,8 @@ def read_config(files: ModelFiles, *, moe: bool) -> FamilyConfig:
 
 
 def decoder_config(text: Mapping[str, Any], *, moe: bool = False, tied: bool = False, axes: int = 1) -> DecoderConfig:
-    """The decoder that a file's fields describe. `moe`: with experts instead of MLPs; `axes`: of the positions, 3 where
-    prompts hold images, whose tokens have a row and a column. Raises CheckpointError.
-    """
+    """Reads the decoder's fields. `moe`: experts instead of MLPs; `axes`: of positions, 3 for models with images, whose
+    tokens have a row and a column. Raises CheckpointError."""
     try:
         return _decoder_config(text, moe, tied, axes)
     except CheckpointError:
@@ -95,7 +94,8 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _check_type(section: Mapping[str, Any], name: str, part: str, *, moe: bool) -> None:
-    """Files that predate the types of the parts give both parts the model's own."""
+    """Raises CheckpointError for another `model_type` of a section. Older files give sections the whole model's
+    type."""
     whole = "qwen3_5_moe" if moe else "qwen3_5"
     found = first(section, "model_type", default=whole)
     if found not in (whole, f"{whole}_{part}"):
@@ -136,9 +136,8 @@ def _attention(text: Mapping[str, Any], hidden: int, eps: float, axes: int) -> A
 
 
 def _rope(text: Mapping[str, Any], width: int, axes: int) -> Rope:
-    """Rotary positions of the first part of each head; with several axes, frequencies of rows and columns stand between
-    those of time: T H W T H W and so on, and T again where an axis has used up its section.
-    """
+    """Rotary positions of the first part of each head. With several axes, frequencies are interleaved, T H W T H W and
+    so on, with T where an axis has used up its section."""
     parameters = fields.rope_parameters(text)
     fields.only(parameters, "mrope_interleaved", True)
     outer = fields.number(text, "partial_rotary_factor", ROTATED)
@@ -179,7 +178,7 @@ def _experts(text: Mapping[str, Any], hidden: int) -> Experts:
 
 
 def _has_mtp(text: Mapping[str, Any]) -> bool:
-    """Whether the model has a head that predicts further tokens."""
+    """Whether the model has a multi-token prediction head."""
     layers = first(text, "mtp_num_hidden_layers", default=0)
     if layers not in (0, 1):
         raise CheckpointError(f"config.json: mtp_num_hidden_layers is {layers!r}; 0 and 1 are served")

@@ -1,4 +1,4 @@
-"""From a decoded image to flattened patches: the released image processor's size, resize and scale.
+"""Converts a decoded image to flattened patches: the released image processor's size rule, resize and scale.
 
 Shapes: H, W pixels; C = 3 channels; p the patch side; m the merge size; T patches.
 """
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class QwenImageRule:
-    """`families.family.ImageRule` with the numbers of `config`."""
+    """Implements `families.family.ImageRule` with the settings of `config`."""
 
     config: VisionConfig
 
     def grid(self, height: int, width: int) -> Grid:
-        """The patch grid of an image of that many pixels."""
+        """The patch grid `(gh, gw)` of an image of `height` x `width` pixels."""
         config = self.config
         sides = smart_resize(height, width, config.factor, config.image.min_pixels, config.image.max_pixels)
         return sides[0] // config.patch_size, sides[1] // config.patch_size
@@ -33,13 +33,13 @@ class QwenImageRule:
     def patchify(
         self, image_HWC: torch.Tensor, dtype: torch.dtype, *, keep_bytes: bool = False, watch: Stopwatch | None = None
     ) -> EncoderItem:
-        """Resize and cut one image, and normalise it unless `keep_bytes`: patches then stay uint8, of which the tower's
-        `as_floats` makes the same numbers.
+        """Resizes and cuts one image, and normalises the patches. With `keep_bytes` they stay uint8, and the tower's
+        `as_floats` normalises them to the same values.
 
-        `image_HWC`: `[H, W, 3]` uint8. The resize is Pillow's bicubic on bytes, whatever the size. Returns new memory.
-        Raises `ValueError` for another shape or dtype, and for an image of more tokens than the context has.
+        `image_HWC`: `[H, W, 3]` uint8. Resizing is Pillow's bicubic filter on bytes. Returns new memory. Raises
+        `ValueError` for another shape or dtype, and for an image of more tokens than the context has.
         """
-        import torch  # not above: grids and tokens are counted without
+        import torch  # imported here: grids and token counts need no torch
 
         if image_HWC.dim() != 3 or image_HWC.shape[2] != RGB or image_HWC.dtype != torch.uint8:
             raise ValueError(f"expected [H, W, 3] uint8 pixels, got {tuple(image_HWC.shape)} {image_HWC.dtype}")
@@ -63,8 +63,8 @@ def check_tokens(config: VisionConfig, tokens: int) -> None:
 
 
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Height and width that an image is resized to: multiples of `factor`, nearly of its shape, and of `min_pixels` to
-    `max_pixels` in all. A very flat one keeps a side of `factor` and may end up above.
+    """Height and width that an image is resized to: multiples of `factor` near its aspect ratio, with `min_pixels` to
+    `max_pixels` in total. A very flat image keeps a side of `factor` and may exceed `max_pixels`.
 
     Raises `ValueError` for sizes that are not positive, and where one side is more than 200 times the other.
     """
@@ -83,7 +83,7 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
 
 
 def check_shape(height: int, width: int) -> None:
-    """Raises `ValueError` for an empty image or frame, and for one that is too flat."""
+    """Raises `ValueError` for an empty or too flat image or frame."""
     if height < 1 or width < 1:
         raise ValueError(f"an image needs at least one pixel each way, got {height}x{width}")
     if max(height, width) / min(height, width) > MAX_ASPECT:
@@ -92,7 +92,7 @@ def check_shape(height: int, width: int) -> None:
 
 
 def resize_bytes(image_HWC: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """`[*size, 3]` uint8 by Pillow; the image itself where it has that size."""
+    """`[*size, 3]` uint8, resized by Pillow; the argument itself if it has that size."""
     import torch
     from PIL import Image
 
@@ -100,27 +100,27 @@ def resize_bytes(image_HWC: torch.Tensor, size: tuple[int, int]) -> torch.Tensor
         return image_HWC
     image = Image.fromarray(image_HWC.contiguous().numpy())
     resized = image.resize((size[1], size[0]), Image.Resampling.BICUBIC)
-    # frombuffer of bytes that own nothing else: Pillow's own array is read-only, of which torch warns
+    # frombuffer of a copy: Pillow's own array is read-only, and torch would warn
     return torch.frombuffer(bytearray(resized.tobytes()), dtype=torch.uint8).view(*size, RGB)
 
 
 def cut_blocks(pixels_HWC: torch.Tensor, patch_size: int, merge: int) -> torch.Tensor:
-    """`[H, W, 3]` -> `[T, 3 * p * p]` of the same type in new memory: the m x m patches of an image token together,
-    tokens row by row; channel by channel inside a patch."""
+    """`[H, W, 3]` -> `[T, 3 * p * p]` of the same dtype in new memory: the m x m patches of an image token are
+    neighbours, tokens are row by row; channels are outermost inside a patch."""
     import torch
 
     height, width, channels = pixels_HWC.shape
     side = patch_size * merge
     cut = pixels_HWC.reshape(height // side, merge, patch_size, width // side, merge, patch_size, channels)
-    # numpy copies bytes in this order in half of the time
+    # numpy copies bytes in this order in half the time
     blocks = cut.numpy().transpose(0, 3, 1, 4, 6, 2, 5).copy()
     return torch.from_numpy(blocks).view(-1, channels * patch_size**2)
 
 
 def normalised(patches_TP: torch.Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> torch.Tensor:
-    """uint8 patches `[T, 3 * n]`, channel by channel, in the tower's scale: float32, on their device, new memory.
+    """Normalises uint8 patches `[T, 3 * n]`, channels outermost, to float32 on their device; new memory.
 
-    The released processor multiplies with 1/255 in float64 and rounds: of each byte the same number as a division here.
+    The released processor multiplies by 1/255 in float64 and rounds; for every byte that equals the division here.
     """
     import torch
 

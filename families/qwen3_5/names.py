@@ -1,8 +1,8 @@
-"""Names of published weights -> ours.
+"""Names of published weights -> our names.
 
-A published layer is two of ours: gated delta rule or attention, then the MLP or experts. Queries and the gates of the
-attention's output are one tensor, both of one head after the other. Norms store what is added to 1, but for those of
-the gated delta rule. Experts are stored as one tensor, gates before ups, or one by one.
+A published layer is two of ours: gated delta rule or attention, then the MLP or experts. Queries and the gates of
+attention's output are one tensor, interleaved by head. Norms store their weight minus 1, except those of the gated
+delta rule. Experts are stored as one tensor (gates before ups) or one by one.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from decoder.layers.descriptions import Attention
 from families.family import FamilyConfig, Target
 from families.qwen3_5.vision import vision_targets
 
-# `model.language_model.` in files of vision-language models, `model.` in text-only ones; conversions have others.
+# `model.language_model.` in vision-language models, `model.` in text-only ones; converted files have further prefixes.
 _PREFIX = re.compile(r"^(model\.)?(language_model\.)?(model\.)?(?=embed_tokens\.|norm\.|layers\.|mtp\.|lm_head\.)")
 _LAYER = re.compile(r"^(mtp\.)?layers\.(\d+)\.(.*)$")
 _EXPERT = re.compile(r"^mlp\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
 _QUERIES = re.compile(r"^self_attn\.q_proj\.(weight|bias)$")
-# Name, or prefix ending in a dot, in a published layer -> which of our two layers, and ours in it.
+# Name, or prefix ending in a dot, in a published layer -> which of our two layers, and our name in it.
 _PARTS = {
     "input_layernorm.": (0, "norm."),
     "post_attention_layernorm.": (1, "norm."),
@@ -51,9 +51,8 @@ def weights(config: FamilyConfig) -> Callable[[str], list[Target]]:
 
 
 def decoder_targets(name: str, config: DecoderConfig) -> list[Target]:
-    """What a stored tensor of the decoder is; nothing for heads that predict further tokens where the configuration has
-    none. Names that are not known stay as they are.
-    """
+    """Our tensors for a stored tensor of the decoder; none for multi-token prediction heads if the configuration has
+    none. Unknown names are returned unchanged."""
     inner = _PREFIX.sub("", name)
     if inner.startswith("mtp.") and not config.mtp:
         return []
@@ -91,11 +90,11 @@ def _layer_targets(prefix: str, first: int, part: str, config: DecoderConfig) ->
 
 
 def _heads(config: DecoderConfig) -> int:
-    """Of the attention, which is the same in all layers."""
+    """Attention heads, the same in all layers."""
     specs = (*config.mixers, *config.mtp)
     return next((spec.num_attention_heads for spec in specs if isinstance(spec, Attention)), 1)
 
 
 def _offset(part: str) -> float:
-    """1 for norms that store what is added to it."""
+    """1 for norms that store their weight minus 1, otherwise 0."""
     return 1.0 if _CENTRED.search(part) else 0.0

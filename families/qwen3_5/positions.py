@@ -13,11 +13,11 @@ AXES = 3
 
 
 def prompt_positions(length: int, blocks: Sequence[tuple[int, Grid]], *, merge_size: int) -> Positions:
-    """Of a prompt of `length` tokens. `blocks`: where images and temporal patches of clips begin, ascending, and their
-    grids of patches. Raises `ValueError` for blocks that overlap or do not lie in the prompt.
+    """Positions `[3, length]` of a prompt. `blocks`: the first row and the patch grid of each image and temporal patch,
+    ascending. Raises `ValueError` for blocks that overlap or lie outside the prompt.
 
-    Words count up on all axes. A block at position p has (p, p + row, p + column), and takes as many positions as its
-    longer side has image tokens.
+    A text token has the next position on all axes. A block at position p has (p, p + row, p + column), and text
+    continues after the block's longer side, in image tokens.
     """
     found = np.empty((length, AXES), np.int64)
     index = position = 0

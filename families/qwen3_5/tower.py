@@ -24,14 +24,14 @@ from kernels.pixel_shuffle import shuffle_order
 
 
 class QwenTower:
-    """`encoder.tower.Tower`, and `RotaryTower`. Raises `ValueError` for missing names."""
+    """Implements `encoder.tower.Tower` and `RotaryTower`. Raises `ValueError` for missing weights."""
 
     def __init__(
         self, spec: VisionConfig, weights: Iterable[tuple[str, AnyWeight]], *, dtype: torch.dtype, device: torch.device,
         native: str = "off", max_rows: int = 0,
     ) -> None:  # fmt: skip
-        """`native`: whether it runs in compiled code, as `encoder.native` says, with memory for launches of `max_rows`
-        tower rows."""
+        """`native`: one of `NATIVE_MODES`, whether compiled code runs the tower; `max_rows`: tower rows of the largest
+        expected launch, for which its scratch memory is allocated."""
         compiled = runs_compiled(spec, dtype, device, native)
         self.sizes, self.dtype, self.device = spec, dtype, device
         reader = _Reader(spec, dict(weights), dtype, device, compiled)
@@ -45,31 +45,31 @@ class QwenTower:
 
     @property
     def scratch_bytes(self) -> int:
-        """Memory between the operations of compiled code."""
+        """Bytes of the compiled code's scratch memory."""
         return 0 if self.native is None else self.native.bytes
 
     def positions(self, grid: Grid) -> Tensor:
-        """`[T, D]` in the tower's dtype: the square table read bilinearly, its corners at the corners of the grid."""
+        """`[T, D]` in the tower's dtype: the square table interpolated bilinearly, with its corners on the grid's
+        corners."""
         rows_T, columns_T = _places(grid, self.sizes.merge_size)
         side = self.sizes.table_side
         (top_T2, down_T2), (left_T2, across_T2) = _taps(rows_T, grid[0], side), _taps(columns_T, grid[1], side)
         taps_T4 = (top_T2[:, :, None] * side + left_T2[:, None]).flatten(1).to(self.device)
         weights_T4 = (down_T2[:, :, None] * across_T2[:, None]).flatten(1).to(self.device)
-        # Tap by tap, in the order in which transformers sums them.
+        # Summed in the same order as in transformers.
         found_TD = self._table_PD[taps_T4[:, 0]] * weights_T4[:, 0, None]
         for tap in range(1, taps_T4.shape[1]):
             found_TD += self._table_PD[taps_T4[:, tap]] * weights_T4[:, tap, None]
         return found_TD.to(self.dtype)
 
     def rotations(self, grid: Grid) -> Tensor:
-        """`[T, head_dim]` float32: cosines of the angles, those of the row and then those of the column, and sines."""
+        """`[T, head_dim]` float32: cosines of the row's and then of the column's angles, then the sines."""
         places = (place_T.to(self.device) for place_T in _places(grid, self.sizes.merge_size))
         angles_TF = torch.cat([place_T[:, None].float() * self._frequencies for place_T in places], 1)
         return torch.cat((angles_TF.cos(), angles_TF.sin()), 1)
 
     def as_floats(self, patches: Tensor) -> Tensor:
-        """uint8 patches normalised as the released processor of images, or that of clips, does, in the tower's
-        dtype."""
+        """Normalises uint8 patches like the released image or video processor; result in the tower's dtype."""
         sizes = self.sizes
         if patches.dtype != torch.uint8:
             return patches.to(self.dtype)
@@ -82,7 +82,7 @@ class QwenTower:
         return finish(self.pieces(batch, kind=kind))
 
     def pieces(self, batch: PackedBatch, *, kind: str = IMAGE) -> Pieces[Tensor]:
-        """The same, to be left after each layer."""
+        """`forward` as a generator that yields after each layer."""
         return self.vit.pieces(batch, kind=kind) if self.native is None else self.native.pieces(batch, kind=kind)
 
 
@@ -93,7 +93,8 @@ def _places(grid: Grid, merge: int) -> tuple[Tensor, Tensor]:
 
 
 def _taps(place_T: Tensor, size: int, side: int) -> tuple[Tensor, Tensor]:
-    """`[T, 2]` each: the two entries of one axis of the table around each place, and float32 weights."""
+    """`[T, 2]` each: indices of the two table entries around each coordinate along one axis, and their float32
+    weights."""
     source_T = place_T.float() * (side - 1) / max(size - 1, 1)
     first_T = source_T.floor()
     offsets = torch.arange(2)
@@ -103,7 +104,7 @@ def _taps(place_T: Tensor, size: int, side: int) -> tuple[Tensor, Tensor]:
 
 
 class _Reader:
-    """Weights by their names, cast into the parts of a `ViT`."""
+    """Reads weights by name and casts them into the parts of a `ViT`."""
 
     def __init__(
         self,
@@ -137,7 +138,8 @@ class _Reader:
         return plain(self._given["visual." + name]).to(self._device, self._dtype)
 
     def _projections(self) -> dict[str, Linear]:
-        """A 3-D convolution. An image repeats its frame, so its weights are summed over the frames, in float32."""
+        """The patch projections, stored as a 3-D convolution. An image repeats its frame, so for images the weights are
+        summed over the frames, in float32."""
         weight_DCTPP = plain(self._given["visual.patch_embed.proj.weight"]).to(self._device)
         folded_DCPP = weight_DCTPP.float().sum(2).to(self._dtype)
         bias_D = self.take("patch_embed.proj.bias")
@@ -149,7 +151,7 @@ class _Reader:
         return tower_linear(weight, bias, dtype=self._dtype, device=self._device, compiled=self._compiled)
 
     def _norm(self, name: str) -> Norm:
-        # clone: the norm must not keep the checkpoint's memory map alive
+        # clone: otherwise the norm would keep the checkpoint's memory map open
         return Norm(self.take(name + ".weight").clone(), self.take(name + ".bias").clone(), NORM_EPS)
 
     def _block(self, prefix: str) -> Block:

@@ -1,8 +1,8 @@
-"""From decoded frames to temporal patches: which frames, how large, and when they are.
+"""Converts decoded frames to temporal patches, and says which frames to use and their timestamps.
 
-The released processor takes frames evenly, two for each second, resizes all of a clip to one size that the clip as a
-whole is bounded by, and joins them in pairs: the patch of a pair is the same patch of both frames, channel by channel.
-A clip's last frame is repeated where its pair is not full. Each pair is one attention sequence of the tower.
+The released processor samples frames evenly, two per second, and resizes all frames of a clip to one size, which
+depends on a limit for the whole clip. Frames are joined in pairs: the patch of a pair holds the same patch of both
+frames, channel by channel. An odd last frame is repeated. Each pair is one attention sequence of the tower.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     import torch
 
 UNKNOWN_FPS = 24.0
-"""Frames per second of a source that does not say."""
+"""Frame rate that is assumed if the source does not say."""
 
 
 @dataclass(frozen=True)
 class QwenVideoRule:
-    """`families.family.VideoRule` with the numbers of `config`."""
+    """Implements `families.family.VideoRule` with the settings of `config`."""
 
     config: VisionConfig
 
     pruning_rate = 0.0
-    """All of a clip's rows stay."""
+    """All rows of a clip are kept."""
 
     @property
     def together(self) -> int:
@@ -42,15 +42,15 @@ class QwenVideoRule:
         return self.config.temporal_patch_size
 
     def sample(self, total: int, count: int) -> list[int]:
-        """Evenly spaced frames from the first to the last, all where they are few."""
+        """Evenly spaced frames from the first to the last; all if there are no more than `count`."""
         if total < 1 or count < 1:
             raise ValueError(f"{count} of {total} frames: both must be positive")
         wanted = min(count, total, self.config.sampling.max_frames)
         return [int(index) for index in np.linspace(0, total - 1, wanted).round()]
 
     def sample_file(self, total: int, count: int, fps: Callable[[], float | None]) -> list[int]:
-        """The same of as many frames as the model's rate gives, at most `count`. `ValueError` for a rate of the source
-        that is not positive."""
+        """Like `sample`, with as many frames as the model's rate gives, at most `count`. Raises `ValueError` if the
+        source's rate is not positive."""
         rate = fps() or UNKNOWN_FPS
         if not 0 < rate < math.inf:
             raise ValueError(f"a video of {rate} frames per second")
@@ -58,20 +58,20 @@ class QwenVideoRule:
         return self.sample(total, min(count, max(int(total / rate * sampling.fps), sampling.min_frames)))
 
     def grid(self, num_frames: int, height: int, width: int) -> Grid:
-        """The patch grid of every frame of a clip of so many frames of `height` x `width` pixels."""
+        """The patch grid of every frame of a clip of `num_frames` frames of `height` x `width` pixels."""
         config = self.config
         rows, columns = resized_frame(num_frames, height, width, config)
         return rows // config.patch_size, columns // config.patch_size
 
     def tokens(self, num_frames: int, height: int, width: int) -> int:
-        """Rows that a clip gives the decoder, before anything is decoded. `ValueError` without frames."""
+        """Rows that a clip will give the decoder; needs no decoded frame. Raises `ValueError` without frames."""
         each = num_image_tokens(self.grid(num_frames, height, width), merge_size=self.config.merge_size)
         return -(-num_frames // self.together) * each
 
     def most_numbers(self, num_frames: int) -> int:
-        """In the patches of a clip of so many frames, at most, whatever their size."""
+        """Upper bound of the numbers in the patches of a clip of `num_frames` frames of any size."""
         config, frames = self.config, num_frames + self.together - 1
-        # Rounding to pairs counts frames up and down by less than one pair; a flat frame keeps a side of one token.
+        # Rounding to pairs changes the number of frames by less than one pair; a flat frame keeps a side of one token.
         least = max(num_frames - self.together + 1, 1)
         grown = (math.isqrt(config.video.min_pixels // least) + 8 * config.factor) ** 2
         flat = MAX_ASPECT * config.factor**2
@@ -81,12 +81,12 @@ class QwenVideoRule:
         self, frames: Iterable[torch.Tensor], dtype: torch.dtype, *, num_frames: int | None = None,
         keep_bytes: bool = False, watch: Stopwatch | None = None,
     ) -> EncoderItem:  # fmt: skip
-        """Resize and cut a clip, one frame at a time; normalised unless `keep_bytes`, as for images.
+        """Resizes and cuts a clip, one frame at a time, and normalises the patches unless `keep_bytes`, as for images.
 
-        `frames`: `[H, W, 3]` uint8, all of one size; a generator says in `num_frames` how many it yields. Raises
-        `ValueError` naming the first frame that does not fit, or both counts where they differ.
+        `frames`: `[H, W, 3]` uint8, all of one size; for a generator, `num_frames` says how many it yields. Raises
+        `ValueError` naming the first frame that does not fit, or both counts if they differ.
         """
-        import torch  # not above: grids and tokens are counted without
+        import torch  # imported here: grids and token counts need no torch
 
         if num_frames is None:
             frames = list(frames)
@@ -123,7 +123,7 @@ class QwenVideoRule:
         )  # fmt: skip
 
     def labels(self, num_frames: int, *, fps: float | None = None, indices: Sequence[int] | None = None) -> list[str]:
-        """`<1.5 seconds>` for each pair: the mean of the moments of its frames."""
+        """`<1.5 seconds>` for each pair: the mean of its frames' timestamps."""
         if num_frames < 1:
             raise ValueError(f"a clip needs a frame, got {num_frames}")
         known = list(range(num_frames)) if indices is None else list(indices)
@@ -134,14 +134,14 @@ class QwenVideoRule:
         return [f"<{(moments[first] + moments[first + self.together - 1]) / 2:.1f} seconds>" for first in pairs]
 
     def text(self, labels: Sequence[str], rows: Sequence[int], *, start: str, token: str, end: str) -> str:
-        """A clip in a prompt: each label, then `start`, one `token` for each row of that pair, and `end`."""
+        """A clip's part of a prompt: for each pair its label, `start`, one `token` per row, and `end`."""
         if len(labels) != len(rows):
             raise ValueError(f"{len(labels)} labels for {len(rows)} temporal patches")
         return "".join(label + start + token * count + end for label, count in zip(labels, rows))
 
 
 def _checked(frames: Iterable[torch.Tensor], num_frames: int) -> Iterator[torch.Tensor]:
-    """Raises `ValueError` naming the first frame that does not fit those before it."""
+    """Yields the frames. Raises `ValueError` naming the first frame that does not fit those before it."""
     import torch
 
     first: tuple[int, ...] = ()
@@ -158,9 +158,8 @@ def _checked(frames: Iterable[torch.Tensor], num_frames: int) -> Iterator[torch.
 
 
 def resized_frame(num_frames: int, height: int, width: int, config: VisionConfig) -> tuple[int, int]:
-    """Height and width that each frame of a clip is resized to: the rule for images, with bounds on all frames
-    together. A clip of one frame counts as the pair that it becomes, where the released processor refuses it.
-    """
+    """Height and width that each frame of a clip is resized to: the rule for images, with limits on all frames
+    together. A clip of one frame counts as a pair (the released processor refuses it)."""
     if num_frames < 1:
         raise ValueError(f"a clip needs a frame, got {num_frames}")
     factor, together = config.factor, config.temporal_patch_size
@@ -187,8 +186,8 @@ def resized_frame(num_frames: int, height: int, width: int, config: VisionConfig
 
 
 def resize_frame(frame_HWC: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """`[*size, 3]` uint8, bicubic with antialiasing on bytes as torchvision resizes videos: torch's own, which differs
-    from Pillow's by a level or two."""
+    """`[*size, 3]` uint8: torch's bicubic filter with antialiasing on bytes, which torchvision uses for videos. It
+    differs from Pillow's by one or two levels."""
     import torch.nn.functional as F
 
     if tuple(frame_HWC.shape[:2]) == size:
@@ -199,7 +198,8 @@ def resize_frame(frame_HWC: torch.Tensor, size: tuple[int, int]) -> torch.Tensor
 
 
 def normalised_frames(patches_TP: torch.Tensor, config: VisionConfig) -> torch.Tensor:
-    """uint8 patches of a clip in the tower's scale: float32, as torchvision rounds, which is not as for images."""
+    """Normalises uint8 patches of a clip to float32, rounding like torchvision, which differs from the rounding for
+    images."""
     from encoder.preprocess import normalise
 
     planes = patches_TP.view(patches_TP.shape[0], RGB, -1).float()

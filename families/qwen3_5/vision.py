@@ -1,4 +1,4 @@
-"""What the family's vision part is to encoder and service: its sizes, its tower and its rules."""
+"""The family's `VisionSpec`: sizes, tower, image and video rules."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class QwenVision(VisionConfig):
-    """`families.family.VisionSpec` of this family."""
+    """Implements `families.family.VisionSpec`."""
 
     def build(
         self, weights: Iterable[tuple[str, AnyWeight]], *, dtype: torch.dtype, device: torch.device,
         native: str = "off", max_rows: int = 0,
     ) -> QwenTower:  # fmt: skip
-        from families.qwen3_5.tower import QwenTower  # not above: grids and tokens need no torch
+        from families.qwen3_5.tower import QwenTower  # imported here: grids and token counts need no torch
 
         return QwenTower(self, weights, dtype=dtype, device=device, native=native, max_rows=max_rows)
 
@@ -59,7 +59,7 @@ class QwenVision(VisionConfig):
 
 
 def read_vision(vision: Mapping[str, Any], text_hidden_size: int, files: ModelFiles) -> QwenVision:
-    """From `vision_config` of `config.json` and the processors' files. Raises CheckpointError naming the field."""
+    """Reads `vision_config` of `config.json` and the processors' files. Raises CheckpointError naming the field."""
     fields = vision_fields(vision, text_hidden_size, files.preprocessor, files.video_preprocessor)
     try:
         return QwenVision(**fields)
@@ -68,7 +68,7 @@ def read_vision(vision: Mapping[str, Any], text_hidden_size: int, files: ModelFi
 
 
 def vision_targets(name: str) -> list[Target] | None:
-    """Where a stored tensor of the tower goes; None for others."""
+    """Our names for a stored tensor of the tower; None for other tensors."""
     name = name.removeprefix("model.")
     return [Target(name)] if name.startswith("visual.") else None
 

@@ -1,4 +1,4 @@
-"""What the vision side of a checkpoint looks like: tower sizes, weights, and the numbers of images and clips."""
+"""The vision part of a checkpoint's configuration: tower sizes, weights, and the numbers of images and clips."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from encoder.item import BLOCK_MAJOR, IMAGE, VIDEO
 from families.files import CheckpointError, first
 
 MAX_ASPECT = 200
-"""Longer side over shorter side, of images and frames: the released processors refuse more."""
+"""Largest ratio of the sides of images and frames, the released processors' limit."""
 NORM_EPS = 1e-6
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu", "relu2", "silu")
 _BICUBIC = 3
@@ -23,14 +23,14 @@ _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 @dataclass(frozen=True)
 class Resizing:
-    """What the released image processor, or the one of videos, does with pixels."""
+    """Resizing and scaling by the released image or video processor."""
 
     min_pixels: int
-    """Of the resized image, or of all frames of a clip together."""
+    """Limits on the pixels of the resized image, or of all frames of a clip together."""
     max_pixels: int
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    """Mean and deviation per channel of pixels scaled to 0..1."""
+    """`mean` and standard deviation per channel, of pixels scaled to 0..1."""
 
     def __post_init__(self) -> None:
         if not 0 < self.min_pixels <= self.max_pixels:
@@ -40,21 +40,21 @@ class Resizing:
 
 
 RELEASED_IMAGE, RELEASED_VIDEO = Resizing(65536, 16777216), Resizing(4096, 25165824)
-"""What the released models' files say, and what is taken where there is no file."""
+"""Settings of the released models' files, used if there is no file."""
 IMAGE_DEFAULTS = Resizing(56 * 56, 28 * 28 * 1280, _CLIP_MEAN, _CLIP_STD)
 VIDEO_DEFAULTS = Resizing(128 * 32 * 32, 768 * 32 * 32)
-"""What their processors take for settings that a file leaves out."""
+"""The processors' defaults for settings that a file omits."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Which frames of a clip the released video processor takes."""
+    """How the released video processor samples frames."""
 
     fps: float = 2.0
     min_frames: int = 4
     max_frames: int = 768
     frame_tokens: int | None = None
-    """Image tokens that a frame has at most (`cap_pixels_per_frame`); None: only the clip as a whole is bounded."""
+    """Largest number of image tokens of a frame (`cap_pixels_per_frame`); None: only the whole clip is limited."""
 
     def __post_init__(self) -> None:
         if not 0 < self.fps < math.inf:
@@ -67,9 +67,9 @@ class Sampling:
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """Sizes of the tower with its merger, and the numbers of the image and video rules that feed it.
+    """Sizes of the tower with its merger, and the settings of the image and video rules.
 
-    Raises `ValueError`, with the numbers, for a combination that no tower can have.
+    Raises `ValueError` naming the fields and values of an impossible combination.
     """
 
     hidden_size: int
@@ -79,12 +79,12 @@ class VisionConfig:
     intermediate_size: int
     """Inner width of the MLP."""
     text_hidden_size: int
-    """Width of the rows handed to the decoder."""
+    """Width of the rows that the decoder gets."""
     hidden_act: str = "gelu_pytorch_tanh"
     patch_size: int = 16
     """Side of a patch, in pixels."""
     temporal_patch_size: int = 2
-    """Frames under a patch; an image is repeated."""
+    """Frames per patch; for an image its only frame is repeated."""
     merge_size: int = 2
     """Patches per image token along each side."""
     num_positions: int = 2304
@@ -94,7 +94,7 @@ class VisionConfig:
     video: Resizing = RELEASED_VIDEO
     sampling: Sampling = Sampling()
     max_model_len: int | None = None
-    """Context length, in tokens: an image of more is refused. It changes no image's size."""
+    """Context length, in tokens: larger images are an error. It does not affect how images are resized."""
 
     def __post_init__(self) -> None:
         positive = (
@@ -121,7 +121,7 @@ class VisionConfig:
 
     use_swiglu_ffn = False
     num_prefix_tokens = 0
-    """Rows ahead of the patches of each image: none."""
+    """Rows before the patches of each image: none."""
     patch_order = BLOCK_MAJOR
 
     @property
@@ -130,17 +130,17 @@ class VisionConfig:
 
     @property
     def rotation_width(self) -> int:
-        """Half of a head are angles; each has a cosine and a sine."""
+        """Half of a head has angles, each with a cosine and a sine."""
         return self.head_dim
 
     @property
     def factor(self) -> int:
-        """Side, in pixels, of what becomes one image token."""
+        """Side, in pixels, of the area of one image token."""
         return self.patch_size * self.merge_size
 
     @cached_property
     def patch_widths(self) -> dict[str, int]:
-        """Numbers in one flattened patch: of an image once, where the tower's own repeat it for each frame."""
+        """Numbers in one flattened patch. Image patches hold their only frame once."""
         width = RGB * self.patch_size**2
         return {IMAGE: width, VIDEO: width * self.temporal_patch_size}
 
@@ -155,21 +155,21 @@ class VisionConfig:
 
     @property
     def row_width(self) -> int:
-        """The decoder's width: the merger leads there."""
+        """The decoder's hidden size, which the merger projects to."""
         return self.text_hidden_size
 
     @property
     def projector_hidden_size(self) -> int:
-        """Between the merger's linear layers."""
+        """Width between the merger's linear layers."""
         return self.hidden_size * self.patches_per_token
 
     projector_eps = 0.0
-    """Joined rows pass no norm."""
+    """0: merged rows pass no norm."""
 
     @property
     def activation_width(self) -> int:
-        """The residual, the fused q, k, v and the attention's output, or the residual, its norm and the MLP before and
-        after its activation."""
+        """An estimate: the larger of (residual, fused q, k, v, attention output) and (residual, norm, MLP before and
+        after its activation)."""
         return max(5 * self.hidden_size, 2 * self.hidden_size + 2 * self.intermediate_size)
 
     @property
@@ -179,13 +179,14 @@ class VisionConfig:
 
     @property
     def min_image_tokens(self) -> int:
-        """`lo` of the encoder's budgets, in image tokens."""
+        """`lo` of the encoder's token budgets, in image tokens."""
         return min(max(self.image.min_pixels // self.factor**2, 1), self.max_image_tokens)
 
     @property
     def max_image_tokens(self) -> int:
-        """Tokens of the largest image that is taken: the default `hi` of the encoder's budgets."""
-        # A very flat image keeps a side of one token, and is then this long at most; a small one grows to whole tokens.
+        """Tokens of the largest image that is accepted; the default `hi` of the encoder's token budgets."""
+        # A very flat image keeps a side of one token and is then at most this long; a small one is enlarged to whole
+        # tokens.
         grown = (math.isqrt(self.image.min_pixels) // self.factor + 8) ** 2
         tokens = max(self.image.max_pixels // self.factor**2, MAX_ASPECT, grown)
         return tokens if self.max_model_len is None else max(min(tokens, self.max_model_len), 1)
@@ -193,7 +194,7 @@ class VisionConfig:
     # -- weights ----------------------------------------------------------------------------------------------------
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
-        """Every weight name that this tower takes, with its shape: the released names from `visual.` on."""
+        """Name and shape of every weight of this tower: the published names after `visual.`."""
         hidden, inner, joined = self.hidden_size, self.intermediate_size, self.projector_hidden_size
         patch = (RGB, self.temporal_patch_size, self.patch_size, self.patch_size)
         shapes: dict[str, tuple[int, ...]] = {
@@ -222,15 +223,15 @@ class VisionConfig:
         return frozenset()
 
     def kinds(self, weights: Collection[str]) -> tuple[str, ...]:
-        """Images and clips pass one projection."""
+        """Images and clips, which share one projection."""
         return IMAGE, VIDEO
 
 
 def vision_fields(
     vision: Mapping[str, Any], text_hidden_size: int, image: Mapping[str, Any], video: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Fields of `VisionConfig` from `vision_config` of `config.json`, and from the image and the video processor's
-    settings (empty: what the released models have). Raises CheckpointError naming the field at fault."""
+    """Reads the fields of `VisionConfig` from `vision_config` of `config.json` and from the image and video processors'
+    settings (empty: the released models' settings). Raises CheckpointError naming the field at fault."""
     if vision.get("deepstack_visual_indexes"):
         indexes = vision["deepstack_visual_indexes"]
         raise CheckpointError(f"vision_config.deepstack_visual_indexes is {indexes}; only an empty list is served")
@@ -271,7 +272,7 @@ def vision_fields(
 
 
 def _check_processor(settings: Mapping[str, Any], name: str, fields: Mapping[str, Any]) -> None:
-    """What a processor's file says beside sizes must be what is done here. Raises CheckpointError."""
+    """Raises CheckpointError if another setting in a processor's file differs from what this code does."""
     served: dict[str, Any] = {
         "patch_size": fields["patch_size"], "temporal_patch_size": fields["temporal_patch_size"],
         "merge_size": fields["merge_size"], "resample": _BICUBIC, "do_resize": True, "do_rescale": True,
