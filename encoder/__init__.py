@@ -1,1 +1,2 @@
-"""Images and clips to embedding rows: decoding, cutting, packing under token budgets, and running a vision tower."""
+"""The encoder: decodes images and clips, cuts them into patches, packs them under token budgets and runs the vision
+tower."""

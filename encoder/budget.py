@@ -1,7 +1,7 @@
-"""Token budgets of the encoder's graphs: which sizes exist, how many images each holds, and the buffers that follow.
+"""Token budgets of the encoder's graphs: their sizes, the images that each holds, and the sizes of their buffers.
 
-Pure integers. A budget counts image tokens after the pixel shuffle. A graph of budget T for B images is sized as if B
-images of `ceil(T / B)` tokens filled it, so that its capacity is never below T and exceeds it by less than B.
+Integers only. A budget counts image tokens after the pixel shuffle. The graph of budget T for B images is sized for B
+images of `ceil(T / B)` tokens, so its capacity is at least T and exceeds it by less than B.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class EncoderBudgets:
-    """The resolved budgets: ascending, unique, each holding at least one token per image.
+    """The resolved budgets: ascending, unique, each at least one token per image.
 
-    `max_frames` bounds the attention sequences of one batch where an item may bring several (None: `max_images`).
+    `max_frames` limits the attention sequences of one batch where an item may have several (None: `max_images`).
     """
 
     token_budgets: tuple[int, ...]
@@ -40,7 +40,7 @@ class EncoderBudgets:
 
     @property
     def frame_limit(self) -> int:
-        """Attention sequences that one batch may hold."""
+        """Largest number of attention sequences in one batch."""
         return self.max_images if self.max_frames is None else self.max_frames
 
     def fit(self, tokens: int) -> int | None:
@@ -57,7 +57,7 @@ class GraphShape:
 
     budget: int
     capacity: int
-    """Image-token rows of the output, `budget <= capacity <= budget + max_images - 1`."""
+    """Image-token rows of the output; `budget <= capacity <= budget + max_images - 1`."""
     patches: int
     """Patch rows of the input: capacity times the patches of one token."""
     rows: int
@@ -67,7 +67,7 @@ class GraphShape:
 
 
 def token_ladder(lo: int, hi: int) -> list[int]:
-    """Doublings of `lo` up to `hi`, and `hi` itself. `ValueError` unless `0 < lo <= hi`."""
+    """`lo` doubled up to `hi`, and `hi` itself. Raises `ValueError` unless `0 < lo <= hi`."""
     _check_range(lo, hi)
     ladder = []
     step = lo
@@ -80,11 +80,11 @@ def token_ladder(lo: int, hi: int) -> list[int]:
 def resolve_budgets(
     lo: int, hi: int, *, token_budgets: Sequence[int] | None = None, max_images: int | None = None
 ) -> EncoderBudgets:
-    """Resolves budgets and images per batch for tokens in `[lo, hi]`, from the user's options.
+    """Resolves budgets and images per batch for images of `lo` to `hi` tokens, from the user's options.
 
-    Given budgets are sorted and merged; a given `max_images` is kept. What is not given is derived: the ladder starts
-    at `max(lo, max_images)`, and `max_images` is how many of the smallest images the largest step holds, at most the
-    smallest budget. Raises `ValueError` naming both numbers unless `0 < lo <= hi`, every budget is in `1..hi` and `1 <=
+    Given budgets are sorted and merged; a given `max_images` is kept. Otherwise the ladder starts at `max(lo,
+    max_images)`, and `max_images` is the number of smallest images that fit the largest step, at most the smallest
+    budget. Raises `ValueError` naming both numbers unless `0 < lo <= hi`, every budget is in `1..hi` and `1 <=
     max_images <= min(budgets)`.
     """
     _check_range(lo, hi)
@@ -105,14 +105,14 @@ def resolve_budgets(
 
 
 def rows_per_image(budget: int, max_images: int) -> int:
-    """Token rows set aside for each of `max_images` images: the division rounded up, so that nothing is cut off."""
+    """Token rows reserved for each of `max_images` images: the quotient rounded up, so that no row is lost."""
     if budget < 1 or max_images < 1:
         raise ValueError(f"budget {budget} and max_images {max_images} must both be positive")
     return -(-budget // max_images)
 
 
 def graph_shape(budget: int, budgets: EncoderBudgets, *, prefix: int, patches_per_token: int) -> GraphShape:
-    """Buffer sizes of the graph of `budget`; `prefix` rows go before the patches of each sequence."""
+    """Buffer sizes of the graph of `budget`; `prefix`: rows before the patches of each sequence."""
     capacity = rows_per_image(budget, budgets.max_images) * budgets.max_images
     assert budget <= capacity <= budget + budgets.max_images - 1, (budget, capacity, budgets.max_images)
     patches = capacity * patches_per_token

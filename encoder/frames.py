@@ -1,8 +1,8 @@
-"""Frames of an encoded clip, with limits on everything an attacker can declare.
+"""Decodes the frames of clips, with limits on everything that a hostile file can declare.
 
-GIF, APNG and animated WebP are read by Pillow, with the readers that images are allowed. MP4 and WebM need PyAV, the
-optional extra `video`, which is imported when the first such clip arrives. Frames come out one at a time, upright, as
-`[H, W, 3]` uint8 on white, so that a clip never lies in memory whole. An image of one frame is a clip of one.
+Pillow reads GIF, APNG and animated WebP, restricted to the decoders allowed for images. MP4 and WebM need PyAV, the
+optional extra `video`, which is imported for the first such clip. Frames are yielded one at a time, upright, as `[H, W,
+3]` uint8 composited on white, so a clip is never in memory as a whole. An image of one frame is a clip of one frame.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     import torch
 
 CONTAINERS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
-"""The demuxers of PyAV that are used: others read playlists, or other files."""
+"""PyAV demuxers that may be used; others read playlists or further files."""
 
 
 class VideoError(ImageError):
-    """A clip that is refused; the message says why, for the client."""
+    """A clip that is not accepted; the message tells the client why."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class VideoLimits:
     max_bytes: int = 256 << 20
     """Encoded size, in bytes."""
     max_frames: int = 20000
-    """Frames in the file, used or not: each must be decoded to reach the next."""
+    """Frames in the file, used or not, since a frame can only be reached by decoding those before it."""
     max_pixels: int = 1 << 24
     """Width times height of a frame; 4096 x 4096 by default."""
     max_total_pixels: int = 1 << 34
-    """Pixels of all frames that are decoded; 8,192 frames of 1080p by default. This is what bounds the time."""
+    """Pixels of all decoded frames, which bounds the decoding time; 8,192 frames of 1080p by default."""
     max_side: int = 16384
     max_aspect: float = 200.0
 
@@ -64,7 +64,7 @@ class VideoLimits:
         return ImageLimits(self.max_bytes, self.max_pixels, self.max_side, self.max_aspect)
 
     def check(self, frames: int, width: int, height: int) -> None:
-        """Raises `VideoError` with both numbers for a clip of that many frames of that size."""
+        """Raises `VideoError` with both numbers if a clip of `frames` frames of this size exceeds a limit."""
         if frames < 1:
             raise VideoError("the video has no frame")
         if frames > self.max_frames:
@@ -77,7 +77,7 @@ class VideoLimits:
 
 
 class Clip(ABC):
-    """An opened clip. `frames` may be called again: it starts over."""
+    """An opened clip. Each call of `frames` starts over."""
 
     @property
     @abstractmethod
@@ -87,12 +87,12 @@ class Clip(ABC):
     @property
     @abstractmethod
     def fps(self) -> float | None:
-        """Frames per second, on average where they differ; None where the file does not say."""
+        """Frames per second, the average if it varies; None if the file does not say."""
 
     @abstractmethod
     def arrays(self, indices: Sequence[int]) -> Generator[Pixels, None, None]:
-        """`[H, W, 3]` uint8 of the frames at `indices`, ascending. Raises `VideoError`, and nothing else, where the
-        file is corrupt, cut short or exceeds its limits after all."""
+        """Yields `[H, W, 3]` uint8 of the frames at `indices`, ascending. Raises only `VideoError`: for a file that is
+        corrupt, truncated or exceeds its limits while it is decoded."""
 
     def frames(self, indices: Sequence[int]) -> Generator[torch.Tensor, None, None]:
         """`arrays` as tensors of the same memory."""
@@ -104,10 +104,10 @@ class Clip(ABC):
 
 
 def open_video(data: bytes, limits: VideoLimits | None = None) -> Clip:
-    """Reads the headers and decodes nothing, except that an animation's length is found by walking it.
+    """Opens a clip by its headers; no frame is decoded, except that an animation's frames are counted.
 
-    Raises `VideoError`, and nothing else, for bytes that are no clip of an allowed format, exceed `limits`, or need an
-    extra that is not installed.
+    Raises only `VideoError`: for bytes that are no clip of an allowed format, exceed `limits`, or need an extra that is
+    not installed.
     """
     limits = limits or VideoLimits()
     if len(data) > limits.max_bytes:
@@ -126,13 +126,13 @@ def describe(data: bytes, limits: VideoLimits) -> ImageHeader:
 
 
 def video_formats() -> list[str]:
-    """What can be opened here, in alphabetical order."""
+    """Formats that can be opened in this installation, in alphabetical order."""
     containers = ["MP4", "WEBM"] if importlib.util.find_spec("av") else []
     return sorted(["APNG", "GIF", "WEBP", *containers])
 
 
 def sniff_container(data: bytes) -> str | None:
-    """The PyAV demuxer for these bytes, or None if they are neither MP4 nor Matroska."""
+    """The PyAV demuxer for these bytes; None if they are neither MP4 nor Matroska."""
     if data[4:8] == b"ftyp":
         return CONTAINERS[0]
     if data[:4] == b"\x1a\x45\xdf\xa3":
@@ -176,7 +176,7 @@ class _PillowClip(Clip):
             image = self._open()
         milliseconds = 0.0
         for index in range(self._count):
-            # Entered anew for each frame: the consumer's code between two frames must keep its warnings.
+            # Entered for each frame separately: the consumer's code between two frames must keep its warnings.
             with quiet_pillow():
                 frame_HWC = self._frame(image, index, index in wanted)
                 milliseconds += float(image.info.get("duration") or 0)
@@ -188,14 +188,14 @@ class _PillowClip(Clip):
     def _frame(self, image: Any, index: int, wanted: bool) -> Pixels | None:
         try:
             image.seek(index)
-            if not wanted and image.format != "WEBP":  # whose durations come with the pixels
+            if not wanted and image.format != "WEBP":  # WebP's durations come with the pixels
                 return None
             image.load()
             self._limits.frame.check_size(image.width, image.height)
             return upright(to_rgb(image), orientation_of(image)) if wanted else None
         except ImageError as error:
             raise VideoError(f"frame {index}: {error.reason}") from error
-        except Exception as error:  # whatever Pillow or a codec raises on hostile bytes
+        except Exception as error:  # Pillow and codecs raise any exception on hostile bytes
             raise VideoError(f"frame {index} of the {image.format} cannot be decoded: {words(error)}") from error
 
 
@@ -230,7 +230,7 @@ class _AvClip(Clip):
         return _AvFile(self._av, self._data, self._container)
 
     def _count_packets(self, file: Any, stream: Any) -> int:
-        """Frames as the packets tell, since a header may say anything or nothing."""
+        """Number of frames by counting packets, since the header may be wrong or empty."""
         count = 0
         for packet in file.demux(stream):
             count += packet.size > 0
@@ -265,7 +265,7 @@ class _AvClip(Clip):
 
 
 class _AvFile:
-    """An open PyAV file and its first video stream, on one thread; whatever libav raises becomes a `VideoError`."""
+    """An open PyAV file and its first video stream, decoded by one thread; every libav error becomes a `VideoError`."""
 
     def __init__(self, av: Any, data: bytes, container: str) -> None:
         self._av, self._data, self._container = av, data, container

@@ -1,8 +1,7 @@
-"""One graph per token budget over one arena: static buffers, calibration against eager, teardown.
+"""One graph per token budget over one shared arena: static buffers, calibration against eager runs, teardown.
 
-Every budget's buffers are views of the arena, which the largest budget sizes, so a batch in one budget leaves stale
-rows under another. `EncoderArena.fill` clears what the batches before it left inside the view that is about to run,
-and no more.
+The largest budget sizes the arena, and every budget's buffers are views of it, so a batch of one budget leaves stale
+rows in another. `EncoderArena.fill` clears exactly the stale rows inside the view that is about to run.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ from kernels.graphs import GraphPool, StaticGraph
 log = logging.getLogger(__name__)
 
 COMPARISONS = 5
-"""Times that a calibration runs each side; the first serves as warm-up, since the best counts."""
+"""Times that a calibration runs each side; the best run counts, so the first serves as warm-up."""
 COMPARISON_SECONDS = 0.05
-"""Seconds after which one budget's comparison ends early: noise is small against calls that long."""
+"""Seconds after which the comparison of one budget ends early: noise is small for calls that long."""
 CLEAR_WIN = 0.95
-"""Largest share of the eager time that a replay may take: a graph that wins only by noise would still cost its
-padding."""
+"""A replay must take at most this share of the eager time: a smaller gain may be noise, and the graph's padding
+costs."""
 
 INPUTS = ("patches", "positions", "source", "cu_seqlens", "token_rows")
-"""Buffers that every tower reads; `rotations` are there for those that rotate."""
+"""Buffers that every tower reads; towers with rotations have `rotations` too."""
 
 
 class EncoderArena:
-    """Buffers of the largest budget; `view` gives those of any budget, `fill` writes a batch into one.
+    """Static buffers of the largest budget. `view` returns those of any budget, `fill` writes a batch into one.
 
-    Bytes are counted once: the views own nothing. Host code writes it between replays, a graph reads it during one.
+    The host writes it between replays; a graph reads it during a replay.
     """
 
     def __init__(self, tower: Tower, budgets: EncoderBudgets, kinds: Collection[str] = (IMAGE,)) -> None:
-        """`kinds`: of the items whose graphs share the memory, wide enough for the patches of each."""
+        """`kinds`: kinds of items whose graphs share the memory; the patch buffer is as wide as the widest of them."""
         sizes = tower.sizes
         self.kinds = frozenset(kinds)
         self.pool = GraphPool(tower.device)
@@ -61,7 +60,7 @@ class EncoderArena:
             name: torch.zeros(size, dtype=kind or tower.dtype, device=tower.device)
             for name, (size, kind) in buffers.items()
         }
-        # Leading elements of each buffer that some earlier batch may have left non-zero.
+        # For each buffer the number of leading elements that an earlier batch may have left non-zero.
         self._dirty = dict.fromkeys(("patches", "positions", *("rotations",) * bool(rotation_width(sizes))), 0)
         self._order = patch_order(sizes)
 
@@ -70,7 +69,7 @@ class EncoderArena:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.buffers.values())
 
     def view(self, budget: int, *, kind: str = IMAGE) -> dict[str, Tensor]:
-        """The buffers of one budget and kind, `rows` being the output; they alias those of every other."""
+        """The buffers of one budget and kind (`rows` is the output); they alias those of every other budget."""
         assert kind in self.kinds, (kind, self.kinds)
         sizes = buffer_sizes(self.shapes[budget], self._tower.sizes, (kind,))
         return {name: self.buffers[name].view(-1)[: math.prod(size)].view(size) for name, (size, _) in sizes.items()}
@@ -78,7 +77,7 @@ class EncoderArena:
     def fill(
         self, budget: int, sequences: Sequence[PatchSequence], positions: PositionCache, *, kind: str = IMAGE
     ) -> Layout:
-        """Copy a batch into the view of `budget`: `[0, n)` written, the stale rows behind it cleared."""
+        """Copies a batch into the view of `budget`: `[0, n)` is written, stale rows after it are cleared."""
         shape = self.shapes[budget]
         grids = [part.grid for part in sequences]
         placed = layout(grids, prefix=self._prefix, merge=self._merge, shape=shape, order=self._order)
@@ -103,7 +102,7 @@ class EncoderArena:
         stale = min(dirty, room)
         if stale > written:
             view.view(-1)[written:stale].zero_()
-        # What lies beyond this view was not touched: what an earlier, larger batch left there is still stale.
+        # What an earlier, larger batch left beyond this view is still there.
         self._dirty[name] = dirty if dirty > room else written
 
 
@@ -112,7 +111,8 @@ def _inputs(view: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _step(tower: Tower, shape: GraphShape, kind: str) -> Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]:
-    """The tower over one budget's buffers. `max_seqlen` is baked: the padding sequence may take every row."""
+    """The tower over one budget's buffers. `max_seqlen` is a constant of the graph: the padding sequence may take every
+    row."""
 
     def run(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         batch = PackedBatch(
@@ -131,7 +131,7 @@ def _step(tower: Tower, shape: GraphShape, kind: str) -> Callable[[Mapping[str, 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The calibration of one budget; seconds are None where it was not timed."""
+    """Result of calibrating one budget; seconds are None if it was not timed."""
 
     use: bool
     graph_seconds: float | None = None
@@ -139,13 +139,13 @@ class Verdict:
 
 
 class EncoderGraphs:
-    """The graphs of all budgets, for one kind of item. `run` replays; `calibrate` decides which are used."""
+    """The graphs of all budgets for one kind of item. `run` replays one; `calibrate` decides which are used."""
 
     def __init__(
         self, tower: Tower, budgets: EncoderBudgets, positions: PositionCache, arena: EncoderArena, *,
         kind: str = IMAGE,
     ) -> None:  # fmt: skip
-        """Captures every budget, largest first, so that the smaller ones fit the pool's memory."""
+        """Captures every budget, largest first, so that the smaller ones reuse the pool's memory."""
         self.arena = arena
         self._tower = tower
         self._budgets = budgets
@@ -167,14 +167,15 @@ class EncoderGraphs:
             self._graphs[budget] = graph
 
     def run(self, budget: int, sequences: Sequence[PatchSequence]) -> Tensor:
-        """Rows of `sequences` in their order, `[tokens, row_width]`: a view of the arena until the next `run`."""
+        """Rows of `sequences` in their order, `[tokens, row_width]`: a view of the arena, valid until the next
+        `run`."""
         placed = self.arena.fill(budget, sequences, self._positions, kind=self._kind)
         view = self.arena.view(budget, kind=self._kind)
         outputs = self._graphs[budget].replay(_inputs(view))
         return outputs["rows"][: placed.tokens]
 
     def _sample(self, tokens: int) -> PatchSequence:
-        """An artificial sequence of at most `tokens` image tokens, about square."""
+        """A synthetic, about square sequence of at most `tokens` image tokens."""
         sizes = self._tower.sizes
         rows = max(math.isqrt(tokens), 1)
         grid = (rows * sizes.merge_size, tokens // rows * sizes.merge_size)
@@ -182,14 +183,15 @@ class EncoderGraphs:
         return PatchSequence(grid, patches, sizes.merge_size, patch_order(sizes))
 
     def calibrate(self, eager: Callable[[Sequence[PatchSequence]], Tensor], *, seconds: float) -> dict[int, Verdict]:
-        """Time each budget's replay against `eager` on a batch half way between the budget below and this one.
+        """Times each budget's replay against `eager`, on a batch halfway between the budget below and this one.
 
-        Budgets ascend; once `seconds` are spent the rest are not timed and left unused, which on a CPU, where a replay
-        saves no launch and padding is work, is what timing would find.
+        Budgets are timed in ascending order for at most `seconds`; those that are left are not used. On a CPU they
+        would most likely lose: a replay saves no launch there, and padding is work.
         """
         verdicts: dict[int, Verdict] = {}
         smallest = self._budgets.token_budgets[0]
-        self._compare(smallest, [self._sample(1)], eager)  # warm-up: the first calls build and cache what the rest use
+        # warm-up: the first calls build and cache what later ones reuse
+        self._compare(smallest, [self._sample(1)], eager)
         start = time.perf_counter()
         below = 0
         for budget in self._budgets.token_budgets:
@@ -204,7 +206,7 @@ class EncoderGraphs:
     def _compare(
         self, budget: int, sample: Sequence[PatchSequence], eager: Callable[[Sequence[PatchSequence]], Tensor]
     ) -> Verdict:
-        """Best seconds of each side, measured alternately so that a busy moment affects both."""
+        """Best seconds of each side, run alternately so that a busy moment affects both."""
         replay = plain = math.inf
         start = time.perf_counter()
         for _ in range(COMPARISONS):

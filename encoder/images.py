@@ -1,12 +1,12 @@
-"""Bytes of an image to RGB pixels, by Pillow, for input that nobody vouches for.
+"""Decodes untrusted image bytes to RGB pixels with Pillow.
 
-Formats are an allow-list of in-process decoders: PNG (APNG), JPEG (MPO), WebP, GIF, BMP, TIFF and PPM (PBM, PGM).
-Pillow's EPS and WMF readers, which start other programs, and its rarely used readers are not on it.
+Only these formats, whose decoders run in this process, are allowed: PNG (APNG), JPEG (MPO), WebP, GIF, BMP, TIFF and
+PPM (PBM, PGM). Pillow's EPS and WMF readers, which start other programs, and its rarely used readers are not.
 
-What becomes of each kind of image: several frames -> the first; EXIF orientation -> applied; alpha and palette
-transparency -> composited on white; CMYK, palettes, greys, one bit -> RGB as Pillow converts them, colour profiles
-unread; 16-bit greys -> scaled to 8 bits; 32-bit integer and float samples, which have no agreed white, and CIELAB ->
-refused. Limits are checked against the header before any pixel is decoded.
+Conversions: several frames -> the first; EXIF orientation -> applied; alpha and palette transparency -> composited on
+white; CMYK, palettes, greyscale, one bit -> RGB as Pillow converts them, ignoring colour profiles; 16-bit greyscale ->
+scaled to 8 bits. 32-bit integer and float samples, whose white level is undefined, and CIELAB are errors. Limits are
+checked against the header before any pixel is decoded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GREY16 = ("I;16", "I;16L", "I;16B", "I;16N")
 
 
 class ImageError(ValueError):
-    """An image that is refused; the message says why, for the client."""
+    """An image that is not accepted; the message tells the client why."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -77,7 +77,7 @@ class ImageLimits:
 
 @dataclass(frozen=True)
 class ImageHeader:
-    """What the header of an accepted image says; orientation is not yet applied to width and height."""
+    """Fields of an accepted image's header; width and height are those before the orientation is applied."""
 
     format: str
     width: int
@@ -86,42 +86,43 @@ class ImageHeader:
 
 
 def read_header(data: bytes, limits: ImageLimits | None = None) -> ImageHeader:
-    """Format and size of an image without decoding it. Raises `ImageError` as `decode_pixels` would."""
+    """Format and size of an image without decoding it. Raises `ImageError` like `decode_pixels`."""
     with quiet_pillow():
         image = open_image_file(data, limits or ImageLimits())
         return ImageHeader(image.format or "", image.width, image.height, image.mode)
 
 
 def decode_image(data: bytes, limits: ImageLimits | None = None) -> torch.Tensor:
-    """`decode_pixels` as a tensor of the same memory."""
+    """`decode_pixels` as a tensor that shares the memory."""
     import torch  # imported here: the process that only decodes needs no torch
 
     return torch.from_numpy(decode_pixels(data, limits))
 
 
 def decode_pixels(data: bytes, limits: ImageLimits | None = None) -> Pixels:
-    """`[H, W, 3]` uint8 RGB of the first frame, upright, on white; new contiguous memory.
+    """Decodes the first frame: `[H, W, 3]` uint8 RGB, upright, on white; new contiguous memory.
 
-    Raises `ImageError`, and nothing else, for bytes that are no image of an allowed format, are cut short or
-    corrupt, or exceed `limits`. Pillow drops the interpreter lock while its codecs run.
+    Raises only `ImageError`: for bytes that are no image of an allowed format, are truncated or corrupt, or exceed
+    `limits`. Pillow releases the GIL while its codecs run.
     """
     limits = limits or ImageLimits()
     with quiet_pillow():
         image = open_image_file(data, limits)
         try:
             image.load()
-            # A file may declare one size and deliver another once its frames or tiles are read.
+            # The size may change while frames or tiles are read.
             limits.check_size(image.width, image.height)
             pixels_HWC = to_rgb(image)
             return upright(pixels_HWC, orientation_of(image))
         except ImageError:
             raise
-        except Exception as error:  # whatever Pillow or a codec raises on hostile bytes
+        except Exception as error:  # Pillow and codecs raise any exception on hostile bytes
             raise ImageError(f"the {image.format} image cannot be decoded: {words(error)}") from error
 
 
 def open_image_file(data: bytes, limits: ImageLimits) -> Image.Image:
-    """Reads the header, decodes nothing. Raises `ImageError` as `decode_pixels` does; call it under `quiet_pillow`."""
+    """Opens an image by its header, without decoding. Raises `ImageError` like `decode_pixels`. Call it within
+    `quiet_pillow`."""
     if not data:
         raise ImageError("the image is empty: 0 bytes")
     limits.check_bytes(len(data))
@@ -136,17 +137,17 @@ def open_image_file(data: bytes, limits: ImageLimits) -> Image.Image:
 
 
 def words(error: Exception) -> str:
-    """What a decoder's exception says, cut to a line."""
+    """The message of a decoder's exception, shortened to one line."""
     return (str(error) or type(error).__name__)[:200]
 
 
 def to_rgb(image: Image.Image) -> Pixels:
-    """The loaded image as `[H, W, 3]` uint8, transparency laid on white."""
+    """The loaded image as `[H, W, 3]` uint8, transparency composited on white."""
     if image.mode in GREY16 or (image.mode == "I" and image.format in ("PNG", "PPM")):
         return _grey16(image)
     if image.mode in ("I", "F", "LAB"):
         raise ImageError(f"{image.format} images with samples of mode {image.mode} are not served: use 8 or 16 bits")
-    if image.mode == "La":  # Pillow leaves premultiplied grey only by way of LA
+    if image.mode == "La":  # Pillow converts premultiplied grey only to LA
         image = image.convert("LA")
     transparent = image.mode[-1] in "Aa" or image.info.get("transparency") is not None
     if transparent:
@@ -157,7 +158,7 @@ def to_rgb(image: Image.Image) -> Pixels:
 
 
 def _grey16(image: Image.Image) -> Pixels:
-    """Greys of more than 8 bits, scaled to 8 by rounding (a plain conversion would clip them to white)."""
+    """Scales greyscale samples of more than 8 bits to 8, rounding (a plain conversion would clip them to white)."""
     grey_HW = np.array(image).astype(np.int64)
     white = 0xFFFF
     tags: Any = getattr(image, "tag_v2", {})
@@ -177,7 +178,7 @@ def _grey16(image: Image.Image) -> Pixels:
 
 
 def orientation_of(image: Image.Image) -> int:
-    """EXIF orientation 1..8; 1 if there is none or the metadata is broken, which is no reason to refuse an image."""
+    """EXIF orientation 1..8; 1 if there is none or the metadata is broken, which does not make the image invalid."""
     try:
         value = image.getexif().get(ORIENTATION_TAG, 1)
     except Exception:
@@ -186,7 +187,7 @@ def orientation_of(image: Image.Image) -> int:
 
 
 def upright(pixels_HWC: Pixels, orientation: int) -> Pixels:
-    """Undo an EXIF orientation: 5..8 are stored transposed; the flips are in terms of the upright image."""
+    """Undoes an EXIF orientation: 5..8 are stored transposed; flips refer to the upright image."""
     if orientation == 1:
         return pixels_HWC
     if orientation >= 5:
@@ -202,10 +203,10 @@ _quiet_filter: Any = None
 
 @contextmanager
 def quiet_pillow() -> Iterator[None]:
-    """Mute the warnings of PIL modules while any thread decodes.
+    """Mutes warnings of PIL modules while any thread decodes.
 
-    `warnings.catch_warnings` restores a whole list and so is unsafe across threads; one filter entry, put in by the
-    first decoder and taken out by the last, is not.
+    `warnings.catch_warnings` restores the whole filter list, which is unsafe across threads. Here the first decoder
+    adds one filter and the last one removes it.
     """
     global _quiet_depth, _quiet_filter
     with _quiet_lock:

@@ -1,7 +1,7 @@
-"""What is encoded: an image or a clip, as the attention sequences that a tower sees.
+"""The encoder's input: an image or a clip as attention sequences of patches.
 
-Nothing below asks what an item shows. It says which of the tower's inputs takes its patches, how they divide into
-sequences, and how many rows come of them.
+Code that uses items never asks whether one is an image or a clip. An item says which of the tower's inputs takes its
+patches, how they divide into sequences, and how many rows it gives.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ if TYPE_CHECKING:
 Grid = tuple[int, int]
 """Rows and columns of patches."""
 IMAGE, VIDEO = "image", "video"
-"""Inputs that towers have: patches of one image, and patches that span several frames of a clip."""
+"""The tower's inputs: patches of one image, and patches that span several frames of a clip."""
 ROW_MAJOR, BLOCK_MAJOR = "rows", "blocks"
-"""Orders of a sequence's patches: row by row; or those under one image token together, tokens row by row."""
+"""Orders of the patches of a sequence: row by row; or grouped by image token, tokens row by row."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "uint8": 1}
-"""Bytes of a number, for each type that patches may have, by the name that torch calls it."""
+"""Bytes per number for each dtype that patches may have, by torch's name."""
 
 
 def num_image_tokens(grid: Grid, *, merge_size: int = 2) -> int:
-    """Image tokens of a patch grid: one per `merge_size` x `merge_size` patches. `ValueError` if the grid is ragged."""
+    """Image tokens of a patch grid: one per `merge_size` x `merge_size` patches. Raises `ValueError` if it does not
+    divide the grid."""
     rows, columns = grid
     if rows < 1 or columns < 1 or rows % merge_size or columns % merge_size:
         raise ValueError(f"a grid of {rows}x{columns} patches is not made of {merge_size}x{merge_size} tokens")
@@ -34,23 +35,23 @@ def num_image_tokens(grid: Grid, *, merge_size: int = 2) -> int:
 
 
 def check_rate(rate: float) -> None:
-    """`ValueError` unless `0 <= rate < 1`."""
+    """Raises `ValueError` unless `0 <= rate < 1`."""
     if not 0 <= rate < 1:
         raise ValueError(f"a video pruning rate must be at least 0 and below 1, got {rate}")
 
 
 def retained_tokens(sequences: int, tokens: int, rate: float) -> int:
-    """Rows that stay of `sequences` temporal patches of `tokens` each: never fewer than one of them has."""
+    """Rows that remain of `sequences` temporal patches of `tokens` rows each: at least `tokens`."""
     check_rate(rate)
     if sequences < 1 or tokens < 1:
         raise ValueError(f"{sequences} temporal patches of {tokens} tokens: both must be positive")
-    # In float32, as the rule's own tensor arithmetic: in float64, 0.2 of 15 rows would be 2.
+    # In float32, like the reference implementation: in float64, 0.2 of 15 rows would be 2.
     return max(tokens, int(np.float32(sequences * tokens) * np.float32(1 - rate))) if rate else sequences * tokens
 
 
 @dataclass(frozen=True)
 class PatchSequence:
-    """One attention sequence: `patches` `[gh * gw, width]`, in `order`."""
+    """One attention sequence: its patches `[gh * gw, width]`, in `order`."""
 
     grid: Grid
     patches: torch.Tensor
@@ -59,33 +60,34 @@ class PatchSequence:
 
     @cached_property
     def tokens(self) -> int:
-        """Rows that the tower makes of it."""
+        """Rows that the tower outputs for it."""
         return num_image_tokens(self.grid, merge_size=self.merge_size)
 
 
 @dataclass(frozen=True)
 class ItemLayout:
-    """How an item divides into attention sequences, and how many rows come of them. Raises `ValueError`."""
+    """How an item divides into attention sequences, and how many rows it gives. Raises `ValueError` for impossible
+    sizes."""
 
     grid: Grid
-    """Of every sequence that is no slice."""
+    """Patch grid of every sequence that is not a slice."""
     _: KW_ONLY
     kind: str = IMAGE
     """Which of the tower's inputs takes the patches."""
     num_sequences: int = 1
-    """Attention sequences: one of an image and one of each of its slices, one for each temporal patch of a clip."""
+    """Attention sequences: for an image 1 plus one per slice, for a clip one per temporal patch."""
     slices: Grid = (0, 0)
-    """Rows and columns of slices into which an image was cut in addition; they follow the whole, row by row."""
+    """Rows and columns of slices into which an image was cut; they follow the whole image, row by row."""
     slice_grid: Grid = (0, 0)
-    """Of each slice."""
+    """Patch grid of each slice."""
     num_frames: int = 0
-    """Frames of a clip, before the last was repeated; 0 for an image."""
+    """Frames of a clip before padding; 0 for an image."""
     pruning_rate: float = 0.0
-    """Share of the rows that are dropped after the tower."""
+    """Share of the rows that is dropped after the tower."""
     merge_size: int = 2
-    """Patches under one row along each side."""
+    """Patches per row of the output along each side."""
     order: str = ROW_MAJOR
-    """Of the patches inside a sequence: `ROW_MAJOR` or `BLOCK_MAJOR`."""
+    """Order of the patches inside a sequence: `ROW_MAJOR` or `BLOCK_MAJOR`."""
 
     def __post_init__(self) -> None:
         check_rate(self.pruning_rate)
@@ -107,23 +109,24 @@ class ItemLayout:
 
     @property
     def num_slices(self) -> int:
-        """Of the image; 0 where it is whole alone."""
+        """Number of slices; 0 for an image that is not sliced."""
         return self.slices[0] * self.slices[1]
 
     @cached_property
     def grids(self) -> tuple[Grid, ...]:
-        """Of each sequence."""
+        """Patch grid of each sequence."""
         return (self.grid,) * (self.num_sequences - self.num_slices) + (self.slice_grid,) * self.num_slices
 
     @property
     def num_patches(self) -> int:
-        """Of all sequences together."""
+        """Patches of all sequences together."""
         whole = self.num_sequences - self.num_slices
         return whole * self.grid[0] * self.grid[1] + self.num_slices * self.slice_grid[0] * self.slice_grid[1]
 
     @cached_property
     def sequence_tokens(self) -> tuple[int, ...]:
-        """Rows that the tower makes of each sequence, before pruning. `ValueError` for a ragged grid."""
+        """Rows that the tower outputs for each sequence, before pruning. Raises `ValueError` if `merge_size` does not
+        divide a grid."""
         whole = num_image_tokens(self.grid, merge_size=self.merge_size)
         if not self.num_slices:
             return (whole,) * self.num_sequences
@@ -131,7 +134,8 @@ class ItemLayout:
 
     @cached_property
     def tokens(self) -> int:
-        """Rows that the decoder gets, known before the tower has run. `ValueError` for a ragged grid."""
+        """Rows that the decoder gets, known before the tower has run. Raises `ValueError` if `merge_size` does not
+        divide a grid."""
         whole = num_image_tokens(self.grid, merge_size=self.merge_size)
         if self.num_slices:
             return whole + self.num_slices * num_image_tokens(self.slice_grid, merge_size=self.merge_size)
@@ -140,13 +144,12 @@ class ItemLayout:
 
 @dataclass(frozen=True)
 class ItemDescription(ItemLayout):
-    """An item without its patches, as it is sent between processes and hosts; the patches are sent as bytes beside
-    it."""
+    """An item without its patches, as sent between processes and hosts; the patches follow as bytes."""
 
     width: int
-    """Numbers in a patch."""
+    """Numbers in one patch."""
     dtype: str
-    """Of the patches: a key of `DTYPE_BYTES`."""
+    """Dtype of the patches: a key of `DTYPE_BYTES`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -155,16 +158,16 @@ class ItemDescription(ItemLayout):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the patches."""
+        """Shape of the patches."""
         return self.num_patches, self.width
 
     @property
     def nbytes(self) -> int:
-        """Of the patches."""
+        """Bytes of the patches."""
         return self.num_patches * self.width * DTYPE_BYTES[self.dtype]
 
     def with_patches(self, patches: torch.Tensor) -> EncoderItem:
-        """The item. `patches`: of `shape` and `dtype`, else `ValueError`."""
+        """The item with `patches`, which must have `shape` and `dtype`, else `ValueError`."""
         item = EncoderItem(patches=patches, **_layout(self))
         if item.description != self:
             raise ValueError(f"patches of {list(patches.shape)} {patches.dtype} for {list(self.shape)} {self.dtype}")
@@ -173,10 +176,10 @@ class ItemDescription(ItemLayout):
 
 @dataclass(frozen=True)
 class EncoderItem(ItemLayout):
-    """One image or clip, ready for the tower. Raises `ValueError` for patches that do not fit the sequences."""
+    """One image or clip with its patches. Raises `ValueError` if the patches do not fit the sequences."""
 
     patches: torch.Tensor
-    """`[num_patches, width]`: one sequence after the other, in `order` inside."""
+    """`[num_patches, width]`: sequence after sequence, each in `order`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -191,18 +194,18 @@ class EncoderItem(ItemLayout):
 
     @property
     def nbytes(self) -> int:
-        """Of the patches."""
+        """Bytes of the patches."""
         return self.patches.nbytes
 
     @property
     def description(self) -> ItemDescription:
-        """The description without the patches."""
+        """The item's description, without patches."""
         dtype = str(self.patches.dtype).removeprefix("torch.")
         return ItemDescription(width=self.patches.shape[1], dtype=dtype, **_layout(self))
 
     @property
     def sequences(self) -> list[PatchSequence]:
-        """Views of the patches."""
+        """The attention sequences, as views of the patches."""
         parts = self.patches.split([rows * columns for rows, columns in self.grids])
         return [
             PatchSequence(grid, patches, self.merge_size, self.order)

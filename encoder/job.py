@@ -1,8 +1,8 @@
-"""Images and clips on their way through the tower, one launch at a time, or a few layers of one.
+"""Encodes a set of images and clips in launches, one launch or a few layers at a time.
 
-Each attention sequence of an item is packed on its own: in one launch or in several, beside those of other items. Items
-of different kinds are launched apart, since their patches pass different projections. An item that is pruned is
-gathered first, and pruned when its last launch is done.
+Each attention sequence of an item is packed separately, possibly with sequences of other items and in several launches.
+Items of different kinds are never in one launch, since their patches pass different projections. Rows of an item that
+is to be pruned are gathered first and pruned after its last launch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from encoder.pruning import prune
 
 @dataclass(frozen=True)
 class Part:
-    """One attention sequence of the item at a position, and where its rows go."""
+    """One attention sequence of the item at an index, and where its rows go."""
 
     item: int
     sequence: PatchSequence
@@ -31,7 +31,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Launch:
-    """What shares one pass through the tower."""
+    """The sequences of one pass through the tower."""
 
     parts: tuple[Part, ...]
     budget: int | None
@@ -39,11 +39,11 @@ class Launch:
 
 
 Packer = Callable[[list[int], str], list[Packed]]
-"""Token counts, and the kind of item that they are of, to batches."""
+"""Packs token counts of items of one kind into batches."""
 
 
 class EncodeJob:
-    """`step` until it says that nothing is left; `rows` is then how the rows of each item divide."""
+    """Call `step` until it returns False; `rows` then has the number of rows of each item's sequences."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class EncodeJob:
     ) -> None:
         """`items` and `out` have been checked against each other and the model."""
         self.rows: list[tuple[int, ...]] = []
-        """Per item, the rows of each of its attention sequences, less what pruning dropped."""
+        """For each item, the rows of each of its attention sequences after pruning."""
         self._items, self._out, self._launch = items, out, launch
         self._running: tuple[Launch, Pieces[None]] | None = None
         self._gathered: dict[int, Tensor] = {}
@@ -70,7 +70,7 @@ class EncodeJob:
             for batch in pack([part.sequence.tokens for part in parts], kind):
                 chosen = tuple(parts[position] for position in batch.indices)
                 self._launches.append(Launch(chosen, batch.budget, kind))
-        # In the order of the items again, whatever kinds they are of; the last is launched first off the end.
+        # In the items' order across kinds; reversed, since launches are popped from the end.
         self._launches.sort(key=lambda launch: min(part.item for part in launch.parts), reverse=True)
 
     def _split(self, index: int, item: EncoderItem) -> list[Part]:
@@ -83,14 +83,13 @@ class EncodeJob:
 
     @property
     def launches_left(self) -> int:
-        """Launches that are not done."""
+        """Launches that are not finished."""
         return len(self._launches) + (self._running is not None)
 
     @torch.inference_mode()
     def step(self, seconds: float | None = None) -> bool:
-        """Run the launch under way or the next one to its end, or for `seconds` and the piece that ends after them, and
-        prune the items that it completed. False once all is done, and no sooner.
-        """
+        """Runs the current launch to its end, or for `seconds` plus the rest of the current piece; then prunes the
+        items that it completed. Returns False when all items are done."""
         if self._running is None:
             if not self._launches:
                 return False

@@ -1,4 +1,4 @@
-"""The sequences of one kind of item: their graphs, which of them are used, and the eager path."""
+"""Runs the sequences of one kind of item, by the graphs that are in use or eagerly."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from encoder.tower import PackedBatch, Tower, patch_order
 log = logging.getLogger(__name__)
 
 CALIBRATION_SECONDS = 0.25
-"""Time that `auto` may spend on a CPU; budgets not reached stay eager."""
+"""Seconds that `auto` may spend on calibration on a CPU; budgets that were not reached stay eager."""
 EAGER_TOKENS_ON_CPU = 512
-"""Where nothing is replayed on a CPU, sequences share a launch up to this size: activations stay in the caches."""
+"""Largest eager launch on a CPU, in image tokens: activations then stay in the caches."""
 
 
 class Lane:
-    """Runs packed batches of one kind. Without an arena it is eager, for the given reason."""
+    """Runs packed batches of one kind of item. Without an arena it is eager, for the given reason."""
 
     def __init__(
         self, tower: Tower, budgets: EncoderBudgets, positions: PositionCache, *, kind: str,
         arena: EncoderArena | None, eager_reason: str = "", calibrate: bool = False,
     ) -> None:  # fmt: skip
-        """`calibrate`: measure each graph against eager and keep those that are faster; else every graph is used."""
+        """`calibrate`: time each graph against an eager run and use those that are faster; otherwise use every
+        graph."""
         assert arena is not None or eager_reason
         self.tower, self.kind = tower, kind
         self.verdicts: dict[int, Verdict] = {}
@@ -41,7 +42,7 @@ class Lane:
         if arena is not None:
             self._capture(EncoderGraphs(tower, budgets, positions, arena, kind=kind), budgets, calibrate)
         self.budgets = budgets if self.graphs is not None else self._eager_budgets(budgets)
-        """What batches are packed under: the graphs' budgets, or one size that bounds an eager launch."""
+        """Budgets that batches are packed under: the graphs' budgets, or one size that bounds an eager launch."""
 
     def _capture(self, graphs: EncoderGraphs, budgets: EncoderBudgets, calibrate: bool) -> None:
         if not calibrate:
@@ -86,7 +87,7 @@ class Lane:
         return [budget for budget, verdict in self.verdicts.items() if not verdict.use]
 
     def eager_reason(self, budget: int | None) -> str | None:
-        """Why a batch of that budget runs without a graph, or None if it does not."""
+        """Why a batch of this budget runs without a graph; None if it runs with one."""
         if self.graphs is None:
             return self._eager_reason
         if budget is None:
@@ -94,15 +95,15 @@ class Lane:
         return None if self.verdicts[budget].use else "slower_graph"
 
     def run_eagerly(self, sequences: Sequence[PatchSequence]) -> Tensor:
-        """Rows of `sequences` in their order, at exactly their size; new memory."""
+        """Rows of `sequences` in their order, without padding; new memory."""
         return finish(self.pieces(sequences))
 
     def pieces(self, sequences: Sequence[PatchSequence]) -> Pieces[Tensor]:
-        """`forward` as a generator that yields after each layer."""
+        """`run_eagerly` as a generator that yields after each layer."""
         return self.tower.pieces(self.batch(sequences), kind=self.kind)
 
     def batch(self, sequences: Sequence[PatchSequence]) -> PackedBatch:
-        """`sequences` as a launch of exactly their size."""
+        """`sequences` as a launch without padding."""
         sizes, device = self.tower.sizes, self.tower.device
         placed = layout(
             [part.grid for part in sequences], prefix=sizes.num_prefix_tokens, merge=sizes.merge_size,

@@ -1,7 +1,8 @@
-"""Where each patch, prefix token and image token of a packed launch lies: host-side index arithmetic, cached per grid.
+"""Positions of patches, prefix tokens and image tokens in a packed launch: index arithmetic on the host, cached per
+grid.
 
-Sequences lie one after the other, each its K prefix rows and then its patches. In a static layout the rows that are
-left form one more sequence, so that each row belongs to one and none stays unwritten.
+Sequences are stored one after the other, each as its K prefix rows and then its patches. In a static layout the
+remaining rows form one more (padding) sequence, so that every row is written.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ from kernels.pixel_shuffle import shuffle_order
 
 @dataclass(frozen=True)
 class Layout:
-    """Host tensors that place the images of one launch."""
+    """Index tensors of one launch, on the host."""
 
     source_R: Tensor
     """int64: 0..K-1 a prefix token, K the padding row, K + 1 + t patch t."""
     cu_seqlens: Tensor
     """int32, monotone, from 0 to R."""
     token_rows_NM: Tensor
-    """int64: tower rows of the patches under each image token; padding tokens name the last row."""
+    """int64: tower rows of the patches under each image token; padding tokens refer to the last row."""
     max_seqlen: int
     patches: int
-    """Real patches: what the rows behind them hold is never read by an image."""
+    """Number of real patches; images never read the patch rows after them."""
     tokens: int
-    """Real image tokens."""
+    """Number of real image tokens."""
 
 
 @lru_cache(maxsize=256)
 def _shuffle(grid: Grid, merge: int, order: str) -> Tensor:
-    """`[tokens, merge * merge]`: the patches under each token of a sequence in that order."""
+    """`[tokens, merge * merge]`: the patches under each image token, for a sequence in this order."""
     tokens_NM = shuffle_order(grid[0], grid[1], merge)
     return torch.arange(grid[0] * grid[1]).view(tokens_NM.shape) if order == BLOCK_MAJOR else tokens_NM
 
@@ -45,8 +46,7 @@ def _shuffle(grid: Grid, merge: int, order: str) -> Tensor:
 def layout(
     grids: Sequence[Grid], *, prefix: int, merge: int, shape: GraphShape | None = None, order: str = ROW_MAJOR
 ) -> Layout:
-    """Place `grids` in their order; padded to `shape` where one is given, else exactly as long as needed. `order`: of
-    the patches of each."""
+    """The layout of `grids` in their order, padded to `shape` if given. `order`: of the patches of each sequence."""
     assert grids, "a launch needs an image"
     patches = sum(rows * columns for rows, columns in grids)
     tokens = patches // merge**2

@@ -1,8 +1,9 @@
-"""A `ViT` on a CPU in compiled code: a call for each layer, and one before and after them.
+"""Runs a `ViT` on a CPU in compiled code: one call per layer, one before and one after the layers.
 
 The same maths as `encoder.vit`. Between operations a row is float32 (the residual stream) or the operand of a product
-(in the tower's dtype). Each row is computed in an order of its own, so that an image gets the same numbers
-alone, beside others and with any number of threads. A graph's replay on a CPU is the same calls on its padded buffers.
+(in the tower's dtype). Each row is computed in an order that depends only on its own sequence, so an image gets the
+same numbers alone, in a batch and with any number of threads. On a CPU a graph's replay is the same calls on padded
+buffers.
 
 R tower rows, T patches, N image tokens, D features.
 """
@@ -40,8 +41,8 @@ ACTIVATIONS = {
 
 
 def runs_compiled(sizes: ViTSizes, dtype: torch.dtype, device: torch.device, mode: str) -> bool:
-    """Whether such a tower runs in compiled code; logs the reason where it could have and does not. `ValueError` where
-    it must (`mode` "on") and cannot."""
+    """Whether the tower runs in compiled code. With `mode` "auto" a reason against it is logged; with "on" it is a
+    `ValueError`."""
     if mode == "off":
         return False
     try:
@@ -68,8 +69,8 @@ def _check(sizes: ViTSizes, dtype: torch.dtype, device: torch.device) -> None:
 
 
 def scratch_sizes(rows: int, sizes: ViTSizes, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes of what is kept between two operations of a launch of so many tower rows: what was normed, and what the
-    wide products make of it. At most as many patches as rows have float32 embeddings."""
+    """Bytes of the two scratch buffers for a launch of `rows` tower rows: normalised rows, and outputs of the wide
+    products. Assumes that at most `rows` patches have float32 embeddings."""
     tokens = rows // sizes.patches_per_token
     inner = sizes.intermediate_size * (2 if sizes.use_swiglu_ffn else 1)
     wide = rows * max(3 * sizes.hidden_size, inner), tokens * sizes.projector_hidden_size
@@ -78,18 +79,18 @@ def scratch_sizes(rows: int, sizes: ViTSizes, dtype: torch.dtype) -> tuple[int, 
 
 
 class NativeViT:
-    """The operations of one tower, and the memory between them. One thread at a time."""
+    """The compiled operations of one tower and their scratch memory. For one thread at a time."""
 
     def __init__(self, vit: ViT, max_rows: int) -> None:
-        """`max_rows`: tower rows of a launch that memory is set aside for; a larger one is given more, for good."""
+        """`max_rows`: tower rows to allocate scratch memory for; a larger launch enlarges it permanently."""
         self._sizes, self._dtype = vit.sizes, vit.dtype
         self._rotates = rotation_width(vit.sizes) > 0
         self._library = library()
         self.on_operation: Callable[[TowerOp, TowerStep, float], None] | None = None
-        """For measurements: operations then run one at a time, and this is called with each, its launch and its
-        seconds."""
+        """For measurements: if set, operations run one at a time, and this is called with each operation, its launch
+        and its seconds."""
         self._kept: list[object] = []
-        """What the operations point to."""
+        """Objects that the operations point to."""
         self._kind = Kind.BF16 if vit.dtype == torch.bfloat16 else Kind.F32
         self._store = Store.BFLOAT16 if vit.dtype == torch.bfloat16 else Store.FLOAT32
         ops: list[TowerOp] = []
@@ -137,20 +138,21 @@ class NativeViT:
         self._reserve(max_rows)
 
     def _reserve(self, rows: int) -> None:
-        """Memory that no launch has used yet costs nothing."""
+        """Allocates scratch memory; pages that no launch has written yet take no physical memory."""
         held = scratch_sizes(rows, self._sizes, self._dtype)
         self._normed, self._wide = (torch.empty(size, dtype=torch.uint8) for size in held)
         self._max_rows = rows
 
     @property
     def bytes(self) -> int:
-        """Of the memory between operations."""
+        """Bytes of scratch memory."""
         return self._normed.nbytes + self._wide.nbytes
 
     def pieces(self, batch: PackedBatch, *, kind: str) -> Pieces[Tensor]:
-        """As `ViT.pieces`. Raises `ValueError`, with the offsets, for `cu_seqlens` that leave rows out.
+        """Like `ViT.pieces`. Raises `ValueError` with the offsets if `cu_seqlens` does not cover all rows.
 
-        The residual stream and the result are new memory; the rest is shared with launches that begin in between.
+        The residual stream and the result are new memory; the scratch memory is shared with other launches between two
+        pieces.
         """
         rows, tokens = batch.source_R.shape[0], batch.token_rows_NM.shape[0]
         if rows > self._max_rows:
@@ -193,7 +195,7 @@ class NativeViT:
         self, linear: Linear, source: Place, target: Place, *, of: Of = Of.ROWS, ld: int | None = None,
         store: Store | None = None, activation: Activation = Activation.NONE,
     ) -> TowerOp:  # fmt: skip
-        """Rows lie densely but where `ld` says otherwise of the source."""
+        """One linear layer. Rows are contiguous unless `ld` gives the source's row stride."""
         packed = linear.packed
         if packed is None:
             assert isinstance(linear.weight, Tensor)

@@ -1,10 +1,10 @@
-"""Which waiting images share one launch of the tower, and at which token budget.
+"""Chooses which waiting images share a launch of the tower, and its token budget.
 
-Pure policy. The cost of a packing is the sum of the budgets it replays plus `launch_cost` per batch. Up to
-`EXACT_IMAGES` images the packing is optimal. Beyond, it is the best split of the images sorted by size into runs, or a
-best-fit filling if that is cheaper: never above the cost of greedy in ascending order, whose batches are such runs
-too, and at most `(max(r, 2) + 1) * optimum + largest budget + launch_cost`, where r is the largest ratio between
-neighbouring budgets (next-fit runs, which the best split includes, waste no more than that).
+Pure policy. The cost of a packing is the sum of the budgets that it replays plus `launch_cost` per batch. Up to
+`EXACT_IMAGES` images the packing is optimal. Beyond, it is the cheaper of the best split of the images sorted by size
+into runs, and a best-fit packing. Its cost is never above that of greedy packing in ascending order, whose batches are
+such runs too, and at most `(max(r, 2) + 1) * optimum + largest budget + launch_cost`, where r is the largest ratio
+between neighbouring budgets (the best split is at least as good as next-fit runs, which waste no more than that).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from encoder.budget import EncoderBudgets
 
 EXACT_IMAGES = 8
-"""Images up to which every partition is weighed (2**8 subsets)."""
+"""Up to this many images every partition is evaluated (2**8 subsets)."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """One launch: positions into the caller's list, ascending, and the budget to replay; None runs eagerly."""
+    """One launch: indices into the caller's list, ascending, and the budget to replay; None runs eagerly."""
 
     indices: tuple[int, ...]
     budget: int | None
@@ -42,12 +42,12 @@ def pack(
     frames: Sequence[int] | None = None,
     deadlines: Sequence[float] | None = None,
 ) -> list[Packed]:
-    """Split images into batches under the budgets' images, tokens and frames.
+    """Splits images into batches within the budgets' limits on images, tokens and frames.
 
-    `token_counts[i]` image tokens and `frames[i]` attention sequences (default 1) of image i; `launch_cost` in tokens.
-    An image that no budget holds comes back alone with budget None. Batches are ordered by their most urgent image:
-    the earliest of `deadlines`, or of the given order without them. Raises `ValueError` for counts below 1, a negative
-    cost or lists of unequal length.
+    Image i has `token_counts[i]` image tokens and `frames[i]` attention sequences (default 1); `launch_cost` is in
+    tokens. An image larger than every budget is returned alone with budget None. Batches are ordered by their most
+    urgent image: by the earliest of `deadlines`, or by the given order without deadlines. Raises `ValueError` for
+    counts below 1, a negative cost or lists of unequal length.
     """
     sequences = [1] * len(token_counts) if frames is None else list(frames)
     _check(token_counts, sequences, launch_cost, deadlines)
@@ -97,7 +97,7 @@ def _cost(groups: list[list[_Item]], budgets: EncoderBudgets, launch_cost: float
 
 
 def _best_partition(items: list[_Item], budgets: EncoderBudgets, launch_cost: float) -> list[list[_Item]]:
-    """The cheapest of all partitions, by dynamic programming over subsets."""
+    """The cheapest partition, by dynamic programming over subsets."""
     size = 1 << len(items)
     infinity = float("inf")
     alone = _subset_costs(items, budgets, launch_cost, infinity)
@@ -105,7 +105,7 @@ def _best_partition(items: list[_Item], budgets: EncoderBudgets, launch_cost: fl
     chosen = [0] * size
     for subset in range(1, size):
         rest = subset & (subset - 1)
-        first = subset ^ rest  # the first image is in some batch: weigh every batch that it can be in
+        first = subset ^ rest  # the first image is in some batch: try every batch that contains it
         cost, pick = infinity, 0
         others = rest
         while True:
@@ -126,7 +126,7 @@ def _best_partition(items: list[_Item], budgets: EncoderBudgets, launch_cost: fl
 
 
 def _subset_costs(items: list[_Item], budgets: EncoderBudgets, launch_cost: float, infinity: float) -> list[float]:
-    """Cost of running each subset as one batch; infinite where it does not fit."""
+    """Cost of running each subset as one batch; infinite if it does not fit."""
     ladder, images, frame_limit = budgets.token_budgets, budgets.max_images, budgets.frame_limit
     tokens, frames, counts = [0], [0], [0]
     for item in items:
@@ -142,7 +142,7 @@ def _subset_costs(items: list[_Item], budgets: EncoderBudgets, launch_cost: floa
 
 
 def _best_runs(ascending: list[_Item], budgets: EncoderBudgets, launch_cost: float) -> tuple[float, list[list[_Item]]]:
-    """The cheapest split of the sorted images into runs of neighbours, and its cost."""
+    """The cheapest split of the sorted images into runs of neighbours, with its cost."""
     ladder, largest = budgets.token_budgets, budgets.largest
     images, frame_limit = budgets.max_images, budgets.frame_limit
     best = [0.0]
@@ -171,7 +171,7 @@ def _best_runs(ascending: list[_Item], budgets: EncoderBudgets, launch_cost: flo
 
 
 def _best_fit(ascending: list[_Item], budgets: EncoderBudgets, launch_cost: float) -> list[list[_Item]]:
-    """Descending first pick, then each batch is topped up to its budget with the largest images that still fit."""
+    """Starts each batch with the largest image left, then adds the largest images that still fit its budget."""
     waiting = list(ascending)
     sizes = [item.tokens for item in waiting]
     groups = []
@@ -179,7 +179,7 @@ def _best_fit(ascending: list[_Item], budgets: EncoderBudgets, launch_cost: floa
         group = [waiting.pop()]
         sizes.pop()
         frames = group[0].frames
-        # What remains decides the batch's budget: the largest one that the rest can still fill.
+        # The batch's budget is the largest one that the remaining images can still fill.
         room = _target(group[0].tokens + sum(sizes), group[0].tokens, budgets) - group[0].tokens
         while room > 0 and len(group) < budgets.max_images:
             position = bisect_left(sizes, room + 1) - 1
@@ -193,7 +193,7 @@ def _best_fit(ascending: list[_Item], budgets: EncoderBudgets, launch_cost: floa
 
 
 def _target(total: int, least: int, budgets: EncoderBudgets) -> int:
-    """The largest budget that `total` tokens fill, or the one that `least` needs if that is larger."""
+    """The largest budget that `total` tokens fill, or the smallest that holds `least` if that is larger."""
     filled = [budget for budget in budgets.token_budgets if budget <= total]
     need = budgets.fit(least)
     assert need is not None

@@ -1,4 +1,4 @@
-"""Work that can be left between two of its pieces: a generator that yields there and returns the result."""
+"""A computation that can be interrupted between its pieces: a generator that yields there and returns the result."""
 
 from __future__ import annotations
 

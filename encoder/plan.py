@@ -1,4 +1,4 @@
-"""What the encoder's budgets will take before anything runs: sizes, bytes and the padding expected. Pure arithmetic."""
+"""Predicts the encoder's memory and padding before anything runs: sizes, bytes, expected padding. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ INT64, INT32 = 8, 4
 def buffer_sizes(
     shape: GraphShape, sizes: TowerSizes, kinds: Collection[str] = (IMAGE,)
 ) -> Mapping[str, tuple[tuple[int, ...], torch.dtype | None]]:
-    """Shape and dtype (None: the tower's) of each static buffer of one budget, wide enough for patches of `kinds`."""
+    """Shape and dtype (None: the tower's) of each static buffer of one budget, wide enough for patches of all
+    `kinds`."""
     width = max(sizes.patch_widths[kind] for kind in kinds)
     rotated = rotation_width(sizes)
     return {
@@ -33,7 +34,7 @@ def buffer_sizes(
 
 
 def buffer_bytes(shape: GraphShape, sizes: TowerSizes, dtype: torch.dtype, kinds: Collection[str] = (IMAGE,)) -> int:
-    """Bytes of one budget's static buffers; those of the largest are the arena's, the others are views of it."""
+    """Bytes of one budget's static buffers. The largest budget's are the arena; the others are views of it."""
     total = 0
     for size, kind in buffer_sizes(shape, sizes, kinds).values():
         items = 1
@@ -44,33 +45,33 @@ def buffer_bytes(shape: GraphShape, sizes: TowerSizes, dtype: torch.dtype, kinds
 
 
 def activation_bytes(shape: GraphShape, sizes: TowerSizes, dtype: torch.dtype) -> int:
-    """An estimate of what one block holds at once. Graphs of one pool share it."""
+    """Estimated bytes of activations of one block, which all graphs of a pool share."""
     return shape.rows * sizes.activation_width * dtype.itemsize
 
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One budget's graph."""
+    """The graph of one budget."""
 
     budget: int
     rows_per_image: int
-    """Image-token rows set aside for each of the images of a batch."""
+    """Image-token rows reserved for each image of a batch."""
     capacity: int
     """Image-token rows of the output."""
     tower_rows: int
-    """Rows that a replay computes, prefixes and the padding sequence included."""
+    """Rows that a replay computes, including prefixes and the padding sequence."""
     sequences: int
     """Attention sequences, the padding sequence included."""
     buffer_bytes: int
-    """Static buffers: a view of the arena, so only the largest row's count."""
+    """Bytes of static buffers, which are views of the arena: only the largest row counts towards the total."""
     activation_bytes: int
-    """Estimated; shared, so only the largest row's count."""
+    """Estimated bytes, shared by all graphs: only the largest row counts towards the total."""
 
 
 def describe(
     sizes: TowerSizes, budgets: EncoderBudgets, dtype: torch.dtype, kinds: Collection[str] = (IMAGE,)
 ) -> list[PlanRow]:
-    """One row per budget, ascending. `kinds`: of the items that the buffers take."""
+    """One row per budget, ascending. `kinds`: of the items that the buffers hold."""
     rows = []
     for budget in budgets.token_budgets:
         shape = graph_shape(budget, budgets, prefix=sizes.num_prefix_tokens, patches_per_token=sizes.patches_per_token)
@@ -90,16 +91,16 @@ def describe(
 
 @dataclass(frozen=True)
 class ExpectedPadding:
-    """Padded over real tokens that a histogram of images would meet."""
+    """Ratio of padded to real tokens for a histogram of image sizes."""
 
     alone: float
     packed: float
     eager: float
-    """Share of images above every budget, which run eagerly and unpadded."""
+    """Share of images larger than every budget, which run eagerly and unpadded."""
 
 
 def expected_padding(histogram: Histogram, budgets: EncoderBudgets) -> ExpectedPadding:
-    """Raises `ValueError` for a histogram without images."""
+    """Evaluates the budgets on a histogram. Raises `ValueError` for one without images."""
     check_histogram(histogram)
     above = sum(count for tokens, count in histogram.items() if tokens > budgets.largest)
     return ExpectedPadding(
@@ -113,7 +114,7 @@ def render(
     sizes: TowerSizes, budgets: EncoderBudgets, dtype: torch.dtype, kinds: Collection[str] = (IMAGE,), *,
     histogram: Histogram | None = None,
 ) -> str:  # fmt: skip
-    """The encoder's part of a printed plan, as text of several lines."""
+    """The encoder's part of the printed plan: several lines of text."""
     rows = describe(sizes, budgets, dtype, kinds)
     head = ("budget", "rows/image", "capacity", "tower rows", "sequences", "buffers", "activations")
     table: list[tuple[str, ...]] = [head]

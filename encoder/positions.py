@@ -1,4 +1,4 @@
-"""What a tower makes of each patch grid's places, made once and kept while there is room: positions, and rotations."""
+"""Caches the position embeddings and rotations that a tower computes for each patch grid."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from encoder.item import Grid
 
 
 class PositionCache:
-    """Least recently used grids go first once `max_bytes` are held; one grid larger than that is not kept."""
+    """An LRU cache by grid of at most `max_bytes`; a grid that is larger alone is not cached."""
 
     def __init__(
         self, make: Callable[[Grid], Tensor], max_bytes: int, rotations: Callable[[Grid], Tensor] | None = None
     ) -> None:
-        """`make`: a grid's positions, in new memory (`Tower.positions`). `rotations`: the same of
-        `RotaryTower.rotations`, where there are any."""
+        """`make`: `Tower.positions`, which returns new memory. `rotations`: `RotaryTower.rotations`, if the tower has
+        them."""
         self._make, self._make_rotations = make, rotations
         self._max_bytes = max_bytes
         self._entries: OrderedDict[tuple[Grid, bool], Tensor] = OrderedDict()
@@ -26,16 +26,16 @@ class PositionCache:
         self.misses = 0
 
     def get(self, grid: Grid) -> Tensor:
-        """`[gh * gw, position_width]`; shared memory, not to be written."""
+        """`[gh * gw, position_width]`; shared memory, read-only."""
         return self._get(grid, False, self._make)
 
     @property
     def rotates(self) -> bool:
-        """Whether there are rotations."""
+        """Whether the tower has rotations."""
         return self._make_rotations is not None
 
     def rotations(self, grid: Grid) -> Tensor:
-        """`[gh * gw, rotation_width]` float32; shared memory, not to be written."""
+        """`[gh * gw, rotation_width]` float32; shared memory, read-only."""
         assert self._make_rotations is not None, "the tower rotates nothing"
         return self._get(grid, True, self._make_rotations)
 
@@ -58,6 +58,6 @@ class PositionCache:
         return made
 
     def check_integrity(self) -> None:
-        """Asserts that the bytes counted are the bytes held and within the bound."""
+        """Asserts that the byte count is correct and within the limit."""
         held = sum(entry.numel() * entry.element_size() for entry in self._entries.values())
         assert held == self.bytes <= self._max_bytes, (held, self.bytes, self._max_bytes)

@@ -1,4 +1,4 @@
-"""From decoded pixels to flattened patches: the parts that image and video rules are made of.
+"""Converts decoded pixels to flattened patches: the functions that image and video rules share.
 
 Shapes: H, W pixels; C = 3 channels; p the patch side; T patches.
 """
@@ -14,7 +14,7 @@ from encoder.images import RGB
 
 
 def resize_pixels(pixels_NCHW: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """`[N, C, H, W]` uint8 -> float32 `[N, C, *size]` in 0..255, with the cubic's overshoot beyond that range kept."""
+    """`[N, C, H, W]` uint8 -> float32 `[N, C, *size]`, bicubic; overshoot beyond 0..255 is kept."""
     pixels_NCHW = pixels_NCHW.to(torch.float32, memory_format=torch.contiguous_format)
     if tuple(pixels_NCHW.shape[-2:]) == size:
         return pixels_NCHW
@@ -22,14 +22,15 @@ def resize_pixels(pixels_NCHW: torch.Tensor, size: tuple[int, int]) -> torch.Ten
 
 
 def normalise(pixels_CHW: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
-    """Float32 `[..., 3, H, W]` in 0..255 to the tower's scale: `(x / 255 - mean) / std` per channel."""
+    """Float32 `[..., 3, H, W]` in 0..255 -> `(x / 255 - mean) / std` per channel."""
     mean_C11 = torch.tensor(mean, dtype=torch.float32).view(RGB, 1, 1) * 255.0
     std_C11 = torch.tensor(std, dtype=torch.float32).view(RGB, 1, 1) * 255.0
     return (pixels_CHW - mean_C11) / std_C11
 
 
 def cut_patches(pixels_CHW: torch.Tensor, patch_size: int, dtype: torch.dtype) -> torch.Tensor:
-    """`[C, H, W]` -> `[(H / p) * (W / p), C * p * p]` in `dtype`: row-major patches, channel by channel inside."""
+    """`[C, H, W]` -> `[(H / p) * (W / p), C * p * p]` in `dtype`: patches row by row, channels outermost inside a
+    patch."""
     channels, height, width = pixels_CHW.shape
     rows, columns = height // patch_size, width // patch_size
     cut = pixels_CHW.to(dtype).reshape(channels, rows, patch_size, columns, patch_size).permute(1, 3, 0, 2, 4)
@@ -39,13 +40,13 @@ def cut_patches(pixels_CHW: torch.Tensor, patch_size: int, dtype: torch.dtype) -
 def as_floats(
     patches: torch.Tensor, patch_size: int, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Patches as `cut_patches` makes them, or several side by side, in the tower's scale and `dtype`: uint8 ones
-    normalised, others as they are.
+    """Normalises uint8 patches, as `cut_patches` makes them or several concatenated, to `dtype`; patches of other
+    dtypes are returned unchanged.
 
-    The numbers are those of normalising before cutting, since both work on each pixel alone.
+    Equal to normalising before cutting, since both work on each pixel alone.
     """
     if patches.dtype != torch.uint8:
         return patches.to(dtype)
     planes_NCP = patches.view(-1, RGB, patch_size**2).to(torch.float32)
-    # Normalised as an image of one column of pixels for each plane.
+    # Normalised as an image with one column of pixels per channel plane.
     return normalise(planes_NCP[..., None], mean, std)[..., 0].to(dtype).view(patches.shape)

@@ -1,9 +1,9 @@
-"""EVS video pruning: drop the rows that repeat the frame before, once the tower is done with them.
+"""EVS video pruning: drops rows that repeat the frame before, after the tower.
 
-T temporal patches of N tokens and D features. The row of token n in temporal patch t scores `1 - cos(row[t, n],
-row[t - 1, n])`; the first temporal patch always stays. How many rows stay depends on shapes alone, so space is reserved
-and graphs are replayed as ever; only which rows they are depends on the images. The rule is transformers'
-`compute_retention_mask` (arXiv 2510.14624), scored in float32 whatever the rows' dtype.
+T temporal patches of N tokens and D features. The row of token n in temporal patch t scores `1 - cos(row[t, n], row[t -
+1, n])`; the first temporal patch is always kept. The number of rows that remain depends on shapes only, so memory can
+be reserved in advance; which rows remain depends on their content. The rule is transformers' `compute_retention_mask`
+(arXiv 2510.14624), scored in float32 whatever the rows' dtype.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from encoder.item import retained_tokens
 
 ALWAYS_KEPT = 255.0
-"""Score of the first temporal patch: above 2, the most that a cosine can give."""
+"""Score of the first temporal patch: above 2, the largest value of `1 - cos`."""
 
 
 def retained_rows(rows_TND: Tensor, rate: float) -> Tensor:
-    """Which rows of `[T, N, D]`, counted through, stay: int64 `[retained_tokens(T, N, rate)]`, ascending, on the same
-    device. Of equal scores the earlier row stays. No host sync."""
+    """Indices of the rows of `[T, N, D]` that remain: int64 `[retained_tokens(T, N, rate)]`, ascending, same device. Of
+    equal scores the earlier row wins. No host sync."""
     sequences, tokens, _ = rows_TND.shape
     kept = retained_tokens(sequences, tokens, rate)
     rows_TND = rows_TND.float()
@@ -30,9 +30,9 @@ def retained_rows(rows_TND: Tensor, rate: float) -> Tensor:
 
 
 def prune(rows_TND: Tensor, rate: float, out: Tensor) -> tuple[int, ...]:
-    """Write the rows that stay, in their order, to `out` `[retained_tokens, D]`.
+    """Writes the remaining rows in order to `out` `[retained_tokens, D]`.
 
-    Returns how many stayed of each temporal patch; that is the one host sync.
+    Returns the number of rows that remain of each temporal patch, which takes one host sync.
     """
     sequences, tokens, width = rows_TND.shape
     kept = retained_rows(rows_TND, rate)

@@ -1,6 +1,7 @@
-"""The encoder runner: images and clips in, rows out, packed under the token budgets, by graph or eagerly.
+"""The encoder runner: takes images and clips, packs them under token budgets, runs the tower by graph or eagerly,
+returns rows.
 
-Everything is counted. Synchronous and owned by one thread.
+Synchronous, used by one thread, with counters for everything it does.
 """
 
 from __future__ import annotations
@@ -34,32 +35,33 @@ COUNTED = ("batches", "image_batches", "video_batches", "images", "temporal_patc
 
 
 def counted_as(kind: str) -> str:
-    """The counter of the attention sequences of a kind of item."""
+    """Name of the counter of attention sequences of a kind of item."""
     return {IMAGE: "images", VIDEO: "temporal_patches"}.get(kind, f"{kind}_sequences")
 
 
 @dataclass(frozen=True)
 class EncoderOptions:
-    """How a tower is run."""
+    """Options of an encoder runner."""
 
     dtype: torch.dtype = torch.bfloat16
-    """Of weights, activations and the rows handed out."""
+    """Dtype of weights, activations and output rows."""
     device: torch.device = torch.device("cpu")
     graphs: str = "auto"
-    """auto: replay a budget where that was measured to beat eager; on: always; off: never."""
+    """auto: use a budget's graph if it was measured to beat eager runs; on: always; off: never."""
     token_budgets: tuple[int, ...] | None = None
-    """Image tokens per graph; None derives doublings from the smallest image to the step."""
+    """Image tokens per graph; None: doublings from the smallest image to `max_tokens_per_step`."""
     max_images: int | None = None
-    """Images per batch; None derives it from the budgets."""
+    """Images per batch; None: derived from the budgets."""
     max_tokens_per_step: int | None = None
-    """Image tokens of one launch, the upper end of the budgets; None covers the largest image the rule aims at."""
+    """Largest launch, in image tokens, and the upper end of the budgets; None: the largest image that the rule aims
+    at."""
     graph_kinds: tuple[str, ...] | None = (IMAGE,)
-    """Kinds of items that get graphs, all in one arena as wide as the widest patches; None: all that the tower takes.
-    The others run eagerly."""
+    """Kinds of items that have graphs, all in one arena as wide as the widest patches; None: all kinds of the tower.
+    Other kinds run eagerly."""
     native: str = "auto"
-    """auto: compiled code where a CPU has it; on: only so; off: torch operations."""
+    """auto: compiled code where a CPU supports it; on: compiled code or an error; off: torch operations."""
     position_cache_bytes: int = 256 << 20
-    """Bound of the interpolated position embeddings that are kept."""
+    """Limit on the cached position embeddings, in bytes."""
 
     def __post_init__(self) -> None:
         if self.graphs not in GRAPH_MODES:
@@ -70,19 +72,20 @@ class EncoderOptions:
             raise ValueError(f"max_tokens_per_step must be at least 1, got {self.max_tokens_per_step}")
 
     def budgets(self, spec: TowerSpec) -> EncoderBudgets:
-        """The resolved budgets; `ValueError` with both numbers where they cannot hold."""
+        """The resolved budgets. Raises `ValueError` naming both numbers if they contradict each other."""
         hi = self.max_tokens_per_step or spec.max_image_tokens
         lo = spec.min_image_tokens
         return resolve_budgets(lo, hi, token_budgets=self.token_budgets, max_images=self.max_images)
 
 
 class EncoderRunner:
-    """Owns the tower, the graphs and the position cache; `encode` is the whole job, `begin` the same in steps."""
+    """Owns the tower, its graphs and the position cache. `encode` runs a whole job; `begin` returns one to run step by
+    step."""
 
     def __init__(self, spec: TowerSpec, options: EncoderOptions, weights: Iterable[tuple[str, AnyWeight]]) -> None:
-        """`weights`: (name, tensor) pairs as `spec.expected_weights` names them, copied, never kept.
+        """`weights`: (name, tensor) pairs named as in `spec.expected_weights`; they are copied.
 
-        Raises `ValueError` for budgets that cannot hold, missing weights, or `graphs="on"` where nothing can capture.
+        Raises `ValueError` for contradictory budgets, missing weights, or `graphs="on"` where nothing can be captured.
         """
         self.spec = spec
         self.options = options
@@ -98,7 +101,7 @@ class EncoderRunner:
             self._seconds = 0.0
             self._sizes = TokenHistogram(max(spec.max_image_tokens, self.budgets.largest))
             self.lanes = self._make_lanes()
-            """Per kind of item that the weights can take."""
+            """One lane per kind of item that the weights support."""
 
     def _shape(self, budget: int) -> GraphShape:
         spec = self.spec
@@ -107,7 +110,7 @@ class EncoderRunner:
         )
 
     def _max_rows(self) -> int:
-        """Tower rows of the largest launch, but for an image above every budget."""
+        """Tower rows of the largest launch, except for images larger than every budget."""
         return self._shape(self.budgets.largest).rows
 
     def _make_lanes(self) -> dict[str, Lane]:
@@ -141,11 +144,12 @@ class EncoderRunner:
     # -- work -----------------------------------------------------------------------------------------------------
 
     def encode(self, items: Sequence[EncoderItem], out: Sequence[Tensor]) -> list[tuple[int, ...]]:
-        """Write item i's `[tokens, row_width]` rows, in the options' dtype, into `out[i]`.
+        """Writes the `[tokens, row_width]` rows of item i, in the options' dtype, into `out[i]`.
 
-        Each row is what the item gets alone, whatever shares its batch. Returns for each item how many rows belong to
-        each of its attention sequences, less what pruning dropped.
-        Raises `ValueError` naming the position of the first item or destination that does not fit, before anything has
+        An item's rows do not depend on the other items. Returns for each item the rows of each of its attention
+        sequences after pruning.
+
+        Raises `ValueError` naming the index of the first item or destination that does not fit, before anything has
         run.
         """
         job = self.begin(items, out)
@@ -154,7 +158,7 @@ class EncoderRunner:
         return job.rows
 
     def begin(self, items: Sequence[EncoderItem], out: Sequence[Tensor]) -> EncodeJob:
-        """The same, one launch for each `step` of the job or less, so that others get a turn in between."""
+        """Like `encode`, as a job whose `step` runs at most one launch, so that other work can run in between."""
         if len(items) != len(out):
             raise ValueError(f"{len(items)} images and {len(out)} destinations")
         for index, (item, rows) in enumerate(zip(items, out)):
@@ -188,7 +192,7 @@ class EncoderRunner:
             )
 
     def _timed(self, pieces: Pieces[None]) -> Pieces[None]:
-        """Counts the seconds of each piece, and not those in between."""
+        """Adds up the seconds of each piece, without the time in between."""
         while True:
             start = time.perf_counter()
             try:
@@ -200,8 +204,9 @@ class EncoderRunner:
             yield
 
     def _launch(self, launch: Launch) -> Pieces[None]:
-        """A graph is one piece, an eager launch as many as the tower has layers."""
-        # Equal grids become neighbours, whose attention runs as one batch; order inside a launch is otherwise free.
+        """A graph is one piece; an eager launch has as many pieces as the tower has layers."""
+        # Sequences of equal grids become neighbours, so that their attention runs as one batch; the order is otherwise
+        # free.
         parts = sorted(launch.parts, key=lambda part: (part.sequence.patches.shape[0], part.sequence.grid))
         group = [self._floats(part.sequence) for part in parts]
         tokens = sum(sequence.tokens for sequence in group)
@@ -227,7 +232,7 @@ class EncoderRunner:
         self._counts["real_tokens"] += tokens
 
     def _floats(self, part: PatchSequence) -> PatchSequence:
-        """The same with patches as the tower takes them; bytes become floats on its own device."""
+        """The sequence with patches in the tower's dtype; uint8 patches are normalised on the tower's device."""
         if part.patches.dtype != torch.uint8:
             return part
         patches = self.tower.as_floats(part.patches.to(self.tower.device))
@@ -236,7 +241,7 @@ class EncoderRunner:
     # -- what it is and what it did -------------------------------------------------------------------------------
 
     def plan(self) -> dict[str, object]:
-        """Budgets, buffer sizes and verdicts, as plain numbers and strings."""
+        """Budgets, buffer sizes and calibration results, as plain numbers and strings."""
         shapes = [self._shape(budget) for budget in self.budgets.token_budgets]
         return {
             "token_budgets": list(self.budgets.token_budgets),
@@ -264,12 +269,12 @@ class EncoderRunner:
         return counts
 
     def histogram(self) -> dict[int, int]:
-        """Image tokens -> images and temporal patches encoded since the start, in at most 1024 bins: what budgets are
-        tuned on."""
+        """Image tokens -> images and temporal patches encoded since the start, in at most 1024 bins. Input for tuning
+        budgets."""
         return self._sizes.counts()
 
     def check_integrity(self) -> None:
-        """Asserts what must hold between calls."""
+        """Asserts the invariants that hold between calls."""
         self.positions.check_integrity()
         replays = sum(count for name, count in self._counts.items() if name.startswith("replays_"))
         eager = sum(count for name, count in self._counts.items() if name.startswith("eager_"))
@@ -278,6 +283,6 @@ class EncoderRunner:
         assert sum(self._sizes.counts().values()) == sequences, self._counts
 
     def close(self) -> None:
-        """Tear the graphs down; idempotent. The runner must not be used afterwards."""
+        """Destroys the graphs; idempotent. The runner must not be used afterwards."""
         for lane in self.lanes.values():
             lane.close()

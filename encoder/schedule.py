@@ -1,29 +1,29 @@
-"""Which waiting images the encoder takes on next. Pure policy: numbers in, positions out, nothing kept.
+"""Chooses which waiting images the encoder runs next. Pure policy without state: numbers in, indices out.
 
-Order. Each image has a moment at which it falls due:
+Order. Each image has a due time:
 
     due = max(arrival, min(deadline, arrival + patience)) - priority * head_start
 
-with priorities beyond 100 or -100 counted as these, as in the decoder's scheduler.
-Earlier dues go first, and of equal ones the earlier arrival: first in, first out among equals, a deadline or a priority
-moves an image ahead. A due never changes while an image waits, and no newcomer's due is before its own arrival less
-its head start, so nothing that arrives after `due + newcomer's priority * head_start` is ever put before it.
+with priorities clamped to -100..100, as in the decoder's scheduler. Images are ordered by due time, then by arrival:
+first in, first out among equals, while a deadline or a priority moves an image ahead. A due time never changes while an
+image waits, and a new image's due time is at least its arrival less its head start, so nothing that arrives after `due
++ newcomer's priority * head_start` can overtake an image.
 
-Steps. The encoder has a budget of image tokens of its own for each step, apart from the decoder's. A step takes
+Steps. The encoder has its own budget of image tokens per step, apart from the decoder's. A step takes
 
-    1. small images, of at most `share = step_tokens / 8` tokens, in order of due, until they come to `share` tokens;
-    2. the most urgent image that is left, whatever its size;
-    3. further ones in order of due, until the next would not fit.
+    1. small images, of at most `share = step_tokens / 8` tokens, in due order, up to `share` tokens in total;
+    2. the most urgent remaining image, whatever its size;
+    3. further images in due order, until the next one would not fit.
 
-Images of one request are images like any other: they may be taken in several steps, and nothing waits for its kin.
+Images of one request are scheduled independently and may run in different steps.
 
-What follows, for an image that begins to wait before step 1:
+Guarantees for an image that begins to wait before step 1:
 
-    small:  taken no later than step  ceil(A / share),  A = tokens of small images due no later that waited meanwhile,
-            its own included; whatever is large has no part in that, so large images never starve small ones.
-    any:    taken no later than step  n,  n = images due no later that waited meanwhile, itself included;
+    small:  runs no later than step  ceil(A / share),  A = tokens of small images due no later that waited meanwhile,
+            its own included; large images do not count, so they never starve small ones.
+    any:    runs no later than step  n,  n = images due no later that waited meanwhile, itself included;
             so small ones never starve large ones.
-    a step: no more than  max(step_tokens, 2 * share + its largest image)  tokens.
+    a step: at most  max(step_tokens, 2 * share + its largest image)  tokens.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_LEVEL = 100
-"""Priorities beyond this count as this: nobody goes first, or last, for ever."""
+"""Priorities are clamped to -100..100, so that no image goes first, or last, for ever."""
 SMALL_SHARE = 8
-"""Small images have an eighth of a step to themselves, and what fits that is small."""
+"""Small images have an eighth of each step reserved; small means at most that size."""
 
 
 @dataclass(frozen=True)
 class SchedulePolicy:
-    """What deadlines and priorities are worth, in seconds."""
+    """Weights of deadlines and priorities, in seconds."""
 
     patience: float = 10.0
-    """An image without a deadline is due this long after its arrival; a later deadline does not put it off further."""
+    """An image is due at the latest this long after its arrival, whatever its deadline."""
     head_start: float = 1.0
-    """What one step of priority is worth."""
+    """Seconds that one level of priority is worth."""
 
     def __post_init__(self) -> None:
         if self.patience < 0 or self.head_start < 0:
@@ -53,7 +53,7 @@ class SchedulePolicy:
 
 @dataclass(frozen=True)
 class Waiting:
-    """An image, or a clip, that waits for the encoder. Times are of one clock, in seconds."""
+    """An image or clip that waits for the encoder. Times are in seconds of one clock."""
 
     tokens: int
     arrival: float
@@ -63,7 +63,7 @@ class Waiting:
 
 
 def due(item: Waiting, policy: SchedulePolicy) -> float:
-    """The moment that orders the queue."""
+    """The due time, which orders the queue."""
     latest = item.arrival + policy.patience
     moment = latest if item.deadline is None else min(item.deadline, latest)
     level = max(-MAX_LEVEL, min(MAX_LEVEL, item.priority))
@@ -71,14 +71,14 @@ def due(item: Waiting, policy: SchedulePolicy) -> float:
 
 
 def small_share(step_tokens: int) -> int:
-    """Tokens that small images get in each step, and the most that a small image has."""
+    """Tokens reserved for small images in each step, which is also the size limit of a small image."""
     if step_tokens < 1:
         raise ValueError(f"an encoder step needs at least one token, got {step_tokens}")
     return max(step_tokens // SMALL_SHARE, 1)
 
 
 def choose(waiting: Sequence[Waiting], step_tokens: int, policy: SchedulePolicy | None = None) -> list[int]:
-    """Positions of what the next step takes, most urgent first; never empty while anything waits.
+    """Indices of the images of the next step, most urgent first; never empty while anything waits.
 
     Raises `ValueError` for a step or an image without tokens.
     """

@@ -1,4 +1,4 @@
-"""How long the stages of preparing an image take."""
+"""Times the stages of preparing an image."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Stopwatch:
-    """Seconds that each stage of making patches took."""
+    """Seconds spent in each stage of making patches."""
 
     seconds: Counter[str] = field(default_factory=Counter)
     frames: int = 0
-    """Of clips."""
+    """Number of a clip's frames."""
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:

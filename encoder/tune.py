@@ -1,18 +1,18 @@
-"""Which token budgets waste least on the images that a server really gets.
+"""Finds the token budgets that waste least for the image sizes that a server has seen.
 
-Pure integers. A histogram maps image tokens to how often they were seen. An image of t tokens that is replayed alone
-costs the smallest budget that holds it, so the work of a ladder is the sum of those budgets, and its waste is that work
-over the tokens that were real. Replays of packed batches waste less; `packed_work` replays a sample of the histogram
-through the packer to say how much less.
+Integers only. A histogram maps image tokens to counts. An image of t tokens that is replayed alone costs the smallest
+budget that holds it, so the work of a ladder is the sum of those budgets, and its waste is that work divided by the
+real tokens. Packed batches waste less; `packed_work` runs a sample of the histogram through the packer to measure how
+much less.
 
-`tuned_ladder` is exact. Some best ladder consists of seen counts, since a budget between two of them can shrink to the
-lower one. With the counts v[1..n] ascending and N[j] images of at most v[j] tokens, the work of the best g budgets
+`tuned_ladder` is exact. Some best ladder consists of seen sizes, since a budget between two of them can be lowered to
+the smaller one. With the sizes v[1..n] ascending and N[j] images of at most v[j] tokens, the work of the best g budgets
 whose largest is v[j] is
 
     f(g, j) = min over i < j of  f(g - 1, i) + v[j] * (N[j] - N[i])
 
 which, for each g, is the lower envelope of the lines `f(g - 1, i) - N[i] * x` at x = v[j]. Slopes fall and queries
-rise, so a pointer walks the envelope and all of it takes O(n) per budget.
+rise, so a pointer moves along the envelope, and each budget takes O(n).
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ Histogram = Mapping[int, int]
 """Image tokens -> images seen."""
 
 SEARCH_STEPS = 6
-"""Times that `packed_ladder` tunes for the launches of the ladder before; it settles after two or three."""
+"""Times that `packed_ladder` tunes for the launches of the previous ladder; it converges after two or three."""
 SAMPLE_IMAGES = 1024
-"""Images that `packed_work` draws: its ratio then differs by about 1 % between draws."""
+"""Images that `packed_work` samples; its ratio then varies by about 1 % between samples."""
 
 
 class TokenHistogram:
-    """Counts of image tokens in a bounded number of bins; an image counts as the upper end of its bin."""
+    """Counts of image tokens in a limited number of bins; an image counts as the upper end of its bin."""
 
     def __init__(self, largest: int, *, bins: int = 1024) -> None:
-        """`largest`: the last bin, which also takes whatever is larger."""
+        """`largest`: upper end of the last bin, which also counts larger images."""
         if largest < 1 or bins < 1:
             raise ValueError(f"a histogram needs positive sizes, got largest {largest} and bins {bins}")
         self._largest = largest
@@ -57,7 +57,7 @@ class TokenHistogram:
 
 
 def check_histogram(histogram: Histogram) -> None:
-    """`ValueError`, with the numbers, unless there is an image and every size and count is positive."""
+    """Raises `ValueError`, with the numbers, unless there is an image and every size and count is positive."""
     for tokens, count in histogram.items():
         if tokens < 1 or count < 0:
             raise ValueError(f"a histogram entry of {count} images of {tokens} tokens: sizes must be positive")
@@ -71,7 +71,7 @@ def real_tokens(histogram: Histogram) -> int:
 
 
 def ladder_work(histogram: Histogram, ladder: Sequence[int]) -> int:
-    """Tokens that a replay of each image alone computes; those above the ladder run eagerly, without padding."""
+    """Tokens computed if each image is replayed alone; images larger than every budget run eagerly without padding."""
     steps = sorted(ladder)
     work = 0
     for tokens, count in histogram.items():
@@ -83,7 +83,8 @@ def ladder_work(histogram: Histogram, ladder: Sequence[int]) -> int:
 def packed_launches(
     histogram: Histogram, budgets: EncoderBudgets, *, batch: int = 16, sample: int = SAMPLE_IMAGES, seed: int = 0
 ) -> dict[int, int]:
-    """Real tokens of a launch -> launches, when `batch` images wait at a time, on a sample that `seed` fixes."""
+    """Real tokens of a launch -> number of launches, if `batch` images wait at a time, for a sample drawn with
+    `seed`."""
     check_histogram(histogram)
     sizes = sorted(histogram)
     drawn = random.Random(seed).choices(sizes, [histogram[size] for size in sizes], k=sample)
@@ -97,18 +98,19 @@ def packed_launches(
 
 
 def packed_work(histogram: Histogram, budgets: EncoderBudgets, *, batch: int = 16) -> float:
-    """Padded over real tokens when `batch` images wait at a time, on a fixed sample."""
+    """Ratio of padded to real tokens if `batch` images wait at a time, on a fixed sample."""
     launches = packed_launches(histogram, budgets, batch=batch)
     return ladder_work(launches, budgets.token_budgets) / real_tokens(launches)
 
 
 def geometric_ladder(lo: int, hi: int, ratio: float) -> list[int]:
-    """`lo`, `lo * ratio`, ... rounded up, and `hi` itself. `ValueError` unless `0 < lo <= hi` and `ratio > 1`."""
+    """`lo`, `lo * ratio`, ... rounded up, and `hi` itself. Raises `ValueError` unless `0 < lo <= hi` and `ratio >
+    1`."""
     if not 0 < lo <= hi or ratio <= 1:
         raise ValueError(f"a ladder needs 0 < lo <= hi and a ratio above 1, got lo {lo}, hi {hi}, ratio {ratio}")
     ladder: list[int] = []
     power = 0
-    while (step := math.ceil(lo * ratio**power - 1e-6)) < hi:  # sqrt(2) ** 2 must be 2, not a hair above
+    while (step := math.ceil(lo * ratio**power - 1e-6)) < hi:  # sqrt(2) ** 2 must be 2 despite rounding
         if not ladder or step > ladder[-1]:
             ladder.append(step)
         power += 1
@@ -116,11 +118,11 @@ def geometric_ladder(lo: int, hi: int, ratio: float) -> list[int]:
 
 
 def tuned_ladder(histogram: Histogram, max_budgets: int, *, floor: int = 1, hi: int | None = None) -> list[int]:
-    """The at most `max_budgets` budgets with the least `ladder_work`; of equals, the fewest.
+    """The ladder of at most `max_budgets` budgets with the least `ladder_work`; among equals, the shortest.
 
-    Every seen image is covered. `floor`: the smallest budget allowed, such as the images of one batch. `hi`: a size
-    that must be covered although it may not have been seen, such as the largest legal image. Raises `ValueError` for
-    an empty histogram, `max_budgets` or `floor` below 1, or an image above `hi`.
+    It covers every seen image. `floor`: the smallest budget allowed, such as the images of one batch. `hi`: a size that
+    must be covered even if it was never seen, such as the largest legal image. Raises `ValueError` for an empty
+    histogram, `max_budgets` or `floor` below 1, or an image above `hi`.
     """
     check_histogram(histogram)
     if max_budgets < 1 or floor < 1:
@@ -141,11 +143,12 @@ def tuned_ladder(histogram: Histogram, max_budgets: int, *, floor: int = 1, hi: 
 def packed_ladder(
     histogram: Histogram, max_budgets: int, *, images: int = 1, hi: int | None = None, batch: int = 16
 ) -> list[int]:
-    """The at most `max_budgets` budgets found to waste least where `batch` images wait and `images` share a launch.
+    """The ladder of at most `max_budgets` budgets that wastes least if `batch` images wait and at most `images` share a
+    launch, as found by a search.
 
-    Which launches there are depends on the ladder, so this is a search, not a proof: from each of several ladders, the
-    launches that it leads to are tuned for exactly, and again, while that helps. Never worse, on its sample, than
-    doublings that number no more, or than `tuned_ladder`. `images` and `hi` as there (`floor`); raises as it does.
+    The launches depend on the ladder, so the result is not proven optimal: starting from several ladders, their
+    launches are tuned for exactly, repeatedly while that helps. On its sample it is never worse than at most as many
+    doublings, or than `tuned_ladder`. `images` and `hi`: see `tuned_ladder` (`floor`), which also lists the errors.
     """
     best = tuned_ladder(histogram, max_budgets, floor=images, hi=hi)
     top = best[-1]
@@ -166,9 +169,9 @@ def packed_ladder(
 
 
 def _best_ladder(sizes: list[int], below: list[int], max_budgets: int) -> list[int]:
-    """`sizes` ascending, `below[j]` images among the first j of them; the last size is always in the ladder."""
+    """`sizes` ascending; `below[j]`: images among the first j sizes. The last size is always in the ladder."""
     count = len(sizes)
-    best: list[int | None] = [0] + [None] * count  # f(0, .): only nothing is covered by no budget
+    best: list[int | None] = [0] + [None] * count  # f(0, .): without budgets only zero images are covered
     chosen: list[list[int]] = []
     costs: list[int] = []
     for _ in range(min(max_budgets, count)):
@@ -177,7 +180,7 @@ def _best_ladder(sizes: list[int], below: list[int], max_budgets: int) -> list[i
         final = best[count]
         assert final is not None, "the largest size can always be a budget"
         costs.append(final)
-    used = costs.index(min(costs))  # the fewest budgets that reach the least work
+    used = costs.index(min(costs))  # the fewest budgets with the least work
     ladder, end = [], count
     for picks in reversed(chosen[: used + 1]):
         ladder.append(sizes[end - 1])
@@ -189,10 +192,10 @@ def _best_ladder(sizes: list[int], below: list[int], max_budgets: int) -> list[i
 def _one_more_budget(
     sizes: list[int], below: list[int], before: list[int | None]
 ) -> tuple[list[int | None], list[int]]:
-    """f(g, .) from f(g - 1, .), and for each j the i that it came from."""
+    """f(g, .) from f(g - 1, .), and for each j the i that gave the minimum."""
     after: list[int | None] = [None] * len(before)
     picks = [0] * len(before)
-    hull: list[int] = []  # indices i whose line is on the envelope, in order of falling slope
+    hull: list[int] = []  # indices i whose line is on the envelope, by falling slope
     walk = 0
 
     def height(i: int, x: int) -> int:
@@ -206,7 +209,7 @@ def _one_more_budget(
             while len(hull) >= 2 and _is_covered(hull[-2], hull[-1], i, below, before):
                 hull.pop()
             if hull and below[hull[-1]] == below[i] and height(hull[-1], 0) >= height(i, 0):
-                hull.pop()  # parallel and no better
+                hull.pop()  # parallel and not lower
             hull.append(i)
             walk = min(walk, len(hull) - 1)
         if not hull:
@@ -220,7 +223,7 @@ def _one_more_budget(
 
 
 def _is_covered(left: int, middle: int, right: int, below: list[int], start: list[int | None]) -> bool:
-    """Whether `middle` is nowhere lowest between its neighbours: the outer two meet no later than left and middle."""
+    """Whether line `middle` is nowhere the lowest: the outer two intersect no later than left and middle."""
     a, b, c = start[left], start[middle], start[right]
     assert a is not None and b is not None and c is not None
     return (c - a) * (below[middle] - below[left]) <= (b - a) * (below[right] - below[left])
@@ -228,23 +231,24 @@ def _is_covered(left: int, middle: int, right: int, below: list[int], start: lis
 
 @dataclass(frozen=True)
 class LadderReport:
-    """One ladder held against a histogram."""
+    """Evaluation of one ladder on a histogram."""
 
     name: str
     ladder: tuple[int, ...]
     alone: float
-    """Padded over real tokens, each image replayed by itself."""
+    """Ratio of padded to real tokens if each image is replayed alone."""
     packed: float
-    """The same with 16 images waiting at a time."""
+    """The same ratio with 16 images waiting at a time."""
 
 
 def compare_ladders(
     histogram: Histogram, max_budgets: int, *, lo: int | None = None, hi: int | None = None,
     max_images: int | None = None,
 ) -> list[LadderReport]:  # fmt: skip
-    """Doublings, sqrt(2) steps and the tuned ladders on one histogram, over the same range and images per batch.
+    """Evaluates doublings, sqrt(2) steps and the tuned ladders on one histogram, with the same range and images per
+    batch.
 
-    `lo` and `hi` are the smallest and largest legal image; without them, the smallest and largest that was seen.
+    `lo` and `hi`: the smallest and largest legal image; by default the smallest and largest that was seen.
     """
     check_histogram(histogram)
     seen = [tokens for tokens, count in histogram.items() if count]

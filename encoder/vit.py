@@ -1,8 +1,8 @@
-"""A tower made of standard parts, over packed sequences: embedded patches with learned positions and prefix tokens,
-pre-norm transformer blocks, pixel shuffle and a projector of two linear layers. A family reads the weights into it.
+"""A vision tower of standard parts over packed sequences: patch embedding with learned positions and prefix tokens,
+pre-norm transformer blocks, pixel shuffle and a projector of two linear layers. A family reads its weights into it.
 
 T patches, K table rows (prefix tokens and one of zeros for padding), R tower rows, D features, H heads, N image tokens.
-The block is that of "An Image is Worth 16x16 Words" (arXiv 2010.11929), MLP or SwiGLU.
+The block is that of "An Image is Worth 16x16 Words" (arXiv 2010.11929), with MLP or SwiGLU.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Block:
     out: Linear
     norm2: Norm
     up: Linear
-    """With SwiGLU the gates come first, then what they let through."""
+    """With SwiGLU the gate's rows come first, then the rows that are gated."""
     down: Linear
 
 
@@ -79,7 +79,7 @@ Rotated = tuple[Tensor, Tensor]
 
 
 def _rotations(rotations_TF: Tensor, source_R: Tensor, table_KD: Tensor) -> Rotated:
-    """Those of the patch that each tower row is; rows that are none stay as they are."""
+    """Rotations of the tower rows: those of its patch; rows that are no patch are not rotated."""
     prefix, half = table_KD.shape[0], rotations_TF.shape[1] // 2
     fixed_KF = torch.cat((rotations_TF.new_ones(prefix, half), rotations_TF.new_zeros(prefix, half)), 1)
     rows_RF = torch.cat((fixed_KF, rotations_TF)).index_select(0, source_R)[:, None, None]
@@ -87,13 +87,13 @@ def _rotations(rotations_TF: Tensor, source_R: Tensor, table_KD: Tensor) -> Rota
 
 
 def _rotate(x_R2HD: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """In place, in float32."""
+    """Rotates in place, in float32."""
     first, second = x_R2HD.float().chunk(2, -1)
     x_R2HD.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), -1))
 
 
 class ViTSizes(TowerSizes, Protocol):
-    """The numbers of such a tower."""
+    """Sizes of a `ViT`."""
 
     @property
     def hidden_size(self) -> int:
@@ -109,50 +109,50 @@ class ViTSizes(TowerSizes, Protocol):
 
     @property
     def use_swiglu_ffn(self) -> bool:
-        """Whether the MLP is gated: SiLU of the gates times what they let through."""
+        """Whether the MLP is gated (SwiGLU)."""
 
     @property
     def hidden_act(self) -> str:
-        """One of `ACTIVATIONS`: of an MLP that is not gated."""
+        """Activation of an MLP that is not gated: one of `ACTIVATIONS`."""
 
     @property
     def projector_hidden_size(self) -> int:
-        """Between the projector's linear layers."""
+        """Width between the projector's linear layers."""
 
     @property
     def projector_eps(self) -> float:
-        """Of the projector's norm."""
+        """Epsilon of the projector's norm."""
 
 
 @dataclass(frozen=True)
 class ViT:
-    """Weights fused and cast. `pieces` is a pure function of the batch, in torch operations and kernels.
+    """Fused and cast weights. `pieces` is a pure function of the batch, in torch operations and kernels.
 
-    Queries and keys are rotated where a batch says how (`PackedBatch.rotations_TF`): with feature i of the first half
-    of a head and the same of the second as the two numbers of a pair.
+    Queries and keys are rotated if the batch has `rotations_TF`: feature i of the first half of a head is paired with
+    feature i of the second half.
     """
 
     sizes: ViTSizes
     dtype: torch.dtype
     projections: Mapping[str, Linear]
-    """Of patches, per kind of item."""
+    """Patch projection of each kind of item."""
     table_KD: Tensor
     """Prefix tokens, and a row of zeros for padding."""
     blocks: Sequence[Block]
     final_norm: Norm | None
-    """Between the last block and the pixel shuffle."""
+    """Norm between the last block and the pixel shuffle."""
     projector_norm: Tensor | None
-    """float32 weight of the RMS norm of joined rows; None: they pass none."""
+    """float32 weight of the RMS norm of joined rows; None: no norm."""
     linear_1: Linear
-    """`projector_act` follows it."""
+    """First linear layer of the projector; `projector_act` follows it."""
     linear_2: Linear
     projector_act: str = "relu2"
     """One of `ACTIVATIONS`."""
 
     def pieces(self, batch: PackedBatch, *, kind: str) -> Pieces[Tensor]:
-        """`[N, row_width]` rows in the tower's dtype, one per entry of `token_rows_NM`; new memory. May be left after
-        each block. `kind`: whose projection the patches pass. One host read of `cu_seqlens` in the torch attention.
-        """
+        """Yields after each block and returns `[N, row_width]` rows in the tower's dtype, one per entry of
+        `token_rows_NM`; new memory. `kind`: selects the patch projection. The torch attention reads `cu_seqlens` on the
+        host once."""
         projection = self.projections[kind]
         x_RD = patch_embed(batch.patches_TP, projection, batch.positions_TD, self.table_KD, batch.source_R)
         rotated = None if batch.rotations_TF is None else _rotations(batch.rotations_TF, batch.source_R, self.table_KD)

@@ -1,4 +1,4 @@
-"""Weights of a tower as they are read: plain ones in its dtype, others as they are where a product takes them."""
+"""Reads weights of a tower: plain ones in its dtype, quantised ones packed where a product can take them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from kernels.native import Kind
 
 
 def plain(weight: AnyWeight) -> Tensor:
-    """The tensor, expanded to float32 where it is stored in fewer bits."""
+    """The tensor, expanded to float32 if it is quantised."""
     return weight.dequantise() if isinstance(weight, Quantised) else weight
 
 
 def tower_linear(
     weight: AnyWeight, bias: Tensor | None, *, dtype: torch.dtype, device: torch.device, compiled: bool
 ) -> Linear:
-    """A linear layer. fp8, nvfp4 and grouped int4 stay packed where `compiled` code multiplies them with plain rows."""
+    """A linear layer. fp8, nvfp4 and grouped int4 weights stay packed if `compiled` code multiplies them with plain
+    rows."""
     if isinstance(weight, Quantised) and compiled:
         linear = Linear(weight, bias, dtype=dtype)
         if linear.packed is not None and linear.packed.kind in (Kind.BF16, Kind.F32):
