@@ -24,7 +24,8 @@ ANSWER = 12
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_conversation_with_an_image_and_a_clip(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the messages become, and greedy tokens; then a follow-up, which begins where the first answer ended."""
+    """What the messages become, and greedy tokens of two samples; then a follow-up, which begins where the first answer
+    ended."""
     tokenizer = write_prompting(tmp_path)
     names = zip(("vision_start", "vision_end", "image", "video"), SPECIAL[3:], strict=True)
     ids = {f"{name}_token_id": int(tokenizer.convert_tokens_to_ids(token)) for name, token in names}
@@ -70,9 +71,11 @@ def test_a_conversation_with_an_image_and_a_clip(tmp_path: Path, seed: int, monk
         for turn in range(2):
             prompt = expected(messages)
             assert client.tokenize(messages, **given).prompt_tokens == len(prompt)
-            answer = client.generate(
-                messages, max_tokens=ANSWER, temperature=0, ignore_eos=True, logprobs=1, logit_bias=never, **given
-            )
+            how: dict[str, Any] = {"max_tokens": ANSWER, "ignore_eos": True, "logit_bias": never, **given}
+            answer = client.generate(messages, temperature=0, logprobs=1, n=2, **how)
+            assert [sample.token_ids for sample in answer.samples] == [answer.token_ids] * 2
+            drawn = client.generate(messages, temperature=1, seed=turn, n=2, **how)
+            assert drawn.samples[0].token_ids == client.generate(messages, temperature=1, seed=turn, **how).token_ids
             logits = greedy(prompt, answer.token_ids)
             scale = max(1.0, float(logits.abs().max()))
             rows = torch.log_softmax(logits, -1)
