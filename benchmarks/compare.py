@@ -89,9 +89,9 @@ class Ours:
         self._server.stop()
 
 
-def peer_command(peer: str, model: Path, kind: str = "bf16") -> list[str]:
-    """How a peer's process is started for that model; `kind`: of llama.cpp's weights. `SystemExit` where its
-    environment is not there.
+def peer_command(peer: str, model: Path, kind: str = "bf16", tokens: int = 512) -> list[str]:
+    """How a peer's process is started for that model. Of llama.cpp, `kind` is that of its weights and `tokens` the
+    length of its slots: the longest prompt and answer. `SystemExit` where its environment is not there.
     """
     if peer == "transformers":
         return [sys.executable, "-m", "benchmarks.peer_transformers"]
@@ -101,7 +101,7 @@ def peer_command(peer: str, model: Path, kind: str = "bf16") -> list[str]:
         if not server.exists():
             raise SystemExit("llama.cpp's server is missing: benchmarks/setup_llamacpp.sh makes it")
         file = gguf_model.converted(model, folder, kind)
-        return [sys.executable, str(ROOT / "benchmarks" / "peer_llamacpp.py"), str(server), str(file)]
+        return [sys.executable, str(ROOT / "benchmarks" / "peer_llamacpp.py"), str(server), str(file), str(tokens)]
     python = Path("~/.cache/saccade/peers/vllm/bin/python").expanduser()
     if not python.exists():
         raise SystemExit("vLLM's environment is missing: benchmarks/setup_vllm.sh makes it")
@@ -111,10 +111,12 @@ def peer_command(peer: str, model: Path, kind: str = "bf16") -> list[str]:
 class Peer:
     """The peer process; what it says goes to `log`."""
 
-    def __init__(self, peer: str, model: Path, omni: bool, log: Path, device: str = "cpu", kind: str = "bf16") -> None:
+    def __init__(
+        self, peer: str, model: Path, omni: bool, log: Path, device: str = "cpu", kind: str = "bf16", tokens: int = 512
+    ) -> None:
         self.peak_bytes = 0
         self._log = log
-        environment, command = dict(os.environ), peer_command(peer, model, kind)
+        environment, command = dict(os.environ), peer_command(peer, model, kind, tokens)
         if peer == "vllm":
             environment.pop("PYTHONPATH", None)
             environment["PYTHONSAFEPATH"] = (
@@ -187,7 +189,8 @@ def measure(
         ours = Ours(model, sides.options, sides.most)
         try:
             log = sides.logs / f"{sides.peer}{'-omni' if omni else ''}.log"
-            peer = Peer(sides.peer, model, omni, log, sides.device)
+            tokens = max(len(prompt) + load.new_tokens for load in loads for prompt in load.prompts)
+            peer = Peer(sides.peer, model, omni, log, sides.device, tokens=tokens)
         except BaseException:
             ours.close()
             raise
