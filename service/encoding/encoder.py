@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from encoder.job import EncodeJob
-from encoder.runner import EncoderRunner
+from encoder.runner import EncodeJob, EncoderRunner
 from kernels.streams import on, side_stream
 from service.encoding.entries import EncodingFailed, Work
 
