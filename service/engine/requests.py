@@ -1,22 +1,30 @@
-"""The requests of an engine: what each of them holds, and when it is submitted to the decoder."""
+"""The requests of an engine: what each of them holds, when it is submitted to the decoder, and where the rows of its
+images and clips lie in its prompt.
+
+An image is one run of rows, or one for the whole and one for each slice where it is cut into slices. A clip is one run
+for each temporal patch. There are text tokens between the runs. Pruning drops rows after encoding: how many rows of the
+whole clip stay is known from its shape, how many of each temporal patch only after encoding. So the prompt's length,
+which admission and limits need, is known at once, and a request with a pruned clip is submitted to the decoder when its
+clip has been encoded for the first time.
+"""
 
 from __future__ import annotations
 
+import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from decoder.pace import DeadlineError
 from decoder.positions import Positions
-from decoder.request import DecoderRequest, TokenEvent
+from decoder.request import DecoderRequest, ImageSpan, TokenEvent
 from decoder.runner import DecoderRunner
-from encoder.item import EncoderItem
+from encoder.item import EncoderItem, Grid
 from families import VisionSpec
 from service.encoding.entries import EncoderUnavailable, Lease
 from service.encoding.handoff import Handoff
-from service.engine.placing import blocks, is_settled, place
-from service.engine.types import EngineEvent, EngineRequest, ErrorKind, EventSink
+from service.engine.types import EngineEvent, EngineImage, EngineRequest, ErrorKind, EventSink
 
 
 class Requests:
@@ -66,7 +74,7 @@ class Requests:
             for name in request.names:
                 self.live.add(name)
                 self._lease(request, name)
-            if is_settled(request, self._leases[request.request_id]):
+            if _is_settled(request, self._leases[request.request_id]):
                 self._admit(request, request.names)
             else:
                 self._unsettled[request.request_id] = request
@@ -113,7 +121,7 @@ class Requests:
         """Submits requests whose pruned clips have been encoded."""
         for request_id, request in list(self._unsettled.items()):
             names = [name for name in request.names if name in self.live]
-            if names and not is_settled(request, self._leases[names[0]]):
+            if names and not _is_settled(request, self._leases[names[0]]):
                 continue
             del self._unsettled[request_id]
             try:
@@ -127,7 +135,7 @@ class Requests:
         """
         made: list[DecoderRequest] = []
         for name in names:
-            prompt_ids, spans = place(request, self._leases[name])
+            prompt_ids, spans = _place(request, self._leases[name])
             # equal for all samples
             positions = made[0].positions if made else self._positions(request, self._leases[name], len(prompt_ids))
             made.append(
@@ -155,7 +163,7 @@ class Requests:
         or do not lie in the prompt."""
         if self._vision is None or not request.images:
             return None
-        return self._vision.positions(length, blocks(request, leases))
+        return self._vision.positions(length, _blocks(request, leases))
 
     def refuse(self, names: Iterable[str], kind: ErrorKind, message: str) -> None:
         """Sends each of the samples an error event."""
@@ -211,3 +219,83 @@ def _kind(error: Exception) -> ErrorKind:
     if isinstance(error, DeadlineError):
         return "deadline"
     return "unavailable" if isinstance(error, EncoderUnavailable) else "internal"
+
+
+class _Part:
+    """A run of one lease's rows, as an embedding source of its own. The runs of a lease are released in order."""
+
+    def __init__(self, lease: Lease, first: int, count: int, complete: bool) -> None:
+        self._lease, self._first, self._count, self._complete = lease, first, count, complete
+
+    @property
+    def ready(self) -> bool:
+        return self._lease.ready
+
+    @property
+    def error(self) -> Exception | None:
+        return self._lease.error
+
+    def rows(self) -> torch.Tensor:
+        return self._lease.rows()[self._first : self._first + self._count]
+
+    def release(self) -> None:
+        if self._complete:
+            self._lease.release()
+
+
+def _is_settled(request: EngineRequest, leases: Sequence[Lease]) -> bool:
+    """Whether the place of every row is known, or an image has failed so that its rows will never come."""
+    return any(lease.error is not None for lease in leases) or all(
+        _counts(image, lease) is not None for image, lease in zip(request.images, leases, strict=True)
+    )
+
+
+def _place(request: EngineRequest, leases: Sequence[Lease]) -> tuple[list[int], tuple[ImageSpan, ...]]:
+    """The prompt's ids, and its image spans in order for `DecoderRequest`. The request must be settled."""
+    ids = list(request.prompt_ids)
+    spans: list[ImageSpan] = []
+    for image, lease in zip(request.images, leases, strict=True):
+        if not image.between:
+            spans.append(ImageSpan(image.start, image.length, image.key, lease))
+            continue
+        # A clip that failed is one run: the decoder finds its error there.
+        counts = _counts(image, lease) or (image.patches.tokens, *[0] * len(image.between))
+        token, laid, row = ids[image.start], list[int](), 0
+        for count, words in zip(counts, (*image.between, ()), strict=True):
+            if count:
+                last = row + count == image.patches.tokens
+                key = image.key + struct.pack("<qq", row, count)
+                part = _Part(lease, row, count, last)
+                spans.append(ImageSpan(image.start + len(laid), count, key, part, complete=last))
+            laid += [token] * count
+            laid += words
+            row += count
+        ids[image.start : image.start + image.length] = laid
+    return ids, tuple(spans)
+
+
+def _blocks(request: EngineRequest, leases: Sequence[Lease]) -> list[tuple[int, Grid]]:
+    """Where the attention sequences of images and clips begin in a settled prompt, and their grids; without those of
+    clips that failed or were pruned."""
+    found: list[tuple[int, Grid]] = []
+    for image, lease in zip(request.images, leases, strict=True):
+        item, start = image.patches, image.start
+        assert isinstance(item, EncoderItem), image
+        counts = _counts(image, lease)
+        if counts is None or sum(counts) != sum(item.sequence_tokens):
+            continue
+        between = (*image.between, *[()] * (item.num_sequences - len(image.between)))
+        for grid, rows, words in zip(item.grids, item.sequence_tokens, between, strict=True):
+            found.append((start, grid))
+            start += rows + len(words)
+    return found
+
+
+def _counts(image: EngineImage, lease: Lease) -> tuple[int, ...] | None:
+    item = image.patches
+    assert isinstance(item, EncoderItem), image
+    if not image.between:
+        return (item.tokens,)
+    if item.tokens == sum(item.sequence_tokens):
+        return item.sequence_tokens
+    return lease.counts

@@ -34,7 +34,7 @@ from service.common.channel import Outbox, receive_descriptor
 from service.common.config import ConfigError, ServerOptions
 from service.common.helper_process import start_helper
 from service.engine import wire
-from service.engine.supervisor import SupervisedEngine
+from service.engine.engine_client import SupervisedEngine
 from service.engine.types import EngineEvent
 from service.servers.credentials import server_credentials
 from service.servers.exposure import check_exposure

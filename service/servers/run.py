@@ -7,7 +7,7 @@ import logging
 import sys
 
 from service.common.config import ServerOptions
-from service.engine.supervisor import SupervisedEngine
+from service.engine.engine_client import SupervisedEngine
 from service.model.assets import ModelAssets
 from service.model.hub import fetched
 from service.servers.exposure import check_exposure

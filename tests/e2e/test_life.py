@@ -24,8 +24,8 @@ import saccade
 import saccade.errors
 from service.commands.cli import ServerProcess
 from service.common.config import ServerOptions
-from service.engine import supervisor
-from service.engine.supervisor import SupervisedEngine
+from service.engine import engine_client
+from service.engine.engine_client import SupervisedEngine
 from service.servers.exposure import channel_options
 from service.servers.health import LIVENESS
 
@@ -154,8 +154,8 @@ def test_liveness_ends_with_the_last_attempt_to_start_an_engine(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not before: while an engine is being started again nobody should kill the server for it."""
-    monkeypatch.setattr(supervisor, "FIRST_PAUSE", 0.2)
-    monkeypatch.setattr(supervisor, "MAX_RESTARTS", 2)
+    monkeypatch.setattr(engine_client, "FIRST_PAUSE", 0.2)
+    monkeypatch.setattr(engine_client, "MAX_RESTARTS", 2)
     copy = tmp_path / "model"
     shutil.copytree(model, copy)
     with supervised(copy) as running, grpc.insecure_channel(running.address) as channel:

@@ -24,7 +24,7 @@ from served import IMAGE_TOKEN, make_served
 import saccade
 import saccade.errors
 from service.common.config import ServerOptions
-from service.engine.supervisor import SupervisedEngine
+from service.engine.engine_client import SupervisedEngine
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS: dict[str, Any] = {"max_seqs": 16, "max_len": 600}

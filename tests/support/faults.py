@@ -34,7 +34,7 @@ import saccade.errors
 from saccade.v1 import inference_pb2
 from service.commands.cli import ServerProcess
 from service.common.config import ServerOptions
-from service.engine.supervisor import SupervisedEngine
+from service.engine.engine_client import SupervisedEngine
 
 ROOT = Path(__file__).resolve().parents[2]
 Numbers = dict[str, Any]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from service.common.config import EngineOptions
-from service.engine import supervisor
-from service.engine.supervisor import SupervisedEngine
+from service.engine import engine_client
+from service.engine.engine_client import SupervisedEngine
 
 
 class Engine:
@@ -42,7 +42,7 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, outcomes: list[bool], steady: float = 60.0) -> None:
         for name, value in (("EngineProcess", Engine), ("FIRST_PAUSE", 0.02), ("LONGEST_PAUSE", 0.05),
                             ("MAX_RESTARTS", 3), ("STEADY", steady)):  # fmt: skip
-            monkeypatch.setattr(supervisor, name, value)
+            monkeypatch.setattr(engine_client, name, value)
         Engine.outcomes, Engine.starts, Engine.made = [True, *outcomes], [], []
         self.told: list[object] = []
         self.change = threading.Condition()
@@ -97,8 +97,8 @@ def test_an_engine_that_has_run_for_long_begins_the_count_anew(monkeypatch: pyte
 
 def test_nothing_is_started_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch, outcomes=[True])
-    monkeypatch.setattr(supervisor, "FIRST_PAUSE", 30.0)
-    monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 30.0)
+    monkeypatch.setattr(engine_client, "FIRST_PAUSE", 30.0)
+    monkeypatch.setattr(engine_client, "LONGEST_PAUSE", 30.0)
     Engine.made[0].die()
     watched.until(False)
     watched.engine.close()
