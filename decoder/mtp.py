@@ -1,16 +1,16 @@
-"""Heads that predict further tokens ("multi-token prediction"): weights `mtp.*`, and drafts from them.
+"""Multi-token prediction (MTP) heads: weights `mtp.*`, and drafts from them.
 
     e = cat(enorm(embed(token t)), hnorm(hidden of token t - 1))          hidden: after the trunk's final norm
     x = eh_proj(e);  for each layer: x += mixer(norm(x));  m = final_layernorm(x)
-    logits of token t + 1 = head(m); for the next token m stands for the hidden state of token t
+    logits of token t + 1 = head(m); for the next token m replaces the hidden state of token t
 
-One step of layers, attention and then MLPs or experts, is used again for each further token, as released checkpoints
-are served (DeepSeek-V3's layout, arXiv 2412.19437, section 2.2, with layers of a hybrid decoder). Embedding and
-vocabulary projection are the trunk's. The attention's keys and values lie in the sequence's own pages: the entry of
-token t at place t, so that what a shared page holds depends on the tokens up to it and on nothing behind it; place 0
-has no entry. Where the attention reads positions, an entry has that of token t - 1, whose hidden state it is made of
-(as vLLM has it; beside images that of token t would be another). The hidden state of the last token, which the next
-entry needs, lies in the state slot (`Arena.carry`) and goes where that goes.
+The same step of layers (attention, then MLPs or experts) is applied for each further token, as in DeepSeek-V3 (arXiv
+2412.19437, section 2.2), here with layers of a hybrid decoder. The trunk provides the embedding and the vocabulary
+projection. The head's keys and values are in the sequence's own pages: the entry of token t is at place t, so a shared
+page depends only on the tokens up to it; place 0 has no entry. If the attention reads positions, an entry has the
+position of token t - 1, whose hidden state it is made from (as in vLLM; next to images it differs from that of token
+t). The hidden state of the last token, which the next entry needs, is stored with the state slot (`Arena.carry`) and
+moves with it.
 """
 
 from __future__ import annotations
@@ -45,25 +45,24 @@ from kernels.transfer import upload
 log = logging.getLogger(__name__)
 
 PENDING = 512
-"""Rows of the trunk that are kept at most, for entries to be made together."""
+"""Largest number of the trunk's rows that are kept, to make their entries together."""
 
 
 class MtpHead:
-    """One step of layers, in compiled code where there is some, and its entries in the pages."""
+    """One step of the head's layers, compiled if possible, and its entries in the pages."""
 
     def __init__(self, weights: HeadWeights, trunk: Trunk) -> None:
         self.weights, self.vocabulary = weights, trunk.head
         self.eps, self.dtype = trunk.config.norm_eps, trunk.options.dtype
         self.axes = 0 if weights.attention.spec.rope is None else trunk.config.position_axes
-        """Of the positions that entries need; 0: none."""
+        """Number of position axes of the entries; 0: the head reads no positions."""
         self.compiled = _compiled(weights, trunk)
 
     def enter(
         self, embedded_TD: Tensor, hidden_TD: Tensor, places_T: Tensor, positions_TA: Tensor | None = None
     ) -> None:
-        """Writes the entries of tokens, given the hidden states before them: place -1 for none. `positions`: of the
-        entries, for a head that reads any.
-        """
+        """Writes the entries of tokens, given the hidden states of the tokens before them. Place -1: no entry.
+        `positions_TA`: of the entries, for a head that reads positions."""
         if self.compiled is not None and 0 < places_T.shape[0] <= self.compiled.max_tokens:
             self.compiled.enter(embedded_TD, hidden_TD, places_T, positions_TA)
         else:
@@ -72,7 +71,7 @@ class MtpHead:
     def _enter(
         self, embedded_TD: Tensor, hidden_TD: Tensor, places_T: Tensor, positions_TA: Tensor | None
     ) -> tuple[Tensor, Projected]:
-        """Returns the residual rows `[T, d]` and what attention takes of them."""
+        """Returns the residual rows `[T, d]` and the attention's projections of them."""
         weights, of, eps = self.weights, self.weights.attention, self.eps
         token, before = (
             rms_norm(embedded_TD, weights.enorm, eps, self.dtype),
@@ -93,9 +92,8 @@ class MtpHead:
         longest: int,
         positions_RA: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`[R, d]`, final norm included: what stands for the hidden states of one token of each row, whose entry it
-        writes; and the next tokens' logits `[R, vocab]`. `lengths`: places up to the token's own.
-        """
+        """For one token per row: writes its entry and returns `[R, d]` after the final norm, which replaces the token's
+        hidden state, and the next token's logits `[R, vocab]`. `lengths`: number of places up to the token's own."""
         if self.compiled is not None and embedded_RD.shape[0] <= self.compiled.max_tokens:
             return self.compiled.predict(embedded_RD, hidden_RD, places_R, tables_RW, lengths_R, positions_RA)
         weights, of = self.weights, self.weights.attention
@@ -109,7 +107,8 @@ class MtpHead:
 
 
 def _compiled(weights: HeadWeights, trunk: Trunk) -> CompiledHead | None:
-    """A head's compiled form, where there is one; whether there has to be is the trunk's to say."""
+    """The head's compiled form; None, with a line in the log, if it has none. With native "on" the trunk has already
+    raised."""
     if trunk.options.native == "off":
         return None
     try:
@@ -120,7 +119,7 @@ def _compiled(weights: HeadWeights, trunk: Trunk) -> CompiledHead | None:
 
 
 def check_mtp(config: DecoderConfig, weights: Mapping[str, Any]) -> None:
-    """`ValueError` unless `weights`, tensors or shapes by name, are all that a head of this model needs."""
+    """Raises `ValueError` unless `weights` (tensors or shapes by name) are all that this model's head needs."""
     if not config.mtp:
         raise ValueError(
             "speculative 'mtp' needs a model with heads for it, and this one's configuration has none; 'ngram' works "
@@ -143,24 +142,24 @@ def check_mtp(config: DecoderConfig, weights: Mapping[str, Any]) -> None:
 
 
 class Due(NamedTuple):
-    """An entry to be made."""
+    """An entry that has to be made."""
 
     token: int
     place: int
     position: tuple[int, ...]
-    """Empty for a head that reads none."""
+    """Empty for a head that reads no positions."""
     source: int
-    """Which of the kept rows is the one before it."""
+    """Index of the kept row of the token before it."""
 
 
 class MtpDrafter:
     """Keeps the head's entries up to date with the trunk, and drafts.
 
-    Entries are due when the trunk has computed a token, and are made when somebody drafts, when memory changes hands,
-    or when there are many: one by one they would cost too much. Until then the trunk's rows are kept here. While
-    drafting pauses no entries are made at all. A page that was handed out before the end of the last pause may lack
-    some: a sequence's drafts look at the pages behind its last such page, beyond the first place, which is the one
-    that may have been made from an old hidden row.
+    Entries become due when the trunk has computed a token. They are made when a draft needs them, when memory is
+    reassigned, or when many are due, since making them one by one is slow. Until then the trunk's rows are kept here.
+    While drafting pauses no entries are made. A page that was handed out before the end of the last pause may lack
+    entries: a sequence's drafts attend only to the pages after its last such page, except for their first place, which
+    may have been made from an outdated hidden row.
     """
 
     def __init__(
@@ -173,30 +172,31 @@ class MtpDrafter:
         self.head = MtpHead(HeadWeights.of(config, options, model.mtp_weights, kv_B2SKP), model.trunk)
         assert arena.carry is not None
         self.carry, self.page = arena.carry, options.page_size
-        """Of each slot: the trunk's row of its last token, before the final norm."""
+        """For each state slot: the trunk's row of its last token, before the final norm."""
         self.awake = True
         self._old = bytearray()
-        """By page: 1 where entries may be missing. Empty before the first pause."""
+        """For each page: 1 if entries may be missing. Empty before the first pause."""
         self._pages = kv_B2SKP.shape[0]
         self._first_pages: list[tuple[int, int]] = [(-1, 0)] * options.max_seqs
-        """By batch slot: whose admission this is of, and its first page that drafts look at."""
+        """For each batch slot: (its admission, the first page that drafts attend to)."""
         rows = max(PENDING, 2 * options.max_seqs * (1 + options.num_drafts))
         self._kept = self.carry.new_empty(rows, self.carry.shape[1])
-        """Rows of the trunk, of steps whose rows draw."""
+        """The trunk's rows of steps whose rows draw tokens."""
         self._used = 0
         self._last: dict[int, int] = {}
-        """Slot -> which of these is to be its carry."""
+        """State slot -> index of the kept row that will become its carry."""
         self._due: list[Due] = []
         """Entries to be made."""
         self._observed: tuple[SequenceOf[Row], list[int], int] | None = None
-        """The last step, if it left its rows here: its rows, the row before each, and the first it left."""
+        """The last step if its rows are kept here: its rows, the index of the row before each, and the index of its
+        first."""
         self._hidden: Tensor | None = None
-        """The last step's, if not."""
+        """The last step's hidden rows if they are not kept here."""
 
     # -- pauses --------------------------------------------------------------------------------------------------------
 
     def attend(self, awake: bool) -> None:
-        """From now on entries are made, or not."""
+        """Starts or stops making entries."""
         if awake == self.awake:
             return
         self.awake = awake
@@ -207,8 +207,9 @@ class MtpDrafter:
             self._kept_from(0)
 
     def ready(self, sequence: Sequence) -> bool:
-        """Is there a page that its drafts can look at, and is its last token's embedding that of its id?"""
-        if sequence.next_span < len(sequence.request.spans):  # it ends with an image
+        """Whether the sequence can be drafted for: it has a page with complete entries, and its last token is not an
+        image row."""
+        if sequence.next_span < len(sequence.request.spans):  # the prompt ends with an image
             return False
         return not self._old or self._first_page(sequence) * self.page < len(sequence.tokens) - 1
 
@@ -222,19 +223,19 @@ class MtpDrafter:
         return first
 
     def moved(self, step: Step) -> None:
-        """Memory has changed hands: whose entries are whole."""
+        """Updates which pages have complete entries after memory was reassigned."""
         if not self._old:
             return
         for page in step.new_pages:
             self._old[page] = 0
         for source, target in step.page_copies:
             self._old[target] = self._old[source]
-        for sequence in step.loads:  # what they were is not known any more
+        for sequence in step.loads:  # their entries are unknown after loading
             for page in sequence.held.pages:
                 self._old[page] = 1
 
     def forked(self, forks: SequenceOf[Fork]) -> None:
-        """Pages are about to be copied."""
+        """To be called before pages are copied for forks."""
         self.flush()
         for fork in forks:
             if fork.pages is not None and self._old:
@@ -243,9 +244,8 @@ class MtpDrafter:
     # -- drafts --------------------------------------------------------------------------------------------------------
 
     def draft(self, rows: SequenceOf[Row]) -> list[tuple[Sequence, list[int]]]:
-        """The drafts that rows are to have, by sequence: each token is drawn as plain sampling would draw it, were the
-        head's logits the model's.
-        """
+        """The rows' drafts, by sequence. Each token is drawn as plain sampling would draw it if the head's logits were
+        the model's."""
         rows = [row for row in rows if row.drafts]
         if not rows:
             return []
@@ -283,7 +283,7 @@ class MtpDrafter:
         return found
 
     def _tables(self, sequences: SequenceOf[Sequence]) -> Tensor:
-        """`[R, W]` pages from the first that each looks at."""
+        """`[R, W]` page numbers, from the first page that each sequence's drafts attend to."""
         firsts = [self._first_page(sequence) for sequence in sequences]
         if not any(firsts):
             return self.builder.page_tables(sequences)
@@ -292,7 +292,7 @@ class MtpDrafter:
         return self._ints([[*of, *[-1] * (width - len(of))] for of in pages])
 
     def _at(self, row: Row, ahead: int) -> tuple[int, int]:
-        """Place in the pages of the token that is `ahead` of a row's first, and how many keys it looks at."""
+        """The place of the token `ahead` of a row's first one, and the number of keys that it attends to."""
         length = row.start + ahead + 1 - self._first_page(row.sequence) * self.page
         return self._where(row.sequence, row.start + ahead), length
 
@@ -302,7 +302,7 @@ class MtpDrafter:
     # -- entries -------------------------------------------------------------------------------------------------------
 
     def observe(self, rows: SequenceOf[Row], computed: Computed) -> None:
-        """The trunk has computed these rows: the entries of all their tokens are due."""
+        """Takes the trunk's results for these rows: the entries of all their tokens become due."""
         hidden_TD, batch = computed.hidden_TD, computed.batch
         count = hidden_TD.shape[0]
         fits = count + len(rows) <= self._kept.shape[0]
@@ -310,7 +310,7 @@ class MtpDrafter:
             self._room(count + len(rows))
             before = [self._row(row.sequence.slot) for row in rows]
             self._observed, self._hidden = (rows, before, self._used), None
-            self._kept[self._used : self._used + count] = hidden_TD  # a graph writes its next step over this one
+            self._kept[self._used : self._used + count] = hidden_TD  # copied: a graph's next step overwrites it
             self._used += count
             return
         self.flush()
@@ -333,7 +333,8 @@ class MtpDrafter:
         self.head.enter(self.model.embed(batch), normed, places, positions)
 
     def settle(self, kept: Iterable[tuple[int, int]]) -> None:
-        """(slot, token of the batch): whose hidden state the slot carries on from. Drafts have been verified."""
+        """After verification. `kept`: (slot, index of the token in the batch) whose hidden state the slot continues
+        from."""
         if not self.awake:
             return
         pairs = [pair for pair in kept if pair[0] >= 0]
@@ -347,14 +348,14 @@ class MtpDrafter:
             for row, source in zip(rows, before, strict=True):
                 sequence, place = row.sequence, row.start
                 end = len(sequence.tokens) - 1 if row.drafts else row.end
-                # The entry of a row's first token is there already if something was drafted from it.
+                # The entry of a row's first token exists already if a draft was made from it.
                 sources = [source, *range(first, first + row.count)]
                 for at in range(place + (row.drafts > 0), end):
                     where, position = self._where(sequence, at), _position(sequence, at, self.head.axes)
                     self._due.append(Due(sequence.tokens[at], where, position, sources[at - place]))
                 first += row.count
             self._observed = None
-            if len(pairs) > len(rows):  # checkpoints: their slots may change hands without a word
+            if len(pairs) > len(rows):  # there are checkpoints, whose slots may be reassigned without notice
                 self.flush()
 
     def flush(self) -> None:
@@ -375,7 +376,7 @@ class MtpDrafter:
             self.flush()
 
     def _row(self, slot: int) -> int:
-        """Which of the kept rows is that after a slot's last token."""
+        """Index of the kept row of a slot's last token."""
         row = self._last.get(slot)
         if row is None:
             row = self._last[slot] = self._used
@@ -384,7 +385,7 @@ class MtpDrafter:
         return row
 
     def _make_due(self, sources: list[int]) -> Tensor:
-        """Makes the entries that are due. `[R, d]`: of these kept rows, after the final norm."""
+        """Makes the entries that are due. Returns `[R, d]`: the kept rows `sources` after the final norm."""
         given, due = self._given(sources)
         hidden = self.model.final_norm(given)
         if due:
@@ -394,9 +395,8 @@ class MtpDrafter:
         return hidden[len(due) :]
 
     def _given(self, sources: list[int]) -> tuple[Tensor, list[Due]]:
-        """Kept rows: those before the tokens whose entries are due, then these; and the entries that are due, which
-        from now on are not.
-        """
+        """Removes and returns the entries that are due, with the indices of kept rows: those before the tokens of these
+        entries, then `sources`."""
         due, self._due = self._due, []
         return self._kept.index_select(0, self._ints([at.source for at in due] + sources)), due
 
@@ -405,11 +405,12 @@ class MtpDrafter:
 
 
 def _position(sequence: Sequence, place: int, axes: int) -> tuple[int, ...]:
-    """Of the entry of the token at this place; nothing for a head that reads none."""
+    """Position of the entry of the token at this place; empty for a head that reads no positions."""
     [position] = positions_before(sequence.request.positions, place, place + 1, axes)
     return position
 
 
 def _positions(rows: SequenceOf[Row], ahead: int, axes: int) -> list[tuple[int, ...]]:
-    """Of the entries of the tokens that are `ahead` of the rows' first, at most of the last one drafted from."""
+    """Positions of the entries of the tokens `ahead` of the rows' first ones, limited to the last one that is drafted
+    from."""
     return [_position(row.sequence, row.start + min(ahead, row.drafts - 1), axes) for row in rows]

@@ -1,8 +1,8 @@
-"""A step on a CPU in a few calls of compiled code: the layers; the final norm and the vocabulary projection.
+"""Runs a step on a CPU in a few calls of compiled code: the layers; the final norm and the vocabulary projection.
 
-The same maths as `decoder.model` with `decoder.layers`, on the same weights, states and pages. Layers that have no
-compiled form are called in between, on the same residual stream; a graph's rows of drafts or prompts, states that are
-not float32, and machines without a compiler or AVX-512 go the other way.
+The same maths as `decoder.model` with `decoder.layers`, on the same weights, states and pages. Layers without a
+compiled form are called in between, on the same residual stream. Torch operations are used instead for rows of drafts
+or prompts in a graph, for states that are not float32, and on machines without a compiler or AVX-512.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class _Layer:
     ops: range
-    """Empty where it has no compiled form."""
+    """Empty for a layer without a compiled form."""
     built: BuiltLayer
 
 
 Plan = list[tuple[range, _Layer | None]]
-"""Operations, and the layer that comes after them by itself."""
+"""Ranges of operations, each with the layer to call after it."""
 
 
 def _plan(layers: Sequence[_Layer], apart: tuple[type, ...]) -> Plan:
-    """As few stretches of operations as there can be with layers of the `apart` kinds between them."""
+    """As few ranges of operations as possible, with layers of the `apart` kinds between them."""
     plan: Plan = []
     begin = end = 0
     for layer in layers:
@@ -57,18 +57,18 @@ def _plan(layers: Sequence[_Layer], apart: tuple[type, ...]) -> Plan:
 
 @dataclass(frozen=True)
 class _Rows:
-    """A step's rows as `Step` points to them; they have to outlive it."""
+    """A step's tensors that `Step` points to; they must outlive it."""
 
     starts: Tensor
     slots: Tensor
     initial: Tensor
     saves: Tensor
     rewound: tuple[Tensor, Tensor, Tensor] | None
-    """Where rows to be verified begin: from which slot, or on top of which ring's first steps."""
+    """For rows to be verified: the slot to start from, or the ring whose first steps are replayed first."""
 
 
 def _rows(batch: Batch, single: _Rows) -> _Rows:
-    """`single`: what there is to say of any rows of one token on top of a state, but for their slots."""
+    """`single`: the constant part of the description of rows of one token, without their slots."""
     scan = batch.scan
     if batch.verify is None and scan is None:
         return _Rows(single.starts, batch.slots_U, single.initial, single.saves, None)
@@ -92,7 +92,7 @@ def _rows(batch: Batch, single: _Rows) -> _Rows:
 
 
 def _verified(batch: Batch, single: _Rows) -> _Rows:
-    """Rows of one token, then rows that are verified, from what the host knows of them."""
+    """Rows of one token, then rows to be verified, described by what the host knows about them."""
     updates, verify = batch.updates, batch.verify
     assert verify is not None and verify.held is not None
     slots = batch.slots_U.tolist()
@@ -102,7 +102,7 @@ def _verified(batch: Batch, single: _Rows) -> _Rows:
     for batch_slot, of, accepted, count in verify.held:
         begin = starts[-1]
         if not verify.replayed:
-            # A row works in the slot of its last token, and leaves a state in that of each before it.
+            # A row works in the slot of its last token, and stores a state in the slot of each token before it.
             for token in range(count - 1):
                 saves += (len(slots), begin + token + 1, of[token])
         starts.append(begin + count)
@@ -117,7 +117,7 @@ def _verified(batch: Batch, single: _Rows) -> _Rows:
 
 
 class NativeStep(Operations):
-    """The operations of one model."""
+    """The compiled operations of one model."""
 
     def __init__(self, trunk: Trunk) -> None:
         """Raises NativeUnavailable with the reason."""
@@ -147,27 +147,26 @@ class NativeStep(Operations):
         starts, none = torch.arange(self.max_tokens + 1), torch.empty(0, 3, dtype=torch.int64)
         self._single = _Rows(starts, none, torch.ones_like(starts), none, None)
         self._scored = self.x[:0], torch.empty(0)
-        """The rows whose logits were computed last, and these."""
+        """(rows whose logits were computed last, these logits)."""
         options = trunk.options
         self.max_singles = MAX_ROUTED if all(layer.ops for layer in layers) else 0
-        """Rows that `single` takes: none where a layer has to be called."""
+        """Largest number of rows for `single`; 0 if a layer has no compiled form."""
         self._room = SinglesRoom(options, self.config, self.x)
         self._largest: tuple[Tensor, list[int] | None] = self._scored[1], None
 
     def takes(self, tokens: int, batch: Batch) -> bool:
-        """Whether a step has few enough tokens, row behind row. Rows of drafts or prompts in a graph are not: what the
-        host knows of them changes from replay to replay.
-        """
+        """Whether a step can run here: few enough tokens, with contiguous rows. Rows of drafts or prompts in a graph
+        cannot, since their layout on the host changes from replay to replay."""
         if not 0 < tokens <= self.max_tokens or (batch.verify is not None and batch.known_slots is None):
             return False
         scan = batch.scan
         return tokens == batch.queries if scan is None else isinstance(scan.window_saves, tuple)
 
     def layers(self, x_TD: Tensor, batch: Batch) -> Tensor:
-        """`[T, d]` float32, before the final norm, in memory of the next call's too. Updates states, windows and pages
-        in place. Where all tokens' logits are wanted they are computed on the way, and `logits` has them.
+        """`[T, d]` float32 before the final norm, in memory that the next call overwrites. Updates states, windows and
+        pages in place. If the logits of all tokens are wanted they are computed too, and `logits` returns them.
 
-        Experts take more tokens than `MAX_ROUTED` block by block.
+        Experts process more than `MAX_ROUTED` tokens in blocks.
         """
         tokens, tables, scan = x_TD.shape[0], batch.tables_QW, batch.scan
         x = self.x[:tokens].copy_(x_TD)
@@ -186,7 +185,7 @@ class NativeStep(Operations):
             assert batch.positions_TA.is_contiguous()
             step.positions, step.axes = batch.positions_TA.data_ptr(), batch.positions_TA.shape[1]
         eps, dtype = self.config.norm_eps, self.options.dtype
-        whole = batch.samples is None and batch.known_slots is not None  # in a graph nobody has asked for logits yet
+        whole = batch.samples is None and batch.known_slots is not None  # a graph does not know yet which rows draw
         if whole:
             step.logits = self._logits_of(x).data_ptr()
         for ops, layer in self._plans[tokens > MAX_ROUTED]:
@@ -202,7 +201,7 @@ class NativeStep(Operations):
         return x
 
     def single(self, rows: Singles, table_SW: Tensor | None) -> Tensor:
-        """`layers` and `logits` of at most `max_singles` rows of one token, embedding included, in one call.
+        """`layers` and `logits` for at most `max_singles` rows of one token, including the embedding, in one call.
 
         `table_SW`: page numbers of all batch slots.
         """
@@ -214,13 +213,12 @@ class NativeStep(Operations):
         return hidden
 
     def largest(self, logits: Tensor) -> list[int] | None:
-        """Ids of the largest of these logits, where they were found on the way."""
+        """Ids of the largest of these logits, if the last call computed them."""
         return self._largest[1] if logits is self._largest[0] else None
 
     def advance(self, rows_R4: Tensor) -> None:
-        """Rows of (batch slot, slot, target, count): in all compiled layers the state in the slot, after the first
-        `count` inputs of the batch slot's ring, goes to the target.
-        """
+        """Rows of (batch slot, slot, target, count): in all compiled layers, writes the state in the slot after the
+        first `count` inputs of the batch slot's ring to the target slot."""
         self.model.threads = torch.get_num_threads()
         rows = ctypes.c_void_p(rows_R4.data_ptr())
         self.library.saccade_advance(ctypes.byref(self.model), ctypes.c_int64(rows_R4.shape[0]), rows)
@@ -238,7 +236,7 @@ class NativeStep(Operations):
         return out
 
     def _logits_of(self, hidden_LD: Tensor) -> Tensor:
-        """Room for the logits of these rows, which are on the way."""
+        """Memory for the logits of these rows, which are being computed."""
         rows = hidden_LD.shape[0]
         self._scored = hidden_LD, torch.empty(rows, self.model.vocab)
         return self._scored[1]
@@ -250,7 +248,7 @@ class NativeStep(Operations):
         return self.operand[:rows, : self.config.hidden_size].to(self.options.dtype, copy=True)
 
     def _run_on(self, x_ND: Tensor, ops: range, step: Step) -> None:
-        """Operations on rows of a residual stream where they lie, if they are float32."""
+        """Runs operations on float32 rows of a residual stream in place."""
         x = x_ND.to(torch.float32).contiguous()
         self.model.x = x.data_ptr()
         self.run(ops, step)
@@ -258,7 +256,8 @@ class NativeStep(Operations):
 
 
 def native_step(trunk: Trunk) -> NativeStep | None:
-    """The compiled step of a model; None, with a line in the log, where it has none. `ValueError` where it has to."""
+    """The compiled step of a model; None, with a line in the log, if it has none. Raises `ValueError` if native is "on"
+    and it has none."""
     if trunk.options.native == "off":
         return None
     try:

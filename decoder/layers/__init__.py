@@ -1,1 +1,1 @@
-"""Layers that decoders are made of: for each kind its description, its weights, its memory, and the layer itself."""
+"""Kinds of decoder layers: for each its description, weights, memory, and implementation."""

@@ -1,7 +1,10 @@
-"""Grouped-query attention over paged keys and values: with rotary positions or none, norms of queries and keys, a gate.
+"""Grouped-query attention over paged keys and values, optionally with rotary positions, norms of queries and keys, and
+an output gate.
 
-    q, k, v, g = projections of x, one product;  q, k = rope(norm(q)), rope(norm(k)), of each head
-    y = o_proj(attention(q, k, v) * sigmoid(g))        keys are stored as they are here, normalised and rotated
+    q, k, v, g = projections of x (one product);  q, k = rope(norm(q)), rope(norm(k)) per head
+    y = o_proj(attention(q, k, v) * sigmoid(g))
+
+Keys are stored normalised and rotated.
 
 Letters: `T` tokens, `Q` single queries, `R` scanned rows, `H` query heads, `K` key heads, `P` head size, `A` axes of
 positions, `B` pages, `S` tokens of a page.
@@ -25,17 +28,17 @@ from kernels.rotary import norm_rotate, rope_table
 
 
 class Projected(NamedTuple):
-    """What attention takes of its tokens."""
+    """Output of attention's input projections."""
 
     q_THP: Tensor
     k_TKP: Tensor
     v_TKP: Tensor
     gate_TD: Tensor | None
-    """Before the sigmoid; `None` for a layer without one."""
+    """Gate before the sigmoid; `None` for a layer without a gate."""
 
 
 class AttentionMixer:
-    """The layer: one call maps normalised rows `[T, d]` of a batch to what is added to the residual stream."""
+    """The layer: maps normalised rows `[T, d]` of a batch to what is added to the residual stream."""
 
     def __init__(self, spec: Attention, options: DecoderOptions, weights: Weights, kv_B2SKP: Tensor) -> None:
         self.spec = spec
@@ -48,16 +51,16 @@ class AttentionMixer:
             zeros = {name: torch.zeros(weights[f"{name}.weight"].shape[0]) for name in names}
             bias = torch.cat([weights.get(f"{name}.bias", zeros[name]) for name in names])
         self.qkv = fused_linear([weights[f"{name}.weight"] for name in names], bias, options)
-        """And the gate, where there is one."""
+        """Includes the gate if the layer has one."""
         self.norms: tuple[Tensor, Tensor] | None = None
-        """Of queries and keys, `[P]` float32."""
+        """Norm weights of queries and keys, `[P]` float32 each."""
         if spec.qk_norm is not None:
             q_norm, k_norm = (float_vector(weights, f"{name}_norm.weight", options) for name in "qk")
             self.norms = q_norm, k_norm
         self.o_proj = named_linear(weights, "o_proj", options)
 
     def project(self, x_TD: Tensor, positions_TA: Tensor | None) -> Projected:
-        """Of normalised rows."""
+        """Projects normalised rows; queries and keys are normalised and rotated."""
         tokens, heads, kv_heads = x_TD.shape[0], self.heads, self.kv_heads
         projected = self.qkv(x_TD).view(tokens, -1, self.width)
         q, k, v, gate = projected.split([heads, kv_heads, kv_heads, heads * self.spec.gate], dim=1)
@@ -68,7 +71,7 @@ class AttentionMixer:
         return Projected(q, k, v, gate.reshape(tokens, -1) if self.spec.gate else None)
 
     def output(self, attended_THP: Tensor, gate_TD: Tensor | None) -> Tensor:
-        """`[T, d]`: gated, and projected back."""
+        """Applies the gate and the output projection; `[T, d]`."""
         out_TD = attended_THP.reshape(attended_THP.shape[0], -1)
         return self.o_proj(out_TD if gate_TD is None else sigmoid_gate(out_TD, gate_TD))
 
@@ -76,7 +79,8 @@ class AttentionMixer:
         queries = batch.queries
         q, k, v, gate = self.project(x_TD, batch.positions_TA)
         outs, scan, places = [], batch.scan, batch.places_T
-        # A verified row's tokens attend one by one, so that each finds the keys of those before it in the pages.
+        # Tokens of a verified row attend one by one, each to the keys of those before it, which are already in the
+        # pages.
         together = batch.verify is not None
         if together:
             write_kv(self.kv, k, v, places)

@@ -1,4 +1,4 @@
-"""Descriptions of layers, their weights and their memory -> layers that run."""
+"""Builds the layers of a model from their descriptions, weights and memory."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from decoder.layers.mlp import mlp_of
 from decoder.layers.spec import MixerSpec, Weights
 
 Mixer = Callable[[Tensor, Batch], Tensor]
-"""Normalised rows `[T, d]` of a batch -> what is added to the residual stream; updates its memory in place."""
+"""Maps normalised rows `[T, d]` of a batch to what is added to the residual stream; updates its memory in place."""
 
 
 @runtime_checkable
 class Recurrent(Protocol):
-    """A mixer with a state in a slot."""
+    """A mixer whose state is in a slot."""
 
     def advance(self, batch_slots_R: Tensor, slots_R: Tensor, targets_R: Tensor, counts_R: Tensor, span: int) -> None:
-        """Writes the states after the first `counts` inputs of the batch slots' rings to the target slots."""
+        """Writes the state after the first `counts` inputs of each batch slot's ring to its target slot."""
 
 
 class BuiltLayer:
-    """A layer's norm and mixers."""
+    """The norm and mixers of one layer."""
 
     def __init__(self, norm: Tensor, mixers: list[Mixer], residual_scale: float) -> None:
         self.norm, self.mixers, self.residual_scale = norm, mixers, residual_scale
 
     def __call__(self, x_TD: Tensor, batch: Batch) -> Tensor:
-        """What the layer adds to the residual stream, `[T, d]`, given its normalised rows."""
+        """What the layer adds to the residual stream, `[T, d]`, before scaling."""
         delta = self.mixers[0](x_TD, batch)
         for mixer in self.mixers[1:]:
             delta = delta + mixer(x_TD, batch)
@@ -49,7 +49,7 @@ class BuiltLayer:
 def build_layers(
     config: DecoderConfig, options: DecoderOptions, arena: Arena, arriving: ArrivingWeights
 ) -> list[BuiltLayer]:
-    """The layers of a model, in order, each of its weights as they come."""
+    """Builds the layers in order; each takes its weights from `arriving` as they are read."""
     slots = iter(zip(arena.windows, arena.states, arena.rings, strict=True))
     pages = iter(arena.kv)
     layers = []
@@ -60,7 +60,7 @@ def build_layers(
         del taken
         mixers = [build_mixer(spec, options, _below(weights, f"{name}."), slots, pages) for name, spec in layer.mixers]
         layers.append(BuiltLayer(float_vector(weights, "norm.weight", options), mixers, layer.residual_scale))
-        del weights  # before those of the next layer come
+        del weights  # frees them before the next layer's weights are read
     return layers
 
 
@@ -71,9 +71,8 @@ def build_mixer(
     slots: Iterator[tuple[Tensor, Tensor, Tensor]],
     pages: Iterator[Tensor],
 ) -> Mixer:
-    """The mixer of a description. `slots` gives windows, states and rings, `pages` keys and values, of the next mixer
-    that needs them.
-    """
+    """Builds the mixer of a description. `slots` yields windows, states and rings, and `pages` keys and values, of the
+    next mixer that needs them."""
     match spec:
         case Mamba2():
             return Mamba2Mixer(spec, options, weights, *next(slots))

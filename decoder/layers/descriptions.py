@@ -1,7 +1,7 @@
-"""The mixers that there are, as a configuration describes them: sizes, weights and memory, without a tensor.
+"""Descriptions of mixers: sizes, weights and memory, without tensors.
 
-Who only reads a configuration, such as a frontend process, imports this and no torch; `decoder.layers.build` makes the
-layers.
+Processes that only read a configuration, such as a frontend process, import this module and no torch;
+`decoder.layers.build` builds the layers.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ ACTIVATIONS = ("relu2", "relu", "silu", "gelu", "gelu_pytorch_tanh")
 
 
 def check_activation(name: str) -> None:
-    """`ValueError` that names the activations there are."""
+    """Raises `ValueError` listing the known activations for any other name."""
     require(name in ACTIVATIONS, f"mlp_hidden_act {name!r} is not one of {', '.join(ACTIVATIONS)}")
 
 
 @dataclass(frozen=True)
 class Mlp:
-    """Shape of one MLP, in elements."""
+    """Sizes of an MLP, in elements."""
 
     hidden_size: int
     intermediate_size: int = 21504
@@ -56,24 +56,24 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Experts:
-    """Shape of one mixture, in elements."""
+    """Sizes of a mixture of experts, in elements."""
 
     hidden_size: int
     n_routed_experts: int = 8
     num_experts_per_tok: int = 2
     moe_intermediate_size: int = 7688
     moe_shared_expert_intermediate_size: int | None = 7688
-    """Of the expert that every token takes; None for none."""
+    """Inner width of the shared expert, which every token passes; None: no shared expert."""
     moe_latent_size: int | None = None
     mlp_hidden_act: str = "relu2"
     gated: bool = False
     mlp_bias: bool = False
-    """Biases of the shared expert and of the latent projections."""
+    """Whether the shared expert and the latent projections have biases."""
     routing: Literal["sigmoid", "softmax"] = "sigmoid"
-    """`sigmoid`: of each expert by itself, with a correction of the choice and groups; `softmax`: over the chosen (the
-    same as over all, divided by the sum of the chosen)."""
+    """`sigmoid`: a weight per expert, with a correction bias for the choice and groups; `softmax`: over the chosen
+    experts (equal to softmax over all, divided by the sum of the chosen)."""
     shared_gate: bool = False
-    """Whether the shared expert's output is multiplied with a sigmoid of its own row of weights."""
+    """Whether the shared expert's output is multiplied by the sigmoid of a learned projection."""
     n_group: int = 1
     topk_group: int = 1
     norm_topk_prob: bool = True
@@ -101,7 +101,7 @@ class Experts:
 
     @property
     def expert(self) -> Mlp:
-        """Shape of one routed expert."""
+        """Sizes of one routed expert."""
         outer = self.moe_latent_size or self.hidden_size
         return Mlp(outer, self.moe_intermediate_size, self.mlp_hidden_act, self.gated)
 
@@ -145,22 +145,22 @@ class Experts:
 
 @dataclass(frozen=True)
 class Attention:
-    """Shape of one attention mixer, in elements."""
+    """Sizes of an attention mixer, in elements."""
 
     hidden_size: int
     num_attention_heads: int = 32
     num_key_value_heads: int | None = None
-    """`None` means as many as query heads."""
+    """`None`: as many as query heads."""
     head_dim: int = 128
     attention_bias: bool = False
-    """Biases of q, k, v and o are used where the checkpoint has them."""
+    """Whether q, k, v and o have biases; they are used if the checkpoint has them."""
     scale: float | None = None
-    """See `multiplier`; `None`: `head_dim ** -0.5`."""
+    """Factor of the scores, see `multiplier`; `None`: `head_dim ** -0.5`."""
     rope: Rope | None = None
     gate: bool = False
-    """The output of each head is multiplied with the sigmoid of a further projection of the input."""
+    """Whether each head's output is multiplied by the sigmoid of a further projection of the input."""
     qk_norm: float | None = None
-    """Epsilon of RMS norms over each head of queries and keys, before they are rotated; `None`: there are none."""
+    """Epsilon of the RMS norms over each head of queries and keys before rotation; `None`: no norms."""
 
     def __post_init__(self) -> None:
         positive(self, "num_attention_heads", "kv_heads", "head_dim")
@@ -180,7 +180,7 @@ class Attention:
 
     @property
     def multiplier(self) -> float:
-        """What products of queries and keys are multiplied with."""
+        """Factor of the scores of queries and keys."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
@@ -193,7 +193,7 @@ class Attention:
 
     @property
     def projections(self) -> tuple[str, ...]:
-        """Of the input, in the order of the one product that they are."""
+        """Names of the input projections, in the order in which they are fused."""
         return ("q_proj", "k_proj", "v_proj", *("gate_proj",) * self.gate)
 
     def weights(self) -> dict[str, tuple[int, ...]]:
@@ -218,7 +218,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Mamba2:
-    """Shape of one Mamba-2 mixer, in elements. Field names are those of NVIDIA's and transformers' configurations."""
+    """Sizes of a Mamba-2 mixer, in elements. Fields are named as in NVIDIA's and transformers' configurations."""
 
     hidden_size: int
     mamba_num_heads: int = 128
@@ -227,12 +227,12 @@ class Mamba2:
     ssm_state_size: int = 128
     conv_kernel: int = 4
     chunk_size: int = 128
-    """Length of the chunks of the scan; a power of two. It changes rounding, never the result."""
+    """Tokens per chunk of the scan; a power of two. It affects rounding only."""
     time_step_limit: tuple[float, float] = (0.0, float("inf"))
-    """The only clamp put on dt after the softplus."""
+    """Bounds that dt is clamped to after the softplus."""
     use_conv_bias: bool = True
     use_bias: bool = False
-    """Biases of the input and output projections."""
+    """Whether the input and output projections have biases."""
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
@@ -253,12 +253,12 @@ class Mamba2:
 
     @property
     def inner(self) -> int:
-        """Channels of the inner stream."""
+        """Channels of the inner stream: heads times head size."""
         return self.mamba_num_heads * self.mamba_head_dim
 
     @property
     def conv_dim(self) -> int:
-        """Channels that pass through the causal convolution: inner stream, B and C."""
+        """Channels of the causal convolution: inner stream, B and C."""
         return self.inner + 2 * self.n_groups * self.ssm_state_size
 
     @property
@@ -294,17 +294,17 @@ class Mamba2:
 
 @dataclass(frozen=True)
 class GatedDelta:
-    """Shape of one mixer of the gated delta rule, in elements."""
+    """Sizes of a gated delta rule mixer, in elements."""
 
     hidden_size: int
     num_key_heads: int = 16
     num_value_heads: int = 16
-    """A multiple of `num_key_heads`: neighbouring value heads share a query and a key."""
+    """A multiple of `num_key_heads`: neighbouring value heads share queries and keys."""
     key_head_dim: int = 128
     value_head_dim: int = 128
     conv_kernel: int = 4
     chunk_size: int = 64
-    """Length of the chunks of the scan; a power of two. It changes rounding, never the result."""
+    """Tokens per chunk of the scan; a power of two. It affects rounding only."""
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
@@ -323,7 +323,7 @@ class GatedDelta:
 
     @property
     def keys(self) -> int:
-        """Channels of the keys of all heads, and of the queries."""
+        """Channels of the keys of all heads; the queries have as many."""
         return self.num_key_heads * self.key_head_dim
 
     @property
@@ -333,7 +333,7 @@ class GatedDelta:
 
     @property
     def conv_dim(self) -> int:
-        """Channels that pass through the causal convolution: queries, keys and values."""
+        """Channels of the causal convolution: queries, keys and values."""
         return 2 * self.keys + self.values
 
     @property

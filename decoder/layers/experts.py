@@ -1,4 +1,4 @@
-"""Mixture of MLP experts, in a latent space where the model has one, and one expert that every token takes."""
+"""Mixture of MLP experts, optionally in a latent space, with an optional shared expert that every token passes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ from kernels.moe import route, route_softmax, run_experts
 def _experts(
     spec: Experts, options: DecoderOptions, weights: Weights
 ) -> SequenceOf[Callable[[Tensor], Tensor]]:  # fmt: skip
-    """The experts as the implementation that will run wants them: each by itself, or stacked. `ValueError` for what the
-    kernel does not have.
-    """
+    """The experts in the form that the selected implementation takes: one by one, or stacked. Raises `ValueError` for
+    what the kernel does not support."""
     names = [name.removesuffix(".weight") for name in spec.expert.weights()]
     stacks = {name: weights[f"experts.{name}"] for name in names}
     device = torch.device(options.device)
@@ -44,7 +43,7 @@ def _experts(
 
 
 class ExpertsMixer:
-    """The layer: `[T, d]` to what is added to the residual stream."""
+    """The layer: maps `[T, d]` to what is added to the residual stream."""
 
     def __init__(self, spec: Experts, options: DecoderOptions, weights: Weights) -> None:
         self.spec = spec

@@ -1,7 +1,7 @@
-"""Gated delta rule: projections, causal convolution, state update or scan, gated norm per head, projection.
+"""Gated delta rule: projections, causal convolution, state update or scan, gated norm per head, output projection.
 
 Letters: `T` tokens, `U` update rows, `H` value heads, `K` width of a key head, `V` width of a value head, `C` conv
-channels, `W` taps, `S` slots, `L` steps of a ring, `X` inputs of the recurrence. kernels/gated_delta states the maths.
+channels, `W` taps, `S` slots, `L` steps of a ring, `X` inputs of the recurrence. The maths is in kernels/gated_delta.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kernels.gated_norm import gated_norm
 
 
 class GatedDeltaMixer:
-    """The layer: one call maps normalised rows `[T, d]` of a batch to what is added to the residual stream."""
+    """The layer: maps normalised rows `[T, d]` of a batch to what is added to the residual stream."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class GatedDeltaMixer:
             spec.key_head_dim,
         )
         self.norm_weight = float_vector(weights, "norm.weight", options).repeat(heads)
-        """`[H * V]`: the same for each head."""
+        """`[H * V]`: one weight vector, repeated for each head."""
 
     def __call__(self, x_TD: Tensor, batch: Batch) -> Tensor:
         projected, gates = self.in_proj(x_TD), self.sizes[0]
@@ -71,7 +71,7 @@ class GatedDeltaMixer:
         return self.out_proj(normed)
 
     def update(self, inputs_UX: Tensor, batch: Batch) -> Tensor:
-        """One token for each row, on top of the state in its slot."""
+        """Rows of one token: updates the state in the row's slot."""
         conv_in, b, a = inputs_UX.split(self.sizes[1:], -1)
         terms, runs = self.terms, batch.slot_runs
         mixed = causal_conv1d_update(conv_in, terms.conv_WC, None, self.windows, batch.slots_U, runs)
@@ -79,7 +79,7 @@ class GatedDeltaMixer:
         return gated_delta_update(self.states, batch.slots_U, *given, runs).flatten(1)
 
     def verify(self, inputs_NX: Tensor, rows: VerifyTensors) -> Tensor:
-        """Tokens that may be rejected: states are written for each of them, or inputs kept instead of states."""
+        """Rows of tokens that may be rejected: writes a state per token, or keeps the inputs in the ring."""
         inputs = rows.spread(inputs_NX)
         if not self.ring.numel():
             return rows.pack(self._verify_in_slots(inputs, rows))
@@ -98,7 +98,7 @@ class GatedDeltaMixer:
         return gated_delta_tokens(self.states, *where, *given).flatten(2)
 
     def scan(self, inputs_TX: Tensor, batch: Batch) -> Tensor:
-        """Rows of several tokens, from the state in their slot or from none; keeps checkpoints on the way."""
+        """Rows of several tokens, from the state in their slot or from zero; saves the requested checkpoints."""
         scan = batch.scan
         assert scan is not None
         conv_in, b, a = inputs_TX.split(self.sizes[1:], -1)
@@ -109,6 +109,6 @@ class GatedDeltaMixer:
         return y.flatten(1)
 
     def advance(self, batch_slots_R: Tensor, slots_R: Tensor, targets_R: Tensor, counts_R: Tensor, span: int) -> None:
-        """Writes the states after the first `counts` inputs of the batch slots' rings to the target slots."""
+        """Writes the state after the first `counts` inputs of each batch slot's ring to its target slot."""
         where = (batch_slots_R, slots_R, targets_R, counts_R)
         gated_delta_advance(self.states, self.windows, self.ring, *where, self.terms, span)

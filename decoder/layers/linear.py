@@ -1,4 +1,4 @@
-"""Helpers to lay weights out: linear layers in the options' dtype or quantised, vectors in float32."""
+"""Builds linear layers in the options' dtype or quantised, and float32 vectors, from checkpoint weights."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ COMPILED = {
     "gelu": Activation.GELU,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
 }
-"""The same in compiled code."""
+"""The same for compiled code."""
 assert tuple(ACTIVATIONS) == tuple(COMPILED) == descriptions.ACTIVATIONS
 
 
 def _stored(weight: Tensor | Quantised, options: DecoderOptions) -> Tensor | Quantised:
-    """As the options want it, or as the checkpoint has it."""
+    """The weight quantised as the options say, or as it is in the checkpoint."""
     if options.weights is not None and not (isinstance(weight, Quantised) and weight.kind == options.weights):
         plain = weight.dequantise() if isinstance(weight, Quantised) else weight
         weight = quantise(plain, options.weights)
@@ -48,7 +48,7 @@ def _placed(bias: Tensor | None, options: DecoderOptions) -> Tensor | None:
 def stored_linear(
     weight: Tensor | Quantised, bias: Tensor | None, options: DecoderOptions, *, owned: bool = False
 ) -> Linear:
-    """A linear layer with its weights as the options, or the checkpoint, want them.
+    """A linear layer with its weight as the options or the checkpoint say.
 
     `owned`: the weight may be kept instead of copied.
     """
@@ -58,7 +58,8 @@ def stored_linear(
 def fused_linear(
     weights: Sequence[Tensor | Quantised], bias: Tensor | None, options: DecoderOptions
 ) -> Linear | LinearParts:
-    """Weights over one input, one below the other: one product where they are stored alike."""
+    """Weights of the same input, concatenated along their outputs: one product if they are stored in the same
+    format."""
     stored, bias = [_stored(weight, options) for weight in weights], _placed(bias, options)
     if alike(stored):
         return Linear(concatenate(stored), bias, owned=True, dtype=options.dtype)
@@ -69,7 +70,7 @@ def fused_linear(
 def gated_linear(
     gate: Tensor | Quantised, up: Tensor | Quantised, bias: Tensor | None, act: str, options: DecoderOptions
 ) -> GatedLinear:
-    """The same for gates and as many outputs that they are for, whose biases are one below the other."""
+    """Like `fused_linear` for gate and up; `bias` holds both biases, concatenated."""
     product = swiglu if act == "silu" else _product(act)
     stored, bias = (_stored(gate, options), _stored(up, options)), _placed(bias, options)
     if alike(stored):
@@ -78,7 +79,7 @@ def gated_linear(
 
 
 def _product(act: str) -> Callable[[Tensor], Tensor]:
-    """Rows of gates and of what they are for -> their products."""
+    """A function of rows `[gate | up]` that returns `act(gate) * up`."""
     function = ACTIVATIONS[act]
 
     def product(rows_TI: Tensor) -> Tensor:
@@ -89,12 +90,12 @@ def _product(act: str) -> Callable[[Tensor], Tensor]:
 
 
 def named_linear(weights: Weights, name: str, options: DecoderOptions) -> Linear:
-    """The linear layer `name` of these weights, with its bias where there is one."""
+    """The linear layer `name` of these weights, with its bias if there is one."""
     return stored_linear(weights[f"{name}.weight"], weights.get(f"{name}.bias"), options)
 
 
 def float_vector(weights: Weights, name: str, options: DecoderOptions) -> Tensor:
-    """A copy in float32 on the device, expanded where it is stored in fewer bits."""
+    """A float32 copy on the device; quantised weights are expanded."""
     tensor = weights[name]
     plain = tensor.dequantise() if isinstance(tensor, Quantised) else tensor
     return plain.to(device=options.device, dtype=torch.float32, copy=True)

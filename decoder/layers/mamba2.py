@@ -1,8 +1,8 @@
-"""Mamba-2: projection, causal convolution, state update or scan, gated norm, projection.
+"""Mamba-2: input projection, causal convolution, state update or scan, gated norm, output projection.
 
 Letters: `T` tokens, `U` update rows, `H` heads, `P` head size, `G` groups, `N` state size, `C` conv channels, `W` taps,
-`S` slots, `X` inputs of the recurrence. The maths is in Dao and Gu, arXiv 2405.21060; kernels/selective_state_update,
-kernels/chunk_scan and kernels/state_replay state it in full.
+`S` slots, `X` inputs of the recurrence. The maths is in Dao and Gu, arXiv 2405.21060, and in
+kernels/selective_state_update, kernels/chunk_scan and kernels/state_replay.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kernels.state_replay import MambaTerms, replay_advance, replay_tokens
 
 
 class Mamba2Mixer:
-    """The layer: one call maps normalised rows `[T, d]` of a batch to what is added to the residual stream."""
+    """The layer: maps normalised rows `[T, d]` of a batch to what is added to the residual stream."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Mamba2Mixer:
         return x.view(tokens, spec.mamba_num_heads, spec.mamba_head_dim), b.view(shape), c.view(shape)
 
     def update(self, conv_in_UC: Tensor, dt_UH: Tensor, batch: Batch) -> Tensor:
-        """One token for each row, on top of the state in its slot."""
+        """Rows of one token: updates the state in the row's slot."""
         mixed = causal_conv1d_update(
             conv_in_UC, self.conv_WC, self.conv_bias_C, self.windows, batch.slots_U, batch.slot_runs
         )
@@ -93,7 +93,7 @@ class Mamba2Mixer:
         return y.reshape(x.shape[0], -1)
 
     def verify(self, inputs_NX: Tensor, rows: VerifyTensors) -> Tensor:
-        """Tokens that may be rejected: states are written for each of them, or inputs kept instead of states."""
+        """Rows of tokens that may be rejected: writes a state per token, or keeps the inputs in the ring."""
         if not self.ring.numel():
             return rows.pack(self._verify_in_slots(rows.spread(inputs_NX), rows))
         slots = rows.slots_VT[:, 0]
@@ -115,7 +115,7 @@ class Mamba2Mixer:
         return y.flatten(2)
 
     def scan(self, conv_in_TC: Tensor, dt_TH: Tensor, batch: Batch) -> Tensor:
-        """Rows of several tokens, from the state in their slot or from none; keeps checkpoints on the way."""
+        """Rows of several tokens, from the state in their slot or from zero; saves the requested checkpoints."""
         scan = batch.scan
         assert scan is not None
         rows = (scan.slots_R, scan.initial_R, scan.starts_R)
@@ -128,7 +128,7 @@ class Mamba2Mixer:
         return y.reshape(x.shape[0], -1)
 
     def advance(self, batch_slots_R: Tensor, slots_R: Tensor, targets_R: Tensor, counts_R: Tensor, span: int) -> None:
-        """Writes the states after the first `counts` inputs of the batch slots' rings to the target slots."""
+        """Writes the state after the first `counts` inputs of each batch slot's ring to its target slot."""
         replay_advance(
             self.states, self.windows, self.ring, batch_slots_R, slots_R, targets_R, counts_R, self.terms, span
         )

@@ -13,7 +13,7 @@ from decoder.layers.spec import Weights
 
 
 class MlpMixer:
-    """The plain layer: `[T, d]` to what is added to the residual stream."""
+    """The plain layer: maps `[T, d]` to what is added to the residual stream."""
 
     def __init__(self, spec: Mlp, options: DecoderOptions, weights: Weights) -> None:
         assert not spec.gated
@@ -43,5 +43,5 @@ class GatedMlpMixer:
 
 
 def mlp_of(spec: Mlp, options: DecoderOptions, weights: Weights) -> MlpMixer | GatedMlpMixer:
-    """The layer of either kind."""
+    """Builds the plain or gated layer."""
     return (GatedMlpMixer if spec.gated else MlpMixer)(spec, options, weights)

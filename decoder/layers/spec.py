@@ -1,4 +1,4 @@
-"""What a layer is to the machinery around it: its weights, and the memory that it needs for each sequence."""
+"""The interface of layers: their weights, and the memory that they need per sequence."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 Weights = Mapping[str, Any]
-"""Tensors by name, without the layer's prefix; those of linear layers may be `Quantised`."""
+"""Tensors by name, without the layer's prefix; weights of linear layers may be `Quantised`."""
 
 
 @dataclass(frozen=True)
 class SlotSpec:
-    """Memory of fixed size for each sequence: a convolution window and a recurrent state."""
+    """Memory of fixed size per sequence: a convolution window and a recurrent state."""
 
     window: tuple[int, int]
-    """Inputs that a causal convolution looks back at, and its channels; stored in the compute dtype."""
+    """(inputs that the causal convolution looks back at, channels); stored in the compute dtype."""
     state: tuple[int, ...]
-    """Shape of the recurrent state, stored in the dtype of states."""
+    """Shape of the recurrent state, stored in the state dtype."""
     inputs: int
-    """Numbers of one token that the recurrence takes in: what is kept to replay tokens that may be rejected."""
+    """Numbers per token that the recurrence takes as input; they are kept to replay tokens that may be rejected."""
     chunk: int
-    """Tokens of a chunk of the scan, a power of two. It changes rounding, never the result."""
+    """Tokens per chunk of the scan, a power of two. It affects rounding only."""
 
 
 @dataclass(frozen=True)
@@ -32,27 +32,27 @@ class PageSpec:
     width: int
 
     def numbers(self, tokens: int) -> int:
-        """Of the keys and values of so many tokens."""
+        """Numbers of the keys and values of `tokens` tokens."""
         return 2 * tokens * self.heads * self.width
 
 
 class MixerSpec(Protocol):
-    """Description of one mixer: a frozen dataclass with the fields of its kind."""
+    """Description of one mixer: a frozen dataclass with the sizes of its kind."""
 
     @property
     def memory(self) -> SlotSpec | PageSpec | None: ...
 
     @property
     def activations(self) -> int:
-        """Numbers of one token that are alive at once, beside the residual stream."""
+        """Numbers per token that are alive at once, besides the residual stream."""
         ...
 
     def weights(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every tensor that a checkpoint may hold for it."""
+        """Name -> shape of every tensor that a checkpoint may have for this mixer."""
         ...
 
     def optional_weights(self) -> frozenset[str]:
-        """Names of `weights` that a checkpoint may leave out."""
+        """Names of `weights` that a checkpoint may omit."""
         ...
 
 
@@ -60,11 +60,11 @@ class MixerSpec(Protocol):
 class Layer:
     """`x += residual_scale * sum(mixer(rms_norm(x)) for mixer in mixers)`.
 
-    Its weights are called `norm.weight` and `{name}.{weight of the mixer}`.
+    Its weights are named `norm.weight` and `{name}.{weight of the mixer}`.
     """
 
     mixers: tuple[tuple[str, MixerSpec], ...]
-    """Each with its name."""
+    """(name, mixer) pairs."""
     residual_scale: float = 1.0
 
     def weights(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
@@ -78,12 +78,12 @@ class Layer:
 
 
 def positive(owner: object, *names: str) -> None:
-    """`ValueError` that names the first of these fields that is below 1."""
+    """Raises `ValueError` naming the first of these fields that is below 1."""
     for name in names:
         require(getattr(owner, name) >= 1, f"{name} must be at least 1, not {getattr(owner, name)}")
 
 
 def require(ok: bool, message: str) -> None:
-    """`ValueError` with the message unless `ok`."""
+    """Raises `ValueError` with the message unless `ok`."""
     if not ok:
         raise ValueError(message)
