@@ -1,5 +1,5 @@
-"""`saccade batch`: exit code 0 if each row has its answer, 1 if some are errors, 2 if the job could not be done, 130
-after an interrupt."""
+"""`saccade batch`. Exit code 0 if each row has its answer, 1 if some are errors, 2 if the job failed, 130 after an
+interrupt."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from saccade.types import Batch
 
 
 class _Shown:
-    """The progress of a job since its start."""
+    """Shows the progress of a job."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
@@ -44,7 +44,7 @@ class _Shown:
             self._progress.add(tokens, failed)
 
     def follow(self, batch: Batch) -> None:
-        """Shows the present state of a batch on the server."""
+        """Shows the state of a batch on the server."""
         if self._quiet or not batch.total:
             return
         if self._progress is None:
@@ -117,7 +117,7 @@ def _print_problems(options: argparse.Namespace, error: BatchInvalid) -> None:
 
 
 def _run_server_side(options: argparse.Namespace) -> int:
-    """The same command finds the same batch: its id is a hash of the file and of the command's options."""
+    """The same command finds the same batch again: its id is a hash of the file and of the command's options."""
     shown = _Shown(options.quiet)
     try:
         if options.model is not None:
@@ -155,12 +155,12 @@ def _run_server_side(options: argparse.Namespace) -> int:
 
 
 class _Target:
-    """The output of a batch on the server, and beside it a file that says of which: the same command may be given
-    again, and a download goes on where it was cut off.
+    """The output of a server-side batch, and a file next to it with the batch's id, so that the same command can be
+    repeated and an interrupted download resumed.
 
     Raises:
-        AlreadyExists: the output holds something else. It is raised before the server is given anything to do.
-        BatchInvalid: the same, and the input has wrong lines, which is worth knowing first.
+        AlreadyExists: the output contains something else. Raised before the server gets anything to do.
+        BatchInvalid: the same, and the input also has invalid lines.
         FailedPrecondition: the output cannot be written.
     """
 
@@ -178,7 +178,7 @@ class _Target:
             raise FailedPrecondition(f"cannot write {str(output)!r}")
 
     def _marked(self) -> str | None:
-        """The batch whose answers the output holds, if this command has created it."""
+        """The batch whose answers the output has, if this command created it."""
         try:
             mark = json.loads(self._mark.read_text("utf-8"))
             return str(mark["batch_id"]) if mark["request_id"] == self._fingerprint else None
@@ -186,7 +186,7 @@ class _Target:
             return None
 
     def begin(self, batch_id: str) -> None:
-        """Prepares the output for appending. Answers of another batch in it are deleted."""
+        """Prepares the output for appending; deletes answers of another batch."""
         if batch_id != self._held:
             self._output.unlink(missing_ok=True)
             self._mark.write_text(json.dumps({"request_id": self._fingerprint, "batch_id": batch_id}), "utf-8")

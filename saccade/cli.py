@@ -18,11 +18,11 @@ SERVER_VARIABLE = "SACCADE_SERVER"
 DEFAULT_SERVER = "127.0.0.1:50051"
 
 VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".webm", ".mkv")
-"""Endings of files that `ask` sends as videos."""
+"""Suffixes of files that `ask` sends as videos."""
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".apng", ".avif", ".heic")
 
 ASK_RETRIES = 4
-"""A person waits at a terminal: long enough for a restart of the engine, and not ten minutes for a wrong address."""
+"""For a person at a terminal: long enough for an engine restart, but not ten minutes for a wrong address."""
 
 SERVER_COMMANDS = {
     "serve": "serve a model over gRPC",
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"saccade: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # The reader of our output has closed the pipe. Python would complain again when it flushes at exit.
+        # The reader of our output has closed the pipe; avoids Python's second error when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -96,7 +96,7 @@ def _add_ask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--video", action="append", default=[], metavar="FILE", help="a video whatever its name is, such as a GIF"
     )
     _add_connection(ask)
-    ask.add_argument("--max-tokens", type=int, metavar="N", help="the most tokens to answer with")
+    ask.add_argument("--max-tokens", type=int, metavar="N", help="largest number of tokens of the answer")
     ask.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the model's own)")
     ask.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
     ask.add_argument("--timeout", type=float, metavar="SECONDS", help="for the whole answer (default: 600)")
@@ -110,8 +110,8 @@ def _add_connection(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get(SERVER_VARIABLE, DEFAULT_SERVER),
         help=f"the server's address (default: ${SERVER_VARIABLE}, else {DEFAULT_SERVER})",
     )
-    parser.add_argument("--tls", action="store_true", help="talk TLS, trusting the system's certificates")
-    parser.add_argument("--ca", metavar="FILE", help="talk TLS, trusting the certificates in FILE")
+    parser.add_argument("--tls", action="store_true", help="use TLS and trust the system's certificates")
+    parser.add_argument("--ca", metavar="FILE", help="use TLS and trust the certificates in FILE")
 
 
 def _add_batch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -123,21 +123,21 @@ def _add_batch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "rows are errors; 2: it could not be done. The last line on stdout is a summary in JSON.",
     )
     batch.add_argument("input", metavar="IN.jsonl", help="images may be named by paths inside its folder")
-    batch.add_argument("output", metavar="OUT.jsonl", help="what is there of this job stays")
+    batch.add_argument("output", metavar="OUT.jsonl", help="an interrupted job's answers in it are kept")
     _add_connection(batch)
     batch.add_argument("--model", metavar="MODEL", help="load this model here instead of asking a server")
     batch.add_argument("--concurrency", type=int, default=32, metavar="N", help="requests in flight (default: 32)")
     batch.add_argument("--ordered", action="store_true", help="answers in the order of the requests")
     batch.add_argument("--max-errors", type=int, metavar="N", help="stop after more than N error rows")
-    batch.add_argument("--max-retries", type=int, default=8, metavar="N", help="of a row, while no server answers")
+    batch.add_argument("--max-retries", type=int, default=8, metavar="N", help="retries of a row")
     batch.add_argument("--timeout", type=float, metavar="SECONDS", help="for each row (default: 600)")
     batch.add_argument("--any-model", action="store_true", help="answer rows that name another model, too")
-    batch.add_argument("--strict", action="store_true", help="refuse the file if an image that it names cannot be read")
-    batch.add_argument("--overwrite", action="store_true", help="start anew, whatever the output holds")
+    batch.add_argument("--strict", action="store_true", help="reject the file if an image that it names cannot be read")
+    batch.add_argument("--overwrite", action="store_true", help="start again, whatever the output contains")
     batch.add_argument(
         "--server-side",
         action="store_true",
-        help="hand the file over and let the server work on it by itself; the same command finds it again",
+        help="upload the file and let the server process it in the background; the same command finds it again",
     )
     batch.add_argument("--quiet", action="store_true", help="show no progress")
     batch.set_defaults(run=_batch)
@@ -152,14 +152,14 @@ def _batch(options: argparse.Namespace) -> int:
 def _add_top(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     top = commands.add_parser(
         "top",
-        help="watch what a running server holds",
-        description="A live view of a running server: requests, state, image embeddings, messages. A line for each "
-        "moment where stdout is no terminal. The server has to allow it: `saccade serve --admin`, or a key with the "
+        help="show the state of a running server",
+        description="A live view of a running server: requests, state, image embeddings, messages. One line per "
+        "update if stdout is no terminal. The server has to allow it: `saccade serve --admin`, or a key with the "
         "scope admin in SACCADE_API_KEY.",
     )
     _add_connection(top)
-    top.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between looks (default: 1)")
-    top.add_argument("--count", type=int, metavar="N", help="stop after N looks")
+    top.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="time between updates (default: 1)")
+    top.add_argument("--count", type=int, metavar="N", help="stop after N updates")
     top.set_defaults(run=_top)
 
 
@@ -202,7 +202,7 @@ def _ask(options: argparse.Namespace) -> int:
 
 
 def _names_a_file(text: str) -> bool:
-    """Whether an argument is meant as a file: it looks like one, or there is one."""
+    """Whether an argument is meant as a file: it has a file's suffix, or the file exists."""
     one_word = not any(character.isspace() for character in text)
     named = text.lower().endswith((*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)) or "://" in text or text.startswith("data:")
     return (one_word and named) or os.path.isfile(text)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 OVERLOADED_REASONS = frozenset({"QUEUE_FULL", "WARMING", "DRAINING"})
-# The server has said that the same call would fail in the same way for as long as the other host is down.
+# The server has said that the call will fail in the same way until the other host is back.
 _NOT_RETRYABLE_REASONS = frozenset({"MEDIA_FETCH_FAILED"})
 _STATUS_DETAILS = "grpc-status-details-bin"
 _PUSHBACK = "grpc-retry-pushback-ms"
@@ -16,10 +16,10 @@ _PUSHBACK = "grpc-retry-pushback-ms"
 class SaccadeError(Exception):
     """The base class of all errors.
 
-    `reason` is a stable identifier for programs (QUEUE_FULL, IMAGE_DECODE_FAILED, ...), empty where the server gave
-    none. `retryable` says whether the same call may succeed later; `retry_after` is the time in seconds that the server
-    asks to wait, if any. `metadata` holds further facts about the reason (limits and counts, as strings). An error that
-    came over gRPC has the original `grpc.RpcError` as its `__cause__`.
+    `reason` is a stable identifier for programs (QUEUE_FULL, IMAGE_DECODE_FAILED, ...), empty if the server gave none.
+    `retryable` says whether the same call may succeed later; `retry_after` is the time in seconds that the server asks
+    to wait, if any. `metadata` has further details of the reason (limits and counts, as strings). For an error over
+    gRPC, `__cause__` is the original `grpc.RpcError`.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class Unimplemented(SaccadeError):
 
 
 class Overloaded(SaccadeError):
-    """The server is full, still warming up or about to stop: try again later."""
+    """The server is full, still warming up or about to stop: retry later."""
 
 
 class RateLimited(SaccadeError):
-    """The rate limit or quota of this key is used up for now."""
+    """The rate limit or quota of this key is exhausted for now."""
 
 
 class Unauthenticated(SaccadeError):
@@ -86,7 +86,7 @@ class Unauthenticated(SaccadeError):
 
 
 class PermissionDenied(SaccadeError):
-    """The credentials are valid and do not allow this call."""
+    """The credentials are valid but do not allow this call."""
 
 
 class DeadlineExceeded(SaccadeError):
@@ -102,7 +102,7 @@ class MessageTooLarge(SaccadeError):
 
 
 class Unavailable(SaccadeError):
-    """The server cannot be reached, or it went away during the call."""
+    """The server cannot be reached, or the connection was lost during the call."""
 
 
 class Internal(SaccadeError):
@@ -186,7 +186,7 @@ def _kind(code: str, message: str, reason: str) -> type[SaccadeError]:
     if code == "UNAVAILABLE" and reason in OVERLOADED_REASONS:
         return Overloaded
     if code == "RESOURCE_EXHAUSTED" and not reason:
-        # gRPC itself uses this code for three conditions of its own, without details.
+        # gRPC itself uses this code for three conditions, without details.
         if "larger than max" in message:
             return MessageTooLarge
         if "Concurrent RPC limit" in message:

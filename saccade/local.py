@@ -1,4 +1,4 @@
-"""The client that needs no server: the engine runs in this process."""
+"""The client without a server: the engine runs in this process."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from saccade.errors import Unimplemented
 
 
 class LocalClient(Methods):
-    """Loads a model and serves this process alone, with the methods of `saccade.Client`, but for `media` and `batches`,
-    which only a server can keep.
+    """Loads a model for this process. Has the methods of `saccade.Client` except `media` and `batches`, which need a
+    server.
 
     Args:
-        model: "demo" for the embedded model, a checkpoint's folder, or a hub id, which is downloaded where it has to be
-        (`revision`, an option of the server, names a branch, tag or commit).
-        dtype: "float32" or "bfloat16"; None leaves it to the engine.
-        device: "cpu" or "cuda"; None leaves it to the engine.
+        model: "demo" for the embedded model, a checkpoint directory, or a hub id, which is downloaded if necessary
+            (`revision`, an option of the server, names a branch, tag or commit).
+        dtype: "float32" or "bfloat16"; None: the engine's default.
+        device: "cpu" or "cuda"; None: the engine's default.
         engine_options: the options of `saccade serve`, with underscores.
 
     Raises:
@@ -36,7 +36,7 @@ class LocalClient(Methods):
         **engine_options: object,
     ) -> None:
         arguments = {"model": os.fspath(model), "dtype": dtype, "device": device, **engine_options}
-        # No other engine could answer instead: a call that failed would fail again.
+        # There is no other engine to retry on.
         self.__setstate__((arguments, CallSettings(timeout=None, max_retries=0, upload_above=None)))
 
     def __getstate__(self) -> tuple[dict[str, Any], CallSettings]:

@@ -1,5 +1,5 @@
-"""Shows the progress of a batch on stderr: a line that is rewritten on a terminal, one every few seconds in a log, a
-bar where rich is installed."""
+"""Shows the progress of a batch on stderr: a bar if rich is installed, a rewritten line on a terminal, or a line every
+few seconds in a log."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Progress:
 
     Args:
         total: rows of the input.
-        done: rows that an earlier run has answered; they take no part in the rate.
+        done: rows that an earlier run has answered; they do not count in the rate.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Progress:
         self._bar = _rich_bar(self._stream, total, done) if use_rich and self._terminal else None
 
     def add(self, tokens: int, failed: bool) -> None:
-        """Counts a row; shows the state if the last time is long enough ago."""
+        """Counts a row; shows the state if enough time has passed since the last time."""
         self.done += 1
         self.failed += failed
         self.tokens += tokens
@@ -73,7 +73,7 @@ class Progress:
             print(self.line(), file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Shows the last state and ends the line."""
+        """Shows the final state and ends the line."""
         self.show()
         if self._bar is not None:
             self._bar.stop()

@@ -1,4 +1,4 @@
-"""`saccade top`: shows what a running server holds, again and again. Calls `AdminService.GetLoads`."""
+"""`saccade top`: shows the state of a running server periodically. Calls `AdminService.GetLoads`."""
 
 from __future__ import annotations
 

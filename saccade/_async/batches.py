@@ -55,11 +55,11 @@ class AsyncBatchMethods:
         return await self._session._run(create_steps(source, ordered, max_errors, request_id), timeout)
 
     async def get(self, batch_id: str, *, timeout: float | None = None) -> Batch:
-        """Raises NotFound."""
+        """The batch with this id. Raises NotFound."""
         return await self._session._run(get_steps(batch_id), timeout)
 
     async def list(self, *, timeout: float | None = None) -> list[Batch]:
-        """All of them, the newest first."""
+        """All batches, newest first."""
         return await self._session._run(list_steps(), timeout)
 
     async def cancel(self, batch_id: str, *, timeout: float | None = None) -> Batch:
@@ -67,11 +67,11 @@ class AsyncBatchMethods:
         return await self._session._run(cancel_steps(batch_id), timeout)
 
     async def delete(self, batch_id: str, *, timeout: float | None = None) -> None:
-        """Deletes it. Raises FailedPrecondition for one that is not over."""
+        """Deletes a finished batch. Raises FailedPrecondition while it is running."""
         await self._session._run(delete_steps(batch_id), timeout)
 
     async def watch(self, batch_id: str) -> AsyncGenerator[Batch, None]:
-        """The batch now and after each change, until it is over. Continues over restarts of the server."""
+        """Yields the batch now and after each change, until it has ended. Survives restarts of the server."""
         async with aclosing(self._messages(lambda: watch_call(batch_id))) as messages:
             async for message in messages:
                 batch = batch_from(message.batch)
@@ -80,13 +80,13 @@ class AsyncBatchMethods:
                     return
 
     async def wait(self, batch_id: str) -> Batch:
-        """Waits until the batch is over."""
+        """Waits until the batch has ended."""
         async for batch in self.watch(batch_id):
             last = batch
         return last
 
     async def download(self, batch_id: str, target: str | os.PathLike[str], *, resume: bool = False) -> Path:
-        """Writes the output of a batch that is over to a new file; with `resume`, after what the file holds."""
+        """Writes the output of an ended batch to a new file; with `resume`, appends to what the file has."""
         download = Download(batch_id, target, resume)
         exchange = self._session._exchange()
         with download.file:
@@ -96,7 +96,7 @@ class AsyncBatchMethods:
         return download.path
 
     async def _messages(self, call: Callable[[], Call]) -> AsyncGenerator[Any, None]:
-        """The messages of a stream that is opened again where it breaks."""
+        """The messages of a stream, which is reopened if it breaks."""
         exchange = self._session._exchange()
         messages = Messages(call, self._session._calls)
         try:

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 async def run(actions: Actions[T], exchange: AsyncExchange) -> T:
-    """Runs the actions to their end and returns their result. Raises SaccadeError."""
+    """Executes the actions and returns their result. Raises SaccadeError."""
     try:
         action = next(actions)
         while True:

@@ -11,13 +11,13 @@ from saccade.types import Model
 
 
 class AsyncJobClient(AsyncAnswers, Protocol):
-    """What a job needs of a client."""
+    """The part of a client that a job needs."""
 
     async def get_model(self) -> Model: ...
 
 
 async def run_job(client: AsyncJobClient, job: BatchJob) -> BatchSummary:
-    """Runs a job to its end, or as far as it goes. Raises SaccadeError."""
+    """Runs a job until it is finished or fails. Raises SaccadeError."""
     worker = AsyncWorker()
     try:
         await worker.run(job.check)

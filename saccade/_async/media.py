@@ -9,7 +9,7 @@ from saccade.types import Media
 
 
 class AsyncMediaMethods:
-    """`client.media`."""
+    """`client.media`: uploads files for use in several requests."""
 
     def __init__(self, session: AsyncSession) -> None:
         self._session = session

@@ -9,7 +9,7 @@ from saccade._core.steps import Call
 
 
 class AsyncExchange(Protocol):
-    """Executes the actions of one method, from its first attempt to its last; see `saccade._core.steps`."""
+    """Executes the actions of one method over all its attempts; see `saccade._core.steps`."""
 
     async def send(self, call: Call, timeout: float | None) -> Any: ...
 
@@ -32,4 +32,4 @@ class AsyncConnection(Protocol):
         """An exchange for one method."""
 
     async def close(self) -> None:
-        """Closes the connection; calls that are still running end as Cancelled. Idempotent."""
+        """Closes the connection; calls in flight end as Cancelled. Idempotent."""

@@ -31,8 +31,8 @@ class AsyncSession:
         self._calls = calls
 
     def with_options(self, **options: Unpack[CallOptions]) -> Self:
-        """A copy with other settings for its calls: timeout, max_retries, first_token_timeout, idle_timeout. It shares
-        the connection or the engine of the client that it comes from, and closing it leaves that alone."""
+        """A copy of the client with other settings for its calls: timeout, max_retries, first_token_timeout,
+        idle_timeout. It shares the original's connection or engine; closing the copy does not close that."""
         copy = type(self).__new__(type(self))
         copy.__dict__.update(self.__dict__)
         copy._calls = self._calls.changed(**options)
@@ -52,7 +52,7 @@ class AsyncSession:
         return await run(actions, exchange or self._exchange())
 
     async def close(self) -> None:
-        """Closes the connection; calls that are still running end as Cancelled. May be called any number of times."""
+        """Closes the connection; calls in flight end as Cancelled. Idempotent."""
         self._closed = True
         if not self._is_copy:
             await self._connection.close()

@@ -1,2 +1,2 @@
-"""The client without input and output: it builds messages, decides about retries, resumes streams, uploads files again
-and assembles answers. It yields what is to be sent, received or waited for, and a façade lets a transport do that."""
+"""The client without I/O: builds messages, decides about retries, resumes streams, uploads files and assembles answers.
+It yields what to send, receive or wait for; a façade executes that through a transport."""

@@ -54,7 +54,7 @@ def batch_from(message: batch_pb2.Batch) -> Batch:
 def create_steps(
     source: str | os.PathLike[str] | bytes, ordered: bool, max_errors: int | None, request_id: str
 ) -> Steps[Batch]:
-    """The file is read while it is sent, and again in each attempt."""
+    """The file is read while it is sent, again for each attempt."""
     header = batch_pb2.BatchHeader(
         request_id=request_id or uuid.uuid4().hex, size_bytes=_size(source), ordered=ordered, max_errors=max_errors
     )
@@ -103,8 +103,8 @@ def delete_steps(batch_id: str) -> Steps[None]:
 
 
 class Messages:
-    """The messages of a stream that is opened again where it breaks. Retries and the call's timeout start again after
-    each message: a batch may take days.
+    """The messages of a stream that is reopened if it breaks. Retries and the call's timeout start again after each
+    message: a batch may take days.
 
     Args:
         call: makes the request of each attempt.
@@ -140,7 +140,7 @@ def watch_call(batch_id: str) -> Call:
 
 
 class Download:
-    """Writes the output to a file as it is received, and knows from where to continue."""
+    """Writes the output to a file as it is received, and knows the offset to resume from."""
 
     def __init__(self, batch_id: str, target: str | os.PathLike[str], resume: bool) -> None:
         self._batch_id = batch_id

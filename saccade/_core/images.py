@@ -1,7 +1,7 @@
-"""Turns images in the forms that users have them into `Image` messages.
+"""Converts images in the forms that users have to `Image` messages.
 
-Files and bytes are sent unchanged: encoding them again could change what the model sees. Pillow and numpy are used only
-if the caller has already imported them, as whoever has one of their objects has.
+Files and bytes are sent unchanged: encoding them again could change what the model gets. Pillow and numpy are only used
+if the caller has imported them already, which is so if one of their objects is passed.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _is_single(value: Any) -> bool:
         value, "read"
     ):
         return True
-    # An array of four dimensions is a batch, and iterating over it gives its images.
+    # A 4-dimensional array is a batch; iterating over it yields its images.
     return is_pillow(value) or (is_array(value) and value.ndim <= 3)
 
 

@@ -1,4 +1,4 @@
-"""Files that are uploaded once and then used by their ids. Large files of any request are uploaded automatically, see
+"""Files that are uploaded once and then referred to by id. Large files of any request are uploaded automatically, see
 `uploads`."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from saccade.v1 import media_pb2
 
 
 def file_bytes(image: ImageInput) -> bytes:
-    """The bytes that `upload` sends. Raises InvalidArgument for an image without content of its own."""
+    """The bytes that `upload` sends. Raises InvalidArgument for an image that is only a reference."""
     message = image_message(image)
     source = message.WhichOneof("source")
     if source == "uri":

@@ -1,4 +1,4 @@
-"""The methods with a single answer: what is sent, in which order, and how the result is made."""
+"""The unary methods: the calls that they make and how their results are built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds a `GenerateRequest` from the arguments of `generate` and `stream`: the same for all three clients."""
+"""Builds a `GenerateRequest` from the arguments of `generate` and `stream`, for all three clients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ROLES = {
 }
 _INTEGERS = ("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs", "prompt_logprobs")
 _Places: TypeAlias = dict[str, list[types_pb2.Part]]
-"""Parts of a conversation that stand for the next of `images=` or `videos=`."""
+"""Parts of a conversation that take the next of `images=` or `videos=`."""
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -54,7 +54,7 @@ class Sampling(TypedDict, total=False):
 
 
 class AllSampling(Sampling, total=False):
-    """And those that `generate` names itself."""
+    """Also the sampling arguments that `generate` names itself."""
 
     max_tokens: int | None
     temperature: float | None
@@ -107,7 +107,7 @@ def build_request(
 
 
 class _Media(NamedTuple):
-    """The messages for `images=` and `videos=`."""
+    """Messages for `images=` and `videos=`."""
 
     images: list[types_pb2.Image]
     videos: list[types_pb2.Video]
@@ -196,7 +196,7 @@ def _items(prompt: Any) -> list[Any]:
 def _set_template_arguments(
     holder: inference_pb2.ChatInput | inference_pb2.PromptInput, values: Mapping[str, Any]
 ) -> None:
-    """Also as JSON where they contain objects: a Struct does not keep their order. Older servers read the Struct."""
+    """Objects are also sent as JSON, since a Struct does not keep their order. Older servers read the Struct."""
     with _naming("chat_template_kwargs"):
         json_format.ParseDict(dict(values), holder.chat_template_kwargs)
         if any(isinstance(value, list | dict) for value in values.values()):
@@ -276,7 +276,7 @@ def _add_part(message: types_pb2.ChatMessage, part: Any, name: str, waiting: _Pl
 
 
 def _part_source(part: Mapping[str, Any]) -> Any:
-    """The image inside an image part in any of the common spellings, or None if the part only marks a place."""
+    """The image inside an image part, in any of the common spellings; None if the part is only a placeholder."""
     if part.get("media_id"):
         return types_pb2.Image(media_id=str(part["media_id"]))
     for key in ("image", "image_url", "url", "path", "data"):

@@ -55,7 +55,7 @@ def logprobs_from(messages: Any) -> list[TokenLogprob]:
 
 
 def prompt_logprobs_from(messages: Any, samples: list[Sample]) -> list[TokenLogprob | None] | None:
-    """By position of the prompt; None where none were asked for."""
+    """By position in the prompt; None if they were not requested."""
     if not messages or not samples:
         return None
     found: list[TokenLogprob | None] = [None] * samples[0].usage.prompt_tokens
@@ -119,7 +119,7 @@ def tokens_from(message: inference_pb2.TokenizeResponse) -> Tokens:
 
 
 def embedding_from(message: inference_pb2.EmbedResponse) -> Embedding:
-    """Of a prompt."""
+    """The embedding of a prompt."""
     return Embedding(
         last=tensor_from(message.last_hidden),
         mean=tensor_from(message.mean_hidden),

@@ -1,8 +1,8 @@
-"""A streamed answer over all its attempts: what has been received, what to request next, and how the parts are joined.
+"""A streamed answer over all its attempts: what has been received, what to request next, and how to join the parts.
 
-A broken answer is continued by sending the request again with the seed that `Started` named and the ids received so far
-as `continued_token_ids`. Several samples cannot be continued; there the same request with the same seed gives the same
-answer again, and what has been delivered of it is skipped.
+A broken answer is resumed by sending the request again with the seed from `Started` and the ids received so far as
+`continued_token_ids`. Several samples cannot be resumed: the same request with the same seed gives the same answer
+again, and the part that was delivered is skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from saccade.v1 import inference_pb2
 
 @dataclass
 class _Passed:
-    """What of a sample has been delivered already and will be received again."""
+    """The part of a sample that has been delivered and will be received again."""
 
     ids: list[int]
     text: str
@@ -52,7 +52,7 @@ class StreamState:
         self.resume = resume and calls.max_retries != 0
         self.assembler = Assembler(request)
         self.failure: Exception | None = None
-        """The error that ended the stream for good, raised again for later calls."""
+        """The error that ended the stream for good; raised again by later calls."""
         self._uploads = uploads
         self._clock = clock
         self._retries = Retries(calls.max_retries, deadline, registers=True)
@@ -94,7 +94,7 @@ class StreamState:
             finally:
                 self.waited(self._clock() - began)
             if self.assembler.complete:
-                return None  # the answer is complete; only the end of the call was lost
+                return None  # the answer is complete; only the call's status was lost
             recovery = self.recovery(error)
             if recovery is not None:
                 yield from self._with_retries(recovery)
@@ -199,13 +199,13 @@ class StreamState:
     # -- patience ------------------------------------------------------------------------------------------------------
 
     def patience(self) -> float | None:
-        """Seconds that the reader may wait for the next piece, over attempts and the pauses between them; None for no
+        """Seconds that the reader may wait for the next piece, including retries and the pauses between them; None: no
         limit."""
         limit = self.calls.idle_timeout if self._begun else self.calls.first_token_timeout
         return None if limit is None else max(0.001, limit - self._waited)
 
     def waited(self, seconds: float) -> None:
-        """Counts time that the reader has waited for a piece."""
+        """Adds time that the reader has waited for a piece."""
         self._waited += seconds
 
     def out_of_patience(self) -> DeadlineExceeded:

@@ -1,4 +1,4 @@
-"""Decides whether a failed call is tried again, and when. Waiting and calling are done elsewhere."""
+"""Decides whether and when a failed call is retried. Waiting and calling are done elsewhere."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from saccade.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, Sac
 
 _LOG = logging.getLogger("saccade")
 _WARN_AT = 4
-"""A call that has failed this often is logged, once: it may go on failing for as long as its deadline allows."""
+"""After this many failures a call is logged, once: it may go on failing until its deadline."""
 
 _LONGEST_WAIT = 8.0
 _SHORTEST_ATTEMPT = 0.1
-"""Seconds. With less than this left after the wait there is no further attempt."""
+"""Seconds. If less would be left after the wait, there is no further attempt."""
 
 
 class Deadline:
-    """A total time that all attempts of one call share."""
+    """The time limit that all attempts of one call share."""
 
     def __init__(self, timeout: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         if timeout is not None and not timeout > 0:
@@ -32,7 +32,7 @@ class Deadline:
         return None if self._end is None else max(0.0, self._end - self._clock())
 
     def left(self) -> float | None:
-        """The timeout of a further call: at least a millisecond, so that a call whose time has run out fails with
+        """The timeout of the next attempt: at least a millisecond, so that a call whose time is over fails with
         DeadlineExceeded."""
         remaining = self.remaining()
         return None if remaining is None else max(0.001, remaining)
@@ -45,7 +45,7 @@ def retry_delay(
     deadline: Deadline,
     random_unit: Callable[[], float] = random.random,
 ) -> float | None:
-    """`delay_within` for the rest of a deadline."""
+    """`delay_within` for the time left until a deadline."""
     return delay_within(error, attempt, max_retries, deadline.remaining(), random_unit)
 
 
@@ -56,16 +56,16 @@ def delay_within(
     remaining: float | None,
     random_unit: Callable[[], float] = random.random,
 ) -> float | None:
-    """Seconds to wait before trying again, or None if the call has failed for good.
+    """Seconds to wait before the next attempt; None if the call has failed for good.
 
-    The wait doubles from half a second to 8, with jitter, and is never shorter than the server asked for. Where little
-    time is left it is half of that. It is None where it would leave no time for an attempt: the caller then gets the
-    error that says why, not a deadline that says nothing.
+    The wait doubles from half a second up to 8, with jitter, and is never shorter than the server asked for. If little
+    time is left, it is half of that. None if no time would be left for an attempt, so that the caller gets the actual
+    error and not DeadlineExceeded.
 
     Args:
-        attempt: how many attempts have failed, this one included.
+        attempt: number of failed attempts, including this one.
         max_retries: None for any number.
-        remaining: seconds until the call has to be over; None for no limit.
+        remaining: seconds until the call has to end; None for no limit.
     """
     if not error.retryable or (max_retries is not None and attempt > max_retries):
         return None
@@ -108,10 +108,10 @@ class Retries:
         self._failures = 0
 
     def delay_after(self, error: SaccadeError, patience: float | None = None) -> float:
-        """Seconds to wait before the next attempt. Raises the error that the caller is to see if there is to be none.
+        """Seconds to wait before the next attempt. Raises the caller's error if there is to be none.
 
         Args:
-            patience: seconds that the reader is willing to wait at all, beside the call's deadline; None for no limit.
+            patience: further limit, in seconds, on the reader's wait; None for no limit.
         """
         judged = seen = error
         if self._registers and self._last is not None and isinstance(error, AlreadyExists):

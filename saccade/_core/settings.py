@@ -1,4 +1,4 @@
-"""What the two gRPC clients share: configuration, channel options, credentials and the rule for trying again."""
+"""Settings that the two gRPC clients share: configuration, channel options, credentials and retry limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 API_KEY_VARIABLE = "SACCADE_API_KEY"
 
 _TARGETS = ("unix:", "unix-abstract:", "vsock:", "dns:", "ipv4:", "ipv6:", "xds:", "google-c2p:")
-"""How gRPC's own names of targets begin; anything else is HOST:PORT."""
+"""Prefixes of gRPC target names; anything else is HOST:PORT."""
 
 DEFAULT_OPTIONS: Mapping[str, int] = {
     # Answers with logprobs can exceed gRPC's default of 4 MiB; the size of requests is limited by the server.
@@ -25,7 +25,7 @@ DEFAULT_OPTIONS: Mapping[str, int] = {
     "grpc.keepalive_time_ms": 60_000,
     "grpc.keepalive_timeout_ms": 20_000,
     "grpc.keepalive_permit_without_calls": 0,
-    # The client retries by itself: gRPC's retries would neither read our error details nor know what a stream has
+    # The client retries by itself: gRPC's retries do not read our error details and do not know what a stream has
     # delivered.
     "grpc.enable_retries": 0,
     "grpc.initial_reconnect_backoff_ms": 200,
@@ -51,13 +51,13 @@ class TLSConfig:
 
 @dataclass(frozen=True)
 class CallSettings:
-    """How calls are made; `with_options` changes these."""
+    """Settings of calls, which `with_options` changes."""
 
     timeout: float | None = 600.0
     """Seconds for a whole call, retries included; None for no limit."""
     max_retries: int | None = None
-    """How often a call that failed as UNAVAILABLE, or over its rate with a time to wait, is tried again. A stream
-    counts anew from each piece of the answer on. None: as often as the timeout allows."""
+    """Retries of a call that failed as UNAVAILABLE, or over its rate limit with a time to wait; a stream counts from
+    its last piece. None: any number within the timeout."""
     first_token_timeout: float | None = None
     """Seconds that a reader of a stream waits for its first piece, waiting in queues included; None for no limit."""
     idle_timeout: float | None = None
@@ -83,7 +83,7 @@ class CallSettings:
 
 
 class CallOptions(TypedDict, total=False):
-    """The arguments of `with_options`; None stands for no limit."""
+    """The arguments of `with_options`; None means no limit."""
 
     timeout: float | None
     max_retries: int | None
@@ -94,7 +94,7 @@ class CallOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Settings:
-    """All that makes a gRPC client. Plain data: it is what a pickled client consists of."""
+    """All settings of a gRPC client. Plain data, which is what a pickled client consists of."""
 
     address: str
     api_key: str | None = field(default=None, repr=False)

@@ -1,7 +1,7 @@
 """The actions that a method yields, written once for all clients.
 
-A method is a generator. It yields actions and is sent their results; the error of an action is raised where it was
-yielded. `Steps` yield whole calls, as if none could fail temporarily; `with_retries` turns them into `Actions`, each of
+A method is a generator. It yields actions and is sent their results; the error of an action is raised at its `yield`.
+`Steps` yield whole calls, as if calls could not fail temporarily; `with_retries` turns them into `Actions`, each of
 which is one attempt or one wait.
 """
 
@@ -26,11 +26,12 @@ class Call:
     method: str
     message: Any
     give_up: frozenset[str] = frozenset()
-    """Reasons of errors that are not retried: the caller handles them in another way."""
+    """Reasons of errors that are not retried because the caller handles them."""
 
     @property
     def request_id(self) -> str:
-        """The id under which the server registers the request while it runs; empty if it registers none."""
+        """The id under which the server registers the request while it runs; empty if it does not register the
+        request."""
         return str(getattr(self.message, "request_id", ""))
 
     def judged(self, error: SaccadeError) -> SaccadeError:
@@ -42,7 +43,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Send:
-    """One attempt of a call with one answer, which is the result. Raises SaccadeError."""
+    """One attempt of a unary call; the result is its answer. Raises SaccadeError."""
 
     call: Call
     timeout: float | None
@@ -51,12 +52,12 @@ class Send:
 
 @dataclass(frozen=True)
 class Open:
-    """Starts an attempt of a call that is answered with a stream; an open stream is closed. Raises SaccadeError."""
+    """Starts one attempt of a streaming call, closing an open stream first. Raises SaccadeError."""
 
     call: Call
     timeout: float | None
     request_id: str = ""
-    """The request id that errors name."""
+    """The request id for errors."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ class Wait:
 
 @dataclass(frozen=True)
 class Do:
-    """Calls a function that would block an event loop, such as reading files or encoding images. The result is what it
-    returns."""
+    """Calls a function that could block an event loop, such as reading a file or encoding an image. The result is its
+    return value."""
 
     function: Callable[[], Any]
 

@@ -1,5 +1,5 @@
-"""Uploads large files of a request, which are then named by their ids, and handles servers that do not have them:
-without input or output, as steps that a client drives."""
+"""Uploads large files of a request, which are then referred to by id, and handles servers that have lost them: as steps
+without I/O."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from saccade.v1 import media_pb2, types_pb2
 
 CHUNK_BYTES = 2**20
 FRESH_SECONDS = 900.0
-"""An upload that expires within this many seconds is sent again: it has to outlive the requests that name it."""
+"""An upload that expires within this many seconds is sent again: it must outlive the requests that refer to it."""
 _SPOOL_FULL = frozenset({"MEDIA_SPOOL_FULL"})
 _ROUNDS = 6
-"""How often files that are too large for a message are uploaded again, since each replica of a server needs them."""
+"""Times that files too large for a message are uploaded again; each replica of a server needs them."""
 
 
 def media_from(message: media_pb2.Media) -> Media:
@@ -38,7 +38,7 @@ def chunks(data: bytes) -> Iterator[bytes]:
 
 
 def upload_steps(data: bytes, *, ask: bool = True, give_up: frozenset[str] = frozenset()) -> Steps[Media]:
-    """Uploads a file. `ask`: first asks whether the server has it for long enough, and then does not send it again."""
+    """Uploads a file. `ask`: first asks whether the server has it for long enough, and if so does not send it."""
     media_id = hashlib.sha256(data).hexdigest()
     if ask:
         try:
@@ -81,9 +81,8 @@ def files(request: Any) -> Iterator[types_pb2.Image | types_pb2.Video]:
 class Uploads:
     """The files of one request that are uploaded automatically.
 
-    A server forgets them when it restarts, and another replica behind the same address never had them. The caller need
-    not care: the request is then sent again with the files in it, or, where they are too large for a message, after
-    they have been uploaded again.
+    A restarted server has lost them, and another replica behind the same address never had them. The request is then
+    sent again with the files inside or, if they are too large for a message, after uploading them again.
 
     Args:
         request: changed in place.
@@ -98,8 +97,8 @@ class Uploads:
         self._rounds = 0
 
     def steps(self) -> Steps[None]:
-        """Replaces large files by their ids. A server that does not accept uploads, or not from this caller, or has no
-        room for them now, gets the files in the request."""
+        """Replaces large files by their ids. Files stay in the request if the server does not accept uploads from this
+        caller, or has no space for them."""
         if self._above is None:
             return
         for file in files(self._request):
@@ -117,7 +116,7 @@ class Uploads:
                 file.media_id = media.media_id
 
     def recovery(self, error: SaccadeError) -> Steps[None] | None:
-        """What to do before the request is sent again, or None if the error is not about these uploads."""
+        """Steps to take before the request is sent again; None if the error is not about these uploads."""
         if not self._sent:
             return None
         if not self._inline and isinstance(error, NotFound) and error.reason == "MEDIA_NOT_FOUND":
@@ -145,7 +144,7 @@ class Uploads:
 
 
 def call_steps(call: Call, upload_above: int | None) -> Steps[Any]:
-    """One call with the large files of its request uploaded."""
+    """One call, with the large files of its request uploaded."""
     uploads = Uploads(call.message, upload_above)
     yield from uploads.steps()
     while True:

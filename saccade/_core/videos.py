@@ -1,6 +1,6 @@
-"""Turns clips in the forms that users have them into `Video` messages.
+"""Converts clips in the forms that users have to `Video` messages.
 
-A file is sent unchanged. Frames that are given one by one are sent as images, each as by `_core.images`.
+A file is sent unchanged. Frames that are given one by one are sent as images, see `_core.images`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Video:
 
     source: Any
     """A path, an http(s) or data URL, the bytes of a GIF, APNG, WebP, MP4 or WebM file, a binary file object; or
-    frames: a list of anything that is an image for `images=`, or a uint8 array `[T, H, W, C]`."""
+    frames: a list of anything that `images=` accepts, or a uint8 array `[T, H, W, C]`."""
     fps: float | None = None
-    """Frames per second of frames that are given one by one: the prompt then has their times. None: it numbers them."""
+    """Frame rate of frames that are given one by one: the prompt then has their timestamps. None: it numbers them."""
     max_frames: int | None = None
     """At most this many frames are sampled, evenly spaced. None: the server's own limit."""
 
@@ -71,7 +71,7 @@ def video_message(video: VideoInput, name: str = "video") -> types_pb2.Video:
 
 
 def video_from_part(part: Mapping[str, Any], name: str) -> types_pb2.Video | None:
-    """The clip inside a chat part of type video or video_url, or None if the part only marks a place."""
+    """The clip inside a chat part of type video or video_url; None if the part is only a placeholder."""
     options = {key: part[key] for key in ("fps", "max_frames") if part.get(key) is not None}
     if part.get("media_id"):
         return video_message(Video(types_pb2.Image(media_id=str(part["media_id"])), **options), name)

@@ -1,1 +1,2 @@
-"""Files of requests: checked line by line, answered into another file, resumed after any interruption."""
+"""Jobs over files of requests: check the file line by line, write the answers to another file, resume after
+interruptions."""

@@ -1,4 +1,4 @@
-"""The file of requests: read completely once and checked, and again row by row as there is room."""
+"""The input file: read and checked as a whole once, then read again row by row when a request may start."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _MAX_MODELS = 20
 
 
 class BatchInput:
-    """The rows of a file, of which only ids and hashes are kept, in a database of its own on the disk.
+    """The rows of a file. Only ids and hashes are kept, in a temporary database on disk.
 
     Raises:
-        InvalidArgument: the file cannot be read, or holds lines that are no requests; `problems` of the error has
-            a sentence for each of the first 20, with its line's number.
+        InvalidArgument: the file cannot be read, or has lines that are no requests; the error's `problems` has a
+            sentence for each of the first 20, with its line number.
     """
 
     def __init__(self, path: Path, folder: ImageFolder, *, strict: bool = False) -> None:
@@ -29,9 +29,9 @@ class BatchInput:
         self.path, self.folder, self._strict = path, folder, strict
         self.total = 0
         self.models: set[str] = set()
-        """Those that rows name; not all of them if they are very many."""
+        """Models that rows name; incomplete if there are very many."""
         self._salt = b""
-        # An empty name is a temporary file that vanishes by itself. Asyncio may come from another thread each time.
+        # An empty name is a temporary file that SQLite deletes. Asyncio may use another thread for each call.
         self._db = sqlite3.connect("", isolation_level=None, check_same_thread=False)
         self._db.executescript(
             "PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;"
@@ -57,7 +57,7 @@ class BatchInput:
                     except InvalidArgument as error:
                         problems.append(f"line {number}: {error.message}")
                         if len(problems) == MAX_PROBLEMS:
-                            problems.append("and perhaps more: no line behind it was looked at")
+                            problems.append("and perhaps more: later lines were not checked")
                             break
         except OSError as error:
             raise InvalidArgument(f"cannot read {str(self.path)!r}: {error.strerror}") from error
@@ -83,7 +83,7 @@ class BatchInput:
             self.models.add(row.body.get("model") or "")
 
     def bind(self, model: Model) -> None:
-        """From here on row ids stand for answers of this model at this revision."""
+        """Sets the model whose answers row ids refer to, with its revision."""
         self._salt = f"{model.name}\0{model.version}".encode()
 
     def row_id(self, digest: bytes) -> str:
@@ -100,7 +100,7 @@ class BatchInput:
         self._db.execute("COMMIT")
 
     def rows(self) -> Generator[Row, None, None]:
-        """The rows that are not skipped, read again. Raises FailedPrecondition if the file has changed."""
+        """The rows that are not yet done, read again. Raises FailedPrecondition if the file has changed."""
         with open(self.path, "rb") as file:
             for position, line, offset, length, line_digest, digest in self._db.execute(
                 "SELECT position, line, offset, length, line_digest, digest FROM input WHERE done = 0 ORDER BY position"
@@ -129,7 +129,8 @@ class BatchInvalid(InvalidArgument):
 
 
 def _lines(file: Any) -> Iterator[tuple[int, int, bytes]]:
-    """(number, offset, line) of those that are not blank. One that is too long comes cut, and is the last."""
+    """(number, offset, line) of lines that are not blank. A line that is too long is truncated and ends the
+    iteration."""
     offset = number = 0
     while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1

@@ -1,8 +1,8 @@
-"""Jobs over JSONL files: checked whole, answered with bounded memory, resumed wherever the last run was stopped.
+"""Jobs over JSONL files: checked as a whole, answered with bounded memory, resumed after interruptions.
 
-check      every line is read and judged; what is kept of it is an id and a hash, in a temporary file
-open       the model's revision is asked for, and what an earlier run has written is taken stock of
-run        rows are read again as there is room for them; each answer or error becomes a line at once
+check      reads and checks every line; keeps its id and hash in a temporary file
+open       asks for the model's revision and reads what an earlier run has written
+run        reads rows again as requests may start; each answer or error is written at once
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from saccade.errors import FailedPrecondition, InvalidArgument, SaccadeError, Un
 from saccade.types import Generation, Model
 
 _KEY_REFUSED = frozenset({"", "PERMISSION_DENIED", "KEY_REVOKED"})
-"""Reasons of PERMISSION_DENIED that are about the caller. Any other, such as MEDIA_HOST_DENIED, is about one row."""
+"""Reasons of PERMISSION_DENIED that concern the caller. Others, such as MEDIA_HOST_DENIED, concern one row."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,18 @@ class BatchOptions:
     max_errors: int | None = None
     """Stop after this many error rows of this run. None: never."""
     overwrite: bool = False
-    """Start anew, whatever the output holds."""
+    """Start again, whatever the output contains."""
     any_model: bool = False
-    """Answer rows that name another model, too."""
+    """Also answer rows that name another model."""
     strict: bool = False
-    """Refuse the whole input if a file that it names cannot be read, instead of the row that names it."""
+    """Reject the whole input if a file that it names cannot be read, instead of only the row."""
     timeout: float | None = None
     """Seconds for one row. None: the client's."""
     priority: int = BATCH_PRIORITY
     on_progress: Callable[[BatchSummary, int, bool], None] | None = None
-    """Called after each row with the state so far, the row's completion tokens and whether it failed."""
+    """Called after each row with the summary so far, the row's completion tokens and whether it failed."""
     on_start: Callable[[BatchSummary], None] | None = None
-    """Called once the input has been checked and the output been taken stock of."""
+    """Called when the input has been checked and the existing output has been read."""
 
     def __post_init__(self) -> None:
         check_concurrency(self.concurrency)
@@ -63,7 +63,7 @@ class BatchOptions:
 
     @classmethod
     def of(cls, options: BatchKeywords) -> BatchOptions:
-        """From keyword arguments. Raises InvalidArgument for names that are no options."""
+        """Makes options from keyword arguments. Raises InvalidArgument for unknown names."""
         known = [item.name for item in fields(cls)]
         if unknown := sorted(options.keys() - set(known)):
             raise InvalidArgument(f"unknown options: {', '.join(unknown)}; known are {', '.join(known)}")
@@ -87,7 +87,7 @@ class BatchKeywords(TypedDict, total=False):
 
 @dataclass
 class BatchSummary:
-    """The result of a batch. Counts are of the whole output, `seconds` and `errors` of this run."""
+    """The result of a batch. Counts refer to the whole output, `seconds` and `errors` to this run."""
 
     input: str
     output: str
@@ -98,18 +98,18 @@ class BatchSummary:
     completed: int = 0
     failed: int = 0
     resumed: int = 0
-    """Rows, of those completed or failed, that an earlier run had answered."""
+    """Of the rows completed or failed, those that an earlier run had answered."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     seconds: float = 0.0
     tokens_per_second: float = 0.0
     """Completion tokens of this run per second."""
     errors: dict[str, int] = field(default_factory=dict)
-    """Number of error rows of this run by reason."""
+    """Number of this run's error rows by reason."""
 
     @property
     def finished(self) -> bool:
-        """Whether each row has its line."""
+        """Whether each row has an output line."""
         return self.completed + self.failed == self.total
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class BatchSummary:
 
 
 class BatchJob:
-    """One run over a file, driven by a client: `check` first, then `open`, then `rows` and `take`, then `close`."""
+    """One run over a file, driven by a client: call `check`, `open`, `rows` and `take`, `close` in this order."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class BatchJob:
         options: BatchOptions,
         folder: ImageFolder | None = None,
     ) -> None:
-        """`folder`: of the images that rows name; None: the source's own."""
+        """`folder`: of the images that rows refer to; None: the source's folder."""
         self._source, self._output = Path(source), Path(output)
         self.options = options
         self._folder = folder or ImageFolder(self._source.parent)
@@ -139,7 +139,7 @@ class BatchJob:
         self.summary = BatchSummary(str(source), str(output))
 
     def check(self) -> None:
-        """Reads the whole input, once. Raises InvalidArgument."""
+        """Reads and checks the whole input. Raises InvalidArgument."""
         if self._input is not None:
             return
         if self._output.exists() and self._source.exists() and self._output.samefile(self._source):
@@ -171,7 +171,7 @@ class BatchJob:
             self.options.on_start(self.summary)
 
     def rows(self) -> Generator[Row, None, None]:
-        """The rows that are to be answered."""
+        """The rows that have to be answered."""
         assert self._input is not None
         return self._input.rows()
 
@@ -179,7 +179,7 @@ class BatchJob:
         """The request for a row."""
         options = self.options
         request = request_from(row, self._folder, priority=options.priority, model=not options.any_model)
-        row.body = {}  # the answer may have to wait for those before it, and need not keep its images meanwhile
+        row.body = {}  # frees the images; the answer may have to wait for earlier rows
         return request, options.timeout
 
     def take(self, row: Row, result: Generation | SaccadeError) -> None:
@@ -212,7 +212,7 @@ class BatchJob:
             )
 
     def _look_for_trouble(self, result: Generation | SaccadeError) -> None:
-        """Stops where the next thousand rows would fail in the same way; the present row is left for the next run."""
+        """Stops the job if the following rows would fail in the same way; the present row is left for the next run."""
         if isinstance(result, errors.Unauthenticated):
             raise result
         if isinstance(result, errors.PermissionDenied) and result.reason in _KEY_REFUSED:

@@ -1,11 +1,11 @@
-"""The output of a batch and what is known of it: kill the process at any moment, and the next one goes on behind it.
+"""The output of a batch and its journal. The process may be killed at any moment; the next run continues after it.
 
-    output    whole lines, appended one write each; the id of a line is the hash of its request and the model's revision
-    journal   SQLite beside it: which rows the output holds, and where
+    output    whole lines, one write each; the id of a line is the hash of its request and the model's revision
+    journal   SQLite next to it: which rows the output has, and where
 
-A row is appended first and journaled later, some rows at a time. After a crash the lines behind the last journaled one
-are read again: whole ones are taken over, a torn one is cut off. A journal that is lost, torn or about another file is
-made anew from the output, which holds all that matters.
+A row is appended first and journaled later, several rows at a time. After a crash the lines after the last journaled
+one are read again: whole lines are kept, an incomplete one is cut off. A journal that is lost, damaged or about another
+file is rebuilt from the output, which has everything that matters.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ class Written:
 
 
 class _NotAsJournaled(Exception):
-    """The output is not where the journal says; the journal has been marked."""
+    """The output does not match the journal; the journal has been marked as invalid."""
 
 
 Identify = Callable[[str], tuple[int, str] | None]
-"""custom_id -> the input's position and row id for it, or None if the input has no such row."""
+"""custom_id -> (the input's position, row id), or None if the input has no such row."""
 
 
 class Journal:
-    """The output file and its journal, owned by one process at a time.
+    """The output file and its journal, used by one process at a time.
 
     Raises:
         FailedPrecondition: another process works on the output, or one of the files cannot be written.
-        AlreadyExists: the output holds something else than answers to this input with this model.
+        AlreadyExists: the output contains something other than answers to this input with this model.
     """
 
     def __init__(self, output: Path, identify: Identify) -> None:
@@ -92,7 +92,7 @@ class Journal:
             except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # error messages can contain arbitrary text
                 if "locked" in str(error):
                     raise
-                self.remove_journal()  # torn: the output says the same
+                self.remove_journal()  # damaged: rebuilt from the output
                 return self._connect()
         except sqlite3.DatabaseError as error:
             if "locked" in str(error):
@@ -102,7 +102,7 @@ class Journal:
             raise FailedPrecondition(f"cannot write {str(self.path)!r}: {error}") from error
 
     def _connect(self) -> sqlite3.Connection:
-        # Calls come from one thread at a time, but in the asyncio client not always from the same one.
+        # One thread at a time, but the asyncio client may use a different one for each call.
         db = sqlite3.connect(self.path, timeout=0, isolation_level=None, check_same_thread=False)
         try:
             db.execute("PRAGMA locking_mode = EXCLUSIVE")
@@ -144,7 +144,7 @@ class Journal:
                 self._recover(identify)
 
     def _trusted(self, size: int) -> int:
-        """Offset up to which the journal describes the output; 0 if the two do not belong together."""
+        """The offset up to which the journal describes the output; 0 if they do not belong together."""
         end, total = self._db.execute(
             "SELECT coalesce(max(offset + length), 0), coalesce(sum(length), 0) FROM rows"
         ).fetchone()
@@ -161,19 +161,19 @@ class Journal:
         return 0
 
     def _read(self, offset: int, length: int) -> bytes:
-        os.lseek(self._file, offset, os.SEEK_SET)  # writes go to the end wherever this points
+        os.lseek(self._file, offset, os.SEEK_SET)  # appends go to the end regardless of this position
         return os.read(self._file, length)
 
     def _adopt(self, start: int, identify: Identify) -> int:
-        """Journals the whole lines from `start` on; returns how many bytes they take. A second line for a row that is
-        there is left out."""
+        """Journals the whole lines from `start` on and returns their size in bytes. A second line for a known row is
+        skipped."""
         taken = 0
         rows: list[tuple[Any, ...]] = []
         with open(self.output, "rb") as file:
             file.seek(start)
             for line in file:
                 if not line.endswith(b"\n"):
-                    break  # torn
+                    break  # incomplete
                 rows.append(self._describe(line, start + taken, identify))
                 taken += len(line)
                 if len(rows) == 1000:
@@ -198,7 +198,7 @@ class Journal:
         )  # fmt: skip
 
     def _classify(self, identify: Identify) -> None:
-        """Finds the rows to answer again: changed requests, and temporary errors."""
+        """Finds the rows to answer again: changed requests and temporary errors."""
         count = ours = 0
         self._db.execute("BEGIN")
         for row_id, custom_id, position, status in self._db.execute(
@@ -223,7 +223,7 @@ class Journal:
         )
 
     def _rewrite(self, order: str) -> None:
-        """Writes the output again with only the journaled lines, by `offset` or by `position`."""
+        """Rewrites the output with only the journaled lines, by `offset` or by `position`."""
         self._db.execute("BEGIN")
         self._db.execute("DELETE FROM moved")
         with open(self._scratch, "wb") as scratch:
@@ -237,7 +237,7 @@ class Journal:
                 scratch.write(line)
             scratch.flush()
             os.fsync(scratch.fileno())
-        # Until the two agree again the journal is marked as invalid.
+        # The journal is marked as invalid until the two match again.
         self._db.execute("PRAGMA user_version = 1")
         self._db.execute("COMMIT")
         os.replace(self._scratch, self.output)
@@ -251,7 +251,7 @@ class Journal:
     # -- running -------------------------------------------------------------------------------------------------------
 
     def append(self, line: bytes, written: Written) -> None:
-        """Adds one line. From here on it survives the death of this process, and within a second or 64 rows that of the
+        """Appends one line. It then survives the death of this process, and within a second or 64 rows that of the
         machine."""
         offset = os.fstat(self._file).st_size
         try:
@@ -292,12 +292,12 @@ class Journal:
             raise
 
     def positions(self) -> Iterator[int]:
-        """Of the input's rows that the output holds, in the output's order."""
+        """Input positions of the rows in the output, in the output's order."""
         for (position,) in self._db.execute("SELECT position FROM rows ORDER BY offset"):
             yield position
 
     def sort(self) -> None:
-        """Brings the output into the order of the input."""
+        """Sorts the output in the order of the input."""
         self.commit()
         last = -1
         for position in self.positions():
@@ -326,7 +326,7 @@ class Journal:
     def close(self) -> None:
         """Commits and closes both files. Idempotent."""
         if self._file >= 0:
-            with suppress(FailedPrecondition):  # what the journal does not say, the output does
+            with suppress(FailedPrecondition):  # anything that the journal lacks is in the output
                 self.commit()
             os.close(self._file)
             self._file = -1

@@ -89,6 +89,6 @@ def _choice(sample: Sample) -> dict[str, Any]:
 
 
 def _logprob(item: TokenLogprob) -> dict[str, Any]:
-    # The wire holds ids: a token need not be a string by itself (half of a character is none).
+    # The message has ids only: a token may not be a valid string alone (half of a character).
     top = [{"token": f"token_id:{t.token_id}", "logprob": t.logprob, "bytes": None} for t in item.top]
     return {"token": f"token_id:{item.token_id}", "logprob": item.logprob, "bytes": None, "top_logprobs": top}

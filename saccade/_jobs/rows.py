@@ -1,11 +1,10 @@
-"""The lines of batch files: OpenAI's batch format in, checked to the last field, and the same format out.
+"""The lines of batch files in OpenAI's batch format: parsing and complete checking of requests.
 
     in    {"custom_id": "a1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...], ...}}
     out   {"id": "batch_req_...", "custom_id": "a1", "response": {"status_code": 200, "request_id": "...",
            "body": {...}}, "error": null}
 
-A field that would change the answer and that cannot be honoured is an error: an answer to another question than the one
-in the file would be worse than none.
+A field that would change the answer but is not supported is an error: it must not be ignored.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ CHANGED = "BATCH_INPUT_CHANGED"
 BATCH_PRIORITY = -10
 """Below the priority of interactive calls."""
 
-# name -> what the value must be, and which values are out of range whatever the model
+# name -> (types, description, check that does not depend on the model)
 _Check = tuple[tuple[type, ...], str, Callable[[Any], bool]]
 _NUMBER = (int, float)
 _FIELDS: dict[str, _Check] = {
@@ -59,7 +58,7 @@ _FIELDS: dict[str, _Check] = {
     "chat_template_kwargs": ((dict,), "a map", lambda v: True),
     "model": ((str,), "a string", lambda v: True),
 }
-# Fields that are only information for people and change no answer.
+# Informational fields that change no answer.
 _IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 _ONLY: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
@@ -84,17 +83,17 @@ class Row:
     """One request of the file."""
 
     position: int
-    """Counts the rows from 0; blank lines are none."""
+    """Counts rows from 0, without blank lines."""
     custom_id: str
     line_digest: bytes
-    """Hash of the row's content, independent of spacing and the order of keys."""
+    """Hash of the row's content, independent of whitespace and key order."""
     digest: bytes
-    """Hash of the row and of the files that it names: what an answer belongs to."""
+    """Hash of the row and of the files that it refers to, which identifies its answer."""
     body: Mapping[str, Any]
 
 
 class ImageFolder:
-    """The images that a row may name: files inside one folder, with links resolved. `None` allows none."""
+    """Images that rows may refer to: files inside one folder, after resolving links. `None` allows none."""
 
     def __init__(self, root: Path | None) -> None:
         self._root = root.resolve() if root is not None else None
@@ -103,7 +102,7 @@ class ImageFolder:
         """Checks an image that is not a path. Raises InvalidArgument if it cannot be read."""
 
     def resolve(self, name: str, where: str) -> Path:
-        """The file. Raises InvalidArgument for one that is outside, absent or not a plain file."""
+        """The resolved path. Raises InvalidArgument if it is outside the folder, absent or not a plain file."""
         if self._root is None:
             raise InvalidArgument(f"{where}: an image is a data URL or a media id here, not a path")
         try:
@@ -142,8 +141,8 @@ class ImageFolder:
 
 
 class _Content:
-    """The digest of a row, from that of its line and from its files in order. Times and folders of files do not matter,
-    so that a job can be copied elsewhere and continued there."""
+    """Digest of a row: of its line and of its files in order. Independent of timestamps and folders, so that a job can
+    be copied and resumed elsewhere."""
 
     def __init__(self, line_digest: bytes) -> None:
         self._line_digest = line_digest
@@ -159,10 +158,10 @@ class _Content:
 
 
 def parse_line(line: bytes, position: int, folder: ImageFolder, *, strict: bool = True) -> Row:
-    """One line of the file. Raises InvalidArgument with all that is wrong with it in words.
+    """Parses one line. Raises InvalidArgument describing all problems.
 
     Args:
-        strict: a file that cannot be read is an error here, and not only in `request_from`.
+        strict: a file that cannot be read is an error here, not only in `request_from`.
     """
     row = _load(line)
     extra = sorted(row.keys() - {"custom_id", "method", "url", "body"})
@@ -198,7 +197,7 @@ def parse_line(line: bytes, position: int, folder: ImageFolder, *, strict: bool 
 
 
 def parse_again(line: bytes, position: int, line_digest: bytes, digest: bytes) -> Row:
-    """A line that `parse_line` has taken. Raises InvalidArgument if it is another one now."""
+    """Parses a line that `parse_line` has accepted. Raises InvalidArgument if it has changed."""
     row = _load(line)
     if hashlib.sha256(_canonical(row)).digest() != line_digest:
         raise InvalidArgument("the line has changed")
@@ -206,11 +205,11 @@ def parse_again(line: bytes, position: int, line_digest: bytes, digest: bytes) -
 
 
 def request_from(row: Row, folder: ImageFolder, *, priority: int, model: bool = True) -> inference_pb2.GenerateRequest:
-    """The message for a row. `model`: whether the model that the row names is asked for.
+    """The message for a row. `model`: whether to request the model that the row names.
 
     Raises:
-        InvalidArgument: a file that the row names cannot be read.
-        FailedPrecondition: one has changed since the row was parsed.
+        InvalidArgument: a file that the row refers to cannot be read.
+        FailedPrecondition: a file has changed since the row was parsed.
     """
     content = _Content(row.line_digest)
 
@@ -258,12 +257,12 @@ def _canonical(row: dict[str, Any]) -> bytes:
         return json.dumps(row, sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
     except UnicodeEncodeError as error:
         raise InvalidArgument("a string holds half of a surrogate pair") from error
-    except ValueError as error:  # 1e999 has become infinity
+    except ValueError as error:  # 1e999 becomes infinity
         raise InvalidArgument(f"a number is out of range: {error}") from error
 
 
 def _build(body: Mapping[str, Any], image: Callable[[Any, str], Any]) -> inference_pb2.GenerateRequest:
-    """`image(source, where)` turns a path into bytes; it gets bytes and messages unchanged."""
+    """`image(source, where)` converts a path to bytes; it returns bytes and messages unchanged."""
     fields = {key: value for key, value in body.items() if value is not None}
     _check_fields(fields)
     messages = [_message(m, f"messages[{i}]", image) for i, m in enumerate(_messages(fields))]
@@ -276,7 +275,7 @@ def _build(body: Mapping[str, Any], image: Callable[[Any, str], Any]) -> inferen
         if fields.get("max_tokens", fields["max_completion_tokens"]) != fields["max_completion_tokens"]:
             raise InvalidArgument("max_tokens and max_completion_tokens differ")
         options["max_tokens"] = fields["max_completion_tokens"]
-    if fields.get("top_k") == -1:  # other servers' spelling
+    if fields.get("top_k") == -1:  # as other servers spell it
         options["top_k"] = 0
     if fields.get("logprobs"):
         options["logprobs"] = fields.get("top_logprobs", 0)
@@ -347,14 +346,14 @@ def _part(part: dict[str, Any], name: str, image: Callable[[Any, str], Any]) -> 
 
 
 def _opened(source: Any, name: str, image: Callable[[Any, str], Any]) -> Any:
-    """The bytes or the message that a string in a row stands for."""
+    """The bytes or the message for an image string of a row."""
     if not isinstance(source, str) or not source:
         raise InvalidArgument(f"{name}: expected a data URL, media:ID or a path, got {_short(source)}")
     return image(_source(source, name), name)
 
 
 def _source(source: str, name: str) -> str | types_pb2.Image:
-    """A message for what is no path; a path as it is."""
+    """A message, or the string itself if it is a path."""
     scheme, colon, rest = source.partition(":")
     match scheme.lower() if colon else "":
         case "data":

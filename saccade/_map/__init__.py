@@ -1,2 +1,1 @@
-"""`map`: many requests at a time. The only thing that is written twice, for threads and for tasks, over one
-`Window`."""
+"""`map`: runs many requests concurrently. Written twice, for threads and for asyncio tasks, on one shared `Window`."""

@@ -1,5 +1,5 @@
-"""Reads a source of items in a thread of its own, one item at a time and only on demand, so that the consumer can do
-something else while the source blocks."""
+"""Reads a source of items in a separate thread, one item at a time and only on request, so that a blocking source does
+not block the consumer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Item:
 
 @dataclass(frozen=True)
 class End:
-    """A source has no more items, or has failed."""
+    """The source has no more items, or has failed."""
 
     error: BaseException | None = None
 
@@ -31,9 +31,9 @@ Fed: TypeAlias = Item | End
 
 
 class Feeder:
-    """Reads `items` in a thread of its own, and calls `deliver` with each, in that thread.
+    """Reads `items` in a separate thread, and calls `deliver` with each item in that thread.
 
-    A source that blocks cannot be interrupted: `close` does not wait for it, and the thread ends with the source's next
+    A blocking source cannot be interrupted: `close` does not wait for it, and the thread ends with the source's next
     item or with the process.
     """
 
@@ -45,9 +45,9 @@ class Feeder:
         self._closed = False
 
     def ask(self) -> None:
-        """Requests one more item, or the end."""
+        """Requests the next item, or the end."""
         if self._thread is None:
-            # A source may depend on the context of the program that uses it.
+            # A source may use context variables of the caller.
             context = contextvars.copy_context()
             self._thread = threading.Thread(
                 target=context.run, args=(self._feed,), name="saccade-map-source", daemon=True
@@ -68,18 +68,18 @@ class Feeder:
                 self._deliver(found)
                 if isinstance(found, End):
                     return
-        except BaseException as error:  # raised where the items are used
+        except BaseException as error:  # raised again where the items are used
             if not self._closed:
                 self._deliver(End(error))
 
     def close(self) -> None:
-        """Delivers nothing more. Idempotent."""
+        """Stops deliveries. Idempotent."""
         self._closed = True
         self._asked.put(False)
 
 
 class Shared(Iterator[T]):
-    """A generator that one thread reads and another closes, as soon as the item that is being read is there."""
+    """A generator that one thread reads and another may close; closing waits for the item that is being read."""
 
     def __init__(self, items: Generator[T, None, None]) -> None:
         self._items = items

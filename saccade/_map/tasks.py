@@ -1,4 +1,4 @@
-"""Many requests at once in tasks of an event loop, a bounded number of them in flight. The counterpart of `threads`."""
+"""Runs many requests in asyncio tasks, at most a given number at a time. The counterpart of `threads`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class AsyncAnswers(Protocol):
-    """What `map_requests_async` needs of a client."""
+    """The part of a client that `map_requests_async` needs."""
 
     async def _generate(
         self, request: inference_pb2.GenerateRequest, timeout: float | None
@@ -26,8 +26,8 @@ class AsyncAnswers(Protocol):
 
 
 class _Source:
-    """The source of an asyncio map: an asynchronous one in a task, any other in a thread, for it may block. One item
-    at a time, delivered in the event loop."""
+    """Reads the source of an asyncio map: an asynchronous source in a task, others in a thread, since they may block.
+    One item at a time, delivered in the event loop."""
 
     def __init__(self, items: Iterable[Any] | AsyncIterable[Any], deliver: Callable[[Fed], None]) -> None:
         self._deliver = deliver
@@ -37,7 +37,7 @@ class _Source:
         self._feeder = None if isinstance(items, AsyncIterable) else Feeder(items, self._from_thread)
 
     def _from_thread(self, found: Fed) -> None:
-        with suppress(RuntimeError):  # the loop has ended, and nobody waits any more
+        with suppress(RuntimeError):  # the loop has ended, so nothing waits for the item
             self._loop.call_soon_threadsafe(self._deliver, found)
 
     async def _read(self, items: AsyncIterable[Any]) -> None:
@@ -47,11 +47,11 @@ class _Source:
                 self._deliver(Item(await anext(iterator)))
         except StopAsyncIteration:
             self._deliver(End())
-        except Exception as error:  # raised where the items are used
+        except Exception as error:  # raised again where the items are used
             self._deliver(End(error))
 
     def ask(self) -> None:
-        """Has one more item read, or the end found."""
+        """Requests the next item, or the end."""
         if self._feeder is not None:
             self._feeder.ask()
         else:
@@ -73,7 +73,7 @@ async def map_requests_async(
     concurrency: int,
     ordered: bool,
 ) -> AsyncGenerator[Result[T], None]:
-    """As `threads.map_requests`, in tasks instead of threads."""
+    """Like `threads.map_requests`, in tasks instead of threads."""
     window: Window[T] = Window(concurrency, ordered)
     events: asyncio.Queue[Event] = asyncio.Queue()
     source = _Source(items, events.put_nowait)
@@ -84,7 +84,7 @@ async def map_requests_async(
             request, timeout = await asyncio.to_thread(prepare, item)
             response = await client._generate(request, timeout)
             result: Generation | BaseException = generation_from(response, request.sampling.HasField("logprobs"))
-        except BaseException as error:  # handed to whoever waits for it, a cancellation too
+        except BaseException as error:  # passed to the waiting task; includes cancellation
             result = error
         events.put_nowait(Finished(index, item, result))
 
@@ -110,8 +110,8 @@ async def map_requests_async(
 
 
 class AsyncWorker:
-    """Runs the parts of a job over files beside the event loop, one at a time and in order, also where a caller who is
-    cancelled does not wait for the end of one."""
+    """Runs the parts of a job over files in a thread, one at a time and in order, even if a caller is cancelled while
+    one runs."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saccade-batch")
@@ -120,7 +120,7 @@ class AsyncWorker:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     async def read(self, items: Generator[T, None, None]) -> AsyncGenerator[T, None]:
-        """The items, each read beside the event loop."""
+        """The items, each read in the thread."""
         shared = Shared(items)
         nothing = object()
         try:
@@ -130,5 +130,5 @@ class AsyncWorker:
             await self.run(shared.close)
 
     def end(self) -> None:
-        """After the last `run`."""
+        """To be called after the last `run`."""
         self._thread.shutdown(wait=False)

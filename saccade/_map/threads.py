@@ -1,6 +1,6 @@
-"""Many requests at once in threads, a bounded number of them in flight, in memory that does not grow with their number.
+"""Runs many requests in threads, at most a given number at a time, with memory that does not grow with their number.
 
-The counterpart of `tasks`, written by hand: what runs side by side is what differs between threads and tasks.
+The counterpart of `tasks`. Both are written by hand, since concurrency is what threads and tasks do differently.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Exchange(Protocol):
 
 
 class Answers(Protocol):
-    """What `map_requests` needs of a client."""
+    """The part of a client that `map_requests` needs."""
 
     def _exchange(self) -> Any: ...
 
@@ -38,7 +38,7 @@ class Answers(Protocol):
 
 
 class _Workers:
-    """Threads that answer requests, and the means to stop those that are on their way."""
+    """Threads that send requests, and the means to cancel requests in flight."""
 
     def __init__(
         self, client: Answers, prepare: Prepare[Any], concurrency: int, deliver: Callable[[Finished], None]
@@ -58,7 +58,7 @@ class _Workers:
         try:
             request, timeout = self._prepare(item)
             result: Generation | BaseException = self._answer(request, timeout)
-        except BaseException as error:  # handed to whoever waits for it
+        except BaseException as error:  # passed to the thread that waits for the result
             result = error
         self._deliver(Finished(index, item, result))
 
@@ -87,8 +87,8 @@ class _Workers:
 def map_requests(
     client: Answers, items: Iterable[T], prepare: Prepare[T], *, concurrency: int, ordered: bool
 ) -> Generator[Result[T], None, None]:
-    """(index, item, answer or error) as they come, or in the order of `items`. An item is only taken once there is
-    room for it, in a thread beside this one. Closing the generator cancels what is running."""
+    """Yields (index, item, answer or error), in order of completion or of `items`. Reads an item in a separate thread
+    when a request may start. Closing the generator cancels requests in flight."""
     window: Window[T] = Window(concurrency, ordered)
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     workers = _Workers(client, prepare, concurrency, events.put)
@@ -110,14 +110,14 @@ def map_requests(
 
 
 class Worker:
-    """Runs the parts of a job over files in the thread that asks for them."""
+    """Runs the parts of a job over files in the calling thread."""
 
     def run(self, function: Callable[..., T], *arguments: Any) -> T:
         return function(*arguments)
 
     def read(self, items: Generator[T, None, None]) -> Shared[T]:
-        """The items. They may be closed from another thread than the one that reads them."""
+        """The items. Another thread than the reading one may close the result."""
         return Shared(items)
 
     def end(self) -> None:
-        """After the last `run`."""
+        """To be called after the last `run`."""

@@ -1,4 +1,4 @@
-"""What a map of many requests starts, waits for and hands out, without threads or tasks."""
+"""Decides when a map reads, starts and returns requests, without threads or tasks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from saccade.v1 import inference_pb2
 
 T = TypeVar("T")
 Prepared = tuple[inference_pb2.GenerateRequest, float | None]
-"""A request and its timeout."""
+"""A request and its timeout in seconds (None: the client's)."""
 Prepare = Callable[[T], Prepared]
 
 REORDER_WINDOW = 8
-"""How many times `concurrency` results may wait for an earlier one when the order is to be kept."""
+"""If the order is kept, up to `concurrency` times this many results may wait for an earlier one."""
 
 
 class _Prompted(TypedDict):
@@ -26,7 +26,7 @@ class _Prompted(TypedDict):
 
 
 class GenerateMapping(_Prompted, GenerateOptions, total=False):
-    """The arguments of `generate`, and what the request is called."""
+    """The arguments of `generate`, and an optional custom_id."""
 
     raw: bool
     custom_id: str
@@ -58,7 +58,7 @@ def check_concurrency(concurrency: int) -> int:
 
 @dataclass(frozen=True)
 class Finished:
-    """A request that has been answered. What is no SaccadeError is a bug, or an interrupt, and ends the map."""
+    """A request that has ended. An exception other than SaccadeError is a bug or an interrupt, and ends the map."""
 
     index: int
     item: Any
@@ -66,12 +66,12 @@ class Finished:
 
 
 Event: TypeAlias = Fed | Finished
-"""All that a map waits for."""
+"""Events that a map waits for."""
 Result = tuple[int, T, Generation | SaccadeError]
 
 
 class Window(Generic[T]):
-    """What of a map is where: taken from its source, running, waiting for an earlier one, handed out."""
+    """State of the requests of a map: requested from the source, running, waiting for an earlier one, returned."""
 
     def __init__(self, concurrency: int, ordered: bool) -> None:
         self._concurrency = check_concurrency(concurrency)
@@ -86,7 +86,7 @@ class Window(Generic[T]):
         return self._exhausted and not self._running
 
     def ask(self) -> bool:
-        """Whether the source is to be asked for an item now; if so, it counts as asked."""
+        """Whether to request an item from the source now; if so, it counts as requested."""
         room = self._running < self._concurrency and self._started - self._given < self._window
         if self._asked or self._exhausted or not room:
             return False
@@ -94,19 +94,19 @@ class Window(Generic[T]):
         return True
 
     def start(self) -> int:
-        """The source has given an item; returns its index."""
+        """To be called when the source has delivered an item. Returns its index."""
         self._asked = False
         self._started, self._running = self._started + 1, self._running + 1
         return self._started - 1
 
     def end(self, end: End) -> None:
-        """The source has no more. Raises what it failed with."""
+        """To be called when the source has ended. Raises the source's error."""
         self._exhausted = True
         if end.error is not None:
             raise end.error
 
     def finish(self, finished: Finished) -> Generator[Result[T], None, None]:
-        """What may be handed out now; it counts as handed out when it is taken from here."""
+        """Yields the results that may be returned now; each counts as returned when it is taken."""
         self._running -= 1
         result = finished.result
         if isinstance(result, BaseException) and not isinstance(result, SaccadeError):

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def run(actions: Actions[T], exchange: Exchange) -> T:
-    """Runs the actions to their end and returns their result. Raises SaccadeError."""
+    """Executes the actions and returns their result. Raises SaccadeError."""
     try:
         action = next(actions)
         while True:

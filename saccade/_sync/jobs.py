@@ -12,13 +12,13 @@ from saccade.types import Model
 
 
 class JobClient(Answers, Protocol):
-    """What a job needs of a client."""
+    """The part of a client that a job needs."""
 
     def get_model(self) -> Model: ...
 
 
 def run_job(client: JobClient, job: BatchJob) -> BatchSummary:
-    """Runs a job to its end, or as far as it goes. Raises SaccadeError."""
+    """Runs a job until it is finished or fails. Raises SaccadeError."""
     worker = Worker()
     try:
         worker.run(job.check)

@@ -10,7 +10,7 @@ from saccade.types import Media
 
 
 class MediaMethods:
-    """`client.media`."""
+    """`client.media`: uploads files for use in several requests."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

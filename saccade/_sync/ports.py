@@ -10,7 +10,7 @@ from saccade._core.steps import Call
 
 
 class Exchange(Protocol):
-    """Executes the actions of one method, from its first attempt to its last; see `saccade._core.steps`."""
+    """Executes the actions of one method over all its attempts; see `saccade._core.steps`."""
 
     def send(self, call: Call, timeout: float | None) -> Any: ...
 
@@ -33,4 +33,4 @@ class Connection(Protocol):
         """An exchange for one method."""
 
     def close(self) -> None:
-        """Closes the connection; calls that are still running end as Cancelled. Idempotent."""
+        """Closes the connection; calls in flight end as Cancelled. Idempotent."""

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class Stream(Iterator[Delta]):
-    """An answer as it is written.
+    """An answer as it is generated.
 
-    `for` gives its deltas; `stream.final()` reads the rest and gives the whole. `with` cancels the
-    work on the server on leaving, unless the answer is complete; so does `close()`, at any time.
+    `for` yields its deltas; `stream.final()` reads the rest and returns the whole answer. Leaving `async
+    with` cancels the work on the server unless the answer is complete; so does `close()`, at any time.
 
-    A stream that breaks because the server or its engine went away is continued with what it already has, so that the
-    answer is the one that it would have been, unless `resume=False` or the client's max_retries is 0. One that failed
-    for good raises its error again whenever it is read.
+    A stream that breaks because the server or its engine stopped is resumed after the tokens received so far, so the
+    answer is the same as without the break, unless `resume=False` or the client's max_retries is 0. A stream that
+    failed for good raises the same error whenever it is read.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""What carries calls: gRPC in threads, gRPC in asyncio, and the engine in this process."""
+"""Transports: gRPC in threads, gRPC in asyncio, and the engine in this process."""

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class AsyncExchange:
-    """Carries out the actions of one method. `close` may be called by any task of the loop."""
+    """Executes the actions of one method. Any task of the loop may call `close`."""
 
     def __init__(self, connection: AsyncConnection) -> None:
         self._connection = connection
@@ -56,12 +56,12 @@ class AsyncExchange:
         try:
             response = await _within(self._call.read(), patience)
             return None if response is grpc.aio.EOF else response
-        except asyncio.TimeoutError:  # not the built-in one before Python 3.11
+        except asyncio.TimeoutError:  # differs from the built-in TimeoutError before Python 3.11
             raise TimeoutError from None
         except grpc.RpcError as rpc_error:
             raise error_from_rpc(rpc_error, request_id=self._request_id) from rpc_error
         except asyncio.CancelledError:
-            # grpc.aio reports a call that was cancelled by a close() in the same way as a task that was cancelled.
+            # grpc.aio reports a call that `close` has cancelled like a cancelled task.
             if self._ended and not _task_is_cancelled():
                 raise Cancelled("the stream has been closed", request_id=self._request_id) from None
             raise
@@ -89,15 +89,15 @@ class AsyncExchange:
 
 
 _WRITE_FAILED = "Internal error from Core"
-"""Details of the status that grpc.aio sets where a message could not be written."""
+"""Details of the status that grpc.aio sets if a message could not be written."""
 
 
 class _ServersStatus:
-    """The status with which the server ended a call whose request is a stream.
+    """Finds the status with which the server ended a call whose request is a stream.
 
-    A server may end such a call before it has read all messages: it refuses a file that it has no room for. The write
-    in progress then fails, and grpc.aio may replace the server's status with an INTERNAL of its own
-    (https://github.com/grpc/grpc/issues/36066). A callback sees each status at the moment when it is set.
+    A server may end such a call before it has read all messages, for example if it has no space for a file. The write
+    in progress then fails, and grpc.aio may replace the server's status by INTERNAL
+    (https://github.com/grpc/grpc/issues/36066). A callback receives each status when it is set.
     """
 
     def __init__(self, call: Any) -> None:
@@ -113,20 +113,20 @@ class _ServersStatus:
             self._error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailers, details)
 
     def instead_of(self, error: Any) -> Any:
-        """`error`, or what the server said where `error` is that of a failed write."""
+        """`error`, or the server's status if `error` comes from a failed write."""
         import grpc
 
         if error.details() != _WRITE_FAILED:
             return error
         if self._error is not None and self._error.code() != grpc.StatusCode.OK:
             return self._error
-        # The server has ended the call and its reason is lost: like a lost connection, worth another attempt.
+        # The server has ended the call and its status is lost: treated like a lost connection, which is retried.
         words = "the server ended the call before it had read the whole request, and its status was lost"
         return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), words)
 
 
 def _result_of(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that need not wait for anything."""
+    """The result of a coroutine that returns without waiting."""
     try:
         coroutine.send(None)
     except StopIteration as done:
@@ -141,19 +141,19 @@ async def _within(result: Awaitable[T], seconds: float | None) -> T:
 
 
 async def _beside_the_loop(messages: Iterator[Any]) -> AsyncGenerator[Any, None]:
-    """Messages that are read from a file."""
+    """Reads the messages of a file in a thread."""
     while (message := await asyncio.to_thread(next, messages, None)) is not None:
         yield message
 
 
 def _task_is_cancelled() -> bool:
-    """Python 3.10 does not tell: there it is taken for not cancelled."""
+    """Whether the current task is being cancelled. Always False on Python 3.10, which cannot tell."""
     task = asyncio.current_task()
     return task is not None and hasattr(task, "cancelling") and task.cancelling() > 0
 
 
 class _Channel:
-    """A channel and its stubs, of one event loop."""
+    """The channel and stubs of one event loop."""
 
     def __init__(self, settings: Settings) -> None:
         import grpc
@@ -174,14 +174,14 @@ class _Channel:
         return started
 
     async def close(self) -> None:
-        """In the loop of the channel. gRPC itself does not find each of its calls on every version of Python."""
+        """To be called in the channel's loop. Cancels all calls: some Python versions' gRPC misses calls of its own."""
         for call in list(self._calls):
             call.cancel()
         await self.channel.close()
 
 
 class AsyncConnection:
-    """A channel for each event loop that uses it, made when it is first used."""
+    """One channel per event loop that uses it, made at the first call."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -194,7 +194,7 @@ class AsyncConnection:
         return AsyncExchange(self)
 
     def start(self, call: Call, message: Any, timeout: float | None) -> Any:
-        """gRPC's own call. Raises FailedPrecondition."""
+        """Starts a call; returns gRPC's call object. Raises FailedPrecondition if the connection is closed."""
         return self._channel().start(call, message, timeout, self._settings.call_metadata())
 
     def _channel(self) -> _Channel:
@@ -204,14 +204,14 @@ class AsyncConnection:
         with self._lock_of_this_process():
             channel = self._channels.get(loop)
             if channel is None:
-                # A channel that nobody holds any more closes itself; those of loops that are over have nobody else.
+                # Unreferenced channels close themselves, which is how channels of ended loops are closed.
                 self._channels = {held: c for held, c in self._channels.items() if not held.is_closed()}
                 channel = self._channels[loop] = _Channel(self._settings)
             return channel
 
     def _lock_of_this_process(self) -> threading.Lock:
         if self._pid != os.getpid():
-            # A fork copied this object, its lock in whatever state a thread of the parent held it.
+            # A fork copied this object, possibly with its lock held by a thread of the parent.
             self._pid = os.getpid()
             self._lock = threading.Lock()
             left_to_the_parent.append(self._channels)
@@ -219,7 +219,7 @@ class AsyncConnection:
         return self._lock
 
     async def close(self) -> None:
-        """Calls that are still running end as Cancelled. Idempotent."""
+        """Closes all channels; calls in flight end as Cancelled. Idempotent."""
         with self._lock_of_this_process():
             channels, self._channels = self._channels, {}
             self.closed = True
@@ -227,5 +227,5 @@ class AsyncConnection:
         for loop, channel in channels.items():
             if loop is here:
                 await channel.close()
-            elif loop.is_running():  # in another thread
+            elif loop.is_running():  # the loop runs in another thread
                 asyncio.run_coroutine_threadsafe(channel.close(), loop)

@@ -1,4 +1,4 @@
-"""gRPC channels: credentials and stubs, loaded when they are first needed."""
+"""gRPC channels, credentials and stubs; gRPC is imported when they are first needed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from saccade._core.settings import TLSConfig
 from saccade.errors import InvalidArgument
 
 left_to_the_parent: list[Any] = []
-"""Channels that a fork has copied into this process: closing them, or letting them be collected, would disturb the
-connections of the process they belong to."""
+"""Channels that a fork has copied into this process. They are never closed or garbage-collected here, which would
+disturb the parent's connections."""
 
 
 def channel_credentials(tls: TLSConfig) -> Any:
-    """`grpc.ChannelCredentials`; reads the files now, so that renewed ones are seen by the next channel."""
+    """`grpc.ChannelCredentials`. Reads the files at each call, so that a new channel sees renewed certificates."""
     import grpc
 
     def content(item: str | os.PathLike[str] | bytes | None, name: str) -> bytes | None:
@@ -33,6 +33,6 @@ def channel_credentials(tls: TLSConfig) -> Any:
 
 
 def stub_class(service: str) -> Any:
-    """The stub of "inference", "model" or another of our services, loaded now: importing gRPC takes its time."""
+    """The stub class of a service such as "inference" or "model"; imports gRPC, which is slow."""
     module = importlib.import_module(f"saccade.v1.{service}_pb2_grpc")
     return getattr(module, f"{service.capitalize()}ServiceStub")

@@ -1,4 +1,4 @@
-"""One method of a synchronous client, from its first attempt to its last. What an attempt is, a wire knows."""
+"""Executes one method of a synchronous client, from its first attempt to its last, through a `Wire`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class UnaryCall(Protocol):
-    """One attempt of a call with one answer. `cancel` may be called from any thread, at any time and more than once."""
+    """One attempt of a unary call. `cancel` may be called from any thread, at any time and repeatedly."""
 
     def result(self) -> Any:
         """The answer. Raises SaccadeError."""
@@ -22,8 +22,8 @@ class UnaryCall(Protocol):
 
 
 class Responses(Protocol):
-    """The messages of one attempt of a stream. `close` may be called from any thread, at any time and more than once;
-    it cancels."""
+    """The messages of one attempt of a streaming call. `close` cancels it and may be called from any thread, at any
+    time and repeatedly."""
 
     def receive(self, patience: float | None) -> Any:
         """The next message, or None at the end. Raises SaccadeError, and TimeoutError after `patience` seconds."""
@@ -32,7 +32,7 @@ class Responses(Protocol):
 
 
 class Wire(Protocol):
-    """What carries one attempt: gRPC, or the engine in this process. All of it raises SaccadeError."""
+    """Makes one attempt: over gRPC, or by the engine in this process. All methods raise SaccadeError."""
 
     def begin(self, call: Call, timeout: float | None) -> UnaryCall: ...
 
@@ -40,7 +40,7 @@ class Wire(Protocol):
 
 
 class Exchange:
-    """Carries out the actions of one method. One thread uses it; `close` may be called from any other."""
+    """Executes the actions of one method. One thread uses it; any other may call `close`."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
@@ -52,13 +52,13 @@ class Exchange:
         self._check(call.request_id)
         attempt = self._call = self._wire.begin(call, timeout)
         if self._closed.is_set():
-            attempt.cancel()  # `close` may have come before there was anything for it to cancel
+            attempt.cancel()  # `close` may have been called before the attempt existed
         try:
             return attempt.result()
         except SaccadeError:
             raise
         except BaseException:
-            # An interrupt from the keyboard, say: the server need not finish what nobody waits for.
+            # For example a keyboard interrupt: the server should not finish work that nobody waits for.
             attempt.cancel()
             raise
 

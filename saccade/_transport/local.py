@@ -15,7 +15,7 @@ INSTALL = "LocalClient runs the engine in this process, which needs the server's
 
 
 class LocalConnection:
-    """An engine that is loaded here.
+    """Loads an engine in this process.
 
     Args:
         arguments: model, dtype, device and the options of `saccade serve`, with underscores.
@@ -48,7 +48,7 @@ class LocalConnection:
         if self.closed:
             raise FailedPrecondition("the client has been closed", reason="CLIENT_CLOSED")
         if self._pid != os.getpid():
-            # Threads do not survive a fork: the engine behind the inherited object is one that nobody runs.
+            # Threads do not survive a fork, so the inherited engine has no thread that runs it.
             self._load()
         return self.service
 
@@ -64,7 +64,7 @@ class LocalConnection:
 
     @contextmanager
     def ended_by_close(self, request_id: str) -> Iterator[None]:
-        """Whatever the engine says of a call that `close` has cut short, the caller gets Cancelled, as over gRPC."""
+        """Turns any error of a call that `close` interrupted into Cancelled, as over gRPC."""
         running = not self.closed
         try:
             yield
@@ -74,7 +74,7 @@ class LocalConnection:
             raise
 
     def close(self) -> None:
-        """Ends the engine and frees what it holds. Idempotent."""
+        """Stops the engine and frees its memory. Idempotent."""
         if not self.closed:
             self.closed = True
             if self._pid == os.getpid():
@@ -82,7 +82,7 @@ class LocalConnection:
 
 
 class _LocalCall:
-    """One unary call of the engine."""
+    """One unary call to the engine."""
 
     def __init__(self, wire: LocalConnection, call: Any, request_id: str) -> None:
         self._wire, self._call, self._request_id = wire, call, request_id
@@ -96,7 +96,7 @@ class _LocalCall:
 
 
 class _LocalResponses:
-    """The messages of one stream of the engine."""
+    """The messages of one streaming call to the engine."""
 
     def __init__(self, wire: LocalConnection, stream: Any, request_id: str) -> None:
         self._wire, self._stream, self._request_id = wire, stream, request_id
@@ -111,12 +111,12 @@ class _LocalResponses:
         self._stream.cancel()
 
     def __del__(self) -> None:
-        # A stream that nobody holds any more is cancelled, as over gRPC.
+        # An unreferenced stream is cancelled, as over gRPC.
         self._stream.cancel()
 
 
 class _translated:
-    """Turns the service's own status errors into the client's, as the wire would have."""
+    """Converts the service's status errors to the client's, as if received over gRPC."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id

@@ -1,4 +1,4 @@
-"""gRPC in the threads that call it."""
+"""gRPC in the calling threads."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 
 
 class Connection:
-    """A channel, made when it is first used, and its stubs. Threads may share one.
-
-    After a fork the child makes a channel of its own.
-    """
+    """A channel and its stubs, made at the first call. Threads may share it; after a fork the child makes a new
+    channel."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -48,7 +46,7 @@ class Connection:
                 message, timeout=timeout, metadata=self._settings.call_metadata()
             )
         except ValueError as error:
-            # gRPC's word for a channel that another thread has closed in between.
+            # gRPC raises ValueError if another thread has closed the channel in between.
             raise FailedPrecondition("the client has been closed", reason="CLIENT_CLOSED") from error
 
     def _stub(self, service: str) -> Any:
@@ -73,7 +71,7 @@ class Connection:
 
     def _lock_of_this_process(self) -> threading.Lock:
         if self._pid != os.getpid():
-            # A fork copied this object, its lock in whatever state a thread of the parent held it.
+            # A fork copied this object, possibly with its lock held by a thread of the parent.
             self._pid = os.getpid()
             self._lock = threading.Lock()
             left_to_the_parent.append((self._channel, self._stubs))
@@ -81,7 +79,7 @@ class Connection:
         return self._lock
 
     def close(self) -> None:
-        """Calls that are still running end as Cancelled. Idempotent."""
+        """Closes the channel; calls in flight end as Cancelled. Idempotent."""
         with self._lock_of_this_process():
             channel, self._channel = self._channel, None
             self._stubs = {}
@@ -91,7 +89,7 @@ class Connection:
 
 
 class _GrpcCall:
-    """One unary call."""
+    """One attempt of a unary call."""
 
     def __init__(self, call: Any, request_id: str) -> None:
         self._call = call
@@ -113,7 +111,7 @@ class _GrpcCall:
 
 
 class _GrpcResponses:
-    """The messages of one streaming call."""
+    """The messages of one attempt of a streaming call."""
 
     def __init__(self, call: Any, request_id: str) -> None:
         self._call = call

@@ -1,4 +1,4 @@
-"""Limits the time that a thread waits in gRPC's blocking iterator, which has no limit of its own but the call's."""
+"""Limits the time that a thread waits in gRPC's blocking iterator, whose only limit is the call's timeout."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 
 class Watchdog:
-    """Cancels a call if it is not disarmed in time. Has one thread, from the first `arm` on, which lets the call be
-    collected and ends with it.
+    """Cancels a call unless it is disarmed in time. Its thread starts with the first `arm`; it does not keep the call
+    alive and ends with it.
 
-    Arming costs no wake-up of that thread as long as the times only move on: it looks at the clock when the earliest
-    one is over.
+    Arming does not wake the thread if deadlines only increase: it reads the clock when the earliest deadline has
+    passed.
     """
 
     def __init__(self, call: Any) -> None:
         self.expired = False
         self._call = weakref.ref(call, lambda _: self.stop())
-        # A lock that may be taken again: the collector may call `stop` inside any of these methods.
+        # Reentrant, since the garbage collector may call `stop` inside any of these methods.
         self._changed = threading.Condition(threading.RLock())
         self._due: float | None = None
         self._wakes = float("inf")

@@ -1,13 +1,13 @@
-"""Writes the synchronous façade `saccade/_sync` from the asyncio one, `saccade/_async`.
+"""Generates the synchronous façade `saccade/_sync` from the asyncio one, `saccade/_async`.
 
-`python saccade/tools/async_to_sync.py [FOLDER]`; saccade/_sync by default.
+    python saccade/tools/async_to_sync.py [FOLDER]        default: saccade/_sync
 
-`async` and `await` are taken out where the syntax tree has them, with all else of the source left as it is, comments
-too; then names are replaced. Where that is not enough, a comment at the end of a line says what stands there instead:
+Removes `async` and `await` where the syntax tree has them, leaving the rest of the source including comments unchanged;
+then replaces names. Where that is not enough, a comment at the end of a line gives the replacement:
 
     return stream  # sync: return stream._opened()
 
-After psycopg's tools/async_to_sync.py, which prints the tree anew.
+After psycopg's tools/async_to_sync.py, which prints the syntax tree instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SOURCE, TARGET = PACKAGE / "_async", PACKAGE / "_sync"
 HEADER = "# Generated from saccade/_async/{name} by `make sdk`. Do not edit.\n"
 
 ONLY_ASYNC = {"__await__"}
-"""Functions that have no counterpart."""
+"""Functions without a synchronous counterpart."""
 NAMES = {
     "saccade._async": "saccade._sync",
     "saccade._transport.aio": "saccade._transport.threads",
@@ -44,7 +44,7 @@ PHRASES = {
     r"(Iterable\[\w+\]) \| \1": r"\1",
 }
 Edit = tuple[int, int, bytes]
-"""Bytes from, to, and what to put there."""
+"""(start byte, end byte, replacement)."""
 
 
 def convert(source: str) -> str:

@@ -1,7 +1,7 @@
-"""Runs the client's tests with the oldest versions that saccade/pyproject.toml allows, and with the newest.
+"""Runs the client's tests with the oldest and with the newest versions that saccade/pyproject.toml allows.
 
-`make test-floors`; it needs the package index. The oldest set runs on the oldest Python that is allowed where this
-machine has it (python3.10, or one of pyenv's), else on this one, and says which.
+Run by `make test-floors`; needs the package index. Uses the oldest allowed Python if it is installed (python3.10, or
+one of pyenv's), otherwise the current one, and prints which.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 SACCADE = Path(__file__).resolve().parents[1]
 CHECKOUT = SACCADE.parent
-# Those that need neither the server nor torch.
+# Tests that need neither the server nor torch.
 TESTS = ("aio", "client", "jobs", "journal", "map", "requests", "resume", "retrying", "top", "uploads")
 NEEDS = ("pytest", "pytest-timeout", "hypothesis", "pillow")
 
@@ -27,7 +27,7 @@ print("Python", platform.python_version(), "grpcio", grpc.__version__, "protobuf
 
 
 def requirements(pyproject: str) -> tuple[str, list[str]]:
-    """The oldest Python and the dependencies of a project, as they are written."""
+    """The oldest Python and the dependencies of a project, as written."""
     python = re.search(r'^requires-python = ">=([\d.]+)"', pyproject, re.MULTILINE)
     listed = re.search(r"^dependencies = \[(.*?)^\]", pyproject, re.MULTILINE | re.DOTALL)
     assert python is not None and listed is not None
@@ -41,20 +41,20 @@ def oldest(requirement: str) -> str:
 
 
 def find_python(version: str) -> str:
-    """The program for a version of Python, or the present one."""
+    """The executable of a Python version, or the current one."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     found = [str(path) for path in sorted(pyenv.glob(f"{version}.*/bin/python"))]
-    # pyenv's first: what it puts on the PATH need not run.
+    # pyenv's versions first: its shims on the PATH may not work.
     return found[-1] if found else shutil.which(f"python{version}") or sys.executable
 
 
 def run_tests(python: str, dependencies: list[str]) -> int:
-    """Runs the tests in an environment of their own; returns pytest's exit code."""
+    """Runs the tests in a separate environment; returns pytest's exit code."""
     with tempfile.TemporaryDirectory(prefix="saccade-floors-") as name:
         folder = Path(name)
         program = str(folder / "venv" / "bin" / "python")
         subprocess.run([python, "-m", "venv", str(folder / "venv")], check=True)
-        # A copy: building leaves a folder behind, and tests/conftest.py asks for torch.
+        # A copy, since building leaves files behind and tests/conftest.py imports torch.
         shutil.copytree(
             SACCADE, folder / "saccade", ignore=shutil.ignore_patterns("build", "__pycache__", "*.egg-info")
         )
