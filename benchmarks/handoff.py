@@ -31,6 +31,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,8 @@ from service.encoding.encoder import Encoding
 from service.encoding.handoff import Handoff
 from service.engine.build import connect_encoders, encoder_process, local_encoder
 from service.engine.engine_client import EngineProcess
-from service.engine.types import EngineEvent, EngineImage, EngineRequest
+from service.engine.types import EngineEvent, EngineRequest
+from service.media.prepared import PreparedItem
 from service.model.checkpoint import open_checkpoint
 from service.model.resolve import resolve_vision
 
@@ -61,12 +63,12 @@ PIECE = 1 << 20
 _keys = count(1)
 
 
-def noise_image(side: int = SIDE, patch: int = 16) -> EngineImage:
+def noise_image(side: int = SIDE, patch: int = 16) -> PreparedItem:
     """Noise that no cache has seen, of `side` patches each way; to be placed."""
     number = next(_keys)
     generator = torch.Generator().manual_seed(number)
     patches = torch.randn(side * side, 3 * patch * patch, generator=generator).bfloat16()
-    return EngineImage(0, number.to_bytes(32, "big"), EncoderItem((side, side), patches))
+    return PreparedItem(EncoderItem((side, side), patches), key=number.to_bytes(32, "big"))
 
 
 @contextmanager
@@ -104,7 +106,7 @@ class Asker:
                 raise SystemExit(f"{event.request_id}: {event.message}")
             self._queues[event.request_id].put((now, event))
 
-    def submit(self, ids: list[int], tokens: int, images: tuple[EngineImage, ...] = (), **fields: Any) -> str:
+    def submit(self, ids: list[int], tokens: int, images: tuple[PreparedItem, ...] = (), **fields: Any) -> str:
         name = f"r{next(self._names)}"
         self._queues[name] = queue.SimpleQueue()
         sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
@@ -134,10 +136,10 @@ def percentile(values: Sequence[float], share: float) -> float:
 # -- the parts ---------------------------------------------------------------------------------------------------------
 
 
-def first_token(asker: Asker, text: list[int], image: EngineImage, *, separately: bool) -> float:
+def first_token(asker: Asker, text: list[int], image: PreparedItem, *, separately: bool) -> float:
     """Seconds until the first token about `text` and then `image`."""
     ids = [*text, *[models.IMAGE_TOKEN] * image.length]
-    placed = EngineImage(len(text), image.key, image.patches)
+    placed = replace(image, start=len(text))
     started = time.perf_counter()
     if separately:
         list(asker.times(asker.submit([], 1, (image,), embed="image")))
@@ -245,9 +247,9 @@ class Bench:
     def _fail(error: BaseException) -> None:
         raise SystemExit(f"the encoder failed: {error}")
 
-    def encode(self, images: Sequence[EngineImage]) -> None:
+    def encode(self, images: Sequence[PreparedItem]) -> None:
         """All of them, with as many under way as there is room for."""
-        leases = [self.handoff.lease(image.key, image.patches, "bench") for image in images]
+        leases = [self.handoff.lease(image.key, image.encoder_item, "bench") for image in images]
         while not all(lease.ready for lease in leases):
             self._changed.clear()
             if not self.encoding.turn() and not all(lease.ready for lease in leases):
@@ -279,7 +281,7 @@ def measure_latency(path: Path, threads: int, rounds: int) -> list[dict[str, Any
                     took.append(time.perf_counter() - started)
             median = statistics.median(took)
             base = base or median
-            size = image.patches.patches.numel() * image.patches.patches.itemsize
+            size = image.encoder_item.nbytes
             row = {"way": way, "bytes": size, "median_s": median, "added_s": median - base, "all": took}
             rows.append(row)
             print(
@@ -323,7 +325,7 @@ def socket_rate(there: int, back: int, repeats: int) -> float:
 def measure_bytes(path: Path, threads: int, rounds: int) -> list[dict[str, Any]]:
     rows = []
     images = [noise_image(16, models.THIN_PATCH) for _ in range(8 * rounds)]
-    pixels = images[0].patches.patches
+    pixels = images[0].encoder_item.patches
     there, back = pixels.numel() * pixels.itemsize, images[0].length * models.TEXT["hidden_size"] * 2
     ceiling = socket_rate(there, back, len(images))
     print(f"plain socket: {ceiling / 1e9:.2f} GB/s ({there} bytes there, {back} back)", flush=True)

@@ -18,9 +18,10 @@ from service.answers.bounds import FrontendLimits, characters, check_counts, che
 from service.answers.prompts import Prompt, check_ids, check_room, read, system_end, widen
 from service.common import errors
 from service.common.types import ChatInput, GenerateSpec, ImageInput, MediaSource, TokensInput, VideoSource, files
-from service.engine.types import EngineImage, EngineInfo
+from service.engine.types import EngineInfo
 from service.media.gate import ByteGate, Grant
-from service.media.images import ImageProcessor, Prepared, Preparer
+from service.media.images import ImageProcessor, Preparer
+from service.media.prepared import PreparedItem
 from service.model.assets import ModelAssets
 
 T = TypeVar("T")
@@ -161,7 +162,7 @@ class Preparation:
             if self._preparer is not None:
                 spec = replace(spec, media=tuple(map(self._preparer.looked_at, spec.media)))
             spec = await resolve(spec, salt)
-        media: list[Prepared] = []
+        media: list[PreparedItem] = []
         if self._preparer is not None:
             media = await self._media.map(functools.partial(self._preparer.prepare, salt=salt), spec.media)
         if isinstance(spec.input, ImageInput):
@@ -170,7 +171,7 @@ class Preparation:
             return await self.in_thread(self._read, spec, media)
         return self._read(spec, media)
 
-    def _read(self, spec: GenerateSpec, media: Sequence[Prepared]) -> Prompt:
+    def _read(self, spec: GenerateSpec, media: Sequence[PreparedItem]) -> Prompt:
         check_ids("continued_token_ids", spec.continued, self._assets)
         ids = read(spec, media, self._assets)
         shared = system_end(spec, ids, self._assets)
@@ -178,10 +179,10 @@ class Preparation:
         prompt.system_end = shared
         return prompt
 
-    def _image_alone(self, item: Prepared) -> Prompt:
+    def _image_alone(self, item: PreparedItem) -> Prompt:
         """An image without a prompt, checked against the handoff and the message size."""
         check_room(item, self._info)
-        tokens = item.item.tokens
+        tokens = item.layout.tokens
         size = tokens * self._assets.config.decoder.hidden_size * 4
         if size > self._limits.max_answer_bytes:
             raise errors.InvalidArgument(
@@ -189,7 +190,7 @@ class Preparation:
                 f"{self._limits.max_answer_bytes}", field=item.field, reason="IMAGE_TOO_LARGE",
             )  # fmt: skip
         ids = [self._assets.image_token_id or 0] * tokens
-        return Prompt(ids, (EngineImage(0, item.key, item.item),), tuple(ids[:1]))
+        return Prompt(ids, (item,), tuple(ids[:1]))
 
 
 def _weight(spec: GenerateSpec) -> int:

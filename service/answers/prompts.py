@@ -15,8 +15,8 @@ from encoder.item import IMAGE, VIDEO
 from families import SlicingRule
 from service.common import errors
 from service.common.types import ChatInput, GenerateSpec, Message, RawInput, TokensInput
-from service.engine.types import EngineImage, EngineInfo
-from service.media.images import Prepared
+from service.engine.types import EngineInfo
+from service.media.prepared import PreparedItem
 from service.model.assets import ModelAssets
 from service.model.chat import Clip, Marked
 from service.model.tokenizer import Tokenizer, literal, substitute
@@ -28,20 +28,20 @@ class Prompt:
     """The prompt of a request: token ids, and images with their places."""
 
     def __init__(
-        self, ids: list[int], images: tuple[EngineImage, ...], narrow_ids: tuple[int, ...], frames: int = 0
+        self, ids: list[int], images: tuple[PreparedItem, ...], narrow_ids: tuple[int, ...], frames: int = 0
     ) -> None:
         """`ids`: as the decoder reads them; of a pruned clip, which of its rows go where is not known yet.
         `narrow_ids`: with one image token id for each image and each temporal patch. `frames`: of all clips."""
         self.ids, self.narrow_ids, self.frames = ids, narrow_ids, frames
         self._images = images
-        items = [image.patches for image in images]
+        items = [image.layout for image in images]
         self.tokens_per_image = tuple(item.tokens for item in items if item.kind == IMAGE)
         self.tokens_per_video = tuple(item.tokens for item in items if item.kind == VIDEO)
         self.pixel_bytes = sum(item.nbytes for item in items)
         self.system_end = 0
         """Tokens of the system prompt, which other requests are likely to begin with too; 0 where there is none."""
 
-    def take_images(self) -> tuple[EngineImage, ...]:
+    def take_images(self) -> tuple[PreparedItem, ...]:
         """Returns its images and drops them, so that their pixels do not live as long as the answer is generated."""
         images, self._images = self._images, ()
         return images
@@ -55,7 +55,7 @@ class Prompt:
         return sum(self.tokens_per_video)
 
 
-def read(spec: GenerateSpec, media: Sequence[Prepared], assets: ModelAssets) -> list[int]:
+def read(spec: GenerateSpec, media: Sequence[PreparedItem], assets: ModelAssets) -> list[int]:
     """Prompt ids with one image token id for each image and each temporal patch (token ids may have one for a clip).
     Raises StatusError."""
     if isinstance(spec.input, TokensInput):
@@ -113,7 +113,7 @@ def _places(ids: Sequence[int], assets: ModelAssets) -> list[int]:
     return [place for place, token in enumerate(ids) if token in known]
 
 
-def _placeholder(item: Prepared, assets: ModelAssets) -> int:
+def _placeholder(item: PreparedItem, assets: ModelAssets) -> int:
     """The id that stands for each of its rows."""
     own = assets.video_token_id if item.labels else None
     found = assets.image_token_id if own is None else own
@@ -121,13 +121,13 @@ def _placeholder(item: Prepared, assets: ModelAssets) -> int:
     return found
 
 
-def _words(media: Sequence[Prepared], assets: ModelAssets) -> list[Marked | None]:
+def _words(media: Sequence[PreparedItem], assets: ModelAssets) -> list[Marked | None]:
     """What stands in text for each clip, and for images of models that cut them into slices; None for others."""
     numbers = count()
     return [_clip_words(item, assets) if item.labels else _image_words(item, next(numbers), assets) for item in media]
 
 
-def _clip_words(item: Prepared, assets: ModelAssets) -> Marked:
+def _clip_words(item: PreparedItem, assets: ModelAssets) -> Marked:
     rule = None if assets.vision is None else assets.vision.video_rule
     assert rule is not None, "a clip of a model without a rule for them"
     start, end = assets.image_wrappers
@@ -136,14 +136,14 @@ def _clip_words(item: Prepared, assets: ModelAssets) -> Marked:
     return Marked(rule.text(item.labels, ones, start=start, token=token, end=end))
 
 
-def _image_words(item: Prepared, number: int, assets: ModelAssets) -> Marked | None:
+def _image_words(item: PreparedItem, number: int, assets: ModelAssets) -> Marked | None:
     rule = None if assets.vision is None else assets.vision.image_rule
     if not isinstance(rule, SlicingRule):
         return None
     return Marked(rule.text(item.layout, number, token=assets.image_token or ""))
 
 
-def _placed(text: str, media: Sequence[Prepared], words: Sequence[Marked | None], assets: ModelAssets) -> str:
+def _placed(text: str, media: Sequence[PreparedItem], words: Sequence[Marked | None], assets: ModelAssets) -> str:
     """A rendered template's text in which each image, and each clip that has a token of its own, has its words in the
     place of its token."""
     if assets.image_token is None:
@@ -157,7 +157,7 @@ def _placed(text: str, media: Sequence[Prepared], words: Sequence[Marked | None]
     return substitute(text, assets.image_token, chain.from_iterable(images))
 
 
-def _with_words(ids: list[int], media: Sequence[Prepared], assets: ModelAssets) -> list[int]:
+def _with_words(ids: list[int], media: Sequence[PreparedItem], assets: ModelAssets) -> list[int]:
     """Token ids in which one placeholder stands for each image and clip get the words that the model's text has around
     it: of slices, and of clips where the family has a token for them. Where those are there already, they stay.
     """
@@ -188,7 +188,7 @@ def _with_clips(messages: Sequence[Message], clips: Sequence[Marked | None]) -> 
 
 
 def _raw_ids(
-    text: str, media: Sequence[Prepared], words: Sequence[Marked | None], assets: ModelAssets, tokenizer: Tokenizer
+    text: str, media: Sequence[PreparedItem], words: Sequence[Marked | None], assets: ModelAssets, tokenizer: Tokenizer
 ) -> list[int]:
     """Raw text may contain placeholders; where it contains none, images and clips come first."""
     tokens = [token for token in (assets.image_token, assets.video_token) if token is not None]
@@ -210,7 +210,9 @@ def _raw_ids(
     return tokenizer.encode(literal(text))
 
 
-def widen(ids: list[int], media: Sequence[Prepared], continued: int, assets: ModelAssets, info: EngineInfo) -> Prompt:
+def widen(
+    ids: list[int], media: Sequence[PreparedItem], continued: int, assets: ModelAssets, info: EngineInfo
+) -> Prompt:
     """Repeats each image token id as often as its image has tokens. `continued`: number of output tokens that the
     request brings. Raises InvalidArgument."""
     ids, places = list(ids), _places(ids, assets)
@@ -223,7 +225,7 @@ def widen(ids: list[int], media: Sequence[Prepared], continued: int, assets: Mod
             field="input",
         )
     widened: list[int] = []
-    images: list[EngineImage] = []
+    images: list[PreparedItem] = []
     previous, taken = 0, 0
     for item, parts in zip(media, runs, strict=True):
         check_room(item, info)
@@ -232,8 +234,7 @@ def widen(ids: list[int], media: Sequence[Prepared], continued: int, assets: Mod
             _settle(ids, place, item, assets)
         widened += ids[previous : mine[0]]
         between = tuple(tuple(ids[a + 1 : b]) for a, b in pairwise(mine))
-        image = EngineImage(len(widened), item.key, item.item, between)
-        images.append(image)
+        images.append(replace(item, start=len(widened), between=between))
         for rows, words in zip(_rows(item, len(mine)), (*between, ()), strict=True):
             widened += [ids[mine[0]]] * rows
             widened += words
@@ -250,7 +251,7 @@ def widen(ids: list[int], media: Sequence[Prepared], continued: int, assets: Mod
     return Prompt(widened, tuple(images), tuple(ids), sum(item.frames for item in media))
 
 
-def _settle(ids: list[int], place: int, item: Prepared, assets: ModelAssets) -> None:
+def _settle(ids: list[int], place: int, item: PreparedItem, assets: ModelAssets) -> None:
     """Inserts the item's own placeholder. Raises InvalidArgument for an image where the placeholder is a clip's."""
     if ids[place] != assets.image_token_id and not item.labels:
         raise errors.InvalidArgument(
@@ -260,7 +261,7 @@ def _settle(ids: list[int], place: int, item: Prepared, assets: ModelAssets) -> 
     ids[place] = _placeholder(item, assets)
 
 
-def _rows(item: Prepared, runs: int) -> tuple[int, ...]:
+def _rows(item: PreparedItem, runs: int) -> tuple[int, ...]:
     """Rows of each run. For a pruned clip only the total is known before encoding: the first run gets all of them."""
     layout = item.layout
     if runs == layout.num_sequences and sum(layout.sequence_tokens) == layout.tokens:
@@ -268,17 +269,17 @@ def _rows(item: Prepared, runs: int) -> tuple[int, ...]:
     return (layout.tokens, *[0] * (runs - 1))
 
 
-def _needed(media: Sequence[Prepared], runs: Sequence[int]) -> str:
+def _needed(media: Sequence[PreparedItem], runs: Sequence[int]) -> str:
     clips = sum(bool(item.labels) for item in media)
     if not clips:
         return f"{len(media)} images" + (f" in {sum(runs)} parts" if sum(runs) > len(media) else "")
     return f"{len(media) - clips} images and {clips} videos of {sum(runs) - len(media) + clips} temporal patches"
 
 
-def check_room(item: Prepared, info: EngineInfo) -> None:
+def check_room(item: PreparedItem, info: EngineInfo) -> None:
     """Raises InvalidArgument for an image or clip that is too large for the handoff."""
-    if item.item.tokens > info.max_image_tokens:
+    if item.layout.tokens > info.max_image_tokens:
         raise errors.InvalidArgument(
-            f"{item.field} takes {item.item.tokens} tokens and the server's handoff holds {info.max_image_tokens}",
+            f"{item.field} takes {item.layout.tokens} tokens and the server's handoff holds {info.max_image_tokens}",
             field=item.field, reason="VIDEO_TOO_LARGE" if item.labels else "IMAGE_TOO_LARGE",
         )  # fmt: skip

@@ -66,7 +66,7 @@ class EngineLink:
         """Sends the request. If the engine is dead, or there is no memory for the patches, the request gets an error
         event."""
         try:
-            bare, descriptors = wire.pack_images(request)
+            bare, descriptors = request.packed()
         except OSError as error:
             message = f"no shared memory for the request's images: {error.strerror}"
             names = request.names
@@ -75,7 +75,7 @@ class EngineLink:
         self.submit_packed(bare, descriptors)
 
     def submit_packed(self, bare: EngineRequest, descriptors: Sequence[int]) -> None:
-        """Sends what `wire.pack_images` made of a request. Takes ownership of the descriptors."""
+        """Sends what `EngineRequest.packed` made of a request. Takes ownership of the descriptors."""
         with self._state_lock:
             self._live.update(bare.names)
         self._outbox.put(("submit", bare), descriptors)

@@ -20,11 +20,12 @@ from decoder.pace import DeadlineError
 from decoder.positions import Positions
 from decoder.request import DecoderRequest, ImageSpan, TokenEvent
 from decoder.runner import DecoderRunner
-from encoder.item import EncoderItem, Grid
+from encoder.item import Grid
 from families import VisionSpec
 from service.encoding.entries import EncoderUnavailable, Lease
 from service.encoding.handoff import Handoff
-from service.engine.types import EngineEvent, EngineImage, EngineRequest, ErrorKind, EventSink
+from service.engine.types import EngineEvent, EngineRequest, ErrorKind, EventSink
+from service.media.prepared import PreparedItem
 
 
 class Requests:
@@ -88,8 +89,7 @@ class Requests:
         for image in request.images:
             if self._handoff is None:
                 raise ValueError(f"{self._model} takes no images")
-            assert isinstance(image.patches, EncoderItem), "the engine maps what comes from elsewhere"
-            leases.append(self._handoff.lease(image.key, image.patches, name, request.priority, deadline))
+            leases.append(self._handoff.lease(image.key, image.encoder_item, name, request.priority, deadline))
 
     def _give_up(self, request: EngineRequest, error: Exception) -> None:
         """Frees all that the request holds and sends an error event to each of its samples that is still live."""
@@ -259,11 +259,11 @@ def _place(request: EngineRequest, leases: Sequence[Lease]) -> tuple[list[int], 
             spans.append(ImageSpan(image.start, image.length, image.key, lease))
             continue
         # A clip that failed is one run: the decoder finds its error there.
-        counts = _counts(image, lease) or (image.patches.tokens, *[0] * len(image.between))
+        counts = _counts(image, lease) or (image.layout.tokens, *[0] * len(image.between))
         token, laid, row = ids[image.start], list[int](), 0
         for count, words in zip(counts, (*image.between, ()), strict=True):
             if count:
-                last = row + count == image.patches.tokens
+                last = row + count == image.layout.tokens
                 key = image.key + struct.pack("<qq", row, count)
                 part = _Part(lease, row, count, last)
                 spans.append(ImageSpan(image.start + len(laid), count, key, part, complete=last))
@@ -279,8 +279,7 @@ def _blocks(request: EngineRequest, leases: Sequence[Lease]) -> list[tuple[int, 
     clips that failed or were pruned."""
     found: list[tuple[int, Grid]] = []
     for image, lease in zip(request.images, leases, strict=True):
-        item, start = image.patches, image.start
-        assert isinstance(item, EncoderItem), image
+        item, start = image.layout, image.start
         counts = _counts(image, lease)
         if counts is None or sum(counts) != sum(item.sequence_tokens):
             continue
@@ -291,9 +290,8 @@ def _blocks(request: EngineRequest, leases: Sequence[Lease]) -> list[tuple[int, 
     return found
 
 
-def _counts(image: EngineImage, lease: Lease) -> tuple[int, ...] | None:
-    item = image.patches
-    assert isinstance(item, EncoderItem), image
+def _counts(image: PreparedItem, lease: Lease) -> tuple[int, ...] | None:
+    item = image.layout
     if not image.between:
         return (item.tokens,)
     if item.tokens == sum(item.sequence_tokens):

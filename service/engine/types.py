@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 from decoder.request import PromptScore
 from decoder.sampling import SamplingParams
-from encoder.item import ItemDescription
-from service.media.sealed import PreparedItem
+from service.media.prepared import PreparedItem
 
 ErrorKind = Literal["invalid", "deadline", "internal", "unavailable", "full", "died"]
 Query = Literal["stats", "integrity", "flush", "histogram", "beat"]
@@ -20,31 +19,13 @@ them."""
 
 
 @dataclass(frozen=True)
-class EngineImage:
-    """One image or clip of a request: its rows go to `prompt_ids[start : start + length]`."""
-
-    start: int
-    key: bytes
-    patches: PreparedItem | ItemDescription
-    """Only the description where the file of patches is sent beside the message."""
-    between: tuple[tuple[int, ...], ...] = ()
-    """For a clip with text between its temporal patches: the ids between one and the next. Where each one ends is known
-    only after encoding if the clip is pruned; how many tokens they take together is known before."""
-
-    @property
-    def length(self) -> int:
-        """Tokens of the prompt that it takes: rows, and the ids between them."""
-        return self.patches.tokens + sum(map(len, self.between))
-
-
-@dataclass(frozen=True)
 class EngineRequest:
     """One sample to draw, or several of one prompt, as the frontend submits it."""
 
     request_id: str
     prompt_ids: list[int]
     sampling: SamplingParams
-    images: tuple[EngineImage, ...] = ()
+    images: tuple[PreparedItem, ...] = ()
     output_ids: tuple[int, ...] = ()
     eos_token_ids: frozenset[int] = frozenset()
     sample_index: int = 0
@@ -64,6 +45,18 @@ class EngineRequest:
     def names(self) -> tuple[str, ...]:
         """Ids of all its samples, by index."""
         return (self.request_id, *self.siblings)
+
+    def packed(self) -> tuple[EngineRequest, tuple[int, ...]]:
+        """The request without its patches, and the descriptors of their files, which the caller must close. Patches in
+        this process's memory are copied to files. Raises OSError where there is no memory."""
+        sealed = [image.sealed() for image in self.images]
+        bare = replace(self, images=tuple(replace(image, file=None) for image in sealed))
+        return bare, tuple(image.file.take() for image in sealed if image.file is not None)
+
+    def unpacked(self, descriptors: Sequence[int]) -> EngineRequest:
+        """The inverse of `packed`: patches are views of the mapped files. Takes ownership of the descriptors."""
+        pairs = zip(self.images, descriptors, strict=True)
+        return replace(self, images=tuple(image.opened(descriptor) for image, descriptor in pairs))
 
 
 class EngineEvent(NamedTuple):

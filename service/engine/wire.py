@@ -1,39 +1,12 @@
-"""Messages between a frontend process and the engine process: a socket pair for control messages, memory files for
-patches.
+"""The events of a step as the engine process sends them to a frontend process.
 
 Control messages are pickled by `multiprocessing.connection`, which is safe because both ends are processes of this
 program on a socket pair without an address. The patches of each image lie in a sealed memory file, whose descriptor is
-sent after the message; only the engine maps it."""
+sent after the message (`EngineRequest.packed`); only the engine maps it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
-from encoder.item import ItemDescription
-from service.engine.types import EngineEvent, EngineRequest
-from service.media.sealed import SealedItem, open_patches, seal
-
-
-def pack_images(request: EngineRequest) -> tuple[EngineRequest, tuple[int, ...]]:
-    """The request with descriptions in place of images, and the descriptors of their files, which the caller must
-    close. Patches in this process's memory are copied to files; raises OSError where there is no memory."""
-    items = []
-    for image in request.images:
-        assert not isinstance(image.patches, ItemDescription), "packed already"
-        items.append(image.patches if isinstance(image.patches, SealedItem) else seal(image.patches))
-    images = tuple(replace(image, patches=item.description) for image, item in zip(request.images, items, strict=True))
-    return replace(request, images=images), tuple(item.file.take() for item in items)
-
-
-def unpack_images(request: EngineRequest, descriptors: Sequence[int]) -> EngineRequest:
-    """The inverse of `pack_images`: patches are views of the mapped files. Takes ownership of the descriptors."""
-    images = []
-    for image, descriptor in zip(request.images, descriptors, strict=True):
-        assert isinstance(image.patches, ItemDescription)
-        images.append(replace(image, patches=open_patches(image.patches, descriptor)))
-    return replace(request, images=tuple(images))
-
+from service.engine.types import EngineEvent
 
 PackedEvents = tuple[list[str], list[int], list[int], list[tuple[int, float]], list[EngineEvent]]
 

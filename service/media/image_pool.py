@@ -36,7 +36,7 @@ from families import SlicingRule, VisionSpec
 from service.common import errors
 from service.media.image_worker import LENGTH
 from service.media.images import Frame, MediaLimits, PreparedVideo, most_bytes, video_rule
-from service.media.sealed import MemoryFile, SealedItem
+from service.media.prepared import MemoryFile, PreparedItem
 
 log = logging.getLogger(__name__)
 
@@ -231,7 +231,7 @@ class ImagePool:
         with self._lock:
             return {f"workers_lost_{reason}": float(count) for reason, count in self._lost.items()}
 
-    def image(self, data: bytes, watch: Stopwatch) -> SealedItem:
+    def image(self, data: bytes, watch: Stopwatch) -> PreparedItem:
         with self._borrowed(self._image_seconds, ImageError) as worker:
             return self._item(worker, worker.ask({"op": "image"}, data, self._image_seconds), IMAGE, watch)
 
@@ -243,12 +243,12 @@ class ImagePool:
             fps = fps if isinstance(fps, float) and 1e-9 < fps < math.inf else None
             assert self._vision is not None
             wanted = video_rule(self._vision).sample_file(total, frames, lambda: fps)
-            if item.description.num_frames != len(wanted):
+            if item.layout.num_frames != len(wanted):
                 raise _Lost("nonsense")
             watch.frames += len(wanted)
             return PreparedVideo(item, total, fps)
 
-    def frames(self, files: Sequence[Frame], watch: Stopwatch) -> SealedItem:
+    def frames(self, files: Sequence[Frame], watch: Stopwatch) -> PreparedItem:
         index = 0
 
         def refused(words: str) -> VideoError:
@@ -262,7 +262,7 @@ class ImagePool:
                     raise _Lost("nonsense")
                 _check(reply)
             item = self._item(worker, reply, VIDEO, watch)
-            if item.description.num_frames != len(files):
+            if item.layout.num_frames != len(files):
                 raise _Lost("nonsense")
             watch.frames += len(files)
             return item
@@ -315,7 +315,7 @@ class ImagePool:
             except _NotStarted as error:
                 log.error("no image worker: %s", error)
 
-    def _item(self, worker: _Worker, reply: dict[str, Any], kind: str, watch: Stopwatch) -> SealedItem:
+    def _item(self, worker: _Worker, reply: dict[str, Any], kind: str, watch: Stopwatch) -> PreparedItem:
         """The item that a worker has made, after checking that its description fits the model and its file the
         description."""
         _check(reply)
@@ -339,7 +339,7 @@ class ImagePool:
             if type(value) is not float or not 0 <= value < 1e6:
                 raise _Lost("nonsense")
             watch.seconds[stage] += value  # type: ignore[assignment]
-        return SealedItem(found, file)
+        return PreparedItem(found, file)
 
 
 def _environment() -> dict[str, str]:

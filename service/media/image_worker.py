@@ -40,7 +40,7 @@ from encoder.item import ItemDescription
 from encoder.stopwatch import Stopwatch
 from kernels.host_memory import keep_freed_memory
 from service.media.images import Frame, MediaLimits
-from service.media.sealed import PreparedItem, SealedItem, seal
+from service.media.prepared import PreparedItem
 
 if TYPE_CHECKING:
     from service.media.patches import Patcher
@@ -66,8 +66,8 @@ class _Worker:
         try:
             reply, item = self._do(command, data)
             if item is not None:
-                sealed = item if isinstance(item, SealedItem) else seal(item)
-                reply["item"] = {name: getattr(sealed.description, name) for name in ITEM_FIELDS}
+                sealed = item.sealed()
+                reply["item"] = {name: getattr(sealed.layout, name) for name in ITEM_FIELDS}
                 file = sealed.file
         except ImageError as error:
             reply = {"error": error.reason, "kind": "video" if isinstance(error, VideoError) else "image"}

@@ -15,38 +15,12 @@ from typing import Protocol
 
 from encoder.frames import VideoError, VideoLimits
 from encoder.images import ImageError, ImageHeader, ImageLimits
-from encoder.item import DTYPE_BYTES, IMAGE, ItemLayout
+from encoder.item import DTYPE_BYTES, IMAGE
 from encoder.stopwatch import Stopwatch
 from families import VideoRule, VisionSpec
 from service.common import errors
 from service.common.types import ImageSource, MediaSource, VideoSource
-from service.media.sealed import PreparedItem, SealedItem
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """One image or clip that can be submitted to the engine."""
-
-    field: str
-    """Its path in the request, for error messages."""
-    item: PreparedItem
-    key: bytes
-    """Content key: a hash of tenant, model revision, preprocessing and content."""
-    labels: tuple[str, ...] = ()
-    """For a clip: the text before each temporal patch."""
-    frames: int = 0
-    """For a clip: the number of sampled frames."""
-
-    @property
-    def runs(self) -> int:
-        """Runs of rows that it has in a prompt: of a clip one for each temporal patch, of an image one, and one for
-        each of its slices."""
-        return len(self.labels) or 1 + self.item.num_slices
-
-    @property
-    def layout(self) -> ItemLayout:
-        """How its rows divide."""
-        return self.item.description if isinstance(self.item, SealedItem) else self.item
+from service.media.prepared import PreparedItem
 
 
 @dataclass(frozen=True)
@@ -133,7 +107,7 @@ def most_bytes(vision: VisionSpec, dtype: str, frames: int | None) -> int:
 
 
 class Preparer:
-    """Turns the media of requests into `Prepared`. Thread-safe."""
+    """Turns the media of requests into prepared items. Thread-safe."""
 
     def __init__(
         self, processor: ImageProcessor, vision: VisionSpec, dtype: str, limits: MediaLimits, revision: str
@@ -144,14 +118,14 @@ class Preparer:
         self._lock = Lock()
         self._counts: Counter[str] = Counter()
 
-    def prepare(self, source: MediaSource, salt: bytes) -> Prepared:
+    def prepare(self, source: MediaSource, salt: bytes) -> PreparedItem:
         """Raises InvalidArgument with the field at fault."""
         watch = Stopwatch()
         try:
             if isinstance(source, VideoSource):
                 return self._video(source, salt, watch)
             item = self._processor.image(source.data, watch)
-            return Prepared(source.field, item, self._key(salt, b"image", source.data))
+            return replace(item, field=source.field, key=self._key(salt, b"image", source.data))
         except ImageError as error:
             kind = "VIDEO" if isinstance(source, VideoSource) else "IMAGE"
             raise errors.InvalidArgument(
@@ -198,7 +172,7 @@ class Preparer:
             for stage, seconds in watch.seconds.items():
                 self._counts[f"{stage}_seconds"] += seconds  # type: ignore[assignment]
 
-    def _video(self, source: VideoSource, salt: bytes, watch: Stopwatch) -> Prepared:
+    def _video(self, source: VideoSource, salt: bytes, watch: Stopwatch) -> PreparedItem:
         most = self._limits.video_frames
         wanted = most if source.max_frames is None else source.max_frames
         if not 1 <= wanted <= most:
@@ -216,7 +190,7 @@ class Preparer:
             item, dated, fps, content = video.item, True, video.fps, [source.data]
         labels = rule.labels(len(indices), fps=fps, indices=indices if dated else None)
         key = self._key(salt, b"video%d" % len(indices), *content)
-        return Prepared(source.field, item, key, tuple(labels), len(indices))
+        return replace(item, field=source.field, key=key, labels=tuple(labels), frames=len(indices))
 
     def _check_frames(self, source: VideoSource) -> None:
         limits = self._limits.video

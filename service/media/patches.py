@@ -10,10 +10,10 @@ import torch
 
 from encoder.frames import Clip, VideoError, describe, open_video
 from encoder.images import ImageError, ImageHeader, Pixels, decode_pixels
-from encoder.item import EncoderItem
 from encoder.stopwatch import Stopwatch
 from families import VisionSpec
 from service.media.images import Frame, ImageProcessor, MediaLimits, PreparedVideo, video_rule
+from service.media.prepared import PreparedItem
 
 
 class Decoder(Protocol):
@@ -66,10 +66,11 @@ class Patcher:
         self._dtype: torch.dtype = getattr(torch, dtype)
         self.describe, self.stats, self.close = decoder.describe, decoder.stats, decoder.close
 
-    def image(self, data: bytes, watch: Stopwatch) -> EncoderItem:
+    def image(self, data: bytes, watch: Stopwatch) -> PreparedItem:
         with watch("decode"):
             pixels_HWC = self._decoder.image(data)
-        return self._vision.image_rule.patchify(torch.from_numpy(pixels_HWC), self._dtype, keep_bytes=True, watch=watch)
+        image = torch.from_numpy(pixels_HWC)
+        return PreparedItem(self._vision.image_rule.patchify(image, self._dtype, keep_bytes=True, watch=watch))
 
     def video(self, data: bytes, frames: int, watch: Stopwatch) -> PreparedVideo:
         with watch("decode"):
@@ -80,17 +81,16 @@ class Patcher:
             item = self._item(tensors, len(indices), watch)
         return PreparedVideo(item, clip.num_frames, clip.fps)
 
-    def frames(self, files: Sequence[Frame], watch: Stopwatch) -> EncoderItem:
+    def frames(self, files: Sequence[Frame], watch: Stopwatch) -> PreparedItem:
         return self.stream(iter(files), len(files), watch)
 
-    def stream(self, files: Iterator[Frame], count: int, watch: Stopwatch) -> EncoderItem:
+    def stream(self, files: Iterator[Frame], count: int, watch: Stopwatch) -> PreparedItem:
         """As `frames`, for files that are received one by one."""
         return self._item(self._decoded(files, count), count, watch)
 
-    def _item(self, tensors: Iterator[torch.Tensor], count: int, watch: Stopwatch) -> EncoderItem:
-        return video_rule(self._vision).patchify(
-            _timed(tensors, watch), self._dtype, num_frames=count, keep_bytes=True, watch=watch
-        )
+    def _item(self, tensors: Iterator[torch.Tensor], count: int, watch: Stopwatch) -> PreparedItem:
+        rule, frames = video_rule(self._vision), _timed(tensors, watch)
+        return PreparedItem(rule.patchify(frames, self._dtype, num_frames=count, keep_bytes=True, watch=watch))
 
     def _decoded(self, files: Iterator[Frame], count: int) -> Iterator[torch.Tensor]:
         for index, data in files:
@@ -107,13 +107,13 @@ class Patcher:
 class NoImages:
     """The `ImageProcessor` of a model that takes no images; its methods are never called."""
 
-    def image(self, data: bytes, watch: Stopwatch) -> EncoderItem:
+    def image(self, data: bytes, watch: Stopwatch) -> PreparedItem:
         raise NotImplementedError
 
     def video(self, data: bytes, frames: int, watch: Stopwatch) -> PreparedVideo:
         raise NotImplementedError
 
-    def frames(self, files: Sequence[Frame], watch: Stopwatch) -> EncoderItem:
+    def frames(self, files: Sequence[Frame], watch: Stopwatch) -> PreparedItem:
         raise NotImplementedError
 
     def describe(self, data: bytes) -> ImageHeader:

@@ -66,7 +66,7 @@ def _serve(connection: Connection, options: EngineOptions) -> int:
                 match connection.recv():
                     case ("submit", request):
                         descriptors = [receive_descriptor(connection) for _ in request.images]
-                        engine.submit(wire.unpack_images(request, descriptors))
+                        engine.submit(request.unpacked(descriptors))
                     case ("abort", request_id):
                         engine.abort(request_id)
                     case ("query", number, what):

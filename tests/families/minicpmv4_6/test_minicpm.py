@@ -24,7 +24,7 @@ from service.answers.prompts import read, widen
 from service.commands.cli import ServerProcess
 from service.common.types import ChatInput, GenerateSpec, Message, RawInput, TokensInput
 from service.engine.types import EngineInfo
-from service.media.images import Prepared
+from service.media.prepared import PreparedItem
 from service.model.assets import ModelAssets
 from service.model.checkpoint import Checkpoint
 from service.model.modelconfig import load_config
@@ -51,12 +51,12 @@ def rendered(content: list[Image.Image | str]) -> str:
     return f"<|im_start|>user\n{inner}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def prepared(tiny: TinyMiniCPM, images: list[Image.Image], *, keep_bytes: bool = False) -> list[Prepared]:
+def prepared(tiny: TinyMiniCPM, images: list[Image.Image], *, keep_bytes: bool = False) -> list[PreparedItem]:
     vision = load_config(tiny.path).vision
     assert vision is not None
     tensors = [torch.from_numpy(np.array(image)) for image in images]
     items = [vision.image_rule.patchify(tensor, torch.float32, keep_bytes=keep_bytes) for tensor in tensors]
-    return [Prepared("images", item, b"") for item in items]
+    return [PreparedItem(item, field="images") for item in items]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -110,7 +110,7 @@ def test_pixels_and_input_ids_are_the_released_processors(tmp_path: Path, seed: 
     assert grids == [tuple(size) for size in inputs["target_sizes"].tolist()]
     # [1, 3, p, T p] of transformers: patches side by side
     theirs = inputs["pixel_values"][0].reshape(3, patch, -1, patch).permute(2, 0, 1, 3).flatten(1)
-    assert torch.equal(torch.cat([item.item.patches for item in media]), theirs)
+    assert torch.equal(torch.cat([item.encoder_item.patches for item in media]), theirs)
     assets = ModelAssets(load_config(tmp_path), load_config(tmp_path).vision)
     chat = ChatInput((Message("user", tuple(part if isinstance(part, str) else None for part in content)),))
     raw = RawInput(rendered(content))
@@ -150,7 +150,7 @@ def test_large_images_as_released_settings_cut_them(tmp_path: Path) -> None:
 
 def items(tiny: TinyMiniCPM, seed: int) -> list[EncoderItem]:
     rng = random.Random(seed)
-    return [item.item for item in prepared(tiny, [random_image(rng) for _ in range(5)])]  # type: ignore[misc]
+    return [item.encoder_item for item in prepared(tiny, [random_image(rng) for _ in range(5)])]
 
 
 @pytest.mark.parametrize("where", ["process", "host"])
@@ -206,8 +206,8 @@ def test_bytes_become_the_same_numbers(tmp_path: Path) -> None:
     tower = vision.build(checkpoint.vision_weights(), dtype=torch.float32, device=torch.device("cpu"))
     image = random_image(random.Random(5))
     (floats,), (kept,) = prepared(tiny, [image]), prepared(tiny, [image], keep_bytes=True)
-    assert kept.item.patches.dtype == torch.uint8
-    assert torch.equal(tower.as_floats(kept.item.patches), floats.item.patches)
+    assert kept.encoder_item.patches.dtype == torch.uint8
+    assert torch.equal(tower.as_floats(kept.encoder_item.patches), floats.encoder_item.patches)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from service.answers.prompts import Prompt, read, system_end, widen
 from service.common import errors
 from service.common.types import ChatInput, GenerateSpec, Message, RawInput, TokensInput
 from service.engine.types import EngineInfo
-from service.media.images import Prepared
+from service.media.prepared import PreparedItem
 from service.model.assets import ModelAssets
 from service.model.modelconfig import load_config
 
@@ -51,7 +51,7 @@ class Oracle:
         self.vision = config.vision
         self.processor = processor(self.tokenizer)
 
-    def media(self, items: list[dict[str, Any]]) -> list[Prepared]:
+    def media(self, items: list[dict[str, Any]]) -> list[PreparedItem]:
         """Images of a `grid`, clips of a `grid`, `fps` and `indices`."""
         made = []
         for number, item in enumerate(items):
@@ -61,7 +61,8 @@ class Oracle:
                 rule = self.vision.video_rule
                 labels = tuple(rule.labels(len(item["indices"]), fps=item["fps"], indices=item["indices"]))
             found = random_item(self.vision, grid, pairs=time[0] if time else 0)
-            made.append(Prepared(f"images[{number}]", found, b"key%d" % number, labels, len(labels)))
+            key = b"key%d" % number
+            made.append(PreparedItem(found, None, f"images[{number}]", key, labels, len(labels)))
         return made
 
     def expected(self, text: str, items: list[dict[str, Any]]) -> list[int]:

@@ -280,7 +280,7 @@ class Keeper(FakeEngine):
         self.pixels: list[weakref.ref[torch.Tensor]] = []
 
     def submit(self, request: EngineRequest) -> None:
-        self.pixels += [weakref.ref(image.patches.patches) for image in request.images]
+        self.pixels += [weakref.ref(image.encoder_item.patches) for image in request.images]
         if request.embed is None:
             super().submit(replace(request, images=()))
         else:

@@ -11,7 +11,7 @@ from service.answers.prompts import read, system_end, widen
 from service.common import errors
 from service.common.types import ChatInput, GenerateSpec, Message, RawInput, TokensInput
 from service.engine.types import EngineInfo
-from service.media.images import Prepared
+from service.media.prepared import PreparedItem
 from service.model.assets import ModelAssets
 from service.model.checkpoint import open_checkpoint
 
@@ -69,11 +69,11 @@ def test_an_image_in_the_question_ends_it(assets: ModelAssets) -> None:
     assert system_end(spec, ids, assets) <= ids.index(assets.image_token_id)
 
 
-def prepared(tokens: int = 4, labels: tuple[str, ...] = ()) -> Prepared:
+def prepared(tokens: int = 4, labels: tuple[str, ...] = ()) -> PreparedItem:
     """An image of so many tokens in two rows, or a clip of a group of them for each label."""
     groups = max(1, len(labels))
     item = EncoderItem((4, 2 * tokens // groups // 2), torch.zeros(4 * tokens, 3), num_sequences=groups)
-    return Prepared("prompt.images[0]", item, b"key", labels, len(labels))
+    return PreparedItem(item, None, "prompt.images[0]", b"key", labels, len(labels))
 
 
 def info(max_len: int = 100, max_image_tokens: int = 50) -> EngineInfo:

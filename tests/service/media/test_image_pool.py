@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from service.media.image_pool import ImagePool
 from service.media.image_worker import LENGTH
 from service.media.images import MediaLimits
 from service.media.patches import LocalDecoder, Patcher
-from service.media.sealed import SEALS, PreparedItem, SealedItem, open_patches
+from service.media.prepared import SEALS, PreparedItem
 from service.servers.limits import load_assets
 from service.servers.server import Server
 
@@ -51,13 +52,13 @@ def image(pool: ImagePool, data: bytes) -> EncoderItem:
 
 
 def opened(sealed: PreparedItem) -> EncoderItem:
-    assert isinstance(sealed, SealedItem)
-    return open_patches(sealed.description, sealed.file.take())
+    assert sealed.file is not None
+    return replace(sealed, file=None).opened(sealed.file.take()).encoder_item
 
 
 def same(got: EncoderItem, expected: PreparedItem) -> bool:
-    assert isinstance(expected, EncoderItem)
-    return got.description == expected.description and torch.equal(got.patches, expected.patches)
+    wanted = expected.encoder_item
+    return got.description == wanted.description and torch.equal(got.patches, wanted.patches)
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,9 @@ from images import png
 
 from service.common.config import ServerOptions
 from service.common.types import ImageSource, MediaSource, VideoSource
-from service.media.images import MediaLimits, Prepared, Preparer
+from service.media.images import MediaLimits, Preparer
 from service.media.patches import local_processor
+from service.media.prepared import PreparedItem
 from service.servers.limits import load_assets
 
 VISION = load_assets(ServerOptions()).vision
@@ -58,9 +59,9 @@ def test_only_the_frames_that_are_looked_at_make_a_key() -> None:
 def test_no_clip_takes_more_than_was_expected_of_it(wanted: int | None) -> None:
     one = preparer()
     for source in (frames(*[STILL, OTHER] * 6), VideoSource(animation(moving_frames(12, 40, 20), "GIF"), "v")):
-        made: Prepared = one.prepare(replace(source, max_frames=wanted), b"")
+        made: PreparedItem = one.prepare(replace(source, max_frames=wanted), b"")
         assert made.frames == (wanted or LIMITS.video_frames)
-        assert made.item.nbytes <= one.most_bytes(replace(source, max_frames=wanted))
+        assert made.layout.nbytes <= one.most_bytes(replace(source, max_frames=wanted))
         assert len(made.labels) == -(-made.frames // 2), "the demo model looks at frames in pairs"
 
 
@@ -68,7 +69,7 @@ def test_no_image_takes_more_than_was_expected_of_it() -> None:
     one = preparer()
     for size in ((8, 8), (32, 32), (700, 30), (1500, 1400)):
         source = ImageSource(png(1, size), "f")
-        assert 0 < one.prepare(source, b"").item.nbytes <= one.most_bytes(source)
+        assert 0 < one.prepare(source, b"").layout.nbytes <= one.most_bytes(source)
 
 
 def test_labels_say_when_a_frame_was_taken_where_that_is_known() -> None:
