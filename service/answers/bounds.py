@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from service.common import errors
-from service.common.types import ChatInput, GenerateSpec, ImageSource, RawInput, TokensInput, VideoSource
+from service.common.types import ChatInput, GenerateSpec, Image, RawInput, TokensInput, Video
 from service.media.images import MediaLimits
 
 MAX_SAMPLES = 64
@@ -36,12 +36,12 @@ def check_counts(spec: GenerateSpec, limits: FrontendLimits) -> None:
         ("sampling.n", spec.n, 1, MAX_SAMPLES),
         ("sampling.logprobs", spec.sampling.get("logprobs"), 0, MAX_LOGPROBS),
         ("sampling.prompt_logprobs", spec.sampling.get("prompt_logprobs"), 0, MAX_LOGPROBS),
-        ("images", sum(isinstance(source, ImageSource) for source in spec.media), 0, limits.max_images),
-        ("videos", sum(isinstance(source, VideoSource) for source in spec.media), 0, limits.max_videos),
+        ("images", sum(isinstance(source, Image) for source in spec.media), 0, limits.max_images),
+        ("videos", sum(isinstance(source, Video) for source in spec.media), 0, limits.max_videos),
         ("sampling.stop", len(spec.stop), 0, MAX_STOP_STRINGS),
     ]
     for source in spec.media:
-        if isinstance(source, VideoSource):
+        if isinstance(source, Video):
             bounds += _bounds_of(source, limits.media)
     for name, value, low, high in bounds:
         if value is not None and not low <= value <= high:
@@ -58,7 +58,7 @@ def check_counts(spec: GenerateSpec, limits: FrontendLimits) -> None:
         )
 
 
-def _bounds_of(source: VideoSource, limits: MediaLimits) -> list[tuple[str, int | None, int, int]]:
+def _bounds_of(source: Video, limits: MediaLimits) -> list[tuple[str, int | None, int, int]]:
     if len(source.frames) > limits.video.max_frames:
         raise errors.InvalidArgument(
             f"{source.field}.frames are {len(source.frames)}; at most {limits.video.max_frames} are allowed",
@@ -72,7 +72,7 @@ def check_size(spec: GenerateSpec, limits: FrontendLimits, max_len: int, longest
 
     A message, and a part of one, counts as at least one token, and no token stands for more than `longest_token`
     characters. Raises InvalidArgument."""
-    videos = sum(isinstance(source, VideoSource) for source in spec.media)
+    videos = sum(isinstance(source, Video) for source in spec.media)
     counts = [("continued_token_ids", len(spec.continued), max_len, "tokens")]
     match spec.input:
         case ChatInput(messages):

@@ -28,8 +28,8 @@ from service.common.types import (
     Event,
     Finished,
     GenerateSpec,
+    Image,
     ImageInput,
-    ImageSource,
     Logprob,
     MediaSource,
     Message,
@@ -39,7 +39,7 @@ from service.common.types import (
     Tokenized,
     TokensInput,
     Usage,
-    VideoSource,
+    Video,
 )
 from service.engine.types import EngineInfo
 from service.model.assets import ModelAssets
@@ -236,14 +236,14 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _image(image: types_pb2.Image, path: str) -> ImageSource:
+def _image(image: types_pb2.Image, path: str) -> Image:
     match image.WhichOneof("source"):
         case "data":
-            return ImageSource(image.data, path)
+            return Image(image.data, path)
         case "uri":
-            return ImageSource(b"", path, uri=image.uri)
+            return Image(b"", path, uri=image.uri)
         case "media_id":
-            return ImageSource(b"", path, media_id=image.media_id)
+            return Image(b"", path, media_id=image.media_id)
     raise errors.InvalidArgument(f"{path} has no source", field=path)
 
 
@@ -252,15 +252,15 @@ def _media(holder: inference_pb2.PromptInput | inference_pb2.TokensInput, path: 
     return [*images, *(_video(video, f"{path}.videos[{i}]") for i, video in enumerate(holder.videos))]
 
 
-def _video(video: types_pb2.Video, path: str) -> VideoSource:
+def _video(video: types_pb2.Video, path: str) -> Video:
     most = video.max_frames if video.HasField("max_frames") else None
     match video.WhichOneof("source"):
         case "data":
-            return VideoSource(video.data, path, max_frames=most)
+            return Video(video.data, path, max_frames=most)
         case "uri":
-            return VideoSource(b"", path, uri=video.uri, max_frames=most)
+            return Video(b"", path, uri=video.uri, max_frames=most)
         case "media_id":
-            return VideoSource(b"", path, media_id=video.media_id, max_frames=most)
+            return Video(b"", path, media_id=video.media_id, max_frames=most)
         case "frames":
             frames = [_image(image, f"{path}.frames.images[{i}]") for i, image in enumerate(video.frames.images)]
             if not frames:
@@ -271,7 +271,7 @@ def _video(video: types_pb2.Video, path: str) -> VideoSource:
                     f"{path}.frames.fps is {fps:g}; it must be above 0: from {MIN_FPS:g} to {MAX_FPS}",
                     field=f"{path}.frames.fps",
                 )
-            return VideoSource(b"", path, frames=tuple(frames), fps=fps, max_frames=most)
+            return Video(b"", path, frames=tuple(frames), fps=fps, max_frames=most)
     raise errors.InvalidArgument(f"{path} has no source", field=path)
 
 

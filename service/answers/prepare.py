@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from service.answers.bounds import FrontendLimits, characters, check_counts, check_size
 from service.answers.prompts import Prompt, check_ids, check_room, read, system_end, widen
 from service.common import errors
-from service.common.types import ChatInput, GenerateSpec, ImageInput, MediaSource, TokensInput, VideoSource, files
+from service.common.types import ChatInput, GenerateSpec, ImageInput, MediaSource, TokensInput, Video, files
 from service.engine.types import EngineInfo
 from service.media.gate import ByteGate, Grant
 from service.media.images import ImageProcessor, Preparer
@@ -63,8 +63,7 @@ class MediaThreads:
         """Results in order. Where one fails, or the caller is cancelled, those that have not started are dropped; the
         error is raised when those that have started are over."""
         jobs = [
-            (self._videos if isinstance(source, VideoSource) else self._images).submit(function, source)
-            for source in sources
+            (self._videos if isinstance(source, Video) else self._images).submit(function, source) for source in sources
         ]
         waiting = [asyncio.wrap_future(job) for job in jobs]
         try:
@@ -153,7 +152,7 @@ class Preparation:
         check_size(spec, self._limits, self._info.max_len, self._longest)
         if spec.media and self._preparer is None:
             raise errors.FailedPrecondition(f"{name} takes no images", field=spec.media[0].field)
-        clips = [source.field for source in spec.media if isinstance(source, VideoSource)]
+        clips = [source.field for source in spec.media if isinstance(source, Video)]
         if clips and not self._info.takes_video:
             raise errors.FailedPrecondition(f"{name} takes no videos", field=clips[0])
 

@@ -9,7 +9,7 @@ import time
 
 from service.answers.frontend import Frontend
 from service.common import errors
-from service.common.types import GenerateSpec, ImageInput, ImageSource, TokensInput
+from service.common.types import GenerateSpec, Image, ImageInput, TokensInput
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ async def warm_up(frontend: Frontend) -> None:
         ):
             pass
         if frontend.assets.vision is not None:
-            image = ImageSource(await asyncio.to_thread(_grey_image), "image")
+            image = Image(await asyncio.to_thread(_grey_image), "image")
             spec = GenerateSpec("image", "", ImageInput(), (image,), {"max_tokens": 1})
             await frontend.embed(spec, salt=SALT)
     except errors.InvalidArgument as error:  # with limits so small that not even this fits, no warm-up is needed
@@ -42,8 +42,8 @@ async def warm_up(frontend: Frontend) -> None:
 
 
 def _grey_image() -> bytes:
-    from PIL import Image
+    from PIL import Image as PillowImage
 
     file = io.BytesIO()
-    Image.new("RGB", (64, 64), (128, 128, 128)).save(file, "PNG")
+    PillowImage.new("RGB", (64, 64), (128, 128, 128)).save(file, "PNG")
     return file.getvalue()

@@ -19,8 +19,8 @@ class Message:
 
 
 @dataclass(frozen=True)
-class ImageSource:
-    """One image of a request: its encoded bytes, or where to get them; and its path in the request, for error
+class Image:
+    """The message `Image`: its encoded bytes, or where to get them; and its path in the request, for error
     messages."""
 
     data: bytes
@@ -35,14 +35,14 @@ class ImageSource:
 
 
 @dataclass(frozen=True)
-class VideoSource:
-    """One clip: the encoded bytes of a file or where to get them, or its frames as images."""
+class Video:
+    """The message `Video`: the encoded bytes of a file or where to get them, or its frames as images."""
 
     data: bytes
     field: str
     media_id: str | None = None
     uri: str | None = None
-    frames: tuple[ImageSource, ...] = ()
+    frames: tuple[Image, ...] = ()
     fps: float | None = None
     """Frames per second of `frames`."""
     max_frames: int | None = None
@@ -54,13 +54,13 @@ class VideoSource:
         return self.media_id is not None or self.uri is not None or any(frame.elsewhere for frame in self.frames)
 
 
-MediaSource = ImageSource | VideoSource
+MediaSource = Image | Video
 
 
 def files(media: Iterable[MediaSource]) -> Iterator[MediaSource]:
     """Every file of the images and clips: a clip's own, or those of its frames."""
     for source in media:
-        yield from source.frames if isinstance(source, VideoSource) and source.frames else (source,)
+        yield from source.frames if isinstance(source, Video) and source.frames else (source,)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from service.common import errors
 from service.common.config import ConfigError, ServerOptions
-from service.common.types import MediaSource, VideoSource
+from service.common.types import MediaSource, Video
 from service.media.images import MediaLimits
 from service.telemetry.call_context import current_call
 
@@ -132,7 +132,7 @@ class Fetcher:
     async def _get(self, source: MediaSource, url: httpx.URL, address: Address) -> tuple[bytes, str | None]:
         """The body of the response, or the URL that it redirects to."""
         limits = self._limits
-        most = limits.video.max_bytes if isinstance(source, VideoSource) else limits.image.max_bytes
+        most = limits.video.max_bytes if isinstance(source, Video) else limits.image.max_bytes
         # A client for each request: a connection made under one host's name must not serve another's.
         async with self._httpx.AsyncClient(verify=self._tls, trust_env=False, timeout=self._timeout) as client:
             request = client.build_request(
@@ -240,7 +240,7 @@ def _failed(source: MediaSource, why: str) -> errors.Unavailable:
 
 
 def _too_large(source: MediaSource, size: int, most: int) -> errors.InvalidArgument:
-    kind = "VIDEO" if isinstance(source, VideoSource) else "IMAGE"
+    kind = "VIDEO" if isinstance(source, Video) else "IMAGE"
     return errors.InvalidArgument(
         f"{source.field}: the file has {size} bytes or more; {most} are allowed", field=source.field,
         reason=f"{kind}_TOO_LARGE",

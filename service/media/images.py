@@ -19,7 +19,7 @@ from encoder.item import DTYPE_BYTES, IMAGE
 from encoder.stopwatch import Stopwatch
 from families import VideoRule, VisionSpec
 from service.common import errors
-from service.common.types import ImageSource, MediaSource, VideoSource
+from service.common.types import Image, MediaSource, Video
 from service.media.prepared import PreparedItem
 
 
@@ -122,12 +122,12 @@ class Preparer:
         """Raises InvalidArgument with the field at fault."""
         watch = Stopwatch()
         try:
-            if isinstance(source, VideoSource):
+            if isinstance(source, Video):
                 return self._video(source, salt, watch)
             item = self._processor.image(source.data, watch)
             return replace(item, field=source.field, key=self._key(salt, b"image", source.data))
         except ImageError as error:
-            kind = "VIDEO" if isinstance(source, VideoSource) else "IMAGE"
+            kind = "VIDEO" if isinstance(source, Video) else "IMAGE"
             raise errors.InvalidArgument(
                 f"{source.field}: {error}", reason=f"{kind}_DECODE_FAILED", field=source.field
             ) from error
@@ -138,24 +138,22 @@ class Preparer:
 
     def looked_at(self, source: MediaSource) -> MediaSource:
         """Drops, from a video given as frames, those that will not be sampled, so that they are not fetched."""
-        if not isinstance(source, VideoSource) or not source.elsewhere or not source.frames:
+        if not isinstance(source, Video) or not source.elsewhere or not source.frames:
             return source
         rule = self._vision.video_rule
         if rule is None:  # refused later, with the field's name
             return source
         wanted = set(rule.sample(len(source.frames), source.max_frames or self._limits.video_frames))
         frames = (
-            frame if index in wanted or not frame.elsewhere else ImageSource(b"", frame.field)
+            frame if index in wanted or not frame.elsewhere else Image(b"", frame.field)
             for index, frame in enumerate(source.frames)
         )
-        return VideoSource(
-            source.data, source.field, frames=tuple(frames), fps=source.fps, max_frames=source.max_frames
-        )
+        return Video(source.data, source.field, frames=tuple(frames), fps=source.fps, max_frames=source.max_frames)
 
     def most_bytes(self, source: MediaSource) -> int:
         """Upper bound on the bytes of the patches of an image or video, before its file is read."""
         frames = None
-        if isinstance(source, VideoSource):
+        if isinstance(source, Video):
             frames = self._limits.video_frames if source.max_frames is None else source.max_frames
         return most_bytes(self._vision, self._dtype, frames)
 
@@ -167,12 +165,12 @@ class Preparer:
 
     def _count(self, source: MediaSource, watch: Stopwatch) -> None:
         with self._lock:
-            self._counts["videos" if isinstance(source, VideoSource) else "images"] += 1
+            self._counts["videos" if isinstance(source, Video) else "images"] += 1
             self._counts["frames"] += watch.frames
             for stage, seconds in watch.seconds.items():
                 self._counts[f"{stage}_seconds"] += seconds  # type: ignore[assignment]
 
-    def _video(self, source: VideoSource, salt: bytes, watch: Stopwatch) -> PreparedItem:
+    def _video(self, source: Video, salt: bytes, watch: Stopwatch) -> PreparedItem:
         most = self._limits.video_frames
         wanted = most if source.max_frames is None else source.max_frames
         if not 1 <= wanted <= most:
@@ -192,7 +190,7 @@ class Preparer:
         key = self._key(salt, b"video%d" % len(indices), *content)
         return replace(item, field=source.field, key=key, labels=tuple(labels), frames=len(indices))
 
-    def _check_frames(self, source: VideoSource) -> None:
+    def _check_frames(self, source: Video) -> None:
         limits = self._limits.video
         size = sum(len(frame.data) for frame in source.frames)
         if size > limits.max_bytes:

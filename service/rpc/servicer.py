@@ -23,7 +23,7 @@ from service.answers.calls import Calls
 from service.answers.coalesce import coalesce
 from service.answers.weigh import LIGHT
 from service.common import errors
-from service.common.types import Event, Finished, GenerateSpec, MediaSource, VideoSource
+from service.common.types import Event, Finished, GenerateSpec, MediaSource, Video
 from service.media.arriving import header_of, receive
 from service.media.media import Media, Spool, tenant_folder
 from service.telemetry.call_context import current_call
@@ -189,7 +189,7 @@ def media_resolver(
     allowed, which counts its bytes as they arrive (`CallInfo.hold_bytes`)."""
 
     async def one(source: MediaSource, tenant: str, places: asyncio.Semaphore) -> Any:
-        if isinstance(source, VideoSource) and source.frames:
+        if isinstance(source, Video) and source.frames:
             return replace(source, frames=tuple(await together(source.frames, tenant, places)))
         if not source.elsewhere:
             return source

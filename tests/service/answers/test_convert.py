@@ -13,7 +13,7 @@ from saccade._core.requests import build_request
 from saccade.v1 import inference_pb2, types_pb2
 from service.answers import convert
 from service.common import errors
-from service.common.types import ChatInput, ImageSource, RawInput, TokensInput, VideoSource
+from service.common.types import ChatInput, Image, RawInput, TokensInput, Video
 
 
 def prompt(**fields: Any) -> inference_pb2.GenerateRequest:
@@ -42,7 +42,7 @@ def test_frames_a_second_that_no_clip_has(fps: float) -> None:
 @pytest.mark.parametrize("fps", [1e-6, 0.04, 1000.0])
 def test_frames_a_second_that_a_clip_may_have(fps: float) -> None:
     (video,) = convert.spec_from_proto(of_frames(fps=fps)).media
-    assert isinstance(video, VideoSource) and video.fps == fps
+    assert isinstance(video, Video) and video.fps == fps
     assert all(
         "seconds" in label and "inf" not in label for label in frame_labels(4, 2, fps=fps, indices=[0, 9, 20, 99])
     )
@@ -50,7 +50,7 @@ def test_frames_a_second_that_a_clip_may_have(fps: float) -> None:
 
 def test_frames_keep_their_order_and_where_they_are() -> None:
     (video,) = convert.spec_from_proto(of_frames()).media
-    assert isinstance(video, VideoSource) and video.fps is None and video.max_frames is None and video.elsewhere
+    assert isinstance(video, Video) and video.fps is None and video.max_frames is None and video.elsewhere
     here, there = video.frames
     assert (here.data, here.elsewhere, here.field) == (b"a", False, "prompt.videos[0].frames.images[0]")
     assert (there.media_id, there.elsewhere, there.field) == ("b", True, "prompt.videos[0].frames.images[1]")
@@ -150,7 +150,7 @@ def test_a_request_s_own_name() -> None:
 def test_images_come_before_videos_and_both_before_the_words() -> None:
     request = prompt(videos=[types_pb2.Video(data=b"v")], images=[types_pb2.Image(data=b"i")])
     spec = convert.spec_from_proto(request)
-    assert [type(source) for source in spec.media] == [ImageSource, VideoSource]
+    assert [type(source) for source in spec.media] == [Image, Video]
     assert isinstance(spec.input, ChatInput) and spec.input.messages[0].parts == (None, None, "a")
     tokens = inference_pb2.GenerateRequest(tokens=inference_pb2.TokensInput(ids=[1, 2]))
     assert convert.spec_from_proto(tokens).input == TokensInput((1, 2))

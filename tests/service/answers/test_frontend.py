@@ -114,10 +114,10 @@ def test_a_cancellation_before_the_engine_has_the_request_is_not_lost(assets: Mo
             await go_on.wait()
             return replace(given, media=())
 
-        from service.common.types import ImageSource
+        from service.common.types import Image
 
         frontend.resolve = slow
-        given = spec(media=(ImageSource(b"", "f", media_id="0"),), n=3)
+        given = spec(media=(Image(b"", "f", media_id="0"),), n=3)
         task = asyncio.create_task(collect(frontend.stream(given)))
         await asking.wait()
         assert frontend.cancel("r")

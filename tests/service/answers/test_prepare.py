@@ -28,13 +28,13 @@ from service.common.types import (
     Delta,
     Finished,
     GenerateSpec,
+    Image,
     ImageInput,
-    ImageSource,
     MediaSource,
     Message,
     RawInput,
     TokensInput,
-    VideoSource,
+    Video,
 )
 from service.engine.types import EngineEvent, EngineRequest
 from service.media.images import MediaLimits
@@ -150,8 +150,8 @@ async def begun(decoder: Controlled, count: int = 1) -> None:
         assert await asyncio.to_thread(decoder.begun.acquire, True, 60)
 
 
-def image(data: bytes = b"slow", number: int = 0) -> ImageSource:
-    return ImageSource(data, f"images[{number}]")
+def image(data: bytes = b"slow", number: int = 0) -> Image:
+    return Image(data, f"images[{number}]")
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -163,11 +163,11 @@ def test_frames_that_no_video_may_ask_for_leave_the_account_alone(assets: ModelA
         with pytest.raises(
             errors.InvalidArgument, match=f"v.max_frames is {frames}; it must be from 1 to 32"
         ) as refused:
-            await ask(frontend, spec(VideoSource(b"quick", "v", max_frames=frames)))
+            await ask(frontend, spec(Video(b"quick", "v", max_frames=frames)))
         assert refused.value.field == "v.max_frames" and frontend.stats()["held_bytes"] == 0
         decoder.go_on.set()
-        await ask(frontend, spec(VideoSource(b"", "v", max_frames=1)))
-        await ask(frontend, spec(VideoSource(b"", "v", max_frames=32)))
+        await ask(frontend, spec(Video(b"", "v", max_frames=1)))
+        await ask(frontend, spec(Video(b"", "v", max_frames=32)))
 
     with_frontend(assets, body)
 
@@ -180,11 +180,11 @@ def test_a_list_of_frames_is_counted_before_any_is_fetched(assets: ModelAssets) 
             raise AssertionError("something was fetched")
 
         frontend.resolve = never
-        frames = tuple(ImageSource(b"", "f", uri="https://a/b") for _ in range(4))
+        frames = tuple(Image(b"", "f", uri="https://a/b") for _ in range(4))
         with pytest.raises(errors.InvalidArgument, match="v.frames are 4; at most 3 are allowed") as refused:
-            await ask(frontend, spec(VideoSource(b"", "v", frames=frames)))
+            await ask(frontend, spec(Video(b"", "v", frames=frames)))
         assert refused.value.reason == "VIDEO_TOO_LARGE"
-        await ask(frontend, spec(VideoSource(b"", "v", frames=(image(b"quick"),) * 3)))
+        await ask(frontend, spec(Video(b"", "v", frames=(image(b"quick"),) * 3)))
 
     with_frontend(assets, body, limits=limits)
 
@@ -195,17 +195,17 @@ def test_only_frames_that_are_looked_at_are_fetched(assets: ModelAssets) -> None
     async def body(frontend: Frontend, decoder: Controlled) -> None:
         async def fetch(given: GenerateSpec, salt: bytes) -> GenerateSpec:
             (video,) = given.media
-            assert isinstance(video, VideoSource) and len(video.frames) == 100 and video.fps == 4.0
+            assert isinstance(video, Video) and len(video.frames) == 100 and video.fps == 4.0
             asked.extend(frame.uri for frame in video.frames if frame.uri is not None)
             frames = tuple(replace(f, data=b"quick", uri=None) if f.elsewhere else f for f in video.frames)
             return replace(given, media=(replace(video, frames=frames),))
 
         frontend.resolve = fetch
-        frames = tuple(ImageSource(b"", f"f{i}", uri=str(i)) for i in range(100))
-        await ask(frontend, spec(VideoSource(b"", "v", frames=frames, fps=4.0, max_frames=4)))
+        frames = tuple(Image(b"", f"f{i}", uri=str(i)) for i in range(100))
+        await ask(frontend, spec(Video(b"", "v", frames=frames, fps=4.0, max_frames=4)))
         assert asked == ["0", "25", "50", "75"]
         asked.clear()
-        await ask(frontend, spec(VideoSource(b"", "v", frames=frames, fps=4.0)))
+        await ask(frontend, spec(Video(b"", "v", frames=frames, fps=4.0)))
         assert len(asked) == 32
 
     with_frontend(assets, body)
@@ -247,10 +247,10 @@ def test_errors_of_several_files_are_all_looked_at(assets: ModelAssets) -> None:
 
 def test_a_video_that_waits_does_not_hide_the_error_of_an_image(assets: ModelAssets) -> None:
     async def body(frontend: Frontend, decoder: Controlled) -> None:
-        other = asyncio.create_task(ask(frontend, spec(VideoSource(b"long", "v"), name="other")))
+        other = asyncio.create_task(ask(frontend, spec(Video(b"long", "v"), name="other")))
         await begun(decoder)
         with pytest.raises(errors.InvalidArgument, match="it is bad"):
-            await ask(frontend, spec(VideoSource(b"behind it", "v"), image(b"bad")))
+            await ask(frontend, spec(Video(b"behind it", "v"), image(b"bad")))
         decoder.go_on.set()
         await other
 
@@ -303,7 +303,7 @@ def test_pixels_do_not_live_for_as_long_as_their_answer(assets: ModelAssets) -> 
     async def body(frontend: Frontend, decoder: Controlled) -> None:
         decoder.go_on.set()
         seen = []
-        async for event in frontend.stream(spec(image(), VideoSource(b"", "v"), sampling={"max_tokens": 3})):
+        async for event in frontend.stream(spec(image(), Video(b"", "v"), sampling={"max_tokens": 3})):
             seen.append(event)
             assert len(engine.pixels) == 2
             while any(pixels() is not None for pixels in engine.pixels):  # a thread may be about to let go of them
@@ -333,7 +333,7 @@ def test_what_decodes_a_video_is_free_at_once_when_it_is_refused(assets: ModelAs
         decoder.go_on.set()
         decoder.frames = [GREY, GREY[:16], GREY]
         with pytest.raises(errors.InvalidArgument, match="frame 1 has 16x32 pixels") as refused:
-            await ask(frontend, spec(VideoSource(b"", "v")))
+            await ask(frontend, spec(Video(b"", "v")))
         assert decoder.borrowed == 0, refused
 
     with without_collections():
@@ -346,7 +346,7 @@ def test_what_decodes_a_video_is_free_at_once_when_it_is_refused(assets: ModelAs
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_long_videos_leave_room_for_images(assets: ModelAssets, workers: int) -> None:
     async def body(frontend: Frontend, decoder: Controlled) -> None:
-        videos = [asyncio.create_task(ask(frontend, spec(VideoSource(b"", "v"), name=f"v{i}"))) for i in range(4)]
+        videos = [asyncio.create_task(ask(frontend, spec(Video(b"", "v"), name=f"v{i}"))) for i in range(4)]
         await begun(decoder, max(1, workers - 1))
         assert await ask(frontend, spec(image(b"quick")))
         assert not decoder.begun.acquire(blocking=False), "no more videos at a time than leave a process free"
@@ -396,7 +396,7 @@ def test_what_just_fits_is_not_refused_by_its_count(assets: ModelAssets) -> None
         ChatInput((Message("user", ()),) * 50), RawInput("a" * 50 * assets.tokenizer.longest), TokensInput((7,) * 50)
     ):  # fmt: skip
         check_size(spec(input=given, continued=(1,) * 50), FrontendLimits(), 50, assets.tokenizer.longest)
-    videos = (VideoSource(b"", "v"), VideoSource(b"", "v"))
+    videos = (Video(b"", "v"), Video(b"", "v"))
     check_size(spec(*videos, input=TokensInput((7,) * (50 + 64))), FrontendLimits(), 50, 1)
     check_size(GenerateSpec("", "", ImageInput()), FrontendLimits(), 50, 1)
 

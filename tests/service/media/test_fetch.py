@@ -19,7 +19,7 @@ from encoder.frames import VideoLimits
 from encoder.images import ImageLimits
 from service.common import errors
 from service.common.config import ConfigError
-from service.common.types import ImageSource, VideoSource
+from service.common.types import Image, Video
 from service.media.fetch import Fetcher, Resolve
 from service.media.images import MediaLimits
 from service.telemetry.call_context import CallInfo, set_current_call
@@ -110,8 +110,8 @@ def with_site(authority: Authority, body: Body) -> None:
     asyncio.run(run())
 
 
-def source(url: str) -> ImageSource:
-    return ImageSource(b"", "prompt.images[0]", uri=url)
+def source(url: str) -> Image:
+    return Image(b"", "prompt.images[0]", uri=url)
 
 
 async def refused(fetcher: Fetcher, url: str, kind: type[errors.StatusError], words: str, reason: str) -> None:
@@ -304,7 +304,7 @@ def test_size_and_time_are_bounded(authority: Authority) -> None:
         site.says("/zipped", bytes(10), Content_Encoding="gzip")
         site.says("/broken", status=503)
         assert len(await fetcher()(source(f"{here}/most"))) == 5000
-        assert len(await fetcher()(VideoSource(b"", "v", uri=f"{here}/large"))) == 5001
+        assert len(await fetcher()(Video(b"", "v", uri=f"{here}/large"))) == 5001
         for path in ("/large", "/lie", "/endless"):
             await refused(
                 fetcher(), here + path, errors.InvalidArgument, "or more; 5000 are allowed", "IMAGE_TOO_LARGE"

@@ -9,7 +9,7 @@ from clips import animation, moving_frames
 from images import png
 
 from service.common.config import ServerOptions
-from service.common.types import ImageSource, MediaSource, VideoSource
+from service.common.types import Image, MediaSource, Video
 from service.media.images import MediaLimits, Preparer
 from service.media.patches import local_processor
 from service.media.prepared import PreparedItem
@@ -26,20 +26,20 @@ def preparer(revision: str = "r", dtype: str = "float32") -> Preparer:
     return Preparer(local_processor(LIMITS, VISION, dtype), VISION, dtype, LIMITS, revision)
 
 
-def frames(*files: bytes, fps: float | None = None) -> VideoSource:
-    return VideoSource(b"", "v", frames=tuple(ImageSource(file, f"v[{i}]") for i, file in enumerate(files)), fps=fps)
+def frames(*files: bytes, fps: float | None = None) -> Video:
+    return Video(b"", "v", frames=tuple(Image(file, f"v[{i}]") for i, file in enumerate(files)), fps=fps)
 
 
 def test_equal_keys_are_for_equal_rows_of_one_tenant() -> None:
     """And for nothing else: rows are shared by them."""
     one, gif = preparer(), animation(moving_frames(6, 32, 32), "GIF")
     different: list[tuple[Preparer, MediaSource, bytes]] = [
-        (one, ImageSource(STILL, "f"), b""), (one, ImageSource(STILL, "f"), b"a"), (one, ImageSource(STILL, "f"), b"b"),
-        (one, ImageSource(OTHER, "f"), b""), (preparer("s"), ImageSource(STILL, "f"), b""),
-        (preparer(dtype="bfloat16"), ImageSource(STILL, "f"), b""), (one, frames(STILL), b""),
-        (one, frames(STILL, OTHER), b""), (one, frames(OTHER, STILL), b""), (one, VideoSource(gif, "v"), b""),
-        (one, VideoSource(gif, "v"), b"a"), (one, VideoSource(gif, "v", max_frames=3), b""),
-        (one, ImageSource(gif, "f"), b""),
+        (one, Image(STILL, "f"), b""), (one, Image(STILL, "f"), b"a"), (one, Image(STILL, "f"), b"b"),
+        (one, Image(OTHER, "f"), b""), (preparer("s"), Image(STILL, "f"), b""),
+        (preparer(dtype="bfloat16"), Image(STILL, "f"), b""), (one, frames(STILL), b""),
+        (one, frames(STILL, OTHER), b""), (one, frames(OTHER, STILL), b""), (one, Video(gif, "v"), b""),
+        (one, Video(gif, "v"), b"a"), (one, Video(gif, "v", max_frames=3), b""),
+        (one, Image(gif, "f"), b""),
     ]  # fmt: skip
     keys = [maker.prepare(source, salt).key for maker, source, salt in different]
     assert len(set(keys)) == len(keys)
@@ -58,7 +58,7 @@ def test_only_the_frames_that_are_looked_at_make_a_key() -> None:
 @pytest.mark.parametrize("wanted", [None, 1, 3, 8])
 def test_no_clip_takes_more_than_was_expected_of_it(wanted: int | None) -> None:
     one = preparer()
-    for source in (frames(*[STILL, OTHER] * 6), VideoSource(animation(moving_frames(12, 40, 20), "GIF"), "v")):
+    for source in (frames(*[STILL, OTHER] * 6), Video(animation(moving_frames(12, 40, 20), "GIF"), "v")):
         made: PreparedItem = one.prepare(replace(source, max_frames=wanted), b"")
         assert made.frames == (wanted or LIMITS.video_frames)
         assert made.layout.nbytes <= one.most_bytes(replace(source, max_frames=wanted))
@@ -68,7 +68,7 @@ def test_no_clip_takes_more_than_was_expected_of_it(wanted: int | None) -> None:
 def test_no_image_takes_more_than_was_expected_of_it() -> None:
     one = preparer()
     for size in ((8, 8), (32, 32), (700, 30), (1500, 1400)):
-        source = ImageSource(png(1, size), "f")
+        source = Image(png(1, size), "f")
         assert 0 < one.prepare(source, b"").layout.nbytes <= one.most_bytes(source)
 
 
