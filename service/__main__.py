@@ -1,4 +1,4 @@
-"""`python -m service serve ...`: the server's commands straight from a checkout."""
+"""`python -m service serve ...`: runs the server's commands from a checkout."""
 
 import sys
 

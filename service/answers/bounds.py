@@ -1,4 +1,4 @@
-"""Limits on one request, checked before anything is decoded, tokenised or copied for it."""
+"""Limits on one request, checked before its content is decoded, tokenised or copied."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 32
 MAX_STOP_LENGTH = 256
 MAX_TEMPLATE_JSON = 2**18
-"""Characters of a chat template's arguments: parsing them takes milliseconds, which all others wait for."""
+"""Longest arguments of a chat template, in characters: parsing takes milliseconds and blocks the event loop."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class FrontendLimits:
     max_videos: int = 4
     media: MediaLimits = field(default_factory=MediaLimits)
     prepared_bytes: int = 2**31
-    """Bytes of decoded images and clips that the encoder has not taken yet."""
+    """Bytes of decoded images and clips that the encoder has not read yet."""
     max_answer_bytes: int = 2**31 - 1
     """Bytes of one message."""
 
@@ -68,7 +68,7 @@ def _bounds_of(source: Video, limits: MediaLimits) -> list[tuple[str, int | None
 
 
 def check_size(spec: GenerateSpec, limits: FrontendLimits, max_len: int, longest_token: int) -> None:
-    """Refuses requests that cannot fit a context of `max_len` tokens, by counts that are cheap to compute.
+    """Rejects requests that cannot fit a context of `max_len` tokens, by counts that are cheap to compute.
 
     A message, and a part of one, counts as at least one token, and no token stands for more than `longest_token`
     characters. Raises InvalidArgument."""

@@ -1,7 +1,7 @@
 """Connects the services of all transports to the frontend.
 
-`Calls` adds to `Frontend.stream` what every service needs: refusing while draining, deadlines, the tenant's rate limits
-and salt, and, once per generation, metrics and a line in the access log, which contains neither prompt nor answer.
+`Calls` adds to `Frontend.stream` what every service needs: rejecting calls while draining, deadlines, the tenant's rate
+limits and salt, and for each generation metrics and a line in the access log, without prompt or answer.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Generation:
 
 
 def _charge(tenant: Tenant, event: Event) -> None:
-    """Charges tokens as they are generated, so that calls which begin meanwhile see what the running ones have used."""
+    """Charges tokens as they are generated, so that later calls see the usage of running ones."""
     match event:
         case Started(prompt_tokens=count):
             tenant.limits.charge("tokens", count)
@@ -83,7 +83,7 @@ class Calls:
         spans: Spans | None = None,
         places: Places | None = None,
     ) -> None:
-        """`places`: requests that one tenant with a key may have in the server; None: as many as the server takes."""
+        """`places`: largest number of requests of one tenant with a key; None: no limit per tenant."""
         self.frontend = frontend
         self.metrics = metrics or make_metrics()
         self.access = access or AccessLog()
@@ -95,8 +95,8 @@ class Calls:
         """Cancels a request of another frontend process of the same engine."""
 
     async def stream(self, spec: GenerateSpec, *, timeout: float | None) -> AsyncGenerator[Event, None]:
-        """The events of an answer. `timeout`: seconds until the caller's deadline; None: it has set none, and the
-        server's default holds. Raises StatusError."""
+        """The events of an answer. `timeout`: seconds until the caller's deadline; None: it has none, and the server's
+        default applies. Raises StatusError."""
         info, generation = current_call(), _Generation()
         record = CallInfo(
             info.method, info.tenant, info.trace, request_bytes=info.request_bytes, request_id=spec.request_id
@@ -104,14 +104,15 @@ class Calls:
         info.generations += 1
         try:
             limit = self._admit(timeout)
-            # A client that vanishes behind a silent network, without a deadline, would hold its batch slot forever.
+            # A client that vanishes without closing its connection and has no deadline would keep its batch slot
+            # forever.
             deadline = asyncio.get_running_loop().time() + limit
             events = self.frontend.stream(spec, salt=info.tenant.salt, timeout=limit)
             with self._place(info.tenant):
                 async with contextlib.aclosing(events):
                     while True:
                         try:
-                            # Around each step and not around the yields: the deadline must not fire in the consumer's
+                            # Around each step, not around the yields: the deadline must not fire in the consumer's
                             # code.
                             async with asyncio.timeout_at(deadline):
                                 event = await anext(events)
@@ -145,7 +146,7 @@ class Calls:
         return self._default_timeout if timeout is None else timeout
 
     def _place(self, tenant: Tenant) -> contextlib.AbstractContextManager[None]:
-        """Counts one of the tenant's requests. Raises ResourceExhausted where the tenant has reached its limit."""
+        """Counts one of the tenant's requests. Raises ResourceExhausted if the tenant has reached its limit."""
         return contextlib.nullcontext() if self._places is None else self._places.hold(tenant.name)
 
     @staticmethod
@@ -186,7 +187,7 @@ class Calls:
             )  # fmt: skip
 
     async def embed(self, spec: GenerateSpec, *, timeout: float | None) -> Embedded:
-        """`timeout` as in `stream`. Raises StatusError."""
+        """Embeds a prompt or an image. `timeout`: see `stream`. Raises StatusError."""
         tenant = current_call().tenant
         limit = self._admit(timeout)
         with self._place(tenant):
@@ -196,8 +197,8 @@ class Calls:
         return embedded
 
     async def tokenize(self, spec: GenerateSpec, *, timeout: float | None) -> Tokenized:
-        """`timeout` as in `stream`. Raises StatusError: it counts as a request, since it decodes images as one does; it
-        costs no tokens."""
+        """Tokenises a prompt. `timeout`: see `stream`. Counts as a request, since it decodes images, but costs no
+        tokens. Raises StatusError."""
         tenant = current_call().tenant
         limit = self._admit(timeout)
         spec = replace(spec, request_id=spec.request_id or f"tokenize-{secrets.token_hex(8)}")

@@ -47,7 +47,7 @@ async def coalesce(
     queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
 
     async def pump() -> None:
-        # A task of its own, because a timeout around `anext` would cancel the generator in the middle of a step.
+        # In a task, because a timeout around `anext` would cancel the generator in the middle of a step.
         try:
             async with contextlib.aclosing(events):
                 async for event in events:

@@ -46,7 +46,7 @@ from service.model.assets import ModelAssets
 
 MAX_REQUEST_ID = 128
 MIN_FPS, MAX_FPS = 1e-6, 1000
-"""From one frame in eleven days; labels give the length of a frame in whole milliseconds."""
+"""One frame in eleven days to 1000 per second; labels give a frame's duration in whole milliseconds."""
 _ROLES = {
     types_pb2.ROLE_SYSTEM: "system",
     types_pb2.ROLE_USER: "user",
@@ -65,7 +65,7 @@ _SCALARS = (
 
 
 def spec_from_proto(request: inference_pb2.GenerateRequest) -> GenerateSpec:
-    """Raises InvalidArgument with the path of the invalid field, Unimplemented with that of one which is not served."""
+    """Converts a request. Raises InvalidArgument or Unimplemented with the path of the field at fault."""
     value, media = _input(request)
     sampling = request.sampling
     return GenerateSpec(
@@ -90,7 +90,7 @@ def _request_id(given: str) -> str:
 
 
 def spec_from_embed(request: inference_pb2.EmbedRequest) -> GenerateSpec:
-    """The prompt or the image, as a request for one token. Raises InvalidArgument as `spec_from_proto`."""
+    """The prompt or the image, as a request for one token. Raises like `spec_from_proto`."""
     value: ChatInput | RawInput | TokensInput | ImageInput = ImageInput()
     if request.WhichOneof("input") == "image":
         media: tuple[MediaSource, ...] = (_image(request.image, "image"),)
@@ -117,13 +117,13 @@ def embedded_to_proto(embedded: Embedded) -> inference_pb2.EmbedResponse:
 
 
 def spec_from_tokenize(request: inference_pb2.TokenizeRequest) -> GenerateSpec:
-    """A request of which only the prompt is used. Raises InvalidArgument as `spec_from_proto`."""
+    """A request of which only the prompt is used. Raises like `spec_from_proto`."""
     value, media = _input(request)
     return GenerateSpec(request_id="", model=request.model, input=value, media=media)
 
 
 def chunking_from_proto(request: inference_pb2.StreamGenerateRequest) -> tuple[int | None, float | None]:
-    """(chunk_tokens, max_chunk_delay in seconds), None where they are not set. Raises InvalidArgument."""
+    """(chunk_tokens, max_chunk_delay in seconds); None if unset. Raises InvalidArgument."""
     tokens = request.chunk_tokens if request.HasField("chunk_tokens") and request.chunk_tokens > 1 else None
     if not request.HasField("max_chunk_delay"):
         return tokens, None
@@ -202,7 +202,7 @@ def _prompt(prompt: inference_pb2.PromptInput, media: list[MediaSource]) -> Chat
 def _template_arguments(holder: inference_pb2.ChatInput | inference_pb2.PromptInput) -> Mapping[str, Any]:
     if holder.chat_template_kwargs_json:
         arguments = _json_object("chat_template_kwargs_json", holder.chat_template_kwargs_json)
-    else:  # a Struct holds only doubles: whole ones were meant as integers
+    else:  # a Struct holds only doubles: whole numbers were meant as integers
         arguments = _whole(json_format.MessageToDict(holder.chat_template_kwargs))
     if bad := sorted({"messages", "add_generation_prompt"} & set(arguments)):
         raise errors.InvalidArgument(f"chat_template_kwargs may not set {', '.join(bad)}", field="chat_template_kwargs")
@@ -228,7 +228,7 @@ def _json_object(field: str, text: str) -> dict[str, Any]:
 
 
 def _whole(value: Any) -> Any:
-    """The same value with integers in place of floats that are whole."""
+    """The value with integers in place of whole floats."""
     if isinstance(value, dict):
         return {name: _whole(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -380,7 +380,7 @@ class ResponseBuilder:
 def model_to_proto(
     info: EngineInfo, assets: ModelAssets, limits: FrontendLimits, options: ServerOptions | None = None
 ) -> model_pb2.Model:
-    """What clients need to know about the model before they send anything."""
+    """What clients need to know about the model before they send a request."""
     from encoder.images import FORMATS
 
     vision = assets.vision

@@ -1,14 +1,13 @@
-"""What happens around every call, whatever transport brings it:
+"""Handling that every call needs, independent of the transport:
 
-    before its message is read   API key -> tenant, scope, request rate, a place among its calls; a refusal costs the
-                                 server no buffer
-    while it is read             bounded in time; one that takes long is counted with the largest size it may have
+    before its message is read   API key -> tenant, scope, request rate, number of calls; rejecting needs no buffer
+    while it is read             limited in time; a slow message is counted with the largest size it may have
     with the message             bytes counted against the budget and the key's rate
-    while it is answered         an answer that nobody reads is dropped, and what it held is given back
-    at the end                   every exception becomes a `StatusError`; metrics, one line in the log, bytes given back
+    while it is answered         an answer that is not read in time is dropped and its resources are released
+    at the end                   exceptions become `StatusError`s; metrics, one log line, bytes released
 
-A transport turns its headers, messages and the `StatusError` into its own: `service.rpc.interceptor` does so for gRPC.
-Used on one event loop.
+A transport converts its headers, messages and the `StatusError`: `service.rpc.interceptor` does so for gRPC. Used on
+one event loop.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 QUICK_SECONDS = 2.0
-"""Seconds in which nearly every message arrives. After that, a message counts with the largest size that it may
-have."""
+"""Seconds within which nearly every message arrives. After that, a message counts with its largest allowed size."""
 
 
 @dataclass(frozen=True)
@@ -45,18 +43,17 @@ class DoorLimits:
     """Limits on each call, in seconds and bytes, and on the number of calls of one tenant."""
 
     stall_timeout: float
-    """Seconds that one message of a stream may wait for its reader, and that an upload may wait for the next
-    message."""
+    """Seconds that a message of a stream may wait to be read, and that an upload may wait for its next message."""
     receive_timeout: float
     """Seconds that receiving the message of a call may take."""
     max_message_bytes: int
     max_tenant_calls: int
     max_ids: int = MIN_IDS
-    """Numbers in one list of a message."""
+    """Largest number of elements in one list of a message."""
 
 
 class Door:
-    """Admits calls, from all transports."""
+    """Admits calls of all transports."""
 
     def __init__(
         self, guard: Guard, budget: ByteBudget, metrics: Metrics, access: AccessLog, limits: DoorLimits
@@ -67,11 +64,11 @@ class Door:
 
     @contextlib.contextmanager
     def admit(self, method: str, headers: Mapping[str, str | bytes]) -> Iterator[Admitted]:
-        """Handles one call, from its headers to its end; the body answers it. `method`: `/package.Service/Method`;
-        `headers`: with names in lower case.
+        """Handles one call, from its headers to its end; the context's body answers it. `method`:
+        `/package.Service/Method`; `headers`: with lower-case names.
 
-        Raises StatusError where the call is refused and for every exception of the body, and CancelledError unchanged.
-        By then the call has been counted and logged, and holds nothing.
+        Raises StatusError if the call is rejected and for every exception of the body; CancelledError is passed on. The
+        call has then been counted and logged, and holds no resources.
         """
         info = CallInfo(method, trace=from_metadata(headers))
         before = set_current_call(info)
@@ -96,15 +93,15 @@ class Door:
 
     @contextlib.contextmanager
     def probed(self) -> Iterator[Admitted]:
-        """The message of a caller that needs no key, such as a health probe: only its size and time are limited, and it
-        is neither counted nor logged. Raises StatusError."""
+        """For callers that need no key, such as health probes: the message is limited in size and time, and is neither
+        counted nor logged. Raises StatusError."""
         with self._budget.hold() as held:
             yield Admitted(CallInfo(), held, self.limits, self._budget.limit)
 
 
 @dataclass
 class Admitted:
-    """A call that has been admitted, and what it holds."""
+    """An admitted call and the resources that it holds."""
 
     info: CallInfo
     held: Held
@@ -113,8 +110,8 @@ class Admitted:
     budget_bytes: int
 
     async def arrival(self, message: Awaitable[T], *, seconds: float) -> T:
-        """Waits for a message. Raises DeadlineExceeded after `seconds`, and what `held` raises where the budget has no
-        room for a message that arrives slowly."""
+        """Waits for a message. Raises DeadlineExceeded after `seconds`, and the error of `held` if the budget has no
+        space for a message that arrives slowly."""
         size, refusal = 0, None
 
         def count() -> None:
@@ -140,8 +137,8 @@ class Admitted:
             self.held(-size)
 
     def received(self, size: int) -> None:
-        """Counts a received message, which is held until the call ends. Raises StatusError where the budget has no
-        room, or the key's bytes per minute are used up."""
+        """Counts a received message, which is held until the call ends. Raises StatusError if the budget is full or the
+        key's bytes per minute are exhausted."""
         self.info.request_bytes += size
         self.held(size)
         self.info.tenant.limits.admit("bytes", size)
@@ -151,10 +148,10 @@ class Admitted:
         self.held(-size)
 
     async def send(self, answers: AsyncGenerator[T, None], write: Callable[[T], Awaitable[Any]]) -> None:
-        """Writes each of `answers` and closes them. Raises DeadlineExceeded where one is not read for `stall_timeout`
-        seconds; the call then holds nothing any more."""
+        """Writes each of `answers` and closes them. If one is not read for `stall_timeout` seconds, releases all
+        resources and raises DeadlineExceeded."""
         timeout = self.limits.stall_timeout
-        # aclosing: the engine must be told of a call's end at once, not when the garbage collector runs.
+        # aclosing: the engine must learn of the call's end at once, not when the garbage collector runs.
         async with contextlib.aclosing(answers):
             watch = _Stall(answers, timeout, self.held)
             async for answer in answers:
@@ -167,12 +164,11 @@ class Admitted:
 
 
 class _Stall:
-    """Watches the writes of one stream. Where a client does not read for too long, the generator of its answers is
-    closed, so that it holds nothing any more; the message that is being written stays, because no status can overtake
-    it."""
+    """Watches the writes of one stream. If the client does not read for too long, the generator of its answers is
+    closed, which releases its resources; the message being written stays, because no status can overtake it."""
 
     def __init__(self, answers: AsyncGenerator[Any, None], timeout: float, held: Held) -> None:
-        """`held`: the call's share of the budget, given back as soon as its work is dropped."""
+        """`held`: the call's share of the budget, released as soon as its work is dropped."""
         self._answers, self._timeout, self._held = answers, timeout, held
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -203,7 +199,7 @@ class _Stall:
 def _note(info: CallInfo, status: errors.StatusError, cause: Exception | None = None) -> errors.StatusError:
     """Records the status that the call ends with; returns it."""
     info.fail(status)
-    # The id by which a client's complaint and the log can be matched.
+    # With this id a client's report and the log can be matched.
     status.request_id = info.request_id = info.request_id or secrets.token_hex(8)
     if isinstance(status, errors.Internal):
         log.error("%s failed, request %s", info.method, info.request_id, exc_info=cause or status)

@@ -1,11 +1,12 @@
-"""The frontend's work on a request: text to ids, images to patches, ids to text, and tracking what the engine holds.
+"""Processes a request in the frontend: text to ids, images to patches, ids to text, and tracking of the engine's
+resources.
 
     prepare    request -> prompt (service/answers/prepare.py)
     submit     one engine request for all samples; from here on the engine holds resources
     relay      engine events -> deltas: detokenise, match stop strings, count
-    finally    whatever is not finished is aborted
+    finally    unfinished samples are aborted
 
-Runs on one event loop; everything that takes longer than a millisecond happens in the pool.
+Runs on one event loop; everything that takes longer than a millisecond runs in the pool.
 """
 
 from __future__ import annotations
@@ -47,15 +48,15 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DELTA_RATE = 400.0
-"""Target number of deltas per second over all streams. Tokens that come faster share a delta."""
+"""Target number of deltas per second over all streams. Tokens that are generated faster share a delta."""
 LONGEST_PAUSE = 0.05
-"""Seconds that a token may be held back to be sent with others: 20 deltas a second look like a steady flow."""
+"""Seconds that a token may be held back to be sent with others: 20 deltas a second still look continuous."""
 _QUICK = 32
-"""Ids, biases or scores up to which work is done on the event loop; more take longer than a millisecond."""
+"""Up to this many ids, biases or scores are processed on the event loop; more take longer than a millisecond."""
 
 
 class _Call:
-    """One request in the server, as other tasks can end it."""
+    """One request in the server, with the means to end it from other tasks."""
 
     def __init__(self, pace: Callable[[], float]) -> None:
         self.mail = Mailbox(pace)
@@ -80,7 +81,7 @@ class Frontend:
         self, engine: EngineHandle, assets: ModelAssets, limits: FrontendLimits, *, workers: int = 2,
         processor: ImageProcessor,
     ) -> None:  # fmt: skip
-        """`workers`: threads that wait for images. `processor`: prepares images and videos; closed with the
+        """`workers`: threads that wait for image workers. `processor`: prepares images and videos; closed with the
         frontend."""
         self.engine, self.assets, self.limits = engine, assets, limits
         self._preparation = Preparation(engine.info, assets, limits, processor, workers)

@@ -1,8 +1,8 @@
 """The engine's events for one call, until the call's task takes them.
 
-Sending each token of many streams as a message of its own costs more than generating it: on two cores, 32 streams take
-a third of the machine. So a task takes all events that are there, and a stream that has just been served waits a moment
-(`pace`) before it is served again. A first token, an end and an error are delivered at once.
+Sending each token of many streams as a separate message costs more than generating it: on two cores, 32 streams would
+use a third of the machine. So a task takes all available events, and a stream that has just been served waits (`pace`)
+before it is served again. First tokens, ends and errors are delivered at once.
 """
 
 from __future__ import annotations

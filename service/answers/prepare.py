@@ -1,7 +1,8 @@
-"""Prepares a request's prompt: decodes images and clips to patches, and turns messages into ids with room for rows.
+"""Prepares a request's prompt: decodes images and clips to patches, and converts messages to ids with positions for
+image rows.
 
-Runs on one event loop; work of more than a millisecond runs in threads. What a request decodes counts as its own from
-before it is decoded until the encoder has read it, also where the request has failed meanwhile.
+Runs on one event loop; work of more than a millisecond runs in threads. Decoded bytes count against the request from
+before decoding until the encoder has read them, even if the request has failed meanwhile.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ Resolver = Callable[[GenerateSpec, bytes], Awaitable[GenerateSpec]]
 
 TEXT_WORKERS = 2
 _LIGHT = 2048
-"""Characters that are tokenised on the event loop; more take longer than a millisecond."""
+"""Up to this many characters are tokenised on the event loop; more take longer than a millisecond."""
 _PART, _IDS = 32, 8
-"""Characters that take as long to read as a message or a part of one, and ids that take as long as a character."""
+"""Cost of a message or a part, in characters, and number of ids that cost as much as a character."""
 
 
 async def no_references(spec: GenerateSpec, salt: bytes) -> GenerateSpec:
@@ -48,20 +49,20 @@ async def no_references(spec: GenerateSpec, salt: bytes) -> GenerateSpec:
 
 
 def decoder_processes(workers: int) -> int:
-    """Processes for `workers` threads: videos never occupy all of them, so that one is left for images."""
+    """Processes for `workers` threads: videos never use all of them, so that one is left for images."""
     return max(2, workers)
 
 
 class MediaThreads:
-    """Threads for images, and separate ones for videos, each of which may take minutes."""
+    """Threads for images, and separate ones for videos, which may take minutes."""
 
     def __init__(self, workers: int) -> None:
         self._images = ThreadPoolExecutor(workers, thread_name_prefix="saccade-images")
         self._videos = ThreadPoolExecutor(decoder_processes(workers) - 1, thread_name_prefix="saccade-videos")
 
     async def map(self, function: Callable[[MediaSource], T], sources: Sequence[MediaSource]) -> list[T]:
-        """Results in order. Where one fails, or the caller is cancelled, those that have not started are dropped; the
-        error is raised when those that have started are over."""
+        """Results in order. If one fails, or the caller is cancelled, jobs that have not started are dropped, and the
+        error is raised when the others have ended."""
         jobs = [
             (self._videos if isinstance(source, Video) else self._images).submit(function, source) for source in sources
         ]
@@ -82,7 +83,7 @@ class MediaThreads:
 
 
 async def _end(jobs: Sequence[Future[Any]], waiting: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancels the jobs that have not started and waits for the others, also where the caller is cancelled."""
+    """Cancels the jobs that have not started and waits for the others, even if the caller is cancelled."""
     cancelled: asyncio.CancelledError | None = None
     for job in jobs:
         job.cancel()
@@ -104,7 +105,7 @@ class Preparation:
     def __init__(
         self, info: EngineInfo, assets: ModelAssets, limits: FrontendLimits, processor: ImageProcessor, workers: int
     ) -> None:
-        """`workers`: threads that wait for images. `processor` is closed with this."""
+        """`workers`: threads that wait for image workers. `processor` is closed with this object."""
         self._info, self._assets, self._limits, self._processor = info, assets, limits, processor
         self._text = ThreadPoolExecutor(TEXT_WORKERS, thread_name_prefix="saccade-text")
         # Separate threads, so that slow images do not delay text.
@@ -131,8 +132,8 @@ class Preparation:
 
     @asynccontextmanager
     async def prompt(self, spec: GenerateSpec, salt: bytes, resolve: Resolver) -> AsyncIterator[tuple[Prompt, Grant]]:
-        """The request's prompt, and a hold on the memory of its pixels, released at the end of the context at the
-        latest. Raises StatusError."""
+        """Yields the request's prompt, and a grant for the memory of its pixels, which is released at the end of the
+        context at the latest. Raises StatusError."""
         self._check(spec)
         expected = 0 if self._preparer is None else sum(map(self._preparer.most_bytes, spec.media))
         grant = await self._gate.acquire(expected)
@@ -193,7 +194,7 @@ class Preparation:
 
 
 def _weight(spec: GenerateSpec) -> int:
-    """How long reading the request's text takes, in characters."""
+    """Cost of processing the request's text, in characters."""
     parts, ids, told = 0, len(spec.continued), 0
     match spec.input:
         case ChatInput(messages, arguments):
@@ -205,7 +206,7 @@ def _weight(spec: GenerateSpec) -> int:
 
 
 def _told(arguments: Mapping[str, Any]) -> int:
-    """Characters of a template's arguments, names and other values counted as a few."""
+    """Characters of a template's arguments; names and other values count as a few."""
     count, rest = 0, [*arguments.values()]
     while rest:
         value = rest.pop()

@@ -1,7 +1,7 @@
-"""A request's words and images -> the ids that the decoder reads, and where images lie among them.
+"""Converts a request's text and images to the token ids of the decoder, and finds the positions of images among them.
 
-Text holds one placeholder for each image or slice of one, and for each temporal patch of a clip, each of which becomes
-as many as it has rows. The placeholders of clips are those of images, unless the family has some for clips.
+Text has one placeholder for each image or slice, and for each temporal patch of a clip; each is repeated for every row.
+Clips use the placeholder of images unless the family has another for them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ SYSTEM_ROLES = ("system", "developer")
 
 
 class Prompt:
-    """The prompt of a request: token ids, and images with their places."""
+    """The prompt of a request: token ids, and images with their positions."""
 
     def __init__(
         self, ids: list[int], images: tuple[PreparedItem, ...], narrow_ids: tuple[int, ...], frames: int = 0
     ) -> None:
-        """`ids`: as the decoder reads them; of a pruned clip, which of its rows go where is not known yet.
-        `narrow_ids`: with one image token id for each image and each temporal patch. `frames`: of all clips."""
+        """`ids`: for the decoder; for a pruned clip, the distribution of its rows is not known yet. `narrow_ids`: with
+        one image token id for each image and each temporal patch. `frames`: of all clips."""
         self.ids, self.narrow_ids, self.frames = ids, narrow_ids, frames
         self._images = images
         items = [image.layout for image in images]
@@ -39,7 +39,7 @@ class Prompt:
         self.tokens_per_video = tuple(item.tokens for item in items if item.kind == VIDEO)
         self.pixel_bytes = sum(item.nbytes for item in items)
         self.system_end = 0
-        """Tokens of the system prompt, which other requests are likely to begin with too; 0 where there is none."""
+        """Tokens of the system prompt, which other requests are likely to share; 0 if there is none."""
 
     def take_images(self) -> tuple[PreparedItem, ...]:
         """Returns its images and drops them, so that their pixels do not live as long as the answer is generated."""
@@ -67,7 +67,7 @@ def read(spec: GenerateSpec, media: Sequence[PreparedItem], assets: ModelAssets)
     if isinstance(spec.input, RawInput):
         return _raw_ids(spec.input.text, media, words, assets, assets.tokenizer)
     assert isinstance(spec.input, ChatInput)
-    # What the template can render for clips: their own token, or text.
+    # Placeholders of clips for the template: their own token, or text.
     known = None if assets.video_token is None else Clip(assets.video_token)
     clips = [(known or part) if item.labels else None for item, part in zip(media, words, strict=True)]
     try:
@@ -87,9 +87,8 @@ def check_ids(field: str, ids: Sequence[int], assets: ModelAssets) -> None:
 
 
 def system_end(spec: GenerateSpec, ids: Sequence[int], assets: ModelAssets) -> int:
-    """The number of a chat's ids before the first text of its user, which other questions after the same system
-    messages share. Images end it. 0 where there are no such ids, or no template to tell.
-    """
+    """Number of a chat's ids before the user's first text, which other questions after the same system message share.
+    Images end it. 0 if there are no such ids, or no template to find them."""
     if not isinstance(spec.input, ChatInput) or not assets.template.present or assets.tokenizer is None:
         return 0
     system = list(takewhile(lambda message: message.role in SYSTEM_ROLES, spec.input.messages))
@@ -108,7 +107,7 @@ def system_end(spec: GenerateSpec, ids: Sequence[int], assets: ModelAssets) -> i
 
 
 def _places(ids: Sequence[int], assets: ModelAssets) -> list[int]:
-    """Text or ids in which placeholders stand for images and clips."""
+    """Indices of placeholders of images and clips."""
     known = {assets.image_token_id, assets.video_token_id} - {None}
     return [place for place, token in enumerate(ids) if token in known]
 
@@ -152,7 +151,7 @@ def _placed(text: str, media: Sequence[PreparedItem], words: Sequence[Marked | N
     if assets.video_token is not None:
         text = substitute(text, assets.video_token, [part for item, part in parts if item.labels])
         parts = [(item, part) for item, part in parts if not item.labels]
-    # Clips without a token of their own are there already, with a token for each temporal patch.
+    # Clips without a token of their own are already in the text, with a token for each temporal patch.
     images = (repeat(None, len(item.labels)) if item.labels else (part,) for item, part in parts)
     return substitute(text, assets.image_token, chain.from_iterable(images))
 
@@ -190,7 +189,7 @@ def _with_clips(messages: Sequence[Message], clips: Sequence[Marked | None]) -> 
 def _raw_ids(
     text: str, media: Sequence[PreparedItem], words: Sequence[Marked | None], assets: ModelAssets, tokenizer: Tokenizer
 ) -> list[int]:
-    """Raw text may contain placeholders; where it contains none, images and clips come first."""
+    """Tokenises raw text. If it has no placeholders, images and clips come first."""
     tokens = [token for token in (assets.image_token, assets.video_token) if token is not None]
     if not tokens or assets.image_token is None:
         return tokenizer.encode(literal(text))

@@ -1,4 +1,4 @@
-"""The state of an answer while it is generated: each sample's text, the request's times, errors of the engine."""
+"""The state of an answer while it is generated: text of each sample, times of the request, errors of the engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SampleState:
         return self._stops.push(text) if self.tokens >= self._min_tokens else text
 
     def replay(self, tokens: Sequence[int]) -> None:
-        """Tokens that the client has received before: only the detokenizer's state after them is needed."""
+        """Replays tokens that the client has already received: only the detokenizer's state is needed."""
         for token in tokens:
             self.push(token)
 
@@ -57,7 +57,7 @@ class Clock:
 
     @property
     def queue(self) -> float:
-        """Seconds until its first step was scheduled; for a request without one, until now."""
+        """Seconds until its first step was scheduled; without one, until now."""
         return max(0.0, (time.monotonic() if self._scheduled is None else self._scheduled) - self._arrived)
 
     def tick(self, events: list[EngineEvent]) -> None:

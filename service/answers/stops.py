@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 class StopMatcher:
     """Passes text on until one of `stops` appears, which is never shown; text that may be the beginning of a stop
-    string is held back until that is decided."""
+    string is held back until the next text decides."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -31,7 +31,7 @@ class StopMatcher:
         return shown
 
     def flush(self) -> str:
-        """The text that was held back and is no stop string."""
+        """The held-back text, which is no stop string."""
         shown, self._held = self._held, ""
         return "" if self.matched is not None else shown
 

@@ -1,4 +1,4 @@
-"""Fields of the protos that this version does not serve: a request that sets one is refused."""
+"""Fields of the protos that this version does not support: a request that sets one is rejected."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ UNSERVED: dict[str, frozenset[str]] = {
     "ChatMessage": frozenset({"tool_calls", "tool_call_id", "reasoning"}),
     "SamplingParams": frozenset({"response_format", "allowed_token_ids", "bad_words", "max_reasoning_tokens"}),
 }
-"""Message -> its fields that are not served."""
+"""Message -> its unsupported fields."""
 
 
 def refuse_unserved(message: Message, path: str) -> None:
-    """Raises Unimplemented if `message`, which is at `path` in the request, sets a field that is not served."""
+    """Raises Unimplemented if `message`, at `path` in the request, sets an unsupported field."""
     unserved = UNSERVED.get(message.DESCRIPTOR.name, frozenset())
     for field, _ in message.ListFields():
         if field.name in unserved:

@@ -1,4 +1,4 @@
-"""Runs everything that is slow the first time (kernels, graphs, memory) before health says SERVING."""
+"""Runs everything that is slow the first time (kernels, graphs, memory) before health becomes SERVING."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from service.common.types import GenerateSpec, Image, ImageInput, TokensInput
 log = logging.getLogger(__name__)
 
 SALT = b"warm-up"
-"""The salt of these requests, so that nothing they leave in a cache is found by a caller."""
+"""The salt of these requests, so that callers find nothing that they leave in a cache."""
 
 
 async def warm_up(frontend: Frontend) -> None:
-    """Generates a short answer and, if the model takes images, encodes one. Raises StatusError: a server that cannot do
-    this cannot answer anything."""
+    """Generates a short answer and, if the model takes images, encodes one. Raises StatusError if that fails: such a
+    server could not answer any request."""
     began = time.perf_counter()
     sampling = {"max_tokens": 2, "temperature": 0.0, "ignore_eos": True}
     length = max(1, min(8, frontend.engine.info.max_len - 3))

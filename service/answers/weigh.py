@@ -1,8 +1,8 @@
 """Counts the fields of a message from its bytes, before it is parsed.
 
-A message of a few hundred kilobytes may contain a hundred thousand others: parsing it blocks the whole process for
-long, because the parser lets no other thread run meanwhile, and the parsed objects take many times the message's bytes.
-Here fields are counted one after the other, up to a limit, without creating objects.
+A message of a few hundred kilobytes may contain a hundred thousand fields. Parsing it would block the whole process,
+because the parser holds the GIL, and the parsed objects take many times its bytes. Here fields are counted up to a
+limit, without creating objects.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ from service.common import errors
 
 MAX_FIELDS = 2**16
 MIN_IDS = 2**16
-"""Numbers that a list may always have: they are processed quickly."""
+"""Size that a list may always have: such lists are processed quickly."""
 LIGHT = 2**14
-"""Messages from this size on are counted: smaller ones cannot contain too much."""
+"""Messages are counted from this size on: smaller ones cannot contain too much."""
 _VARINT, _LENGTH, _FIXED = 0, 2, {1: 8, 5: 4}
 _DIGITS = 10
-"""Largest number of bytes of a varint."""
+"""Largest size of a varint, in bytes."""
 _TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
 
 def weigh(data: bytes, descriptor: Any, max_ids: int) -> None:
-    """Raises InvalidArgument for a message of the type `descriptor` with more than `MAX_FIELDS` fields, including those
-    of nested messages, or with a list of more than `max_ids` numbers. What is not a valid message is left to the
-    parser."""
+    """Raises InvalidArgument for a message of the type `descriptor` with more than `MAX_FIELDS` fields, nested messages
+    included, or with a list of more than `max_ids` numbers. Invalid messages are left to the parser."""
     left = MAX_FIELDS
     waiting = [(0, len(data), descriptor)]
     while waiting:
@@ -51,7 +50,7 @@ def weigh(data: bytes, descriptor: Any, max_ids: int) -> None:
                 at += size
             elif wire in _FIXED:
                 at += _FIXED[wire]
-            else:  # groups, which no message here has: the parser raises the error
+            else:  # groups, which none of our messages has: the parser raises the error
                 return
 
 
@@ -60,7 +59,7 @@ def _too_large(field: str, words: str) -> errors.InvalidArgument:
 
 
 def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
-    """A varint and the offset after it; `end` where it is cut short."""
+    """A varint and the offset after it; `end` if it is truncated."""
     value = 0
     for shift in range(0, 7 * _DIGITS, 7):
         if at >= end:

@@ -1,1 +1,1 @@
-"""Batches: files of requests that the server processes by itself."""
+"""Batches: files of requests that the server processes in the background."""

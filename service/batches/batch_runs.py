@@ -1,4 +1,4 @@
-"""Runs one batch: the client's own job (`saccade._jobs.job`), over a client that calls this server directly."""
+"""Runs one batch: the client's job (`saccade._jobs.job`) with a client that calls this server directly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ METHOD = "/saccade.v1.BatchService/Row"
 
 
 class Uploaded(ImageFolder):
-    """Resolves the images that a row may name: a tenant's uploaded media, whose expiry is renewed."""
+    """Resolves the images that a row may refer to: a tenant's uploaded media, whose expiry is renewed."""
 
     def __init__(self, spool: Spool, tenant: Tenant) -> None:
         super().__init__(None)
@@ -46,17 +46,17 @@ class Uploaded(ImageFolder):
 
 @dataclass(frozen=True)
 class Inside:
-    """The two methods of a client that a batch needs, as calls within the server."""
+    """The two client methods that a batch needs, as calls within the server."""
 
     calls: Calls
     model: Model
     tenant: Callable[[], Tenant]
     """Looked up for each row, because keys may change while the server runs. Raises StatusError."""
     gate: asyncio.Semaphore
-    """Rows in progress, over all batches."""
+    """Limits the rows in progress, over all batches."""
     row_timeout: float
     budget: ByteBudget
-    """Limit on bytes that rows, and the media that they name, hold while they run."""
+    """Limits the bytes that rows and their media hold while they run."""
 
     async def get_model(self) -> Model:
         return self.model
@@ -64,8 +64,7 @@ class Inside:
     async def _generate(
         self, request: inference_pb2.GenerateRequest, timeout: float | None
     ) -> inference_pb2.GenerateResponse:
-        """Retries for as long as it may help: a full queue, a dead engine and a used-up rate are not the row's
-        fault."""
+        """Retries as long as it may help: a full queue, a dead engine or an exhausted rate is not the row's fault."""
         failures = 0
         while True:
             try:

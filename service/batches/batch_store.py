@@ -1,12 +1,12 @@
-"""Batches on disk, bounded in bytes and time.
+"""Batches on disk, limited in bytes and time.
 
-    DIRECTORY/<batch id>/batch.json              what is known of it, replaced whole at each change of state
-    DIRECTORY/<batch id>/input.jsonl             as it came
-    DIRECTORY/<batch id>/output.jsonl[.journal]  lines of answers, and which rows they are of: `saccade._jobs.journal`
-    DIRECTORY/incoming/<random>/                 one that is still arriving
+    DIRECTORY/<batch id>/batch.json              state, replaced atomically at each change
+    DIRECTORY/<batch id>/input.jsonl             as uploaded
+    DIRECTORY/<batch id>/output.jsonl[.journal]  answers, and which rows they belong to: `saccade._jobs.journal`
+    DIRECTORY/incoming/<random>/                 an upload in progress
 
-A batch appears by the renaming of its folder, so it is there whole or not at all. The folders are all there is: a
-restart reads them. Methods block and may be called from any thread.
+A batch is created by renaming its folder, so it exists completely or not at all. There is no other state: a restart
+reads the folders. Methods block and may be called from any thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from service.media.arriving import ArrivingFile, disk_trouble
 log = logging.getLogger(__name__)
 
 MAX_BATCHES = 1000
-"""Batches of one tenant: each costs a little memory for as long as it is stored."""
+"""Batches of one tenant: each takes a little memory as long as it is stored."""
 ENDED = frozenset({"completed", "failed", "cancelled"})
 
 
@@ -79,11 +79,11 @@ class BatchStore:
         self, directory: Path, capacity: int, ttl: float, *, tenant_capacity: int | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
-        """Takes over the batches that an earlier run has left in `directory`. Capacities in bytes, of all tenants and
-        of each; `ttl`: seconds after the end."""
+        """Loads the batches that an earlier run has left in `directory`. Capacities in bytes, of all tenants and of
+        each; `ttl`: seconds after the end."""
         self._directory, self._capacity, self._ttl, self._clock = directory, capacity, ttl, clock
         self._tenant_capacity = capacity if tenant_capacity is None else tenant_capacity
-        # Protects the bookkeeping; also taken on the event loop, so it is never held while the disk is used.
+        # Protects the bookkeeping. Also taken on the event loop, so it is never held during disk accesses.
         self._lock = threading.RLock()
         self._writing = threading.Lock()
         self._records: dict[str, BatchRecord] = {}
@@ -113,7 +113,7 @@ class BatchStore:
         return self._directory / batch_id
 
     def sweep(self) -> None:
-        """Deletes batches that ended longer ago than `ttl`."""
+        """Deletes batches that ended more than `ttl` seconds ago."""
         with self._lock:
             now = self._clock()
             gone = [self._hide(r) for r in list(self._records.values()) if r.over and self.expires(r) <= now]
@@ -157,7 +157,7 @@ class BatchStore:
             raise _full(f"your batches fill {used} of {self._tenant_capacity} bytes, and this one has {size}")
 
     def _keep(self, folder: Path, record: BatchRecord) -> BatchRecord:
-        """The upload's folder becomes the batch, unless the same request has created one before."""
+        """Turns the upload's folder into the batch, unless the same request has created one before."""
         with _disk():
             _write_whole(folder / "batch.json", record)
             with self._lock:
@@ -177,7 +177,7 @@ class BatchStore:
     # -- looking in ----------------------------------------------------------------------------------------------------
 
     def get(self, tenant: str, batch_id: str) -> BatchRecord:
-        """Raises NotFound."""
+        """The batch with this id. Raises NotFound."""
         with self._lock:
             record = self._records.get(batch_id)
         if record is None or record.tenant != tenant:
@@ -197,7 +197,7 @@ class BatchStore:
             return 0
 
     def page(self, tenant: str, size: int, token: str) -> tuple[list[BatchRecord], str]:
-        """The newest first, after the batch that `token` names; and the next token, empty at the end."""
+        """Batches, newest first, after the one that `token` names; and the next token, empty at the end."""
         with self._lock:
             mine = [i for i, r in sorted(self._records.items(), reverse=True) if r.tenant == tenant]
             chosen = [i for i in mine if not token or i < token][: size + 1]
@@ -205,14 +205,14 @@ class BatchStore:
         return records, chosen[size - 1] if len(chosen) > size else ""
 
     def unfinished(self) -> list[BatchRecord]:
-        """The oldest first."""
+        """Unfinished batches, oldest first."""
         with self._lock:
             return [record for _, record in sorted(self._records.items()) if not record.over]
 
     # -- changing ------------------------------------------------------------------------------------------------------
 
     def save(self, record: BatchRecord, *, on_disk: bool = True) -> BatchRecord:
-        """Replaces the state; without `on_disk`, or with a full disk, only until the next restart, which then continues
+        """Replaces the state. Without `on_disk`, or with a full disk, only until the next restart, which then continues
         the batch."""
         with self._lock:
             if record.batch_id in self._records:
@@ -222,7 +222,7 @@ class BatchStore:
         return record
 
     def _write(self, batch_id: str) -> None:
-        """Reads the state at this moment, so that of two writers the later one writes the newest."""
+        """Writes the current state, so that of two concurrent writers the later one writes the newest."""
         with self._writing:
             with self._lock:
                 record = self._records.get(batch_id)
@@ -236,7 +236,7 @@ class BatchStore:
                         log.error("batch %s: its state cannot be written: %s", batch_id, error.strerror)
 
     def check_output(self, record: BatchRecord) -> int:
-        """Updates the bytes of its output. Raises ResourceExhausted where all batches together are above the limit."""
+        """Updates the size of its output. Raises ResourceExhausted if all batches together exceed the limit."""
         size = self.output_size(record.batch_id)
         with self._lock:
             self._records[record.batch_id] = replace(self._records[record.batch_id], output_bytes=size)
@@ -255,8 +255,8 @@ class BatchStore:
         shutil.rmtree(gone, ignore_errors=True)
 
     def _hide(self, record: BatchRecord) -> Path:
-        """Removes it from listings at once. Returns the folder that remains to be deleted; after a crash the next start
-        deletes it."""
+        """Removes the batch from listings at once. Returns the folder to delete; after a crash the next start deletes
+        it."""
         gone = self._incoming / secrets.token_hex(16)
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.folder(record.batch_id), gone)

@@ -1,9 +1,8 @@
-"""Schedules batches, reports their states, and handles stops and restarts.
+"""Schedules batches, reports their states, and handles shutdowns and restarts.
 
-validating -> running -> completed, failed or cancelled. Up to `jobs` of them run at a time, the oldest first and one of
-each tenant, so that one tenant's hundred batches do not delay another's first. A stop leaves states as they are:
-batches that are not over when the server starts are read again, and continue after the rows that their output
-contains.
+validating -> running -> completed, failed or cancelled. Up to `jobs` batches run at a time, oldest first and one per
+tenant, so that one tenant's hundred batches do not delay another's first. A shutdown does not change states: unfinished
+batches are read again when the server starts, and continue after the rows in their output.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from service.common.limits import ByteBudget
 log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.2
-"""Shortest time between two messages about one batch."""
+"""Shortest time between two messages about one batch, in seconds."""
 
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """How much of the server batches may use."""
+    """The share of the server that batches may use."""
 
     concurrency: int
     jobs: int
@@ -49,8 +48,8 @@ class Batches:
         self, store: BatchStore, calls: Calls, model: Model, limits: BatchLimits, *,
         budget: ByteBudget, tenant: Callable[[str], Tenant | None], folder: Callable[[Tenant], ImageFolder],
     ) -> None:  # fmt: skip
-        """`budget`: limits the bytes that rows hold while they run. `tenant`: looks one up by name, None where its keys
-        are gone. `folder`: of the images that its rows may name."""
+        """`budget`: limits the bytes that rows hold while they run. `tenant`: finds a tenant by name; None if its keys
+        are gone. `folder`: resolves the images that its rows may refer to."""
         self.store = store
         self._calls, self._model, self._limits = calls, model, limits
         self._budget, self._find_tenant, self._folder = budget, tenant, folder
@@ -61,7 +60,7 @@ class Batches:
         self._stopped = False
 
     def start(self) -> None:
-        """Continues what an earlier run has left."""
+        """Continues the batches that an earlier run has left."""
         if waiting := self.store.unfinished():
             log.info("%d batches of an earlier run go on", len(waiting))
         self._pump()
@@ -77,7 +76,7 @@ class Batches:
     # -- what callers do -----------------------------------------------------------------------------------------------
 
     def check_open(self) -> None:
-        """Raises Unavailable once work has stopped for good: a new batch would be stored and never started."""
+        """Raises Unavailable after `stop`: a new batch would be stored and never started."""
         if self._stopped:
             raise errors.draining()
 
@@ -86,7 +85,7 @@ class Batches:
         self._pump()
 
     async def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
-        """Cancels it; one that is over stays as it is. Raises NotFound."""
+        """Cancels a batch; one that has ended is unchanged. Raises NotFound."""
         record = self.store.get(tenant, batch_id)
         if not record.over and batch_id not in self._cancelled:
             self._cancelled.add(batch_id)
@@ -99,7 +98,7 @@ class Batches:
         return self.store.get(tenant, batch_id)
 
     async def delete(self, tenant: str, batch_id: str) -> None:
-        """Deletes a batch. Raises NotFound, and FailedPrecondition for one that is not over."""
+        """Deletes a batch. Raises NotFound, and FailedPrecondition for one that has not ended."""
         record = self.store.get(tenant, batch_id)
         if not record.over:
             raise errors.FailedPrecondition(
@@ -109,7 +108,7 @@ class Batches:
         self._changed(batch_id)
 
     async def watch(self, tenant: str, batch_id: str) -> AsyncGenerator[BatchRecord, None]:
-        """The batch now and after each change, until it is over. Raises NotFound."""
+        """Yields the batch now and after each change, until it has ended. Raises NotFound."""
         last = None
         while True:
             record = self.store.get(tenant, batch_id)
@@ -130,7 +129,7 @@ class Batches:
     # -- running -------------------------------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Starts the batches that are next."""
+        """Starts the next batches."""
         busy = {record.tenant for record in self.store.unfinished() if record.batch_id in self._tasks}
         for record in self.store.unfinished():
             if self._stopped or len(self._tasks) >= self._limits.jobs:
@@ -144,8 +143,8 @@ class Batches:
         task.add_done_callback(lambda _: self._left(record.batch_id))
 
     def _left(self, batch_id: str) -> None:
-        """Its task has ended, or was cancelled before its first step. A batch that was to be cancelled and had no task
-        is started again and then finds itself cancelled."""
+        """A batch's task has ended, or was cancelled before its first step. A batch that was to be cancelled and had no
+        task is started again, and then finds itself cancelled."""
         del self._tasks[batch_id]
         record = next((record for record in self.store.unfinished() if record.batch_id == batch_id), None)
         if record is not None and batch_id in self._cancelled and not self._stopped:
@@ -198,12 +197,12 @@ class Batches:
         await self._end(self.store.get(record.tenant, record.batch_id), "completed")
 
     def _update(self, batch_id: str, values: dict[str, Any]) -> None:
-        """The job has counted its rows."""
+        """Stores the totals after the job has counted its rows."""
         self.store.save(replace(self.store.record(batch_id), state="running", **values), on_disk=False)
         self._changed(batch_id)
 
     def _count(self, batch_id: str, tokens: int, failed: bool) -> None:
-        """Counts a row. These numbers are for progress reports; the journal is what counts after a restart."""
+        """Counts a row for progress reports; after a restart the journal is used."""
         if batch_id in self._tasks:
             record = self.store.record(batch_id)
             counted = replace(

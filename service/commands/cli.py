@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:  # configError and CheckpointError: the user can correct them, so no traceback
         print(f"saccade {argv[0]}: {error}", file=sys.stderr)
         return 2
-    except EngineDied as error:  # while it was starting; its own log says why
+    except EngineDied as error:  # during startup; its own log has the reason
         print(f"saccade {argv[0]}: {error}", file=sys.stderr)
         return 1
 

@@ -1,7 +1,7 @@
-"""`saccade plan MODEL`: what a configuration will do, before anything is loaded.
+"""`saccade plan MODEL`: what a configuration will do, without loading anything.
 
-Memory by part, how many requests fit and what binds, which sizes are captured. Reads the configuration and the tables
-of the weight files, never the weights; where there are no such files, the configuration says what they would hold.
+Prints memory by part, how many requests fit and what limits them, and which sizes are captured. Reads the configuration
+and the headers of the weight files, never the weights; without such files, the configuration gives their sizes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ AUTO_CHECKPOINTS = (
     "last multiple of chunks",
     "end of the answer",
 )
-"""Most states that `auto` keeps of one request without images; each image adds one."""
+"""The states that `auto` keeps of one request without images; each image adds one."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def _decoder_memory(options: EngineOptions, checkpoint: Checkpoint, rows: list[t
 
 
 def _checkpoints_row(decoder: DecoderOptions, layout: ArenaLayout, blocks: int) -> tuple[str, ...]:
-    """How many states can be kept for later requests in the memory that running requests leave."""
+    """How many states can be kept for later requests in the memory that running requests do not use."""
     budget = most_checkpoints(decoder.checkpoint_bytes, layout.slot_bytes)
     beside = [max(0, blocks - layout.blocks_for(*load)) for load in ((1, 1), (decoder.max_seqs, decoder.max_len))]
     most, least = (count if budget is None else min(count, budget) for count in beside)
@@ -151,7 +151,7 @@ def _checkpoints_row(decoder: DecoderOptions, layout: ArenaLayout, blocks: int) 
 
 
 def weight_bytes(options: EngineOptions, checkpoint: Checkpoint) -> int:
-    """Bytes of all weights that the role serves, quantised where they are stored or loaded so."""
+    """Bytes of all weights of the role, quantised where they are stored or loaded so."""
     item = resolve_dtype(options, checkpoint).itemsize
     total = checkpoint.served_bytes(options.role, item)
     if options.role == "encoder" or options.weights is None:
@@ -179,7 +179,7 @@ def concurrency_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
 
 
 def states_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
-    """What one request of `max_len` can hold of states under each `state_cache`, images of it counted as none."""
+    """States that one request of `max_len` tokens can hold under each `state_cache`, without images."""
     decoder, layout = decoder_options(options, checkpoint), arena_layout(options, checkpoint)
     config = checkpoint.config.decoder
     block = resolve_state_block(decoder.state_block, decoder.page_size, config.scan_chunk or decoder.page_size)
@@ -192,7 +192,7 @@ def states_table(options: EngineOptions, checkpoint: Checkpoint) -> Table:
         rows.append((mode, str(slots), size(count), "in use" if mode == decoder.state_cache else ""))
     return Table(
         f"states of one request of {decoder.max_len} tokens, state_block {block}: {layout.slots_per_seq} "
-        f"{'slot is' if drafts == 0 else 'slots are'} held, checkpoints give way",
+        f"{'slot is' if drafts == 0 else 'slots are'} held, checkpoints are evicted for them",
         rows,
     )
 

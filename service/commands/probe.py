@@ -1,4 +1,4 @@
-"""`saccade probe HOST:PORT`: exit code 0 where the server says SERVING. For orchestrators whose probes speak no TLS."""
+"""`saccade probe HOST:PORT`: exit code 0 if the server says SERVING. For orchestrators whose own probes have no TLS."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import grpc
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """1 where it says something else, or nothing."""
+    """Returns 1 if the server says something else or does not answer."""
     parser = argparse.ArgumentParser("saccade probe", description="Ask a server whether it is healthy.")
     parser.add_argument("address", metavar="HOST:PORT")
     parser.add_argument("--ca", metavar="FILE", help="speak TLS, and trust the certificates in FILE")

@@ -45,7 +45,7 @@ def _as_table(histogram: Histogram, reports: Sequence[LadderReport]) -> str:
             f"{report.name.ljust(name_width)}  {len(report.ladder):6}  {report.alone:5.3f}  {report.packed:12.3f}"
         )
     lines.append("")
-    # What runs is packed, so the ladder for packed batches is the one to serve with.
+    # Batches are packed, so the ladder for packed batches is the one to use.
     lines.append("saccade serve --token-budgets " + ",".join(map(str, reports[-1].ladder)))
     return "\n".join(lines)
 

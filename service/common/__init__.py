@@ -1,2 +1,2 @@
-"""What every other package of `service` may import: options, errors, request types, API keys and limits, TLS, channels
-between processes."""
+"""Modules that every other package of `service` may import: options, errors, request types, API keys and limits, TLS,
+channels between processes."""

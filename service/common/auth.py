@@ -41,7 +41,7 @@ _FIELDS = {"name", "sha256", "scopes", *(f"{kind}_per_minute" for kind in RateLi
 
 @dataclass(frozen=True)
 class Tenant:
-    """Whose call it is. `salt` keeps caches, request ids and media of tenants apart; empty where there are no keys."""
+    """The tenant of a call. `salt` separates caches, request ids and media of tenants; empty without keys."""
 
     name: str = ""
     salt: bytes = b""
@@ -55,7 +55,7 @@ def scope_of(method: str) -> str:
 
 
 class Guard:
-    """Authenticates a call by its metadata: finds its tenant, or refuses the call."""
+    """Authenticates a call by its metadata: finds its tenant, or rejects the call."""
 
     def __init__(self, keys: Watched[dict[bytes, Tenant]] | None, *, admin: bool = False) -> None:
         """Without `keys` all callers are one tenant, which has the scope "admin" if `admin` is set."""
@@ -63,7 +63,8 @@ class Guard:
         self._anyone = Tenant(scopes=DEFAULT_SCOPES | {"encoder"} | ({"admin"} if admin else frozenset()))
 
     def admit(self, method: str, metadata: Mapping[str, str | bytes]) -> Tenant:
-        """Raises Unauthenticated, PermissionDenied, or ResourceExhausted where the key's request rate is used up."""
+        """The tenant of a call. Raises Unauthenticated, PermissionDenied, or ResourceExhausted if the key's request
+        rate is exhausted."""
         tenant = self._anyone if self._keys is None else self._tenant(metadata)
         scope = scope_of(method)
         if scope not in tenant.scopes:
@@ -72,7 +73,7 @@ class Guard:
         return tenant
 
     def named(self, name: str, scope: str) -> Tenant | None:
-        """The tenant of this name; None where no key (any more) gives it this scope."""
+        """The tenant of this name; None if no key (any longer) gives it this scope."""
         if self._keys is None:
             return self._anyone if not name else None
         tenants = self._keys.current().values()
@@ -95,7 +96,7 @@ class Guard:
 
 
 def _lacks(tenant: Tenant, scope: str) -> str:
-    """The message for a caller without the scope, with what would give it."""
+    """The message for a caller without the scope, with the way to get it."""
     if tenant.name:
         return f"the key {tenant.name!r} has not; its entry in the server's --api-keys file can name it in `scopes`"
     if scope == "admin":
@@ -171,6 +172,6 @@ def _parse_entry(entry: Any, where: str) -> tuple[bytes, Tenant]:
 
 
 def watch_keys(path: str) -> Watched[dict[bytes, Tenant]]:
-    """The key file at `path`, read again when it changes (which resets the rates). Raises ConfigError where it cannot
-    be read the first time."""
+    """The key file at `path`, read again when it changes (which resets the rates). Raises ConfigError if it cannot be
+    read the first time."""
     return Watched([path], parse_keys)

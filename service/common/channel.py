@@ -1,7 +1,7 @@
-"""Sends messages to another process from a thread of its own, so that the sender never blocks.
+"""Sends messages to another process from a separate thread, so that the sender never blocks.
 
-A process that hangs reads nothing, its socket's buffer fills, and a plain `send` would then block its caller, possibly
-an event loop.
+A process that hangs reads nothing, its socket's buffer fills up, and a plain `send` would then block its caller,
+possibly an event loop.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every option of the server: field, default, unit. `service.common.settings` reads the values."""
+"""All options of the server: field, default, unit. `service.common.settings` reads their values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class ConfigError(ValueError):
-    """An option with a value that is not allowed; the message names it and says what is."""
+    """An option has a value that is not allowed; the message names it and the allowed values."""
 
 
 def _option(
@@ -79,7 +79,7 @@ class EngineOptions:
     )
     speculative: str = _option(
         "none",
-        "who drafts tokens that one step then verifies: ngram = what followed the same tokens before, mtp = the "
+        "what drafts tokens that the next step verifies: ngram = what followed the same tokens before, mtp = the "
         "checkpoint's own heads; answers are the same",
         choices=("none", "ngram", "mtp"),
     )
@@ -92,8 +92,8 @@ class EngineOptions:
     )
     draft_policy: str = _option(
         "adaptive",
-        "adaptive = as many drafts as have been worth their time, none where drafting loses; fixed = as many as there "
-        "may be",
+        "adaptive = the number of drafts that gives the most tokens per second, possibly none; fixed = always "
+        "draft_tokens",
         choices=("adaptive", "fixed"),
     )
     handoff_bytes: int = _option(256 * 2**20, "bytes of image embeddings, in flight and cached", minimum=1, size=True)

@@ -1,9 +1,9 @@
-"""Every way in which a call can fail: one table from exception class to status code, reason and retry advice.
+"""All errors that a call can end with: one table from exception class to status code, reason and retry advice.
 
-The codes are those of google.rpc and belong to no transport: `service.rpc.statuses` translates them to gRPC.
+The codes are those of google.rpc and independent of the transport: `service.rpc.statuses` converts them to gRPC.
 
-The server's own refusals are `StatusError`s. Other exceptions that may end a call are listed in `FOREIGN`; anything
-that is in neither becomes INTERNAL, and its text is only logged.
+The server's own errors are `StatusError`s. Other exceptions that may end a call are listed in `FOREIGN`; any other
+becomes INTERNAL, and its text is only logged.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class StatusError(Exception):
         self.quota = quota
         self.never_retry = never_retry
         self.request_id = ""
-        """Of the call that it ends; set by the door."""
+        """Id of the call that it ends; set by the door."""
 
 
 def _short(message: str) -> str:
@@ -86,7 +86,7 @@ def _short(message: str) -> str:
 
 
 def _writable(text: str) -> str:
-    """Text from a client need not be valid UTF-8: replaces lone surrogates by question marks."""
+    """Makes text from a client valid UTF-8: replaces lone surrogates by question marks."""
     return text.encode(errors="replace").decode()
 
 

@@ -1,4 +1,5 @@
-"""Starts a helper: a process of this program on a socket pair, by module name and never by the caller's `__main__`."""
+"""Starts a helper: a process of this program, connected by a socket pair, by module name and never by the caller's
+`__main__`."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ thread that has lost its core: measured up to fifty times slower."""
 
 
 POLLS = 10
-"""Waits that a timeout is divided into: where this process and the helper were suspended together and resumed, as when
-a container is paused, only one of the waits is over before the helper has had time to answer."""
+"""Parts that a timeout is divided into. If both processes were suspended together, as when a container is paused, only
+one part has passed before the helper can answer."""
 
 
 class HelperFailed(RuntimeError):
@@ -27,7 +28,7 @@ class HelperFailed(RuntimeError):
 
 
 def start_helper(module: str) -> tuple[subprocess.Popen[bytes], Connection]:
-    """`python -m module FD`, and this side of the socket pair whose other side is FD."""
+    """Starts `python -m module FD`; returns the process and this side of the socket pair."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         root = str(Path(__file__).resolve().parent.parent.parent)
@@ -44,8 +45,8 @@ def start_helper(module: str) -> tuple[subprocess.Popen[bytes], Connection]:
 
 
 def first_message(process: subprocess.Popen[bytes], connection: Connection, load_timeout: float, name: str) -> Any:
-    """Waits for what a helper sends once it is ready or cannot start. `name`: of the process, for errors. Raises
-    HelperFailed where the process ends first, or sends nothing for `load_timeout` seconds: then it is killed."""
+    """Waits for a helper's first message: that it is ready, or cannot start. `name`: of the process, for errors. Raises
+    HelperFailed if the process ends first, or is killed after `load_timeout` seconds without a message."""
     try:
         if any(connection.poll(load_timeout / POLLS) for _ in range(POLLS)):
             return connection.recv()

@@ -15,10 +15,10 @@ Clock = Callable[[], float]
 
 
 class TokenBucket:
-    """A token bucket that fills with `per_minute` units a minute and holds at most a minute's worth.
+    """A token bucket that is filled with `per_minute` units per minute and holds at most a minute's worth.
 
-    What a call will cost is not always known when it begins (generated tokens are not), so a bucket may be charged
-    below zero: later calls then wait until it is positive again. Thread-safe.
+    The cost of a call may not be known when it begins (such as generated tokens), so a bucket may be charged below
+    zero: later calls then wait until it is positive again. Thread-safe.
     """
 
     def __init__(self, per_minute: float, clock: Clock = time.monotonic) -> None:
@@ -31,7 +31,7 @@ class TokenBucket:
         with self._lock:
             self._refill()
             missing = min(amount, self._capacity) - self._level
-            # Also for a call that costs nothing yet: it waits until the bucket is positive again.
+            # Also for a call without cost: it waits until the bucket is positive again.
             return max(0.0, missing / self._rate)
 
     def charge(self, amount: float) -> None:
@@ -61,7 +61,7 @@ class RateLimits:
         return bool(self._buckets)
 
     def admit(self, kind: str, amount: float) -> None:
-        """Takes `amount`. Raises ResourceExhausted with the time to wait where it is not available."""
+        """Takes `amount`. Raises ResourceExhausted with the time to wait if it is not available."""
         bucket = self._buckets.get(kind)
         if bucket is None:
             return
@@ -73,7 +73,7 @@ class RateLimits:
         bucket.charge(amount)
 
     def charge(self, kind: str, amount: float) -> None:
-        """Charges what has been used already, below zero if need be."""
+        """Charges what has been used already, possibly below zero."""
         if (bucket := self._buckets.get(kind)) is not None:
             bucket.charge(amount)
 
@@ -84,17 +84,17 @@ def _too_much(what: str, quota: str) -> errors.ResourceExhausted:
 
 @dataclass
 class Places:
-    """Counts what each tenant holds at a time, up to a limit for each tenant; callers without a key share one count.
-    Used on one event loop."""
+    """Counts what each tenant holds at a time, with a limit per tenant; callers without a key share one count. Used on
+    one event loop."""
 
     limit: int
     what: str
-    """What is counted, for messages: `calls`, `requests`."""
+    """What is counted, for messages: `calls` or `requests`."""
     _held: dict[str, int] = field(default_factory=dict)
 
     @contextmanager
     def hold(self, owner: str) -> Iterator[None]:
-        """Counts one for the tenant until the context ends. Raises ResourceExhausted where the tenant has reached the
+        """Counts one for the tenant until the context ends. Raises ResourceExhausted if the tenant has reached the
         limit."""
         held = self._held.get(owner, 0)
         if owner and held >= self.limit:
@@ -122,9 +122,9 @@ class ByteBudget:
 
     @contextmanager
     def hold(self, owner: str = "") -> Iterator[Held]:
-        """Yields an object that adds bytes to a call's share; they are given back at the end of the context. `owner`:
-        the tenant's name, empty without a key. Adding raises ResourceExhausted where the tenant's limit is reached, and
-        Unavailable where the server's is, with `never_retry` if the bytes could never fit."""
+        """Yields an object that adds bytes to a call's share; they are released at the end of the context. `owner`: the
+        tenant's name, empty without a key. Adding raises ResourceExhausted at the tenant's limit, and Unavailable at
+        the server's, with `never_retry` if the bytes could never fit."""
         share = self.limit if self.share is None or not owner else min(self.share, self.limit)
         held = Held(self, owner, share)
         try:
@@ -134,14 +134,14 @@ class ByteBudget:
 
 
 class Held:
-    """The share that one call has of a budget."""
+    """The share that one call holds of a budget."""
 
     def __init__(self, budget: ByteBudget, owner: str, share: int) -> None:
         self._budget, self._owner, self._share = budget, owner, share
         self._held = 0
 
     def __call__(self, size: int) -> None:
-        """Adds bytes, or gives some back where `size` is negative. Raises as `ByteBudget.hold` says."""
+        """Adds bytes, or releases some if `size` is negative. Raises like `ByteBudget.hold`."""
         budget, owner, share = self._budget, self._owner, self._share
         owned = budget._owned.get(owner, 0)
         if size > 0 and self._held + size > share:
@@ -164,7 +164,7 @@ class Held:
         budget._owned[owner] = owned + size
 
     def release(self) -> None:
-        """Gives everything back. Idempotent."""
+        """Releases everything. Idempotent."""
         self(-self._held)
         if not self._budget._owned.get(self._owner):
             self._budget._owned.pop(self._owner, None)

@@ -24,7 +24,7 @@ from service.common.config import ConfigError, EngineOptions, ServerOptions
 ENV_PREFIX = "SACCADE_"
 # Variables of the SDK that have the same prefix.
 _SDK_VARIABLES = {"SACCADE_API_KEY", "SACCADE_SERVER"}
-# What Kubernetes puts into every pod of a namespace for a Service named `saccade` or `saccade-...`, such as
+# Variables that Kubernetes sets in every pod of a namespace for a Service named `saccade` or `saccade-...`, such as
 # SACCADE_SERVICE_HOST=10.0.0.1, SACCADE_PORT=tcp://10.0.0.1:50051 and SACCADE_PORT_50051_TCP_ADDR=10.0.0.1.
 _INJECTED_NAME = re.compile(
     r"SACCADE_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
@@ -37,7 +37,7 @@ T = TypeVar("T", bound="EngineOptions")
 
 
 def option_type(options: type, name: str) -> Any:
-    """The plain type behind a field's annotation: `int | None` -> int."""
+    """The type of a field without None: `int | None` -> int."""
     hint = typing.get_type_hints(options)[name]
     if isinstance(hint, types.UnionType):
         hint = next(a for a in typing.get_args(hint) if a is not type(None))

@@ -1,4 +1,4 @@
-"""Certificates and keys in files, checked before any transport uses them."""
+"""Certificates and keys in files, checked before a transport uses them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read_pem(path: str, name: str) -> bytes:
 
 
 def check_pair(certificate: str, key: str, names: str) -> None:
-    """Raises ConfigError unless certificate and key belong together: in the middle of a renewal they may not."""
+    """Raises ConfigError unless certificate and key belong together, which may not be so during a renewal."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
     except ssl.SSLError as error:

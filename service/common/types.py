@@ -1,4 +1,4 @@
-"""Types of the frontend: a request as its caller meant it, and the events of an answer. Plain Python, no protos."""
+"""Types of the frontend: requests and the events of answers. Plain Python, no protos."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ FinishReason = Literal["stop", "length", "aborted"]
 
 @dataclass(frozen=True)
 class Message:
-    """One message of a conversation. `parts` is the content in order: text as str, None in place of an image or a
-    clip."""
+    """One message of a conversation. `parts` is the content in order: text as str, None for an image or a clip."""
 
     role: str
     parts: tuple[str | None, ...]
@@ -58,14 +57,14 @@ MediaSource = Image | Video
 
 
 def files(media: Iterable[MediaSource]) -> Iterator[MediaSource]:
-    """Every file of the images and clips: a clip's own, or those of its frames."""
+    """All files of the images and clips: a clip's own file, or those of its frames."""
     for source in media:
         yield from source.frames if isinstance(source, Video) and source.frames else (source,)
 
 
 @dataclass(frozen=True)
 class ChatInput:
-    """Messages in which None stands for the next of the request's images and clips."""
+    """Messages in which None is the next of the request's images and clips."""
 
     messages: tuple[Message, ...]
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -123,13 +122,13 @@ class Tokenized:
 
 @dataclass(frozen=True)
 class ImageInput:
-    """Stands for the request's only image, without a prompt."""
+    """Requests the embedding of the only image, without a prompt."""
 
 
 @dataclass(frozen=True)
 class Embedded:
     """The result of an embedding request: vectors of a prompt or an image, each `[..., hidden]` little-endian float32;
-    empty where not asked for."""
+    empty if not requested."""
 
     request_id: str
     model: str
@@ -186,7 +185,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Delta:
-    """New text and tokens of sample `index`. Text holds whole characters only; ids may be ahead of it."""
+    """New text and tokens of sample `index`. The text has whole characters only, so the ids may be ahead of it."""
 
     index: int
     text: str
@@ -205,7 +204,7 @@ class Finished:
     stop_string: str | None = None
     stop_token: int | None = None
     prompt_logprobs: tuple[PromptLogprob, ...] = ()
-    """With the first sample, where prompt log-probabilities were asked for."""
+    """With the first sample, if prompt log-probabilities were requested."""
 
 
 Event = Started | Delta | Finished

@@ -18,8 +18,8 @@ T = TypeVar("T")
 class Watched(Generic[T]):
     """The parsed content of some files, parsed again when one of them has changed. Thread-safe.
 
-    A replacement that cannot be read or parsed is logged, and the last good value stays in use: a mistake of an
-    operator must not stop a running server. File contents are never logged.
+    If a replacement cannot be read or parsed, that is logged and the last valid value stays in use, so that an
+    operator's mistake does not stop a running server. File contents are never logged.
     """
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]], parse: Callable[[list[bytes]], T]) -> None:
@@ -40,7 +40,7 @@ class Watched(Generic[T]):
         return self._parse([path.read_bytes() for path in self._paths])
 
     def current(self) -> T:
-        """The value for the files as they are now; costs one stat for each file."""
+        """The value for the current files; takes one stat call per file."""
         with self._lock:
             try:
                 stamp = self._stat()

@@ -1,1 +1,2 @@
-"""Patches become rows, here or in another process or host: the handoff queue and the links to encoders."""
+"""Turns patches into rows, in this process, another process or another host: the handoff queue and the links to
+encoders."""

@@ -1,9 +1,9 @@
-"""Who turns reserved images into rows. One interface over three ways:
+"""Turns reserved images into rows. One interface with two implementations:
 
-    LocalEncoder   the runner in this process: writes straight into the handoff's space (this module)
-    EncoderPool    encoders in processes of their own, on this host or others (service/encoding/encoder_pool.py)
+    LocalEncoder   the runner in this process: writes straight into the handoff's memory (this module)
+    EncoderPool    encoders in other processes, on this host or others (service/encoding/encoder_pool.py)
 
-An engine has one of them. Either takes work from the handoff, which is there only once its space is reserved.
+An engine has one of them. Both take work from the handoff, after its memory has been reserved.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from service.encoding.entries import EncodingFailed, Work
 log = logging.getLogger(__name__)
 
 TURN_SECONDS = 0.1
-"""Time slice of the encoder between two decoder steps, where both share the cores of a CPU. A running stream gets its
-next token after this, a layer and a step at the latest, whatever the sizes and number of images: nine tokens a second,
-faster than one reads. A decoder step of few rows, which reads all weights for them, then takes a twentieth of the time
-that images wait for.
-"""
+"""Time slice of the encoder between two decoder steps, in seconds, if both share the cores of a CPU. A running stream
+gets its next token after this time plus a layer and a step at the latest, whatever the sizes and number of images: nine
+tokens per second, faster than reading. A decoder step of few rows, which reads all weights for them, then takes a
+twentieth of the time that images wait for."""
 
 
 class Encoding(Protocol):
@@ -36,11 +35,10 @@ class Encoding(Protocol):
     """Seconds that the engine's own process has spent on encoding."""
 
     def start(self, on_fatal: Callable[[BaseException], None]) -> None:
-        """Starts working. `on_fatal` is called with an error after which no further image would be encoded."""
+        """Starts working. `on_fatal` is called with an error after which no more images would be encoded."""
 
     def turn(self) -> bool:
-        """Does a bounded piece of work. False where there is nothing to do, or where another thread or process does
-        it."""
+        """Does a bounded piece of work. False if there is nothing to do, or if another thread or process does it."""
 
     def wake(self) -> None:
         """To be called when the handoff has changed."""
@@ -57,8 +55,7 @@ class Encoding(Protocol):
 
 
 class WorkSource(Protocol):
-    """Where an encoder gets its work from and returns the results to: a handoff, or its counterpart in another
-    process."""
+    """Where an encoder gets its work and delivers its results: a handoff, or its counterpart in another process."""
 
     def take(self, max_tokens: int | None = None) -> list[Work]: ...
 
@@ -68,16 +65,15 @@ class WorkSource(Protocol):
 
 
 class LocalEncoder:
-    """The encoder runner in this process. It works when its caller calls `turn`, or with `own_thread` on a thread of
-    its own; on a GPU either way on its own stream, beside the decoder's.
-    """
+    """The encoder runner in this process. It works when its caller calls `turn`, or with `own_thread` in a thread of
+    its own; on a GPU in either case on its own stream, concurrently with the decoder's."""
 
     def __init__(
         self, runner: EncoderRunner, handoff: WorkSource, *, step_tokens: int | None = None, own_thread: bool = False,
         turn_seconds: float | None = None,
     ) -> None:  # fmt: skip
-        """`step_tokens`: image tokens that the encoder takes at a time. `turn_seconds`: length of a time slice, which
-        may be exceeded by one layer of the tower; None: a whole batch."""
+        """`step_tokens`: image tokens of one batch. `turn_seconds`: length of a time slice, which may be exceeded by
+        one layer of the tower; None: a whole batch."""
         self.runner = runner
         self.seconds = 0.0
         self._handoff = handoff
@@ -129,7 +125,7 @@ class LocalEncoder:
             on_fatal(error)
 
     def _launch(self) -> bool:
-        """Spends a time slice on the current batch and on further images. False where there is nothing to encode."""
+        """Works for one time slice, on the current batch and on further images. False if there is nothing to encode."""
         with on(self.stream):
             return self._work()
 
@@ -146,7 +142,7 @@ class LocalEncoder:
         return True
 
     def _advance(self, seconds: float | None) -> bool:
-        """Works on one batch until the time slice or the batch ends. False where there is none."""
+        """Works on one batch until the time slice or the batch ends. False if there is none."""
         if self._batch is None and not self._begin():
             return False
         if self._batch is not None:
@@ -171,8 +167,8 @@ class LocalEncoder:
         return True
 
     def _encode_alone(self, work: list[Work], error: Exception) -> None:
-        """A failed batch is encoded again image by image, so that one bad image does not fail the others; what fails
-        again fails for good."""
+        """Encodes a failed batch again image by image, so that one bad image does not fail the others; an image that
+        fails again fails for good."""
         if len(work) > 1:
             log.warning("a batch of %d images could not be encoded; trying each alone", len(work), exc_info=error)
         for item in work:

@@ -1,10 +1,10 @@
 """Encoders in other processes: assigns images to them, and handles those that are slow, wrong or dead.
 
-An image is sent to the encoder with the fewest tokens in progress. What each encoder has in progress is limited, so
+An image is sent to the encoder with the fewest tokens in progress. The work in progress of each encoder is limited, so
 that images wait in the handoff, which orders them by urgency, and not in an encoder's queue. An encoder has a lease on
-the space that it writes to: one that keeps it longer gets no further images until it answers again, and the image is
-sent to another. The images of an encoder that died are sent to others. Where there has been no encoder for as long as a
-lease, waiting and new requests get an error until there is one.
+the memory that it writes to: if it holds it longer, it gets no further images until it answers again, and the image is
+sent to another encoder. The images of an encoder that died are sent to others. If there has been no encoder for the
+duration of a lease, waiting and new requests get an error until there is one.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from service.encoding.handoff import Handoff
 log = logging.getLogger(__name__)
 
 DEPTH = 2
-"""Encoder steps that one encoder may have in progress: one that runs and one that waits."""
+"""Encoder steps that one encoder may have in progress: one running and one waiting."""
 
 
 class LinkOwner(Protocol):
-    """What a link calls. From any thread, without holding the link's locks."""
+    """Callbacks of a link, called from any thread, without holding the link's locks."""
 
     def written(self, link: Link, work: Work, counts: tuple[int, ...]) -> None:
         """All rows of `work` have been written; `counts`: rows of each of its attention sequences."""
 
     def failed(self, link: Link, work: Work, error: Exception) -> None:
-        """The encoder reports that `work` cannot be encoded; a ValueError means: by no encoder."""
+        """The encoder reports that `work` cannot be encoded; a ValueError means that no encoder can."""
 
     def lost(self, link: Link, works: Sequence[Work], reason: str) -> None:
-        """The encoder or its connection has ended, so that `works` will not be written."""
+        """The encoder or its connection has ended, so `works` will not be written."""
 
     def changed(self, link: Link) -> None:
-        """The encoder has sent something: it is connected, or has room for further images."""
+        """The encoder has sent something: it is connected, or can take more images."""
 
 
 class Link(Protocol):
@@ -51,26 +51,26 @@ class Link(Protocol):
 
     @property
     def reason(self) -> str:
-        """Why it does not."""
+        """Why it does not accept work."""
 
     @property
     def in_progress(self) -> int:
-        """Image tokens that have been sent and whose rows have not come back."""
+        """Image tokens that have been sent and whose rows have not arrived."""
 
     @property
     def load(self) -> int:
-        """Image tokens in progress in this encoder, including those of other decoders as far as that is known."""
+        """Image tokens in progress in this encoder, including those of other decoders as far as known."""
 
     def start(self, owner: LinkOwner) -> None:
         """Connects, and reconnects whenever the connection is lost. Returns when the first attempt has succeeded or
-        failed. Raises PartnerRefused where the encoder serves another model."""
+        failed. Raises PartnerRefused if the encoder serves another model."""
 
     def send(self, work: Work, seconds_left: float | None) -> None:
         """Sends `work` without blocking. Ends in exactly one of the owner's methods, or in `revoke`."""
 
     def revoke(self, work: Work) -> bool:
-        """True: nothing more will be written or reported of `work`. False: it has ended, and the owner is being
-        told."""
+        """True: nothing more will be written or reported for `work`. False: it has ended, and the owner is being
+        notified."""
 
     def abandon(self) -> None:
         """Ends the connection to an encoder, or its process, that is late and has sent nothing since."""
@@ -79,21 +79,21 @@ class Link(Protocol):
         """Statistics of this encoder; those that end in `_now` are gauges, the others are counters."""
 
     def close(self) -> None:
-        """Ends the connection. The owner's methods are not called any more. Idempotent."""
+        """Ends the connection. The owner's methods are no longer called. Idempotent."""
 
 
 class EncoderPool:
-    """The encoders of one decoder, as a `service.encoding.encoder.Encoding`. Has a thread of its own."""
+    """The encoders of one decoder; implements `service.encoding.encoder.Encoding`. Has a thread of its own."""
 
     def __init__(self, handoff: Handoff, links: Sequence[Link], *, lease: float, step_tokens: int) -> None:
-        """`lease`: seconds that an encoder may take for an image after it was sent. `step_tokens`: image tokens of one
+        """`lease`: seconds from sending an image until its rows must have arrived. `step_tokens`: image tokens of one
         step of an encoder. Raises PartnerRefused."""
         self.seconds = 0.0
         self.links = list(links)
         self._handoff, self._lease, self._step_tokens = handoff, lease, step_tokens
         self._given: dict[int, tuple[Link, Work]] = {}
         self._late: dict[str, float] = {}
-        """Links whose encoders are late, and when their connections will be ended."""
+        """Links whose encoders are late -> when their connections will be ended."""
         self._lock = threading.Lock()
         self._wake, self._closing = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -190,7 +190,7 @@ class EncoderPool:
                 self._take_back()
                 pause = self._give()
                 self._wake.wait(pause)
-        except BaseException as error:  # a bug: no further image would be assigned
+        except BaseException as error:  # a bug: no more images would be assigned
             on_fatal(error)
 
     def _take_back(self) -> None:
@@ -217,7 +217,7 @@ class EncoderPool:
             self._handoff.retry(work, EncodingFailed("the image was taken back from its encoder"))
 
     def _give(self) -> float | None:
-        """Assigns the images whose space is reserved. Returns the seconds until something may have to be done without a
+        """Assigns the images whose memory is reserved. Returns the seconds until the next action that needs no
         wake-up."""
         while links := self._with_room():
             if not (works := self._handoff.take(self._step_tokens, lease=self._lease)):
@@ -242,8 +242,8 @@ class EncoderPool:
         return max(min(moments) - now, 0.0) if moments else None
 
     def _give_up(self, now: float) -> list[float]:
-        """Ends the connections to encoders that have been late for a second lease. Returns the times at which others
-        will have been."""
+        """Ends the connections to encoders that have been late for a second lease. Returns the times at which the
+        others are due."""
         with self._lock:
             over = [link for link in self.links if self._late.get(link.name, now + 1) <= now]
             for link in over:

@@ -1,10 +1,10 @@
-"""The encoder's side of `EncoderService.Attach`: images in, rows out, one session for each decoder.
+"""The encoder's side of `EncoderService.Attach`: images in, rows out, one session per decoder.
 
-The encoder has a handoff of its own, with the same properties: space for the rows is reserved before an image is
-encoded, an image is encoded once however many decoders ask for its key, rows are cached, images are ordered by deadline
-and priority. A session leases what its decoder asked for, sends the rows when they are ready, and releases them when
-they are sent. Rows that a decoder does not read stay leased; then the space is full, nothing is encoded, no decoder
-gets a larger window, and the decoders keep their images.
+The encoder has a handoff of its own, with the same properties: memory for the rows is reserved before an image is
+encoded, an image is encoded once however many decoders request its key, rows are cached, images are ordered by deadline
+and priority. A session leases what its decoder requested, sends the rows when they are ready, and then releases them.
+Rows that a decoder does not read stay leased; when the memory is full, nothing is encoded, no decoder gets a larger
+window, and the decoders keep their images.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
     """Accepts decoders of the same model. Used on one event loop."""
 
     def __init__(self, handoff: Handoff, partner: Partner, *, window_bytes: int, max_sessions: int) -> None:
-        """`window_bytes`: pixels that one decoder may have sent and not got rows for."""
+        """`window_bytes`: pixels of one decoder that may be in progress."""
         self._handoff, self._partner = handoff, partner
         self._window_bytes, self._max_sessions = window_bytes, max_sessions
         self.sessions: set[_Session] = set()
@@ -51,7 +51,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
         hello = await anext(aiter(requests), None)
         if hello is None or hello.WhichOneof("message") != "hello":
             raise errors.InvalidArgument("the first message must be hello", field="hello")
-        # Sent before the decoder's own is checked, so that both sides can report what differs.
+        # Sent before the decoder's message is checked, so that both sides can report the differences.
         yield Response(
             welcome=encoder_pb2.Welcome(
                 partner=partner_to_proto(self._partner), window_bytes=self._window_bytes,
@@ -62,7 +62,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             self._partner.check(partner_from_proto(hello.hello), f"the decoder at {context.peer()}")
         except PartnerRefused as error:
             raise errors.FailedPrecondition(str(error), reason="PARTNER_REFUSED") from None
-        self._check_room()  # another session, or the end, may have come since
+        self._check_room()  # another session may have started, or the server may be stopping, since
         session = _Session(self._handoff, self._window_bytes)
         self.sessions.add(session)
         self.idle.clear()
@@ -80,7 +80,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             log.info("the decoder at %s has disconnected", context.peer())
 
     def _check_room(self) -> None:
-        """Raises Unavailable where no further decoder is accepted."""
+        """Raises Unavailable if no further decoder is accepted."""
         if self._draining:
             raise errors.Unavailable("the encoder is stopping", reason="DRAINING", retry_after=1.0)
         if len(self.sessions) >= self._max_sessions:
@@ -95,7 +95,7 @@ class EncoderServicer(encoder_pb2_grpc.EncoderServiceServicer):
             session.wake.set()
 
     def drain(self) -> None:
-        """Tells all decoders to send nothing more; each gets the rows that it still waits for, and disconnects."""
+        """Tells all decoders to send nothing more. Each receives the rows that it still waits for, and disconnects."""
         self._draining = True
         for session in self.sessions:
             session.put(Response(draining=True))
@@ -137,7 +137,7 @@ class _Session:
         self.wake.set()
 
     async def read(self, requests: AsyncIterator[encoder_pb2.AttachRequest]) -> None:
-        """Reads until the decoder has no more to send. Raises StatusError for messages that no decoder sends."""
+        """Reads until the decoder has no more to send. Raises StatusError for invalid messages."""
         try:
             async for request in requests:
                 match request.WhichOneof("message"):
@@ -205,8 +205,8 @@ class _Session:
         self.put(Response(credit=encoder_pb2.Credit(bytes=size, waiting_tokens=self._handoff.pending_tokens())))
 
     async def responses(self, reader: asyncio.Task[None]) -> AsyncIterator[encoder_pb2.AttachResponse]:
-        """The messages to the decoder, until it has everything that it asked for and asks no more. Raises what `reader`
-        raises."""
+        """Yields the messages to the decoder, until it has everything that it requested and requests no more. Raises
+        the errors of `reader`."""
         while True:
             await self.wake.wait()
             self.wake.clear()
@@ -228,7 +228,7 @@ class _Session:
                     return
 
     async def _rows(self, ticket: int, lease: Lease) -> AsyncIterator[encoder_pb2.AttachResponse]:
-        """The rows in pieces; stops between two pieces if they are no longer wanted."""
+        """Yields the rows in pieces; stops between two pieces if they are no longer wanted."""
         for data in pieces(bytes_of(lease.rows())):
             yield Response(rows=encoder_pb2.Piece(ticket=ticket, data=data))
             if ticket not in self._leases:

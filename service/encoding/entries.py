@@ -39,11 +39,11 @@ class Work:
     image: EncoderItem
     rows: torch.Tensor
     ticket: int = 0
-    """Unique number of this attempt: an image that is encoded again gets another."""
+    """Unique number of this attempt; each attempt for an image gets a new one."""
     priority: int = 0
     """The highest priority of the requests that wait for the image when it is taken."""
     reserved: Any = None
-    """On a GPU, the event after which the rows' memory may be written: earlier content may still be read."""
+    """On a GPU, the event after which the rows' memory may be written, since earlier content may still be read."""
 
     def space(self) -> torch.Tensor:
         """The rows, to be written on the current stream."""
@@ -57,32 +57,31 @@ class Entry:
     arrival: float
     state: EntryState = EntryState.WAITING
     image: EncoderItem | None = None
-    """The pixels, kept while a lease may still need them encoded (again)."""
+    """The pixels, kept while a lease may still need them to be encoded (again)."""
     rows: torch.Tensor | None = None
     reserved: Any = None
-    """As in `Work`."""
+    """See `Work`."""
     written: Any = None
     """On a GPU, the event after which the rows have been written."""
     writer: Work | None = None
     expires: float | None = None
     """When the encoder's lease ends; None: never."""
     attempts: int = 0
-    """Failed attempts to encode it."""
+    """Number of failed attempts to encode it."""
     counts: tuple[int, ...] | None = None
-    """Rows of each attention sequence, known after encoding: what pruning has left of a clip. Kept when rows are
-    evicted."""
+    """Rows of each attention sequence, known after encoding (for a clip, after pruning). Kept when rows are evicted."""
     leases: set[Lease] = field(default_factory=set)
 
     @property
     def urgency(self) -> Waiting:
-        """Of the requests that wait for it at present: the earliest deadline, the highest priority."""
+        """The earliest deadline and the highest priority of the requests that wait for it at present."""
         deadlines = [lease.deadline for lease in self.leases if lease.deadline is not None]
         priority = max((lease.priority for lease in self.leases), default=0)
         return Waiting(self.tokens, self.arrival, min(deadlines, default=None), priority)
 
 
 class Lease:
-    """One request's hold on one image's rows; for the decoder, an embedding source."""
+    """One request's hold on one image's rows; an embedding source for the decoder."""
 
     def __init__(
         self, give_back: Callable[[Lease, Entry], None], entry: Entry, owner: str, priority: int,
@@ -93,7 +92,7 @@ class Lease:
         self._entry = entry
         self.owner, self.priority, self.deadline = owner, priority, deadline
         self.error: Exception | None = None
-        """Why there will be no rows. An object of this lease's own, because raising an exception modifies it."""
+        """Why there will be no rows. A separate object per lease, because raising an exception modifies it."""
 
     @property
     def ready(self) -> bool:

@@ -1,8 +1,8 @@
 """The decoder's side of `EncoderService.Attach`: an encoder on another host, or in another server on this one.
 
-One thread reads what the encoder sends and writes rows directly into the handoff's space; gRPC's own thread iterates
+One thread reads what the encoder sends and writes rows directly into the handoff's memory; gRPC's own thread iterates
 over `_Session.messages`, which yields no more pixels than the encoder's window allows. After a lost connection the
-reader connects again, after a pause that grows with each failure.
+reader reconnects, after a pause that grows with each failure.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ log = logging.getLogger(__name__)
 CONNECT_SECONDS = 5.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
 FRESH = 1.0
-"""Seconds for which the load that an encoder has reported counts: while we send nothing, it reports nothing."""
+"""Seconds for which an encoder's reported load is valid: it reports nothing while we send nothing."""
 MAX_MESSAGE = 8 << 20
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE),
     ("grpc.max_send_message_length", MAX_MESSAGE),
-    # Keepalive finds hosts that vanish; an encoder that is only slow is handled by its lease.
+    # Keepalive detects hosts that vanish; an encoder that is only slow is handled by its lease.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Each link has a connection of its own, and reconnects when we say so.
+    # Each link has its own connection, and reconnects when we decide.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 5000),  # also the time that one connection attempt may take
@@ -48,7 +48,7 @@ REFUSALS = (
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.UNIMPLEMENTED,
 )
-"""Statuses with which retrying is useless."""
+"""Statuses that retrying cannot change."""
 
 
 def partner_to_proto(partner: Partner) -> encoder_pb2.Partner:
@@ -177,7 +177,7 @@ class GrpcLink:
             self._first.set_result(None)
 
     def _attach(self, owner: LinkOwner) -> None:
-        """Runs one connection from its beginning to its end. Raises RpcError or PartnerRefused."""
+        """Runs one connection from start to end. Raises RpcError or PartnerRefused."""
         if self._credentials is None:
             channel = grpc.insecure_channel(self.name, options=CHANNEL_OPTIONS)
         else:
@@ -276,7 +276,7 @@ class _Session:
 
     @property
     def elsewhere(self) -> int:
-        """Image tokens in progress in the encoder, of all its decoders, if it has reported them recently."""
+        """Image tokens in progress in the encoder for all its decoders, if reported recently."""
         tokens, moment = self._reported
         return tokens if time.monotonic() - moment < FRESH else 0
 
@@ -308,14 +308,14 @@ class _Session:
             return True
 
     def write(self, ticket: int, data: bytes) -> None:
-        """Writes received rows. Holds the lock meanwhile, so that revoked images are not written. Raises ValueError
-        where there are more bytes than rows."""
+        """Writes received rows, holding the lock, so that revoked images are not written. Raises ValueError for more
+        bytes than rows."""
         with self._changed:
             if (work := self._works.get(ticket)) is not None:
                 self._written[ticket] = write_bytes(work.rows, self._written[ticket], data)
 
     def finish(self, ticket: int) -> Work | None:
-        """Ends an image; None if it has been revoked. Raises ValueError where rows are missing."""
+        """Ends an image; None if it has been revoked. Raises ValueError if rows are missing."""
         with self._changed:
             work = self._works.get(ticket)
             if work is None:
@@ -340,8 +340,8 @@ class _Session:
             self._changed.notify_all()
 
     def drain(self) -> list[Work]:
-        """Stops sending after the image that is being sent; the rows of what has been sent are still received. Returns
-        the unsent images."""
+        """Stops sending after the current image; the rows of images that were sent are still received. Returns the
+        unsent images."""
         with self._changed:
             self.open = False
             unsent = [work for work, _ in self._unsent]
@@ -353,13 +353,13 @@ class _Session:
             return unsent
 
     def shut(self) -> None:
-        """Nothing more is sent or received."""
+        """Stops sending and receiving."""
         with self._changed:
             self.open, self._sending_ended = False, True
             self._changed.notify_all()
 
     def end(self) -> list[Work]:
-        """Ends the session and returns the images in progress; none of them is written after this."""
+        """Ends the session and returns the images in progress, none of which is written after this."""
         self.shut()
         with self._changed:
             lost = list(self._works.values())
@@ -377,7 +377,7 @@ class _Session:
                 yield from self._item_messages(*what)
 
     def _next(self) -> int | tuple[Work, float | None] | None:
-        """The ticket of an image to cancel, or the next image for which the window has room; None at the end."""
+        """The ticket of an image to cancel, or the next image that the window has space for; None at the end."""
         with self._changed:
             while not self._sending_ended:
                 if self._cancels:

@@ -11,12 +11,11 @@ from encoder.item import DTYPE_BYTES, IMAGE, ROW_MAJOR, VIDEO, EncoderItem, Item
 from saccade.v1 import encoder_pb2
 
 PIECE_BYTES = 1 << 20
-"""Bytes of pixels or rows in one message: large enough to be efficient, small enough that other messages need not wait
-long."""
+"""Bytes of pixels or rows in one message: large enough to be efficient, small enough not to delay other messages."""
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The tensor's numbers in order, as bytes. Waits for the device and copies from it; on a CPU copies nothing."""
+    """The tensor's elements in order, as bytes. Waits for the device and copies from it; on a CPU it copies nothing."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
@@ -28,7 +27,7 @@ def pieces(data: memoryview) -> Iterator[bytes]:
 
 def write_bytes(target: torch.Tensor, offset: int, data: bytes) -> int:
     """Copies `data` to the bytes of a contiguous tensor from `offset` on; returns the offset after it. Raises
-    ValueError where it would end beyond the tensor."""
+    ValueError if it would exceed the tensor."""
     flat = target.view(-1).view(torch.uint8)
     end = offset + len(data)
     if end > len(flat):
@@ -39,9 +38,9 @@ def write_bytes(target: torch.Tensor, offset: int, data: bytes) -> int:
 
 
 def item_to_proto(item: ItemDescription) -> encoder_pb2.EncodeItem:
-    """All of it; the ticket and the urgency are the caller's.
+    """Converts everything except the ticket and the urgency, which the caller adds.
 
-    The message names no kind: what has frames is a video, and its shape begins with its sequences.
+    The message has no kind: an item with frames is a video, and its shape begins with its sequences.
     """
     rows, width = item.shape
     shape = (item.num_sequences, rows // item.num_sequences, width) if item.num_frames else (rows, width)
@@ -64,7 +63,7 @@ def empty_pixels(message: encoder_pb2.EncodeItem, limit: int) -> torch.Tensor:
 
 
 def item_from_proto(message: encoder_pb2.EncodeItem, pixels: torch.Tensor) -> EncoderItem:
-    """Raises ValueError for a shape that does not fit the grid."""
+    """The item. Raises ValueError for a shape that does not fit the grid."""
     rows, columns, *slice_grid = message.slices or (0, 0, 0, 0)
     if len(slice_grid) != 2:
         raise ValueError(f"slices are {list(message.slices)}; rows, columns and a grid would work")

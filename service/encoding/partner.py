@@ -1,4 +1,4 @@
-"""What an encoder and a decoder in different processes must have in common."""
+"""Properties that an encoder and a decoder in different processes must share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.common.config import ConfigError
 from service.model.checkpoint import Checkpoint
 
 PROTOCOL = 1
-"""Version of the messages between them; increases when older ones would be misunderstood."""
+"""Version of the messages between them; increased when older versions would misunderstand them."""
 
 
 class PartnerRefused(ConfigError):
@@ -20,7 +20,7 @@ class PartnerRefused(ConfigError):
 
 @dataclass(frozen=True)
 class Partner:
-    """The identity of one side, in values that a person can compare."""
+    """The identity of one side, in human-readable values."""
 
     protocol: int
     model: str
@@ -34,7 +34,7 @@ class Partner:
     """Width of a row."""
 
     def check(self, other: Partner, name: str) -> None:
-        """Raises PartnerRefused, with each difference and both values. `name`: of the other side, for messages."""
+        """Raises PartnerRefused listing each difference with both values. `name`: of the other side, for messages."""
         pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self) if f.name != "model")
         differences = [
             f"{field} is {theirs!r} there and {ours!r} here" for field, ours, theirs in pairs if ours != theirs

@@ -1,11 +1,12 @@
-"""An encoder in a process of its own on this host: the decoder's end. What kills it costs a retry, not the engine.
+"""An encoder in another process on this host, seen from the decoder. If it crashes, images are retried; the engine goes
+on.
 
-Pixels and rows lie in shared segments (`segments.py`); control messages cross a socket pair, as between frontend and
-engine. Decoder to encoder: (options, log level) first, then ("segment", number) with a descriptor, ("forget", number),
-("encode", ticket, description, segment, rows), ("cancel", ticket), ("close",). Encoder to decoder: ("ready",) or
-("failed", message), then for each ticket exactly one of ("done", ticket, counts, stats), ("error", ticket, message,
-invalid) and ("cancelled", ticket). Until that, or until the process is dead, its segment is not used for anything else:
-an image that was taken back from an encoder that is late may still be written there.
+Pixels and rows are in shared segments (`segments.py`); control messages are sent through a socket pair, as between
+frontend and engine. Decoder to encoder: (options, log level) first, then ("segment", number) with a descriptor,
+("forget", number), ("encode", ticket, description, segment, rows), ("cancel", ticket), ("close",). Encoder to decoder:
+("ready",) or ("failed", message), then for each ticket exactly one of ("done", ticket, counts, stats), ("error",
+ticket, message, invalid) and ("cancelled", ticket). Until then, or until the process is dead, its segment is not
+reused: a late encoder may still write a revoked image there.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 30.0
 ALIGNMENT = 64
 MAX_IN_PROGRESS = 64
-"""Images that may be in the process: their messages fit the socket's buffer, so that a process that hangs blocks
-nobody."""
+"""Largest number of images in the process: their messages fit the socket's buffer, so that a hanging process blocks
+nothing."""
 
 
 @dataclass(frozen=True)
 class PlacedRows:
-    """Where an image's rows lie in its segment."""
+    """Position of an image's rows in its segment."""
 
     offset: int
     shape: tuple[int, ...]
@@ -86,7 +87,7 @@ class ProcessLink:
     load = in_progress
 
     def start(self, owner: LinkOwner) -> None:
-        """Starts the process. Raises ConfigError with its message where it refuses the options."""
+        """Starts the process. Raises ConfigError with its message if it rejects the options."""
         self._owner = owner
         self._connection = self._connect()
         self._thread = threading.Thread(target=self._loop, name="saccade-encoder-process", daemon=True)
@@ -159,7 +160,7 @@ class ProcessLink:
             self._owner.failed(self, work, failure)
 
     def _place(self, work: Work) -> bool:
-        """Copies the pixels to a segment and tells the encoder. False where no segment is free."""
+        """Copies the pixels to a segment and notifies the encoder. False if no segment is free."""
         if len(self._segments) >= MAX_IN_PROGRESS:
             return False
         pixels, offset = work.image.patches, _rows_offset(work)
@@ -252,7 +253,7 @@ class ProcessLink:
             return work
 
     def _end(self) -> None:
-        """The process has ended, so that nothing writes to the segments any more."""
+        """The process has ended, so nothing writes to the segments any more."""
         assert self._process is not None
         code = self._process.wait()
         self._reason = f"the encoder process ended with code {code}"
@@ -271,5 +272,5 @@ class ProcessLink:
 
 
 def _rows_offset(work: Work) -> int:
-    """The rows lie after the pixels."""
+    """The rows are stored after the pixels."""
     return -(-work.image.nbytes // ALIGNMENT) * ALIGNMENT

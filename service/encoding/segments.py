@@ -1,9 +1,9 @@
-"""Shared memory between two processes: anonymous files, so that nothing is left behind however either ends.
+"""Shared memory between two processes: anonymous files, so that nothing is left behind however the processes end.
 
-A segment has no name. Its descriptor crosses the socket pair once, both sides map it, and it is kept for further
-images of about its size: fresh pages cost as much as the copy. Memory is taken when the segment is made, so that a
-full machine shows as an error here and not as a signal in the middle of a copy. Where there is a CUDA device, segments
-are page-locked, which lets copies to and from it run at the bus's speed.
+A segment has no name. Its descriptor is sent through the socket pair once, both sides map it, and it is reused for
+images of about its size, since new pages cost as much as the copy. Memory is allocated when the segment is created, so
+that a full machine gives an error and not a signal in the middle of a copy. With a CUDA device, segments are
+page-locked, so that copies run at the bus's speed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Segment:
         return flat[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def pin(self) -> None:
-        """Page-locks the memory where there is a CUDA device."""
+        """Page-locks the memory if there is a CUDA device."""
         if torch.cuda.is_available():
             flat = torch.frombuffer(self.memory, dtype=torch.uint8)
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), self.size, 0))
@@ -54,7 +54,7 @@ class Segment:
 
 
 def create_segment(number: int, size: int) -> Segment:
-    """Creates a segment. Raises OSError where there is no memory."""
+    """Creates a segment. Raises OSError if there is no memory."""
     descriptor = os.memfd_create("saccade-rows", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(descriptor, 0, size)
@@ -74,13 +74,12 @@ def open_segment(number: int, descriptor: int) -> Segment:
 
 
 class SegmentPool:
-    """Segments for images in progress, limited in bytes. A segment is given back by `give_back` when nobody writes to
-    it any more."""
+    """Segments for images in progress, limited in bytes. `give_back` returns a segment that is no longer written to."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.closed: list[int] = []
-        """Numbers of segments that the other side may unmap; whoever tells it empties the list."""
+        """Numbers of segments that the other side may unmap; emptied by the code that notifies it."""
         self._numbers = count(1)
         self._free: list[Segment] = []
         self._taken: set[Segment] = set()
@@ -94,8 +93,8 @@ class SegmentPool:
         return sum(s.size for s in self._taken)
 
     def take(self, size: int) -> tuple[Segment, bool] | None:
-        """A segment of at least `size` bytes, and whether it is new. None where no segment is free and the limit is
-        reached. Raises ValueError for a size above the limit, OSError where the machine has no memory."""
+        """A segment of at least `size` bytes, and whether it is new. None if no segment is free and the limit is
+        reached. Raises ValueError for a size above the limit, OSError if the machine has no memory."""
         wanted = rounded(size)
         if wanted > self.capacity_bytes:
             raise ValueError(f"{size} bytes, of segments that may have {self.capacity_bytes} together")

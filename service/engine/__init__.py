@@ -1,1 +1,1 @@
-"""The engine: rows and token ids become tokens; its process boundary and its supervision."""
+"""The engine: turns rows and token ids into tokens; its process boundary and its supervision."""

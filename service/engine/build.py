@@ -1,4 +1,4 @@
-"""Builds an engine from options and a checkpoint: the one place where its parts are put together."""
+"""Builds an engine from options and a checkpoint."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def encoder_options(options: EngineOptions, checkpoint: Checkpoint) -> EncoderOp
 
 
 def check_handoff(options: EngineOptions, vision: VisionSpec, dtype: torch.dtype) -> None:
-    """Raises ConfigError where not even the smallest image fits the handoff."""
+    """Raises ConfigError if not even the smallest image fits the handoff."""
     row = vision.row_width * dtype.itemsize
     if options.handoff_bytes // row < vision.min_image_tokens:
         raise ConfigError(
@@ -90,8 +90,8 @@ def check_handoff(options: EngineOptions, vision: VisionSpec, dtype: torch.dtype
 
 
 def build_engine(options: EngineOptions) -> Engine:
-    """Reads the checkpoint and builds encoder, handoff and decoder. Raises ConfigError or CheckpointError with a value
-    that would work; starts nothing."""
+    """Reads the checkpoint and builds encoder, handoff and decoder. Starts nothing. Raises ConfigError or
+    CheckpointError with a value that would work."""
     torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
     checkpoint = open_checkpoint(options.model, options.revision)
     check_role(options, checkpoint)
@@ -133,7 +133,7 @@ def local_encoder(
     options: EngineOptions, checkpoint: Checkpoint, vision: VisionSpec, handoff: Handoff, *, shared: bool = False
 ) -> LocalEncoder:
     """The encoder in this process. On a GPU it has a thread; on a CPU the engine's loop calls it between decoder steps,
-    for short time slices where the thread is `shared` with a decoder."""
+    for short time slices if the thread is `shared` with a decoder."""
     on_gpu = torch.device(resolve_device(options)).type != "cpu"
     if on_gpu and options.encoder_turn is not None:
         log.warning("encoder_turn %g has no effect: on a GPU the encoder has a thread of its own", options.encoder_turn)
@@ -156,8 +156,8 @@ def step_tokens(options: EngineOptions, vision: VisionSpec) -> int:
 def connect_encoders(
     options: EngineOptions, checkpoint: Checkpoint, vision: VisionSpec, handoff: Handoff
 ) -> EncoderPool:
-    """The encoders of `--encoders`. One that cannot be reached yet is connected to later; raises PartnerRefused for one
-    that serves another model."""
+    """The encoders of `--encoders`. One that cannot be reached yet is connected to later; one that serves another model
+    raises PartnerRefused."""
     from service.encoding.credentials import channel_credentials
     from service.encoding.grpc_link import GrpcLink
 
@@ -177,7 +177,7 @@ def connect_encoders(
 
 
 def encoder_process(options: EngineOptions, vision: VisionSpec, handoff: Handoff) -> EncoderPool:
-    """Starts the encoder in a process of its own on this host. Raises ConfigError with that process's message."""
+    """Starts the encoder in another process on this host. Raises ConfigError with that process's message."""
     from service.encoding.process_link import ProcessLink
 
     link = ProcessLink(options, segment_bytes=options.encoder_segment_bytes)

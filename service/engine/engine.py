@@ -1,18 +1,18 @@
 """The engine: encoder, handoff and decoder behind five calls.
 
-    commands   what came in from outside, through one queue
+    commands   from other threads, through one queue
     decode     decoder.step (schedule -> run -> postprocess) -> events
     encode     handoff.take -> encoder.encode -> handoff.publish (service/encoding/encoder.py)
 
-The same object serves in-process (`engine_thread.py`) and behind the process boundary
+The same object runs in-process (`engine_thread.py`) and behind the process boundary
 (`service/servers/engine_process.py`).
 
-Threads. On a CPU one thread does all three in turn, a few of the tower's layers to a decoder step: both runners want
-every core, and short turns bound what an image can add to another request's inter-token latency (`encoder_turn` and a
-layer). It must also be the thread that built the runners: libgomp keeps a team of threads for each thread that ever did
-maths, and as soon as there are more of them than cores it hardly spins between operations, which costs a decode step
-half its speed. On a GPU the encoder has a thread and a stream of its own, and events put the streams in order: it
-writes rows behind the reservation of their memory, and the decoder reads them behind that writing
+Threads. On a CPU one thread does all three in turn, with a few of the tower's layers per decoder step: both runners
+want every core, and short time slices bound what an image can add to another request's inter-token latency
+(`encoder_turn` and a layer). It must also be the thread that built the runners: libgomp keeps a team of threads for
+each thread that has computed, and if there are more of them than cores it hardly spins between operations, which halves
+the speed of a decode step. On a GPU the encoder has a thread and a stream of its own, and events order the streams: it
+writes rows after the reservation of their memory, and the decoder reads them after they are written
 (service/encoding/handoff.py).
 """
 
@@ -104,9 +104,9 @@ class Engine:
         """Runs the loop until `stop`, then closes both runners. To be called once, from the thread that built the
         runners.
 
-        `on_events` gets the events of each step, in order, from this thread. After an error that is not one request's
-        own, all requests get an error event and `alive` is False; with `linger` the loop goes on to refuse further
-        requests.
+        `on_events` gets the events of each step, in order, from this thread. After an error that does not belong to a
+        single request, all requests get an error event and `alive` is False; with `linger` the loop goes on and rejects
+        further requests.
         """
         self._emit = on_events
         if self._encoding is not None:
@@ -153,9 +153,9 @@ class Engine:
             self._commands.get()()
 
     def _turn(self) -> None:
-        """Handles commands, then runs a decoder step, then an encoder time slice; sleeps where there is nothing to do.
+        """Handles commands, then runs a decoder step, then an encoder time slice; sleeps if there is nothing to do.
 
-        The decoder goes first because admission releases images whose rows a cached prefix makes unnecessary.
+        The decoder runs first because admission releases images whose rows a cached prefix makes unnecessary.
         """
         self._wake.clear()
         if self._closing.is_set():  # checked after `clear`, otherwise a call to `stop` in between would be missed
@@ -189,7 +189,7 @@ class Engine:
         if self._encoding is not None:
             self._encoding.check_integrity()
         if self._handoff is not None:
-            # An encoding whose requests have all ended still runs to its end, and its rows are cached.
+            # An encoding runs to its end even if its requests have all ended, and its rows are cached.
             self._handoff.check_integrity(idle=not self._requests.live and not self._handoff.stats()["writing"])
         self._requests.check_integrity()
 

@@ -160,9 +160,9 @@ class EngineProcess(EngineLink):
     def __init__(
         self, options: EngineOptions, *, log_level: str = "info", on_death: Callable[[], None] = lambda: None
     ) -> None:
-        """Starts the process and waits until its model is loaded. Raises ConfigError with the engine's message where it
-        refuses the options, and EngineDied where it ends while loading or takes longer than `load_timeout`. `on_death`
-        is called once, from the reader thread, if the process ends by itself."""
+        """Starts the process and waits until its model is loaded. Raises ConfigError with the engine's message if it
+        rejects the options, and EngineDied if it ends while loading or takes longer than `load_timeout`. `on_death` is
+        called once, from the reader thread, if the process ends by itself."""
         self._process, connection = start_helper("service.servers.engine_process")
         super().__init__(connection, on_death)
         self._hang_timeout = options.hang_timeout
@@ -195,8 +195,8 @@ class EngineProcess(EngineLink):
         threading.Thread(target=self._watch, name="saccade-engine-watch", daemon=True).start()
 
     def _watch(self) -> None:
-        """Sends heartbeats that the engine's own loop answers, and kills an engine that does not answer one within
-        `hang_timeout`; its death is then handled like any other."""
+        """Sends heartbeats that the engine's loop answers, and kills an engine that does not answer one within
+        `hang_timeout`; its end is then handled like any other."""
         while not self._over.wait(BEAT_SECONDS):
             beat = self.query("beat")
             for _ in range(POLLS):

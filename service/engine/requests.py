@@ -42,7 +42,7 @@ class Requests:
         self._embedded: dict[str, Lease] = {}
         """Requests for the embedding of an image."""
         self._unsettled: dict[str, EngineRequest] = {}
-        """Requests with a pruned clip that has not been encoded, so that their prompt's length is not known."""
+        """Requests with a pruned clip that has not been encoded, so that their prompt is not complete."""
 
     @property
     def waiting(self) -> bool:
@@ -55,7 +55,7 @@ class Requests:
         self._settle()
 
     def die(self) -> None:
-        """The engine has stopped: sends an error event to all requests, and frees nothing."""
+        """The engine has stopped: sends an error event to all requests, without freeing anything."""
         doomed = sorted(self.live)
         self.live.clear()
         self.refuse(doomed, "died", "the engine stopped")
@@ -92,7 +92,7 @@ class Requests:
             leases.append(self._handoff.lease(image.key, image.encoder_item, name, request.priority, deadline))
 
     def _give_up(self, request: EngineRequest, error: Exception) -> None:
-        """Frees all that the request holds and sends an error event to each of its samples that is still live."""
+        """Frees everything that the request holds and sends an error event to each sample that is still live."""
         names = [name for name in request.names if name in self.live]
         for name in names:
             self._forget(name)
@@ -130,9 +130,8 @@ class Requests:
                 self._give_up(request, error)
 
     def _admit(self, request: EngineRequest, names: Iterable[str]) -> None:
-        """Submits these samples of a request to the decoder. Raises ValueError for what it cannot run, DeadlineError
-        for what it cannot run in time.
-        """
+        """Submits these samples of a request to the decoder. Raises ValueError if the decoder cannot run it,
+        DeadlineError if not in time."""
         made: list[DecoderRequest] = []
         for name in names:
             prompt_ids, spans = _place(request, self._leases[name])
@@ -160,7 +159,7 @@ class Requests:
 
     def _positions(self, request: EngineRequest, leases: list[Lease], length: int) -> Positions | None:
         """The positions that the model's family gives a prompt with images. Raises ValueError for images that overlap
-        or do not lie in the prompt."""
+        or lie outside the prompt."""
         if self._vision is None or not request.images:
             return None
         return self._vision.positions(length, _blocks(request, leases))
@@ -170,7 +169,7 @@ class Requests:
         self._emit([EngineEvent(name, finish_reason="error", error=kind, message=message) for name in names])
 
     def abort(self, request_id: str) -> None:
-        """Frees all that the request holds, without an event."""
+        """Frees everything that the request holds, without an event."""
         if request_id in self.live:
             self._decoder.abort(request_id)
             self._forget(request_id)

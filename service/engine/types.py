@@ -1,4 +1,4 @@
-"""Types that cross between the frontend and the engine: requests, events, and the engine's description."""
+"""Types that are exchanged between the frontend and the engine: requests, events, and the engine's description."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from service.media.prepared import PreparedItem
 ErrorKind = Literal["invalid", "deadline", "internal", "unavailable", "full", "died"]
 Query = Literal["stats", "integrity", "flush", "histogram", "beat"]
 Embedding = Literal["hidden", "image"]
-"""What to embed. A prompt: its last and its mean hidden state. An image: its image tokens, as the decoder reads
+"""What to embed. `hidden`: a prompt's last and mean hidden state. `image`: an image's rows, as the decoder reads
 them."""
 
 
@@ -32,10 +32,9 @@ class EngineRequest:
     priority: int = 0
     salt: bytes = b""
     embed: Embedding | None = None
-    """Embeddings that are wanted instead of an answer; with `image`, `images` holds one image, whose `start` is not
-    used."""
+    """Requests embeddings instead of an answer; with `image`, `images` has one image, whose `start` is not used."""
     timeout: float | None = None
-    """Seconds after submission in which an answer is of use."""
+    """Seconds after submission in which an answer is useful."""
     checkpoint_at: tuple[int, ...] = ()
     """Prompt positions, before the first image, where other prompts are likely to differ from this one."""
     siblings: tuple[str, ...] = ()
@@ -76,13 +75,13 @@ class EngineEvent(NamedTuple):
     prompt_scores: tuple[PromptScore, ...] = ()
     """With a first token, where they were asked for."""
     scheduled: float | None = None
-    """With a first token: when the decoder scheduled its first step, by `time.monotonic`, which all processes of a host
-    share."""
+    """With a first token: when the decoder scheduled its first step, by `time.monotonic`, which is the same in all
+    processes of a host."""
 
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What the frontend needs to know about a running engine to validate requests before it submits them."""
+    """Properties of a running engine that the frontend needs to validate requests."""
 
     model: str
     revision: str
@@ -91,7 +90,7 @@ class EngineInfo:
     max_image_tokens: int
     """The largest image that fits the handoff. 0: the model takes no images."""
     dtype: str
-    """Of weights, activations and patches, by torch's name."""
+    """Dtype of weights, activations and patches, by torch's name."""
     takes_video: bool = False
 
 
@@ -99,7 +98,7 @@ EventSink = Callable[[list[EngineEvent]], None]
 
 
 class EngineHandle(Protocol):
-    """What a frontend submits requests to: an engine in this process, or the client of one in another process."""
+    """The interface that a frontend submits requests to: an engine in this process, or the client of one in another."""
 
     info: EngineInfo
 

@@ -13,8 +13,8 @@ PackedEvents = tuple[list[str], list[int], list[int], list[tuple[int, float]], l
 
 def pack_events(events: list[EngineEvent]) -> PackedEvents:
     """The events of one step in the form in which they are sent: plain tokens in three lists, with the indices and
-    times of those that are a request's first; all other events as objects. Most events are plain tokens, and pickling
-    each as an object would cost the engine's thread more than drawing it."""
+    times of first tokens; all other events as objects. Most events are plain tokens, and pickling each as an object
+    would cost the engine's thread more than drawing it."""
     packed: PackedEvents = [], [], [], [], []
     names, tokens, cached, scheduled, others = packed
     for event in events:
@@ -31,8 +31,8 @@ def pack_events(events: list[EngineEvent]) -> PackedEvents:
 
 
 def unpack_events(packed: PackedEvents) -> list[EngineEvent]:
-    """The inverse of `pack_events`. Of one request's events only the last may not be a plain token, so each request
-    keeps its order."""
+    """The inverse of `pack_events`. Only the last event of a request may not be a plain token, so each request keeps
+    its order."""
     names, tokens, cached, scheduled, others = packed
     plain = [EngineEvent(n, t, cached_tokens=c) for n, t, c in zip(names, tokens, cached, strict=True)]
     for place, moment in scheduled:

@@ -1,1 +1,1 @@
-"""Untrusted files become patches: uploads, URLs, and decoding in processes of their own."""
+"""Turns untrusted files into patches: uploads, URLs, and decoding in separate processes."""

@@ -23,7 +23,7 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 @contextlib.contextmanager
 def disk_trouble(what: str, full: Callable[[str], errors.StatusError]) -> Iterator[None]:
-    """Logs disk errors of the body and raises a status error instead: `full(sentence)` where the disk is full. Callers
+    """Logs disk errors of the body and raises a status error instead: `full(sentence)` if the disk is full. Clients
     learn nothing else about the disk."""
     try:
         yield
@@ -57,8 +57,8 @@ class ArrivingFile:
             self._file.write(chunk)
 
     def end(self, *, sync: bool = False) -> None:
-        """Ends the file; with `sync` it is on the disk when this returns. Raises InvalidArgument for a file that is
-        shorter than announced."""
+        """Ends the file; with `sync` it is on disk when this returns. Raises InvalidArgument for a file that is shorter
+        than announced."""
         if self._written != self.size:
             raise errors.InvalidArgument(
                 f"the file has {self._written} of the {self.size} bytes announced", field="chunk"
@@ -69,7 +69,7 @@ class ArrivingFile:
                 os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Data that a full disk has kept in the buffer is dropped."""
+        """Closes the file; data in the buffer that did not fit on a full disk is dropped."""
         try:
             self._file.close()
         except OSError:
@@ -77,7 +77,7 @@ class ArrivingFile:
 
 
 async def header_of(requests: AsyncIterator[Any], what: str) -> Any:
-    """Receives the header, which comes first in a stream of parts. Raises InvalidArgument."""
+    """Receives the header, the first message of a stream of parts. Raises InvalidArgument."""
     first = await anext(requests, None)
     if first is None or first.WhichOneof("part") != "header":
         raise errors.InvalidArgument(f"{what} begins with its header", field="header")
@@ -85,7 +85,7 @@ async def header_of(requests: AsyncIterator[Any], what: str) -> Any:
 
 
 async def receive(requests: AsyncIterator[Any], write: Callable[[bytes], None]) -> None:
-    """The chunks after the header. Raises InvalidArgument."""
+    """Receives the chunks after the header. Raises InvalidArgument."""
     async for request in requests:
         if request.WhichOneof("part") != "chunk":
             raise errors.InvalidArgument("after the header come chunks", field="part")

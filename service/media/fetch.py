@@ -1,10 +1,10 @@
-"""Fetches images and videos by their URLs, for servers whose operator has listed the hosts that may be fetched from.
+"""Fetches images and videos by URL, for servers whose operator has listed the hosts to fetch from.
 
-Whoever may send a URL may make this server connect to an address of their choice, so a URL is followed only if all of
-this holds, for the URL itself and for each redirect: it is https; the host is on the list; its name resolves only to
-public addresses, or to networks that the operator has allowed. The name is resolved once, and the connection goes to
-that address, with the host's name for TLS and HTTP: later changes in the DNS have no effect. Size and time are limited,
-and no proxy, cookie or credential of this machine is used.
+A client that sends a URL makes this server connect to an address of the client's choice. So a URL, and each redirect,
+is followed only if it is https, the host is on the list, and its name resolves only to public addresses or to networks
+that the operator has allowed. The name is resolved once, and the connection goes to that address, with the host's name
+for TLS and HTTP, so later DNS changes have no effect. Size and time are limited, and no proxy, cookie or credential of
+this machine is used.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ HTTPS = 443
 CONCURRENCY = 16
 _MOVED = {301, 302, 303, 307, 308}
 _UNICAST6 = ipaddress.IPv6Network("2000::/3")
-"""Whether an address is public. Python's `is_global` also accepts site-local addresses and private NAT64, which are
-not."""
+"""Networks of public addresses. Python's `is_global` also accepts site-local addresses and private NAT64, which are not
+public."""
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
@@ -55,9 +55,9 @@ class Fetcher:
         self, hosts: Sequence[str], limits: MediaLimits, *, networks: Sequence[str] = (), timeout: float = 10.0,
         redirects: int = 3, ca: str | None = None, resolve: Resolve = system_resolver,
     ) -> None:  # fmt: skip
-        """`hosts`: names, `*.name` for all names below it, either with `:port` where that is not 443. `networks`:
-        addresses that may be connected to although they are not public. `timeout`: seconds for one file, redirects
-        included. `ca`: a PEM file of the certificate authority to trust instead of the system's. Raises ConfigError."""
+        """`hosts`: names, `*.name` for all names below it, each with `:port` if that is not 443. `networks`: addresses
+        that may be connected to although they are not public. `timeout`: seconds for one file, redirects included.
+        `ca`: a PEM file of the certificate authority to trust instead of the system's. Raises ConfigError."""
         try:
             import httpx
         except ImportError:
@@ -214,7 +214,7 @@ def _public(address: Address) -> bool:
 
 
 def _unwrapped(address: Address) -> list[Address]:
-    """The address, and the IPv4 addresses that it contains for tunnels and translators."""
+    """The address, and the IPv4 addresses embedded in it for tunnels and translators."""
     if isinstance(address, ipaddress.IPv4Address):
         return [address]
     if address.ipv4_mapped is not None:

@@ -13,13 +13,13 @@ class Grant:
         self._gate, self._size = gate, size
 
     def shrink(self, size: int) -> None:
-        """Gives back the bytes above `size`."""
+        """Releases the bytes above `size`."""
         freed = max(0, self._size - size)
         self._size -= freed
         self._gate._free(freed)
 
     def release(self) -> None:
-        """Gives everything back. Idempotent."""
+        """Releases everything. Idempotent."""
         self.shrink(0)
 
 
@@ -32,7 +32,7 @@ class ByteGate:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def acquire(self, size: int) -> Grant:
-        """Waits until `size` bytes are free. More than the whole capacity is granted while nobody else holds any."""
+        """Waits until `size` bytes are free. More than the whole capacity is granted if no other request holds any."""
         assert size >= 0, size
         size = min(size, self.capacity)
         if not size:
@@ -47,7 +47,7 @@ class ByteGate:
                 granted = future.done() and not future.cancelled()  # cancelled at the moment when it was granted
                 if entry in self._waiting:
                     self._waiting.remove(entry)
-                self._free(size if granted else 0)  # the requests behind it may fit now
+                self._free(size if granted else 0)  # later requests may fit now
                 raise
         else:
             self.used += size

@@ -1,7 +1,7 @@
 """Turns images and videos into patches in worker processes (`service.media.image_worker`), which hostile files may
 crash.
 
-A worker that dies, takes too long or sends an invalid reply is replaced, and its file is refused like any other that
+A worker that dies, takes too long or sends an invalid reply is replaced, and its file is rejected like any other that
 cannot be decoded. The worker writes the patches to a sealed memory file; only its size and seals are checked here, and
 its descriptor is passed on.
 """
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 START_SECONDS = 60.0
 MAX_REPLY = 64 * 1024
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "TMPDIR")
-"""Environment variables that a worker gets: others may be secrets."""
+"""Environment variables that a worker gets; others may be secrets."""
 _REASONS = {
     "time": "decoding it took longer than the {seconds:g} s that are allowed",
     "died": "its decoder died of it",
@@ -60,11 +60,11 @@ class _Lost(Exception):
 
 
 class _NotStarted(Exception):
-    """No worker process could be started, for reasons other than the file; the text says why."""
+    """No worker process could be started, for reasons other than the file; the text gives the reason."""
 
 
 class _Worker:
-    """One worker process, started when it is first needed and again after its end. Used by one thread at a time."""
+    """One worker process, started when first needed and again after it has ended. Used by one thread at a time."""
 
     def __init__(self, greeting: dict[str, Any]) -> None:
         self._greeting = greeting
@@ -196,7 +196,7 @@ class ImagePool:
         vision: VisionSpec | None = None, dtype: str = "float32",
     ) -> None:  # fmt: skip
         """`image_seconds`, `video_seconds`: time limits for preparing an image, and a whole video. `vision`, `dtype`:
-        the model's rules, None where it takes no images, and the type of patches by its name."""
+        the model's rules (None if it takes no images) and the dtype of patches by name."""
         self._vision, self._dtype = vision, dtype
         self._image_seconds, self._video_seconds = image_seconds, video_seconds
         greeting = {
@@ -223,7 +223,7 @@ class ImagePool:
         return max(video, most_bytes(self._vision, "float32", None))
 
     def start(self) -> None:
-        """Starts one process, so that the first image need not wait for it; others start when they are needed."""
+        """Starts one process, so that the first image does not wait for it; others start when needed."""
         self._restart(self.workers[0])
 
     def stats(self) -> dict[str, float]:
@@ -283,8 +283,8 @@ class ImagePool:
 
     @contextmanager
     def _borrowed(self, seconds: float, kind: Callable[[str], ImageError]) -> Iterator[_Worker]:
-        """A worker for one file. If the worker is lost, the file is refused with `kind`; if none can be started, raises
-        Unavailable."""
+        """A worker for one file. If the worker is lost, the file is rejected with `kind`; if none can be started,
+        raises Unavailable."""
         worker = self._idle.get()
         try:
             if self._closed:
@@ -307,7 +307,7 @@ class ImagePool:
             self._idle.put(worker)
 
     def _restart(self, worker: _Worker) -> None:
-        """Starts the worker before the next file needs it; where that fails, the next file tries again and gets the
+        """Starts the worker before the next file needs it; if that fails, the next file tries again and gets the
         error."""
         if not self._closed:
             try:

@@ -1,19 +1,19 @@
 """The process that makes patches of images and videos: `python -m service.media.image_worker FD`, run by the pool.
 
-Whatever hostile bytes make of a decoder, it ends here: memory and processor time are limited, the process holds no
-key and no weights, and its end costs one request. It reads one command at a time from a socket, its argument. Its words
-back are JSON, which the other end need not trust, and patches come in a sealed memory file of their own, whose
-descriptor crosses with the reply's length.
+A hostile file can at most crash or take over this process: its memory and processor time are limited, it has no keys
+and no weights, and its end costs one request. It reads one command at a time from the socket FD. Its replies are JSON,
+which the other end does not have to trust; patches are written to sealed memory files, whose descriptors are sent with
+the reply's length.
 
     command   4 bytes of length, JSON {"op": ..., "size": n}, n bytes of a file
     reply     4 bytes of length, JSON
 
-    limits    the first: what files may be, what this process may use, the model's vision part  -> {}
-    describe  format and size of a file, undecoded                              -> {"format", "width", "height", "mode"}
-    image     its patches                                                       -> {"item", "seconds"}
-    video     patches of at most "frames" frames                                -> as image, with "total" and "fps"
-    frames    patches of "count" frames, the first of which, number "index", is here   -> as image, or {"wanted": true}
-    frame     the next of them, if it was wanted                                -> as frames
+    limits    the first command: limits on files and this process, the model's vision part  -> {}
+    describe  format and size of a file, without decoding it                -> {"format", "width", "height", "mode"}
+    image     its patches                                                   -> {"item", "seconds"}
+    video     patches of at most "frames" frames                            -> as image, with "total" and "fps"
+    frames    patches of "count" frames; this is the first, with number "index"  -> as image, or {"wanted": true}
+    frame     the next frame, after "wanted"                                -> as frames
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ if TYPE_CHECKING:
 LENGTH = struct.Struct("!I")
 ITEM_FIELDS = tuple(field.name for field in fields(ItemDescription))
 KEPT_BYTES = 256 << 20
-"""Freed memory that is kept for the next image: getting it from the kernel again took twice as long as decoding
-1080p."""
+"""Freed memory that is kept for the next image: getting it from the kernel again took twice as long as decoding a 1080p
+image."""
 START_BYTES = 8 << 30
-"""Memory that the process is assumed to have at its start where it cannot be measured."""
+"""Memory that the process is assumed to use at its start if it cannot be measured."""
 
 
 class _Worker:
@@ -105,7 +105,7 @@ class _Worker:
         return {**reply, "seconds": dict(watch.seconds)}, item
 
     def _arriving(self, first: Frame, count: int) -> Iterator[Frame]:
-        """The frames of a video, each received when the one before it has been cut into patches."""
+        """Yields the frames of a video, each received after the one before it has been cut into patches."""
         yield first
         for _ in range(count - 1):
             send(self._connection, {"wanted": True})
@@ -144,8 +144,8 @@ def _exactly(connection: socket.socket, size: int) -> bytearray:
 
 
 def _confine(memory_bytes: int) -> None:
-    """Sets limits for the rest of this process's life: memory beyond what is mapped already (mostly torch's libraries),
-    and processes."""
+    """Sets limits for the rest of this process's life: on memory beyond what is mapped already (mostly torch's
+    libraries), and on processes."""
     try:
         with open("/proc/self/statm") as file:
             mapped = int(file.read().split()[0]) * resource.getpagesize()
@@ -159,14 +159,14 @@ def _confine(memory_bytes: int) -> None:
 
 
 def _allow_seconds(seconds: float) -> None:
-    """The kernel ends a command that takes longer, even where nobody waits for it any more."""
+    """Lets the kernel end a command that takes longer, even if nothing waits for it any more."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     end = int(usage.ru_utime + usage.ru_stime + seconds) + 2
     resource.setrlimit(resource.RLIMIT_CPU, (end, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
 def _begin(connection: socket.socket) -> _Worker:
-    """Imports what files and the model need, then drops privileges that nothing here needs."""
+    """Imports what files and the model need, then drops privileges that are not needed."""
     command, _ = receive(connection)
     files = {"image": ImageLimits, "video": VideoLimits}
     limits = MediaLimits(**{name: kind(**command[name]) for name, kind in files.items()})
@@ -176,7 +176,8 @@ def _begin(connection: socket.socket) -> _Worker:
         from service.media.patches import LocalDecoder, Patcher, use_one_thread  # not above: it has torch
 
         use_one_thread()
-        # From the server, which is trusted: the rules that its prompts count tokens with, whatever the files say now.
+        # From the server, which is trusted: the rules that its prompts count tokens with, even if the files have
+        # changed.
         vision = pickle.loads(base64.b64decode(command["vision"]))
         patcher = Patcher(LocalDecoder(limits), vision, command["dtype"], limits)
     _confine(command["memory_bytes"])

@@ -30,7 +30,7 @@ class MediaLimits:
     image: ImageLimits = ImageLimits()
     video: VideoLimits = VideoLimits()
     video_frames: int = 32
-    """Frames that are sampled of a clip, at most and by default."""
+    """Largest and default number of frames that are sampled of a clip."""
 
     @property
     def file(self) -> VideoLimits:
@@ -39,19 +39,19 @@ class MediaLimits:
 
     @property
     def frame(self) -> ImageLimits:
-        """For decoded pixels that may be an image's or a frame's."""
+        """For decoded pixels of an image or a frame."""
         return replace(self.image, max_pixels=max(self.image.max_pixels, self.video.max_pixels))
 
     @property
     def worker_bytes(self) -> int:
-        """Memory that decoding and resizing may take beyond what the process has at its start: pixels as bytes, as
+        """Memory that decoding and resizing may take beyond what the process uses at its start: pixels as bytes, as
         floats, resized along one axis, and the decoder's own."""
         pixels = self.frame.max_pixels
         return (1 << 30) + 48 * pixels + 3 * self.file.max_bytes
 
 
 Frame = tuple[int, bytes]
-"""A frame that came as an image file: its number in the video, for messages, and the file."""
+"""A frame that was sent as an image file: its number in the video, for messages, and the file."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,13 @@ class PreparedVideo:
     total: int
     """Frames in the file."""
     fps: float | None
-    """None where the file does not say."""
+    """None if the file does not say."""
 
 
 class ImageProcessor(Protocol):
     """Turns files into patches. Raises ImageError, or its subclass VideoError, for any file that cannot be decoded,
-    ValueError for what the model cannot take, and Unavailable where nothing can be prepared at the moment. `watch`
-    measures the stages."""
+    ValueError for one that the model cannot take, and Unavailable if nothing can be prepared at the moment. `watch`
+    times the stages."""
 
     def image(self, data: bytes, watch: Stopwatch) -> PreparedItem:
         """Prepares an image."""
@@ -141,7 +141,7 @@ class Preparer:
         if not isinstance(source, Video) or not source.elsewhere or not source.frames:
             return source
         rule = self._vision.video_rule
-        if rule is None:  # refused later, with the field's name
+        if rule is None:  # rejected later, with the field's name
             return source
         wanted = set(rule.sample(len(source.frames), source.max_frames or self._limits.video_frames))
         frames = (
@@ -198,7 +198,7 @@ class Preparer:
         limits.check(len(source.frames), 1, 1)
 
     def _key(self, salt: bytes, kind: bytes, *content: bytes) -> bytes:
-        """Computed here and not by the worker that decodes: the key must belong to the bytes that this client sent."""
+        """Computed here and not by the decoding worker: the key must belong to the bytes that this client sent."""
         digest = hashlib.sha256(self._seed + len(salt).to_bytes(4, "big") + salt + kind)
         for part in content:
             digest.update(hashlib.sha256(part).digest())

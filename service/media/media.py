@@ -1,11 +1,11 @@
-"""Uploaded images and videos: a spool on disk, bounded in bytes and time.
+"""Uploaded images and videos: a spool on disk, limited in bytes and time.
 
-    DIRECTORY/<tenant>/<sha256>          a whole file, written once, renamed into place
-    DIRECTORY/incoming/<random>          one that is still arriving
+    DIRECTORY/<tenant>/<sha256>          a complete file, written once, renamed into place
+    DIRECTORY/incoming/<random>          an upload in progress
 
-Bytes are reserved before they arrive, so uploads that cannot be kept are refused at their header. Nothing that has not
-expired is thrown out to make room: whoever got an id may rely on it until its time. Files outlive a restart if the
-directory does; their age is their modification time. All methods block and may be called from any thread.
+Bytes are reserved before they arrive, so uploads that cannot be stored are rejected at their header. A file that has
+not expired is never evicted: clients may rely on an id until its expiry. Files outlive a restart if the directory does;
+their age is their modification time. All methods block and may be called from any thread.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Spool:
         tenant_capacity: int | None = None, incoming: str = "incoming",
         describe: Callable[[bytes], ImageHeader] | None = None,
     ) -> None:  # fmt: skip
-        """Takes over the files that an earlier run has left in `directory`. Capacities in bytes, of all tenants
-        together and of each; `ttl`: seconds. `describe`: reads the header of a file; None: in this process, which knows
-        images only."""
+        """Loads the files that an earlier run has left in `directory`. Capacities in bytes, of all tenants together and
+        of each; `ttl`: seconds. `describe`: reads the header of a file; None: in this process, which knows images
+        only."""
         self.describe = describe or functools.partial(read_header, limits=limits)
         self._tenant_capacity = capacity if tenant_capacity is None else tenant_capacity
         self._directory, self._capacity, self._ttl, self._limits, self._clock = directory, capacity, ttl, limits, clock
@@ -69,7 +69,7 @@ class Spool:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of whole files and of running uploads."""
+        """Bytes of complete files and of running uploads."""
         with self._lock:
             return self._used + self._reserved.total()
 
@@ -203,9 +203,9 @@ class Spool:
 
 
 class SharedSpool(Spool):
-    """A spool that several frontend processes share: each counts the files that it has taken, and all read the same
-    folder. Each has its own part of the limits. Files that another process has taken are found on the disk; expired
-    files of a process that has died are deleted by the first that finds them."""
+    """A spool that several frontend processes share: each counts the files that it has received, and all read the same
+    folder. Each has its share of the limits. Files of other processes are found on disk; expired files of a process
+    that has died are deleted by the first process that finds them."""
 
     def __init__(self, *arguments: Any, member: int, **keywords: Any) -> None:
         self._member = member
@@ -278,7 +278,7 @@ class Upload:
         self.write, self.close = self._file.write, self._file.close
 
     def commit(self, expected_id: str = "") -> Media:
-        """Commits the file. Raises InvalidArgument where it is short, damaged or no image."""
+        """Commits the file. Raises InvalidArgument if it is too short, damaged or no image."""
         self._file.end()
         media_id = self._file.hash.hexdigest()
         if expected_id and expected_id != media_id:

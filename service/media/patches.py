@@ -1,4 +1,4 @@
-"""Turns files into patches in the process that runs this: decoding, and the model's rules of resizing and cutting."""
+"""Turns files into patches in the current process: decoding, and the model's rules of resizing and cutting."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class LocalDecoder:
 
 
 class Patcher:
-    """An `ImageProcessor` of one model. Thread-safe where its decoder is."""
+    """An `ImageProcessor` of one model. Thread-safe if its decoder is."""
 
     def __init__(self, decoder: Decoder, vision: VisionSpec, dtype: str, limits: MediaLimits) -> None:
-        """`dtype`: of the patches, by its name."""
+        """`dtype`: of the patches, by name."""
         self._decoder, self._vision, self._limits = decoder, vision, limits
         self._dtype: torch.dtype = getattr(torch, dtype)
         self.describe, self.stats, self.close = decoder.describe, decoder.stats, decoder.close
@@ -76,7 +76,7 @@ class Patcher:
         with watch("decode"):
             clip = self._decoder.clip(data)
         indices = video_rule(self._vision).sample_file(clip.num_frames, frames, lambda: clip.fps)
-        # Closes the generators, so that what decodes the frames is freed now and not by the garbage collector.
+        # Closes the generators, so that the decoder's resources are freed now and not by the garbage collector.
         with closing(clip.frames(indices)) as tensors:
             item = self._item(tensors, len(indices), watch)
         return PreparedVideo(item, clip.num_frames, clip.fps)
@@ -142,5 +142,5 @@ def _timed(frames: Iterator[torch.Tensor], watch: Stopwatch) -> Iterator[torch.T
 
 
 def use_one_thread() -> None:
-    """For a process that other workers run beside."""
+    """Uses one thread, for a process that runs next to other workers."""
     torch.set_num_threads(1)

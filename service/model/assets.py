@@ -1,4 +1,4 @@
-"""What the frontend needs of a model besides the engine: tokenizer, chat template, image rule, sampling defaults."""
+"""The parts of a model that the frontend needs: tokenizer, chat template, image rule, sampling defaults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ModelAssets:
         self.tokenizer = Tokenizer(file) if file.exists() else None
         self.image_token_id = config.image_token_id if vision is not None else None
         self.video_token_id = config.model.video_token_id if vision is not None else None
-        """For models whose clips have placeholders of their own; None for others."""
+        """None for models whose clips use the image placeholder."""
         self.image_token, self.video_token = map(self._token, (self.image_token_id, self.video_token_id))
         self.template: ChatTemplate = load_template(
             config.path, image_token=self.image_token, video_token=self.video_token
@@ -32,14 +32,14 @@ class ModelAssets:
 
     @property
     def image_wrappers(self) -> tuple[str, str]:
-        """The tokens around image tokens, where the vocabulary has that pair; else nothing."""
+        """The tokens around image tokens, if the vocabulary has them; otherwise empty strings."""
         wrappers = self.config.family.image_wrappers
         if wrappers is None or self.tokenizer is None or None in map(self.tokenizer.token_id, wrappers):
             return "", ""
         return wrappers
 
     def wrap_images(self, ids: list[int]) -> list[int]:
-        """Puts the family's image wrappers around image tokens that have none, where the vocabulary has them: the
+        """Adds the family's image wrappers around image tokens that have none, if the vocabulary has them: the
         published processor adds them after the template."""
         if self.tokenizer is None or self.image_token_id not in ids or not all(self.image_wrappers):
             return ids
@@ -56,8 +56,7 @@ class ModelAssets:
 
 def sampling_defaults(config: ModelConfig) -> dict[str, Any]:
     """Sampling fields that `generation_config.json` sets. `do_sample: false` means greedy. Raises CheckpointError for
-    values that no request could use.
-    """
+    values that no request could use."""
     source = config.generation
     defaults: dict[str, Any] = {}
     for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):

@@ -1,4 +1,4 @@
-"""Which directory a model's name means: `demo`, a local folder, or what the Hugging Face cache holds of a hub id."""
+"""Finds the directory of a model by name: `demo`, a local folder, or a hub id in the Hugging Face cache."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ def hub_cache() -> Path:
 
 
 def repository_of(model: str) -> Path:
-    """The folder of a hub id in the cache, whether it is there or not."""
+    """The folder of a hub id in the cache, which may not exist."""
     return hub_cache() / f"models--{model.replace('/', '--')}"
 
 
 def local_folder(model: str) -> Path | None:
-    """The folder that `demo` or a path names; None for a hub id. A folder always wins over a hub id of the same name.
-    Raises CheckpointError for what is neither, and for what could be both.
-    """
+    """The folder for `demo` or a path; None for a hub id. A folder takes precedence over a hub id of the same name.
+    Raises CheckpointError for names that are neither, and for ambiguous ones."""
     path = Path(model).expanduser()
     if model == "demo":
         if (path / "config.json").is_file():
@@ -51,14 +50,14 @@ def local_folder(model: str) -> Path | None:
 
 
 def check_revision(revision: str) -> None:
-    """Raises CheckpointError for what no branch, tag or commit is called: it becomes part of a path."""
+    """Raises CheckpointError unless this can be a branch, tag or commit: it becomes part of a path."""
     if not _REVISION.fullmatch(revision) or ".." in revision:
         raise CheckpointError(f"revision: {revision!r} is no branch, tag or commit")
 
 
 def cached_snapshot(model: str, revision: str | None) -> Path | None:
-    """What the cache holds of a hub id: of the branch, tag or commit `revision`; of `main`, or else whatever there is,
-    where that is None. The folder need not be complete."""
+    """The cached snapshot of a hub id at the branch, tag or commit `revision`; if that is None, at `main` or else any.
+    It may be incomplete."""
     repository = repository_of(model)
     snapshots = repository / "snapshots"
     if revision is not None and (snapshots / revision).is_dir():
@@ -72,7 +71,7 @@ def cached_snapshot(model: str, revision: str | None) -> Path | None:
 
 
 def missing_files(snapshot: Path, *, weights: bool = True) -> list[str]:
-    """What a snapshot lacks to be a model: `config.json`, weights that its index names, or any weights at all."""
+    """Files that a snapshot lacks: `config.json`, weights that its index names, or any weights at all."""
     if not (snapshot / "config.json").is_file():
         return ["config.json"]
     if not weights:
@@ -94,9 +93,8 @@ def indexed_files(index: Path) -> list[str]:
 
 
 def resolve_model(model: str, revision: str | None = None) -> Path:
-    """`demo`, a folder, or a hub id of which the cache holds all -> the folder. Never downloads: `service.model.hub`
-    does, before this. Raises CheckpointError.
-    """
+    """The folder of `demo`, of a path, or of a hub id that is completely cached. Never downloads: `service.model.hub`
+    does that before. Raises CheckpointError."""
     if (folder := local_folder(model)) is not None:
         if revision is not None:
             raise CheckpointError(f"revision: {revision!r} would not be used: {model!r} is a folder here")

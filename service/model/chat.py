@@ -25,12 +25,11 @@ class Marked(str):
 
 
 class Clip(Marked):
-    """Marks the place of a clip in the messages of a model whose template has a token for clips; its text is that
-    token."""
+    """Marks a clip in the messages of a model whose template has a token for clips; its text is that token."""
 
 
 class _Generation(Extension):
-    """`{% generation %}` around what the assistant says, which training looks for: its content as it is."""
+    """`{% generation %}`, which marks the assistant's text for training: renders its content unchanged."""
 
     tags: set[str] = {"generation"}
 
@@ -47,7 +46,7 @@ class ChatTemplate:
         self, source: str | None, *, image_token: str | None, special_tokens: Mapping[str, str],
         video_token: str | None = None,
     ) -> None:  # fmt: skip
-        """`video_token`: what the template writes for a clip; None where clips are written as text."""
+        """`video_token`: what the template writes for a clip; None if clips are written as text."""
         self.image_token, self.video_token = image_token, video_token
         self._tokens = tuple(token for token in (image_token, video_token) if token is not None)
         self._special_tokens = dict(special_tokens)
@@ -65,14 +64,14 @@ class ChatTemplate:
 
     @property
     def present(self) -> bool:
-        """Whether the checkpoint has a template; otherwise contents are only joined."""
+        """Whether the checkpoint has a template; otherwise contents are only concatenated."""
         return self._template is not None
 
     def render(self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None) -> str:
         """The prompt text, with one image token per image and one video token per `Clip`, up to the assistant's turn.
 
-        Such tokens in a user's text are marked as literal. Raises ValueError with the template's own message where it
-        refuses the messages.
+        Such tokens in a user's text are marked as literal. Raises ValueError with the template's own message if it
+        rejects the messages.
         """
         parts = [part for message in messages for part in message.parts]
         images = sum(part is None for part in parts)
@@ -82,15 +81,14 @@ class ChatTemplate:
             return "\n".join(self._flat(message) for message in messages)
         text = self._render([self._structured(m) for m in messages], arguments)
         if self._missing(text, parts):
-            # A template written for text only prints a list as it is or drops it: give it strings.
+            # A text-only template prints a list literally or drops it: pass strings.
             text = self._render([{"role": m.role, "content": self._flat(m)} for m in messages], arguments)
             if missing := self._missing(text, parts):
                 raise ValueError(f"the chat template does not place all {missing} of these messages")
         return text
 
     def _missing(self, text: str, parts: Sequence[str | None]) -> str:
-        """Describes the images and clips that the text does not have as often as it should; empty where all are
-        right."""
+        """Describes the images and clips that do not appear in the text as often as they should; empty if all do."""
         for token in self._tokens:
             meant = sum(self._meant(part, token) for part in parts)
             spelled = sum(part.count(token) for part in parts if part is not None and not isinstance(part, Marked))
@@ -107,7 +105,7 @@ class ChatTemplate:
             raise ValueError(f"chat template: {error}") from None
 
     def _meant(self, part: str | None, token: str) -> int:
-        """Number of tokens of this kind that a part stands for."""
+        """Number of tokens of this kind in a part."""
         if part is None:
             return int(token == self.image_token)
         return part.count(token) if isinstance(part, Marked) else 0
@@ -130,7 +128,7 @@ class ChatTemplate:
 
 
 def load_template(path: Path, *, image_token: str | None, video_token: str | None = None) -> ChatTemplate:
-    """Reads a model directory's template, or makes one that only joins contents where there is none."""
+    """Reads a model directory's template; without one, returns a template that concatenates contents."""
     config = optional_json(path / "tokenizer_config.json")
     source: str | None = None
     field = first(optional_json(path / "chat_template.json"), "chat_template", default=config.get("chat_template"))
@@ -159,5 +157,5 @@ def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:  # fmt: skip
-    """As transformers does; Jinja's own filter escapes HTML characters."""
+    """As in transformers; Jinja's own filter escapes HTML characters."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,7 +1,8 @@
-"""Reads model directories as they are published on the Hugging Face hub.
+"""Reads model directories in the format of the Hugging Face hub.
 
-The model's family maps published names of weights to ours; tensors are handed out as (name, tensor) pairs, a layer at a
-time, straight from the mapped file."""
+The model's family maps published names of weights to ours; tensors are returned as (name, tensor) pairs, one layer at a
+time, as views of the mapped file.
+"""
 
 from __future__ import annotations
 
@@ -36,30 +37,31 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class _Source:
-    """Where the tensor of one of our names comes from: one stored tensor, or several to stack."""
+    """Source of the tensor of one of our names: one stored tensor, or several to stack."""
 
     names: tuple[str, ...]
     target: Target
-    """What becomes of it; of those of a stack, the first."""
+    """How it becomes our tensor; for a stack, the target of the first."""
 
 
 class Checkpoint:
     """One model directory: its configuration and its weights by our names."""
 
     def __init__(self, path: Path, *, name: str | None = None, outline: bool = False) -> None:
-        """`outline`: a directory without weights will do, whose shapes are then those that config.json describes."""
+        """`outline`: the directory may have no weights; their shapes then follow from config.json."""
         self.config: ModelConfig = load_config(path, name=name)
         self.path = path
         self.targets = self.config.weight_targets()
-        """A weight's name in the files -> our tensors that it contributes to; none for parts that are not served."""
+        """A weight's name in the files -> our tensors that it contributes to; none for parts that are not used."""
         self.files = WeightFiles(path, optional=outline)
         digest = hashlib.sha256((path / "config.json").read_bytes() + self.files.digest.encode())
         self.revision = digest.hexdigest()[:16]
-        """Digest over config.json, the tensor tables and samples of the weights: keys caches, names the version."""
+        """Digest over config.json, the tensor tables and samples of the weights: part of cache keys, identifies the
+        version."""
         self.declared = read_declared(read_json(path / "config.json"), optional_json(path / "hf_quant_config.json"))
         """What the configuration says about quantisation."""
         self.weights = self._find_weights()
-        """By the names that they would have if they were stored plainly."""
+        """By the names that they would have without quantisation."""
         if not self.files.files:
             self.weights = self._described()
             self.targets = lambda name: [Target(name)]
@@ -87,7 +89,7 @@ class Checkpoint:
 
     @property
     def stored_as(self) -> dict[str, int]:
-        """Bytes of weights by the way they are stored: `plain`, `fp8-block` and so on."""
+        """Bytes of weights by format: `plain`, `fp8-block` and so on."""
         sizes: dict[str, int] = {}
         for weight in self.weights.values():
             sizes[weight.scheme] = sizes.get(weight.scheme, 0) + weight.nbytes
@@ -98,19 +100,19 @@ class Checkpoint:
         return self._stream(self.config.decoder.expected_weights(), progress)
 
     def vision_weights(self, progress: Progress | None = None) -> Iterator[tuple[str, torch.Tensor | Quantised]]:
-        """The same for the encoder. Empty for text-only models."""
+        """Like `decoder_weights`, for the encoder. Empty for text-only models."""
         vision = self.config.vision
         return self._stream(vision.expected_weights() if vision else {}, progress)
 
     @property
     def encoder_kinds(self) -> tuple[str, ...]:
-        """Kinds of items that the vision weights can take; none for text-only models."""
+        """Kinds of items that the vision weights support; none for text-only models."""
         vision = self.config.vision
         return vision.kinds(self._plan) if vision else ()
 
     def vision_digest(self) -> str:
-        """Digest over names, shapes and samples of the vision weights: what two hosts compare of them."""
-        import torch  # not above: frontend processes read tables, not tensors
+        """Digest over names, shapes and samples of the vision weights, which two hosts compare."""
+        import torch  # imported here: frontend processes read tables, not tensors
 
         digest = hashlib.sha256()
         for name, tensor in self.vision_weights():
@@ -123,7 +125,7 @@ class Checkpoint:
         return digest.hexdigest()[:16]
 
     def decoder_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Our name -> shape of the decoder's weights that are there."""
+        """Our name -> shape of the decoder's weights in the files."""
         return {
             name: self._shape_of(self._plan[name])
             for name in self.config.decoder.expected_weights()
@@ -131,23 +133,23 @@ class Checkpoint:
         }
 
     def _served(self, role: str) -> Iterator[str]:
-        """Our names of the weights that a server of this role has."""
+        """Our names of the weights that a server of this role uses."""
         decoder = self.config.decoder.expected_weights()
         for name in self._plan:
             if role == "all" or (name in decoder) == (role == "decoder"):
                 yield name
 
     def parameters(self, role: str = "all") -> int:
-        """Parameters of the parts that a server of this role serves."""
+        """Number of parameters that a server of this role uses."""
         stored = {name for ours in self._served(role) for name in self._plan[ours].names}
         return sum(math.prod(self.weights[name].shape) for name in stored)
 
     def served_bytes(self, role: str, item: int) -> int:
-        """Of the weights of a server of this role: plain ones in `item` bytes a number, others as they are stored."""
+        """Bytes of the weights of a server of this role: plain ones with `item` bytes per number, others as stored."""
         return sum(self.weight_bytes(name, item) for name in self._served(role))
 
     def weight_bytes(self, name: str, item: int) -> int:
-        """Of one of our weights; see `served_bytes`."""
+        """Bytes of one of our weights; see `served_bytes`."""
         source = self._plan[name]
         stored = [self.weights[each] for each in source.names]
         total = sum(math.prod(w.shape) * item if w.scheme == "plain" else w.nbytes for w in stored)
@@ -155,13 +157,13 @@ class Checkpoint:
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """How weights are stored that are not plain, by bytes."""
+        """Formats of quantised weights, largest first."""
         sizes = {scheme: count for scheme, count in self.stored_as.items() if scheme != "plain"}
         names = {"own": self.config.weights or ""}
         return tuple(names.get(scheme, scheme) for scheme in sorted(sizes, key=lambda scheme: -sizes[scheme]))
 
     def _sources(self) -> tuple[dict[str, _Source], list[str], list[str]]:
-        """Our name -> where its tensor comes from; stored names that are passed over; what is wrong with the others."""
+        """(our name -> source of its tensor, stored names that are not used, problems)."""
         found: dict[str, dict[int, tuple[str, Target]]] = {}
         passed_over: list[str] = []
         problems: list[str] = []
@@ -184,8 +186,8 @@ class Checkpoint:
         return sources, passed_over, problems
 
     def _resolve_sources(self) -> dict[str, _Source]:
-        """Matches stored names with the expected ones; one error lists every name that is missing, unexpected, there
-        twice or of another shape."""
+        """Matches stored names with the expected ones; one error lists every name that is missing, unexpected,
+        duplicate or of another shape."""
         whole, passed_over, problems = self._sources()
         if passed_over:
             parts = sorted({".".join(n.split(".")[:2]) for n in passed_over})
@@ -226,7 +228,7 @@ class Checkpoint:
         return first
 
     def _stream(self, expected: Mapping[str, tuple[int, ...]], progress: Progress | None) -> Iterator[tuple[str, Any]]:
-        from kernels.linear import stack  # not above, as torch
+        from kernels.linear import stack  # imported here because it needs torch
         from service.model.formats.unpack import load
 
         wanted = [name for name in expected if name in self._plan]
@@ -247,15 +249,14 @@ class Checkpoint:
 
 
 def open_checkpoint(model: str, revision: str | None = None, *, outline: bool = False) -> Checkpoint:
-    """`demo`, directory or hub id in the cache -> Checkpoint. Raises CheckpointError, with everything that is wrong in
-    one message."""
+    """Opens `demo`, a directory or a hub id in the cache. Raises CheckpointError with all problems in one message."""
     path = resolve_model(model, revision)
     name = model if model == "demo" or not Path(model).expanduser().is_dir() else None
     return Checkpoint(path, name=name, outline=outline)
 
 
 def _made(tensor: torch.Tensor | Quantised, target: Target) -> torch.Tensor | Quantised:
-    """What the target is made of a stored tensor; aliases it where it can."""
+    """The target tensor made from a stored tensor; aliases it if possible."""
     from kernels.linear import Quantised, row_part
 
     if target.how == "part":

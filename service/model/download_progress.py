@@ -1,4 +1,4 @@
-"""How far a download is: a bar on a terminal, lines in the log elsewhere."""
+"""Shows the progress of a download: a bar on a terminal, otherwise log lines."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ LOG_SECONDS = 10.0
 
 
 class Stopped(Exception):
-    """Another file has failed, or the user has interrupted: what is there of this one stays for the next time."""
+    """Another file has failed, or the user has interrupted: the received part of this one is kept for the next time."""
 
 
 class Progress:
-    """Bytes of all files together: a bar on a terminal, elsewhere a line in the log every ten seconds."""
+    """Bytes of all files together: a bar on a terminal, otherwise a log line every ten seconds."""
 
     def __init__(self, what: str, total: int) -> None:
         from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
-        # Without a terminal, and where HF_HUB_DISABLE_PROGRESS_BARS is set, this bar disables itself.
+        # Without a terminal, and if HF_HUB_DISABLE_PROGRESS_BARS is set, this bar disables itself.
         self._bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=None)
         self._what, self._total, self._done = what, total, 0
         self._lock, self._said = threading.Lock(), time.monotonic()
@@ -34,7 +34,7 @@ class Progress:
         self._bar.close()
 
     def add(self, count: int) -> None:
-        """`count` may be negative: a server that does not know ranges sends the whole file again."""
+        """`count` may be negative: a server without range support sends the whole file again."""
         if self.stopping:
             raise Stopped
         with self._lock:
@@ -65,5 +65,5 @@ class NoBar:
 
 
 def size(count: int) -> str:
-    """Bytes for people, in the units of disks and of the hub: 3.5 GB."""
+    """Formats bytes in decimal units, as disks and the hub do: 3.5 GB."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

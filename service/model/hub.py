@@ -1,8 +1,8 @@
-"""Downloads models that are named by their hub ids into the Hugging Face cache, before anything is started.
+"""Downloads models that are named by hub id into the Hugging Face cache, before anything is started.
 
-Only JSON, chat templates and safetensors are fetched, never code or pickles. Small files come first, so that a model
-which is not served is refused before its weights are fetched. `HF_ENDPOINT`, `HF_TOKEN` (or the token's file),
-`HF_HUB_CACHE` and `HF_HUB_OFFLINE` mean what they mean to the Hugging Face tools, and the cache is shared with them.
+Only JSON, chat templates and safetensors are downloaded, never code or pickles. Small files come first, so that an
+unsupported model is rejected before its weights are downloaded. `HF_ENDPOINT`, `HF_TOKEN` (or the token's file),
+`HF_HUB_CACHE` and `HF_HUB_OFFLINE` mean the same as for the Hugging Face tools, and the cache is shared with them.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ log = logging.getLogger(__name__)
 OptionsT = TypeVar("OptionsT", bound=EngineOptions)
 
 SMALL = (".json", ".jinja")
-"""Endings of the files beside the weights that a server reads: configurations, tokenizer, templates."""
+"""Suffixes of the small files that a server reads: configurations, tokenizer, templates."""
 WORKERS = 4
-"""Weight files that are fetched at a time."""
+"""Weight files that are downloaded at a time."""
 RETRIES, RETRY_SECONDS = 4, 0.5
-"""Connections in a row that may bring nothing, and the wait before the second, which doubles from then on."""
+"""Connections in a row that may bring nothing, and the wait before the second in seconds, which doubles from then
+on."""
 
 
 def fetched(options: OptionsT, *, weights: bool = True) -> OptionsT:
-    """The options with their model in this host's cache and pinned to one commit, so that every process started from
-    them reads the same files, also after the branch has moved on. As they are for `demo` and folders. `weights`: or
-    only the small files. Raises CheckpointError, in one sentence that says what to do.
-    """
+    """The options with their model downloaded to this host's cache and pinned to one commit, so that every process
+    started from them reads the same files, even if the branch has moved. Unchanged for `demo` and folders. `weights`:
+    False for the small files only. Raises CheckpointError with one sentence that says what to do."""
     if local_folder(options.model) is not None:
         resolve_model(options.model, options.revision)  # raises for a revision, which a folder has not
         return options
@@ -61,10 +61,10 @@ def fetched(options: OptionsT, *, weights: bool = True) -> OptionsT:
 
 
 def fetch(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """The snapshot's folder of a hub id, complete but for `weights` that are not asked for; its name is the commit.
+    """The snapshot folder of a hub id, complete except for `weights` that are not requested; its name is the commit.
 
-    Asks the hub what `revision` (`main` where None) is now, and fetches what the cache lacks of it. Where the hub gives
-    no answer, a complete copy in the cache is taken, with a warning. Raises CheckpointError.
+    Asks the hub for the commit of `revision` (None: `main`), and downloads what the cache lacks. If the hub does not
+    answer, a complete copy in the cache is used, with a warning. Raises CheckpointError.
     """
     if revision is not None:
         check_revision(revision)
@@ -90,11 +90,11 @@ def fetch(model: str, revision: str | None = None, *, weights: bool = True) -> P
 
 
 class _Unavailable(CheckpointError):
-    """The hub does not answer, or not to this caller: a copy in the cache may do."""
+    """The hub does not answer, or not to this caller: a cached copy may be used."""
 
 
 class _Unreachable(_Unavailable):
-    """Nobody answers there."""
+    """The hub cannot be reached."""
 
 
 def _offline() -> bool:
@@ -119,7 +119,7 @@ class _File:
     name: str
     metadata: HfFileMetadata
     blob: Path
-    """Where it goes. What has come of it so far lies beside it, with the ending `.incomplete`."""
+    """Its final path. The received part is next to it, with the suffix `.incomplete`."""
 
     @property
     def size(self) -> int:
@@ -145,7 +145,7 @@ class _Download:
     def __init__(self, model: str, revision: str) -> None:
         from huggingface_hub import HfApi, constants, get_token
 
-        # Its lines at INFO show where weights are redirected to: signed addresses, which are as good as a token.
+        # Its INFO lines show the signed addresses that weights are redirected to, which are as sensitive as a token.
         logging.getLogger("httpx2").setLevel(logging.WARNING)
         self.model, self.revision = model, revision
         self.endpoint = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
@@ -155,7 +155,7 @@ class _Download:
         self._has_token = get_token() is not None
 
     def run(self, *, weights: bool) -> Path:
-        """Fetches what is missing. Returns the snapshot's folder. Raises CheckpointError."""
+        """Downloads what is missing. Returns the snapshot's folder. Raises CheckpointError."""
         info = self._ask(lambda: self._api.model_info(self.model, revision=self.revision))
         self.commit = info.sha or ""
         check_revision(self.commit)
@@ -176,7 +176,7 @@ class _Download:
         return snapshot
 
     def _weights(self, snapshot: Path, names: list[str]) -> list[str]:
-        """The files that the checkpoint reader will ask for: other formats and copies stay where they are."""
+        """The files that the checkpoint reader will read; other formats and copies are not downloaded."""
         files = [name for name in names if name.endswith(".safetensors") and "/" not in name]
         if not files:
             raise CheckpointError(
@@ -200,7 +200,7 @@ class _Download:
         )
 
     def _fetch_weights(self, names: list[str]) -> None:
-        """Several at a time, each from where an earlier download of it ended."""
+        """Downloads several files at a time, each from where an earlier download of it ended."""
         if not names:
             return
         with ThreadPoolExecutor(WORKERS) as pool:
@@ -212,7 +212,7 @@ class _Download:
             runs = [pool.submit(self._fetch_file, file, progress) for file in files]
             try:
                 wait(runs, return_when=FIRST_EXCEPTION)
-            finally:  # after an interruption as well; nobody is left where all is well
+            finally:  # also after an interruption
                 progress.stopping = True
                 for run in runs:
                     run.cancel()
@@ -253,9 +253,9 @@ class _Download:
         temporary.replace(pointer)
 
     def _fetch_blob(self, file: _File, progress: Progress) -> None:
-        """The bytes after those that are there; the whole is then checked against its hash, where its ETag is one.
+        """Downloads the remaining bytes; then checks the whole file against its hash if its ETag is one.
 
-        `hf_hub_download` starts a file anew after an interruption, so that its inner half is written here.
+        `hf_hub_download` starts a file again after an interruption, so its inner part is implemented here.
         """
         there = file.there
         if there == 0:
@@ -272,7 +272,7 @@ class _Download:
         file.partial.replace(file.blob)
 
     def _receive(self, file: _File, stream: io.BufferedWriter, progress: Progress) -> None:
-        """Appends the rest of a file, over as many connections as that takes while each of them brings something."""
+        """Appends the rest of a file, over as many connections as needed while each of them brings something."""
         import httpx2
 
         failures = 0
@@ -298,7 +298,7 @@ class _Download:
         with get_session().stream("GET", self._url(file.name), headers=headers, timeout=timeout) as response:
             hf_raise_for_status(response)
             if there and not response.headers.get("Content-Range", "").startswith(f"bytes {there}-"):
-                stream.truncate(0)  # a server without ranges sends the whole again
+                stream.truncate(0)  # a server without range support sends the whole file again
                 progress.add(-there)
             for chunk in response.iter_raw():
                 progress.add(len(chunk))
@@ -323,7 +323,7 @@ class _Download:
             )
 
     def _write_reference(self) -> None:
-        """Which commit the branch or tag is, for offline use; only now, when all of it is there."""
+        """Stores which commit the branch or tag is, for offline use; called last, when the snapshot is complete."""
         if self.revision == self.commit:
             return
         reference = self.repository / "refs" / self.revision
@@ -335,7 +335,7 @@ class _Download:
         temporary.replace(reference)
 
     def _ask(self, call: Callable[[], Any], file: _File | None = None) -> Any:
-        """The answer of a call to the hub. Its errors become CheckpointError; none of them holds the token."""
+        """The result of a call to the hub. Its errors become CheckpointError; none of them contains the token."""
         import httpx2
         from huggingface_hub import errors
 

@@ -81,7 +81,7 @@ def _weights_kind(path: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def _processor(path: Path, part: str, file: str) -> Mapping[str, Any]:
-    """The settings of a processor: its part of `processor_config.json`, else a file of its own. Raises
+    """The settings of a processor: its section of `processor_config.json`, else its own file. Raises
     CheckpointError."""
     for name in ("processor_config.json", file):
         content = optional_json(path / name)

@@ -1,12 +1,13 @@
 """`saccade quantize MODEL OUT --weights int8|int4|fp8|nvfp4`: a checkpoint with the decoder's linear layers quantised.
 
-OUT holds what MODEL does, under the same names. In this server's own format a quantised `X.weight` is replaced by
-`X.weight.values` and `X.weight.scale` as `kernels.linear.Quantised` describes them, and config.json gets
+OUT has the same files as MODEL. In this server's own format a quantised `X.weight` is replaced by `X.weight.values` and
+`X.weight.scale`, which `kernels.linear.Quantised` describes, and config.json gets
 
     "saccade_weights": {"format": 1, "kind": "int8"}
 
-Serving OUT then gives the very answers of serving MODEL with `--weights`. In the format of compressed-tensors, which
-others read too, the vocabulary projection stays plain. `quantization_report.json` has the error of each weight.
+Serving OUT then gives exactly the answers of serving MODEL with `--weights`. In the compressed-tensors format, which
+other servers read too, the vocabulary projection is not quantised. `quantization_report.json` has the error of each
+weight.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ FORMATS = ("saccade", "compressed-tensors")
 
 @dataclass
 class Written:
-    """What quantising did."""
+    """Result of quantising a checkpoint."""
 
     before: int = 0
     after: int = 0
     """Bytes of all weights."""
     errors: dict[str, float] = field(default_factory=dict)
-    """Root mean square of the error of a weight, as a share of that of its numbers."""
+    """Root mean square of a weight's error, relative to that of its values."""
     plain: list[str] = field(default_factory=list)
-    """Modules with a matrix that stays as it is."""
+    """Modules with a matrix that is not quantised."""
 
     @property
     def mean_error(self) -> float:
@@ -61,7 +62,8 @@ class Written:
 
 
 def quantise_checkpoint(source: Checkpoint, out: Path, kind: str, form: str = "saccade") -> Written:
-    """Writes OUT, absent or empty before, whole or not at all. `form`: one of `FORMATS`. Raises ConfigError."""
+    """Writes OUT, which must be absent or empty, completely or not at all. `form`: one of `FORMATS`. Raises
+    ConfigError."""
     stored = sorted({weight.scheme for weight in source.weights.values()} - {"plain"})
     if stored:
         how = source.config.weights or ", ".join(stored)
@@ -76,7 +78,7 @@ def quantise_checkpoint(source: Checkpoint, out: Path, kind: str, form: str = "s
     try:
         written = _write(source, unfinished, kind, form)
         unfinished.chmod(0o755)
-        unfinished.rename(out)  # onto nothing, or an empty folder
+        unfinished.rename(out)  # target is absent or an empty folder
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
@@ -144,7 +146,7 @@ def _error(weight: Tensor, stored: Tensor) -> float:
 
 
 class _Shards:
-    """Files of at most about `SHARD_BYTES`, and their index."""
+    """Output files of at most about `SHARD_BYTES` each, and their index."""
 
     def __init__(self, out: Path) -> None:
         self._out = out
@@ -159,7 +161,7 @@ class _Shards:
             self._flush()
 
     def close(self) -> int:
-        """Bytes of all tensors."""
+        """Writes the index. Returns the bytes of all tensors."""
         self._flush()
         index = {"metadata": {"total_size": self._bytes}, "weight_map": self._places}
         (self._out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", "utf-8")

@@ -21,7 +21,7 @@ def resolve_max_len(options: EngineOptions, checkpoint: Checkpoint) -> int:
 
 
 def resolve_vision(options: EngineOptions, checkpoint: Checkpoint) -> VisionSpec | None:
-    """The vision configuration with the image budget that the context leaves. None for text-only models."""
+    """The vision configuration, limited by the context length. None for text-only models."""
     vision = checkpoint.config.vision
     if vision is None:
         return None

@@ -10,13 +10,13 @@ from tokenizers import Tokenizer as _Tokenizer
 
 from families import CheckpointError
 
-# Private-use code points: they do not occur in text that is exchanged.
+# Private-use code points, which do not occur in exchanged text.
 _LITERAL_OPEN, _LITERAL_CLOSE = "\ufdd0", "\ufdd1"
 _REPLACEMENT = "\ufffd"
 _INCOMPLETE = 3
-"""Most bytes that an incomplete character can have."""
+"""Largest number of bytes of an incomplete character."""
 _WINDOW = 16
-"""Number of held-back ids from which they are checked for whether they can still become a character."""
+"""From this number of held-back ids on, they are checked for whether they can still become a character."""
 
 
 class Tokenizer:
@@ -34,7 +34,7 @@ class Tokenizer:
             tokenizer.no_truncation()
             tokenizer.no_padding()
         self.longest = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
-        """Most characters that one token can stand for."""
+        """Largest number of characters of one token."""
         self._silent = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
 
     @property
@@ -50,7 +50,7 @@ class Tokenizer:
         return None if value is None else str(value)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, with special tokens recognised and none added. Spans marked by `literal` are read as
+        """The ids of `text`, with special tokens recognised and none added. Spans marked by `literal` are treated as
         characters."""
         ids: list[int] = []
         rest = text
@@ -89,8 +89,8 @@ def literal(text: str, *tokens: str) -> str:
 
 
 def substitute(text: str, token: str, words: Iterable[str | None]) -> str:
-    """Each `token` of `text` that is meant as such, and not `literal`, becomes the next of `words`; it stays where that
-    is None, and where there are no more."""
+    """Replaces each `token` of `text` that is meant as such, and not `literal`, by the next of `words`; it stays if
+    that is None, and after the last of them."""
     given = iter(words)
 
     def replaced(found: re.Match[str]) -> str:
@@ -101,11 +101,12 @@ def substitute(text: str, token: str, words: Iterable[str | None]) -> str:
 
 
 class Detokenizer:
-    """Turns ids into text as soon as the text is certain.
+    """Converts ids to text as soon as the text is certain.
 
     A character may span several byte-level tokens, and a token's text may depend on the token before it, so a short
-    window is decoded with and without the new ids and the difference is what they add; text that ends in an incomplete
-    character is held back."""
+    window is decoded with and without the new ids, and the difference is their text. Text that ends in an incomplete
+    character is held back.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -144,9 +145,11 @@ class Detokenizer:
         return text[len(shown) :]
 
     def _certain(self, text: str) -> tuple[int, str]:
-        """Where a long window ends in bytes that are no characters: (end of what no later byte can change, its text).
+        """For a long window that ends in bytes that are no characters: (end of what no later byte can change, its
+        text).
 
-        A character that is still incomplete has at most its first three bytes, and so the last three tokens."""
+        A character that is still incomplete has at most its first three bytes, and so the last three tokens.
+        """
         end = len(self._ids) - _INCOMPLETE
         if end - self._read >= _WINDOW:
             certain = self._text(self._prefix, end)

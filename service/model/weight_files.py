@@ -1,6 +1,6 @@
 """Safetensors files of a model directory: their tables, and tensors that are mapped one at a time.
 
-Each tensor is a mapping of its own, which is freed with the tensor: while a model loads, memory holds only the finished
+Each tensor has its own mapping, which is freed with the tensor: while a model loads, memory holds only the finished
 weights and the tensors of one layer.
 """
 
@@ -32,7 +32,7 @@ AHEAD = 64 * 2**20
 
 
 class WeightFiles:
-    """The tables of a directory's safetensors files. Raises CheckpointError where files are missing, cut short or
+    """The tables of a directory's safetensors files. Raises CheckpointError if files are missing, truncated or
     invalid."""
 
     def __init__(self, path: Path, *, optional: bool = False) -> None:
@@ -58,7 +58,7 @@ class WeightFiles:
 
     def read(self, name: str) -> torch.Tensor:
         """Maps a tensor; writing to it changes no file."""
-        import torch  # not at the top: frontend processes read tables, not tensors
+        import torch  # imported here: frontend processes read tables, not tensors
 
         entry, (file, offset) = self.table[name], self._places[name]
         if entry.dtype not in DTYPES:
@@ -81,7 +81,7 @@ class WeightFiles:
         return octets.view(dtype).view(entry.shape)
 
     def close(self) -> None:
-        """Closes the files; they stay mapped while tensors are alive. Reading again opens them again."""
+        """Closes the files; they stay mapped while tensors are alive. A later `read` opens them again."""
         while self._open:
             os.close(self._open.popitem()[1])
 
@@ -130,11 +130,11 @@ def _read_header(file: Path) -> tuple[dict[str, dict[str, Any]], bytes]:
 
 
 BITS = {"F64": 64, "I64": 64, "F32": 32, "I32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16, "U32": 32, "U64": 64}
-"""Of a number of the dtypes that are wider than 8."""
+"""Bits per number, for the dtypes that are wider than 8."""
 
 
 def _check_entry(file: Path, name: str, dtype: str, shape: Sequence[int], offsets: Sequence[int]) -> None:
-    """A table with wrong sizes would make tensors of other memory."""
+    """Raises CheckpointError for inconsistent sizes, which would give access to other memory."""
     start, end = offsets
     numbers = 1
     for side in shape:
@@ -147,8 +147,8 @@ def _check_entry(file: Path, name: str, dtype: str, shape: Sequence[int], offset
 
 
 def _sample_into(digest: hashlib._Hash, file: Path, blocks: int = 64, block: int = 4096) -> None:
-    """Adds evenly spaced blocks of a file to the digest: two fine-tuned models differ everywhere, so samples tell them
-    apart."""
+    """Adds evenly spaced blocks of a file to the digest: fine-tuned models differ everywhere, so samples distinguish
+    them."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         for i in range(blocks):

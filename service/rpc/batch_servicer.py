@@ -51,7 +51,7 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
             )
             try:
                 record = await to_end(asyncio.ensure_future(committing))
-            finally:  # the batch exists even where its creator no longer waits for the answer
+            finally:  # the batch exists even if its creator no longer waits for the answer
                 self._batches.created()
         return batch_pb2.CreateBatchResponse(batch=self._proto(record))
 
@@ -105,7 +105,7 @@ class BatchServicer(batch_pb2_grpc.BatchServiceServicer):
 
 
 def _read(path: Path, offset: int) -> bytes:
-    """A chunk of the file; empty where the file is gone."""
+    """A chunk of the file; empty if the file is gone."""
     try:
         with path.open("rb") as file:
             file.seek(offset)

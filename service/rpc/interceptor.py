@@ -1,9 +1,8 @@
-"""The `Door` as a gRPC interceptor: a call's metadata are its headers, and a `StatusError` ends it with a gRPC status.
+"""The `Door` as a gRPC interceptor: a call's metadata are its headers, and a `StatusError` becomes a gRPC status.
 
-gRPC is given handlers with streams of requests, also for methods that take one message, which looks the same on the
-wire: otherwise it would read a message before it calls the handler. Messages are parsed here, because gRPC answers a
-malformed one with UNKNOWN and the parser's own text. gRPC tells the size of a message only when all of it has
-arrived.
+All methods are registered with streams of requests, which is the same in gRPC's protocol: otherwise gRPC would read a
+message before it calls the handler. Messages are parsed here, because gRPC answers a malformed one with UNKNOWN and the
+parser's own text. gRPC reports the size of a message only when all of it has arrived.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from service.answers.weigh import LIGHT, weigh
 from service.common import errors
 from service.rpc.statuses import abort
 
-# Probes have no key, and must work while everything else is refused.
+# Probes have no key, and must work while everything else is rejected.
 OPEN_SERVICES = ("/grpc.health.v1.Health/",)
 
 
@@ -85,7 +84,7 @@ def _open(handler: Any, door: Door) -> Any:
 
 @dataclass
 class _Messages:
-    """The messages of one call. Methods raise StatusError, and whatever the handler raises."""
+    """The messages of one call. Methods raise StatusError, and the handler's exceptions."""
 
     handler: Any
     call: Admitted
@@ -114,13 +113,13 @@ class _Messages:
     async def _each(self, source: AsyncIterator[bytes]) -> AsyncIterator[Any]:
         while (data := await self._next(source)) is not None:
             request = await self._parsed(data)
-            # A stream's messages are consumed one by one: what they leave is counted by the code that keeps it.
+            # A stream's messages are consumed one by one; the consumer counts what it keeps of them.
             self.call.dropped(len(data))
             yield request
 
     async def _next(self, source: AsyncIterator[bytes]) -> bytes | None:
-        """Requests of a stream. An upload holds space that it has reserved, so it may not pause for long; other streams
-        may, and are limited only in number."""
+        """The next request of a stream. An upload holds reserved space, so its pauses are limited; other streams may
+        pause, and are limited only in number."""
         if self.handler.response_streaming:
             return await anext(source, None)
         return await self.call.arrival(anext(source, None), seconds=self.call.limits.stall_timeout)

@@ -1,7 +1,7 @@
-"""KServe v2 with Triton's extensions, `inference.GRPCInferenceService`: unmodified Triton clients can ask this server.
+"""KServe v2 with Triton's extensions, `inference.GRPCInferenceService`, for unmodified Triton clients.
 
-What a request may hold is in `service.rpc.kserve_tensors`. A streamed answer ends with a response that has no text and
-says why it ended. `triton_final_response` is true on that one, or, where the request asks for
+`service.rpc.kserve_tensors` describes the content of a request. A streamed answer ends with a response without text
+that says why it ended. `triton_final_response` is true on that one, or, if the request sets
 `triton_enable_empty_final_response`, on an empty one after it.
 """
 
@@ -98,7 +98,7 @@ class _Statistics:
 
 
 class KServeServicer:
-    """The methods by their names on the wire. `service.rpc.interceptor` turns their errors into statuses."""
+    """The methods by their names in the protocol. `service.rpc.interceptor` converts their errors to statuses."""
 
     def __init__(
         self, calls: Calls, model: model_pb2.Model, budget: ByteBudget, *, ready: Callable[[], bool], version: str
@@ -227,7 +227,7 @@ class KServeServicer:
                 call.tenant.limits.admit("requests", 1)
             with self._budget.hold(call.tenant.name) as add:
                 add(request.ByteSize())
-                # Bytes of media that it names are held by this request, and not until the stream ends.
+                # This request holds the bytes of its media, not the whole stream.
                 mine = replace(call, hold_bytes=add, generations=0)
                 set_current_call(mine)
                 responses = self._responses(request, context.time_remaining(), streaming=True)
@@ -241,7 +241,7 @@ class KServeServicer:
             status = errors.to_status(error)
             response = message("ModelInferResponse")(model_name=request.model_name, id=request.id)
             response.parameters["triton_final_response"].bool_param = True
-            # Triton's client shows only the text, so the request id is in it too, as in Triton's own errors.
+            # Triton's client shows only the text, so the request id is in the text, as in Triton's own errors.
             prefix = f"[request id: {request.id[:128]}] " if request.id else ""
             text = f"{prefix}[{status.code.name}] {status.message}"
             await out.put(wrap(error_message=text, infer_response=response))

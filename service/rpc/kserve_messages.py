@@ -1,7 +1,7 @@
-"""KServe's message classes, in a descriptor pool of their own.
+"""KServe's message classes, in a separate descriptor pool.
 
-In the default pool their names belong to the package that is imported first, and another client library in the same
-process could then not be imported.
+In the default pool the first package to be imported owns their names, and another client library in the same process
+could then not be imported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""KServe's tensors: which there are, how inputs are read and outputs written.
+"""KServe's tensors: their definitions, reading inputs and writing outputs.
 
 Inputs (BYTES unless said otherwise; all but the first two are optional):
     text_input [1]           a prompt, put through the chat template; or

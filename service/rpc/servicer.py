@@ -1,5 +1,5 @@
-"""The gRPC methods: a message in, `Calls`, a message out. `service.rpc.interceptor` turns their errors into
-statuses."""
+"""The gRPC methods: converts messages, calls `Calls`, converts results. `service.rpc.interceptor` converts their
+errors."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ Context: TypeAlias = Any
 
 
 async def read(convert_request: Callable[[Any], T], request: Any) -> T:
-    """Converts the current call's message to a request, in a thread where it is large."""
+    """Converts the current call's message to a request, in a thread if it is large."""
     if current_call().request_bytes < LIGHT:
         return convert_request(request)
     return await asyncio.to_thread(convert_request, request)
 
 
 async def converted(event: Event, convert_event: Callable[[Event], T]) -> T:
-    """Converts an event to a message, in a thread where it has the scores of a prompt."""
+    """Converts an event to a message, in a thread if it has scores of a prompt."""
     if isinstance(event, Finished) and event.prompt_logprobs:
         return await asyncio.to_thread(convert_event, event)
     return convert_event(event)
@@ -153,8 +153,8 @@ def _tenant() -> str:
 
 @contextlib.asynccontextmanager
 async def in_thread(manager: Any) -> AsyncIterator[Any]:
-    """A blocking context manager that is entered and left in a thread. It is left also where the call is cancelled
-    while it is being entered."""
+    """Enters and exits a blocking context manager in a thread. It is exited even if the call is cancelled while it is
+    being entered."""
     entering = asyncio.ensure_future(asyncio.to_thread(manager.__enter__))
     try:
         yield await to_end(entering)
@@ -165,8 +165,8 @@ async def in_thread(manager: Any) -> AsyncIterator[Any]:
 
 
 async def to_end(work: asyncio.Future[T]) -> T:
-    """The result of a thread. A cancellation of the caller takes effect when the thread is done, so that the caller can
-    undo what it did."""
+    """The result of a thread. If the caller is cancelled, that takes effect when the thread is done, so that the caller
+    can undo the thread's work."""
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
@@ -185,8 +185,8 @@ def _media_to_proto(media: Media) -> media_pb2.Media:
 def media_resolver(
     spool: Spool, fetch: Callable[[MediaSource], Awaitable[bytes]] | None = None
 ) -> Callable[[GenerateSpec, bytes], Any]:
-    """`Frontend.resolve` of a server: media ids are read from the spool, URLs are fetched with `fetch` where that is
-    allowed, which counts its bytes as they arrive (`CallInfo.hold_bytes`)."""
+    """`Frontend.resolve` of a server: media ids are read from the spool; URLs are fetched with `fetch` if that is
+    allowed, which counts bytes as they arrive (`CallInfo.hold_bytes`)."""
 
     async def one(source: MediaSource, tenant: str, places: asyncio.Semaphore) -> Any:
         if isinstance(source, Video) and source.frames:
@@ -199,7 +199,7 @@ def media_resolver(
     async def fetched(source: MediaSource, tenant: str) -> Any:
         if source.media_id is not None:
             try:
-                # Counted before it is read: what does not fit is never in memory.
+                # Counted before it is read: data that does not fit is never in memory.
                 current_call().hold_bytes(await asyncio.to_thread(spool.size, tenant, source.media_id))
                 data = await asyncio.to_thread(spool.read, tenant, source.media_id)
             except errors.NotFound as error:

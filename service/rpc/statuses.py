@@ -17,7 +17,7 @@ async def abort(context: Any, error: errors.StatusError) -> None:
 
 
 def has_details() -> bool:
-    """Whether clients can be told reasons, fields and times to wait: googleapis-common-protos is installed."""
+    """Whether clients can be sent reasons, fields and retry delays: googleapis-common-protos is installed."""
     try:
         from google.rpc import error_details_pb2, status_pb2  # noqa: F401
     except ImportError:

@@ -30,7 +30,7 @@ REPORTED = ("images", "batches", "real_tokens", "padded_tokens", "encode_seconds
 
 
 class SegmentWork:
-    """The `WorkSource` of this process: images that have come through the socket and not been answered."""
+    """The `WorkSource` of this process: images that arrived through the socket and have not been answered."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -78,7 +78,8 @@ def _serve(connection: Connection, options: EngineOptions) -> int:
         finally:
             engine.stop()
 
-    # Objects made while loading stay: garbage collections that visit them would delay a step by tens of milliseconds.
+    # Objects made while loading are permanent: garbage collections that visit them would delay a step by tens of
+    # milliseconds.
     gc.collect()
     gc.freeze()
     send(("ready", engine.info))

@@ -1,4 +1,4 @@
-"""The port: on which addresses it listens, what it needs to be reachable by others, and gRPC's options."""
+"""The port: addresses, requirements for being reachable from other machines, and gRPC's options."""
 
 from __future__ import annotations
 

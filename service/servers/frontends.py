@@ -63,7 +63,7 @@ class _Frontend:
         self._outbox = Outbox(self.connection)
 
     def send(self, message: Any) -> None:
-        """Queues a message without blocking. Does nothing where the process is gone: the reader thread notices that."""
+        """Queues a message without blocking. Does nothing if the process has ended, which the reader thread notices."""
         self._outbox.put(message)
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class Hub:
         self.engine.start(self._deliver)
 
     def start(self) -> None:
-        """Starts all frontends; they serve on return. Raises ConfigError with the message of the first that cannot."""
+        """Starts all frontends; they serve on return. Raises ConfigError with the message of the first that fails."""
         for member in range(self._options.frontends):
             self._start_frontend(member)
         watch = threading.Thread(target=self._watch, name="saccade-frontend-watch", daemon=True)
@@ -102,7 +102,7 @@ class Hub:
             for frontend in list(self._frontends.values()):
                 frontend.serving.result()
         except ConfigError:
-            self._stopping.set()  # what cannot start the first time is not tried again
+            self._stopping.set()  # a first start that fails is not retried
             raise
 
     def _watch(self) -> None:
@@ -301,7 +301,7 @@ def check(options: ServerOptions) -> None:
 @contextlib.contextmanager
 def reserved_port(options: ServerOptions) -> Iterator[int]:
     """Binds the port for the frontends and keeps other servers off it while the context lasts; yields the port. Raises
-    ConfigError where the port is taken."""
+    ConfigError if the port is taken."""
     family, kind, _, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
     with contextlib.ExitStack() as held:
         if options.port:

@@ -26,7 +26,7 @@ class SetHealth(Protocol):
 
 
 def add_standard_services(server: grpc.aio.Server, services: list[str]) -> SetHealth:
-    """Adds health and reflection, where their packages are installed. Returns a function that sets health."""
+    """Adds health and reflection, if their packages are installed. Returns a function that sets health."""
     names, set_health = list(services), _add_health(server, services)
     if set_health is not None:
         names.append("grpc.health.v1.Health")
@@ -41,7 +41,7 @@ def add_standard_services(server: grpc.aio.Server, services: list[str]) -> SetHe
 
 
 def _add_health(server: grpc.aio.Server, services: list[str]) -> SetHealth | None:
-    """A function that sets health; None where the package is not installed. `LIVENESS` is SERVING from here on."""
+    """A function that sets health; None if the package is not installed. `LIVENESS` is SERVING from here on."""
     try:
         from grpc_health.v1 import health, health_pb2, health_pb2_grpc
     except ImportError:

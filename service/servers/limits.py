@@ -28,12 +28,12 @@ def frontend_limits(options: ServerOptions) -> FrontendLimits:
 
 
 def byte_budget(options: ServerOptions) -> ByteBudget:
-    """One tenant with a key gets at most half of it, but always a message of the largest size."""
+    """One tenant with a key gets at most half of it, but at least a message of the largest size."""
     return ByteBudget(options.max_inflight_bytes, max(options.max_inflight_bytes // 2, options.max_message_bytes))
 
 
 def door_limits(options: ServerOptions, max_len: int = 0) -> DoorLimits:
-    """`max_len`: tokens of the model's context, which bounds the ids in a message."""
+    """`max_len`: tokens of the model's context, which limits the ids in a message."""
     return DoorLimits(
         options.stall_timeout, options.receive_timeout, options.max_message_bytes, options.max_tenant_calls,
         max(max_len, MIN_IDS),

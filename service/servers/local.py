@@ -1,5 +1,4 @@
-"""The same engine and frontend without a server, for `saccade.LocalClient`: messages in, messages out, in this
-process."""
+"""The engine and frontend without a server, for `saccade.LocalClient`: messages are passed in this process."""
 
 from __future__ import annotations
 
@@ -182,7 +181,7 @@ class LocalStream:
     def cancel(self) -> None:
         """Frees what the request holds. Idempotent."""
         if self._future.cancel():
-            # Where it has not started, nothing of it wakes the reader.
+            # If it has not started, nothing else wakes the reader.
             self._messages.put(errors.Cancelled("the stream has been closed"))
 
 

@@ -56,7 +56,7 @@ def run(options: ServerOptions) -> int:
     )
     options = fetched(options)
     if options.role == "encoder":
-        # Not at the top: it imports torch, and a frontend does not.
+        # Imported here: it needs torch, and a frontend does not.
         from service.servers.encoder_server import serve_encoder
 
         return asyncio.run(serve_encoder(options))

@@ -1,6 +1,7 @@
 """The gRPC server: options, services, health, start and stop.
 
-To stop: health becomes NOT_SERVING, new calls are refused, running calls get their grace, then the engine stops.
+Stopping: health becomes NOT_SERVING, new calls are rejected, running calls get their grace period, then the engine
+stops.
 """
 
 from __future__ import annotations
@@ -109,8 +110,8 @@ class Server:
         self.metrics_port = 0
 
     async def start(self) -> None:
-        """Listens and warms up; health is SERVING on return. Raises ConfigError where the address cannot be bound or
-        the model cannot answer."""
+        """Listens and warms up; health is SERVING on return. Raises ConfigError if the address cannot be bound or the
+        model cannot answer."""
         self.frontend.start()
         if self.frontend.assets.vision is not None:
             self.image_pool.start()
@@ -142,7 +143,7 @@ class Server:
         return None
 
     async def _sweep(self) -> None:
-        """Deletes expired uploads soon after their time, also where nothing new arrives."""
+        """Deletes expired uploads periodically, even if no new ones arrive."""
         while True:
             await asyncio.sleep(min(60.0, self.options.media_ttl))
             await asyncio.to_thread(self.spool.sweep)
@@ -187,7 +188,7 @@ class Server:
         return Spool(*arguments, **keywords)
 
     def _drain_asked(self) -> None:
-        """Drains the server, as an operator asked for."""
+        """Drains the server at an operator's request."""
         self.drain()
 
     def _open_batches(self) -> BatchStore:
@@ -204,7 +205,7 @@ class Server:
 
     @contextlib.contextmanager
     def _folder(self, option: str) -> Iterator[Path]:
-        """The folder that an option names, else a temporary one. Raises ConfigError where it cannot be used."""
+        """The folder that an option names, else a temporary one. Raises ConfigError if it cannot be used."""
         folder = getattr(self.options, option)
         if folder is None:
             folder = self._ends.enter_context(
@@ -253,21 +254,20 @@ class Server:
         self._set_health(False)
 
     async def stop(self, grace: float | None = None) -> None:
-        """Refuses new calls, lets running ones finish within `grace` seconds, then stops the engine. Idempotent; may be
+        """Rejects new calls, lets running ones finish within `grace` seconds, then stops the engine. Idempotent; may be
         cancelled and called again with less grace."""
         self.drain()
         if self.batches is not None:
             await self.batches.stop()
         with contextlib.suppress(TimeoutError):
-            # The port stays open meanwhile, so that new calls get DRAINING; with a closed one they would only get
-            # CANCELLED.
+            # The port stays open meanwhile, so that new calls get DRAINING instead of CANCELLED.
             async with asyncio.timeout(self.options.grace if grace is None else grace):
                 await self.frontend.idle.wait()
         if self.options.sizes_file is not None and self.frontend.engine.alive:
             try:
                 sizes = await asyncio.wrap_future(self.frontend.engine.query("histogram"))
                 await asyncio.to_thread(record_sizes, Path(self.options.sizes_file), sizes)
-            except EngineDied as error:  # everything else has to be stopped all the same
+            except EngineDied as error:  # everything else has to be stopped anyway
                 log.error("sizes_file: %s is not written: %s", self.options.sizes_file, error)
         if self._server is not None:
             await self._server.stop(grace=1.0 if self.frontend.idle.is_set() else 0)

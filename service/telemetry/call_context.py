@@ -27,8 +27,8 @@ class CallInfo:
     generations: int = 0
     """Generations of this call that have written their own line to the access log."""
     hold_bytes: Callable[[int], None] = lambda size: None
-    """Counts bytes that the call has brought into the server beside its messages, until its end. Raises Unavailable
-    where the server's limit is reached."""
+    """Counts bytes that the call holds besides its messages, until its end. Raises Unavailable at the server's
+    limit."""
 
     def fail(self, error: errors.StatusError) -> None:
         self.code, self.reason = error.code.name, error.reason

@@ -43,7 +43,7 @@ class Metrics:
         )
         self._tokens = Counter(
             "saccade_tokens",
-            "tokens: prompt (image, video and cached ones among them), image, video, cached, generated",
+            "tokens: prompt (including image, video and cached ones), image, video, cached, generated",
             ["kind"],
             registry=self.registry,
         )
@@ -52,14 +52,14 @@ class Metrics:
             registry=self.registry,
         )  # fmt: skip
         self._queue = Histogram(
-            "saccade_queue_seconds", "from arrival to the engine: images and text are prepared, others go first",
+            "saccade_queue_seconds", "from arrival to the first step: preparation of images and text, and waiting",
             buckets=SECONDS, registry=self.registry,
         )  # fmt: skip
         self._gap = Histogram(
             "saccade_inter_token_seconds", "between two tokens of a sample", buckets=GAPS, registry=self.registry
         )
         self._seconds = Histogram(
-            "saccade_generation_seconds", "whole generations that ended well", buckets=SECONDS, registry=self.registry
+            "saccade_generation_seconds", "whole generations that succeeded", buckets=SECONDS, registry=self.registry
         )
         self._request_bytes = Counter("saccade_request_bytes", "bytes of request messages", registry=self.registry)
 
@@ -137,7 +137,7 @@ class _EngineCollector:
         yield from engine_metrics({**stats, **self._parts()})
 
 
-# Counters of the engine that are gauges; all others only grow.
+# The engine's gauges; all other counters only grow.
 _GAUGES = re.compile(
     r"live|running|waiting|leases|cached|reserved|writing|ready|quarantined|unused_graphs|cache_checkpoints|\w+_(bytes|blocks|slots|pages|now)"
 )
@@ -202,7 +202,7 @@ class _NoMetrics:
 
 
 def make_metrics() -> Metrics:
-    """The metrics of a server; logs it where they count nothing."""
+    """The metrics of a server; logs a warning if they count nothing."""
     if not INSTALLED:
         log.warning("prometheus-client is not installed: no metrics")
         return cast("Metrics", _NoMetrics())

@@ -1,13 +1,13 @@
-"""W3C trace context, read from a call's metadata; and optional OpenTelemetry spans of each generation, sent by OTLP
+"""Reads W3C trace context from a call's metadata, and optionally sends OpenTelemetry spans of each generation by OTLP
 over gRPC: `--otlp-endpoint HOST:PORT`.
 
-    saccade.generate     from arrival to the end, below the caller's span where its metadata names one
-      saccade.prepare    text to ids, images to patches, the way to the engine
-      saccade.first      waiting for the encoder and for a place, reading the prompt, up to the first token
+    saccade.generate     from arrival to the end, a child of the caller's span if its metadata names one
+      saccade.prepare    text to ids, images to patches, submission to the engine
+      saccade.first      waiting for the encoder and for a batch slot, prefill, up to the first token
       saccade.decode     from the first token to the last
 
-Spans are written when a generation is over, from the times that were taken anyway: a request costs nothing more while
-it runs. No prompt, no answer and no key is ever in one.
+Spans are written when a generation has ended, from times that are measured anyway, so a running request costs nothing
+more. Spans contain no prompts, answers or keys.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes quantised weights as compressed-tensors do: `float-quantized` (fp8) and `pack-quantized` (int4)."""
+"""Writes quantised weights in the compressed-tensors format: `float-quantized` (fp8) and `pack-quantized` (int4)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from kernels.linear import Quantised
 from kernels.native.structs import GROUP
 
 PUBLISHED = ("fp8", "int4")
-"""Kinds that there is a published format for."""
+"""Kinds that have a published format."""
 
 
 def modules_of(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The matrices of a stored weight under the names of modules. Stacked experts `[experts, n, k]` are modules one by
-    one, and gates apart from what they are for.
-    """
+    """The matrices of a stored weight by module name. Stacked experts `[experts, n, k]` become one module each, with
+    gate and up separate."""
     if tensor.dim() == 2:
         yield name.removesuffix(".weight"), tensor
         return
@@ -32,12 +31,12 @@ def modules_of(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def writable(matrix: Tensor, kind: str) -> bool:
-    """Whether the format can hold a matrix: groups have to be whole."""
+    """Whether the format can store a matrix: groups have to be complete."""
     return kind != "int4" or matrix.shape[1] % GROUP == 0
 
 
 def tensors_of(module: str, weight: Quantised) -> dict[str, Tensor]:
-    """The tensors of a module, of an fp8 weight with a scale a row or an int4 one in groups of 128."""
+    """The tensors of a module, for an fp8 weight with a scale per row or an int4 weight in groups of 128."""
     scale = weight.scale.bfloat16()
     assert torch.equal(scale.float(), weight.scale), "scales are bfloat16 numbers"
     if weight.kind == "fp8":
@@ -51,7 +50,7 @@ def tensors_of(module: str, weight: Quantised) -> dict[str, Tensor]:
 
 
 def configuration(kind: str, ignored: Sequence[str]) -> dict[str, Any]:
-    """`quantization_config`. `ignored`: modules that stay plain."""
+    """`quantization_config`. `ignored`: modules that are not quantised."""
     common: dict[str, Any] = {"symmetric": True, "actorder": None, "observer": "minmax", "dynamic": False}
     if kind == "fp8":
         weights = {

@@ -1,4 +1,5 @@
-"""What a model directory says of its quantisation: `quantization_config` in config.json, or `hf_quant_config.json`."""
+"""Reads what a model directory says about its quantisation: `quantization_config` in config.json, or
+`hf_quant_config.json`."""
 
 from __future__ import annotations
 
@@ -16,15 +17,15 @@ MODELOPT = {
     "FP8": ("fp8-tensor",), "FP8_PER_CHANNEL_PER_TOKEN": ("fp8-channel",), "FP8_PB_WO": ("fp8-block",),
     "NVFP4": ("nvfp4",), "W4A16_NVFP4": ("nvfp4",), "NVFP4_AWQ": (),
 }  # fmt: skip
-"""Schemes of the tensors that each of modelopt's algorithms writes; none for those that are not read."""
+"""Schemes of the tensors that each of modelopt's algorithms writes; empty for those that are not supported."""
 Listed = Literal["table", "default", "excluded"]
 
 
 class Said(NamedTuple):
-    """What a configuration says of one module."""
+    """What a configuration says about one module."""
 
     schemes: tuple[str, ...]
-    """One of these; empty: stored plainly."""
+    """One of these schemes; empty: not quantised."""
     how: Listed
     """By its own entry, by a rule for all modules, or as an exception."""
     group: int | None = None
@@ -32,22 +33,22 @@ class Said(NamedTuple):
 
 @dataclass(frozen=True)
 class Declared:
-    """A configuration of quantisation, read and checked by itself."""
+    """A quantisation configuration, read and checked on its own."""
 
     method: str
     where: str
     """The file and key, for errors."""
     say: Callable[[str], Said]
-    """Of a module's name."""
+    """The entry for a module, by its name."""
     block: tuple[int, int] = (128, 128)
     gptq_offset: int = 1
-    """What stored zero points lack."""
+    """Offset that stored zero points lack."""
     listed: frozenset[str] = field(default_factory=frozenset)
-    """Modules that have an entry of their own, without globs."""
+    """Modules that have their own entry, without globs."""
 
 
 def read_declared(config: Mapping[str, Any], modelopt_file: Mapping[str, Any]) -> Declared | None:
-    """None where neither file says anything. Raises CheckpointError naming what is not read."""
+    """None if neither file has a configuration. Raises CheckpointError naming what is not supported."""
     entry = config.get("quantization_config") or config.get("compression_config")
     if entry is None and isinstance(text := config.get("text_config"), Mapping):
         entry = text.get("quantization_config")
@@ -85,14 +86,13 @@ def _names(entry: Mapping[str, Any], *keys: str) -> list[str]:
 
 
 def _below(module: str, name: str) -> bool:
-    """Whether a name of a list means this module: itself, one above it, or its tail. Files of one model call modules
-    with and without the prefixes of what wraps them.
-    """
+    """Whether a name in a list refers to this module: the module itself, a parent, or its tail. Files of one model name
+    modules with and without prefixes."""
     return module == name or module.startswith(f"{name}.") or module.endswith(f".{name}") or f".{name}." in module
 
 
 def _matches(module: str, pattern: str) -> bool:
-    """A name, a glob, or `re:` and a regular expression."""
+    """Whether a module matches a name, a glob, or `re:` with a regular expression."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], module) is not None
     if any(letter in pattern for letter in "*?["):
@@ -147,7 +147,7 @@ def _modelopt(entry: Mapping[str, Any], where: str) -> Declared:
     }
 
     def say(module: str) -> Said:
-        """The longest entry that is the module or stands above it, at dots; globs after names."""
+        """Uses the longest entry that is the module or a parent of it; globs after names."""
         above = [name for name in table if module == name or module.startswith(f"{name}.")]
         above = above or [name for name in table if _below(module, name)]
         above = above or [name for name in table if "*" in name and _matches(module, name)]
@@ -170,7 +170,7 @@ def _compressed(entry: Mapping[str, Any], where: str) -> Declared:
     def say(module: str) -> Said:
         if any(_matches(module, name) for name in ignored):
             return Said((), "excluded")
-        for wanted in (False, True):  # an entry of the module's own goes before one for its class
+        for wanted in (False, True):  # the module's own entry takes precedence over one for its class
             for targets, said in groups:
                 for target in targets:
                     if (target == "Linear") == wanted and (wanted or _matches(module, target)):
@@ -243,9 +243,10 @@ def _awq(entry: Mapping[str, Any], where: str) -> Declared:
 
 
 def disagreements(declared: Declared | None, found: Mapping[str, StoredWeight]) -> list[str]:
-    """Modules of which the files say one thing and the configuration another, a sentence each.
+    """Modules for which files and configuration disagree, one sentence each.
 
-    A plain weight under a rule for all modules is none: lists of exceptions are rarely whole, and nothing is lost.
+    An unquantised weight under a rule for all modules is no disagreement: lists of exceptions are rarely complete, and
+    no precision is lost.
     """
     problems = []
     quantised = {weight.module: weight for weight in found.values() if weight.scheme not in ("plain", "own")}
@@ -277,7 +278,7 @@ def disagreements(declared: Declared | None, found: Mapping[str, StoredWeight]) 
 
 
 def _degenerate(weight: StoredWeight, said: Said, block: tuple[int, int]) -> bool:
-    """One scale for a weight of one block, or of one row, is of either kind."""
+    """Whether the weight has a single block or row, so that one scale is of either kind."""
     rows, inner = weight.shape[-2:]
     if weight.scheme != "fp8-tensor":
         return False

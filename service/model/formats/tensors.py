@@ -1,8 +1,8 @@
-"""Which stored tensors make one weight.
+"""Finds the stored tensors that make one weight.
 
-The tensors that are there decide: a weight of 8 or 4 bits is one together with its scales, and an error without them.
-Formats: block FP8 (DeepSeek's), NVIDIA modelopt's FP8, FP8_PB_WO and NVFP4, compressed-tensors'
-float-quantized, int-quantized, nvfp4-pack-quantized and pack-quantized, GPTQ and AWQ, and this server's own.
+The tensors in the files decide: a weight of 8 or 4 bits belongs together with its scales, and without them it is an
+error. Formats: block FP8 (DeepSeek's), NVIDIA modelopt's FP8, FP8_PB_WO and NVFP4, compressed-tensors' float-quantized,
+int-quantized, nvfp4-pack-quantized and pack-quantized, GPTQ and AWQ, and this server's own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 Scheme = Literal["plain", "fp8-tensor", "fp8-channel", "fp8-block", "nvfp4", "int8", "int4", "gptq", "awq", "own"]
 FLOATS = ("F32", "F16", "BF16")
 NEEDS_SCALES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "U8", "I8")
-"""Dtypes that no weight has by itself."""
+"""Dtypes that a weight cannot have without scales."""
 COMPANIONS: tuple[tuple[str, str, str], ...] = (
     (".weight_packed", ".weight", "values"),
     (".weight_scale_inv", ".weight", "scale"),
@@ -36,9 +36,9 @@ ATTACHED: tuple[tuple[str, str], ...] = (
     (".values", "values"), (".scale", "scale"), (".outer", "outer"), ("_scale_inv", "scale"), ("_scale_2", "outer"),
     ("_scale", "scale"),
 )  # fmt: skip
-"""Suffixes behind a whole name: this server's own, and stacked experts', whose names do not end in `weight`."""
+"""Suffixes after a whole name: this server's own, and stacked experts', whose names do not end in `weight`."""
 CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_output_scale")
-"""Scales of attention inputs for caches in 8 bits. Ours are not, so that these change nothing."""
+"""Scales of attention inputs for 8-bit caches. Our caches are not 8-bit, so these are not used."""
 
 
 class Entry(NamedTuple):
@@ -51,26 +51,26 @@ class Entry(NamedTuple):
 
 
 class FormatError(ValueError):
-    """Tensors that make no weight; names the module."""
+    """Tensors that make no weight; the message names the module."""
 
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A weight as it lies in the files."""
+    """A weight in the files."""
 
     name: str
-    """As if it were stored plainly: `...q_proj.weight`."""
+    """Its name without quantisation: `...q_proj.weight`."""
     scheme: Scheme
     shape: tuple[int, ...]
     """`[..., outputs, inputs]` of the weight itself."""
     parts: Mapping[str, str] = field(default_factory=dict)
-    """What a tensor is to the weight -> its stored name."""
+    """Role of a tensor in the weight -> its stored name."""
     nbytes: int = 0
-    """Of all parts."""
+    """Bytes of all parts."""
     group: int = 0
-    """Inputs that share a scale, where they do."""
+    """Inputs per scale, if they share scales."""
     block_rows: int = 1
-    """Outputs that share a scale: of fp8-block."""
+    """Outputs per scale, for fp8-block."""
 
     @property
     def module(self) -> str:
@@ -79,7 +79,7 @@ class StoredWeight:
 
 
 def listed(problems: Sequence[str], most: int = 20) -> str:
-    """A line for each of the first problems, and how many more there are."""
+    """One line for each of the first problems, and the number of further ones."""
     more = f"\n  ... and {len(problems) - most} more" if len(problems) > most else ""
     return "\n  ".join(problems[:most]) + more
 
@@ -87,10 +87,10 @@ def listed(problems: Sequence[str], most: int = 20) -> str:
 def find_weights(
     table: Mapping[str, Entry], *, block: tuple[int, int] = (128, 128), own_kind: str | None = None
 ) -> tuple[dict[str, StoredWeight], list[str]]:
-    """Weights by name, and the names of tensors that are read and not needed (scales of activations and caches).
+    """Weights by name, and the names of tensors that are not used (scales of activations and caches).
 
-    `block`: of fp8-block, as the configuration gives it; `own_kind`: `int8` or `int4` for a checkpoint that this server
-    wrote. One `FormatError` lists every module whose tensors do not fit together.
+    `block`: of fp8-block, from the configuration; `own_kind`: `int8` or `int4` for a checkpoint that this server wrote.
+    One `FormatError` lists every module whose tensors do not fit together.
     """
     grouped: dict[str, dict[str, str]] = {}
     unused = [name for name in table if name.endswith(CACHE_SCALES)]
@@ -114,7 +114,7 @@ def find_weights(
 
 
 def _role(name: str, table: Mapping[str, Entry]) -> tuple[str, str]:
-    """The weight that a tensor belongs to, and what it is to it."""
+    """The weight that a tensor belongs to, and its role in it."""
     for suffix, instead, role in COMPANIONS:
         if name.endswith(suffix):
             base = name.removesuffix(suffix)
@@ -185,7 +185,7 @@ def _floats(module: str, role: str, entry: Entry) -> None:
 
 
 def _single(module: str, role: str, entry: Entry | None, leading: tuple[int, ...]) -> None:
-    """One float32 number for each weight of a stack."""
+    """Checks that there is one float32 number for each weight of a stack."""
     if entry is None:
         raise FormatError(f"{module}: its {role} is missing")
     _floats(module, role, entry)
@@ -236,7 +236,7 @@ def _four_bit_floats(module: str, entries: Mapping[str, Entry], made: Callable[.
 
 
 def _packed_in_words(module: str, entries: Mapping[str, Entry], made: Callable[..., StoredWeight]) -> StoredWeight:
-    """compressed-tensors' pack-quantized: eight values of a row in a word."""
+    """compressed-tensors' pack-quantized: eight values of a row per word."""
     _only(module, entries, "values", "scale", "zeros", "shape", "groups", "input")
     values, scale = entries["values"], entries.get("scale")
     if scale is None:
@@ -250,12 +250,12 @@ def _packed_in_words(module: str, entries: Mapping[str, Entry], made: Callable[.
         zeros, wanted = entries["zeros"], (-(-values.shape[0] // 8), scale.shape[1])
         if zeros.dtype != "I32" or zeros.shape != wanted:
             raise FormatError(f"{module}: zero points of {zeros.dtype} {list(zeros.shape)}, not I32 {list(wanted)}")
-    # How many inputs the last word holds is in `weight_shape`, which is read with the weight.
+    # `weight_shape`, which is read with the weight, gives the number of inputs in the last word.
     return made("int4", (values.shape[0], 8 * values.shape[1]))
 
 
 def _grouped_by_columns(module: str, entries: Mapping[str, Entry], made: Callable[..., StoredWeight]) -> StoredWeight:
-    """GPTQ and AWQ: inputs by outputs, eight numbers a word; along the inputs in GPTQ, along the outputs in AWQ."""
+    """GPTQ and AWQ: inputs by outputs, eight numbers per word; along the inputs in GPTQ, along the outputs in AWQ."""
     values, scale = entries["values"], entries.get("scale")
     for role in ("scale", "zeros"):
         if role not in entries:

@@ -1,4 +1,4 @@
-"""Stored parts of a quantised weight -> `kernels.linear.Quantised`. No number changes its value on the way."""
+"""Converts the stored parts of a quantised weight to `kernels.linear.Quantised`. No value changes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from kernels.native.structs import GROUP
 from service.model.formats.tensors import FormatError, StoredWeight
 
 Read = Callable[[str], Tensor]
-"""A stored tensor by its name."""
+"""Reads a stored tensor by name."""
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Place in a word of each of eight neighbouring outputs."""
+"""Index in a word of each of eight neighbouring outputs."""
 
 
 def load(weight: StoredWeight, read: Read, *, gptq_offset: int = 1) -> Tensor | Quantised:
-    """The weight: a plain one as it is stored. `gptq_offset`: what GPTQ's stored zero points lack. Raises FormatError,
-    with the module's name, for numbers that no such format has.
-    """
+    """The weight; a plain one as stored. `gptq_offset`: offset that GPTQ's stored zero points lack. Raises FormatError
+    with the module's name for invalid values."""
     if weight.scheme == "plain":
         return read(weight.parts["values"])
     parts = {role: read(name) for role, name in weight.parts.items() if role != "input"}
@@ -130,7 +129,7 @@ def _awq(weight: StoredWeight, parts: dict[str, Tensor]) -> Quantised:
 
 
 def _order(weight: StoredWeight, group_of: Tensor, groups: int, inner: int) -> Tensor | None:
-    """Columns sorted by their group; None where they are already."""
+    """Columns sorted by their group; None if they are sorted already."""
     counts = torch.bincount(group_of.long().clamp(0, groups), minlength=groups)
     if bool((group_of < 0).any()) or counts.shape[0] != groups or not bool((counts == inner // groups).all()):
         raise FormatError(f"{weight.module}: g_idx does not put {inner // groups} inputs into each of {groups} groups")
@@ -139,13 +138,13 @@ def _order(weight: StoredWeight, group_of: Tensor, groups: int, inner: int) -> T
 
 
 def _words(words: Tensor) -> Tensor:
-    """int32 `[..., w]` -> uint8 `[..., 8 w]`: the nibbles of each word, the lowest first."""
+    """int32 `[..., w]` -> uint8 `[..., 8 w]`: the nibbles of each word, lowest first."""
     octets = words.contiguous().view(torch.uint8)  # little-endian
     return torch.stack((octets & 15, octets >> 4), -1).flatten(-2)
 
 
 def _pairs(values: Tensor) -> Tensor:
-    """uint8 `[n, k]` below 16 -> `[n, ceil(k / 2)]`, the even one in the low half."""
+    """uint8 `[n, k]` below 16 -> `[n, ceil(k / 2)]`, the even element in the low half."""
     if values.shape[1] % 2:
         values = torch.nn.functional.pad(values, (0, 1))
     return (values[:, 0::2] | values[:, 1::2] << 4).contiguous()
