@@ -1,1 +1,2 @@
-"""One folder per operation: the maths (README.md), a torch reference, and a Triton kernel behind the same signature."""
+"""Kernels, one folder per operation: the maths (README.md), a torch reference, and a Triton kernel with the same
+signature."""

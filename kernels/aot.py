@@ -1,13 +1,13 @@
-"""Compiles every Triton kernel for GPUs that this machine need not have, and compares with the committed tables.
+"""Compiles every Triton kernel for several GPU architectures without a GPU, and compares with the committed tables.
 
     python -m kernels.aot [--op NAME ...] [--target sm_90 ...] [--model NAME ...] [--quick] [--update]
 
-Each folder with a `kernel.py` has a `cases.py` with `cases(shape)`: named calls of its operations on meta tensors at
-the sizes of a model (`kernels.shapes`). What they launch is compiled for each target. Registers and spills are read
-with `cuobjdump`, which the Triton package carries, or from the code object's own notes for gfx targets. The table of
-each folder is `aot.json`; a spill, shared memory over the limit, a product whose registers are overwritten while it
-runs (`unguarded_products`), a row that is missing or worse than the committed one ends the program with status 1. No
-GPU is needed; TRITON_INTERPRET must be unset.
+Each folder with a `kernel.py` has a `cases.py` with `cases(shape)`: named calls of its operations on meta tensors, with
+the sizes of a model (`kernels.shapes`). Their launches are compiled for each target. Registers and spills are read with
+`cuobjdump`, which the Triton package includes, or from the code object's notes for gfx targets. The table of each
+folder is `aot.json`. Exit status 1: a spill, shared memory over the limit, a product whose registers are overwritten
+while it runs (`unguarded_products`), a row that is missing or worse than the committed one. No GPU is needed;
+TRITON_INTERPRET must be unset.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from kernels.shapes import DEMO, MODELS, ModelShape
 FOLDER = Path(__file__).parent
 
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
-"""Bytes of shared memory that one block may have."""
+"""Limit on shared memory per block, in bytes."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What one compiled kernel takes."""
+    """Resources of one compiled kernel."""
 
     registers: int
     spills: int
-    """Bytes of local memory of a thread (NVIDIA), or registers spilled (AMD)."""
+    """Bytes of local memory per thread (NVIDIA), or number of spilled registers (AMD)."""
     shared: int
-    """Bytes of a block."""
+    """Shared memory per block, in bytes."""
     warps: int
     unguarded: int = 0
-    """What `unguarded_products` found."""
+    """Result of `unguarded_products`."""
 
 
 def operations() -> list[str]:
-    """Folders that hold a kernel."""
+    """Folders with a kernel."""
     return sorted(path.parent.name for path in FOLDER.glob("*/kernel.py"))
 
 
 def compile_launch(launched: Launch, target_name: str) -> Usage:
-    """Compiles one recorded launch as a real one would be: same specialisation, same options."""
+    """Compiles one recorded launch with the same specialisation and options as a real launch."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
@@ -76,11 +76,10 @@ def compile_launch(launched: Launch, target_name: str) -> Usage:
 
 
 def unguarded_products(ttgir: str) -> int:
-    """Asynchronous products (wgmma, sm_90) in a loop that read their left side from registers, where no point of the
-    loop waits for all products to end: the next round writes registers that the hardware may still be reading, and
-    whole rows come out as noise. Triton 3.6 makes such a loop of a pipelined one whose left side is computed from what
-    it loads; one stage, or a left side that goes into the product as it was loaded, avoids it.
-    """
+    """Number of asynchronous products (wgmma, sm_90) in a loop that read their left operand from registers, where the
+    loop never waits for all products to end. The next iteration then writes registers that the hardware may still be
+    reading, and whole rows of the result are wrong. Triton 3.6 generates such code for pipelined loops whose left
+    operand is computed from what they load; use one stage, or a left operand that enters the product as loaded."""
     lines = ttgir.splitlines()
     depths = [len(line) - len(line.lstrip()) for line in lines]
     found = 0
@@ -99,7 +98,7 @@ def unguarded_products(ttgir: str) -> int:
 
 
 def _registers(cubin: bytes) -> tuple[int, int]:
-    """(registers, bytes of local memory) of a thread, as `cuobjdump` tells them."""
+    """(registers, bytes of local memory) per thread, as `cuobjdump` reports them."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -118,9 +117,8 @@ def _amd_registers(assembly: str) -> tuple[int, int]:
 
 
 def launches_of(operation: str, target: str, models: Sequence[ModelShape]) -> Iterator[tuple[str, Launch]]:
-    """`(key, launch)` of every kernel that the operation launches: `sm_90 demo decode _kernel`. A kernel that a case
-    launches twice in different forms is numbered from the second on.
-    """
+    """`(key, launch)` of every kernel that the operation launches, such as `sm_90 demo decode _kernel`. A kernel that a
+    case launches twice in different forms is numbered from the second on."""
     module = importlib.import_module(f"kernels.{operation}.cases")
     for shape in models:
         for case in module.cases(shape):
@@ -143,7 +141,7 @@ def rows_of(operation: str, targets: Sequence[str], models: Sequence[ModelShape]
 
 
 def problems_of(key: str, usage: Usage, committed: dict[str, Any] | None) -> list[str]:
-    """Why a row does not pass; `committed` is its row in the table, if it has one."""
+    """Reasons why a row fails; `committed` is its row in the table, if it has one."""
     found = []
     limit = SHARED_LIMIT[key.split()[0]]
     if usage.spills:
@@ -164,7 +162,7 @@ def problems_of(key: str, usage: Usage, committed: dict[str, Any] | None) -> lis
 
 
 def check(operation: str, targets: Sequence[str], models: Sequence[ModelShape], *, quick: bool, update: bool) -> int:
-    """Compiles, prints and compares one operation; returns the number of problems."""
+    """Compiles, prints and compares one operation. Returns the number of problems."""
     path = FOLDER / operation / "aot.json"
     table: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
     complete = not quick and set(targets) == set(ARCHITECTURES) and set(models) == set(MODELS)
@@ -188,7 +186,7 @@ def check(operation: str, targets: Sequence[str], models: Sequence[ModelShape], 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """The command line. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m kernels.aot", description=__doc__.split("\n\n")[0])
     parser.add_argument("--op", nargs="+", choices=operations(), default=operations())
     parser.add_argument("--target", nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))

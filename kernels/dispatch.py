@@ -1,9 +1,9 @@
-"""Which implementation of an operation runs: the torch reference or the Triton kernel.
+"""Selects the implementation of an operation: the torch reference or the Triton kernel.
 
-Callers import an operation from its folder (`from kernels.rms_norm import rms_norm`); what they get is a `dispatched`
-function that looks at the device of its first tensor. CUDA and ROCm devices take the kernel, CPUs the reference. Each
-choice but the last is logged once with its reason. A kernel that should run and cannot be imported is an error, never
-a fallback.
+Callers import an operation from its folder (`from kernels.rms_norm import rms_norm`) and get a `dispatched` function
+that looks at the device of its first tensor: CUDA and ROCm devices use the kernel, CPUs the reference. Each choice
+except the last is logged once with its reason. If a kernel is needed but cannot be imported, that is an error; there is
+no fallback.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _logged: set[tuple[str, str, str]] = set()
 
 
 def implementation(device_type: str) -> tuple[Implementation, str]:
-    """What runs on a device of this type, and why."""
+    """The implementation for a device type, and the reason."""
     if _forced is not None:
         return _forced, "the caller forced it"
     if device_type == "cuda":
@@ -37,15 +37,14 @@ def implementation(device_type: str) -> tuple[Implementation, str]:
 
 
 def is_forced() -> bool:
-    """Whether the caller says which implementation runs."""
+    """Whether `forced` is active."""
     return _forced is not None
 
 
 @contextmanager
 def forced(choice: Implementation) -> Iterator[None]:
-    """Inside, every operation that has both runs `choice`, on any device. For tests and measurements; not reentrant
-    over threads.
-    """
+    """Inside, every operation that has both runs `choice`, on any device. For tests and measurements; process-wide, not
+    for several threads."""
     global _forced
     before, _forced = _forced, choice
     try:
@@ -55,10 +54,10 @@ def forced(choice: Implementation) -> Iterator[None]:
 
 
 def dispatched(reference: Callable[P, R], *, kernel: bool = True) -> Callable[P, R]:
-    """The operation whose reference this is, e.g. `kernels.rms_norm.reference.rms_norm`.
+    """Makes the operation from its reference, such as `kernels.rms_norm.reference.rms_norm`.
 
-    Its Triton twin is the function of the same name in `kernel.py` of the same folder, imported when first needed.
-    `kernel=False`: there is none, and the reference runs everywhere. Raises `RuntimeError` when the twin is needed and
+    The Triton version is the function of the same name in `kernel.py` of the same folder, imported when first needed.
+    `kernel=False`: there is none, and the reference runs everywhere. Raises `RuntimeError` if the kernel is needed and
     cannot be imported.
     """
     name = reference.__name__

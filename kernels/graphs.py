@@ -1,9 +1,9 @@
 """Static buffers and the replay guard that both runners share.
 
 A `StaticGraph` is one function over buffers that never move. On a GPU it is captured once as a CUDA graph, whose
-replays read and write those addresses whatever the caller believes. On a CPU a replay calls the function on the very
-same buffers at their full padded size, so that stale rows, wrong padding and aliasing fail in tests without a GPU.
-Either way a replay first checks that the buffers it was built on are the buffers that it is given.
+replays read and write the same addresses. On a CPU a replay calls the function on the same buffers at their full padded
+size, so that stale rows, wrong padding and aliasing fail in tests without a GPU. In both cases a replay first checks
+that it gets the buffers of the capture.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 Step = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
-"""`step(inputs, outputs)` reads the one and writes every output in place; no host decision may depend on a value."""
+"""`step(inputs, outputs)` reads the inputs and writes every output in place; no host decision may depend on a value."""
 
 WARMUP_RUNS = 2
-"""Eager runs before a capture: lazy initialisation and autotuning must not land in the graph."""
+"""Eager runs before a capture: lazy initialisation and autotuning must not be captured."""
 
 
 class ReplayError(RuntimeError):
-    """A buffer was replaced, moved or reshaped behind a graph: a bug of ours, never of a request."""
+    """A buffer was replaced, moved or reshaped after the capture: a bug of ours, never of a request."""
 
 
 @dataclass(frozen=True)
 class BufferStamp:
-    """What a captured graph has baked in about one buffer."""
+    """Properties of a buffer that a captured graph depends on."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -46,13 +46,12 @@ class BufferStamp:
 
 
 class GraphPool:
-    """Memory that the graphs of one runner share, and the stream on which they are captured; both `None` where there is
-    no CUDA.
+    """Memory that the graphs of one runner share, and the stream on which they are captured; both `None` without CUDA.
 
-    One stream for all captures: blocks of a pool belong to the stream that they were allocated on, so that graphs of
-    different streams would share nothing. And torch keeps a workspace of cuBLAS for each stream that ever multiplied,
-    32 MB on Hopper, which a graph has baked in: streams of their own would cost a workspace a graph, and, once torch's
-    32 streams are used up, give two runners' graphs the same one.
+    One stream for all captures: blocks of a pool belong to the stream on which they were allocated, so graphs of
+    different streams would share nothing. Torch also keeps a cuBLAS workspace per stream, 32 MB on Hopper, which a
+    graph depends on: separate streams would cost a workspace per graph and, once torch's 32 streams are used up, give
+    two runners' graphs the same one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -62,7 +61,7 @@ class GraphPool:
         self.stream: Any = torch.cuda.Stream(device) if cuda else None
 
     def reserved(self) -> int:
-        """Bytes that torch holds of the GPU, without what it merely keeps for later; 0 on a CPU."""
+        """Bytes of the GPU that torch uses, without cached free memory; 0 on a CPU."""
         if self.handle is None:
             return 0
         torch.cuda.empty_cache()
@@ -72,9 +71,9 @@ class GraphPool:
 class StaticGraph:
     """One step bound to its buffers. Build, `capture()` once, `replay()` many times, `close()`.
 
-    The inputs and outputs stay the caller's memory; the graph keeps references, so they live as long as it does.
-    Captures that share a pool go from the largest to the smallest, and a replay's outputs are overwritten by the next
-    replay of the same graph (by any graph whose outputs are views of the same arena).
+    Inputs and outputs are the caller's memory; the graph keeps references, so they live as long as it does. Captures
+    that share a pool go from the largest to the smallest. A replay's outputs are overwritten by the next replay of the
+    same graph (or of any graph whose outputs are views of the same arena).
     """
 
     def __init__(
@@ -108,8 +107,8 @@ class StaticGraph:
         return [(f"{side} {key}", tensor) for side, tensors in named for key, tensor in tensors.items()]
 
     def capture(self) -> None:
-        """Make it ready. On a GPU the step runs and is recorded: the buffers must hold a valid batch, outputs are
-        overwritten. On a CPU there is nothing to record and nothing runs."""
+        """Makes it ready. On a GPU the step runs and is recorded: the buffers must hold a valid batch, outputs are
+        overwritten. On a CPU nothing runs."""
         assert not self.captured, f"graph {self.name} is captured already"
         start = time.perf_counter()
         if self.device.type == "cuda":
@@ -119,8 +118,8 @@ class StaticGraph:
 
     def _capture_cuda(self) -> None:
         pool, current = self._pool, torch.cuda.current_stream(self.device)
-        # The current stream has filled the buffers. Eager runs load every kernel first: to compile or load one in a
-        # capture is an error.
+        # The current stream has filled the buffers. Eager runs load every kernel first: compiling or loading one during
+        # a capture is an error.
         pool.stream.wait_stream(current)
         with torch.cuda.stream(pool.stream):
             for _ in range(WARMUP_RUNS):
@@ -128,7 +127,7 @@ class StaticGraph:
         current.wait_stream(pool.stream)
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        # thread_local: the other runner's thread may allocate or copy meanwhile, which "global" takes for our mistake.
+        # thread_local: the other runner's thread may allocate or copy meanwhile, which is an error in "global" mode.
         mode = "thread_local"
         with torch.cuda.graph(graph, pool=pool.handle, stream=pool.stream, capture_error_mode=mode):
             self._step(self.inputs, self.outputs)
@@ -145,10 +144,10 @@ class StaticGraph:
                 raise ReplayError(f"graph {self.name}: {key} was {stamp} and is now {now}")
 
     def replay(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Run the step on the static buffers, already filled by the caller; returns the static outputs.
+        """Runs the step on the static buffers, already filled by the caller; returns the static outputs.
 
-        On a GPU the work is enqueued on the current stream: no host sync. Raises `ReplayError` as `check` does, or
-        when the graph was never captured or is closed.
+        On a GPU the work is enqueued on the current stream: no host sync. Raises `ReplayError` like `check`, or if the
+        graph was never captured or is closed.
         """
         if not self.captured:
             raise ReplayError(f"graph {self.name} is not captured")
@@ -161,7 +160,7 @@ class StaticGraph:
         return self.outputs
 
     def close(self) -> None:
-        """Give the graph's memory back; idempotent."""
+        """Frees the graph's memory; idempotent."""
         if self._cuda_graph is not None:
             torch.cuda.synchronize(self.device)
             self._cuda_graph.reset()

@@ -1,4 +1,5 @@
-"""Host memory of a process: what a step frees is kept for the next step, and what steps read whole is in huge pages."""
+"""Host memory of a process: memory that a step frees is kept for the next step, and tensors that steps read completely
+are in huge pages."""
 
 from __future__ import annotations
 
@@ -13,16 +14,15 @@ if TYPE_CHECKING:
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 MMAP_THRESHOLD = 32 << 20
-"""The largest that glibc takes; bigger pieces are mapped and unmapped one by one all the same."""
+"""The largest value that glibc accepts; larger pieces are mapped and unmapped one by one in any case."""
 
 
 def keep_freed_memory(limit: int = 512 << 20) -> bool:
-    """Tell the C allocator to return memory to the system only beyond `limit` freed bytes; for a whole process.
+    """Tells the C allocator to return memory to the system only beyond `limit` freed bytes, for the whole process.
 
-    Activations of a few megabytes are allocated and freed at every layer. By default glibc maps each of them, or trims
+    Activations of a few megabytes are allocated and freed in every layer. By default glibc maps each of them, or trims
     its heap after each, and the kernel zeroes the pages again: measured 40 % of the time of a bfloat16 vision tower on
-    a CPU. Returns whether the allocator took it (glibc only); call it once, before the work, from the process's own
-    entry point.
+    a CPU. Returns whether the allocator accepted it (glibc only). To be called once at the start of the process.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -36,15 +36,15 @@ def keep_freed_memory(limit: int = 512 << 20) -> bool:
 HUGE = 2 << 20
 """Bytes of a huge page."""
 LEAST_HUGE = 4 << 20
-"""Bytes of a tensor that is worth huge pages."""
+"""Smallest tensor, in bytes, that is worth huge pages."""
 
 
 def use_huge_pages(tensor: Tensor) -> bool:
-    """Asks for huge pages where they lie wholly inside a tensor in host memory: best before it is first written.
+    """Asks for huge pages inside a tensor in host memory, preferably before it is first written.
 
-    Weights and states are read from end to end in each step, which with pages of 4 KiB is a page walk for each 4 KiB:
-    one core then reads 19 GB/s of weights instead of 29, and passes 30 GB/s of states instead of 41 (Zen 4). No page
-    more is taken than the tensor fills. Returns whether the system took the advice; it is free not to follow it.
+    Weights and states are read completely in each step, which with pages of 4 KiB takes a page walk per 4 KiB: one core
+    then reads 19 GB/s of weights instead of 29, and processes 30 GB/s of states instead of 41 (Zen 4). No more memory
+    is used than the tensor fills. Returns whether the system accepted the advice, which it need not follow.
     """
     begin, end = -(-tensor.data_ptr() // HUGE) * HUGE, (tensor.data_ptr() + tensor.nbytes) // HUGE * HUGE
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
@@ -58,12 +58,12 @@ def use_huge_pages(tensor: Tensor) -> bool:
 
 
 def in_huge_pages(tensor: Tensor) -> Tensor:
-    """A copy of a contiguous tensor in host memory that begins with a huge page; the tensor itself if it is small."""
+    """A copy of a contiguous tensor in host memory that begins at a huge page; the tensor itself if it is small."""
     if tensor.nbytes < LEAST_HUGE:
         return tensor
     assert tensor.is_contiguous()
     flat = tensor.view(-1)
-    room = flat.new_empty(flat.numel() + HUGE // flat.itemsize)  # what is not written costs nothing
+    room = flat.new_empty(flat.numel() + HUGE // flat.itemsize)  # unwritten memory costs nothing
     first = -room.data_ptr() % HUGE // flat.itemsize
     copy = room[first : first + flat.numel()]
     use_huge_pages(copy)

@@ -1,7 +1,7 @@
-"""How the Triton kernels are launched, and how launches are recorded without a GPU.
+"""Launches Triton kernels, and records launches without a GPU.
 
 Every `kernel.py` starts its kernels through `launch`. Inside `recording` nothing runs: operations are called with
-tensors on torch's "meta" device and what they would have launched is written down. `kernels.aot` compiles that.
+tensors on torch's "meta" device and their launches are recorded. `kernels.aot` compiles these.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
-"""What the tables of configurations have rows for."""
+"""Architectures that the tables of configurations have rows for."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
 
 
 def architecture(device: torch.device) -> str:
-    """`sm_90`, `gfx942`, ...; of a CPU (Triton's interpreter), `sm_90`."""
+    """`sm_90`, `gfx942`, ...; `sm_90` for a CPU (Triton's interpreter)."""
     if _recorder is not None:
         return _recorder.architecture
     if device.type != "cuda":
@@ -76,9 +76,8 @@ def architecture(device: torch.device) -> str:
 
 
 def by_architecture(table: Mapping[str, T], device: torch.device) -> T:
-    """The row of a table of configurations. A device that it does not know takes the smallest row of its maker, whose
-    shared memory every one of them has, and says so once.
-    """
+    """The row of a table of configurations. An unknown device gets the smallest row of its vendor, whose shared memory
+    all of them have, with one warning."""
     name = architecture(device)
     if name in table:
         return table[name]

@@ -1,4 +1,4 @@
-"""How queries and keys are rotated: the description, without the tensors (`kernels.rotary` rotates)."""
+"""Parameters of rotary positions, without tensors (`kernels.rotary` rotates)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rope:
-    """How a layer's queries and keys are rotated. `ValueError` for sizes that cannot be."""
+    """How a layer's queries and keys are rotated. Raises `ValueError` for impossible sizes."""
 
     dims: int
-    """Rotated dimensions of each head, from the first on; even."""
+    """Rotated dimensions at the beginning of each head; even."""
     theta: float = 10000.0
     axes: tuple[int, ...] = ()
-    """Which axis of the positions each of the `dims / 2` frequencies takes; empty: the first."""
+    """Axis of the positions for each of the `dims / 2` frequencies; empty: the first axis for all."""
 
     def __post_init__(self) -> None:
         if self.dims < 2 or self.dims % 2:
@@ -25,5 +25,5 @@ class Rope:
 
     @property
     def num_axes(self) -> int:
-        """Axes that positions need at least."""
+        """Number of axes that positions need at least."""
         return 1 + max(self.axes, default=0)

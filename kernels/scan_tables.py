@@ -1,7 +1,7 @@
-"""What a device knows of the packed rows of a scan: the tables that the Triton scan and convolution read.
+"""Tables about the packed rows of a scan on the device, which the Triton scan and convolution read.
 
 The references take the same facts as Python sequences (`chunks`, `saves`). Here they are one int32 buffer, so that a
-step needs one copy to the device, and a captured graph has one address to refresh.
+step needs one copy to the device, and a captured graph has one address to update.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kernels.chunk_scan.plan import plan_chunks
 from kernels.transfer import upload
 
 TILE = 32
-"""Tokens of a tile of the convolution. The first tile of a row holds the row or at least W - 1 tokens of it."""
+"""Tokens of a tile of the convolution. The first tile of a row has the whole row or at least W - 1 tokens of it."""
 
 
 @dataclass(frozen=True)
 class ScanTables:
-    """Views of `buffer`. Rows beyond the real ones have no chunks; tiles beyond the real ones have row -1."""
+    """Views of `buffer`. Padding rows have no chunks; padding tiles have row -1."""
 
     buffer: Tensor
     chunk_size: int
@@ -37,10 +37,10 @@ class ScanTables:
 
     @property
     def chunks_C4(self) -> Tensor:
-        """(row, first packed token, one past the last, slot that keeps the state after it or -1), row after row.
+        """(row, first packed token, one past the last, slot for the state after it or -1), in row order.
 
-        A further slot for the same state is an entry without tokens. Behind the real entries: (-1, end of the last
-        row, the same, -1), at least one of them.
+        A further slot for the same state is an entry without tokens. After the real entries: (-1, end of the last row,
+        the same, -1), at least once.
         """
         return self.buffer[self.rows + 1 : self.rows + 1 + 4 * self.entries].view(-1, 4)
 
@@ -52,7 +52,7 @@ class ScanTables:
 
     @property
     def saves_V2(self) -> Tensor:
-        """(packed token after which a window is kept, slot that keeps it)."""
+        """(packed token after which a window is saved, its slot)."""
         begin = 2 * self.rows + 2 + 4 * self.entries
         return self.buffer[begin : begin + 2 * self.saves].view(-1, 2)
 
@@ -72,10 +72,9 @@ class ScanTables:
         device: torch.device | str = "cpu",
         padded: Mapping[str, int] | None = None,
     ) -> ScanTables:
-        """Rows of `lengths[r]` new tokens after `computed[r]` old ones, cut as `plan_chunks` does; `saves`: (row, end,
-        slot) as `causal_conv1d` takes them. `padded`: sizes to pad to, as `room` gives them; `ValueError` when
-        they do not suffice.
-        """
+        """Tables for rows of `lengths[r]` new tokens after `computed[r]` old ones, cut as by `plan_chunks`; `saves`:
+        (row, end, slot) as for `causal_conv1d`. `padded`: sizes to pad to, from `room`; raises `ValueError` if they do
+        not suffice."""
         begins = [0, *accumulate(lengths)]
         kept: dict[tuple[int, int], list[int]] = {}
         for row, end, slot in sorted(saves):
@@ -113,12 +112,12 @@ class ScanTables:
 
     @staticmethod
     def length(rows: int, entries: int, saves: int, tiles: int) -> int:
-        """Elements of the buffer of tables of these sizes."""
+        """Elements of the buffer for tables of these sizes."""
         return 2 * (rows + 1) + 4 * entries + 2 * saves + 2 * tiles
 
     @staticmethod
     def room(tokens: int, rows: int, saves: int, chunk_size: int) -> dict[str, int]:
-        """Sizes that suffice for so many tokens, rows and saves."""
+        """Sizes that suffice for this many tokens, rows and saves."""
         entries = tokens // chunk_size + 2 * rows + saves + 1
         return {"rows": rows, "entries": entries, "saves": saves, "tiles": tokens // TILE + rows}
 

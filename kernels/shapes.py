@@ -12,9 +12,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What kernels need to know of a model; names as in the configuration of `nemotron_h` and RADIO. A count of 0 says
-    that the model has none: no Mamba-2 heads, no experts, no gated delta heads, no rotated dimensions.
-    """
+    """Sizes of a model for kernels, named as in the configurations of `nemotron_h` and RADIO. A count of 0 means none:
+    no Mamba-2 heads, no experts, no gated delta heads, no rotated dimensions."""
 
     name: str
     hidden: int
@@ -35,16 +34,16 @@ class ModelShape:
     patch: int
     conv: int = 4
     gated: bool = False
-    """Experts have a gate beside the up projection (SwiGLU), and are chosen by a softmax."""
+    """Experts have a gate next to the up projection (SwiGLU), and are chosen by a softmax."""
     delta_key_heads: int = 0
     delta_value_heads: int = 0
     delta_head_dim: int = 128
     rope_dims: int = 0
     rope_axes: tuple[int, ...] = ()
     radio: bool = True
-    """The tower is RADIO: with prefix tokens, and an RMS norm of merged patches. Others have neither."""
+    """Whether the tower is RADIO: with prefix tokens, and an RMS norm of merged patches. Others have neither."""
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
-    """Compute types that the model is served in on a GPU."""
+    """Compute dtypes that the model is served in on a GPU."""
 
     @property
     def mamba_inner(self) -> int:
@@ -56,7 +55,7 @@ class ModelShape:
 
     @property
     def delta_channels(self) -> int:
-        """Of the convolution before a gated delta rule: queries, keys and values."""
+        """Channels of the convolution before a gated delta rule: queries, keys and values."""
         return (2 * self.delta_key_heads + self.delta_value_heads) * self.delta_head_dim
 
 
@@ -68,9 +67,9 @@ DEMO = ModelShape(
     "demo", 192, 6, 64, 2, 32, 64, 4, 2, 64, 1024, 512, 8, 2, 160, 5, patch=8, dtypes=(torch.bfloat16, torch.float32),
     delta_key_heads=2, delta_value_heads=4, delta_head_dim=32, rope_dims=32,
 )  # fmt: skip
-"""The embedded model, and small sizes of what it does not have, for the compilations that the tests do."""
+"""The embedded model, with small sizes of what it does not have, for the compilations in tests."""
 INTERLEAVED = tuple(i % 3 for i in range(32))
-"""Axes of 32 frequencies in sections [11, 11, 10]: time, height and width take turns."""
+"""Axes of 32 frequencies in sections [11, 11, 10]: time, height and width alternate."""
 _QWEN: dict[str, Any] = {
     "mamba_heads": 0, "mamba_head_dim": 0, "groups": 0, "state": 0, "chunk": 64, "head_dim": 256, "vocab": 248320,
     "gated": True, "patch": 16, "rope_dims": 64, "rope_axes": INTERLEAVED, "radio": False,
@@ -96,7 +95,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 class Case(NamedTuple):
-    """`call()` runs operations on meta tensors; `name` tells it from the other cases of the same operation."""
+    """`call()` runs operations on meta tensors; `name` distinguishes it from other cases of the same operation."""
 
     name: str
     call: Callable[[], object]

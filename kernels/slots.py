@@ -1,4 +1,4 @@
-"""Rows whose state slots follow one another, so that a view of the pool serves them all."""
+"""Runs of rows with consecutive state slots, which one view of the pool covers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_RUN = 4
-"""Rows worked on together: more would push their states out of the cache between two passes."""
+"""Largest number of rows processed together: more would evict their states from the cache between two passes."""
 
 
 @dataclass(frozen=True)

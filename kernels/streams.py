@@ -1,7 +1,6 @@
-"""Order between the streams of one GPU: one stream uses memory after another one only behind an event.
+"""Order between the streams of one GPU: a stream that uses memory of another waits for an event.
 
-On a CPU, where everything has happened by the time that it returns, there are no streams: they and their events are
-`None`, and nothing here does anything.
+A CPU has no streams: they and their events are `None`, and the functions here do nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import Tensor
 
 
 def side_stream(device: torch.device | str) -> Any:
-    """A new stream beside the current one, behind all that has been asked of that so far; `None` on a CPU."""
+    """A new stream, which waits for all work queued on the current one so far; `None` on a CPU."""
     if torch.device(device).type != "cuda":
         return None
     stream = torch.cuda.Stream(device)
@@ -23,12 +22,12 @@ def side_stream(device: torch.device | str) -> Any:
 
 
 def on(stream: Any) -> AbstractContextManager[Any]:
-    """Inside, this thread's work goes to `stream`; `None`: where it went before."""
+    """Inside, this thread's work goes to `stream`; `None`: no change."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def mark(device: torch.device | str) -> Any:
-    """An event behind all that has been asked of the current stream; `None` on a CPU."""
+    """An event after all work queued on the current stream so far; `None` on a CPU."""
     if torch.device(device).type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -37,9 +36,8 @@ def mark(device: torch.device | str) -> Any:
 
 
 def behind(event: Any, tensor: Tensor) -> Tensor:
-    """`tensor`, for the current stream to use: it waits for `event` on the device, and torch's allocator gives the
-    memory to nobody else before that use is over. The host waits for nothing.
-    """
+    """`tensor`, for use on the current stream: the stream waits for `event` on the device, and torch's allocator does
+    not reuse the memory before that use has ended. The host does not wait."""
     if event is not None:
         stream = torch.cuda.current_stream(tensor.device)
         stream.wait_event(event)

@@ -1,8 +1,7 @@
-"""Numbers between host and device without either waiting for the other.
+"""Copies between host and device without waiting.
 
-Torch's plain copies wait: one from ordinary memory to a GPU until the stream has done all that was asked of it before,
-one back as well. A host that prepares a step while another runs uses these. On a CPU there is nothing to wait for, and
-nothing is copied.
+Torch's plain copies wait: a copy from ordinary memory to a GPU waits until the stream has done all earlier work, and so
+does a copy back. A host that prepares a step while another runs uses these functions. On a CPU nothing is copied.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from torch import Tensor
 
 def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """`torch.tensor(values)` on a device. The copy is queued on the current stream."""
-    if device == "cpu" or torch.device(device).type != "cuda":  # of others, "meta" has no memory to copy to
+    if device == "cpu" or torch.device(device).type != "cuda":  # "meta" tensors have no memory to copy to
         return torch.tensor(values, dtype=dtype, device=device)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 class Download:
-    """Copies of tensors of one device, on their way to the host since this was made."""
+    """Copies tensors of one device to the host, from its construction on."""
 
     def __init__(self, device: torch.device | str, tensors: Sequence[Tensor]) -> None:
-        """Queued on the current stream, behind everything that was asked of it before."""
+        """Queues the copies on the current stream, after all earlier work."""
         self._tensors, self._event = tuple(tensors), None
         if torch.device(device).type == "cpu":
             return
@@ -37,7 +36,7 @@ class Download:
         self._event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The host's copies, once the device has come so far. On a CPU the tensors themselves."""
+        """The copies on the host; waits for them. On a CPU the tensors themselves."""
         if self._event is not None:
             self._event.synchronize()
         return self._tensors

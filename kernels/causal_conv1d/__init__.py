@@ -1,4 +1,4 @@
-"""Depthwise causal convolution over packed sequences, and its updates by one token or several."""
+"""Depthwise causal convolution over packed sequences, and its update by one or several tokens."""
 
 from kernels.causal_conv1d import reference
 from kernels.dispatch import dispatched

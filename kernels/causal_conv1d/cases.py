@@ -1,4 +1,4 @@
-"""What `kernels.aot` compiles of causal_conv1d."""
+"""Cases of causal_conv1d that `kernels.aot` compiles."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from kernels.shapes import Case, ModelShape, meta
 
 
 def cases(shape: ModelShape) -> Iterator[Case]:
-    """A prefill of two rows, one token a row, and a step with three drafts a row; without a bias before a gated delta
-    rule.
-    """
+    """A prefill of two rows, one token per row, and a step with three drafts per row; without a bias before a gated
+    delta rule."""
     if shape.mamba_heads:
         channels, before = shape.conv_channels, shape.mamba_inner
         yield from _cases(shape, "", channels, before + channels + shape.mamba_heads, before, meta(channels))
@@ -26,7 +25,7 @@ def cases(shape: ModelShape) -> Iterator[Case]:
 
 
 def _cases(shape: ModelShape, kind: str, channels: int, width: int, before: int, bias: Tensor | None) -> Iterator[Case]:
-    """`before`: where the channels begin in a row of `width` numbers."""
+    """`before`: index of the first channel in a row of `width` numbers."""
     taps, weight = shape.conv, meta(shape.conv, channels)
     tables = ScanTables.of([300, 50], [0, 7], shape.chunk, device="meta")
     two = (meta(2, dtype=torch.int64), meta(2, dtype=torch.bool), meta(3, dtype=torch.int64))

@@ -1,6 +1,6 @@
-"""The causal convolution in Triton; the maths, bytes and the reasons for the configurations are in README.md.
+"""The causal convolution in Triton; README.md has the maths, bytes and reasons for the configurations.
 
-x, B and C stay parts of one row of channels: the scan reads them at the row's stride, so that splitting moves nothing.
+x, B and C stay parts of one row of channels: the scan reads them with the row's stride, so splitting copies nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kernels.scan_tables import TILE, ScanTables
 from kernels.slots import SlotRun
 
 BLOCK_CHANNELS = 256
-"""Of one warp: 8 a thread, one 16-byte load of bfloat16."""
+"""Channels per warp: 8 per thread, one 16-byte load of bfloat16."""
 MAX_TAPS = 4
 
 
@@ -41,7 +41,7 @@ def convolve(b_a, b_b, b_c, b_x, k_a, k_b, k_c, k_x, bias):
 
 @triton.jit
 def _input(p_x, p_window, position, begin, known, x_stride, o_c, m_c, CHANNELS, KEEP):
-    """The input at a packed token of the row, or, before the row's begin, from its old window (zero if it has none)."""
+    """The input at a packed token of the row, or before the row's begin from its old window (zero if it has none)."""
     back = position - begin
     b_new = tl.load(p_x + position * x_stride + o_c, mask=m_c & (back >= 0), other=0.0)
     m_old = m_c & (back < 0) & (back + KEEP >= 0) & known
@@ -67,7 +67,7 @@ def keep_window(p_window, b_a, b_b, b_c, o_c, m_c, CHANNELS, TAPS):
     tl.store(p_last, b_c.to(p_window.dtype.element_ty), mask=m_c)
 
 
-# Tables lie anywhere in their buffer; compiling for each alignment would stall the steps that meet a new one.
+# Tables may have any alignment in their buffer; compiling for each alignment would stall the steps that meet a new one.
 @triton.jit(do_not_specialize_on_alignment=["p_rows", "p_saves", "p_tiles"])
 def _packed_kernel(
     p_x,  # [T, C]
@@ -103,7 +103,7 @@ def _packed_kernel(
     k_a, k_b, k_c, k_x, bias = load_weights(p_weight, p_bias, o_c, m_c, CHANNELS, TAPS, HAS_BIAS)
     b_a, b_b, b_c = _inputs_before(p_x, p_window, first, begin, known, x_stride, o_c, m_c, CHANNELS, TAPS - 1)
 
-    # Four tokens are loaded before the first is stored: a load that follows a store has to wait behind it.
+    # Four tokens are loaded before the first is stored: a load after a store has to wait for it.
     for token in range(first, tl.minimum(first + TILE_TOKENS, end), 4):
         p_token = p_x + token * x_stride + o_c
         m_1, m_2, m_3 = m_c & (token + 1 < end), m_c & (token + 2 < end), m_c & (token + 3 < end)
@@ -123,7 +123,7 @@ def _packed_kernel(
         b_a, b_b, b_c = b_1, b_2, b_3
 
     if first == begin:
-        # Only this tile reads the row's window, so it may write it, once all threads have read all of it.
+        # Only this tile reads the row's window, so it may write it when all threads have read it.
         for save in range(tl.load(p_rows + i_row), tl.load(p_rows + i_row + 1)):
             stop = tl.load(p_saves + 2 * save).to(tl.int64)
             target = tl.load(p_saves + 2 * save + 1).to(tl.int64)
@@ -194,10 +194,10 @@ def causal_conv1d(
     saves: Sequence[tuple[int, int, int]] | Tensor = (),
     tables: ScanTables | None = None,
 ) -> Tensor:
-    """As the reference, but the result has x's dtype, and `tables` is required: it says what `saves` says.
+    """Like the reference, but the result has x's dtype, and `tables`, which replaces `saves`, is required.
 
-    2 to 4 taps. Rows of x may lie apart. Tokens beyond the last row are left as they are. No host sync. `ValueError`
-    without tables.
+    2 to 4 taps. Rows of x may have any stride. Tokens after the last row are not written. No host sync. Raises
+    `ValueError` without tables.
     """
     if tables is None:
         raise ValueError("causal_conv1d on a GPU needs tables (kernels.scan_tables)")
@@ -247,7 +247,7 @@ def causal_conv1d_update(
     slots_R: Tensor,
     runs: Sequence[SlotRun] | None = None,
 ) -> Tensor:
-    """As the reference, but the result has x's dtype. `runs` is not needed here. 2 to 4 taps. No host sync."""
+    """Like the reference, but the result has x's dtype. `runs` is not needed here. 2 to 4 taps. No host sync."""
     return _update(x_RC[:, None], weight_WC, bias_C, pool_SWC, slots_R, None, None)[:, 0]
 
 
@@ -260,7 +260,7 @@ def causal_conv1d_tokens(
     accepted_R: Tensor,
     lengths_R: Tensor,
 ) -> Tensor:
-    """As the reference, but the result has x's dtype. 2 to 4 taps. No host sync."""
+    """Like the reference, but the result has x's dtype. 2 to 4 taps. No host sync."""
     return _update(x_RTC, weight_WC, bias_C, pool_SWC, slots_RK, accepted_R, lengths_R)
 
 

@@ -1,4 +1,4 @@
-"""Depthwise causal convolution with a state of the last inputs; the maths is in README.md.
+"""Depthwise causal convolution with a window of the last inputs as its state; the maths is in README.md.
 
 `T` tokens, `R` rows (sequences), `C` channels, `W` taps, `S` slots of the state pool.
 """
@@ -28,15 +28,14 @@ def causal_conv1d(
     saves: Sequence[tuple[int, int, int]] | Tensor = (),
     tables: ScanTables | None = None,
 ) -> Tensor:
-    """Packed rows of any length, each from its own window of earlier inputs; SiLU at the end.
+    """Convolves packed rows of any length, each continuing from its window of earlier inputs; then SiLU.
 
-    x: `[T, C]`, rows packed one after the other; row r is `starts[r]:starts[r+1]` (`starts` has R + 1 entries).
-    weight: `[W, C]` float32, oldest tap first; bias: `[C]` float32. pool: `[S, W-1, C]`, oldest input first.
-    A row whose `has_initial` is False starts from zeros whatever its slot holds. Slot -1: the row starts from zeros and
-    leaves no state. `saves`: (row, end, slot): the window after packed token `end - 1` of the row goes to that slot
-    too; as a buffer `[S, 3]`, -1 as a row is padding (`tables` says the same to kernels and is not needed here).
-    Returns `[T, C]` float32, zeros for tokens after the last row; each row's last W-1 inputs go to its slot, in the
-    pool's dtype.
+    x: `[T, C]`, rows concatenated; row r is `starts[r]:starts[r+1]` (`starts` has R + 1 entries). weight: `[W, C]`
+    float32, oldest tap first; bias: `[C]` float32. pool: `[S, W-1, C]`, oldest input first. A row whose `has_initial`
+    is False starts from zeros. Slot -1: the row starts from zeros and its window is not stored. `saves`: (row, end,
+    slot): the window after packed token `end - 1` of the row is also stored in that slot; as a buffer `[S, 3]`, with -1
+    as row for padding (`tables` has the same content for kernels and is not needed here). Returns `[T, C]` float32,
+    zeros for tokens after the last row; stores each row's last W-1 inputs in its slot, in the pool's dtype.
     """
     keep = weight_WC.shape[0] - 1
     out = torch.empty(x_TC.shape, dtype=torch.float32, device=x_TC.device)
@@ -79,10 +78,10 @@ def causal_conv1d_update(
     slots_R: Tensor,
     runs: Sequence[SlotRun] | None = None,
 ) -> Tensor:
-    """One token for each row. Arguments as above; returns `[R, C]` float32.
+    """Convolves one token per row. Arguments as in `causal_conv1d`; returns `[R, C]` float32.
 
-    `runs` is what the host knows of `slots`: rows whose slots follow one another are worked on together and in place.
-    A row with slot -1 reads and writes no slot; its output is that of a zero state.
+    `runs` is the host's knowledge of `slots`: rows with consecutive slots are processed together in place. A row with
+    slot -1 accesses no slot; its output is that of a zero state.
     """
     out = torch.empty(x_RC.shape, dtype=torch.float32, device=x_RC.device)
     for run in runs if runs is not None else SlotRun.of(slots_R.tolist()):
@@ -109,10 +108,10 @@ def causal_conv1d_tokens(
     accepted_R: Tensor,
     lengths_R: Tensor,
 ) -> Tensor:
-    """Several tokens of each row, a window kept after each of them; returns `[R, T, C]` float32.
+    """Convolves several tokens per row and stores a window after each; returns `[R, T, C]` float32.
 
     slots: `[R, K]`, K >= T. Row r starts from the window in `slots[r, accepted[r] - 1]`, which is read before anything
-    is written, and leaves the window after its token t in `slots[r, t]`, for t < `lengths[r]`. Tokens behind a row's
+    is written, and stores the window after its token t in `slots[r, t]`, for t < `lengths[r]`. Tokens after a row's
     length, and rows of slot -1, write nothing; their output is finite. No slot may appear twice.
     """
     tokens, keep = x_RTC.shape[1], pool_SWC.shape[1]
@@ -128,7 +127,7 @@ def causal_conv1d_tokens(
 
 
 def convolve_rows(full_RLC: Tensor, weight_WC: Tensor, bias_C: Tensor | None) -> Tensor:
-    """`[R, L, C]` with W - 1 earlier inputs in front -> `[R, L - W + 1, C]` float32, SiLU at the end."""
+    """`[R, L, C]`, starting with W - 1 earlier inputs -> `[R, L - W + 1, C]` float32, after SiLU."""
     length = full_RLC.shape[1] - weight_WC.shape[0] + 1
     full = full_RLC.float()
     out = full[:, :length] * weight_WC[0]

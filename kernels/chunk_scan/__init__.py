@@ -1,4 +1,4 @@
-"""The Mamba-2 recurrence over packed sequences, a chunk at a time."""
+"""The Mamba-2 recurrence over packed sequences, chunk by chunk."""
 
 from kernels.chunk_scan import reference
 from kernels.chunk_scan.plan import Chunk, chunk_table, plan_chunks

@@ -1,4 +1,4 @@
-"""What `kernels.aot` compiles of chunk_scan."""
+"""Cases of chunk_scan that `kernels.aot` compiles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kernels.shapes import Case, ModelShape, meta
 
 
 def cases(shape: ModelShape) -> Iterator[Case]:
-    """A prefill of two rows that keeps one state on the way."""
+    """A prefill of two rows that saves one state."""
     if not shape.mamba_heads:
         return
     head = meta(shape.mamba_heads)

@@ -1,10 +1,10 @@
-"""The chunked scan in Triton; the maths, bytes and the reasons for the configurations are in README.md.
+"""The chunked scan in Triton; README.md has the maths, bytes and reasons for the configurations.
 
-Two kernels. `_states_kernel` walks through the chunks of a row with the state of one head in registers: the slot is
-read once and written once, saves are written on the way, and the state before each chunk is left, in the compute type
-that its product takes anyway, for `_outputs_kernel`, which takes all chunks at once. Chunks lie on the absolute grid
-and the walk is sequential, so a row that is resumed at a chunk's end, with float32 states, takes exactly the steps that
-it would have taken without the pause.
+Two kernels. `_states_kernel` iterates over the chunks of a row with the state of one head in registers: the slot is
+read once and written once, saves are written in between, and the state before each chunk is stored in the compute dtype
+for `_outputs_kernel`, which processes all chunks in parallel. Chunks lie on the absolute grid and are processed in
+order, so a row that is resumed at a chunk's end with float32 states takes exactly the steps that it would have taken
+without the interruption.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kernels.scan_tables import ScanTables
 
 
 class Configuration(NamedTuple):
-    """Of one kernel: channels of a program at most, its warps, and chunks whose loads are in flight together."""
+    """Configuration of one kernel: largest number of channels of a program, warps, and chunks with loads in flight."""
 
     channels: int
     warps: int
@@ -51,25 +51,26 @@ OUTPUTS = {
     4: dict.fromkeys(ARCHITECTURES, Configuration(32, 8, 1)),
 }
 BLOCK_TOKENS = 64
-"""Of a program of the outputs: half a chunk of 128, so that the first half computes nothing behind it."""
+"""Tokens of a program of the outputs: half a chunk of 128, so that the first half does not compute masked products."""
 
 
 @triton.jit
 def _running_sum(sum_0, dt_0, sum_1, dt_1):
-    """The sum so far; dt passes through, because a load so small would be repeated by every thread that needs it."""
+    """The sum so far; dt is passed through, because otherwise every thread that needs it would repeat the small
+    load."""
     return sum_0 + sum_1, dt_1
 
 
 @triton.jit
 def _decays(p_dt, dt_stride, a, o_l, m_l, BLOCK_L):
-    """(sums of dt * a up to each token, dt, their total) of one chunk and head; tokens that are masked do not decay."""
+    """(sums of dt * a up to each token, dt, their total) of one chunk and head; masked tokens do not decay."""
     b_dt = tl.load(p_dt + o_l * dt_stride, mask=m_l, other=0.0)
     b_sum, b_dt = tl.associative_scan((b_dt * a, b_dt), 0, _running_sum)
     total = tl.sum(tl.where(o_l == BLOCK_L - 1, b_sum, 0.0), 0)
     return b_sum, b_dt, total
 
 
-# Tables lie anywhere in their buffer; compiling for each alignment would stall the steps that meet a new one.
+# Tables may have any alignment in their buffer; compiling for each alignment would stall the steps that meet a new one.
 @triton.jit(do_not_specialize_on_alignment=["p_rows", "p_chunks"])
 def _states_kernel(
     p_pool,  # [S, H, P, N]
@@ -103,7 +104,7 @@ def _states_kernel(
     i_head = (tl.program_id(0) // tl.cdiv(WIDTH, BLOCK_P)).to(tl.int64)
     i_p = (tl.program_id(0) % tl.cdiv(WIDTH, BLOCK_P)) * BLOCK_P
     o_l, o_p, o_n = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
-    # Where a tile is full its masks are known to be true, and cost nothing.
+    # In a full tile the masks are known to be true and cost nothing.
     m_p = (o_p < WIDTH - i_p) | (WIDTH % BLOCK_P == 0)
     m_n = (o_n < STATE) | (STATE == BLOCK_N)
     m_state = m_n[:, None] & m_p[None, :]
@@ -123,7 +124,7 @@ def _states_kernel(
     first = tl.load(p_chunks + chunk * 4 + 1)
     last = tl.load(p_chunks + chunk * 4 + 2)
     for i_chunk in range(chunk, behind):
-        # Read one chunk ahead, so that the loads of the next one need not wait for it.
+        # Loaded one chunk ahead, so that the loads of the next chunk need not wait.
         ahead = tl.minimum(i_chunk + 1, behind - 1)
         next_first = tl.load(p_chunks + ahead * 4 + 1)
         next_last = tl.load(p_chunks + ahead * 4 + 2)
@@ -185,7 +186,7 @@ def _outputs_kernel(
     first = tl.load(p_chunks + i_chunk * 4 + 1).to(tl.int64)
     length = tl.load(p_chunks + i_chunk * 4 + 2).to(tl.int64) - first
     if length <= begin:
-        # The entry behind all chunks says where the rows end: tokens that pad a graph's buffers become zeros.
+        # The entry after all chunks gives the end of the rows: tokens that pad a graph's buffers become zeros.
         if (i_chunk == tl.load(p_rows + rows)) & (begin == 0):
             for token in range(first, tokens, BLOCK_M):
                 b_zero = tl.zeros((BLOCK_M, BLOCK_P), dtype=p_out.dtype.element_ty)
@@ -243,11 +244,11 @@ def chunk_scan(
     saves: Sequence[tuple[int, int]] | Tensor = (),
     tables: ScanTables | None = None,
 ) -> Tensor:
-    """As the reference, but x, B, C may have any float dtype and the result has x's. `tables` is required: it
-    says what `chunks` and `saves` say.
+    """Like the reference, but x, B, C may have any float dtype and the result has x's. `tables`, which replaces
+    `chunks` and `saves`, is required.
 
-    Rows may lie apart; heads, channels and states of a row are contiguous, and so is each slot. Tokens behind the last
-    row give zeros. No host sync. `ValueError` without tables.
+    Rows may have any stride; heads, channels and states of a row are contiguous, and so is each slot. Tokens after the
+    last row give zeros. No host sync. Raises `ValueError` without tables.
     """
     if tables is None:
         raise ValueError("chunk_scan on a GPU needs tables (kernels.scan_tables)")

@@ -1,4 +1,4 @@
-"""Where the chunks of a packed prefill begin and end. Made of integers once a step and shared by all layers."""
+"""Boundaries of the chunks of a packed prefill. Computed on the host once per step and shared by all layers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Chunk:
 
 
 def chunk_table(chunks: Iterable[Chunk]) -> list[tuple[int, int, int, int]]:
-    """(row, first, last, opens) of each: what a plan is in a static buffer, where -1 as a row is padding."""
+    """(row, first, last, opens) of each chunk: the form for static buffers, where -1 as row is padding."""
     return [(chunk.row, chunk.first, chunk.last, int(chunk.opens)) for chunk in chunks]
 
 
 def listed_chunks(table_C4: Tensor) -> tuple[Chunk, ...]:
-    """The plan that a buffer `[C, 4]` holds. Reads it on the host; `end`, which no kernel needs, is left at 0."""
+    """The plan in a buffer `[C, 4]`. Reads it on the host; `end`, which no kernel needs, is 0."""
     return tuple(Chunk(row, first, last, 0, bool(opens)) for row, first, last, opens in table_C4.tolist() if row >= 0)
 
 
@@ -39,9 +39,8 @@ def plan_chunks(
 ) -> tuple[Chunk, ...]:
     """Cuts each row's new tokens at absolute multiples of `chunk_size` and at its `stops` (absolute positions).
 
-    `lengths[r]` new tokens follow `computed[r]` old ones. Chunks never cross rows and come row after row. A row
-    resumed at a multiple of the chunk size is cut as it would have been without the pause, so its result is bitwise
-    the same.
+    `lengths[r]` new tokens follow `computed[r]` old ones. Chunks never span rows and are in row order. A row that is
+    resumed at a multiple of the chunk size is cut as without the interruption, so its result is bitwise equal.
     """
     chunks: list[Chunk] = []
     first = 0

@@ -1,4 +1,4 @@
-"""The gated delta rule: one token for each row or several, whole prompts, and steps that can be taken back."""
+"""The gated delta rule: one or several tokens per row, whole prompts, and steps that can be rolled back."""
 
 from kernels.dispatch import dispatched
 from kernels.gated_delta import reference

@@ -1,4 +1,4 @@
-"""What `kernels.aot` compiles of gated_delta."""
+"""Cases of gated_delta that `kernels.aot` compiles."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ from kernels.shapes import Case, ModelShape, meta
 
 
 def _mixed(shape: ModelShape, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values as the convolution leaves them: parts of the same rows."""
+    """Queries, keys and values as the convolution outputs them: parts of the same rows."""
     terms = DeltaTerms(meta(1), meta(shape.delta_value_heads), meta(1), shape.delta_key_heads, shape.delta_head_dim)
     return terms.split(meta(rows, shape.delta_channels, dtype=dtype))
 
 
 def cases(shape: ModelShape) -> Iterator[Case]:
-    """One token a row, a step with three drafts, those on a ring of 16 and its end, and a prompt of two rows that keeps
-    one state on the way.
-    """
+    """One token per row, a step with three drafts, those on a ring of 16 and its end, and a prompt of two rows that
+    saves one state."""
     if not shape.delta_value_heads:
         return
     heads, width, channels = shape.delta_value_heads, shape.delta_head_dim, shape.delta_channels

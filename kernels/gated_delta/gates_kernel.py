@@ -1,4 +1,4 @@
-"""Decays and betas of the gated delta rule in Triton, a token to a program."""
+"""Decays and betas of the gated delta rule in Triton, one token per program."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _gates_kernel(
 
 
 def delta_gates(b: Tensor, a: Tensor, A_H: Tensor, dt_bias_H: Tensor) -> tuple[Tensor, Tensor]:
-    """As the reference, for `[T, H]`. No host sync."""
+    """Like the reference, for `[T, H]`. No host sync."""
     tokens, heads = a.shape
     assert a.stride(1) == 1 == b.stride(1)
     log_decay, beta = (torch.empty(tokens, heads, dtype=torch.float32, device=a.device) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The gated delta rule in Triton: the recurrence is in `step_kernel`, prompts are in `scan_kernel`."""
+"""The gated delta rule in Triton: `step_kernel` has the recurrence, `scan_kernel` prompts."""
 
 from kernels.gated_delta.gates_kernel import delta_gates
 from kernels.gated_delta.scan_kernel import gated_delta_scan

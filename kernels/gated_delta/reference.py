@@ -1,8 +1,8 @@
-"""The gated delta rule on a pool of states: one token for each row, several, prompts, and replayed inputs; the maths is
+"""The gated delta rule on a pool of states: one or several tokens per row, prompts, and replayed inputs; the maths is
 in README.md.
 
 `R` rows, `T` tokens of a row, `L` tokens of a chunk or steps of a ring, `J` key heads, `H` value heads (a multiple of
-J: value head h has key head h // (H / J)), `K` width of a key head, `V` width of a value head, `C` = 2 J K + H V conv
+J: value head h uses key head h // (H / J)), `K` width of a key head, `V` width of a value head, `C` = 2 J K + H V conv
 channels, `S` slots, `W` taps, `Q` batch slots.
 """
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from kernels.scan_tables import ScanTables
 
 NORM_EPS = 1e-6
-"""Under the root of the sum of squares of a query or a key."""
+"""Added to the sum of squares of a query or a key under the root."""
 
 
 @dataclass(frozen=True)
 class DeltaTerms:
-    """A layer's own parts of the recurrence, all float32."""
+    """A layer's parameters of the recurrence, all float32."""
 
     conv_WC: Tensor
     A_H: Tensor
@@ -63,7 +63,7 @@ def _normed(q: Tensor, k: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 
 
 def _step(h: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """One token: h `[..., H, K, V]` float32 in place; q, k `[..., H, K]` normed. Returns `[..., H, V]`."""
+    """One token: updates h `[..., H, K, V]` float32 in place; q, k `[..., H, K]` normalised. Returns `[..., H, V]`."""
     read = torch.matmul(torch.stack((k, q), -2), h)
     decay, beta = decay[..., None], beta[..., None]
     change = beta * (v - decay * read[..., 0, :])
@@ -85,10 +85,10 @@ def gated_delta_update(
 ) -> Tensor:
     """Advances the state of each row by one token and returns `[R, H, V]` float32.
 
-    pool: `[S, H, K, V]`, any stride between slots. q, k, v: as the convolution leaves them (queries and keys are normed
-    here); b, a: raw, before sigmoid, bias and softplus; A (negative) and dt_bias: `[H]` float32. `runs` is what the
-    host knows of `slots`. Rows with slot -1 neither read nor write a slot; their output is that of a zero state. No
-    slot may appear twice.
+    pool: `[S, H, K, V]`, any stride between slots. q, k, v: as the convolution outputs them (queries and keys are
+    normalised here); b, a: raw, before sigmoid, bias and softplus; A (negative) and dt_bias: `[H]` float32. `runs` is
+    the host's knowledge of `slots`. Rows with slot -1 access no slot; their output is that of a zero state. No slot may
+    appear twice.
     """
     out = torch.empty(v_RHV.shape, dtype=torch.float32, device=v_RHV.device)
     q, k = _normed(q_RJK, k_RJK, v_RHV.shape[1])
@@ -120,12 +120,12 @@ def gated_delta_tokens(
     A_H: Tensor,
     dt_bias_H: Tensor,
 ) -> Tensor:
-    """Several tokens of each row, a state kept after each of them; returns `[R, T, H, V]` float32.
+    """Advances each row by several tokens and stores a state after each; returns `[R, T, H, V]` float32.
 
     slots: `[R, N]`, N >= T. Row r starts from the state in `slots[r, accepted[r] - 1]`, which is read before anything
-    is written, and leaves the state after its token t in `slots[r, t]`, for t < `lengths[r]`. Tokens behind a row's
-    length, and rows of slot -1, write nothing; their output is finite. Other arguments as above. No slot may appear
-    twice.
+    is written, and stores the state after its token t in `slots[r, t]`, for t < `lengths[r]`. Tokens after a row's
+    length, and rows of slot -1, write nothing; their output is finite. Other arguments as in `gated_delta_update`. No
+    slot may appear twice.
     """
     tokens = v_RTHV.shape[1]
     read = slots_RK.gather(1, (accepted_R - 1)[:, None])[:, 0]
@@ -150,7 +150,7 @@ def _chunk(h: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: 
     q, k, v = (x.transpose(-2, -3) for x in (q, k, v))
     sums, beta = (log_decay * LOG2_E).cumsum(-2).transpose(-1, -2), beta.transpose(-1, -2)[..., None]
     later = torch.ones(k.shape[-2], k.shape[-2], dtype=torch.bool, device=k.device).triu(1)
-    # Masked before the power: above the diagonal it could overflow.
+    # Masked before the power, which could overflow above the diagonal.
     ratio = (sums[..., :, None] - sums[..., None, :]).masked_fill_(later, float("-inf")).exp2_()
     into = sums.exp2()[..., None]
     system = torch.matmul(k * beta, k.transpose(-1, -2)).mul_(ratio)
@@ -177,12 +177,12 @@ def gated_delta_scan(
 ) -> Tensor:
     """Runs every row from its slot's state (or zeros) to its end and writes the final state to the slot.
 
-    pool: `[S, H, K, V]`. q, k, v: as the convolution leaves them; log_decay, beta: `delta_gates`. A row whose
-    `has_initial` is False, or whose slot is -1, starts from zeros; slot -1 leaves no state. `chunks`: those of all
-    rows, row after row. `saves`: (index of a chunk, slot): the state after that chunk goes to that slot too. Both may
-    be buffers, `[N, 4]` as `chunk_table` writes it and `[N, 2]`, in which -1 first is padding. `tables` says the same
-    to kernels and is not needed here. Returns `[T, H, V]` float32; tokens of no chunk, the padding of a static batch,
-    get zeros.
+    pool: `[S, H, K, V]`. q, k, v: as the convolution outputs them; log_decay, beta: from `delta_gates`. A row whose
+    `has_initial` is False, or whose slot is -1, starts from zeros; with slot -1 the final state is not stored.
+    `chunks`: those of all rows, in row order. `saves`: (index of a chunk, slot): the state after that chunk is also
+    stored in that slot. Both may be buffers, `[N, 4]` as written by `chunk_table` and `[N, 2]`, with -1 in the first
+    column for padding. `tables` has the same content for kernels and is not needed here. Returns `[T, H, V]` float32;
+    zeros for tokens of no chunk (padding of a static batch).
     """
     if isinstance(chunks, Tensor):
         chunks = listed_chunks(chunks)
@@ -220,10 +220,10 @@ def gated_delta_replay(
     """Output of each row's new tokens, `[R, T, H, V]` float32; slots are only read.
 
     rings: `[Q, L, X]`, X = C + 2 H: conv inputs, raw b and raw a of each step since the slot's state, by batch slot.
-    The first `counts[r]` of batch slot `batch_slots[r]` are valid; the row's `lengths[r]` new inputs are written behind
-    them, and the new count is for the caller to set, once it is known how many of them stay. `span`: at least the
-    largest of counts + lengths, at most L. Outputs behind a row's length, and of rows with slot -1, are finite and mean
-    nothing; such rows write nothing. `runs` is not needed here.
+    The first `counts[r]` of batch slot `batch_slots[r]` are valid; the row's `lengths[r]` new inputs are written after
+    them, and the caller sets the new count when it knows how many of them are accepted. `span`: at least the largest of
+    counts + lengths, at most L. Outputs after a row's length, and of rows with slot -1, are finite and meaningless;
+    such rows write nothing. `runs` is not needed here.
     """
     tokens = inputs_RTX.shape[1]
     steps = torch.arange(span, device=rings_QLX.device)
@@ -251,9 +251,9 @@ def gated_delta_advance(
     terms: DeltaTerms,
     span: int,
 ) -> None:
-    """Puts the state and the window after the first `counts[r]` steps of each row's ring into slot `targets[r]`.
+    """Stores the state and the window after the first `counts[r]` steps of each row's ring in slot `targets[r]`.
 
-    The target may be the slot itself. Rows with slot -1 write nothing. `span`: as above.
+    The target may be the slot itself. Rows with slot -1 write nothing. `span`: see `gated_delta_replay`.
     """
     keep, channels = windows_SWC.shape[1:]
     ring = rings_QLX[batch_slots_R.clamp(min=0), :span]
@@ -269,15 +269,16 @@ def gated_delta_advance(
 def _replayed(
     states_SHKV: Tensor, windows_SWC: Tensor, slots_R: Tensor, ring_RLX: Tensor, ends_R: Tensor, terms: DeltaTerms
 ) -> tuple[Tensor, Tensor]:
-    """Outputs `[R, L, H, V]` of a ring's first `ends[r]` steps on top of each row's slot, and the states after them."""
+    """Outputs `[R, L, H, V]` of a ring's first `ends[r]` steps, starting from each row's slot, and the states after
+    them."""
     heads, known_R = terms.A_H.shape[0], (slots_R >= 0)[:, None, None]
     valid_RL1 = (torch.arange(ring_RLX.shape[1], device=ring_RLX.device) < ends_R[:, None])[:, :, None] & known_R
-    ring_RLX = torch.where(valid_RL1, ring_RLX, ring_RLX.new_zeros(()))  # what is not valid may be NaN
+    ring_RLX = torch.where(valid_RL1, ring_RLX, ring_RLX.new_zeros(()))  # invalid steps may be NaN
     conv_in, b, a = ring_RLX.split([ring_RLX.shape[2] - 2 * heads, heads, heads], -1)
     window = torch.where(known_R, windows_SWC[slots_R.clamp(min=0)], windows_SWC.new_zeros(()))
     mixed = convolve_rows(torch.cat((window, conv_in.to(window.dtype)), 1), terms.conv_WC, None)
     q, k, v = terms.split(mixed)
     log_decay, beta = delta_gates(b, a, terms.A_H, terms.dt_bias_H)
     state = torch.where(known_R[..., None], states_SHKV[slots_R.clamp(min=0)].float(), 0.0)
-    # A step without decay and without a change leaves the state as it is.
+    # A step without decay and without change leaves the state unchanged.
     return _chunk(state, *_normed(q, k, heads), v, log_decay * valid_RL1, beta * valid_RL1)

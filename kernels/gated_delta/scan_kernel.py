@@ -1,13 +1,13 @@
-"""Prompts under the gated delta rule in Triton, a chunk at a time; the maths and the reasons are in README.md.
+"""Prompts under the gated delta rule in Triton, chunk by chunk; README.md has the maths and the reasons.
 
-Three kernels. `_prepare_kernel` takes all chunks at once: it inverts the triangular system of each, which depends on
-keys and gates alone, and leaves what the change of the values would be without a state (U) and what one of the state
-takes from it (W). `_states_kernel` walks through the chunks of a row with a head's state in registers, as that of
-`chunk_scan` does, and turns U into the changes. `_outputs_kernel` takes all chunks at once again. Chunks lie on the
-absolute grid and the walk is sequential, so a row that is resumed at a chunk's end takes exactly the steps that it
-would have taken without the pause.
+Three kernels. `_prepare_kernel` processes all chunks in parallel: it inverts the triangular system of each, which
+depends only on keys and gates, and computes the change of the values without a state (U) and the state's contribution
+to it (W). `_states_kernel` iterates over the chunks of a row with a head's state in registers, like that of
+`chunk_scan`, and turns U into the changes. `_outputs_kernel` processes all chunks in parallel again. Chunks lie on the
+absolute grid and are processed in order, so a row that is resumed at a chunk's end takes exactly the steps that it
+would have taken without the interruption.
 
-Queries and keys go into products as they are; their lengths are factors of rows and columns of the results.
+Queries and keys enter products unnormalised; their lengths are factors of rows and columns of the results.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kernels.scan_tables import ScanTables
 
 
 class Configuration(NamedTuple):
-    """Of one kernel: values of a program at most, its warps, and chunks whose loads are in flight together."""
+    """Configuration of one kernel: largest number of values of a program, warps, and chunks with loads in flight."""
 
     values: int
     warps: int
@@ -50,24 +50,24 @@ OUTPUTS = {
 
 
 LONGEST = 128
-"""Tokens of a chunk at most: 8 blocks of the inverse."""
+"""Largest number of tokens of a chunk: 8 blocks of the inverse."""
 PRECISION = {"sm_80": "tf32", "sm_90": "tf32", "sm_100": "tf32", "gfx942": "ieee"}
-"""Of the products that invert a system on the way to 16 bits. Float32 inverts it by substitution alone."""
+"""Precision of the products that invert a system for 16-bit results. For float32 it is inverted by substitution
+alone."""
 
 
 @triton.jit
 def _lengths(b_x):
-    """What makes each row of a block a vector of length 1."""
+    """Factor that makes each row of a block a vector of length 1."""
     b_x = b_x.to(tl.float32)
     return tl.rsqrt(tl.sum(b_x * b_x, 1) + 1e-6)
 
 
 @triton.jit
 def _inverse(b_A, BLOCK: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr):
-    """`(I + A)^-1` of a strictly lower triangular A. Blocks of PART on the diagonal by substitution, all at once, a row
-    at a time; with D their matrix, R the rest of A and M = D^-1 R, which vanishes at the power of the number of blocks:
-    `(I + A)^-1 = (I - M)(I + M^2)(I + M^4) .. D^-1`.
-    """
+    """`(I + A)^-1` of a strictly lower triangular A. Diagonal blocks of size PART are inverted by substitution, row by
+    row, all in parallel; with D their matrix, R the rest of A and M = D^-1 R, whose power of the number of blocks is 0:
+    `(I + A)^-1 = (I - M)(I + M^2)(I + M^4) .. D^-1`."""
     MANY: tl.constexpr = BLOCK // PART
     o_b, o_i = tl.arange(0, MANY), tl.arange(0, PART)
     o_l = tl.arange(0, BLOCK)
@@ -93,7 +93,7 @@ def _inverse(b_A, BLOCK: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constex
     return b_full
 
 
-# Tables lie anywhere in their buffer; compiling for each alignment would stall the steps that meet a new one.
+# Tables may have any alignment in their buffer; compiling for each alignment would stall the steps that meet a new one.
 @triton.jit(do_not_specialize_on_alignment=["p_chunks"])
 def _prepare_kernel(
     p_chunks,  # [C, 4] int32
@@ -136,7 +136,7 @@ def _prepare_kernel(
     b_log = tl.load(p_gate + o_l * log_decay_stride, mask=m_l, other=0.0) * SCALE
     b_beta = tl.load(p_beta + first * beta_stride + i_head + o_l * beta_stride, mask=m_l, other=0.0)
     b_sum = tl.cumsum(b_log, 0)
-    total = tl.sum(tl.where(o_l == BLOCK_L - 1, b_sum, 0.0), 0)  # of the same roundings as the sums
+    total = tl.sum(tl.where(o_l == BLOCK_L - 1, b_sum, 0.0), 0)  # with the same rounding as the sums
     b_size = _lengths(b_k)
     tl.store(p_carry + (first + o_l) * HEADS + i_head, tl.exp2(total - b_sum) * b_size, mask=m_l)
     tl.store(p_total + i_chunk * HEADS + i_head, tl.exp2(total))
@@ -195,7 +195,7 @@ def _states_kernel(
     i_head = (tl.program_id(0) // tl.cdiv(VALUE, BLOCK_V)).to(tl.int64)
     i_v = (tl.program_id(0) % tl.cdiv(VALUE, BLOCK_V)) * BLOCK_V
     o_l, o_k, o_v = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-    # Where a tile is full its masks are known to be true, and cost nothing.
+    # In a full tile the masks are known to be true and cost nothing.
     m_k = (o_k < KEY) | (KEY == BLOCK_K)
     m_v = (o_v < VALUE - i_v) | (VALUE % BLOCK_V == 0)
     m_state = m_k[:, None] & m_v[None, :]
@@ -215,7 +215,7 @@ def _states_kernel(
     first = tl.load(p_chunks + chunk * 4 + 1)
     last = tl.load(p_chunks + chunk * 4 + 2)
     for i_chunk in range(chunk, behind):
-        # Read one chunk ahead, so that the loads of the next one need not wait for it.
+        # Loaded one chunk ahead, so that the loads of the next chunk need not wait.
         ahead = tl.minimum(i_chunk + 1, behind - 1)
         next_first = tl.load(p_chunks + ahead * 4 + 1)
         next_last = tl.load(p_chunks + ahead * 4 + 2)
@@ -280,7 +280,7 @@ def _outputs_kernel(
     first = tl.load(p_chunks + i_chunk * 4 + 1).to(tl.int64)
     length = tl.load(p_chunks + i_chunk * 4 + 2).to(tl.int64) - first
     if length <= 0:
-        # The entry behind all chunks says where the rows end: tokens that pad a graph's buffers become zeros.
+        # The entry after all chunks gives the end of the rows: tokens that pad a graph's buffers become zeros.
         if i_chunk == tl.load(p_rows + rows):
             for token in range(first, tokens, BLOCK_L):
                 b_zero = tl.zeros((BLOCK_L, BLOCK_V), dtype=p_out.dtype.element_ty)
@@ -321,11 +321,11 @@ def gated_delta_scan(
     saves: Sequence[tuple[int, int]] | Tensor = (),
     tables: ScanTables | None = None,
 ) -> Tensor:
-    """As the reference, but q, k, v may have any float dtype and the result has v's. `tables` is required: it says what
-    `chunks` and `saves` say.
+    """Like the reference, but q, k, v may have any float dtype and the result has v's. `tables`, which replaces
+    `chunks` and `saves`, is required.
 
-    Rows may lie apart; heads and numbers of a row are contiguous, and so is each slot. Tokens behind the last row give
-    zeros. No host sync. `ValueError` without tables, and for chunks of more than `LONGEST` tokens.
+    Rows may have any stride; heads and numbers of a row are contiguous, and so is each slot. Tokens after the last row
+    give zeros. No host sync. Raises `ValueError` without tables, and for chunks of more than `LONGEST` tokens.
     """
     if tables is None:
         raise ValueError("gated_delta_scan on a GPU needs tables (kernels.scan_tables)")
@@ -386,7 +386,7 @@ def _launch(
     split: bool = True,
     **given: Any,
 ) -> None:
-    """`grid`: heads and the rest; with `split` the values of a head are shared out to programs."""
+    """`grid`: heads and further dimensions; with `split` the values of a head are divided among programs."""
     configuration = by_architecture(table[v_THV.element_size()], v_THV.device)
     value = v_THV.shape[2]
     block_v = max(16, min(triton.next_power_of_2(value), configuration.values))

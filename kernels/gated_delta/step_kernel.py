@@ -1,7 +1,7 @@
-"""The recurrence of the gated delta rule in Triton: one token a row, several, or the steps of a ring; README.md.
+"""The recurrence of the gated delta rule in Triton: one token per row, several, or the steps of a ring; see README.md.
 
-A program holds `BLOCK_V` values of one head's state in registers, all K of their rows: both products with the state are
-sums inside the program, and the state is read once and written at most once. Every way of taking a token runs `_step`.
+A program holds `BLOCK_V` values of one head's state in registers, with all K of their rows: both products with the
+state are sums inside the program, and the state is read once and written at most once. All variants run `_step`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kernels.state_replay.kernel import mix_ring
 
 @triton.jit
 def unit(b_x):
-    """A vector of length 1, as far as the epsilon lets it."""
+    """Normalises a vector to length 1 (with the epsilon)."""
     return b_x * tl.rsqrt(tl.sum(b_x * b_x, 0) + 1e-6)
 
 
@@ -35,16 +35,15 @@ def gates_of(b, a, rate, bias):
 
 @triton.jit
 def _step(b_h, b_k, b_v, decay, beta):
-    """(the state after one token, what changed of the values). Which products are fused with a sum is said, so that no
-    compilation chooses another rounding than its sisters.
-    """
+    """(the state after one token, the change of the values). Fused multiply-adds are explicit, so that all kernels
+    round alike."""
     b_change = beta * tl.fma(tl.sum(b_h * b_k[:, None], 0), -decay, b_v)
     return tl.fma(tl.broadcast_to(b_k[:, None], b_h.shape), b_change[None, :], b_h * decay), b_change
 
 
 @triton.jit
 def _read(b_h, b_q, b_k, b_change, decay):
-    """The output of a token, by the state before it."""
+    """The output of a token, from the state before it."""
     return tl.fma(b_change, tl.sum(b_q * b_k, 0), decay * tl.sum(b_h * b_q[:, None], 0))
 
 
@@ -202,9 +201,9 @@ def gated_delta_update(
     dt_bias_H: Tensor,
     runs: Sequence[SlotRun] | None = None,
 ) -> Tensor:
-    """As the reference, but q, k, v may have any float dtype and the result has v's. `runs` is not needed here.
+    """Like the reference, but q, k, v may have any float dtype and the result has v's. `runs` is not needed here.
 
-    Rows may lie apart; heads and numbers of a row are contiguous, and so is each slot. No host sync.
+    Rows may have any stride; heads and numbers of a row are contiguous, and so is each slot. No host sync.
     """
     given = [x[:, None] for x in (q_RJK, k_RJK, v_RHV, b_RH, a_RH)]
     return _update(pool_SHKV, slots_R, None, None, given, A_H, dt_bias_H)[:, 0]
@@ -223,9 +222,8 @@ def gated_delta_tokens(
     A_H: Tensor,
     dt_bias_H: Tensor,
 ) -> Tensor:
-    """As the reference, with dtypes and strides as above; tokens of a row lie as far apart as rows would. The state
-    stays in registers from token to token. No host sync.
-    """
+    """Like the reference, with dtypes and strides as in `gated_delta_update`; the strides of tokens and rows must
+    agree. The state stays in registers from token to token. No host sync."""
     given = [q_RTJK, k_RTJK, v_RTHV, b_RTH, a_RTH]
     return _update(pool_SHKV, slots_RK, accepted_R, lengths_R, given, A_H, dt_bias_H)
 
@@ -290,7 +288,7 @@ def gated_delta_replay(
     span: int,
     runs: Sequence[SlotRun] | None = None,
 ) -> Tensor:
-    """As the reference, but the result has the inputs' dtype. `span` and `runs` are not needed here. No host sync."""
+    """Like the reference, but the result has the inputs' dtype. `span` and `runs` are not needed here. No host sync."""
     rows, tokens, _ = inputs_RTX.shape
     ring = (windows_SWC, rings_QLX, batch_slots_R, slots_R, counts_R)
     mixed = mix_ring(*ring, terms.conv_WC, None, lengths_R, inputs_RTX, None)
@@ -311,7 +309,7 @@ def gated_delta_advance(
     terms: DeltaTerms,
     span: int,
 ) -> None:
-    """As the reference. `span` is not needed here. No host sync."""
+    """Like the reference. `span` is not needed here. No host sync."""
     ring = (windows_SWC, rings_QLX, batch_slots_R, slots_R, counts_R)
     mixed = mix_ring(*ring, terms.conv_WC, None, None, None, targets_R)
     _replay(states_SHKV, ring, mixed, terms, {"p_targets": targets_R, "p_lengths": slots_R, "p_out": None})
@@ -324,7 +322,7 @@ def _replay(
     terms: DeltaTerms,
     given: dict[str, Any],
 ) -> None:
-    """`ring`: windows, rings, batch slots, slots and counts. Without `p_out` states go to the targets."""
+    """`ring`: windows, rings, batch slots, slots and counts. Without `p_out` states are written to the targets."""
     _, rings_QLX, batch_slots_R, slots_R, counts_R = ring
     out = given.pop("p_out")
     blocks = _blocks(states_SHKV, terms.key_heads)
@@ -354,7 +352,7 @@ def _replay(
 
 
 def _blocks(states_SHKV: Tensor, key_heads: int) -> dict[str, int]:
-    """Sizes that all these kernels are compiled for."""
+    """Sizes that these kernels are compiled for."""
     heads, key, value = states_SHKV.shape[1:]
     assert states_SHKV.stride()[1:] == (key * value, value, 1)
     block_k = triton.next_power_of_2(key)

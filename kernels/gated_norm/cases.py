@@ -1,4 +1,4 @@
-"""What `kernels.aot` compiles of gated_norm."""
+"""Cases of gated_norm that `kernels.aot` compiles."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The gated, grouped norm in Triton; the maths, bytes and the reasons for the configurations are in README.md.
+"""The gated, grouped norm in Triton; README.md has the maths, bytes and reasons for the configurations.
 
-One program takes a few whole groups of one row: y and the gate are read once, the result is written once.
+One program takes several whole groups of one row: y and the gate are read once, the result is written once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.launch import launch
 
 ELEMENTS = 2048
-"""Of one program of 4 warps: 16 a thread, two 16-byte loads of each bfloat16 input."""
+"""Elements of a program of 4 warps: 16 per thread, two 16-byte loads of each bfloat16 input."""
 
 
 @triton.jit
@@ -61,7 +61,8 @@ def gated_norm(
     dtype: torch.dtype | None = None,
     norm_first: bool = False,
 ) -> Tensor:
-    """As the reference. Rows of y and of the gate may lie apart; their last dimension is contiguous. No host sync."""
+    """Like the reference. Rows of y and of the gate may have any stride; their last dimension is contiguous. No host
+    sync."""
     rows, channels = y.shape
     assert y.stride(1) == 1 and gate.stride(1) == 1 and channels % group_size == 0
     out = torch.empty(rows, channels, dtype=dtype or gate.dtype, device=y.device)

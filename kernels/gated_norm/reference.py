@@ -22,8 +22,8 @@ def gated_norm(
     normalised over each group, times `weight` and `silu(gate)`.
 
     y, gate: `[rows, channels]` of any float dtype; weight: `[channels]` float32. Computed in float32, returned in
-    `dtype` (default: the gate's). `group_size` divides the channels. Many rows are worked through in blocks that stay
-    in the cache.
+    `dtype` (default: the gate's). `group_size` divides the channels. Many rows are processed in blocks that stay in the
+    cache.
     """
     dtype = dtype or gate.dtype
     work = _norm_gated if norm_first else _gated_norm

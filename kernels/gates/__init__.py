@@ -1,4 +1,4 @@
-"""Products with a gate: of attention's output, of a gated MLP, and of an expert that every token takes."""
+"""Gated products: of attention's output, of a gated MLP, and of a shared expert."""
 
 from kernels.dispatch import dispatched
 from kernels.gates import reference

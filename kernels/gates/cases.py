@@ -1,4 +1,4 @@
-"""What `kernels.aot` compiles of gates."""
+"""Cases of gates that `kernels.aot` compiles."""
 
 from __future__ import annotations
 

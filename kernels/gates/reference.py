@@ -1,4 +1,4 @@
-"""Products with a gate; the maths is in README.md. `T` tokens, `D` width of a token, `I` of a hidden layer."""
+"""Gated products; the maths is in README.md. `T` tokens, `D` width of a token, `I` of a hidden layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 
 def sigmoid_gate(x_TD: Tensor, gate_TD: Tensor) -> Tensor:
-    """`x * sigmoid(gate)`, in x's dtype; new memory. Rows of either may lie apart."""
+    """`x * sigmoid(gate)`, in x's dtype; new memory. Rows of both may have any stride."""
     return x_TD * gate_TD.sigmoid()
 
 
@@ -19,7 +19,6 @@ def swiglu(gate_up_TI: Tensor) -> Tensor:
 
 
 def add_gated(routed_TD: Tensor, shared_TD: Tensor, x_TD: Tensor, weight_1D: Tensor) -> Tensor:
-    """`routed + sigmoid(x . weight) * shared`, in routed's dtype; weight: `[1, D]` float32, and so are product and
-    sigmoid.
-    """
+    """`routed + sigmoid(x . weight) * shared`, in routed's dtype; weight: `[1, D]` float32; product and sigmoid are
+    float32."""
     return routed_TD + (torch.sigmoid(F.linear(x_TD.float(), weight_1D)) * shared_TD).to(shared_TD.dtype)

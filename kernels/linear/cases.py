@@ -1,4 +1,4 @@
-"""What `kernels.aot` compiles of linear."""
+"""Cases of linear that `kernels.aot` compiles."""
 
 from __future__ import annotations
 

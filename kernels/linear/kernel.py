@@ -130,7 +130,7 @@ def _linear_kernel(
 
 
 def quantised_linear(x: Tensor, weight: Quantised, bias: Tensor | None) -> Tensor:
-    """As the reference. No host sync. `ValueError` for groups that no power of two from 16 on divides."""
+    """Like the reference. No host sync. `ValueError` for groups that no power of two from 16 on divides."""
     rows, inner = x.shape
     outputs, group = weight.shape[0], weight.scale_group
     whole = weight.kind == "int8" or group >= inner

@@ -1,4 +1,4 @@
-"""What `kernels.aot` compiles of moe."""
+"""Cases of moe that `kernels.aot` compiles."""
 
 from __future__ import annotations
 

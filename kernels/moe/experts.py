@@ -16,18 +16,17 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
 }
-"""What grouped products have."""
+"""Activations that grouped products support."""
 
 
 class Experts(Sequence[Callable[[Tensor], Tensor]]):
-    """Experts `down(act(up(x)))`, or gated ones, `down(act(gate(x)) * up(x))`, over weights that lie together; each is
-    also a function of rows by itself.
-    """
+    """Experts `down(act(up(x)))`, or gated ones, `down(act(gate(x)) * up(x))`, with stacked weights; each item is also
+    a function of rows."""
 
     def __init__(
         self, up_EID: Tensor, down_EDI: Tensor, gate_EID: Tensor | None = None, activation: str = "relu2"
     ) -> None:
-        """`ValueError` when the shapes do not fit, or for an activation that is not in `ACTIVATIONS`."""
+        """Raises `ValueError` for shapes that do not fit, or an activation that is not in `ACTIVATIONS`."""
         count, self.inner, width = up_EID.shape
         if down_EDI.shape != (count, width, self.inner):
             raise ValueError(f"experts of {tuple(up_EID.shape)} do not fit {tuple(down_EDI.shape)} behind them")

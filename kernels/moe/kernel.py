@@ -1,4 +1,5 @@
-"""Mixture of experts in Triton: grouped products, and a path for a few tokens; README.md. `route_kernel` chooses.
+"""Mixture of experts in Triton: grouped products, and a path for a few tokens; see README.md. `route_kernel` chooses
+experts.
 
 `T` tokens, `E` experts, `K` chosen experts of a token, `D` width of a token, `I` of an expert, `X` = T x K pairs.
 """
@@ -32,11 +33,12 @@ class Tile:
 
 
 FEW_TOKENS = 8
-"""Up to here each pair reads its expert's weights by itself: fewer launches, and experts are rarely shared."""
+"""Up to this many tokens each pair reads its expert's weights separately: fewer launches, and experts are rarely
+shared."""
 FEW = Tile(1, 16, 256, 8, 2)
 MANY_PAIRS = 16
-"""Pairs of an expert on average, above which blocks of `TILES[...][1]` are filled."""
-# By architecture: with few pairs to an expert, with many.
+"""Average pairs per expert above which the blocks of `TILES[...][1]` are filled."""
+# By architecture: (few pairs per expert, many).
 TILES = {
     "sm_80": (Tile(16, 64, 64, 4, 3), Tile(64, 128, 32, 4, 3)),
     "sm_90": (Tile(16, 64, 128, 4, 3), Tile(128, 128, 64, 8, 3)),
@@ -154,7 +156,7 @@ def _grouped(  # type: ignore[no-untyped-def]
     ACT: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    # Blocks of outputs are neighbours in the grid, so that the rows they share stay in the cache.
+    # Blocks of outputs are neighbours in the grid, so that shared rows stay in the cache.
     i_block = tl.program_id(1)
     i_expert = find_segment(p_starts, experts, i_block, BLOCK_M)
     begin = tl.load(p_starts + i_expert).to(tl.int32)
@@ -209,7 +211,7 @@ def _sum_pairs(  # type: ignore[no-untyped-def]
 
 
 def run_experts(x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: Experts) -> Tensor:
-    """As the reference, for stacked experts. No host sync: which experts have work is read on the device."""
+    """Like the reference, for stacked experts. No host sync: which experts have work is read on the device."""
     x_TD = x_TD.contiguous()
     if x_TD.shape[0] <= FEW_TOKENS:
         return _run_few(x_TD, experts_TK, weights_TK, experts)
@@ -217,7 +219,7 @@ def run_experts(x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: E
 
 
 def _run_few(x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: Experts) -> Tensor:
-    """Each pair by itself: two launches, weights read once for each pair, out of the cache where pairs share them."""
+    """Processes pairs separately: two launches; weights are read once per pair, from the cache if pairs share them."""
     (tokens, width), chosen, inner = x_TD.shape, experts_TK.shape[1], experts.inner
     out = torch.empty_like(x_TD)
     hidden = torch.empty(tokens * chosen, inner, dtype=x_TD.dtype, device=x_TD.device)
@@ -252,7 +254,7 @@ def _run_few(x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: Expe
 
 
 def _run_many(x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: Experts) -> Tensor:
-    """Pairs sorted by expert, two grouped products, and a sum over each token's pairs in a fixed order."""
+    """Sorts pairs by expert, then two grouped products, and a sum over each token's pairs in a fixed order."""
     (tokens, width), chosen, inner = x_TD.shape, experts_TK.shape[1], experts.inner
     pairs, count = tokens * chosen, len(experts)
     by_expert, order = experts_TK.reshape(-1).sort(stable=True)

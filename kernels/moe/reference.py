@@ -24,8 +24,8 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Chosen experts `[T, K]` int64 and their weights `[T, K]` float32.
 
-    The correction is added for the choice only, never to the weights. A group's score is the sum of its two best
-    experts.
+    The correction is added for the choice only, not to the weights. A group's score is the sum of its two best experts'
+    scores.
     """
     scores = torch.sigmoid(F.linear(x_TD.float(), gate_ED))
     choice = scores + correction_E
@@ -52,7 +52,7 @@ def run_experts(
 ) -> Tensor:
     """Sum over each token's experts of weight * expert(token), `[T, D]` in x's dtype, accumulated in float32.
 
-    `experts[e]` maps `[rows, D]` to `[rows, D]`; it is called once, with all rows that chose it, or not at all.
+    `experts[e]` maps `[rows, D]` to `[rows, D]`; it is called once with all rows that chose it, or not at all.
     """
     out = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
     order = experts_TK.reshape(-1).argsort(stable=True)

@@ -1,4 +1,4 @@
-"""Choice of experts in Triton: one program chooses those of one token, from scores that torch has computed.
+"""Choice of experts in Triton: one program per token, from scores that torch has computed.
 
 `T` tokens, `E` experts, `K` chosen experts of a token.
 """
@@ -62,14 +62,14 @@ def _choose(
     weights = tl.zeros([BLOCK_K], tl.float32)
     for k in tl.static_range(K):
         top = tl.max(tl.max(choice, 1), 0)
-        # The lowest id among equals; a row of NaN (padding may be) still names an expert that is there.
+        # The lowest id among equals; a row of NaN (possibly padding) still gets a valid expert.
         taken = tl.min(tl.min(tl.where((choice == top) & m_e, o_e, E - 1), 1), 0)
         weight = tl.sum(tl.sum(tl.where((o_e == taken) & m_e, scores, 0.0), 1), 0)
         experts = tl.where(o_k == k, taken, experts)
         weights = tl.where(o_k == k, weight, weights)
         choice = tl.where(o_e == taken, NEVER, choice)
     if SOFTMAX:
-        # Over the chosen, as a softmax over all that is divided by the sum of the chosen.
+        # Softmax over the chosen, which equals softmax over all divided by the sum of the chosen.
         weights = tl.where(o_k < K, weights, NEVER)
         weights = tl.exp(weights - tl.max(weights, 0))
         weights = weights / tl.sum(weights, 0)
@@ -89,12 +89,12 @@ def route(
     normalise: bool = True,
     scaling: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """As the reference; the choice among equals is the lowest id. The product is torch's, in float32."""
+    """Like the reference; the lowest id wins among equals. The product is torch's, in float32."""
     return _route(x_TD, gate_ED, correction_E, top_k, groups, kept_groups, normalise, scaling)
 
 
 def route_softmax(x_TD: Tensor, gate_ED: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """As the reference; the choice among equals is the lowest id. The product is torch's, in float32."""
+    """Like the reference; the lowest id wins among equals. The product is torch's, in float32."""
     return _route(x_TD, gate_ED, None, top_k, 1, 1, False, 1.0)
 
 

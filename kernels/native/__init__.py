@@ -1,4 +1,4 @@
-"""Compiled code for a CPU: built by the machine's own compiler at first use, kept for later starts."""
+"""Compiled code for CPUs: built by the machine's compiler at first use and cached for later starts."""
 
 from kernels.native.library import NativeUnavailable, library
 from kernels.native.structs import Activation, Kind, Model, Op, Step, Weight

@@ -1,4 +1,4 @@
-"""Whether the structs and enums that Python mirrors by hand are those that the compiler made."""
+"""Checks that the structs and enums that Python mirrors match those of the compiler."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENUMS: Mapping[str, type[IntEnum]] = {
 
 
 def mirrored() -> dict[str, tuple[int, ...]]:
-    """What Python takes for granted: sizes of structs, (offset, size) of fields, values of enums, constants."""
+    """Python's view: sizes of structs, (offset, size) of fields, values of enums, constants."""
     found: dict[str, tuple[int, ...]] = {"PANEL": (structs.PANEL,), "GROUP": (structs.GROUP,)}
     for struct in STRUCTS:
         found[struct.__name__] = (sizeof(struct),)
@@ -33,9 +33,8 @@ def mirrored() -> dict[str, tuple[int, ...]]:
 
 
 def check_layout(compiled: str) -> None:
-    """`compiled`: what `saccade_layout` of the library says, see layout.h. `AssertionError` names every difference: a
-    call with such structs would read and write the wrong memory.
-    """
+    """`compiled`: the text of the library's `saccade_layout`, see layout.h. `AssertionError` names every difference:
+    calls with such structs would access the wrong memory."""
     lines = [line.split() for line in compiled.splitlines()]
     theirs = {name: tuple(map(int, numbers)) for name, *numbers in lines}
     ours = mirrored()

@@ -1,7 +1,7 @@
 """Builds and loads native.cpp.
 
-The library is compiled for the processor that runs it, in about seven seconds, and kept under a name made of the
-source, the compiler and the processor's features; later starts load it.
+The library is compiled for the current processor in about seven seconds, and cached under a name made of the source,
+the compiler and the processor's features.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ FEATURES = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx51
 
 
 class NativeUnavailable(RuntimeError):
-    """Why this machine cannot build or run the compiled code."""
+    """This machine cannot build or run the compiled code; the text gives the reason."""
 
 
 def library() -> ctypes.CDLL:
-    """The compiled code. Raises NativeUnavailable; what failed once is not tried again."""
+    """The compiled code. Raises NativeUnavailable; a failed attempt is not repeated."""
     found = _library()
     if isinstance(found, NativeUnavailable):
         raise found
@@ -94,13 +94,13 @@ def _declare(function: Any, arguments: list[Any], result: Any = None, check: Any
 
 
 def _raise(reason: bytes | None, *_: object) -> None:
-    """`IndexError` where compiled code has refused a call, which then has done nothing."""
+    """Raises `IndexError` if compiled code has rejected a call, which then had no effect."""
     if reason is not None:
         raise IndexError(f"compiled code: {reason.decode()}")
 
 
 def processor_features() -> set[str]:
-    """The flags of /proc/cpuinfo; empty where there is none."""
+    """The flags of /proc/cpuinfo; empty if there is no such file."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -109,14 +109,13 @@ def processor_features() -> set[str]:
 
 
 def cache_folder() -> Path:
-    """Where builds are kept: $XDG_CACHE_HOME/saccade/native, or under ~/.cache; `RuntimeError` without a home."""
+    """Folder of builds: $XDG_CACHE_HOME/saccade/native, or under ~/.cache. `RuntimeError` without a home directory."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "saccade" / "native"
 
 
 def _built(ends: contextlib.ExitStack) -> Path:
-    """The library's file, compiled now if need be. Where it cannot be kept it is there until `ends`; once loaded, code
-    needs no file.
-    """
+    """The library's file, compiled now if necessary. If it cannot be cached it exists until `ends`; once loaded, the
+    code needs no file."""
     compiler = shutil.which(os.environ.get("CXX") or "g++")
     if compiler is None:
         raise NativeUnavailable("there is no C++ compiler (g++, or what CXX names)")
@@ -142,7 +141,7 @@ def _built(ends: contextlib.ExitStack) -> Path:
     if result.returncode:
         unfinished.unlink()
         raise NativeUnavailable(f"{compiler} failed: {result.stderr.strip()[:500]}")
-    unfinished.rename(folder / name)  # in one move: another process may be doing the same
+    unfinished.rename(folder / name)  # atomically: another process may be doing the same
     log.info("compiled in %.1f s: %s", time.monotonic() - started, folder / name)
     return folder / name
 

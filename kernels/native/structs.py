@@ -9,9 +9,9 @@ from ctypes import Structure, c_char_p, c_double, c_float, c_int64, c_uint64, c_
 from enum import IntEnum
 
 PANEL = 64
-"""Outputs of a packed weight that lie together."""
+"""Outputs per panel of a packed weight."""
 GROUP = 128
-"""Inputs that share a scale in int4."""
+"""Inputs per scale in int4."""
 
 
 class Kind(IntEnum):
@@ -27,7 +27,7 @@ class Kind(IntEnum):
 
 
 class Activation(IntEnum):
-    """What the outputs of a product pass; activations.h."""
+    """Function applied to the outputs of a product; see activations.h."""
 
     NONE = 0
     RELU_SQUARED = 1
@@ -39,7 +39,7 @@ class Activation(IntEnum):
 
 
 class Code(IntEnum):
-    """What an operation does."""
+    """Operation codes."""
 
     NORM = 0
     LINEAR = 1
@@ -62,7 +62,7 @@ class Code(IntEnum):
 
 
 class Target(IntEnum):
-    """Where the product of a `LINEAR` goes; other operations use them as structs.h says."""
+    """Destination of the product of a `LINEAR`; structs.h says how other operations use it."""
 
     WIDE = 0
     RESIDUAL = 1
@@ -149,7 +149,7 @@ class VarlenAttention(Structure):
 
 
 class Wish(Structure):
-    """What a sequence asks for."""
+    """Sampling parameters of a sequence."""
 
     _fields_ = [
         ("temperature", c_double), ("top_p", c_double), ("min_p", c_double), ("repetition", c_double),
@@ -160,7 +160,7 @@ class Wish(Structure):
 
 
 class Draw(Structure):
-    """A row of logits."""
+    """One row of logits to draw from."""
 
     _fields_ = [
         ("wish", c_void_p), ("position", c_int64), ("masked", c_int64), ("prompt", c_int64), ("known", c_int64),

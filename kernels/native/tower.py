@@ -9,7 +9,7 @@ from kernels.native.structs import Weight
 
 
 class Code(IntEnum):
-    """What an operation does; README.md."""
+    """Operation codes; see README.md."""
 
     LINEAR = 0
     EMBED = 1
@@ -21,7 +21,7 @@ class Code(IntEnum):
 
 
 class Of(IntEnum):
-    """How many rows an operation has."""
+    """Selects the number of rows of an operation."""
 
     ROWS = 0
     PATCHES = 1
@@ -29,7 +29,7 @@ class Of(IntEnum):
 
 
 class Place(IntEnum):
-    """Where a product reads and writes."""
+    """Buffers that a product reads and writes."""
 
     PIXELS = 0
     NORMED = 1
@@ -39,7 +39,7 @@ class Place(IntEnum):
 
 
 class Store(IntEnum):
-    """How a product is written."""
+    """How a product is stored."""
 
     FLOAT32 = 0
     ADD = 1

@@ -1,4 +1,4 @@
-"""Attention over pages: what a program does. Letters as in `kernel.py`, which launches this."""
+"""Attention over pages: the program. Letters as in `kernel.py`, which launches it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kernels.varlen_attention.kernel import find_segment
 
 @triton.jit
 def _update(q, k, v, m_open, acc, top, total, scale):
-    """One block of keys: `acc`, `top` (largest score, base 2) and `total` of the running softmax."""
+    """Processes one block of keys: updates `acc`, `top` (largest score, base 2) and `total` of the running softmax."""
     scores = tl.dot(q, k, input_precision="ieee") * scale
     scores = tl.where(m_open, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
@@ -78,7 +78,7 @@ def attend(
         new = tl.where(length > 0, 1, 0) if FRESH else 0
         old = length - new
     else:
-        # Row number `rows` is what lies behind the last row: padding, which gets zeros.
+        # Row number `rows` is the padding after the last row, which gets zeros.
         i_block = tl.program_id(0)
         i_row = find_segment(p_starts, rows + 1, i_block, PER_BLOCK)
         real = i_row < rows
@@ -121,7 +121,7 @@ def attend(
 
     blocks_old = tl.cdiv(old, BLOCK_N)
     blocks = blocks_old + (tl.cdiv(new, BLOCK_N) if FRESH else 0)
-    # Shares depend on the row's own length alone, so that no other row of the batch changes how it is rounded.
+    # Splits depend on the row's own length only, so that other rows of the batch do not change its rounding.
     share = tl.maximum(tl.cdiv(blocks, SPLITS), SPLIT // BLOCK_N) if SPLITS > 1 else blocks
     low = i_split * share
     high = tl.minimum(low + share, blocks)

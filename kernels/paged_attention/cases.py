@@ -1,4 +1,4 @@
-"""What `kernels.aot` compiles of paged_attention."""
+"""Cases of paged_attention that `kernels.aot` compiles."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def cases(shape: ModelShape) -> Iterator[Case]:
     starts = meta(65, dtype=torch.int64)
     for dtype in shape.dtypes:
         name = str(dtype).removeprefix("torch.")
-        # As the arena lays it out: all layers of a page lie together.
+        # As in the arena: all layers of a page are contiguous.
         pool = meta(100, 4, 2, PAGE, shape.kv_heads, shape.head_dim, dtype=dtype)[:, 1]
 
         def new(tokens: int, dtype: torch.dtype = dtype) -> tuple[Tensor, ...]:

@@ -1,8 +1,8 @@
 """Attention over pages in Triton: decode, extend, prefill and speculative rows by one kernel; see README.md.
 
 `T` tokens, `R` rows, `Q` query heads, `K` key/value heads, `P` head size, `B` pages, `S` tokens of a page, `W` table
-width, `G` query heads of a key/value head, `L` splits. A block of a program is M = (tokens x G) queries of one
-key/value head against N keys at a time.
+width, `G` query heads of a key/value head, `L` splits. A program's block is M = (tokens x G) queries of one key/value
+head against N keys at a time.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ __all__ = ["decode_attention", "decode_attention_after", "extend_attention", "wr
 
 MAX_SPLITS = 32
 SPLIT_KEYS = 512
-"""A row's keys are shared out to splits of at least so many: by the row's own length, never by its batch."""
+"""A row's keys are divided into splits of at least this many keys, depending on the row's length only."""
 SPLIT_TOKENS = 256
-"""Beyond so many query tokens the blocks of queries keep a GPU busy without splits."""
+"""Above this many query tokens the blocks of queries keep a GPU busy without splits."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Tile:
     stages: int
 
 
-# By architecture, then by the queries that a row brings (tokens x G): at most 16, at most 64, more. Chosen for zero
-# spills, at head sizes up to 128 and beyond (256).
+# By architecture, then by the queries of a row (tokens x G): at most 16, at most 64, more. Chosen for zero spills, at
+# head sizes up to 128 and beyond (256).
 TILES = {
     "sm_80": (Tile(16, 64, 4, 3), Tile(64, 32, 8, 3), Tile(64, 64, 8, 3)),
     "sm_90": (Tile(16, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
@@ -64,7 +64,7 @@ def decode_attention(
     longest: int,
     fresh: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """As the reference. No host sync; `longest`, an upper bound, sizes the grid of splits and nothing else."""
+    """Like the reference. No host sync; `longest`, an upper bound, only determines the grid of splits."""
     k, v, places = fresh or (q_RQP, q_RQP, None)
     return _launch(
         q_RQP, k, v, pool_B2SKP, tables_RW, lengths_R, None, places, scale, longest, decode=True, fresh=bool(fresh)
@@ -74,7 +74,7 @@ def decode_attention(
 def decode_attention_after(
     q_RQP: Tensor, pool_B2SKP: Tensor, tables_RW: Tensor, lengths_R: Tensor, first: int, scale: float, longest: int
 ) -> Tensor:
-    """As the reference. No host sync."""
+    """Like the reference. No host sync."""
     given = (q_RQP, q_RQP, q_RQP, pool_B2SKP, tables_RW, lengths_R, None, None, scale, longest)
     return _launch(*given, decode=True, fresh=False, skip=first)
 
@@ -90,9 +90,8 @@ def extend_attention(
     scale: float,
     places_T: Tensor | None = None,
 ) -> Tensor:
-    """As the reference. No host sync: the rows' lengths are read on the device, and tokens behind the last row get
-    zeros. New keys are read from `k` and `v`, never from the pages that the same launch may be writing.
-    """
+    """Like the reference. No host sync: the rows' lengths are read on the device, and tokens after the last row get
+    zeros. New keys are read from `k` and `v`, never from the pages that the same launch may be writing."""
     longest = tables_RW.shape[1] * pool_B2SKP.shape[2] + k_TKP.shape[0]
     return _launch(
         q_TQP, k_TKP, v_TKP, pool_B2SKP, tables_RW, computed_R, starts_R, places_T, scale, longest, decode=False
@@ -100,14 +99,14 @@ def extend_attention(
 
 
 def tile(dtype: torch.dtype, device: torch.device, queries: int, width: int) -> Tile:
-    """The configuration for rows of about so many queries (tokens x G) with heads of this width."""
+    """The configuration for rows of about `queries` queries (tokens x G) with heads of this width."""
     table = TILES if width <= WIDE else TILES_WIDE
     few, some, many = TILES_FLOAT32 if dtype == torch.float32 else by_architecture(table, device)
     return few if queries <= 16 else some if queries <= 64 else many
 
 
 def splits(tokens: int, longest: int) -> int:
-    """Into how many parts the keys of a row may be cut: a power of two up to `MAX_SPLITS`."""
+    """Largest number of splits of a row's keys: a power of two up to `MAX_SPLITS`."""
     if tokens > SPLIT_TOKENS:
         return 1
     return min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(max(longest, 1), SPLIT_KEYS)))

@@ -34,13 +34,13 @@ def decode_attention(
     longest: int,
     fresh: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """One query for each row over its first `lengths[r]` keys, its own included. Returns `[R, Q, P]` in q's dtype.
+    """One query per row over its first `lengths[r]` keys, its own included. Returns `[R, Q, P]` in q's dtype.
 
-    `fresh`: keys `[R, K, P]`, values and places `[R]` of the rows' own tokens, which are then stored here, as
-    `write_kv` does; without it they are in their pages already.
+    `fresh`: keys `[R, K, P]`, values and places `[R]` of the rows' own tokens, which are stored first, as by
+    `write_kv`; without it they are in their pages already.
 
-    tables: `[R, W]` page numbers in order, -1 beyond a row's pages; `longest` is the largest length (known to the
-    host). Pages that a table names hold finite numbers throughout. A row of length 0 is padding: its output is zeros.
+    tables: `[R, W]` page numbers in order, -1 after a row's pages; `longest` is the largest length (known to the host).
+    Pages in a table contain only finite numbers. A row of length 0 is padding: its output is zeros.
     """
     if fresh is not None:
         write_kv(pool_B2SKP, *fresh)
@@ -71,11 +71,11 @@ def extend_attention(
     scale: float,
     places_T: Tensor | None = None,
 ) -> Tensor:
-    """New tokens of each row over the row's earlier keys (in pages) and over each other, causally.
+    """New tokens of each row attend to the row's earlier keys (in pages) and to each other, causally.
 
-    q, k, v: packed new tokens, row r is `starts[r]:starts[r+1]`. `computed[r]`: keys before them. With `places` the new
-    keys are stored here, as `write_kv` does; without, they are in their pages already. Returns `[T, Q, P]` in q's
-    dtype; zeros for tokens behind the last row.
+    q, k, v: packed new tokens, row r is `starts[r]:starts[r+1]`. `computed[r]`: number of earlier keys. With `places`
+    the new keys are stored, as by `write_kv`; without, they are in their pages already. Returns `[T, Q, P]` in q's
+    dtype; zeros for tokens after the last row.
     """
     if places_T is not None:
         write_kv(pool_B2SKP, k_TKP, v_TKP, places_T)
@@ -111,14 +111,14 @@ def _gather(pool_B2SKP: Tensor, table_W: Tensor, length: int) -> tuple[Tensor, T
 
 
 def _repeat(x_1KSP: Tensor, times: int) -> Tensor:
-    """Each key/value head beside the query heads that share it."""
+    """Repeats each key/value head for the query heads that share it."""
     return x_1KSP if times == 1 else x_1KSP.repeat_interleave(times, dim=1)
 
 
 def decode_attention_after(
     q_RQP: Tensor, pool_B2SKP: Tensor, tables_RW: Tensor, lengths_R: Tensor, first: int, scale: float, longest: int
 ) -> Tensor:
-    """`decode_attention` over the keys from place `first` on; what lies before them is not looked at."""
+    """`decode_attention` over the keys from place `first` on; earlier keys are not read."""
     rows, heads, width = q_RQP.shape
     size, kv_heads = pool_B2SKP.shape[2:4]
     count = -(-longest // size)

@@ -1,4 +1,4 @@
-"""New keys and values into their pages. Letters as in `kernel.py`."""
+"""Writes new keys and values to their pages. Letters as in `kernel.py`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _write(
 
 
 def write_kv(pool_B2SKP: Tensor, k_TKP: Tensor, v_TKP: Tensor, places_T: Tensor) -> None:
-    """As the reference. No host sync."""
+    """Like the reference. No host sync."""
     tokens, heads, width = k_TKP.shape
     assert pool_B2SKP.stride(-1) == k_TKP.stride(-1) == v_TKP.stride(-1) == 1
     launch(

@@ -1,4 +1,4 @@
-"""Patches to tower rows: projection, positions, prefix tokens."""
+"""Converts patches to tower rows: projection, positions, prefix tokens."""
 
 from kernels.dispatch import dispatched
 from kernels.patch_embed import reference

@@ -1,4 +1,4 @@
-"""What `kernels.aot` compiles of patch_embed."""
+"""Cases of patch_embed that `kernels.aot` compiles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernels.shapes import Case, ModelShape, meta
 
 
 def cases(shape: ModelShape) -> Iterator[Case]:
-    """Normalised patches, and bytes. Towers that are not RADIO: with a bias, no prefix tokens, and pairs of frames."""
+    """Normalised patches, and bytes. For towers other than RADIO: a bias, no prefix tokens, and pairs of frames."""
     depth, width = 3 * shape.patch**2, shape.vit_hidden
     source, scale = meta(1040, dtype=torch.int64), meta(depth)
     if not shape.radio:

@@ -1,6 +1,6 @@
 """Patches to tower rows in one product, in Triton; the maths is in README.md.
 
-T patches of P numbers, D features, K prefix rows, R tower rows. A program makes M rows of N features.
+T patches of P numbers, D features, K prefix rows, R tower rows. A program computes M rows of N features.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TILES = {
 }
 TILE_FLOAT32 = Tile(32, 32, 32, 4, 2)
 # Bytes become floats in registers. On sm_90 a pipelined loop would leave the product that reads those registers running
-# while the next round writes them (`kernels.aot` looks for that), so there it has one stage.
+# while the next iteration writes them (`kernels.aot` checks for that), so there it has one stage.
 TILES_BYTES = TILES | {"sm_90": replace(TILES["sm_90"], stages=1)}
 
 
@@ -105,7 +105,7 @@ def patch_embed(
     source_R: Tensor,
     pixels: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """As the reference, in one launch with one rounding at the end. No host sync."""
+    """Like the reference, in one launch with one rounding at the end. No host sync."""
     rows, width, depth = source_R.shape[0], projection.out_features, projection.in_features
     weight = projection.weight
     assert isinstance(weight, Tensor) and weight.is_contiguous(), "on a GPU a weight that is not quantised stays plain"

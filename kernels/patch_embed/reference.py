@@ -18,11 +18,11 @@ def patch_embed(
     source_R: Tensor,
     pixels: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """New `[R, D]` in the dtype of `table`: row r is entry `source_R[r]` of `table` followed by embedded patches.
+    """New `[R, D]` in the dtype of `table`: row r is entry `source_R[r]` of `table` followed by the embedded patches.
 
-    `table_KD` holds the prefix tokens and any padding row, so that source 0..K-1 picks one of those and source K + t
-    picks patch t. `source_R` is int64 on the same device; no host sync. `pixels`: scale and shift `[P]`, float32, that
-    bytes (0..255) are normalised with; without it patches are normalised already, in the table's dtype.
+    `table_KD` has the prefix tokens and any padding row, so source 0..K-1 selects one of these and source K + t selects
+    patch t. `source_R` is int64 on the same device; no host sync. `pixels`: scale and shift `[P]`, float32, to
+    normalise bytes (0..255) with; without it patches are normalised already, in the table's dtype.
     """
     if pixels is not None:
         scale_P, shift_P = pixels

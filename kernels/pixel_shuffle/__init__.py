@@ -1,4 +1,4 @@
-"""Neighbouring patches side by side: space to depth over packed images, and the norms behind it."""
+"""Concatenates neighbouring patches (space to depth) over packed images, with the norms after it."""
 
 from kernels.dispatch import dispatched
 from kernels.pixel_shuffle import reference

@@ -1,4 +1,4 @@
-"""What `kernels.aot` compiles of pixel_shuffle."""
+"""Cases of pixel_shuffle that `kernels.aot` compiles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from kernels.shapes import Case, ModelShape, meta
 
 
 def cases(shape: ModelShape) -> Iterator[Case]:
-    """Four patches to a token, with and without the tower's own last norm; with it alone in other towers than RADIO."""
+    """Four patches per token, with and without the tower's last norm; with only that norm for towers other than
+    RADIO."""
     rows, weight = meta(256, 4, dtype=torch.int64), meta(4 * shape.vit_hidden)
     for dtype in shape.dtypes:
         x, vector = meta(1040, shape.vit_hidden, dtype=dtype), meta(shape.vit_hidden, dtype=dtype)

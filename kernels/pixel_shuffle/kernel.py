@@ -1,4 +1,4 @@
-"""Space to depth with the norms behind it, in Triton; README.md.
+"""Space to depth with the norms after it, in Triton; see README.md.
 
 R tower rows of D features, N image tokens, M x M patches in each; E = M * M * D.
 """
@@ -59,7 +59,7 @@ def shuffle_norm(
     eps: float,
     final: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
-    """As the reference, with one rounding at the end. Reads each tower row once. No host sync."""
+    """Like the reference, with one rounding at the end. Reads each tower row once. No host sync."""
     tokens, merged = token_rows_NM.shape
     width = x_RD.shape[1]
     assert x_RD.stride(1) == 1 and token_rows_NM.is_contiguous() and (weight_E is None or weight_E.is_contiguous())

@@ -13,7 +13,7 @@ from kernels.rms_norm import rms_norm
 
 
 def pixel_shuffle(x_RD: Tensor, token_rows_NM: Tensor) -> Tensor:
-    """New `[N, M * M * D]`: the rows that `token_rows_NM` `[N, M * M]` int64 names, side by side. No host sync."""
+    """New `[N, M * M * D]`: concatenates the rows that `token_rows_NM` `[N, M * M]` int64 names. No host sync."""
     tokens, merged = token_rows_NM.shape
     return x_RD.index_select(0, token_rows_NM.reshape(-1)).view(tokens, merged * x_RD.shape[1])
 
@@ -25,12 +25,12 @@ def shuffle_norm(
     eps: float,
     final: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
-    """The same, through the norms that follow: `[N, M * M * D]` in x's dtype. No host sync.
+    """`pixel_shuffle` followed by norms: `[N, M * M * D]` in x's dtype. No host sync.
 
     `final`: weight and bias `[D]` and epsilon of a LayerNorm of each tower row; then an RMS norm of the whole token
     with `weight_E` `[M * M * D]` float32, unless that is None.
     """
-    # Both norms are per row or token, so that taking the image rows out first is the same and does less.
+    # Both norms are per row or token, so gathering the image rows first gives the same result with less work.
     features_NE = pixel_shuffle(x_RD, token_rows_NM)
     if final is not None:
         weight_D, bias_D, final_eps = final
@@ -41,9 +41,9 @@ def shuffle_norm(
 
 
 def shuffle_order(rows: int, columns: int, merge: int = 2) -> Tensor:
-    """`[tokens, merge * merge]` int64: for each token, row-major, the patches under it, row-major too.
+    """`[tokens, merge * merge]` int64: for each token, row by row, the patches under it, row by row too.
 
-    Raises `ValueError` if the grid is not a multiple of `merge` each way.
+    Raises `ValueError` unless both sides of the grid are multiples of `merge`.
     """
     if rows % merge or columns % merge:
         raise ValueError(f"a grid of {rows}x{columns} patches is not made of {merge}x{merge} tokens")

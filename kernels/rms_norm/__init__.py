@@ -1,4 +1,4 @@
-"""Root-mean-square norm, and the residual addition before it."""
+"""Root-mean-square norm, optionally with the preceding residual addition."""
 
 from kernels.dispatch import dispatched
 from kernels.rms_norm import reference

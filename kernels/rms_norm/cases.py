@@ -1,4 +1,4 @@
-"""What `kernels.aot` compiles of rms_norm."""
+"""Cases of rms_norm that `kernels.aot` compiles."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""RMS norm in Triton; the maths, bytes and the reasons for the configurations are in README.md.
+"""RMS norm in Triton; README.md has the maths, bytes and reasons for the configurations.
 
-One program takes one row and keeps it in registers, so that x is read once and the result written once.
+One program takes one row and keeps it in registers, so x is read once and the result written once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _rms_norm_kernel(
     b_weight = tl.load(p_weight + o_col, mask=m_col, other=0.0)
     if HAS_DELTA:
         b_delta = tl.load(p_delta + i_row * delta_stride + o_col, mask=m_col, other=0.0)
-        # Rounded to the residual's own type before the norm, as `x += delta` would leave it.
+        # Rounded to the residual's dtype before the norm, as `x += delta` would.
         b_x = (b_x.to(tl.float32) + b_delta.to(tl.float32)).to(b_x.dtype)
         tl.store(p_x + i_row * x_stride + o_col, b_x, mask=m_col)
     b_v = b_x.to(tl.float32)
@@ -43,17 +43,17 @@ def _rms_norm_kernel(
 
 
 def _warps(block: int) -> int:
-    """16 elements a thread: two 16-byte loads in bfloat16, and few enough registers for full occupancy."""
+    """16 elements per thread: two 16-byte loads in bfloat16, and few enough registers for full occupancy."""
     return max(1, min(16, block // 512))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-    """As the reference. Rows may lie apart; the last dimension is contiguous. No host sync."""
+    """Like the reference. Rows may have any stride; the last dimension is contiguous. No host sync."""
     return _run(x, None, weight, eps, dtype)
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-    """As the reference: `x += delta` in place, and the norm of the sum, in one pass."""
+    """Like the reference: `x += delta` in place, and the norm of the sum, in one pass."""
     return _run(x, delta, weight, eps, dtype)
 
 

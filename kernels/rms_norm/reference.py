@@ -9,15 +9,15 @@ BLOCK_ROWS = 256
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """`1 / sqrt(mean(x^2) + eps)` over the last dimension, kept as 1, float32."""
+    """`1 / sqrt(mean(x^2) + eps)` over the last dimension (kept with size 1), float32."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-    """`[rows, d]` -> `[rows, d]` in `dtype` (default: x's). `weight` `[d]` float32; everything is computed in float32.
+    """`[rows, d]` -> `[rows, d]` in `dtype` (default: x's). `weight` `[d]` float32; computed in float32.
 
-    Many rows are worked through in blocks that stay in the cache.
+    Many rows are processed in blocks that stay in the cache.
     """
     dtype = dtype or x.dtype
     if x.shape[0] <= BLOCK_ROWS:

@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys, behind a norm of each head where the model has one."""
+"""Rotary position embedding of queries and keys, optionally after a norm of each head."""
 
 from kernels.dispatch import dispatched
 from kernels.rope import Rope

@@ -1,4 +1,4 @@
-"""What `kernels.aot` compiles of rotary."""
+"""Cases of rotary that `kernels.aot` compiles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kernels.shapes import Case, ModelShape, meta
 
 
 def cases(shape: ModelShape) -> Iterator[Case]:
-    """Queries and keys of a product that has values and gates behind them; positions of one axis, and of several."""
+    """Queries and keys of a product that also has values and gates; positions with one axis, and with several."""
     if not shape.rope_dims:
         return
     count, width = shape.heads + shape.kv_heads, shape.head_dim

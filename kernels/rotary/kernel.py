@@ -1,6 +1,6 @@
 """Norm and rotation of heads in Triton; the maths is in README.md. One program takes a few heads of one token.
 
-Everything between the load and the store is float32, cosines and sines included.
+All arithmetic between load and store is float32, cosines and sines included.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import Tensor
 from kernels.launch import launch
 
 ELEMENTS = 2048
-"""Of one program of 4 warps: 16 a thread."""
+"""Elements of a program of 4 warps: 16 per thread."""
 MOST_AXES = 3
 MOST_FREQUENCIES = 64
-"""What the masks that say which frequency takes which axis have room for."""
+"""Size of the bit masks that give each frequency's axis."""
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def _norm_rotate_kernel(
         b_w += tl.load(p_norm_k + o_p + 0 * o_h, mask=m_k, other=0.0)
         b_x = b_x * scale * b_w
     if HALF > 0:
-        # Each number and its partner, which lies in the cache: pairs are (i, i + HALF).
+        # Each number and its partner, which is in the cache: pairs are (i, i + HALF).
         o_f = tl.where(o_p < HALF, o_p, o_p - HALF)
         o_other = tl.where(o_p < HALF, o_p + HALF, o_p - HALF)
         m_turned = o_p < 2 * HALF
@@ -85,9 +85,8 @@ def norm_rotate(
     positions_TA: Tensor | None,
     axes: tuple[int, ...] = (),
 ) -> Tensor:
-    """As the reference, rounded once, at the end. At most 3 axes, and 64 frequencies where there is more than one. No
-    host sync.
-    """
+    """Like the reference, rounded once, at the end. At most 3 axes, and 64 frequencies if there is more than one. No
+    host sync."""
     tokens, count, width = x_THP.shape
     assert x_THP.stride(2) == 1 and (table is None or table.is_contiguous())
     half = 0 if table is None else table.shape[-1]
@@ -126,7 +125,7 @@ def norm_rotate(
 
 
 def axis_masks(axes: tuple[int, ...]) -> tuple[int, int]:
-    """Bit i: whether frequency i takes the second axis, or the third. `ValueError` for what does not fit."""
+    """Bit i: whether frequency i takes the second axis, or the third. Raises `ValueError` if they do not fit."""
     if not any(axes):
         return 0, 0
     if max(axes) >= MOST_AXES or len(axes) >= MOST_FREQUENCIES:
@@ -139,5 +138,5 @@ def axis_masks(axes: tuple[int, ...]) -> tuple[int, int]:
 
 
 def rotate(x_THP: Tensor, table: Tensor, positions_TA: Tensor, axes: tuple[int, ...] = ()) -> Tensor:
-    """As the reference, rounded once, at the end. No host sync."""
+    """Like the reference, rounded once, at the end. No host sync."""
     return norm_rotate(x_THP, x_THP.shape[1], None, 0.0, table, positions_TA, axes)

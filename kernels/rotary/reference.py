@@ -23,7 +23,7 @@ def rope_table(rope: Rope, positions: int, device: str) -> Tensor:
 
 
 def rotate(x_THP: Tensor, table: Tensor, positions_TA: Tensor, axes: tuple[int, ...] = ()) -> Tensor:
-    """New memory, `[T, H, P]` in x's dtype. `axes`: as in `Rope`. Positions below 0, of padding, count as 0."""
+    """New memory, `[T, H, P]` in x's dtype. `axes`: see `Rope`. Positions below 0 (padding) count as 0."""
     half = table.shape[-1]
     at_TA = positions_TA.clamp(min=0)
     if not axes:
@@ -46,10 +46,10 @@ def norm_rotate(
     positions_TA: Tensor | None,
     axes: tuple[int, ...] = (),
 ) -> Tensor:
-    """Queries and keys of one product, as attention takes them: an RMS norm of each head, then `rotate`; new memory.
+    """Prepares queries and keys of one product for attention: an RMS norm of each head, then `rotate`; new memory.
 
-    `norms`: weights `[P]` float32 of the first `heads` heads, the queries, and of the keys behind them, or `None` for
-    no norm. Without a table nothing is rotated. Rows of x may lie apart; heads do not.
+    `norms`: weights `[P]` float32 for the first `heads` heads (queries) and for the keys after them, or `None` for no
+    norm. Without a table nothing is rotated. Rows of x may have any stride; heads are contiguous.
     """
     if norms is not None:
         width, keys = x_THP.shape[-1], x_THP.shape[1] - heads

@@ -1,4 +1,4 @@
-"""What `kernels.aot` compiles of sample."""
+"""Cases of sample that `kernels.aot` compiles."""
 
 from __future__ import annotations
 

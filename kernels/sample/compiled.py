@@ -1,8 +1,7 @@
-"""The same draws in compiled code on a CPU: rows of logits to tokens in one call, on all threads.
+"""Sampling in compiled code on a CPU: rows of logits to tokens in one call, on all threads.
 
-The maths is the reference's. Exponentials differ from torch's by a few units in the last place, so that a token can
-differ where the random number comes within 1e-7 of the border of two tokens. Whatever a row gets depends on that row
-alone.
+The maths is the reference's. Exponentials differ from torch's by a few units in the last place, so a token can differ
+if the random number is within 1e-7 of the border of two tokens. A row's result depends on that row only.
 """
 
 from __future__ import annotations
@@ -20,21 +19,20 @@ from kernels.native.structs import Draw, Wish
 __all__ = ["DrawRow", "Drawing", "Wish", "packed"]
 
 _DRAW = struct.Struct("6q")
-"""One `Draw`, six numbers of 64 bits: packed ten times as fast as through ctypes."""
+"""One `Draw`, six 64-bit numbers: ten times as fast as packing through ctypes."""
 assert _DRAW.size == sizeof(Draw)
 DrawRow = tuple[int, int, int, int, int, int]
-"""Address of the row's `Wish` (0: the largest); position that is drawn; whether `ends` are masked; of the tokens that
-penalties count: those of the prompt, all, their address.
-"""
+"""Address of the row's `Wish` (0: take the largest logit); position to draw; whether `ends` are masked; for penalties:
+number of prompt tokens, of all tokens, and their address."""
 
 
 def packed(rows: Sequence[DrawRow]) -> bytes:
-    """As `Draw`s."""
+    """The rows as `Draw` structs."""
     return b"".join(_DRAW.pack(*row) for row in rows)
 
 
 class Drawing:
-    """Compiled draws from rows of so many logits. One thread at a time."""
+    """Compiled sampling from rows of `vocab_size` logits. For one thread at a time."""
 
     def __init__(self, vocab_size: int) -> None:
         """Raises NativeUnavailable with the reason."""
@@ -45,9 +43,9 @@ class Drawing:
     def __call__(
         self, logits_RV: Tensor, rows: Sequence[DrawRow] | None = None, likeliest: int | None = None
     ) -> tuple[list[int], tuple[list[float], list[list[int]], list[list[float]]]]:
-        """Tokens; and, where `likeliest` says of how many tokens, log-probabilities of the drawn ones, ids of the
-        likeliest and theirs, which are there in rows that ask for them. `rows` None: the largest logit of each row.
-        """
+        """Tokens, and log-probabilities for the rows that ask for them. `likeliest`: number of likeliest tokens to
+        report, or None for no log-probabilities; then (log-probability of the drawn token, ids of the likeliest, their
+        log-probabilities). `rows` None: the largest logit of each row."""
         logits = logits_RV.float().contiguous()
         count, vocab = logits.shape
         assert vocab == self.vocab_size

@@ -1,7 +1,7 @@
-"""Drawing tokens in Triton: one program takes a row from logits to its token; the method is in README.md.
+"""Sampling in Triton: one program takes a row from logits to its token; the method is in README.md.
 
-`R` rows, `V` tokens of the vocabulary. Probabilities are summed as integers (`UNIT` is 1), so that no order
-of summation can change a draw.
+`R` rows, `V` tokens of the vocabulary. Probabilities are summed as integers (`UNIT` is 1), so that the order of
+summation cannot change a draw.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from kernels.sample.rows import Wishes
 
 UNIT = tl.constexpr(float(1 << 44))
 MAX_VOCAB = 1 << 18
-"""Beyond, the sum of a row could leave 63 bits."""
+"""Beyond, the sum of a row could exceed 63 bits."""
 BLOCK = 4096
 CANDIDATES = 4096
-"""Likeliest tokens that are set apart, if any of the cuts below leaves at most so many."""
+"""Number of likeliest tokens that are copied to scratch memory, if one of the filters leaves at most this many."""
 
 
 @triton.jit
 def _key(x):  # type: ignore[no-untyped-def]
-    """int32 that orders as the float32 `x` does; its own inverse on bits."""
+    """int32 with the same order as the float32 `x`; the function is its own inverse on bits."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -37,7 +37,7 @@ def _weight(x, top):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _reaching(p_x, n, key, top, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many of `n` values have `key` or more, and their weight."""
+    """Number of the `n` values whose key is at least `key`, and their weight."""
     count = tl.zeros([BLOCK], tl.int32)
     mass = tl.zeros([BLOCK], tl.int64)
     for i in range(0, n, BLOCK):
@@ -51,7 +51,8 @@ def _reaching(p_x, n, key, top, BLOCK: tl.constexpr):  # type: ignore[no-untyped
 
 @triton.jit
 def _cut(p_x, n, top, least, goal, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The largest key that at least `least` values of weight `goal` reach; how many, and what weight, lie above it."""
+    """The largest key that at least `least` values with weight `goal` reach; number and weight of the values above
+    it."""
     low = tl.full([], -(1 << 31), tl.int64)
     high = _key(top).to(tl.int64) + 1
     above = tl.full([], 0, tl.int32)
@@ -72,7 +73,7 @@ def _cut(p_x, n, top, least, goal, BLOCK: tl.constexpr):  # type: ignore[no-unty
 
 @triton.jit
 def _place_of(p_x, n, key, index, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the `index`-th of the values equal to `key` lies."""
+    """Index of the `index`-th of the values equal to `key`."""
     seen = tl.full([], 0, tl.int64)
     found = tl.full([], 0, tl.int32)
     for i in range(0, n, BLOCK):
@@ -116,7 +117,8 @@ def _filtered(  # type: ignore[no-untyped-def]
     min_p,
     BLOCK: tl.constexpr,
 ):
-    """Place of the drawn token among `n` values, in rising id, that hold the row's likeliest; -1: more are needed."""
+    """Index of the drawn token among `n` values, by rising id, which are the row's likeliest; -1: more values are
+    needed."""
     everything, mass = _reaching(p_x, n, tl.full([], -(1 << 31), tl.int32), top, BLOCK)
     kept = tl.full([], 0, tl.int32) + vocab
     enough = (top_p < 1.0) | (min_p > 0.0) | (n == vocab)
@@ -205,7 +207,7 @@ def _sample(  # type: ignore[no-untyped-def]
     bits = (first.to(tl.int64) << 20) | (second.to(tl.int64) >> 12)
     uniform = (bits.to(tl.float64) + 0.5) * 2.220446049250313e-16
 
-    # How many lie within 4, 8, 16 of the largest; and the whole weight.
+    # Numbers of values within 4, 8, 16 of the largest, and the total weight.
     near = tl.zeros([BLOCK], tl.int32)
     middle = tl.zeros([BLOCK], tl.int32)
     far = tl.zeros([BLOCK], tl.int32)
@@ -268,7 +270,7 @@ def _accept(  # type: ignore[no-untyped-def]
 
 
 def sample(logits_RV: Tensor, wishes: Wishes) -> Tensor:
-    """As the reference, in one launch. No host sync. `ValueError` for a vocabulary beyond `MAX_VOCAB`."""
+    """Like the reference, in one launch. No host sync. Raises `ValueError` for a vocabulary beyond `MAX_VOCAB`."""
     rows, vocab = logits_RV.shape
     if vocab > MAX_VOCAB:
         raise ValueError(f"a vocabulary of {vocab} tokens is beyond the {MAX_VOCAB} that sums are exact for")
@@ -301,7 +303,7 @@ def sample(logits_RV: Tensor, wishes: Wishes) -> Tensor:
 
 
 def accept_drafts(tokens_RT: Tensor, drafts_RK: Tensor, counts_R: Tensor) -> Tensor:
-    """As the reference. No host sync."""
+    """Like the reference. No host sync."""
     rows, drafts = drafts_RK.shape
     out = torch.empty(rows, dtype=torch.int64, device=drafts_RK.device)
     launch(

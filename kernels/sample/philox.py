@@ -34,10 +34,10 @@ def _multiply(constant: int, word: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def uniform(seed: int, sample_index: int, position: int, count: int) -> Tensor:
-    """`[count]` float64 in the open interval (0, 1): those of positions `position` onwards.
+    """`[count]` float64 in the open interval (0, 1), for positions `position` onwards.
 
-    key = the two words of `seed`, low first; counter = (position, sample index, purpose, 0), and the purpose of drawing
-    a token is 0. 52 bits of the first two words, and a half step, so that neither 0 nor 1 comes up.
+    key = the two words of `seed`, low first; counter = (position, sample index, purpose, 0), where purpose 0 is drawing
+    a token. Uses 52 bits of the first two words plus a half step, so that 0 and 1 cannot occur.
     """
     key = torch.tensor([seed & _MASK, seed >> 32], dtype=torch.int64)
     counter = torch.zeros(count, 4, dtype=torch.int64)
@@ -47,7 +47,7 @@ def uniform(seed: int, sample_index: int, position: int, count: int) -> Tensor:
 
 
 def uniforms(seeds_R: Tensor, samples_R: Tensor, positions_R: Tensor) -> Tensor:
-    """The same for one position of each row, on the rows' device. Seeds are int64 that hold the bits of the key."""
+    """Like `uniform` for one position per row, on the rows' device. Seeds are int64 with the bits of the key."""
     key = torch.stack((seeds_R & _MASK, (seeds_R >> 32) & _MASK), -1)
     zero = torch.zeros_like(positions_R)
     return _unit(philox4x32(torch.stack((positions_R, samples_R, zero, zero), -1), key))

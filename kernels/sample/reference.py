@@ -1,6 +1,6 @@
-"""From logits and one uniform number a row to a token; the maths is in README.md.
+"""From logits and one uniform number per row to a token; the maths is in README.md.
 
-`R` rows, `V` tokens of the vocabulary. Whatever a row gets depends on that row alone.
+`R` rows, `V` tokens of the vocabulary. A row's result depends on that row only.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ FIRST_CANDIDATES = 64
 def greedy(logits_RV: Tensor) -> Tensor:
     """`[R]` int64: the largest logit, the lowest id among equals.
 
-    In two levels, because `argmax` of a whole row is not vectorised where `amax` is (bfloat16: 10 times slower). A
-    small vocabulary is done before that begins to pay.
+    In two levels, because `argmax` of a whole row is not vectorised and `amax` is (bfloat16: 10 times slower). Does not
+    pay for small vocabularies.
     """
     rows, vocab = logits_RV.shape
     if vocab <= 8 * BLOCK:
@@ -40,7 +40,7 @@ def penalise(
     presence_R: Tensor,
     frequency_R: Tensor,
 ) -> None:
-    """Repetition over prompt and output, frequency and presence over the output. In place on float32 logits."""
+    """Applies repetition (prompt and output), frequency and presence penalties (output), in place on float32 logits."""
     factor = repetition_R[:, None].expand_as(logits_RV)
     scaled = torch.where(logits_RV > 0, logits_RV / factor, logits_RV * factor)
     logits_RV.copy_(torch.where(in_context_RV, scaled, logits_RV))
@@ -63,7 +63,7 @@ def draw(logits_RV: Tensor, uniform_R: Tensor) -> Tensor:
 
 
 def _last_possible(weights_RN: Tensor, place_R1: Tensor) -> Tensor:
-    """Moves a place that rounding has put on an impossible token back to the nearest possible one before it."""
+    """If rounding has selected an impossible token, moves to the nearest possible one before it."""
     if bool((weights_RN.gather(1, place_R1) > 0).all()):
         return place_R1
     places = torch.arange(weights_RN.shape[1], device=weights_RN.device).expand_as(weights_RN)
@@ -72,11 +72,11 @@ def _last_possible(weights_RN: Tensor, place_R1: Tensor) -> Tensor:
 
 
 def draw_filtered(logits_RV: Tensor, uniform_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
-    """A token of the kept ones, `[R]` int64.
+    """Draws a token after filtering, `[R]` int64.
 
-    Tokens are ordered by falling logit, equals by rising id; each filter keeps a prefix of that order, so together
-    they keep the shortest. `top_k` (0 = off) comes first, `top_p` is measured on what it leaves, `min_p` on the
-    likeliest token. The draw is the inverse of the cumulative probability in that order.
+    Tokens are ordered by falling logit, equals by rising id; each filter keeps a prefix of that order, so together they
+    keep the shortest. `top_k` (0 = off) comes first, `top_p` is measured on its result, `min_p` on the likeliest token.
+    The draw is the inverse of the cumulative probability in that order.
     """
     rows, vocab = logits_RV.shape
     total = torch.exp(logits_RV - logits_RV.amax(-1, keepdim=True)).sum(-1, dtype=torch.float64)
@@ -92,9 +92,9 @@ def draw_filtered(logits_RV: Tensor, uniform_R: Tensor, top_k_R: Tensor, top_p_R
         target = uniform_R[todo, None] * sums.gather(1, kept[:, None] - 1)
         place = torch.searchsorted(sums, target, right=True)[:, 0].minimum(kept - 1)
         out[todo] = ids.gather(1, place[:, None])[:, 0]
-        if width == vocab:  # all there is: also where rounding keeps the sums below what top_p asks for
+        if width == vocab:  # all tokens; also if rounding keeps the sums below top_p
             return out
-        # Among equals at the very end of the candidates, topk may have left out lower ids.
+        # Among equals at the end of the candidates, topk may have omitted lower ids.
         certain &= (kept < width) & (values.gather(1, kept[:, None] - 1)[:, 0] > values[:, -1])
         if bool(certain.all()):
             return out
@@ -114,7 +114,7 @@ def _ordered(logits_RV: Tensor, width: int) -> tuple[Tensor, Tensor]:
 def _kept(
     weights_RN: Tensor, total_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, vocab: int
 ) -> tuple[Tensor, Tensor]:
-    """How many of the ordered tokens each row keeps (at least 1), and whether the candidates were enough to tell."""
+    """Number of the ordered tokens that each row keeps (at least 1), and whether the candidates were enough to know."""
     width = weights_RN.shape[1]
     sums = weights_RN.cumsum(-1)
     top_k = torch.where(top_k_R == 0, vocab, top_k_R).clamp(max=vocab)
@@ -133,9 +133,8 @@ def _kept(
 
 
 def logprobs(logits_RV: Tensor, tokens_R: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the softmax of float32 logits: log-probability of `tokens` `[R]`; the `count` likeliest `[R, count]` and
-    theirs.
-    """
+    """Log-probabilities of the softmax of float32 logits: of `tokens` `[R]`; ids of the `count` likeliest `[R, count]`;
+    theirs."""
     norm = torch.logsumexp(logits_RV, -1, keepdim=True)
     chosen = (logits_RV.gather(1, tokens_R[:, None]) - norm)[:, 0]
     if count == 0:
@@ -146,9 +145,9 @@ def logprobs(logits_RV: Tensor, tokens_R: Tensor, count: int) -> tuple[Tensor, T
 
 
 def sample(logits_RV: Tensor, wishes: Wishes) -> Tensor:
-    """Logits to tokens, `[R]` int64, each row as its wishes say: temperature, filters, draw.
+    """Draws a token per row, `[R]` int64: temperature, filters, draw, by the row's wishes.
 
-    Whatever a row gets depends on its own logits and wishes alone.
+    A row's result depends on its own logits and wishes only.
     """
     logits = logits_RV.float()
     out = greedy(logits)
@@ -169,9 +168,9 @@ def sample(logits_RV: Tensor, wishes: Wishes) -> Tensor:
 
 
 def accept_drafts(tokens_RT: Tensor, drafts_RK: Tensor, counts_R: Tensor) -> Tensor:
-    """How many drafts of each row are accepted, `[R]` int64: those before the first that is not the token drawn there.
+    """Number of accepted drafts per row, `[R]` int64: those before the first that differs from the token drawn there.
 
-    tokens: what was drawn at each position, `[R, K + 1]`; row r has `counts[r]` drafts.
+    tokens: drawn at each position, `[R, K + 1]`; row r has `counts[r]` drafts.
     """
     places = torch.arange(drafts_RK.shape[1], device=drafts_RK.device)
     same = (tokens_RT[:, : drafts_RK.shape[1]] == drafts_RK) & (places < counts_R[:, None])

@@ -1,4 +1,4 @@
-"""What rows of logits ask for, as tensors on their device. `R` rows, `V` tokens of the vocabulary."""
+"""Sampling parameters of rows of logits, as tensors on their device. `R` rows, `V` tokens of the vocabulary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Wishes:
-    """How each row is drawn, and the counter of its random number."""
+    """Parameters of each row's draw, and the counter of its random number."""
 
     temperature_R: Tensor
     """float32; 0 takes the largest logit."""
@@ -20,8 +20,8 @@ class Wishes:
     min_p_R: Tensor
     """float64; 0 = off."""
     seeds_R: Tensor
-    """int64 that holds the bits of the unsigned 64-bit key."""
+    """int64 with the bits of the unsigned 64-bit key."""
     samples_R: Tensor
-    """int64: which of a request's samples."""
+    """int64: index of the sample within a request."""
     positions_R: Tensor
-    """int64: absolute position that is drawn."""
+    """int64: absolute position to draw."""

@@ -1,4 +1,4 @@
-"""The Mamba-2 recurrence, one token for each row or several."""
+"""The Mamba-2 recurrence for one or several tokens per row."""
 
 from kernels.dispatch import dispatched
 from kernels.selective_state_update import reference

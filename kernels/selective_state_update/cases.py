@@ -1,4 +1,4 @@
-"""What `kernels.aot` compiles of selective_state_update."""
+"""Cases of selective_state_update that `kernels.aot` compiles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernels.shapes import Case, ModelShape, meta
 
 
 def mixed(shape: ModelShape, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """x, B and C as the convolution leaves them: parts of the same rows."""
+    """x, B and C as the convolution outputs them: parts of the same rows."""
     channels = meta(rows, shape.conv_channels, dtype=dtype)
     size = shape.groups * shape.state
     x, b, c = channels.split([shape.mamba_inner, size, size], dim=-1)
@@ -22,7 +22,7 @@ def mixed(shape: ModelShape, rows: int, dtype: torch.dtype) -> tuple[Tensor, Ten
 
 
 def states(shape: ModelShape, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A pool of slots that lie apart, as in the arena."""
+    """A pool of non-contiguous slots, as in the arena."""
     size = shape.mamba_inner * shape.state
     return meta(16, 2 * size, dtype=dtype)[:, :size].unflatten(
         1, (shape.mamba_heads, shape.mamba_head_dim, shape.state)
@@ -30,7 +30,7 @@ def states(shape: ModelShape, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def cases(shape: ModelShape) -> Iterator[Case]:
-    """One token a row, and a step with three drafts a row."""
+    """One token per row, and a step with three drafts per row."""
     if not shape.mamba_heads:
         return
     slots, head = meta(64, dtype=torch.int64), meta(shape.mamba_heads)

@@ -1,4 +1,5 @@
-"""The recurrence in Triton, one token a row or several; maths, bytes and reasons for the sizes are in README.md.
+"""The Mamba-2 recurrence in Triton, one or several tokens per row; README.md has the maths, bytes and reasons for the
+sizes.
 
 A program holds `BLOCK_P` channels of one head's state in registers: it reads the state once and writes it once.
 """
@@ -16,14 +17,13 @@ from kernels.launch import by_architecture, launch
 from kernels.slots import SlotRun
 
 ELEMENTS = {"sm_80": 2048, "sm_90": 2048, "sm_100": 2048, "gfx942": 4096}
-"""State elements of a program of 4 warps: 8 or 16 kB in flight, 16 registers of state a thread."""
+"""State elements of a program of 4 warps: 8 or 16 kB in flight, 16 registers of state per thread."""
 
 
 @triton.jit
 def softplus(x):
-    """`log(1 + e^x)` in float32, without losing small results: `log1p(u) = log(w) u / (w - 1)` for `w = 1 + u`, exact
-    where w rounds to 1.
-    """
+    """`log(1 + e^x)` in float32 without losing small results: `log1p(u) = log(w) u / (w - 1)` for `w = 1 + u`, exact
+    where w rounds to 1."""
     u = tl.exp(-tl.abs(x))
     w = 1.0 + u
     small = tl.where(w == 1.0, u, tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0)))
@@ -32,7 +32,7 @@ def softplus(x):
 
 @triton.jit
 def step_size(dt, bias, limit_low, limit_high, LIMITED: tl.constexpr):
-    """A raw step size plus bias, through softplus and the model's limits."""
+    """Raw step size plus bias, through softplus and the model's limits."""
     dt = softplus(dt.to(tl.float32) + bias)
     if LIMITED:
         dt = tl.minimum(tl.maximum(dt, limit_low), limit_high)
@@ -118,9 +118,9 @@ def selective_state_update(
     limit: tuple[float, float] = (0.0, float("inf")),
     runs: Sequence[SlotRun] | None = None,
 ) -> Tensor:
-    """As the reference, but x, B, C may have any float dtype and the result has x's. `runs` is not needed here.
+    """Like the reference, but x, B, C may have any float dtype and the result has x's. `runs` is not needed here.
 
-    Rows may lie apart; heads, channels and states of a row are contiguous, and so is each slot. No host sync.
+    Rows may have any stride; heads, channels and states of a row are contiguous, and so is each slot. No host sync.
     """
     x, dt, b, c = x_RHP[:, None], dt_RH[:, None], B_RGN[:, None], C_RGN[:, None]
     return _update(pool_SHPN, slots_R, None, None, x, dt, A_H, b, c, D_H, dt_bias_H, limit)[:, 0]
@@ -140,15 +140,14 @@ def selective_state_update_tokens(
     dt_bias_H: Tensor,
     limit: tuple[float, float] = (0.0, float("inf")),
 ) -> Tensor:
-    """As the reference, with dtypes and strides as above; tokens of a row lie as far apart as rows would. The state
-    stays in registers from token to token. No host sync.
-    """
+    """Like the reference, with dtypes and strides as in `selective_state_update`; the strides of tokens and rows must
+    agree. The state stays in registers from token to token. No host sync."""
     given = (x_RTHP, dt_RTH, A_H, B_RTGN, C_RTGN, D_H, dt_bias_H, limit)
     return _update(pool_SHPN, slots_RK, accepted_R, lengths_R, *given)
 
 
 def token_stride(tensor: Tensor) -> int:
-    """Elements between tokens, which are the same between the tokens of a row and between rows."""
+    """Elements between tokens, which must be the same between the tokens of a row and between rows."""
     rows, tokens = tensor.shape[:2]
     assert rows == 1 or tokens == 1 or tensor.stride(0) == tokens * tensor.stride(1), "rows of tokens lie apart"
     return tensor.stride(0) if tokens == 1 else tensor.stride(1)

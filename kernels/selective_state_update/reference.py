@@ -1,4 +1,4 @@
-"""One token of the Mamba-2 recurrence for each row, or several, on a pool of states; the maths is in README.md.
+"""The Mamba-2 recurrence for one or several tokens per row, on a pool of states; the maths is in README.md.
 
 `R` rows, `T` tokens of a row, `H` heads, `P` channels of a head, `N` state size, `G` groups of heads that share B and
 C, `S` slots.
@@ -16,7 +16,7 @@ from kernels.slots import SlotRun
 
 
 def discretise(dt_TH: Tensor, dt_bias_H: Tensor, limit: tuple[float, float]) -> Tensor:
-    """`softplus(dt + bias)` in float32, clamped to `limit` only. `F.softplus` is the log1p form, linear above 20."""
+    """`softplus(dt + bias)` in float32, clamped to `limit` only. `F.softplus` uses log1p and is linear above 20."""
     dt = F.softplus(dt_TH + dt_bias_H)
     if limit != (0.0, float("inf")):
         dt = dt.clamp_(*limit)
@@ -38,9 +38,9 @@ def selective_state_update(
 ) -> Tensor:
     """Advances the state of each row by one token and returns `[R, H, P]` float32.
 
-    pool: `[S, H, P, N]`, any stride between slots. x, B, C: float32; dt: raw, before bias and softplus; A (negative),
-    D and dt_bias: `[H]` float32. `runs` is what the host knows of `slots`. Rows with slot -1 neither read nor write a
-    slot; their output is that of a zero state. No slot may appear twice.
+    pool: `[S, H, P, N]`, any stride between slots. x, B, C: float32; dt: raw, before bias and softplus; A (negative), D
+    and dt_bias: `[H]` float32. `runs` is the host's knowledge of `slots`. Rows with slot -1 access no slot; their
+    output is that of a zero state. No slot may appear twice.
     """
     rows, heads, width = x_RHP.shape
     groups, state = B_RGN.shape[1:]
@@ -79,12 +79,12 @@ def selective_state_update_tokens(
     dt_bias_H: Tensor,
     limit: tuple[float, float] = (0.0, float("inf")),
 ) -> Tensor:
-    """Several tokens of each row, a state kept after each of them; returns `[R, T, H, P]` float32.
+    """Advances each row by several tokens and stores a state after each; returns `[R, T, H, P]` float32.
 
     slots: `[R, K]`, K >= T. Row r starts from the state in `slots[r, accepted[r] - 1]`, which is read before anything
-    is written, and leaves the state after its token t in `slots[r, t]`, for t < `lengths[r]`. Tokens behind a row's
-    length, and rows of slot -1, write nothing; their output is finite. Other arguments as above. No slot may
-    appear twice.
+    is written, and stores the state after its token t in `slots[r, t]`, for t < `lengths[r]`. Tokens after a row's
+    length, and rows of slot -1, write nothing; their output is finite. Other arguments as in `selective_state_update`.
+    No slot may appear twice.
     """
     rows, tokens, heads, width = x_RTHP.shape
     groups, state = B_RTGN.shape[2:]

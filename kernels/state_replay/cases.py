@@ -1,4 +1,4 @@
-"""What `kernels.aot` compiles of state_replay."""
+"""Cases of state_replay that `kernels.aot` compiles."""
 
 from __future__ import annotations
 

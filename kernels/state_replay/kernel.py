@@ -1,8 +1,8 @@
-"""Several tokens on top of a state and a ring of inputs, in Triton; the maths and bytes are in README.md.
+"""Several tokens after a state and a ring of inputs, in Triton; README.md has the maths and bytes.
 
-Two kernels each. `_mix_kernel` takes the window and the ring of a row through the convolution and puts new inputs into
-the ring. `_tokens_kernel` reads a state once, multiplies it with C of each new token, and adds what the ring's steps
-contribute; `_advance_kernel` takes a state through the ring's steps and writes it.
+Two kernels each. `_mix_kernel` convolves the window and the ring of a row and writes new inputs to the ring.
+`_tokens_kernel` reads a state once, multiplies it with C of each new token, and adds the contributions of the ring's
+steps; `_advance_kernel` advances a state by the ring's steps and writes it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _mix_kernel(
         tl.store(p_mixed + (i_row * STEPS + step) * CHANNELS + o_c, b_y.to(p_mixed.dtype.element_ty), mask=m_c)
         b_a, b_b, b_c = b_b, b_c, b_x.to(b_c.dtype)
     if ADVANCE:
-        # The target may be the slot: its window has been read by all threads.
+        # The target may be the slot: all threads have read its window.
         tl.debug_barrier()
         target = tl.load(p_targets + i_row).to(tl.int64)
         keep_window(p_windows + target * slot_stride, b_a, b_b, b_c, o_c, m_c, CHANNELS, TAPS)
@@ -214,7 +214,7 @@ def replay_tokens(
     span: int,
     runs: Sequence[SlotRun] | None = None,
 ) -> Tensor:
-    """As the reference, but the result has the inputs' dtype. `span` and `runs` are not needed here. No host sync."""
+    """Like the reference, but the result has the inputs' dtype. `span` and `runs` are not needed here. No host sync."""
     rows, tokens, _ = inputs_RTX.shape
     heads, width = states_SHPN.shape[1:3]
     mixed = mix_ring(
@@ -261,7 +261,7 @@ def replay_advance(
     terms: MambaTerms,
     span: int,
 ) -> None:
-    """As the reference. `span` is not needed here. No host sync."""
+    """Like the reference. `span` is not needed here. No host sync."""
     heads, width = states_SHPN.shape[1:3]
     mixed = mix_ring(
         windows_SWC,
@@ -328,9 +328,8 @@ def mix_ring(
     inputs_RTX: Tensor | None,
     targets_R: Tensor | None,
 ) -> Tensor:
-    """The convolution of the valid steps of each row, `[R, L, C]`; new inputs are written behind them. With targets the
-    windows behind the steps are kept there.
-    """
+    """The convolution of the valid steps of each row, `[R, L, C]`; new inputs are written after them. With targets the
+    windows after the steps are stored there."""
     steps, size = rings_QLX.shape[1:]
     taps, channels = weight_WC.shape
     assert 2 <= taps <= 4 and windows_SWC.stride()[1:] == (channels, 1) and rings_QLX.stride()[1:] == (size, 1)

@@ -1,4 +1,4 @@
-"""Several tokens a row on top of a state that stays as it is, and of the inputs since; the maths is in README.md.
+"""Several tokens per row after a state that is not written and the inputs since; the maths is in README.md.
 
 `R` rows, `T` new tokens of a row, `L` steps of a ring, `C` conv channels, `H` heads, `P` channels of a head, `G`
 groups, `N` state size, `S` state slots, `W` taps, `Q` batch slots.
@@ -20,7 +20,7 @@ from kernels.slots import SlotRun
 
 @dataclass(frozen=True)
 class MambaTerms:
-    """A Mamba-2 layer's own parts of the recurrence, all float32."""
+    """A Mamba-2 layer's parameters of the recurrence, all float32."""
 
     conv_WC: Tensor
     conv_bias_C: Tensor | None
@@ -48,10 +48,10 @@ def replay_tokens(
     """Output of each row's new tokens, `[R, T, H, P]` float32; slots are only read.
 
     rings: `[Q, L, X]`, X = C + H: for each batch slot, the projected conv inputs and raw dt of each step since the
-    state in the state slot. The first `counts[r]` steps of batch slot `batch_slots[r]` count; the row's `lengths[r]`
-    new inputs are written after them, and the caller sets the new count once it knows how many of them are accepted.
-    `span`: at least the largest of counts + lengths, at most L. Outputs past a row's length, and of rows with slot -1,
-    are finite and have no meaning; such rows write nothing.
+    state in the state slot. The first `counts[r]` steps of batch slot `batch_slots[r]` are valid; the row's
+    `lengths[r]` new inputs are written after them, and the caller sets the new count when it knows how many of them are
+    accepted. `span`: at least the largest of counts + lengths, at most L. Outputs after a row's length, and of rows
+    with slot -1, are finite and meaningless; such rows write nothing.
     """
     rows, tokens, _ = inputs_RTX.shape
     heads, width = states_SHPN.shape[1:3]
@@ -102,7 +102,7 @@ def _recurrence_inputs(
     terms: MambaTerms,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x `[R, L, H, P]`, dt `[R, L, H]`, B and C `[R, L, G, N]` of a ring's steps, zero where they are not valid."""
-    ring_RLX = torch.where(valid_RL[:, :, None], ring_RLX, ring_RLX.new_zeros(()))  # what is not valid may be NaN
+    ring_RLX = torch.where(valid_RL[:, :, None], ring_RLX, ring_RLX.new_zeros(()))  # invalid steps may be NaN
     conv_in, dt_raw = ring_RLX.split([ring_RLX.shape[2] - heads, heads], dim=-1)
     window = windows_SWC[slots_R.clamp(min=0)]
     window = torch.where((slots_R >= 0)[:, None, None], window, window.new_zeros(()))
@@ -125,9 +125,9 @@ def replay_advance(
     terms: MambaTerms,
     span: int,
 ) -> None:
-    """Puts the state and the window after the first `counts[r]` steps of each row's ring into slot `targets[r]`.
+    """Stores the state and the window after the first `counts[r]` steps of each row's ring in slot `targets[r]`.
 
-    The target may be the slot itself. Rows with slot -1 write nothing. `span`: as above.
+    The target may be the slot itself. Rows with slot -1 write nothing. `span`: see `replay_tokens`.
     """
     rows, (heads, width), keep = slots_R.shape[0], states_SHPN.shape[1:3], windows_SWC.shape[1]
     steps = torch.arange(span, device=rings_QLX.device)

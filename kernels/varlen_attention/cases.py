@@ -1,4 +1,4 @@
-"""What `kernels.aot` compiles of varlen_attention."""
+"""Cases of varlen_attention that `kernels.aot` compiles."""
 
 from __future__ import annotations
 

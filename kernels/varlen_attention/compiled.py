@@ -1,4 +1,4 @@
-"""The same attention in compiled code (kernels/native/varlen.h), for a CPU with AVX-512."""
+"""The attention in compiled code (kernels/native/varlen.h), for CPUs with AVX-512."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ KINDS = {torch.bfloat16: Kind.BF16, torch.float32: Kind.F32}
 
 
 def takes(q_RHD: Tensor, k_RHD: Tensor, v_RHD: Tensor, scale: float) -> bool:
-    """Whether this machine has the compiled code, and these are laid out as it reads them: on one kind of stride, with
-    features side by side.
-    """
+    """Whether this machine has the compiled code and it can read these layouts: equal strides, contiguous features."""
     strides = {x.stride() for x in (q_RHD, k_RHD, v_RHD)}
     if q_RHD.dtype not in KINDS or len(strides) > 1 or q_RHD.stride(2) != 1 or scale <= 0:
         return False
@@ -31,7 +29,7 @@ def takes(q_RHD: Tensor, k_RHD: Tensor, v_RHD: Tensor, scale: float) -> bool:
 def varlen_attention(
     q_RHD: Tensor, k_RHD: Tensor, v_RHD: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, scale: float
 ) -> Tensor:
-    """As the reference, of what `takes` accepts."""
+    """Like the reference, for arguments that `takes` accepts."""
     rows, heads, width = q_RHD.shape
     check_offsets(cu_seqlens.tolist(), rows, max_seqlen)
     out_RHD = q_RHD.new_empty(rows, heads, width)

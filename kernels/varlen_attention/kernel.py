@@ -1,4 +1,4 @@
-"""Unmasked attention over packed sequences in Triton; the maths, FLOPs and bytes are in README.md.
+"""Unmasked attention over packed sequences in Triton; README.md has the maths, FLOPs and bytes.
 
 R packed rows, H heads, D features per head = MAIN + a rest, N sequences. A program takes M rows of one sequence and
 head.
@@ -39,8 +39,7 @@ TILE_FLOAT32 = Tile(32, 32, 4, 2)
 @triton.jit
 def find_segment(p_starts, count, i_block, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """The last of `count` segments that begins at block `i_block` or before; p_starts: [count] first items. README.md
-    says why `items // BLOCK + count` blocks are always enough.
-    """
+    explains why `items // BLOCK + count` blocks always suffice."""
     low = 0
     high = count
     while low < high:
@@ -77,7 +76,7 @@ def _varlen(  # type: ignore[no-untyped-def]
     EIGHTHS: tl.constexpr,
 ):
     if EIGHTHS:
-        # The compiler knows of multiples of 16 alone, and would load heads of 72 number by number.
+        # The compiler only knows multiples of 16, and would load heads of 72 element by element.
         q_row, q_head, k_row, k_head = q_row // 8 * 8, q_head // 8 * 8, k_row // 8 * 8, k_head // 8 * 8
         v_row, v_head, out_row, out_head = v_row // 8 * 8, v_head // 8 * 8, out_row // 8 * 8, out_head // 8 * 8
     i_block = tl.program_id(0)
@@ -98,7 +97,7 @@ def _varlen(  # type: ignore[no-untyped-def]
     p_v_head = p_v + i_head * v_head
     q = tl.load(p_q_head + o_d[None, :], mask=m_m[:, None] & (o_d < D)[None, :], other=0.0)
     acc = tl.zeros([BLOCK_M, MAIN], tl.float32)
-    # A head of 80 is 64 + 16: one block of 128 would spend a third of the products on zeros.
+    # A head of 80 is 64 + 16: with one block of 128 a third of the products would be with zeros.
     if REST > 0:
         o_e = MAIN + tl.arange(0, REST)
         m_e = o_e < D
@@ -119,7 +118,7 @@ def _varlen(  # type: ignore[no-untyped-def]
             )
             scores = tl.dot(q_rest, k_rest, scores, input_precision="ieee")
         scores = tl.where(m_n[None, :], scores * scale, float("-inf"))
-        # Every block of a sequence has a key, so that the largest score is never -inf.
+        # Every block of a sequence has a key, so the largest score is never -inf.
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
         decay = tl.exp2(top - new_top)
@@ -141,7 +140,8 @@ def _varlen(  # type: ignore[no-untyped-def]
 
 
 def head_parts(width: int) -> tuple[int, int]:
-    """A head cut for products in powers of two: 80 -> (64, 16), 128 -> (128, 0), 72 -> (64, 16); at least 16 each."""
+    """A head divided into powers of two for products: 80 -> (64, 16), 128 -> (128, 0), 72 -> (64, 16); at least 16
+    each."""
     main = max(triton.next_power_of_2(width + 1) // 2, 16)
     if width <= main:
         return main, 0
@@ -152,7 +152,7 @@ def head_parts(width: int) -> tuple[int, int]:
 def varlen_attention(
     q_RHD: Tensor, k_RHD: Tensor, v_RHD: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, scale: float
 ) -> Tensor:
-    """As the reference, but without a host read: `cu_seqlens` is believed, `max_seqlen` not needed."""
+    """Like the reference, but without a host read: `cu_seqlens` is not checked, `max_seqlen` not needed."""
     rows, heads, width = q_RHD.shape
     out_RHD = torch.empty(rows, heads, width, dtype=q_RHD.dtype, device=q_RHD.device)
     sequences = cu_seqlens.shape[0] - 1

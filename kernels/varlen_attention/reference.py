@@ -1,7 +1,7 @@
-"""Unmasked attention over packed sequences, in torch; the maths, FLOPs and bytes are in README.md.
+"""Unmasked attention over packed sequences, in torch; README.md has the maths, FLOPs and bytes.
 
-R packed rows, S rows of one sequence, N neighbouring sequences of one length, H heads, D features per head; G = N x H,
-B query rows of a block, E = D + 1.
+R packed rows, S rows of one sequence, N neighbouring sequences of equal length, H heads, D features per head; G = N x
+H, B query rows of a block, E = D + 1.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from torch import Tensor
 from torch.nn import functional as F
 
 ROW_BLOCK = 128
-"""Query rows whose scores are held at once, where scores are held at all."""
+"""Query rows whose scores are in memory at a time."""
 SCORE_BYTES = 4 << 20
-"""Score bytes of short sequences worked on together; beyond, a second-level cache is left."""
+"""Score bytes of short sequences processed together, so that they fit a second-level cache."""
 MIN_ROWS = 48
-"""Shorter sequences leave `scaled_dot_product_attention` ahead: fewer operator calls."""
+"""For shorter sequences `scaled_dot_product_attention` is faster, since it needs fewer operator calls."""
 SHIFT_STRIDE = 8
-"""Every how many keys one is looked at to place the row's shift."""
+"""Stride of the keys that are sampled to estimate a row's shift."""
 FAR_TOTAL = 20
-"""A row total beyond this many times the keys says that the sample missed a far larger key."""
+"""A row total above this multiple of the number of keys shows that the sample missed a far larger key."""
 
 
 def varlen_attention(
     q_RHD: Tensor, k_RHD: Tensor, v_RHD: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, scale: float
 ) -> Tensor:
-    """`[R, H, D]` -> new `[R, H, D]`: every row attends to all rows of its own sequence.
+    """Every row attends to all rows of its own sequence: `[R, H, D]` -> new `[R, H, D]`.
 
     `cu_seqlens` `[sequences + 1]` int32: 0, then the end of each sequence, never falling, the last equal to R, so that
-    no output row stays unwritten; `max_seqlen` is an upper bound of the lengths. q, k and v may be strided views. One
-    host read of `cu_seqlens`. Raises `ValueError`, with the offsets, where that contract is broken.
+    every output row is written; `max_seqlen` is an upper bound of the lengths. q, k and v may be strided views. One
+    host read of `cu_seqlens`. Raises `ValueError` with the offsets if that contract is broken.
     """
     rows, heads, width = q_RHD.shape
     out_RHD = q_RHD.new_empty(rows, heads, width)
@@ -58,7 +58,7 @@ def varlen_attention(
 
 
 def check_offsets(bounds: list[int], rows: int, max_seqlen: int) -> None:
-    """Raises `ValueError`, with the offsets, unless they divide `rows` rows into sequences of at most `max_seqlen`."""
+    """Raises `ValueError` with the offsets unless they divide `rows` rows into sequences of at most `max_seqlen`."""
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != rows:
         raise ValueError(f"sequence offsets must run from 0 to {rows} rows, got {bounds[:1]}..{bounds[-1:]}")
     for before, after in zip(bounds, bounds[1:]):
@@ -67,7 +67,7 @@ def check_offsets(bounds: list[int], rows: int, max_seqlen: int) -> None:
 
 
 def _runs(bounds: list[int]) -> Iterator[tuple[int, int, int]]:
-    """(first row, length, count) of each run of neighbouring sequences of one length; empty sequences are skipped."""
+    """(first row, length, count) of each run of neighbouring sequences of equal length; empty sequences are skipped."""
     start = count = length = 0
     for before, after in zip(bounds, bounds[1:]):
         size = after - before
@@ -82,12 +82,12 @@ def _runs(bounds: list[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def blocked_attention(q_NHSD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor, scale: float, out_NHSD: Tensor) -> None:
-    """The same in bfloat16 matrix products, written to `out_NHSD`; for CPUs, whose fused kernel is slower.
+    """Attention in bfloat16 matrix products, written to `out_NHSD`; for CPUs, whose fused kernel is slower.
 
-    Scores rounded to bfloat16 would be off by 0.4 % of their size, so each row is shifted inside the product, where
-    the sum is still float32, by the largest score that a sample of the keys gives it: what is rounded is then small
-    wherever it matters. A block with a row that the sample placed badly, or whose exponentials overflowed, is done
-    again with the true maximum.
+    Scores rounded to bfloat16 would be off by 0.4 % of their size, so each row is shifted inside the product, where the
+    sum is still float32, by the largest score of a sample of the keys: the rounded values are then small wherever it
+    matters. A block with a row whose shift was estimated badly, or whose exponentials overflowed, is computed again
+    with the true maximum.
     """
     count, heads, length, width = q_NHSD.shape
     groups, block = count * heads, min(ROW_BLOCK, length)
@@ -100,7 +100,8 @@ def blocked_attention(q_NHSD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor, scale: flo
     sampled_GSK = torch.bmm(queries_GSE[..., :width], keys_GSE[:, ::stride, :width].transpose(1, 2))
     torch.neg(sampled_GSK.amax(-1), out=queries_GSE[..., width])
     keys_GES = keys_GSE.transpose(1, 2)
-    # One piece of memory for all blocks: allocated anew, each would be returned to the system and faulted in again.
+    # One buffer for all blocks: if each were allocated, its memory would be returned to the system and faulted in
+    # again.
     weights = q_NHSD.new_empty(groups * block * length)
     mixed = q_NHSD.new_empty(groups * block * width)
     for start in range(0, length, block):
