@@ -1,4 +1,4 @@
-// Activations of 16 numbers. NaN stays NaN.
+// Activation functions of 16 numbers. NaN stays NaN.
 
 #pragma once
 
@@ -14,7 +14,7 @@ enum class Activation : int64_t { NONE = 0, RELU_SQUARED = 1, RELU = 2, GELU = 3
 
 // fast_exp of 16 numbers.
 inline __m512 exp16(__m512 x) {
-    // The operand that min and max return for NaN is the second.
+    // min and max return the second operand if one is NaN.
     x = _mm512_min_ps(_mm512_set1_ps(88.0f), _mm512_max_ps(_mm512_set1_ps(-87.0f), x));
     const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
     __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
@@ -26,8 +26,8 @@ inline __m512 exp16(__m512 x) {
     return _mm512_scalef_ps(_mm512_add_ps(p, _mm512_set1_ps(1.0f)), n);
 }
 
-// erf within 6e-7. erf(x) / x is a polynomial of x^2 on [0, 3.9], fitted by least squares that were weighted anew until the
-// largest error was smallest; it is written in u = 2 (x / 3.9)^2 - 1, whose powers do not cancel. Beyond, erf is 1.
+// erf within 6e-7. erf(x) / x is a polynomial of x^2 on [0, 3.9], a least-squares fit reweighted until the largest error
+// was smallest; it is written in u = 2 (x / 3.9)^2 - 1, whose powers do not cancel. Beyond 3.9, erf is 1.
 inline __m512 erf16(__m512 x) {
     const __m512 edge = _mm512_set1_ps(3.9f);
     x = _mm512_min_ps(edge, _mm512_max_ps(_mm512_sub_ps(_mm512_setzero_ps(), edge), x));
@@ -58,7 +58,7 @@ inline __m512 gelu_tanh(__m512 x) {  // (1 + tanh(t)) / 2 = sigmoid(2 t)
 inline __m512 gelu_quick(__m512 x) { return times_sigmoid(x, _mm512_mul_ps(x, _mm512_set1_ps(1.702f))); }
 inline __m512 silu16(__m512 x) { return times_sigmoid(x, x); }
 
-// All at once, so that the choice is made once and their chains of sums overlap.
+// All at once, so that the function is selected once and the dependency chains overlap.
 template <int V>
 inline void activate(__m512 (&y)[V], Activation activation) {
     const auto each = [&](auto f) {
@@ -75,7 +75,7 @@ inline void activate(__m512 (&y)[V], Activation activation) {
     }
 }
 
-// f(from), or where it is gated f(from) times the next `width` numbers.
+// f(from); if gated, f(from) times the next `width` numbers.
 void activate_row(const float* from, int64_t width, Activation activation, bool gated, float* out) {
     for (int64_t i = 0; i < width; i += 16) {
         const __mmask16 m = first_lanes(width - i);

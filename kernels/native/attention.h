@@ -1,4 +1,4 @@
-// Attention of a row's new tokens and some key/value heads: over what lies in the row's pages, and over each other.
+// Attention of a row's new tokens for some key/value heads: over the keys in the row's pages and over each other.
 
 #pragma once
 
@@ -19,7 +19,7 @@ inline int64_t tokens_of_unit(const AttentionShape& shape) {
     return std::max<int64_t>(TOKEN_LANES / (shape.q_heads / shape.kv_heads), 1);
 }
 
-// Blocks of a scanned row; the other rows are one each.
+// Blocks of a scanned row; other rows are one block each.
 inline int64_t most_blocks(const AttentionShape& shape, const Step& step) {
     const int64_t each = tokens_of_unit(shape);
     int64_t most = 1;
@@ -28,7 +28,8 @@ inline int64_t most_blocks(const AttentionShape& shape, const Step& step) {
     return most;
 }
 
-// Heads of a unit of a row that is not scanned: all of them, so that a page is read as it lies, unless threads would go without.
+// Heads per unit of a row that is not scanned: all of them, so that pages are read sequentially, unless threads would be
+// idle.
 inline int64_t heads_together(const Model& m, const AttentionShape& shape, const Step& step) {
     const int64_t rows = step.rows - step.scans;
     int64_t parts = 1;
@@ -44,7 +45,7 @@ struct AttentionUnits {
           count(rows * groups + step.scans * most * shape.kv_heads) {}
 };
 
-// Queries are tokens [first, behind), and of each token the heads that share a key/value head.
+// Queries are tokens [first, behind), and for each token the heads that share a key/value head.
 template <typename T>
 struct PagedRow {
     const Model& m;
@@ -61,7 +62,7 @@ struct PagedRow {
         return one;
     }
     const float* fresh(int64_t token, int64_t index) const { return m.wide + token * m.ld + index * shape.width; }
-    // Keys and values of this step are taken from where they were made: others may be writing them to their pages now.
+    // This step's keys and values are read from the product's output: other threads may be writing them to the pages now.
     struct Lines {
         int64_t width, count, old;  // how many of them lie in pages
         const T* stored[2][TILE];
@@ -128,7 +129,7 @@ struct PagedRow {
     }
 };
 
-// What a unit works on; no queries where there is nothing left for it.
+// The work of a unit; no queries if nothing is left for it.
 template <typename T>
 PagedRow<T> paged_row(const Model& m, const Op& op, const Step& step, const AttentionUnits& units, int64_t unit) {
     const AttentionShape& shape = *op.attention;
@@ -150,7 +151,7 @@ PagedRow<T> paged_row(const Model& m, const Op& op, const Step& step, const Atte
     return found;
 }
 
-// A token's queries and keys: normalised, then rotated, head by head where they lie. `scratch`: of 2 x pairs.
+// Normalises and rotates a token's queries and keys, head by head in place. `scratch`: 2 x pairs numbers.
 inline void prepare_heads(const Model& m, const AttentionShape& shape, const Step& step, int64_t token, float* scratch) {
     float* row = m.wide + token * m.ld;
     float *cosines = scratch, *sines = scratch + shape.pairs;
@@ -170,7 +171,7 @@ inline void prepare_heads(const Model& m, const AttentionShape& shape, const Ste
     }
 }
 
-// What attention found for a token, times the sigmoid of the row's gates, which lie behind its values.
+// Attention's output for a token, times the sigmoid of the row's gates, which are stored after its values.
 inline void gate_row(const Model& m, const AttentionShape& shape, int64_t token, float* out) {
     const float *from = m.mid + token * m.ld, *gates = m.wide + token * m.ld + (shape.q_heads + 2 * shape.kv_heads) * shape.width;
 #pragma omp simd

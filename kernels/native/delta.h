@@ -1,8 +1,8 @@
-// The mixer of the gated delta rule between its projections, one row and one key head with its value heads.
+// The mixer of the gated delta rule between its projections: one row and one key head with its value heads.
 //
-// A state is [key, value], so that lanes are values: p = S^T k and s = S^T q are sums of rows of S, one chain for each value in
-// the order of keys, in a register from the first row to the last. No sum goes across lanes, and how values are cut into
-// vectors, or tokens into blocks, changes no bit.
+// A state is [key, value], so lanes are values: p = S^T k and s = S^T q are sums of rows of S, one chain per value in the
+// order of the keys, in a register from the first row to the last. No sum is across lanes, and how values are divided into
+// vectors, or tokens into blocks, does not affect rounding.
 
 #pragma once
 
@@ -36,7 +36,7 @@ struct DeltaBlock {  // of a block of tokens and one value head
 constexpr int DELTA_VECTORS = 2;  // of values whose states stay in the first-level cache for a block: 16 KB for 128 keys
 constexpr int DELTA_WIDE = 8;     // the same where a state comes from memory or goes there at once: whole rows of 128 values
 
-// W vectors of a row of values; all lanes count unless W is 1.
+// W vectors of a row of values; all lanes are used unless W is 1.
 template <int W>
 struct Values {
     __m512 at[W];
@@ -78,7 +78,7 @@ inline void write_state(Lane<W> lane, const float* from, int64_t ld, int64_t key
     }
 }
 
-// The same, and of the state that comes of it p and s of the token after it.
+// Like `change`; also p and s of the changed state for the next token.
 template <int W>
 inline void step_state(
     Lane<W> lane, const float* from, int64_t ld, int64_t keys, const float* k, const float* q, __m512 decay, const Values<W>& d, float* to,
@@ -96,7 +96,7 @@ inline void step_state(
     }
 }
 
-// What the first token reads.
+// p and s for the first token.
 template <int W>
 void delta_read(const DeltaBlock& b, int64_t first) {
     const Lane<W> lane{lanes(b.values - first)};
@@ -108,7 +108,8 @@ void delta_read(const DeltaBlock& b, int64_t first) {
     }
 }
 
-// The tokens of the block. A state stays in `tile` meanwhile, if W has room there or there is no meanwhile.
+// Processes the tokens of the block. The state stays in `tile` meanwhile if W is small enough, or if there is only one
+// token.
 template <int W>
 void delta_tokens(const DeltaBlock& b, int64_t first) {
     const Lane<W> lane{lanes(b.values - first)};
@@ -194,7 +195,8 @@ class DeltaGroup : public RecurrentGroup<T> {
                         before + h * state, place.states + h * state, read_, tile_, out_ + h * shape_.value, width_});
     }
 
-    // The block's outputs, normed and gated, as the step's tokens from `token` on: to `mid`, or as the operand that is multiplied.
+    // The block's outputs, normalised and gated, for the step's tokens from `token` on: to `mid`, or as the next product's
+    // operand.
     void write(int64_t token, int64_t tokens) const {
         const int64_t first = first_ * shape_.value;
         for (int64_t t = token; t < token + tokens; t++) {
@@ -207,7 +209,7 @@ class DeltaGroup : public RecurrentGroup<T> {
     }
 
   private:
-    // Queries and keys of length 1, queries times key ** -0.5 besides, and their products.
+    // Normalises queries and keys to length 1 (queries also times key ** -0.5), and computes their products.
     void norm_keys(int64_t tokens) {
         const float scale = 1.0f / std::sqrt(float(shape_.key));
         for (int64_t t = 0; t < tokens; t++) {
@@ -229,7 +231,8 @@ class DeltaGroup : public RecurrentGroup<T> {
         }
     }
 
-    // Decays exp(a softplus(input + bias)), and how much of a change counts: sigmoid of the other input. Sixteen tokens at once.
+    // Decays exp(a softplus(input + bias)), and the weights of the changes, sigmoid of the other input. Sixteen tokens at
+    // once.
     void gates(Projected in) {
         for (int64_t h = 0; h < heads_; h++) {
             const __m512 a = _mm512_set1_ps(op_.a[first_ + h]), bias = _mm512_set1_ps(op_.dt_bias[first_ + h]);
@@ -247,7 +250,7 @@ class DeltaGroup : public RecurrentGroup<T> {
         }
     }
 
-    // One token's outputs over the root of their mean square, head by head, times SiLU of their gate.
+    // One token's outputs divided by their root mean square, head by head, times SiLU of their gates.
     template <typename To>
     void write_token(int64_t t, const float* gate, To* out) const {
         for (int64_t h = 0; h < heads_; h++, gate += shape_.value, out += shape_.value) {

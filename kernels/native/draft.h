@@ -1,4 +1,4 @@
-// A drafting head's passes, one after another: each draws a token for each row, and the next one goes on from it.
+// The passes of a drafting head: each draws a token per row, from which the next pass continues.
 
 #pragma once
 
@@ -36,7 +36,7 @@ namespace {
 
 void rms_norm(const float* from, const float* weight, int64_t width, float eps, float* out);
 
-// Rows of `wide`: what a token's embedding and the hidden row before it are.
+// Writes rows of `wide`: a token's embedding and the hidden row before it.
 class Pairs {
   public:
     Pairs(const Model& m, const Drafting& d) : m_(m), d_(d), row_(m.hidden) {}

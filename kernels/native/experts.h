@@ -16,7 +16,7 @@ namespace {
 
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
-// The largest value's index, the lowest among equals; it is never found again.
+// The largest value's index, the lowest among equals; the value is then removed.
 int64_t take_largest(float* values, int64_t count) {
     const int64_t best = std::max_element(values, values + count) - values;
     values[best] = -INFINITE;
@@ -28,7 +28,7 @@ inline float sigmoid(float x) {  // NaN is no clamped exponent
     return x == x ? y : x;
 }
 
-// Of a token: its experts and their shares, from the router's products in `wide`. The correction counts for the choice alone.
+// A token's experts and their weights, from the router's products in `wide`. The correction is used for the choice only.
 void route(const Model& m, const Op& op, int64_t token, float* scratch) {
     const Experts& of = *op.experts;
     const int64_t size = of.count / of.groups;
@@ -99,7 +99,7 @@ void gather(const Model& m, const Op& op, int64_t pick) {
     make_operand(from, op.width, op.kind, m.picked, m.operand_ld, m.picked_scale, m.places[pick]);
 }
 
-// How many experts a step may pick at most: units of the others would only be counted.
+// Upper bound of the number of experts that a step may pick, so that fewer units are counted.
 int64_t most_experts(const Op& op, const Step& step) { return std::min(op.experts->count, step.tokens * op.experts->chosen); }
 
 void run_expert(const Model& m, const Op& op, const Step& step, int64_t unit) {
@@ -112,7 +112,7 @@ void run_expert(const Model& m, const Op& op, const Step& step, int64_t unit) {
     run_unit(job, units, unit % units.count, run[2] - run[1], run[1]);
 }
 
-// What a token's experts say, expert after expert.
+// Sums the outputs of a token's experts, expert after expert.
 void combine(const Model& m, const Op& op, int64_t token, float* sum) {
     const int64_t chosen = op.experts->chosen;
     std::fill(sum, sum + op.width, 0.0f);

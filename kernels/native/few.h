@@ -1,6 +1,6 @@
-// Attention of up to 16 queries, over keys and values where they lie: what flash.h computes, by the same sums in the same order.
-// To pack keys would take longer than these queries' products. Each key's cells meet all queries; each value's numbers lie in
-// the lanes, and meet one query after the other.
+// Attention of up to 16 queries without packing keys and values: the same sums in the same order as in flash.h. Packing
+// would take longer than these queries' products. Each cell of a key is multiplied with all queries; each value's numbers
+// are in the lanes, and are multiplied with one query after the other.
 
 #pragma once
 
@@ -20,7 +20,7 @@ namespace {
 constexpr int64_t FEW = 16;                // queries: they fill a vector
 constexpr int64_t WINDOW_BYTES = 1 << 17;  // of keys and values that all heads of a unit meet before they go on
 
-// Cells of two rows' 32 numbers, number by number, of which `left` are there; of one row where a cell is a number.
+// Cells of two rows' 32 numbers, of which `left` are valid; of one row if a cell is a single number.
 inline void interleave(const uint16_t* a, const uint16_t* b, int64_t left, __m512i cells[2]) {
     const __m512i low = _mm512_set_epi16(
         47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
@@ -47,7 +47,7 @@ struct FewProducts {
     int64_t wide;                          // width, rounded up to 32
     const Ahead& ahead;                    // called for each tile: asks memory for what comes
 
-    // Each cell of a key meets all queries.
+    // Multiplies each cell of a key with all queries.
     inline __attribute__((always_inline)) void scores(int64_t at, __m512 score[TILE][1]) const {
         ahead();
         const uint32_t* row[TILE];
@@ -101,16 +101,16 @@ struct FewProducts {
     }
 };
 
-// Keys of a window where there are `keys` of so many bytes each: windows are nearly equal.
+// Keys per window for `keys` keys of this many bytes each; windows are nearly equal.
 inline int64_t window_of(int64_t keys, int64_t bytes) {
     const int64_t most = std::max(WINDOW_BYTES / bytes, TILE), windows = std::max<int64_t>((keys + most - 1) / most, 1);
     return ((keys + windows - 1) / windows + TILE - 1) / TILE * TILE;
 }
 
-// As `attend` in flash.h, for `count` <= FEW queries of whole cells of each of some heads whose keys lie side by side.
-// source.of(h) is one head's. Its lines() also say what lies in pages (`old`, `stored`) and what not (`fresh`), for the
-// first head. fetch(then, i) asks memory for key and value i of the window that begins at `then`, for all heads, here or,
-// with then < 0, where this thread is likely to be next.
+// Like `attend` in flash.h, for `count` <= FEW queries of whole cells and several heads whose keys are contiguous.
+// source.of(h) is one head's source. For the first head, its lines() also says which keys are in pages (`old`, `stored`)
+// and which are not (`fresh`). fetch(then, i) prefetches key and value i of the window that begins at `then` for all heads;
+// with then < 0, those of the unit that this thread is likely to take next.
 template <typename T, typename Source, typename Fetch>
 void attend_few(
     const Head& head, const Source& source, int64_t heads, int64_t count, int64_t first, const Fetch& fetch,

@@ -1,7 +1,8 @@
 // Attention of many queries at once, over keys and values of one head: the maths is in README.md.
 //
-// Queries lie in the lanes of a vector, so that a query's largest score, its sum and its output are each one lane's: nothing
-// is reduced across a vector, and no other query touches them. Keys are met in their order, TILE at a time, from position 0.
+// Queries are in the lanes of a vector, so a query's largest score, its sum and its output are each in one lane: nothing is
+// reduced across a vector, and queries do not affect each other. Keys are processed in order, TILE at a time, from position
+// 0.
 
 #pragma once
 
@@ -35,7 +36,7 @@ inline __mmask32 halves(int64_t left) {
 struct Bf16Cells {  // two bfloat16, summed in float32
     static constexpr int64_t EACH = 2;
     static __m512 multiply(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
-    // 16 cells of a row of `width` numbers, from cell `cell` on; zeros behind its end.
+    // 16 cells of a row of `width` numbers, from cell `cell` on; zeros after its end.
     static __m512i row(const uint16_t* p, int64_t width, int64_t cell) {
         return _mm512_maskz_loadu_epi16(halves(width - 2 * cell), p + 2 * cell);
     }
@@ -76,7 +77,7 @@ struct F32Cells {
     }
 };
 
-// Asks memory for a row. GCC takes a function that only calls _mm_prefetch for one without effects, and drops the call.
+// Prefetches a row. GCC treats a function that only calls _mm_prefetch as having no effects, and drops the call.
 template <typename T>
 void fetch(const T* row, int64_t width) {
     const char *at = reinterpret_cast<const char*>(row), *end = reinterpret_cast<const char*>(row + width);
@@ -101,7 +102,7 @@ inline void transpose4(const __m512i row[4], uint32_t* out, int64_t ld) {
     }
 }
 
-// `count` rows of at most `places` -> out[cell][places], zeros where there is no row.
+// `count` rows of at most `places` -> out[cell][places], zero for missing rows.
 template <typename Cells, typename Row>
 void pack_across(int64_t count, int64_t places, int64_t width, Row&& row, uint32_t* out) {
     for (int64_t first = 0; first < places; first += 4) {
@@ -146,7 +147,7 @@ struct Lanes {  // queries of a block, at most LANES, and how far each has come
     __m512 inverse(int64_t vector) const { return _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_load_ps(sum + 16 * vector)); }
 };
 
-// Scores of TILE keys become probabilities, TILE / EACH x V vectors of cells in `to`, and are summed.
+// Turns scores of TILE keys into probabilities, TILE / EACH x V vectors of cells in `to`, and sums them.
 template <typename Cells, int V>
 inline __attribute__((always_inline)) void weigh(
     __m512 score[TILE][V], __m512 scale, const __m512 reference[V], __m512 total[V], uint32_t* to
@@ -165,7 +166,7 @@ inline __attribute__((always_inline)) void weigh(
     }
 }
 
-// Scores of keys before `first`, or behind a query's last one, become what has no weight.
+// Scores of keys before `first`, or after a query's last key, become scores without weight.
 template <int V>
 inline void close(const Lanes& lanes, int64_t at, int64_t first, __m512 score[TILE][V]) {
     for (int i = 0; i < TILE; i++)
@@ -192,7 +193,7 @@ inline __attribute__((always_inline)) bool look(
     return far;
 }
 
-// There the score becomes the reference; `factor` is what has been summed to be multiplied with.
+// For those queries the score becomes the reference; `factor` is what to multiply their sums with.
 template <typename Cells, int V>
 void raise(const __m512 largest[V], __m512 reference[V], __m512 total[V], __m512 factor[V]) {
     for (int v = 0; v < V; v++) {
@@ -205,8 +206,9 @@ void raise(const __m512 largest[V], __m512 reference[V], __m512 total[V], __m512
     }
 }
 
-// Keys [begin, end), from a multiple of TILE on, for all queries of a block. What multiplies:
-//   scores(at, score): adds the products of TILE keys; add(from, to, chances): those of values with probabilities to the outputs;
+// Keys [begin, end), from a multiple of TILE on, for all queries of a block. Parameters:
+//   scores(at, score): adds the products of TILE keys; add(from, to, chances): adds those of values and probabilities to
+//   the outputs;
 //   rescale(factor): multiplies the outputs.
 template <typename Cells, int V, typename Products>
 void walk(float scores_scale, Lanes& lanes, const Products& products, int64_t begin, int64_t end, int64_t first) {
@@ -319,7 +321,7 @@ void walk_packed(const Head& head, Block& block, const Keys& keys, int64_t first
     }
 }
 
-// Each query's output, divided by its sum, is handed to write(query, numbers); `rows` has room for 16 of them.
+// Passes each query's output, divided by its sum, to write(query, numbers); `rows` holds 16 of them.
 template <typename Write>
 void finish(const Head& head, const Block& block, float* rows, Write&& write) {
     const int64_t places = 16 * block.lanes.vectors, padded = (head.tiles * TILE + 15) / 16 * 16;
@@ -356,7 +358,7 @@ void pack_keys(const Head& head, const Source& source, const Keys& keys) {
     }
 }
 
-// Pieces of a thread's memory, each from a multiple of 64 bytes on.
+// Parts of a thread's scratch memory, each aligned to 64 bytes.
 class Scratch {
   public:
     Scratch(std::vector<float>& memory, int64_t floats) {
@@ -372,11 +374,11 @@ class Scratch {
     char* at_;
 };
 
-// Attention of `count` queries. The source knows them and the keys:
-//   query(Cells, i, cell): 16 cells of query i; fetch_query(i) asks memory for it; last(i): the last key that it looks at,
-//     which never falls from one to the next;
-//   lines(position, count): an object whose key(Cells, i, cell) are 16 cells of a key, value(i, feature) 16 numbers of a
-//     value, and fetch_all() asks memory for them;
+// Attention of `count` queries. The source has the queries and the keys:
+//   query(Cells, i, cell): 16 cells of query i; fetch_query(i): prefetches it; last(i): the last key that it attends to,
+//     which never decreases;
+//   lines(position, count): an object whose key(Cells, i, cell) is 16 cells of a key, value(i, feature) 16 numbers of a
+//     value, and fetch_all() prefetches them;
 //   write(i, numbers): takes the output of query i.
 template <typename Cells, typename Source>
 void attend(const Head& head, const Source& source, int64_t count, int64_t first, std::vector<float>& memory) {

@@ -1,5 +1,5 @@
-// What Python mirrors by hand, as the compiler laid it out: layout.py compares it with structs.py and tower.py when the library
-// is loaded. A line each: "Struct size", "Struct.field offset size", "Enum.NAME value".
+// The layout of the structs that Python mirrors, from the compiler: layout.py compares it with structs.py and tower.py when
+// the library is loaded. One line each: "Struct size", "Struct.field offset size", "Enum.NAME value".
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// The Mamba-2 mixer between its projections, one row and one group of heads.
+// The Mamba-2 mixer between its projections: one row and one group of heads.
 
 #pragma once
 
@@ -26,17 +26,18 @@ struct Recurrence {  // of a block of tokens: x [tokens, width] times its step, 
     const float *x, *decays, *b, *c;
     const float* before;  // states [width, n] ...
     float *states, *out;  // ... and after the block, which may be the same; [tokens, width], to which the read-out is added
-    // What is read afterwards, and asked for meanwhile: gates [tokens, width]; x, B and C of the next block. Null: nothing.
+    // Memory that is read afterwards and prefetched meanwhile: gates [tokens, width]; x, B and C of the next block. May be
+    // null.
     const float *gates, *next[3];
     int64_t ld;  // of all of these
 };
 
-// Two rows of sixteen partial sums become one: eight of the first, eight of the second.
+// Reduces two rows of sixteen partial sums to one: eight of the first, eight of the second.
 inline __m512 fold(__m512 first, __m512 second) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(first, second, 0x44), _mm512_shuffle_f32x4(first, second, 0xee));
 }
 
-// Eight such pairs become the sums of sixteen rows.
+// Reduces eight such pairs to the sums of sixteen rows.
 inline __m512 sums_of(const __m512 pairs[8]) {
     __m512 fours[4], twos[2];
     for (int i = 0; i < 4; i++) {
@@ -51,8 +52,8 @@ inline __m512 sums_of(const __m512 pairs[8]) {
     return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), mixed);
 }
 
-// n = 16 * V, heads of an even size, a width of sixteens. Two rows of the state stay in registers for the whole block and
-// share the loads of B and C; their products with C are summed up for sixteen rows together.
+// For n = 16 * V, heads of an even size, a width that is a multiple of 16. Two rows of the state stay in registers for the
+// whole block and share the loads of B and C; their products with C are reduced for sixteen rows together.
 template <int V>
 void advance(const Recurrence& r) {
     __m512 pairs[BLOCK][8];
@@ -94,8 +95,8 @@ void advance(const Recurrence& r) {
     }
 }
 
-// Any other shape. Written in vectors too: a loop that the compiler may turn into them sums in another order in each place that it
-// is compiled into.
+// Any other shape. Also written with vectors: a scalar loop that the compiler vectorises could sum in a different order in
+// each function that it is inlined into.
 void advance_any(const Recurrence& r, int64_t n) {
     for (int64_t p = 0; p < r.width; p++) {
         float* s = r.states + p * n;
@@ -156,7 +157,8 @@ class HeadGroup : public RecurrentGroup<T> {
         else advance_any(r, n_);
     }
 
-    // The block's outputs, gated and normed, as the step's tokens from `token` on: to `mid`, or as the operand that is multiplied.
+    // The block's outputs, gated and normalised, for the step's tokens from `token` on: to `mid`, or as the next product's
+    // operand.
     void write(int64_t token, int64_t tokens) {
         for (int64_t t = 0; t < tokens; t++) {
             const float* gate = m_.wide + (token + t) * m_.ld + x_at_;
@@ -168,7 +170,7 @@ class HeadGroup : public RecurrentGroup<T> {
     }
 
   private:
-    // Steps in time and decays; x goes on as x times its step, D x as the beginning of the output.
+    // Step sizes and decays; x becomes x times its step size, D x the initial output.
     void discretise(Projected in) {
         const __m512 low = _mm512_set1_ps(m_.dt_low), high = _mm512_set1_ps(m_.dt_high);
         const int64_t first = group_ * heads_;
@@ -193,7 +195,7 @@ class HeadGroup : public RecurrentGroup<T> {
         }
     }
 
-    // One token's outputs times SiLU of their gate, over the root of their mean square.
+    // One token's outputs times SiLU of their gates, divided by their root mean square.
     template <typename To>
     void norm(int64_t t, const float* gate, To* out) {
         float* y = out_ + t * width_;

@@ -1,8 +1,8 @@
-// A CPU with AVX-512 (BF16 and VNNI): matrix products over packed weights, and a whole decode step or layer of a tower as one
-// list of operations that a few threads work through together. The layouts and the maths are in README.md.
+// For CPUs with AVX-512 (BF16 and VNNI): matrix products over packed weights, and a whole decode step or tower layer as one
+// list of operations that a few threads process together. The layouts and the maths are in README.md.
 //
-// Everything that one row gets is computed in an order that depends on that row alone: a request has the same numbers
-// in any batch, and with any number of threads.
+// Every row is computed in an order that depends on that row only: a request gets the same numbers in any batch, and with
+// any number of threads.
 
 #include <algorithm>
 #include <cmath>
@@ -59,7 +59,7 @@ Product product_of(const Model& m, const Op& op, const Step& step) {
     return job;
 }
 
-// Groups of heads that a recurrent mixer is worked through in, each apart from the others; 0 of other operations.
+// Number of independent groups of heads of a recurrent mixer; 0 for other operations.
 int64_t groups_of(const Model& m, const Op& op) { return op.code == MAMBA ? m.groups : op.code == DELTA ? op.delta->key_heads : 0; }
 
 // Calls work(group) with one of these groups.
@@ -161,7 +161,7 @@ class StepJob : public Job {
     const int64_t first_, last_;
 };
 
-// In each recurrent layer: the state of a state slot, advanced by the first steps of a ring, goes to a target state slot.
+// In each recurrent layer: advances the state of a state slot by the first steps of a ring and stores it in a target slot.
 // jobs: [rows, 4] of (batch slot, state slot, target, steps).
 class AdvanceJob : public Job {
   public:
@@ -180,7 +180,7 @@ class AdvanceJob : public Job {
     const int64_t* jobs_;
 };
 
-// x as the weight wants it, where it is not, then the product.
+// Converts x to the weight's operand form if necessary, then multiplies.
 class LinearJob : public Job {
   public:
     LinearJob(const Product& product, const void* x, int64_t ldx, bool is_bf16, void* operand, float* scales, int64_t rows, int64_t threads)
@@ -226,7 +226,7 @@ class VarlenJob : public Job {
     const VarlenAttention& a_;
 };
 
-// Why operations [first, last) cannot have these positions, [tokens, axes] or null.
+// Why operations [first, last) cannot use these positions, [tokens, axes] or null.
 const char* why_not_positions(
     const Model& m, int64_t first, int64_t last, const int64_t* positions, int64_t tokens, int64_t axes
 ) {
@@ -243,10 +243,10 @@ const char* why_not_positions(
 
 extern "C" {
 
-// The layout of what Python mirrors; layout.h.
+// The layout of the structs that Python mirrors; see layout.h.
 const char* saccade_layout() { return layout_lines(); }
 
-// Functions that return a string ran unless it is there: it says which index would lie outside.
+// Functions that return a string return null on success; otherwise it says which index is out of range.
 
 // Runs the model's operations [first, last) on `m.x`.
 const char* saccade_step(const Model* model, const Step* step, int64_t first, int64_t last) {
@@ -261,7 +261,7 @@ void saccade_tower(const Tower* tower, const TowerStep* step, int64_t first, int
     pool().run(TowerJob(*tower, *step, first, last), tower->threads);
 }
 
-// Entries of a drafting head that are due, then its drafts: `m`'s operations are a pass of the head.
+// Makes the entries that are due of a drafting head, then its drafts: `m`'s operations are a pass of the head.
 const char* saccade_draft(const Model* model, Step* step, const Drafting* drafting) {
     if (!within(drafting->ids, drafting->due + drafting->rows, model->vocab)) return "a token is not in the vocabulary";
     const int64_t entries = drafting->due + drafting->passes * drafting->rows;
@@ -279,7 +279,8 @@ void saccade_advance(const Model* model, int64_t rows, const int64_t* jobs) {
 
 void saccade_varlen_attention(const VarlenAttention* attention, int64_t threads) { pool().run(VarlenJob(*attention), threads); }
 
-// Tokens [rows] of logits [rows, vocab]; of rows that ask for them, log-probabilities [rows] and the likeliest [rows, width].
+// Tokens [rows] of logits [rows, vocab]; for rows that ask for them, log-probabilities [rows] and the likeliest [rows,
+// width].
 const char* saccade_sample(
     const float* logits, int64_t rows, int64_t vocab, const Draw* draws, int64_t* tokens, float* logprobs, int64_t* top_ids,
     float* top, int64_t width, int64_t threads

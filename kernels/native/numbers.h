@@ -27,10 +27,10 @@ inline uint16_t float_to_bf16(float f) {  // round to nearest even; NaN stays Na
 
 inline __mmask16 first_lanes(int64_t left) { return left >= 16 ? __mmask16(0xffff) : __mmask16((1 << left) - 1); }
 
-// Sixteen at once: as float_to_bf16, but that what is too small for a normal number is zero, as it is when multiplied.
+// Sixteen numbers at once: like float_to_bf16, but subnormal results are zero, as products treat them.
 inline void store_bf16(uint16_t* to, __mmask16 m, __m512 v) { _mm256_mask_storeu_epi16(to, m, (__m256i)_mm512_cvtneps_pbh(v)); }
 
-// exp within 2 ulp on [-87, 88], clamped outside: 2^n times a polynomial of the rest (Cephes' coefficients).
+// exp within 2 ulp on [-87, 88], clamped outside: 2^n times a polynomial of the remainder (Cephes' coefficients).
 inline float fast_exp(float x) {
     x = std::min(std::max(x, -87.0f), 88.0f);
     float n = std::nearbyint(x * 1.44269504f);
@@ -52,7 +52,7 @@ inline float silu(float x) { return x / (1.0f + fast_exp(-x)); }
 
 inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
-// Of memory that holds float32 or bfloat16.
+// Access to memory that holds float32 or bfloat16.
 template <typename T>
 inline float load(const T* p, int64_t i);
 template <>
@@ -62,14 +62,14 @@ inline float load<uint16_t>(const uint16_t* p, int64_t i) { return bf16_to_float
 inline void store(float* p, int64_t i, float v) { p[i] = v; }
 inline void store(uint16_t* p, int64_t i, float v) { p[i] = float_to_bf16(v); }
 
-// Sixteen at a time; fewer at the end of a row, where the other lanes are zero. Below 2^-126 a bfloat16 is stored as zero, which
-// is what products take it for.
+// Sixteen numbers at a time; fewer at the end of a row, where the other lanes are zero. A bfloat16 below 2^-126 is stored
+// as zero, as products treat it.
 inline __mmask16 lanes(int64_t left) { return left >= 16 ? __mmask16(0xffff) : left <= 0 ? __mmask16(0) : __mmask16((1 << left) - 1); }
 inline __m512 load16(const float* p, __mmask16 m) { return _mm512_maskz_loadu_ps(m, p); }
 inline __m512 load16(const uint16_t* p, __mmask16 m) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(m, p)), 16));
 }
-// A store of all lanes is no masked one: those of bfloat16 take several times as long.
+// A full store is not masked, since masked stores of bfloat16 take several times as long.
 inline void store16(float* p, __mmask16 m, __m512 v) {
     if (m == 0xffff) _mm512_storeu_ps(p, v);
     else _mm512_mask_storeu_ps(p, m, v);

@@ -35,7 +35,7 @@ inline int64_t padded_inputs(int64_t k, int64_t kind) {
 
 inline int64_t panels_of(const Weight& w) { return (w.n + PANEL - 1) / PANEL; }
 
-// Number i of a row of a table of `width` numbers each, which is a packed weight in bfloat16 unless `kpad` is 0.
+// Number i of a row of a table with `width` numbers per row, which is a packed bfloat16 weight unless `kpad` is 0.
 inline int64_t in_table(int64_t row, int64_t i, int64_t width, int64_t kpad) {
     return kpad ? row / PANEL * PANEL * kpad + i / 2 * 2 * PANEL + row % PANEL * 2 + i % 2 : row * width + i;
 }
@@ -46,8 +46,8 @@ inline int64_t panel_bytes(const Weight& w) {
 
 // -- operands: float rows in the form that a kind of weight is multiplied with -------------------------------------------
 
-// x in steps of its row's largest value / LIMIT, as 256 high + low, both signed bytes: of each 4 inputs the 4 lows, then the 4
-// highs. Weights are stored without a sign, so behind the row stands what that adds to a sum: for each group of inputs
+// x in steps of its row's largest value / LIMIT, as 256 high + low, both signed bytes: for each 4 inputs the 4 lows, then
+// the 4 highs. Weights are stored unsigned, so the row is followed by what that adds to a sum: for each group of inputs
 // -offset times the sum of lows, and of highs.
 void make_integers(const float* values, int64_t k, int64_t kind, int8_t* out, float* scale) {
     __m512 largest = _mm512_setzero_ps(), poison = _mm512_setzero_ps();  // NaN and infinity have no integers: they pass through the scale
@@ -99,7 +99,7 @@ void make_operand(const float* values, int64_t k, int64_t kind, void* operand, i
 
 // -- products --------------------------------------------------------------------------------------------------------------
 
-// Keeps the compiler from loading a value again for each use.
+// Prevents the compiler from loading a value again for each use.
 inline __m512i in_register(__m512i x) {
     asm("" : "+v"(x));
     return x;
@@ -111,8 +111,8 @@ inline __m512i broadcast_word(const void* p) {
     return _mm512_set1_epi32(v);
 }
 
-// Memory that is needed next, read into the second-level cache while the current panel is multiplied: some lines with each
-// STRIDE steps through the inputs.
+// Memory that is needed next, prefetched into the second-level cache while the current panel is multiplied: some lines
+// every STRIDE steps of the inputs.
 struct Ahead {
     const char *at, *end;
     int64_t bytes;
@@ -124,7 +124,7 @@ struct Ahead {
     }
 };
 
-// R rows times 16 * V columns, from column 16 * first of a panel. Never inlined: the loop needs most registers that there are.
+// R rows times 16 * V columns, from column 16 * first of a panel. Never inlined: the loop needs most of the registers.
 template <int R, int V>
 __attribute__((noinline)) void tile_bf16(
     const uint16_t* a, int64_t lda, const Weight& w, int64_t panel, int64_t first, Ahead ahead, float* out
@@ -154,8 +154,8 @@ inline __m512 joined(const __m512i* sums) {
     return _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[1]), _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(sums[0]));
 }
 
-// Integers of 1 byte without a sign times those of 2: R rows are twice as many rows of bytes. `sum` begins with what stands
-// behind the rows.
+// Products of unsigned 1-byte integers with 2-byte integers: R rows are 2 R rows of bytes. `sum` is initialised with the
+// values after the rows.
 template <int R, int V>
 inline void begin_sums(const int8_t* behind, int64_t lda, __m512i (&sum)[V][R][2]) {
     for (int v = 0; v < V; v++)
@@ -197,7 +197,7 @@ __attribute__((noinline)) void tile_int8(
     }
 }
 
-// All 64 columns: a byte holds the same place of columns 0..31 (low half) and 32..63 (high half).
+// All 64 columns: a byte holds the same input of columns 0..31 (low half) and 32..63 (high half).
 template <int R>
 __attribute__((noinline)) void tile_int4(
     const int8_t* a, int64_t lda, const float* scales, const Weight& w, int64_t panel, Ahead ahead, float* out
@@ -272,9 +272,9 @@ struct Product {
     const Weight* next = nullptr;      // what is multiplied after this, if that is known
 };
 
-// R rows of sums, V * 16 wide (the last ones may be no outputs) -> their place: + bias, the activation, then stored or added.
-// Of a gated weight, vectors of gates and of what they are multiplied with alternate, and half as many results go to their
-// place. A row is read before it is written: a store may have to wait for its line, and what reads behind it with it.
+// Stores R rows of sums, V * 16 wide (the last columns may not be outputs): + bias, the activation, then stored or added.
+// For a gated weight, vectors of gates and of gated outputs alternate, and half as many results are stored. A row is read
+// before it is written: a store may wait for its cache line, and later reads would wait with it.
 template <int64_t STORED, int R, int V, bool WHOLE, bool GATED>
 void finish(const Product& job, const float* sums, int64_t row, int64_t begin) {
     constexpr int OUT = GATED ? V / 2 : V;
@@ -360,8 +360,8 @@ void tile_of(int64_t rows, const Product& job, int64_t row, int64_t panel, int64
     tile<R, V>(job, row, panel, first, ahead);
 }
 
-// Rows [begin, end) in tiles of nearly equal height. `next`: where as many bytes as a panel has are read ahead, over the last
-// tiles; a single tile waits for memory itself.
+// Rows [begin, end) in tiles of nearly equal height. `next`: a panel to prefetch during the last tiles; a single tile does
+// not prefetch.
 void tiles(const Product& job, int64_t begin, int64_t end, int64_t panel, int64_t first, int64_t count, const char* next) {
     const Weight& w = *job.weight;
     const bool bytes_or_less = w.kind == INT8 || w.kind == INT4;
@@ -381,22 +381,22 @@ void tiles(const Product& job, int64_t begin, int64_t end, int64_t panel, int64_
     }
 }
 
-// Units of a product: (panel, block of rows), or parts of panels where there would be too few for the threads: quarters, or of
-// gated weights halves.
+// Units of a product: (panel, block of rows), or parts of panels if there would be too few for the threads: quarters, or
+// halves for gated weights.
 struct Units {
     int64_t threads, parts, blocks, count;
     Units(const Weight& w, int64_t rows, int64_t threads, int64_t products = 1) : threads(threads) {
         const int64_t panels = panels_of(w);
         blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
-        // A quarter of one row waits for its own sums as long as a panel does: that pays where memory is what takes time.
+        // For one row a quarter panel has the same latency of sums as a whole one: it pays where memory is the bottleneck.
         const bool divisible = (w.kind == BF16 || w.kind == INT8) && threads > 1 && w.kpad >= DIVISIBLE;
         parts = divisible && products * panels * blocks < 6 * threads ? w.gated ? 2 : 4 : 1;
         count = panels * blocks * parts;
     }
 };
 
-// The panel that a thread will probably take when it is done with a unit: the next of its lane, or the first of its lane in
-// the product that follows. Null where it has it already.
+// The panel that a thread will probably take after a unit: the next of its lane, or the first of its lane in the following
+// product. Null if that panel is loaded already.
 const char* next_panel(const Product& job, const Units& units, int64_t unit) {
     const int64_t lane = ((unit + 1) * units.threads - 1) / units.count, last = lane_begin(units.count, units.threads, lane + 1) - 1;
     const Weight* weight = unit < last ? job.weight : job.next;

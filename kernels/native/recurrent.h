@@ -1,6 +1,7 @@
-// What recurrent mixers have in common: rows of tokens on slots of windows and states, one group of heads at a time.
+// Common parts of recurrent mixers: rows of tokens on slots of windows and states, one group of heads at a time.
 //
-// Token after token in float32, whatever the blocks: how a row was cut, and who takes it further, changes no bit of it.
+// Token after token in float32, whatever the blocks: how a row is divided, and which code continues it, does not affect
+// rounding.
 
 #pragma once
 
@@ -47,7 +48,7 @@ inline __m512 softplus16(__m512 x) {
     return _mm512_add_ps(_mm512_max_ps(_mm512_setzero_ps(), x), rest);
 }
 
-// What a load finds of a number that went to memory of this type.
+// The value that a load returns for a number stored with this type.
 inline __m512 kept16(const float*, __m512 v) { return v; }
 inline __m512 kept16(const uint16_t*, __m512 v) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(v)), 16));
@@ -55,7 +56,7 @@ inline __m512 kept16(const uint16_t*, __m512 v) {
 
 inline float* aligned(float* p) { return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(p) + 63) / 64 * 64); }
 
-// The channels and states of a group. What is derived from it says how tokens advance them.
+// The channels and states of a group. Derived classes define how tokens advance them.
 template <typename T>
 class RecurrentGroup {
   public:
@@ -65,7 +66,7 @@ class RecurrentGroup {
         return {static_cast<T*>(op_.windows) + slot * op_.window_stride, op_.states + slot * op_.state_stride + states_at_};
     }
 
-    // Memory of nobody.
+    // Memory without an owner.
     RowState<T> in_scratch() const { return {reinterpret_cast<T*>(spare_ + states_count_), spare_}; }
 
     static int64_t spare(int64_t states, int64_t taps, int64_t channels) { return states + taps * channels; }  // floats
@@ -84,7 +85,7 @@ class RecurrentGroup {
         each_of_window([&](int64_t begin, int64_t count) { std::copy_n(from.window + begin, count, to.window + begin); });
     }
 
-    // A row's inputs of this group to a ring, whose steps have `wide` numbers.
+    // Copies a row's inputs of this group to a ring, whose steps have `wide` numbers.
     void keep(Projected in, float* ring, int64_t wide) const {
         for (int64_t t = 0; t < in.tokens; t++) {
             for (const Part& part : parts_) std::copy_n(in.rows + t * in.ld + part.begin, part.count, ring + t * wide + part.begin);
@@ -116,7 +117,7 @@ class RecurrentGroup {
             for (const Part& part : parts_) visit(tap * channels_ + part.begin, part.count);
     }
 
-    // KEEP + 1 taps, then SiLU. An input is rounded to what the window holds once it is no longer the newest.
+    // KEEP + 1 taps, then SiLU. An input is rounded to the window's type once it is no longer the newest.
     template <int KEEP>
     void convolve(T* window, Projected in, const Part& part) const {
         for (int64_t i = 0; i < part.count; i += 16) {
@@ -141,18 +142,18 @@ class RecurrentGroup {
 
 // -- rows --------------------------------------------------------------------------------------------------------------------
 
-// A group has, besides the above: first_channel() and step_width(), where a token's channels begin in `wide` and how many
-// inputs it has; advance_by(place, in, before), a block of tokens from the states `before`, what the heads read out being left
-// for write(token, tokens), which makes it the step's tokens from `token` on.
+// A group also has: first_channel() and step_width(), the index of a token's channels in `wide` and the number of its
+// inputs; advance_by(place, in, before), which advances by a block of tokens from the states `before` and keeps the outputs
+// of the heads for write(token, tokens), which stores them as the step's tokens from `token` on.
 
-// The first `count` steps of a batch slot's ring, on a place; nobody wants their outputs.
+// The first `count` steps of a batch slot's ring, applied to a place; their outputs are not computed.
 template <typename Group, typename Place>
 void replay(const Op& op, Group& group, Place place, int64_t batch_slot, int64_t count) {
     group.advance_by(place, {op.ring + batch_slot * op.ring_stride, group.step_width(), count, false, false}, place.states);
 }
 
-// A row whose tokens may be rejected: the ring's steps go into the slot, whose state then stays as it is; its inputs begin the
-// ring anew.
+// A row whose tokens may be rejected: the ring's steps are applied to the slot, whose state then does not change; the row's
+// inputs start the ring anew.
 template <typename Group>
 void row_on_ring(const Model& m, const Op& op, const Step& step, int64_t row, Group& group) {
     const int64_t begin = step.starts[row], batch_slot = step.batch_slots[row];
@@ -200,7 +201,7 @@ void recurrent_row(const Model& m, const Op& op, const Step& step, int64_t row, 
     }
 }
 
-// The state in a slot, after the first steps of a ring, goes to a target. job: batch slot, slot, target, steps.
+// The state in a slot, after the first steps of a ring, is stored in a target. job: batch slot, slot, target, steps.
 template <typename Group>
 void advance_row(const Op& op, const int64_t* job, Group group) {
     const auto target = group.in_slot(job[2]);

@@ -39,7 +39,7 @@ namespace {
 constexpr int64_t DRAW_BLOCK = 256, FIRST_CANDIDATES = 64;
 constexpr float IMPOSSIBLE = -std::numeric_limits<float>::infinity();
 
-// Sixteen values, NaN and what lies behind the end as the lowest.
+// Sixteen values; NaN and values after the end become the lowest.
 inline __m512 comparable(const float* x, int64_t left) {
     const __m512 lowest = _mm512_set1_ps(IMPOSSIBLE);
     return _mm512_max_ps(_mm512_mask_loadu_ps(lowest, lanes(left), x), lowest);
@@ -55,7 +55,7 @@ float maximum(const float* x, int64_t n) {
     return _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(largest[0], largest[1]), _mm512_max_ps(largest[2], largest[3])));
 }
 
-// The first of the largest.
+// Index of the first of the largest values.
 int64_t first_largest(const float* x, int64_t n) {
     float best = IMPOSSIBLE;
     int64_t begin = 0;
@@ -101,8 +101,8 @@ bool within(const int64_t* ids, int64_t count, int64_t size) {
     return true;
 }
 
-// Why these rows cannot be drawn, or null: ids come from requests and files, and what they name is written to. `width`: room
-// for the likeliest tokens of a row, -1 where nothing is reported.
+// Why these rows cannot be drawn, or null: ids come from requests and files, and are used as indices for writes. `width`:
+// capacity for the likeliest tokens of a row, -1 if nothing is reported.
 const char* why_not(const Draw* draws, int64_t rows, int64_t vocab, int64_t width) {
     for (int64_t row = 0; draws && row < rows; row++) {
         const Draw& draw = draws[row];
@@ -119,7 +119,8 @@ const char* why_not(const Draw* draws, int64_t rows, int64_t vocab, int64_t widt
 
 class Sampling {  // of one thread; what it keeps is memory
   public:
-    // The token of a row. With `wish.logprobs` k >= 0 also its log-probability, and the k likeliest ids and theirs.
+    // The token of a row. With `wish.logprobs` k >= 0 also its log-probability, and the ids and log-probabilities of the k
+    // likeliest.
     int64_t draw(const float* logits, int64_t n, const Draw& job, float* logprob, int64_t* top_ids, float* top) {
         if (!job.wish) return first_largest(logits, n);
         const int64_t token = choose(logits, n, job);
@@ -145,7 +146,8 @@ class Sampling {  // of one thread; what it keeps is memory
         return filtered ? among_likeliest(x, n, wish, uniform) : among_all(x, n, uniform);
     }
 
-    // Products are rounded before they are subtracted, as they are in the reference: through double, whose 53 bits hold them.
+    // Products are rounded before they are subtracted, as in the reference: through double, whose 53 bits hold them
+    // exactly.
     void adjust(float* x, int64_t n, const Draw& job) {
         const Wish& wish = *job.wish;
         for (int64_t i = 0; i < wish.bias_count; i++) x[wish.bias_ids[i]] += wish.bias[i];
@@ -167,7 +169,7 @@ class Sampling {  // of one thread; what it keeps is memory
             for (int64_t i = 0; i < wish.end_count; i++) x[wish.ends[i]] = IMPOSSIBLE;
     }
 
-    // In the order of ids: the first whose cumulative weight passes the share.
+    // In the order of ids: the first whose cumulative weight exceeds the share.
     int64_t among_all(const float* x, int64_t n, double share) {
         const float top = maximum(x, n);
         sums_.clear();
@@ -224,7 +226,7 @@ class Sampling {  // of one thread; what it keeps is memory
         int64_t id;
     };
 
-    // The same where filters keep many: counted and weighed by steps of value, and ordered in one step only.
+    // The same if filters keep many: counted and summed by steps of value, and sorted within one step only.
     int64_t among_many(const float* x, int64_t n, const Wish& wish, double share, int64_t most) {
         const float top = maximum(x, n);
         std::fill(steps_.begin(), steps_.end(), Step{0, 0});
@@ -270,7 +272,7 @@ class Sampling {  // of one thread; what it keeps is memory
         return place;
     }
 
-    // The `width` largest, in order. As many maxima of sixteen bound them from below.
+    // The `width` largest, in order. As many maxima of sixteen values are a lower bound.
     void take_likeliest(const float* x, int64_t n, int64_t width) {
         float least = IMPOSSIBLE;
         if (width * 32 < n) {
@@ -321,7 +323,7 @@ class Sampling {  // of one thread; what it keeps is memory
     std::vector<Candidate> found_;
 };
 
-// A row to a unit. `draws` null: the largest of each. `width`: of the rows of `top_ids` and `top`.
+// One unit per row. `draws` null: the largest of each row. `width`: of the rows of `top_ids` and `top`.
 class SampleJob : public Job {
   public:
     SampleJob(const float* logits, int64_t rows, int64_t vocab, const Draw* draws, int64_t* tokens, float* logprobs, int64_t* top_ids, float* top, int64_t width)

@@ -1,11 +1,11 @@
-// Products with weights of 8 and 4 bits that rows of plain numbers are multiplied with: fp8, nvfp4, int4 in groups.
+// Products of plain rows with weights of 8 and 4 bits: fp8, nvfp4, int4 in groups.
 //
-// A weight's small number is an exact bfloat16 (e4m3 has 4 significant bits, e2m1 two, int4 less its zero point five), so it becomes
-// one in registers. What is summed is what the same rows times the unpacked numbers would be; a group's sum is then multiplied by
-// its scale in float32. Rows are pairs of bfloat16, or float32: the numbers are then widened, which a shift does.
+// A weight's small number is exactly a bfloat16 (e4m3 has 4 significant bits, e2m1 two, int4 less its zero point five), so
+// it is converted in registers. The sums equal those of the same rows times the unpacked numbers; a group's sum is then
+// multiplied by its scale in float32. Rows are pairs of bfloat16, or float32: the numbers are then widened by a shift.
 //
-// Layouts, in panels of 64 outputs. fp8 [k / 4][4][64] bytes: of 16 outputs and 4 inputs, in an order that two instructions
-// unpack to two vectors of pairs. Four bits [k / 8][4][16][2] words: of 16 outputs, of even and of odd inputs, four inputs two
+// Layouts, in panels of 64 outputs. fp8 [k / 4][4][64] bytes: 16 outputs and 4 inputs, in an order that two instructions
+// unpack to two vectors of pairs. Four bits [k / 8][4][16][2] words: 16 outputs, even and odd inputs, four inputs two
 // apart, the first in the lowest bits.
 
 #pragma once
@@ -26,9 +26,9 @@ constexpr int64_t SCALED_WIDE = 3;  // rows up to which all 64 outputs are summe
 
 inline __m512i in_all_lanes(__m128i table) { return _mm512_broadcast_i32x4(table); }
 
-// e4m3 bytes -> bfloat16. The upper byte follows from sign and upper exponent bits, the lower one from the rest: a table of 16
-// bytes each. That is wrong for numbers without a leading one (exponent bits 0), which go through words and a table of their own.
-// NaN is refused when packed.
+// e4m3 bytes -> bfloat16. The upper byte depends on sign and upper exponent bits, the lower one on the rest: a table of 16
+// bytes each. That is wrong for subnormal numbers (exponent bits 0), which use words and a separate table. NaN is rejected
+// when the weight is packed.
 struct Fp8 {
     __m512i upper, lower;
     Fp8() {
@@ -56,8 +56,8 @@ struct Fp8 {
     }
 };
 
-// Numbers in the lowest 4 bits of words -> bfloat16, by a table of 32 words. Bit 4 is whatever it is, so that e2m1 and int4 with a
-// zero point of 8 have everything twice; with zero points of their own, the index is number - zero point + 16.
+// Numbers in the lowest 4 bits of words -> bfloat16, by a table of 32 words. Bit 4 is arbitrary, so e2m1 and int4 with a
+// zero point of 8 have every entry twice; with other zero points, the index is number - zero point + 16.
 struct Nibbles {
     __m512i table;
     Nibbles(int64_t kind, bool zeros) {
@@ -109,7 +109,7 @@ struct PairsOfF32 {
     }
 };
 
-// Scales of 16 outputs: float32, or e4m3 bytes without a sign, whose bits are a float32 2^120 times too small.
+// Scales of 16 outputs: float32, or unsigned e4m3 bytes, whose bits are a float32 2^120 times too small.
 inline __m512 scales_of(const Weight& w, int64_t at) {
     if (w.kind != NVFP4) return _mm512_loadu_ps(w.scale + at);
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(w.small_scale + at));
@@ -129,7 +129,7 @@ inline __attribute__((always_inline)) void multiply_pair(
     }
 }
 
-// Zero points of 16 outputs -> what their numbers are shifted by, of even and odd inputs.
+// Zero points of 16 outputs -> the index offsets of their numbers, for even and odd inputs.
 inline __m512i shifts_of(const float* zeros) {
     const __m512i shift = _mm512_sub_epi32(_mm512_set1_epi32(16), _mm512_cvtps_epi32(_mm512_loadu_ps(zeros)));
     return _mm512_or_si512(shift, _mm512_slli_epi32(shift, 16));

@@ -1,4 +1,4 @@
-// What Python hands over; structs.py mirrors it, the layouts are in README.md.
+// Structs that Python passes; structs.py mirrors them, README.md has the layouts.
 
 #pragma once
 
@@ -99,7 +99,8 @@ struct Model {
     void* operand;  // [rows, operand_ld] of 4 bytes at most
     int64_t operand_ld;
     float* operand_scale;
-    // A pick is one token's choice of one expert: a token's are in the order of experts. Rows of picks lie expert by expert.
+    // A pick is one token's choice of one expert; a token's picks are in the order of experts. Rows of picks are stored
+    // expert by expert.
     int64_t *picks, *places;  // [rows, chosen]: which expert, and which row it got
     float* shares;            // [rows, chosen]
     int64_t* runs;            // how many experts were picked; then of each, ascending: expert, first row, row behind the last
@@ -116,11 +117,13 @@ struct Step {
     const int64_t *lengths, *tables, *places;  // ATTENTION, of each token, lengths and tables but for the last `scans` rows
     int64_t table_stride;
     float* logits;  // [tokens, vocab]
-    // For rows whose tokens may be rejected (drafts). Null, or [rows]. `from`: the state slot that a row starts from, if not its
-    // own. `batch_slots`, `counts`: the first `counts` steps of the ring of that batch slot are applied to the row's state slot
-    // before the row; the state slot then stays as it is, and the row's inputs go into the ring. Batch slot -1: no ring.
+    // For rows whose tokens may be rejected (drafts). Null, or [rows]. `from`: the state slot that a row starts from, if
+    // not its own. `batch_slots`, `counts`: the first `counts` steps of the ring of that batch slot are applied to the
+    // row's state slot before the row; the state slot then does not change, and the row's inputs are written to the ring.
+    // Batch slot -1: no ring.
     const int64_t *from, *batch_slots, *counts;
-    // ATTENTION: the last rows may be of many tokens. Of each of these: the keys before its first token, and its pages.
+    // ATTENTION: the last rows may have many tokens each. For each of these: the number of keys before its first token, and
+    // its pages.
     int64_t scans;
     const int64_t *scan_computed, *scan_tables;
     int64_t scan_table_stride;

@@ -1,4 +1,4 @@
-// Threads that work through phases of units together.
+// Threads that process phases of units together.
 
 #pragma once
 
@@ -18,8 +18,9 @@
 
 namespace {
 
-// A job is a row of phases, a phase some units of work; a phase begins when all units of the one before it are done. Each
-// thread has a lane of neighbouring units, so that it reads weights on and on, and helps in the others' lanes when its own is empty.
+// A job is a sequence of phases, a phase a number of units of work; a phase begins when all units of the one before it are
+// done. Each thread has a lane of neighbouring units, so that it reads weights sequentially, and takes units of other lanes
+// when its own is empty.
 class Job {
   public:
     virtual int64_t phases() const = 0;
@@ -30,9 +31,9 @@ class Job {
 // Lane j of `threads`: units [lane_begin(j), lane_begin(j + 1)).
 inline int64_t lane_begin(int64_t units, int64_t threads, int64_t lane) { return units * lane / threads; }
 
-// The caller and its helpers. Nobody waits for a thread, only for units that were taken: a helper that sleeps, or that has
-// lost its core, costs no more than its absence. So each counter carries the number of its job, and a helper that comes late
-// takes nothing of a job that is over.
+// The calling thread and its helpers. No thread waits for another, only for units that were taken: a helper that sleeps, or
+// that has lost its core, costs no more than its absence. So each counter contains the number of its job, and a late helper
+// takes no unit of a finished job.
 class Pool {
   public:
     void run(const Job& job, int64_t threads) {
@@ -60,7 +61,7 @@ class Pool {
             counters_[i * each + threads].start(number, units, units);
         }
         job_.store(&job, std::memory_order_relaxed);
-        // A helper reads these in the other order: a layout never comes with counters that are too few for it.
+        // A helper reads these in reverse order, so that a layout is never combined with too small counters.
         shared_.store(counters_.data(), std::memory_order_release);
         layout_.store(uint64_t(phases) << 32 | uint64_t(threads), std::memory_order_release);
         wanted_.store(threads - 1, std::memory_order_relaxed);
@@ -93,7 +94,7 @@ class Pool {
         syscall(SYS_futex, reinterpret_cast<uint32_t*>(&signal_), operation, value, nullptr, nullptr, 0);
     }
 
-    // Its own lane first, then those of the threads behind it.
+    // Its own lane first, then those of the following threads.
     void work(Counter* counters, int64_t phases, int64_t threads, int64_t thread, uint64_t number) {
         for (int64_t i = 0; i < phases; i++, counters += threads + 1) {
             std::atomic<uint64_t>& all = counters[threads].value;
@@ -109,7 +110,7 @@ class Pool {
         }
     }
 
-    // Whether the job goes on.
+    // Whether the job is still running.
     bool work_lane(Counter* counters, int64_t phase, int64_t threads, int64_t lane, uint64_t number) {
         std::atomic<uint64_t>&left = counters[lane].value, &all = counters[threads].value;
         uint64_t seen = left.load(std::memory_order_acquire);
@@ -117,7 +118,7 @@ class Pool {
             if (seen >> 40 != number) return false;
             if ((seen & LEFT_MASK) == 0) return true;
             if (!left.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel)) continue;
-            // The unit holds the job: its units cannot all be done before this one is.
+            // The taken unit keeps the job alive: not all units can be done before this one.
             const int64_t units = counters[lane].units.load(std::memory_order_relaxed);
             const int64_t unit = lane_begin(units, threads, lane + 1) - int64_t(seen & LEFT_MASK);
             job_.load(std::memory_order_relaxed)->run(phase, unit, scratch());

@@ -1,4 +1,4 @@
-// A vision tower: layers of attention without a mask and of an MLP, on rows of several images that lie one after the other.
+// A vision tower: layers of unmasked attention and of MLPs, on concatenated rows of several images.
 
 #pragma once
 
@@ -60,7 +60,7 @@ namespace {
 
 constexpr int64_t ROWS_AT_ONCE = 8;  // rows of a unit of work that is not a product
 
-// The mean is taken off before squares are summed.
+// The mean is subtracted before squares are summed.
 void layer_norm(const float* from, const float* weight, const float* bias, int64_t width, float eps, float* out) {
     float sum = 0, squares = 0;
 #pragma omp simd reduction(+ : sum)
@@ -132,7 +132,7 @@ class TowerJob : public Job {
                 step_.sequences, step_.bounds, tower_.scale};
     }
 
-    // Row of the stream: an entry of the table, or an embedded patch and its position.
+    // A row of the stream: an entry of the table, or an embedded patch plus its position.
     void embed(int64_t row) const {
         const int64_t width = tower_.hidden, patch = step_.source[row] - tower_.table_rows;
         float* x = step_.x + row * width;
@@ -151,7 +151,8 @@ class TowerJob : public Job {
         for (int64_t i = 0; i < tower_.hidden; i++) x[i] = embedded[i] + load(position, i);
     }
 
-    // Queries and keys of a row that is a patch, in `wide`: feature i of a head and feature i of its second half are a pair.
+    // Rotates queries and keys of a row that is a patch, in `wide`: feature i of a head is paired with feature i of its
+    // second half.
     void rotate(int64_t row) const {
         const int64_t patch = step_.source[row] - tower_.table_rows, width = tower_.hidden / tower_.heads;
         if (patch < 0) return;
@@ -183,7 +184,7 @@ class TowerJob : public Job {
         make_operand(scratch, width, tower_.kind, step_.normed, width, nullptr, row);
     }
 
-    // A row of gates and what they let through, side by side: the product takes the place of the gates.
+    // A row of gates and gated outputs: the product overwrites the gates.
     void gate(const TowerOp& op, int64_t row, float* scratch) const {
         const int64_t width = op.ld_from / 2;
         if (tower_.kind == BF16) read(static_cast<const uint16_t*>(step_.wide) + row * op.ld_from, op.ld_from, scratch);
@@ -203,8 +204,8 @@ class TowerJob : public Job {
         for (int64_t i = 0; i < count; i++) out[i] = load(from, i);
     }
 
-    // The rows under an image token side by side, each through the final norm where there is one, then the RMS norm of them all,
-    // where there is that.
+    // Concatenates the rows under an image token, each after the final norm if there is one, then applies the RMS norm if
+    // there is one.
     void token(const TowerOp& op, int64_t token, float* scratch) const {
         const int64_t width = tower_.hidden, merged = tower_.merged, all = width * merged;
         for (int64_t i = 0; i < merged; i++) {
