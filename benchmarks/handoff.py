@@ -248,7 +248,7 @@ class Bench:
         raise SystemExit(f"the encoder failed: {error}")
 
     def encode(self, images: Sequence[PreparedItem]) -> None:
-        """All of them, with as many under way as there is room for."""
+        """Encodes all images, with as many in progress as fit."""
         leases = [self.handoff.lease(image.key, image.encoder_item, "bench") for image in images]
         while not all(lease.ready for lease in leases):
             self._changed.clear()

@@ -106,8 +106,8 @@ def small_qwen_model(folder: Path) -> Path:
 
 
 def tiny_qwen_model(folder: Path) -> Path:
-    """In bf16, with the released image settings but at most 1,024 tokens an image: where it works, images are the work
-    of whoever prepares them."""
+    """In bf16, with the released image settings but at most 1,024 tokens per image: for workloads that are dominated by
+    preparing images."""
     text = SMALL_TEXT | {
         "vocab_size": 32000, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32,
         "layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 2, "num_key_value_heads": 1,

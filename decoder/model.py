@@ -50,7 +50,7 @@ class HybridModel:
         self.norm_f = float_vector(arriving.take(["model.norm_f.weight"]), "model.norm_f.weight", options)
         mtp = arriving.take(config.mtp_weights())
         self.mtp_weights = mtp if options.speculative == "mtp" else {}
-        """Of heads that predict further tokens, as they came; whoever drafts with them takes them."""
+        """Weights of multi-token prediction heads as read, for the drafter."""
         self.head = tied or stored_linear(arriving.take(["lm_head.weight"])["lm_head.weight"], None, options)
         arriving.finish()
         self.trunk = Trunk(config, options, self.embeddings, self.layers, self.norm_f, self.head)

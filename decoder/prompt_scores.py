@@ -1,7 +1,7 @@
-"""Log-probabilities of a prompt's own tokens, gathered while it is read.
+"""Log-probabilities of a prompt's own tokens, collected during prefill.
 
-The token at position p is scored by the logits behind the tokens before it. The first token has none, and neither have
-rows of images, which stand for no token.
+The token at position p is scored by the logits of the tokens before it. The first token has none, and neither have rows
+of images, which are no tokens.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from decoder.step import Row
 from kernels.sample import logprobs
 
 BLOCK = 64
-"""Positions whose logits are held at a time."""
+"""Positions whose logits are in memory at a time."""
 
 
 class PromptScores:
-    """Of the requests under way that asked for them."""
+    """Scores of the running requests that asked for them."""
 
     def __init__(self, logits: Callable[[Tensor], Tensor]) -> None:
         """`logits`: hidden rows `[T, d]` before the final norm -> `[T, vocab]`."""
@@ -28,7 +28,7 @@ class PromptScores:
         self._found: dict[str, list[PromptScore]] = {}
 
     def add(self, rows: Iterable[Row], hidden_TD: Tensor) -> None:
-        """Takes the rows of a step in their order. Nobody asked: no work. One host sync for each block."""
+        """Takes the rows of a step in their order. No work if no request asked. One host sync per block."""
         first = 0
         for row in rows:
             sequence = row.sequence
@@ -59,5 +59,5 @@ class PromptScores:
                 found.append(PromptScore(p + 1, token, logprob, tuple(zip(top, best, strict=True))))
 
     def take(self, request_id: str) -> tuple[PromptScore, ...]:
-        """What there is of a request, by position; forgotten with that."""
+        """Returns and drops the scores of a request, by position."""
         return tuple(self._found.pop(request_id, ()))

@@ -1,25 +1,25 @@
-"""A request while the decoder has it: what it is, how far it has come, and what it holds.
+"""A request in the decoder: its parameters, its progress, and what it holds.
 
-Who writes which part:
+Writers of each part:
 
-    Sequence        the queues (`status`, `leader`, `followers`), the scheduler (`computed`, what admission notes down)
-                    and whoever reads drawn tokens (`tokens`, `unread`, `next_span`); what it is never changes
+    Sequence        the queues (`status`, `leader`, `followers`), the scheduler (`computed`, the notes of admission)
+                    and the reader of drawn tokens (`tokens`, `unread`, `next_span`); its parameters never change
     Holding         `decoder.memory`
     Lookup          `decoder.prefix_cache`
     CacheCursor     `decoder.checkpointing`
     DraftState      `decoder.speculation`
 
-Who owns what, and until when:
+Owners, and until when:
 
     image rows      the source, until `release()`: called once, after the step that consumed the last row has executed,
                     or when the request ends before that; never while a step that reads them is in flight
-    batch slot,     the sequence, from admission to finish, abort or preemption. A step that is still in flight then
-    state slots,    may write to them once more: whoever has them next uses them in a later step, which the device runs
-    pages           behind it. The batch slot is its row in buffers of the sampler and of the batch
-    checkpoints     the prefix cache; between its slot being taken and the end of the step that writes it, the step
+    batch slot,     the sequence, from admission to finish, abort or preemption. A step in flight at that time may
+    state slots,    write to them once more: their next owner uses them in a later step, which the device runs
+    pages           after it. The batch slot is its row in buffers of the sampler and of the batch
+    checkpoints     the prefix cache; between taking the slot and the end of the step that writes it, the step
 
-Samples of one prompt: the first one leads, the others follow. Those hold nothing until the leader has read the prompt;
-then each shares its whole pages, and has a copy of the last, partial page and of the state.
+Samples of one prompt: the first one leads, the others follow. Followers hold nothing until the leader has computed the
+prompt; then each shares its whole pages, and has a copy of the last, partial page and of the state.
 """
 
 from __future__ import annotations

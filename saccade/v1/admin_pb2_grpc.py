@@ -43,8 +43,8 @@ class AdminServiceServicer:
     """
 
     def Drain(self, request, context):
-        """Health turns NOT_SERVING and new generations are refused (UNAVAILABLE, DRAINING); running ones go on. There is no way
-        back but a restart.
+        """Health becomes NOT_SERVING and new generations are rejected (UNAVAILABLE, DRAINING); running ones continue. Only a
+        restart ends this.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -58,7 +58,7 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetLoads(self, request, context):
-        """What the server holds at this moment.
+        """The current load and memory of the server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -7,7 +7,7 @@ from saccade.v1 import batch_pb2 as saccade_dot_v1_dot_batch__pb2
 
 
 class BatchServiceStub:
-    """Files of requests that the server answers while their sender is away, behind all live calls. The file is in OpenAI's
+    """Files of requests that the server processes in the background, at lower priority than all calls. The file is in OpenAI's
     batch format, one chat completion request in each line; images are data URLs or uploaded media (media:ID). A batch
     survives a restart of the server, and belongs to the tenant that has created it.
     """
@@ -56,7 +56,7 @@ class BatchServiceStub:
 
 
 class BatchServiceServicer:
-    """Files of requests that the server answers while their sender is away, behind all live calls. The file is in OpenAI's
+    """Files of requests that the server processes in the background, at lower priority than all calls. The file is in OpenAI's
     batch format, one chat completion request in each line; images are data URLs or uploaded media (media:ID). A batch
     survives a restart of the server, and belongs to the tenant that has created it.
     """
@@ -89,7 +89,7 @@ class BatchServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DeleteBatch(self, request, context):
-        """Of a batch that has ended: its files and all that is known of it.
+        """Deletes an ended batch with its files.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -103,7 +103,7 @@ class BatchServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DownloadBatchOutput(self, request, context):
-        """The answers of a batch that has ended, from any byte on.
+        """The output of an ended batch, from any byte offset.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -156,7 +156,7 @@ def add_BatchServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class BatchService:
-    """Files of requests that the server answers while their sender is away, behind all live calls. The file is in OpenAI's
+    """Files of requests that the server processes in the background, at lower priority than all calls. The file is in OpenAI's
     batch format, one chat completion request in each line; images are data URLs or uploaded media (media:ID). A batch
     survives a restart of the server, and belongs to the tenant that has created it.
     """

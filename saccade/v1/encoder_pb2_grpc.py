@@ -7,8 +7,8 @@ from saccade.v1 import encoder_pb2 as saccade_dot_v1_dot_encoder__pb2
 
 
 class EncoderServiceStub:
-    """What a server with `--role encoder` offers to those with `--role decoder`. Between servers of one release: nothing here is
-    promised to other programs. Needs the scope "encoder".
+    """The service of a server with `--role encoder` for servers with `--role decoder`. It is internal: both must be of the same
+    release. Needs the scope "encoder".
     """
 
     def __init__(self, channel):
@@ -25,17 +25,16 @@ class EncoderServiceStub:
 
 
 class EncoderServiceServicer:
-    """What a server with `--role encoder` offers to those with `--role decoder`. Between servers of one release: nothing here is
-    promised to other programs. Needs the scope "encoder".
+    """The service of a server with `--role encoder` for servers with `--role decoder`. It is internal: both must be of the same
+    release. Needs the scope "encoder".
     """
 
     def Attach(self, request_iterator, context):
-        """One decoder's connection, for as long as both live. The decoder says `hello`, the encoder `welcome`, or refuses a partner
-        of another model. Then images go one way and rows the other, in any order.
+        """The connection of one decoder. The decoder sends `hello`, the encoder answers `welcome`, or ends it if the models differ.
+        Then the decoder sends images and the encoder rows, in any order.
 
-        Credits bound what is under way. An image is sent only once the decoder has reserved the space of its rows: the image
-        is the credit for them. Its pixels are sent only within the window that `welcome` opened, which `credit` opens again by
-        as much as the encoder has let go of.
+        Flow control: an image is sent only after the decoder has reserved memory for its rows. Pixels are sent only within the
+        window given in `welcome`; `credit` enlarges it by the bytes that the encoder has freed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -58,8 +57,8 @@ def add_EncoderServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EncoderService:
-    """What a server with `--role encoder` offers to those with `--role decoder`. Between servers of one release: nothing here is
-    promised to other programs. Needs the scope "encoder".
+    """The service of a server with `--role encoder` for servers with `--role decoder`. It is internal: both must be of the same
+    release. Needs the scope "encoder".
     """
 
     @staticmethod

@@ -7,7 +7,7 @@ from saccade.v1 import inference_pb2 as saccade_dot_v1_dot_inference__pb2
 
 
 class InferenceServiceStub:
-    """Questions to the model. The deadline of a call is its gRPC deadline; cancelling the call stops the work. A failure is a
+    """Generation, embeddings and token counts. The deadline of a call is its gRPC deadline; cancelling the call stops the work. A failure is a
     gRPC status whose details hold google.rpc.ErrorInfo (reason, metadata) and, where it helps, BadRequest, RetryInfo
     and RequestInfo.
     """
@@ -46,7 +46,7 @@ class InferenceServiceStub:
 
 
 class InferenceServiceServicer:
-    """Questions to the model. The deadline of a call is its gRPC deadline; cancelling the call stops the work. A failure is a
+    """Generation, embeddings and token counts. The deadline of a call is its gRPC deadline; cancelling the call stops the work. A failure is a
     gRPC status whose details hold google.rpc.ErrorInfo (reason, metadata) and, where it helps, BadRequest, RetryInfo
     and RequestInfo.
     """
@@ -59,28 +59,28 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StreamGenerate(self, request, context):
-        """The answer as it is written: one Started, then Deltas, then one Finished for each sample.
+        """The answer as it is generated: one Started, then Deltas, then one Finished for each sample.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """What the model makes of a prompt or of an image, as numbers instead of words.
+        """Hidden states of a prompt, or the embedding of an image.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """What a prompt becomes and costs, without running it.
+        """The token ids of a prompt, and the tokens of its images, without running it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelGeneration(self, request, context):
-        """Ends a request from outside of its own call: its caller gets what there is and Finished(FINISH_REASON_ABORTED).
+        """Ends a request from another call: its caller gets the answer so far and Finished(FINISH_REASON_ABORTED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -123,7 +123,7 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
-    """Questions to the model. The deadline of a call is its gRPC deadline; cancelling the call stops the work. A failure is a
+    """Generation, embeddings and token counts. The deadline of a call is its gRPC deadline; cancelling the call stops the work. A failure is a
     gRPC status whose details hold google.rpc.ErrorInfo (reason, metadata) and, where it helps, BadRequest, RetryInfo
     and RequestInfo.
     """

@@ -7,7 +7,7 @@ from saccade.v1 import model_pb2 as saccade_dot_v1_dot_model__pb2
 
 
 class ModelServiceStub:
-    """What the server serves, and what a client may ask of it.
+    """The served model and its limits.
     """
 
     def __init__(self, channel):
@@ -29,7 +29,7 @@ class ModelServiceStub:
 
 
 class ModelServiceServicer:
-    """What the server serves, and what a client may ask of it.
+    """The served model and its limits.
     """
 
     def ListModels(self, request, context):
@@ -66,7 +66,7 @@ def add_ModelServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ModelService:
-    """What the server serves, and what a client may ask of it.
+    """The served model and its limits.
     """
 
     @staticmethod

@@ -97,7 +97,7 @@ class Handoff:
         self.on_change()
         return lease
 
-    # -- for whoever encodes -------------------------------------------------------------------------------------------
+    # -- for encoders --------------------------------------------------------------------------------------------------
 
     def take(self, max_tokens: int | None = None, *, lease: float | None = None) -> list[Work]:
         """Takes RESERVED images for one step of an encoder, about `max_tokens` together (None: all of them), in the
@@ -199,7 +199,7 @@ class Handoff:
             self.on_change()
         return len(doomed)
 
-    # -- for whoever decodes -------------------------------------------------------------------------------------------
+    # -- for the decoder -----------------------------------------------------------------------------------------------
 
     def unblock(self) -> bool:
         """Makes space for the image that has waited longest by evicting READY rows that requests have leased.

@@ -84,14 +84,14 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.pages)
     @rule(data=st.data())
-    def share_page_to_give_way(self, data: st.DataObject) -> None:
+    def share_ceded_page(self, data: st.DataObject) -> None:
         page = data.draw(st.sampled_from(self.pages))
         self.pool.retain_pages([page], ceded=True)
         self.ceded_pages.append(page)
 
     @precondition(lambda self: self.ceded_slots or self.ceded_pages)
     @rule()
-    def release_what_gives_way(self) -> None:
+    def release_ceded(self) -> None:
         for slot in self.ceded_slots:
             self.pool.release_slot(slot, ceded=True)
         self.pool.release_pages(self.ceded_pages, ceded=True)
@@ -224,7 +224,7 @@ def test_what_nobody_has_cannot_be_shared(kind: str) -> None:
     pool.check_integrity([], [4])
 
 
-def test_integrity_notices_memory_that_gives_way_by_mistake() -> None:
+def test_integrity_notices_memory_that_is_ceded_by_mistake() -> None:
     pool = SuperblockPool(3, 2)
     pool.take_slot()
     pool.cede([0])

@@ -136,7 +136,7 @@ def test_bytes_count_against_it() -> None:
 
 
 @pytest.mark.parametrize(("below", "gone"), [(9.9, None), (10, None), (10.1, "a"), (None, "a")])
-def test_only_what_is_worth_less_gives_way(below: float | None, gone: str | None) -> None:
+def test_only_checkpoints_of_less_worth_are_evicted(below: float | None, gone: str | None) -> None:
     shelf = Shelf()
     shelf.put("a", 10)
     assert shelf.evict(below) == gone
@@ -155,7 +155,7 @@ def test_what_is_being_copied_from_stays_and_comes_next_when_it_is_over() -> Non
     assert [shelf.evict() for _ in range(3)] == ["copied", "c", None]
 
 
-def test_nothing_gives_way_where_everything_is_being_copied_from() -> None:
+def test_nothing_is_evicted_while_everything_is_being_copied_from() -> None:
     shelf = Shelf()
     slots = [shelf.put(name, 10).slot for name in "ab"]
     for slot in slots:

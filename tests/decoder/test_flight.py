@@ -1,4 +1,4 @@
-"""What is known on the device about ends: each batch slot's own, whoever had it before and whoever has others."""
+"""End tokens on the device: each batch slot has those of its own sequence, not those of earlier or other ones."""
 
 from __future__ import annotations
 

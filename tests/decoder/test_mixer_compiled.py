@@ -199,7 +199,7 @@ LAYERS = {
     st.lists(st.integers(1, 12), max_size=4),
     st.sampled_from([1, 2, 3]),
 )
-def test_a_row_is_the_same_however_it_is_cut_and_whoever_is_beside_it(
+def test_a_row_is_the_same_however_it_is_cut_and_in_any_batch(
     which: tuple[str, str], parts: list[int], company: list[int], threads: int
 ) -> None:
     layer = LAYERS[which]

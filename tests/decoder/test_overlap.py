@@ -273,7 +273,7 @@ def test_a_step_in_flight_is_work() -> None:
 @pytest.mark.parametrize("after", range(1, 9))
 @pytest.mark.parametrize("speculative", ["none", "ngram"])
 def test_an_abort_in_flight_takes_nobody_along(after: int, speculative: str) -> None:
-    """Whoever goes, whenever: the others get what they get, and its name can be used again at once."""
+    """An abort at any time does not change the other requests' results, and the request id can be reused at once."""
     items: list[Callable[[], DecoderRequest]] = [
         lambda: request("a", range(20), greedy_params(8), [image(4, IMAGE)]),
         lambda: request("b", range(30, 35), SamplingParams(max_tokens=9, seed=3, frequency_penalty=0.5)),
@@ -408,9 +408,8 @@ def test_samples_of_one_prompt(batch_slots: int) -> None:
 
 
 def test_a_step_counts_its_own_time_and_not_that_of_the_one_before() -> None:
-    """A clock that goes on by a second between a launch and the collection of the step before, and by one after it:
-    each step is under way for three of them, and two pass from one to the next.
-    """
+    """A clock that advances by a second between a launch and the collection of the previous step, and by one after it:
+    each step is in flight for three seconds, two of which belong to other steps."""
     runner = make(max_batched_tokens=4)
     seconds = iter(range(10**6))
     runner.timer.clock = lambda: next(seconds)

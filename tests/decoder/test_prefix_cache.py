@@ -251,7 +251,7 @@ def block_bytes(config: DecoderConfig = CONFIG, page_size: int = 4) -> int:
 
 @pytest.mark.parametrize("mode", ["align", "all", "auto"])
 @pytest.mark.parametrize("host_bytes", [0, 10**9])
-def test_what_is_cached_gives_way_to_whoever_runs(mode: str, host_bytes: int) -> None:
+def test_cached_memory_is_evicted_for_running_requests(mode: str, host_bytes: int) -> None:
     """As many preemptions with a cache as without: none here, although the memory is full of checkpoints."""
     options = {"max_len": 48, "memory_bytes": 6 * block_bytes(), "host_bytes": host_bytes, "max_seqs": 2}
     runner = make(mode, **options)

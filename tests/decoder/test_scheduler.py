@@ -171,7 +171,7 @@ def test_an_image_may_be_split_over_chunks() -> None:
 
 
 def test_the_most_urgent_keeps_its_memory() -> None:
-    """Memory for one and a half: the earlier request is never put out for the later one."""
+    """With memory for one and a half requests, the earlier one is never preempted for the later one."""
     scheduler = make(blocks=8, per_block=2, max_seqs=2, host_bytes=0)
     scheduler.add(request("first", 20, 20))
     scheduler.add(request("second", 16, 20))

@@ -87,7 +87,7 @@ def no_shared_memory_for_a_request(client: saccade.Client, running: RunningServe
 
 
 def test_late_and_awake_again_and_late_for_good(model: Path, client: saccade.Client) -> None:
-    """Whoever waits meanwhile is told to come again, and does; one that does not wake is replaced."""
+    """Requests that wait meanwhile are told to retry, and do; a process that does not resume is replaced."""
     with RunningServer(str(model), **OPTIONS, encoder_lease=1.0) as running, ThreadPoolExecutor(1) as pool:
         with saccade.Client(running.address, max_retries=100) as apart:
             sleeping = encoder_of(running)

@@ -55,7 +55,7 @@ def test_no_key_and_no_entry(stubs: Stubs) -> None:
 
 
 def test_a_refusal_does_not_read_the_message(guarded: RunningServer, stubs: Stubs) -> None:
-    """A message above the cap is refused by gRPC as soon as it is read: whoever has no key does not get that far."""
+    """gRPC rejects a message above the limit when it is read; a caller without a key is rejected before that."""
     big = ask("x" * (8 * 2**20))
     assert fails(stubs.inference.Generate, big) == ("UNAUTHENTICATED", "UNAUTHENTICATED")
     assert fails(stubs.inference.Generate, big, metadata=bearer("one")) == ("RESOURCE_EXHAUSTED", "")

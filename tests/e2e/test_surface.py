@@ -287,7 +287,7 @@ def test_a_reader_that_stops_reading_is_dropped(model: Path, caplog: pytest.LogC
 
             small.run(given_back())  # although both calls are still there
             assert not any(call.done() for call in calls)
-            for call in calls:  # who reads on after all gets what was under way, and is told
+            for call in calls:  # a late reader gets what was in progress, then the error
                 assert fails(list, call) == ("DEADLINE_EXCEEDED", "SLOW_READER")
 
 

@@ -65,7 +65,7 @@ def rms(x: Tensor) -> float:
 def test_bfloat16_is_about_as_near_to_float64_as_the_fused_kernel(
     lengths: list[int], width: int, deviation: float
 ) -> None:
-    """Rounding probabilities and outputs to bfloat16 is an error of 0.2 % at least, whoever does it."""
+    """Rounding probabilities and outputs to bfloat16 is an error of at least 0.2 %, whatever the implementation."""
     qkv, scale = packed(lengths, torch.bfloat16, width=width, deviation=deviation), width**-0.5
     truth = exact(qkv, lengths, scale)
     allowed = max(1.3 * rms(fused(qkv, lengths, scale).double() - truth), 0.0025 * rms(truth))

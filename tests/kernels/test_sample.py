@@ -75,7 +75,7 @@ def test_impossible_tokens_are_never_drawn() -> None:
 
 @pytest.mark.parametrize("vocab", [1, 63, 64, 65, 1024, 1025, 3000])
 @pytest.mark.parametrize("top_p", [0.999999999, 1 - 2**-53])
-def test_a_top_p_that_rounding_puts_out_of_reach_keeps_everything(vocab: int, top_p: float) -> None:
+def test_a_top_p_that_rounding_makes_unreachable_keeps_everything(vocab: int, top_p: float) -> None:
     """The candidates' sums are float64 and the row's total is of float32 weights: the share may never be reached."""
     logits, uniforms = torch.randn(40, vocab) * 0.3, torch.linspace(1e-3, 1 - 1e-3, 40, dtype=torch.float64)
     off = torch.zeros(40, dtype=torch.int64), torch.full((40,), top_p, dtype=torch.float64), torch.zeros(40)

@@ -376,7 +376,7 @@ def test_a_job_that_is_copied_elsewhere_goes_on_there(run: Run, script: Script, 
 # -- crashes -----------------------------------------------------------------------------------------------------------
 
 
-# Whoever runs the tests may ignore SIGINT, as a shell does for what it starts in the background; children inherit it.
+# The test runner may ignore SIGINT, as shells do for background jobs; child processes inherit that.
 PROGRAM = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
     "from saccade.cli import main; sys.exit(main(sys.argv[1:]))"

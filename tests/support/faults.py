@@ -136,7 +136,7 @@ def frontend_killed(model: str, streams: int) -> Numbers:
 
 
 def sigterm_under_load(model: str, clients: int) -> Numbers:
-    """Whoever is being answered is answered to the end; whoever comes later is told."""
+    """Answers in progress are finished; later callers are told that the server is stopping."""
     with ServerProcess([model, *PLAIN, "--max-seqs", str(clients), "--grace", "120"]) as server:
         with saccade.Client(server.address, max_retries=0) as client:
             requests = [{"prompt": f"{i}", "max_tokens": 300, "ignore_eos": True, "seed": i} for i in range(clients)]
@@ -201,7 +201,7 @@ def slow_readers(model: str, readers: int) -> Numbers:
             steady = client.generate("steady", max_tokens=20, temperature=0, ignore_eos=True)
             calls = [channel.unary_stream(method)(message) for channel in channels]
             for call in calls:
-                next(call)  # under way, and from here on unread
+                next(call)  # in progress, and unread from here on
             assert client.generate("steady", max_tokens=20, temperature=0, ignore_eos=True) == steady
             server.drained()  # each has lost its place, by its end or by the limit on a message's wait
             outcomes: Counter[str] = Counter()

@@ -69,7 +69,7 @@ def test_scopes(guard: Guard) -> None:
     assert Guard(None, admin=True).admit(DRAIN, {}).salt == b""
 
 
-def test_whoever_may_not_is_told_how_to_allow_it(guard: Guard) -> None:
+def test_a_caller_without_the_scope_is_told_how_to_get_it(guard: Guard) -> None:
     with pytest.raises(errors.PermissionDenied, match="--admin"):
         Guard(None).admit(DRAIN, {})
     with pytest.raises(errors.PermissionDenied, match="'one' has not; its entry in the server's --api-keys file"):
@@ -110,7 +110,7 @@ def test_what_a_key_may_without_saying_so(tmp_path: Path) -> None:
     assert guard.named("plain", "batch") and not guard.named("plain", "admin") and not guard.named("", "batch")
 
 
-def test_whoever_shows_a_wrong_token_is_not_asked_for_another(guard: Guard) -> None:
+def test_a_caller_with_a_wrong_token_is_not_asked_for_another(guard: Guard) -> None:
     with pytest.raises(errors.Unauthenticated):
         guard.admit(GENERATE, {"authorization": "Bearer nonsense", "x-api-key": "sk-1"})
     assert guard.admit(GENERATE, {"authorization": b"Bearer sk-1", "x-api-key": "nonsense"}).name == "one"

@@ -208,7 +208,7 @@ def test_what_is_taken_back_from_late_writers_goes_on_in_order_of_arrival() -> N
     assert {work.key for work in handoff.expire()} == {b"a", b"b"}
     order = []
     for work in late:
-        handoff.publish([work])  # its space is free now, for whoever is first
+        handoff.publish([work])  # its memory is now free for the first that waits
         order += encode(handoff)
     assert order == [b"a", b"b"] and not leases[2].ready
     for lease in leases:

@@ -33,7 +33,7 @@ def test_in_order_and_never_above_the_bound() -> None:
     asyncio.run(run())
 
 
-def test_whoever_needs_none_does_not_wait() -> None:
+def test_a_request_without_bytes_does_not_wait() -> None:
     async def run() -> None:
         gate = ByteGate(10)
         held = await gate.acquire(10)
@@ -49,7 +49,7 @@ def test_whoever_needs_none_does_not_wait() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whoever_stops_waiting_leaves_nothing(seed: int) -> None:
+def test_a_request_that_stops_waiting_leaves_nothing(seed: int) -> None:
     async def run() -> None:
         rng = random.Random(seed)
         gate = ByteGate(8)

@@ -1,0 +1,70 @@
+"""The words that docs/glossary.md retires do not come back, in identifiers, comments, messages or pages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+FOLDERS = (
+    "benchmarks", "decoder", "deploy", "docs", "encoder", "examples", "families", "kernels", "protos", "saccade",
+    "service", "tests",
+)  # fmt: skip
+SUFFIXES = {".cpp", ".h", ".js", ".md", ".proto", ".py", ".sh", ".toml", ".yaml"}
+EXEMPT = {"docs/glossary.md", "docs/log.md", "tests/test_words.py", "tests/demo/test_data.py"}
+
+# A retired word of the glossary -> its forms in text and in identifiers.
+FORMS = {
+    "picture": r"pictures?",
+    "seat": r"seats?",
+    "fronts": r"fronts",
+    "under way": r"under[ _-]?way",
+    "puts out": r"put(?:s|ting)?[ _]out",
+    "throws out": r"thr(?:ow|ows|ew|own)[ _]out",
+    "gives way": r"g(?:ive|ives|ave|iven|iving)[ _]way",
+    "whoever": r"whoever",
+}
+# The demo's questions and files, and the former name of an option.
+QUOTED = re.compile(
+    r"demo/pictures|\"demo\" / \"pictures\"|example\.pictures|the picture(?: show)?\?|\"--fronts\"", re.IGNORECASE
+)
+
+
+def glossary() -> list[str]:
+    """The words of the glossary's table of retired words."""
+    section = (CHECKOUT / "docs" / "glossary.md").read_text().split("## Retired words")[1].split("These have kept")[0]
+    return [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("| ")][2:]
+
+
+def found(text: str) -> Iterator[tuple[int, str]]:
+    """(line, retired word) of a text. A word is bounded by anything but letters, so `in_picture_now` holds one."""
+    pattern = re.compile(
+        "|".join(rf"(?<![a-z])(?:{form})(?![a-z])" for form in FORMS.values()),
+        re.IGNORECASE,
+    )
+    for number, line in enumerate(text.splitlines(), 1):
+        for match in pattern.finditer(QUOTED.sub("", line)):
+            yield number, match[0]
+
+
+def test_the_glossary_lists_what_is_checked() -> None:
+    assert glossary() == list(FORMS)
+
+
+def test_retired_words_are_found_in_identifiers_and_sentences() -> None:
+    for line in ("NO_PICTURE_WORKER", "under_way_now = 1", "a seat's ring", "it gives way.", "def picture(seed):"):
+        assert list(found(line)), line
+    for line in ("a pictured thing", "demo/pictures/a.png", 'ask("What does the picture show?")', "in front of it"):
+        assert not list(found(line)), line
+
+
+def test_no_retired_word_is_used() -> None:
+    problems = [
+        f"{path.relative_to(CHECKOUT)}:{number}: {word!r}; docs/glossary.md says what it is called now"
+        for folder in FOLDERS
+        for path in sorted((CHECKOUT / folder).rglob("*"))
+        if path.suffix in SUFFIXES and path.relative_to(CHECKOUT).as_posix() not in EXEMPT
+        for number, word in found(path.read_text(errors="replace"))
+    ]
+    assert not problems, "\n".join(problems)
