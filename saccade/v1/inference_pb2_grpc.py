@@ -7,7 +7,8 @@ from saccade.v1 import inference_pb2 as saccade_dot_v1_dot_inference__pb2
 
 
 class InferenceServiceStub:
-    """Generation, embeddings and token counts. The deadline of a call is its gRPC deadline; cancelling the call stops the work. A failure is a
+    """Generation, embeddings and token counts. The deadline of a call is its gRPC deadline; cancelling the call stops the work.
+    A failure is a
     gRPC status whose details hold google.rpc.ErrorInfo (reason, metadata) and, where it helps, BadRequest, RetryInfo
     and RequestInfo.
     """
@@ -46,7 +47,8 @@ class InferenceServiceStub:
 
 
 class InferenceServiceServicer:
-    """Generation, embeddings and token counts. The deadline of a call is its gRPC deadline; cancelling the call stops the work. A failure is a
+    """Generation, embeddings and token counts. The deadline of a call is its gRPC deadline; cancelling the call stops the work.
+    A failure is a
     gRPC status whose details hold google.rpc.ErrorInfo (reason, metadata) and, where it helps, BadRequest, RetryInfo
     and RequestInfo.
     """
@@ -123,7 +125,8 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
-    """Generation, embeddings and token counts. The deadline of a call is its gRPC deadline; cancelling the call stops the work. A failure is a
+    """Generation, embeddings and token counts. The deadline of a call is its gRPC deadline; cancelling the call stops the work.
+    A failure is a
     gRPC status whose details hold google.rpc.ErrorInfo (reason, metadata) and, where it helps, BadRequest, RetryInfo
     and RequestInfo.
     """
