@@ -1,7 +1,8 @@
 """Prepares a request's prompt: decodes images and clips to patches, and converts messages to ids with positions for
 image rows.
 
-Runs on one event loop; work of more than a millisecond runs in threads. Decoded bytes count against the request from
+Runs on one event loop; work of more than a millisecond runs in threads. An `ImageProcessor` decodes files and cuts them
+into patches: in a server a pool of processes, and this one has no pixels. Decoded bytes count against the request from
 before decoding until the encoder has read them, even if the request has failed meanwhile.
 """
 
@@ -9,19 +10,26 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from threading import Lock
 from typing import Any, TypeVar
 
+from encoder.frames import VideoError
+from encoder.images import ImageError
+from encoder.stopwatch import Stopwatch
+from families import VisionSpec
 from service.answers.bounds import FrontendLimits, characters, check_counts, check_size
 from service.answers.prompts import Prompt, check_ids, check_room, read, system_end, widen
 from service.common import errors
-from service.common.types import ChatInput, GenerateSpec, ImageInput, MediaSource, TokensInput, Video, files
+from service.common.types import ChatInput, GenerateSpec, Image, ImageInput, MediaSource, TokensInput, Video, files
 from service.engine.types import EngineInfo
 from service.media.gate import ByteGate, Grant
-from service.media.images import ImageProcessor, Preparer
+from service.media.images import ImageProcessor, MediaLimits, most_bytes, video_rule
 from service.media.prepared import PreparedItem
 from service.model.assets import ModelAssets
 
@@ -97,6 +105,105 @@ async def _end(jobs: Sequence[Future[Any]], waiting: Sequence[asyncio.Future[Any
             future.exception()
     if cancelled is not None:
         raise cancelled
+
+
+class Preparer:
+    """Turns the media of requests into prepared items. Thread-safe."""
+
+    def __init__(
+        self, processor: ImageProcessor, vision: VisionSpec, dtype: str, limits: MediaLimits, revision: str
+    ) -> None:
+        """`dtype`: of the patches, by its name. `revision`: the model's, part of every key."""
+        self._processor, self._vision, self._dtype, self._limits = processor, vision, dtype, limits
+        self._seed = hashlib.sha256(f"{revision}|{dtype}|{vision}".encode()).digest()
+        self._lock = Lock()
+        self._counts: Counter[str] = Counter()
+
+    def prepare(self, source: MediaSource, salt: bytes) -> PreparedItem:
+        """Raises InvalidArgument with the field at fault."""
+        watch = Stopwatch()
+        try:
+            if isinstance(source, Video):
+                return self._video(source, salt, watch)
+            item = self._processor.image(source.data, watch)
+            return replace(item, field=source.field, key=self._key(salt, b"image", source.data))
+        except ImageError as error:
+            kind = "VIDEO" if isinstance(source, Video) else "IMAGE"
+            raise errors.InvalidArgument(
+                f"{source.field}: {error}", reason=f"{kind}_DECODE_FAILED", field=source.field
+            ) from error
+        except ValueError as error:
+            raise errors.InvalidArgument(f"{source.field}: {error}", field=source.field) from error
+        finally:
+            self._count(source, watch)
+
+    def looked_at(self, source: MediaSource) -> MediaSource:
+        """Drops, from a video given as frames, those that will not be sampled, so that they are not fetched."""
+        if not isinstance(source, Video) or not source.elsewhere or not source.frames:
+            return source
+        rule = self._vision.video_rule
+        if rule is None:  # rejected later, with the field's name
+            return source
+        wanted = set(rule.sample(len(source.frames), source.max_frames or self._limits.video_frames))
+        frames = (
+            frame if index in wanted or not frame.elsewhere else Image(b"", frame.field)
+            for index, frame in enumerate(source.frames)
+        )
+        return Video(source.data, source.field, frames=tuple(frames), fps=source.fps, max_frames=source.max_frames)
+
+    def most_bytes(self, source: MediaSource) -> int:
+        """Upper bound on the bytes of the patches of an image or video, before its file is read."""
+        frames = None
+        if isinstance(source, Video):
+            frames = self._limits.video_frames if source.max_frames is None else source.max_frames
+        return most_bytes(self._vision, self._dtype, frames)
+
+    def stats(self) -> dict[str, float]:
+        """Images, videos and frames since the start, and the seconds spent in each stage."""
+        names = ("images", "videos", "frames", "decode_seconds", "resize_seconds", "patch_seconds")
+        with self._lock:
+            return {name: float(self._counts[name]) for name in names}
+
+    def _count(self, source: MediaSource, watch: Stopwatch) -> None:
+        with self._lock:
+            self._counts["videos" if isinstance(source, Video) else "images"] += 1
+            self._counts["frames"] += watch.frames
+            for stage, seconds in watch.seconds.items():
+                self._counts[f"{stage}_seconds"] += seconds  # type: ignore[assignment]
+
+    def _video(self, source: Video, salt: bytes, watch: Stopwatch) -> PreparedItem:
+        most = self._limits.video_frames
+        wanted = most if source.max_frames is None else source.max_frames
+        if not 1 <= wanted <= most:
+            raise ValueError(f"max_frames is {wanted}; it must be from 1 to {most}")
+        rule = video_rule(self._vision)
+        if source.frames:
+            self._check_frames(source)
+            indices = rule.sample(len(source.frames), wanted)
+            files = [source.frames[index].data for index in indices]
+            item = self._processor.frames(list(zip(indices, files, strict=True)), watch)
+            dated, fps, content = len(indices) < len(source.frames), source.fps, files
+        else:
+            video = self._processor.video(source.data, wanted, watch)
+            indices = rule.sample_file(video.total, wanted, lambda: video.fps)
+            item, dated, fps, content = video.item, True, video.fps, [source.data]
+        labels = rule.labels(len(indices), fps=fps, indices=indices if dated else None)
+        key = self._key(salt, b"video%d" % len(indices), *content)
+        return replace(item, field=source.field, key=key, labels=tuple(labels), frames=len(indices))
+
+    def _check_frames(self, source: Video) -> None:
+        limits = self._limits.video
+        size = sum(len(frame.data) for frame in source.frames)
+        if size > limits.max_bytes:
+            raise VideoError(f"the video has {size} bytes, more than the {limits.max_bytes} that are allowed")
+        limits.check(len(source.frames), 1, 1)
+
+    def _key(self, salt: bytes, kind: bytes, *content: bytes) -> bytes:
+        """Computed here and not by the decoding worker: the key must belong to the bytes that this client sent."""
+        digest = hashlib.sha256(self._seed + len(salt).to_bytes(4, "big") + salt + kind)
+        for part in content:
+            digest.update(hashlib.sha256(part).digest())
+        return digest.digest()
 
 
 class Preparation:

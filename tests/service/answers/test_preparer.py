@@ -8,9 +8,10 @@ import pytest
 from clips import animation, moving_frames
 from images import png
 
+from service.answers.prepare import Preparer
 from service.common.config import ServerOptions
 from service.common.types import Image, MediaSource, Video
-from service.media.images import MediaLimits, Preparer
+from service.media.images import MediaLimits
 from service.media.patches import local_processor
 from service.media.prepared import PreparedItem
 from service.servers.limits import load_assets
