@@ -18,16 +18,16 @@ from decoder.step import Row, Step
 
 
 class Start(NamedTuple):
-    """The cached prefix that a sequence starts from, and the memory that it gets with it."""
+    """The cached prefix that a sequence starts from, with the memory for it."""
 
     hit: Hit
     slots: list[int]
-    """The checkpoint's own slot, where the state is handed over instead of copied."""
+    """The checkpoint's own slot, if the state is handed over instead of copied."""
     pages: list[int]
 
 
 class Admission:
-    """Starts waiting sequences in order, as long as there is budget and memory."""
+    """Starts waiting sequences in order, as long as the token budget and memory allow."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Admission:
                 break
             start = self._make_room(sequence, hit, step, chosen, budget)
             if start is None:
-                if hit.tokens and not chosen:  # the whole memory is not enough for it: it waits for its images instead
+                if hit.tokens and not chosen:  # not even the whole memory is enough: it waits for its images
                     assert self.cache is not None
                     self.cache.overlook(sequence)
                     continue
@@ -78,8 +78,7 @@ class Admission:
 
     def row(self, sequence: Sequence, budget: int, cached: int = 0) -> Row | None:
         """The tokens that the sequence can compute now, after its `cached` first tokens if it has computed none; `None`
-        when its next row is not ready.
-        """
+        if its next row is not ready."""
         start = max(sequence.computed, cached)
         align = 1 if self.cache is None else self.cache.placement.grid
         budget = min(budget, self._max_chunk or budget)
@@ -89,7 +88,7 @@ class Admission:
     def lookup(self, sequence: Sequence) -> Hit:
         """The cached prefix of a sequence that has computed nothing."""
         request = sequence.request
-        # Log-probabilities of all prompt tokens are wanted, so all are computed.
+        # Log-probabilities of all prompt tokens are requested, so all are computed.
         whole = request.pooled or request.sampling.prompt_logprobs is not None
         if self.cache is None or sequence.computed or whole:
             return MISS
@@ -103,25 +102,23 @@ class Admission:
         return sequence.ready_end(done) > max(done, sequence.barrier - 1)
 
     def _first_row(self, sequence: Sequence, hit: Hit, budget: int) -> Row | None:
-        """Its first row after a hit, or `None` while its image is not ready or before it has what it was preempted
-        for."""
+        """Its first row after a hit; `None` while its image is not ready, or before the row is ready for which it was
+        preempted."""
         if sequence.ready_end(max(sequence.computed, hit.tokens)) < sequence.barrier:
             return None
         return self.row(sequence, budget, hit.tokens)
 
     def _defers(self, sequence: Sequence, hit: Hit, chosen: dict[int, Row]) -> bool:
-        """Whether a row of this step leaves a state that the sequence can continue from in the next one. It waits for
-        that once.
-        """
+        """Whether a row of this step leaves a state that the sequence can continue from in the next step. A sequence
+        waits for that only once."""
         if self.checkpointing is None or sequence.deferred or sequence.computed:
             return False
         sequence.deferred = self.checkpointing.leaves(sequence, hit, chosen.values())
         return sequence.deferred
 
     def _make_room(self, sequence: Sequence, hit: Hit, step: Step, chosen: dict[int, Row], budget: int) -> Start | None:
-        """Finds memory for a batch slot, state slots and pages of a sequence that has `hit`, or of the whole of it;
-        `None` where there is none. Only sequences that wait for images are preempted for it.
-        """
+        """Finds memory for a batch slot, state slots and pages of a sequence that has `hit`, or of the whole sequence;
+        `None` if there is none. Only sequences that wait for images are preempted for it."""
         stuck: list[Sequence] | None = None
         while True:
             if self.memory.batch_slot_free:
@@ -138,9 +135,8 @@ class Admission:
             self.preemption.preempt(stuck.pop(), step, chosen)
 
     def _take_hit(self, sequence: Sequence, hit: Hit, step: Step) -> Start | None:
-        """Takes memory for a sequence that starts from `hit`: the state is copied, or, where memory is short, handed
-        over by the cache. `None`, with nothing changed, when neither fits.
-        """
+        """Takes memory for a sequence that starts from `hit`: the state is copied or, if memory is short, handed over
+        by the cache. `None`, with nothing changed, if neither fits."""
         memory, pool = self.memory, self.memory.pool
         fresh = memory.pages_for(len(sequence.tokens)) - len(hit.pages)
         pool.retain_pages(hit.pages)
@@ -159,7 +155,8 @@ class Admission:
         return start
 
     def _adopt(self, sequence: Sequence, hit: Hit, step: Step) -> Start | None:
-        """Hands the checkpoint over to the sequence, unless it is being copied from. Its pages are retained before."""
+        """Hands the checkpoint over to the sequence, unless it is being copied from. Its pages must have been
+        retained."""
         memory, pool, checkpoint = self.memory, self.memory.pool, hit.checkpoint
         if checkpoint is None or checkpoint.slot < 0 or pool.slot_owners(checkpoint.slot) > 1:
             return None

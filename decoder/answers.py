@@ -29,7 +29,7 @@ class Answers:
         *,
         at_once: bool,
     ) -> None:
-        """`at_once`: tokens are on the host as soon as the step returns."""
+        """`at_once`: tokens are on the host when the step returns."""
         self.states, self.speculation, self.timer = states, speculation, timer
         self.pools, self.prompt_scores = pools, prompt_scores
         self.sequences: dict[str, Sequence] = {}
@@ -66,8 +66,7 @@ class Answers:
 
     def finish(self, step: Step, tokens: list[TokenEvent]) -> list[TokenEvent]:
         """Releases image rows that have been read, and ends requests that have their last token. To be called with the
-        result of `read`, after the step's memory has been taken over.
-        """
+        result of `read`, after the step's memory has been committed."""
         for row in step.rows:
             if row.sequence.next_span < len(row.sequence.request.spans):
                 _release_spans(row.sequence, min(row.end, row.sequence.computed))
@@ -152,7 +151,7 @@ class Answers:
         return TokenEvent(sequence.request_id, None, finish_reason="error", error=error)
 
     def end(self, sequence: Sequence) -> None:
-        """Frees all that a request holds. No step in flight may still be reading its images."""
+        """Frees everything that a request holds. No step in flight may still read its images."""
         self.states.finish(sequence)
         for span in sequence.request.spans[sequence.next_span :]:
             span.source.release()
@@ -166,7 +165,7 @@ class Answers:
 
 
 def _hits(row: Row, choices: SequenceOf[Choice]) -> int:
-    """Number of a row's drafts that equal the tokens drawn at their positions: those before the first that differs."""
+    """Number of a row's drafts that equal the tokens drawn at their positions, up to the first that differs."""
     drafts = row.sequence.draft.tokens
     return next((place for place in range(row.drafts) if choices[place].token != drafts[place]), row.drafts)
 

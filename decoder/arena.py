@@ -1,8 +1,8 @@
 """The decoder's memory: convolution windows, recurrent states and KV pages of all layers, in one buffer of superblocks.
 
-A superblock holds either the windows and states of every recurrent layer of one sequence, or `pages_per_block` pages of
-keys and values of `page_size` tokens over every attention layer. Each layer sees the buffer through a strided view,
-`[slots, ...]` or `[pages, ...]`; nothing is copied to change what a superblock is.
+A superblock contains either the windows and states of every recurrent layer of one sequence, or `pages_per_block` pages
+of keys and values of `page_size` tokens over every attention layer. Each layer has a strided view of the buffer,
+`[slots, ...]` or `[pages, ...]`; changing the use of a superblock copies nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _aligned(size: int) -> int:
 
 
 def paged(config: DecoderConfig, options: DecoderOptions) -> tuple[PageSpec, ...]:
-    """Key-value pages of the model, then of heads that draft."""
+    """Key-value pages of the model, then of drafting heads."""
     return config.pages + (config.mtp_pages if options.speculative == "mtp" else ())
 
 
@@ -43,18 +43,18 @@ class ArenaLayout:
     """Sizes in bytes of one model's memory. Pure arithmetic; `saccade plan` prints it."""
 
     window_bytes: tuple[int, ...]
-    """Of each recurrent layer's convolution window, padded to the alignment."""
+    """Bytes of each recurrent layer's convolution window, padded to the alignment."""
     state_bytes: tuple[int, ...]
-    """Of each recurrent layer's state, padded to the alignment."""
+    """Bytes of each recurrent layer's state, padded to the alignment."""
     page_bytes: int
     """One page over all attention layers; 0 without attention."""
     page_size: int
     slots_per_seq: int = 1
     """Slots that a running sequence holds."""
     ring_bytes: int = 0
-    """The ring of one running sequence, over all recurrent layers; 0 unless states are replayed."""
+    """Bytes of the ring of one running sequence, over all recurrent layers; 0 unless states are replayed."""
     carry_bytes: int = 0
-    """The hidden row that a drafter continues from, in each slot; 0 without a drafter that needs it."""
+    """Bytes of the hidden row that a drafter continues from, in each slot; 0 without a drafter that needs it."""
 
     @classmethod
     def of(cls, config: DecoderConfig, options: DecoderOptions) -> ArenaLayout:
@@ -75,7 +75,7 @@ class ArenaLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """Windows, states and drafter's row of one sequence; 0 where there are none."""
+        """Bytes of windows, states and drafter's row of one sequence; 0 if there are none."""
         return sum(self.window_bytes) + sum(self.state_bytes) + self.carry_bytes
 
     @property
@@ -87,18 +87,18 @@ class ArenaLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Of one superblock. A model with neither states nor pages has blocks of one alignment unit, which are never
-        accessed."""
+        """Bytes of one superblock. A model with neither states nor pages has blocks of one alignment unit, which are
+        never accessed."""
         return max(ALIGNMENT, self.pages_per_block * self.page_bytes or self.slot_bytes)
 
     def blocks_for(self, sequences: int, tokens: int) -> int:
-        """Superblocks that `sequences` requests of `tokens` tokens each need at a time."""
+        """Superblocks that `sequences` requests of `tokens` tokens each need together."""
         slots = sequences * self.slots_per_seq if self.slot_bytes else 0
         pages = sequences * _cdiv(tokens, self.page_size)
         return slots + (_cdiv(pages, self.pages_per_block) if self.pages_per_block else 0)
 
     def sequences_for(self, blocks: int, tokens: int) -> int:
-        """How many requests of `tokens` tokens fit at a time."""
+        """Number of requests of `tokens` tokens that fit together."""
         low, high = 0, blocks * max(1, self.pages_per_block) + 1
         while low < high:
             middle = (low + high + 1) // 2
@@ -107,21 +107,21 @@ class ArenaLayout:
 
 
 def machine_memory() -> int:
-    """Bytes of memory this machine has."""
+    """Bytes of memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def device_memory(device: str) -> int:
-    """Bytes of memory where tensors of this device live."""
+    """Bytes of memory of a device."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.get_device_properties(torch.device(device)).total_memory)
     return machine_memory()
 
 
 def resolve_blocks(layout: ArenaLayout, options: DecoderOptions, reserved: int = 0) -> int:
-    """The number of superblocks of the arena. `ValueError` when one request of `max_len` does not fit.
+    """The number of superblocks of the arena. Raises `ValueError` if one request of `max_len` does not fit.
 
-    `reserved`: bytes of the memory share that are needed for something else, such as graphs.
+    `reserved`: bytes of the memory share that are needed for other purposes, such as graphs.
     """
     needed = layout.blocks_for(1, options.max_len)
     if options.memory_bytes is None:
@@ -155,16 +155,15 @@ class Saved(NamedTuple):
     state: Tensor | None
     pages: Tensor | None
     ring: tuple[Tensor, ...] = ()
-    """The inputs of each Mamba layer since the state."""
+    """The inputs of each recurrent layer since the state."""
 
 
 class Arena:
     """The buffer, its views for each layer, and its bookkeeping (`pool`)."""
 
     def __init__(self, config: DecoderConfig, options: DecoderOptions, *, reserved: int = 0) -> None:
-        """Memory is reserved and not touched: on a CPU, pages that are never used take no memory. `ValueError` and
-        `reserved` as above.
-        """
+        """Memory is reserved but not touched: on a CPU, unused pages take no physical memory. `ValueError` and
+        `reserved`: see `resolve_blocks`."""
         self.layout = ArenaLayout.of(config, options)
         blocks = resolve_blocks(self.layout, options, reserved)
         self.pool = SuperblockPool(blocks, self.layout.pages_per_block, has_slots=self.layout.slot_bytes > 0)

@@ -1,4 +1,5 @@
-"""Weights while a model is being built: each is freed when its layer is done, so that few are in memory at a time."""
+"""Weights while a model is being built: each is freed when its layer is finished, so that few are in memory at a
+time."""
 
 from __future__ import annotations
 
@@ -14,8 +15,7 @@ AnyWeight = Tensor | Quantised
 
 class ArrivingWeights:
     """Named weights from an iterator. An iterator without a length is read as weights are needed, and must be in the
-    order of `DecoderConfig.expected_weights`; others may have any order.
-    """
+    order of `DecoderConfig.expected_weights`; others may have any order."""
 
     def __init__(self, config: DecoderConfig, weights: Iterable[tuple[str, AnyWeight]]) -> None:
         self._config, self._source = config, iter(weights)
@@ -28,9 +28,8 @@ class ArrivingWeights:
             self._read_all()
 
     def take(self, names: Collection[str]) -> dict[str, AnyWeight]:
-        """Returns those of these names that exist and removes them. `ValueError` lists all names that are missing,
-        unknown or of a wrong shape, in the whole model.
-        """
+        """Returns those of these names that exist and removes them. `ValueError` lists all names of the whole model
+        that are missing, unknown or of a wrong shape."""
         last = max((self._places[name] for name in names), default=-1)
         while self._place < last and self._read():
             pass
@@ -41,13 +40,13 @@ class ArrivingWeights:
         return found
 
     def finish(self) -> None:
-        """Reads the rest. `ValueError` as `take`, also for names that were never taken."""
+        """Reads the rest. `ValueError` as in `take`, also for names that were never taken."""
         self._read_all()
         check_shapes(self._config, self._shapes)
         assert not self._held, f"weights that no layer took: {', '.join(self._held)}"
 
     def _read(self) -> bool:
-        """Reads one more; False at the end. A wrong one ends the reading with an error about all."""
+        """Reads one more; False at the end. A wrong one ends reading with an error about all."""
         item = next(self._source, None)
         if item is None:
             return False

@@ -1,4 +1,4 @@
-"""Operations of compiled code for attention: its product, norms and rotation, attention itself, gate, projection."""
+"""Operations of compiled code for attention: projection, norms and rotation, attention, gate, output projection."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernels.native.structs import AttentionShape, Code, Op
 
 
 def attention_operations(of: OperationParts, norm: Tensor, mixer: AttentionMixer, scale: float) -> list[Op]:
-    """Adds `scale` times the attention of the normed rows to the residual stream."""
+    """Adds `scale` times the attention of the normalised rows to the residual stream."""
     last = of.packed(mixer.o_proj)
     spec, kv = mixer.spec, mixer.kv
     address = ctypes.addressof(_shape(of, mixer))

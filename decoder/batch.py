@@ -1,8 +1,8 @@
 """The tensors of one step, built from the scheduler's rows.
 
-Tokens are packed row after row. The first `updates` rows bring one token each on top of an existing state and take
-the update path; rows to be verified bring a token and drafts, which may be taken back; the rows after them are scanned.
-To attention, tokens of the first two kinds are single queries. What a layer needs is here once for all layers.
+Tokens are packed row after row. The first `updates` rows have one token each after an existing state and take the
+update path; rows to be verified have a token and drafts, which may be rejected; the rows after them are scanned. For
+attention, tokens of the first two kinds are single queries. The tensors are shared by all layers.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from kernels.slots import SlotRun
 from kernels.transfer import upload
 
 CHUNK_LIMIT: dict[Implementation, int] = {"reference": 64, "triton": 128}
-"""Longest chunk of the scan: the work per token grows with a chunk's length, and on a CPU shorter chunks stay in the
-cache; on a GPU longer ones write fewer states.
-"""
+"""Longest chunk of the scan: the work per token grows with a chunk's length. On a CPU shorter chunks stay in the cache;
+on a GPU longer ones write fewer states."""
 
 
 @dataclass(frozen=True)
@@ -47,19 +46,19 @@ class ScanRows:
     computed_R: Tensor
     tables_RW: Tensor
     chunks: tuple[Chunk, ...] | Tensor
-    """Empty for a model without recurrent layers. This and what follows are tensors in a graph's batch."""
+    """Empty for a model without recurrent layers. This and the following fields are tensors in a graph's batch."""
     state_saves: tuple[tuple[int, int], ...] | Tensor = ()
-    """(chunk, slot): the state after that chunk is kept there."""
+    """(chunk, slot): the state after that chunk is saved in the slot."""
     window_saves: tuple[tuple[int, int, int], ...] | Tensor = ()
-    """(row, end, slot): the conv window after that many of these tokens is kept there."""
+    """(row, end, slot): the conv window after `end` of these tokens is saved in the slot."""
     cut: tuple[list[int], list[int], int] | None = None
     """For each row its tokens and those before them, and the chunk length; `None` without recurrent layers."""
     static_tables: ScanTables | None = None
-    """In a graph, its own buffers."""
+    """A graph's own buffers."""
 
     @cached_property
     def tables(self) -> ScanTables | None:
-        """Tensors for the kernels of recurrent layers in place of the tuples above, made once a step; `None` without
+        """Tensors that replace the tuples above for the kernels of recurrent layers, made once per step; `None` without
         such layers."""
         if self.static_tables is not None or self.cut is None:
             return self.static_tables
@@ -67,7 +66,7 @@ class ScanRows:
         return self.padded_tables(None, device) if implementation(device.type)[0] == "triton" else None
 
     def padded_tables(self, sizes: Mapping[str, int] | None, device: torch.device) -> ScanTables:
-        """The same with room for `sizes`."""
+        """`tables` padded to `sizes`."""
         assert self.cut is not None and not isinstance(self.window_saves, Tensor)
         return ScanTables.of(*self.cut, self.window_saves, device=device, padded=sizes)
 
@@ -75,21 +74,21 @@ class ScanRows:
 @dataclass(frozen=True)
 class VerifyTensors:
     """The V rows after the updates: a token and drafts, up to T tokens each, of which the first ones will be accepted.
-    Padding: batch slot, slots -1, accepted 1 (0 where inputs are replayed), length 0.
-    """
+    Padding: batch slot, slots -1, accepted 1 (0 if inputs are replayed), length 0."""
 
     batch_slots_V: Tensor
     slots_VT: Tensor
-    """`[V, 1 + K]` slots of each row, or `[V, 1]` where inputs are replayed."""
+    """`[V, 1 + K]` slots of each row, or `[V, 1]` if inputs are replayed."""
     accepted_V: Tensor
-    """Which slot the row starts from, from 1; where inputs are replayed, how many of its ring are valid."""
+    """The slot that the row starts from, counted from 1; if inputs are replayed, the number of valid steps of its
+    ring."""
     lengths_V: Tensor
     places_VT: Tensor
-    """Which of these rows' packed tokens is token t of row v; the row's first where there is none."""
+    """Index of token t of row v among these rows' packed tokens; the row's first if there is none."""
     packed: Tensor
-    """Where in `[V * T]` each packed token is."""
+    """Index of each packed token in `[V * T]`."""
     span: int
-    """Ring steps that the kernels read; 0 where states are written instead."""
+    """Ring steps that the kernels read; 0 if states are written instead."""
     slot_runs: tuple[SlotRun, ...] | None
     """Slots of the rows' current states; `None` in a graph."""
 
@@ -109,12 +108,12 @@ class Held(NamedTuple):
     batch_slot: int
     slots: list[int]
     accepted: int
-    """As in `VerifyTensors`."""
+    """See `VerifyTensors`."""
     tokens: int
 
 
 class VerifyRows:
-    """Rows to be verified: on the host (`None` in a graph), and as tensors, which are made when asked for."""
+    """Rows to be verified: on the host (`None` in a graph), and as tensors, which are made when needed."""
 
     def __init__(self, held: tuple[Held, ...] | None, replayed: bool, make: Callable[[], VerifyTensors]) -> None:
         self.held, self.replayed, self._make = held, replayed, make
@@ -142,11 +141,11 @@ class Batch:
     longest: int
     tables_QW: Tensor
     places_T: Tensor
-    """Where each token's key and value go: page * page_size + offset."""
+    """Destination of each token's key and value: page * page_size + offset."""
     verify: VerifyRows | None
     scan: ScanRows | None
     samples: Tensor | None
-    """Tokens whose logits are wanted; `None` when all are, in order."""
+    """Tokens whose logits are needed; `None` for all, in order."""
     positions_TA: Tensor | None = None
     """Positions of tokens on each axis; `None` for a model whose layers read none."""
 
@@ -157,16 +156,15 @@ class Batch:
 
 
 class Unread(NamedTuple):
-    """The results of the step before, on the device: its tokens `[M]`, and which of them end their request (`None`:
-    none can).
-    """
+    """The results of the previous step, on the device: its tokens `[M]`, and which of them end their request (`None`:
+    none can)."""
 
     tokens_M: Tensor
     ended_M: Tensor | None
 
 
 class BatchBuilder:
-    """Makes a `Batch` of rows; keeps what lives longer than a step."""
+    """Makes a `Batch` of rows; owns the tensors that live longer than a step."""
 
     def __init__(self, config: DecoderConfig, options: DecoderOptions) -> None:
         self.config, self.options = config, options
@@ -189,11 +187,11 @@ class BatchBuilder:
         scan_all: bool = False,
         unread: Unread | None = None,
     ) -> Batch:
-        """Rows in the scheduler's order. `images[request_id]`: what `image_rows` gave for the row.
+        """Rows in the scheduler's order. `images[request_id]`: result of `image_rows` for the row.
 
-        `checkpoints[arrival]`: (position, slot) of states to keep; those at a row's very end are not this one's work.
-        `scan_all`: rows of one token are scanned like the others, as in a graph of mixed rows. `unread`: where ids that
-        the host does not know come from.
+        `checkpoints[arrival]`: (position, slot) of states to save; those at a row's end are saved elsewhere.
+        `scan_all`: rows of one token are scanned like the others, as in a graph of mixed rows. `unread`: source of ids
+        that the host does not know.
         """
         single = None if scan_all or any(images.values()) else self._single(rows)
         if single is not None:
@@ -232,9 +230,8 @@ class BatchBuilder:
         return batch if unread is None else self._filled(batch, rows, unread)
 
     def _single(self, rows: SequenceOf[Row]) -> Batch | None:
-        """The batch of rows of one token each on top of a state, all of which draw, packed into one tensor: nearly all
-        steps are like this. `None` where there are other rows.
-        """
+        """The batch of rows of one token each after a state, all of which draw, packed into one tensor, which covers
+        nearly all steps. `None` if there are other rows."""
         tables = self.tables
         alone = singles(rows, tables, self.options.page_size, 0)
         if alone is None:
@@ -269,8 +266,7 @@ class BatchBuilder:
 
     def _filled(self, batch: Batch, rows: SequenceOf[Row], unread: Unread) -> Batch:
         """The batch with the ids that only the device knows, each of a row of one token. A row whose token ended its
-        request becomes padding: slot -1, place -1, no keys.
-        """
+        request becomes padding: slot -1, place -1, no keys."""
         places: list[tuple[int, int, int]] = []
         first = 0
         for index, row in enumerate(rows):
@@ -299,7 +295,7 @@ class BatchBuilder:
         return upload(values, torch.int64, self.options.device) if values else self._empty
 
     def _pages(self, rows: SequenceOf[Row], alone: int) -> tuple[Tensor, Tensor]:
-        """Page tables of each token of the first `alone` rows and of the rows behind them; the place of each token."""
+        """Page tables of each token of the first `alone` rows and of the rows after them; the place of each token."""
         if self.tables is None:
             return self._empty, self._empty
         size = self.options.page_size
@@ -389,9 +385,9 @@ class BatchBuilder:
 
 
 def image_rows(row: Row, hidden_size: int) -> list[tuple[int, Tensor]]:
-    """Embeddings that fall into this row's tokens, as (token of the row, `[n, hidden]`). Reads the sources.
+    """Embeddings for this row's tokens, as (token of the row, `[n, hidden]`). Reads the sources.
 
-    `ValueError` when a source has not the rows that its span in the prompt asks for.
+    Raises `ValueError` if a source's rows do not match its span in the prompt.
     """
     found = []
     for span in row.sequence.request.spans[row.sequence.next_span :]:

@@ -1,11 +1,11 @@
-"""Which superblocks of the arena are free, and who holds references to the others. Pure Python, no tensors.
+"""Superblocks of the arena: which are free, and who holds references to the others. Pure Python, no tensors.
 
 A superblock is free, or one state slot, or a run of `pages_per_block` KV pages. A slot has the number of its
-superblock; page `p` lies in superblock `p // pages_per_block`. Slots are taken from the low end and superblocks for
-pages from the high end, so that both stay dense.
+superblock; page `p` is in superblock `p // pages_per_block`. Slots are taken from the low end and superblocks for pages
+from the high end, so that both stay dense.
 
     free superblock -> take_slot -> slot     -> (retain)* release -> free superblock
-    free superblock -> take_pages -> pages   -> (retain)* release -> free superblock once its last page is back
+    free superblock -> take_pages -> pages   -> (retain)* release -> free superblock when its last page is free
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Claims:
-    """References that some owners hold, and how many superblocks these take. Counted as references come and go, so that
-    reading the counts takes constant time.
-    """
+    """References of some owners, and the superblocks that these take. Counted as references change, so that reading the
+    counts takes constant time."""
 
     pages_per_block: int
     slots: dict[int, int] = field(default_factory=dict)
@@ -28,7 +27,7 @@ class Claims:
     pages: dict[int, int] = field(default_factory=dict)
     """Page -> references."""
     blocks: dict[int, int] = field(default_factory=dict)
-    """Superblock -> different pages of it."""
+    """Superblock -> number of different pages of it."""
 
     @property
     def used_blocks(self) -> int:
@@ -40,7 +39,7 @@ class Claims:
         return len(self.blocks) * self.pages_per_block - len(self.pages)
 
     def add(self, slots: Iterable[int] = (), pages: Iterable[int] = ()) -> None:
-        """One more reference to each; slots below 0 are skipped."""
+        """Adds a reference to each; slots below 0 are skipped."""
         for slot in slots:
             if slot >= 0:
                 self.slots[slot] = self.slots.get(slot, 0) + 1
@@ -52,7 +51,7 @@ class Claims:
                 self.blocks[block] = self.blocks.get(block, 0) + 1
 
     def remove(self, slots: Iterable[int] = (), pages: Iterable[int] = ()) -> tuple[list[int], list[int]]:
-        """One reference less to each. Returns the slots and the pages that have none left."""
+        """Removes a reference from each. Returns the slots and the pages that have none left."""
         freed_slots, freed_pages = [], []
         for slot in slots:
             if slot >= 0:
@@ -73,7 +72,7 @@ class Claims:
 
 
 class PartlyFree:
-    """Free pages of the superblocks that have used pages too."""
+    """Free pages of superblocks that also have used pages."""
 
     def __init__(self) -> None:
         self.pages: dict[int, list[int]] = {}
@@ -104,7 +103,7 @@ class PartlyFree:
 class SuperblockPool:
     """Counted references to slots and pages that share one set of superblocks.
 
-    A reference is either needed or ceded. What only ceded references hold can be reclaimed at any time.
+    A reference is either needed or ceded. Memory that only has ceded references can be reclaimed at any time.
     """
 
     def __init__(self, num_blocks: int, pages_per_block: int, has_slots: bool = True) -> None:
@@ -134,7 +133,7 @@ class SuperblockPool:
 
     @property
     def loose_pages(self) -> int:
-        """Free pages in superblocks that hold used ones too: memory that only pages can use."""
+        """Free pages in superblocks that also have used ones: memory that only pages can use."""
         return self._held.loose_pages
 
     def fits(self, slots: int, pages: int) -> bool:
@@ -151,9 +150,9 @@ class SuperblockPool:
     # -- taking and giving back ----------------------------------------------------------------------------------------
 
     def take_slot(self, high: bool = False) -> int | None:
-        """A slot with one reference, -1 for a model without states, or `None` when memory is short.
+        """A slot with one reference, -1 for a model without states, or `None` if memory is short.
 
-        `high`: from the high end, for checkpoints, so that the slots of running sequences lie side by side.
+        `high`: from the high end, for checkpoints, so that the slots of running sequences are adjacent.
         """
         if not self.has_slots:
             return -1
@@ -165,7 +164,7 @@ class SuperblockPool:
         return slot
 
     def take_pages(self, count: int) -> list[int] | None:
-        """`count` pages with one reference each, or `None` and nothing taken when memory is short."""
+        """`count` pages with one reference each, or `None` and nothing taken if memory is short."""
         if self.pages_per_block == 0 or count == 0:
             return []
         if not self.fits(0, count):
@@ -187,11 +186,11 @@ class SuperblockPool:
         return taken
 
     def slot_owners(self, slot: int) -> int:
-        """References to a slot; 0 for one that nobody has."""
+        """References to a slot; 0 for a free one."""
         return self._held.slots.get(slot, 0)
 
     def page_owners(self, page: int) -> int:
-        """References to a page; 0 for one that nobody has."""
+        """References to a page; 0 for a free one."""
         return self._held.pages.get(page, 0)
 
     def fits_beside(self, slots: int, pages: int, claims: Claims) -> bool:
@@ -202,13 +201,13 @@ class SuperblockPool:
         return blocks <= self.num_blocks - claims.used_blocks
 
     def retain_slot(self, slot: int) -> None:
-        """One more reference."""
+        """Adds a reference."""
         assert slot < 0 or slot in self._held.slots, f"slot {slot} has no references"
         self._held.add(slots=(slot,))
         self.needed.add(slots=(slot,))
 
     def retain_pages(self, pages: Iterable[int], *, ceded: bool = False) -> None:
-        """One more reference to each; `ceded`: one that is ceded from the start."""
+        """Adds a reference to each, a ceded one if `ceded`."""
         pages, held = list(pages), self._held.pages
         assert all(page in held for page in pages), f"each of the pages {pages} must have references"
         self._held.add(pages=pages)
@@ -216,14 +215,14 @@ class SuperblockPool:
             self.needed.add(pages=pages)
 
     def release_slot(self, slot: int, *, ceded: bool = False) -> None:
-        """One reference less, a ceded one if `ceded`; the last one frees the superblock."""
+        """Removes a reference, a ceded one if `ceded`; removing the last one frees the superblock."""
         if not ceded:
             self.needed.remove(slots=(slot,))
         for freed in self._held.remove(slots=(slot,))[0]:
             insort(self._free, freed)
 
     def release_pages(self, pages: Iterable[int], *, ceded: bool = False) -> None:
-        """One reference less to each, a ceded one if `ceded`; a superblock without used pages is free again."""
+        """Removes a reference from each, a ceded one if `ceded`; a superblock without used pages becomes free."""
         pages = list(pages)
         if not ceded:
             self.needed.remove(pages=pages)
@@ -240,21 +239,20 @@ class SuperblockPool:
                 self._partly_free.changed(block)
 
     def cede(self, slots: Iterable[int] = (), pages: Iterable[int] = ()) -> None:
-        """One needed reference to each becomes a ceded one."""
+        """Turns one needed reference to each into a ceded one."""
         self.needed.remove(slots, pages)
 
     def claim(self, slots: Iterable[int] = (), pages: Iterable[int] = ()) -> None:
-        """One ceded reference to each becomes a needed one."""
+        """Turns one ceded reference to each into a needed one."""
         self.needed.add(slots, pages)
 
     def check_integrity(
         self, slots: Iterable[int] = (), pages: Iterable[int] = (), ceded_slots: Iterable[int] = (),
         ceded_pages: Iterable[int] = (),
     ) -> None:  # fmt: skip
-        """`AssertionError` unless free + slots + page blocks = all, and the owners named are those that are counted.
+        """`AssertionError` unless free + slots + page blocks = all, and the given owners match the counts.
 
-        `slots`, `pages`: one entry for each needed reference that somebody holds; `ceded_slots`, `ceded_pages`: for
-        each of the others.
+        `slots`, `pages`: one entry for each needed reference; `ceded_slots`, `ceded_pages`: for each ceded one.
         """
         holding = {page // self.pages_per_block for page in self._held.pages}
         partly = self._partly_free.pages

@@ -1,7 +1,7 @@
-"""The static buffers of decoder graphs: what they are, how a step is written into them, and the batch around them.
+"""The static buffers of decoder graphs: their definitions, writing a step into them, and the batch of a graph.
 
-Every bucket of a kind is a prefix of that kind's buffers; the kinds share none. `set_batch` writes a step into the
-first rows and the fill into the rest: nothing of an earlier step is left in a bucket that is about to run.
+Every bucket of a kind is a prefix of that kind's buffers; kinds share no buffers. `set_batch` writes a step into the
+first rows and fill values into the rest, so no values of an earlier step are left in a bucket that is about to run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Field:
     rest: tuple[int, ...]
     dtype: torch.dtype
     fill: float | None
-    """What rows that a step leaves empty hold; `None`: its last value again."""
+    """Value of rows that a step does not use; `None`: its last value is repeated."""
     rows: Callable[[int], int] = int
 
     def bytes(self, size: int) -> int:
@@ -61,17 +61,17 @@ def position_fields(config: DecoderConfig, rows: Callable[[int], int] = int) -> 
 
 
 def runs_kernels(options: DecoderOptions) -> bool:
-    """Whether layers run Triton's kernels, not the references."""
+    """Whether layers run Triton kernels instead of the references."""
     return implementation(torch.device(options.device).type)[0] == "triton"
 
 
 def _saves(options: DecoderOptions, size: int) -> int:
-    """How many checkpoints a mixed bucket of `size` tokens has room for."""
+    """Number of checkpoints that fit a mixed bucket of `size` tokens."""
     return -(-size // options.page_size) + min(size, options.max_seqs)
 
 
 def scan_room(config: DecoderConfig, options: DecoderOptions, size: int) -> dict[str, int]:
-    """What a mixed bucket's scan tables have room for."""
+    """Sizes of a mixed bucket's scan tables."""
     rows, chunk = min(size, options.max_seqs), BatchBuilder.scan_chunk(config, options)
     return ScanTables.room(size, rows, _saves(options, size), chunk)
 
@@ -110,8 +110,7 @@ def mixed_fields(config: DecoderConfig, options: DecoderOptions) -> dict[str, Fi
 
 def verify_fields(config: DecoderConfig, options: DecoderOptions) -> dict[str, Field]:
     """Buffers of verify graphs: `size` updates, then `size` rows of 1 + K tokens. Padded rows: slots and batch slot -1,
-    length 0, accepted 1 (0 where inputs are replayed); padded tokens: length 0, place -1.
-    """
+    length 0, accepted 1 (0 if inputs are replayed); padded tokens: length 0, place -1."""
     long, width = torch.int64, options.num_drafts + 1
 
     def tokens(size: int) -> int:
@@ -140,7 +139,7 @@ def graph_fields(kind: str, config: DecoderConfig, options: DecoderOptions) -> d
 
 
 def hidden_field(kind: str, config: DecoderConfig, options: DecoderOptions) -> Field:
-    """What a graph leaves behind."""
+    """The output buffer of a graph."""
     dtype = torch.float32 if config.residual_in_fp32 else options.dtype
     return Field((config.hidden_size,), dtype, 0.0, graph_fields(kind, config, options)["x"].rows)
 
@@ -162,7 +161,7 @@ class BatchBuffers:
         return {name: tensor[: self.fields[name].rows(size)] for name, tensor in self.tensors.items()}
 
     def set_batch(self, size: int, values: Mapping[str, Tensor]) -> None:
-        """Writes every field: the values, then the fill up to the end of the bucket."""
+        """Writes every field: the values, then fill values up to the end of the bucket."""
         for name, view in self.view(size).items():
             value, fill = values[name], self.fields[name].fill
             count = value.shape[0]
@@ -206,7 +205,7 @@ def decode_batch(view: Mapping[str, Tensor], longest: int) -> Batch:
 
 
 def places_of(batch: Batch, size: int, width: int) -> Tensor:
-    """Where in a verify bucket each token of the batch is."""
+    """Index in a verify bucket of each token of the batch."""
     assert batch.verify is not None
     rows = batch.verify.tensors
     given = rows.places_VT.shape[1]
@@ -217,7 +216,7 @@ def places_of(batch: Batch, size: int, width: int) -> Tensor:
 def verify_values(
     x_TD: Tensor, batch: Batch, fields: Mapping[str, Field], size: int, places: Tensor
 ) -> dict[str, Tensor]:
-    """The batch's tokens at `places`, fill elsewhere."""
+    """The batch's tokens at `places`, fill values elsewhere."""
     assert batch.verify is not None
     rows = batch.verify.tensors
 
@@ -242,7 +241,7 @@ def verify_values(
 
 
 def verify_batch(view: Mapping[str, Tensor], longest: int, span: int, width: int) -> Batch:
-    """The places of its tokens never change."""
+    """The places of its tokens are constants of the graph."""
     size, empty = view["slots"].shape[0], view["slots"][:0]
     packed = torch.arange(size * width, device=empty.device)
     rows = VerifyTensors(
@@ -259,7 +258,7 @@ def verify_batch(view: Mapping[str, Tensor], longest: int, span: int, width: int
 
 
 def mixed_values(x_TD: Tensor, batch: Batch, room: Mapping[str, int] | None) -> dict[str, Tensor]:
-    """`room`: that of the bucket's scan tables, where it has any."""
+    """`room`: sizes of the bucket's scan tables, if it has any."""
     scan = batch.scan
     assert scan is not None and not isinstance(scan.chunks, Tensor)
     tables = {} if room is None else {"scan_tables": scan.padded_tables(room, x_TD.device).buffer}

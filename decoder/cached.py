@@ -14,7 +14,7 @@ class Node:
     children: int = 0
     checkpoints: dict[bytes, Checkpoint] = field(default_factory=dict)
     tails: dict[int, int] = field(default_factory=dict)
-    """Tail length -> checkpoints of that length."""
+    """Tail length -> checkpoints with that length."""
 
 
 @dataclass(eq=False)
@@ -27,7 +27,7 @@ class Checkpoint:
     tail: int
     """Page that begins with the tail's tokens, or -1."""
     gain: int
-    """Tokens that it saves over the next shorter checkpoint of its prefix."""
+    """Tokens saved compared with the next shorter checkpoint of its prefix."""
     uses: int = 1
     worth: float = 0.0
     ticket: int = 0

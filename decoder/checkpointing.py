@@ -1,4 +1,4 @@
-"""Which states of sequences are kept in the prefix cache, and when. The only writer of `CacheCursor`."""
+"""Decides which states of sequences are kept in the prefix cache, and when. The only writer of `CacheCursor`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Checkpointing:
     """Keeps the states at positions that the cache's placement policy chooses."""
 
     def __init__(self, cache: PrefixCache, memory: SequenceMemory, most: int | None = None) -> None:
-        """`most`: states that may be kept at once; None: as many as the arena has room for."""
+        """`most`: largest number of states that may be kept; None: as many as fit the arena."""
         self.cache, self.memory, self.most = cache, memory, most
         self._unwritten = 0
-        """State slots that running steps are to write."""
+        """State slots that running steps will write."""
 
     def start(self, sequence: Sequence, hit: Hit) -> None:
-        """Sets at which positions the states of a sequence that starts after `hit` are to be kept."""
+        """Sets the positions at which the states of a sequence that starts after `hit` are kept."""
         self.cache.use(sequence, hit)
         placement, request = self.cache.placement, sequence.request
         marks = placement.prompt_marks(
@@ -41,7 +41,7 @@ class Checkpointing:
         share_keys(leader, follower)
 
     def marks(self, row: Row) -> list[int]:
-        """Positions in a row whose states are to be kept."""
+        """Positions in a row whose states are kept."""
         sequence = row.sequence
         if row.end < sequence.cursor.next_mark:
             return []
@@ -62,7 +62,7 @@ class Checkpointing:
         return False
 
     def place(self, step: Step) -> None:
-        """Takes slots for the states to be kept of this step's rows, from memory that is needed for nothing better."""
+        """Takes slots for the states of this step's rows that are kept, from memory without a better use."""
         for row in step.rows:
             sequence, cursor = row.sequence, row.sequence.cursor
             if row.end < cursor.next_mark:
@@ -79,7 +79,7 @@ class Checkpointing:
             cursor.next_mark = self.cache.placement.next_mark(cursor.marks, sequence.prompt_len, row.end)
 
     def _within_budget(self, gain: int) -> bool:
-        """Whether one more state may be kept, if need be in place of a less worthy one."""
+        """Whether one more state may be kept, possibly by evicting a checkpoint of less worth."""
         while self.most is not None and len(self.cache.order) + self._unwritten >= self.most:
             if not self.cache.evict(self.cache.order.worth(gain)):
                 return False
@@ -92,7 +92,7 @@ class Checkpointing:
             self.cache.pool.release_slot(slot)
 
     def register(self, sequence: Sequence, kept: Iterable[tuple[int, int]]) -> None:
-        """The states (position, slot) of a sequence have been written: inserts them, so that they can be found."""
+        """The states (position, slot) of a sequence have been written: inserts them into the cache."""
         cache, cursor = self.cache, sequence.cursor
         for position, slot in kept:
             self._unwritten -= 1
@@ -113,9 +113,9 @@ class Checkpointing:
 
     def keep(self, sequence: Sequence) -> tuple[int, int] | None:
         """Gives the state after all computed tokens of a running sequence to the cache, under `auto` and in models
-        without states. Returns (from, to) of the state, which must be copied before anything else runs; where there is
-        no memory for a copy, the sequence's own slot passes to the cache. To be called just before it is finished.
-        """
+        without states. Returns (from, to) of the state, which must be copied before anything else runs; if there is no
+        memory for a copy, the sequence's own slot passes to the cache. To be called just before the sequence is
+        finished."""
         cache, page, end = self.cache, self.cache.placement.page, sequence.computed
         if sequence.status is not Status.RUNNING:
             return None

@@ -1,8 +1,8 @@
-"""Where a sequence leaves checkpoints of its state, and what that can take. Pure policy: ints in, ints out.
+"""Where checkpoints of a sequence's state are kept, and their sizes. Pure policy: ints in, ints out.
 
-A checkpoint at `p` is the conv windows and SSM states of all Mamba layers after the first `p` tokens. `none` leaves
+A checkpoint at `p` has the conv windows and states of all recurrent layers after the first `p` tokens. `none` keeps
 none; `align` the last boundary of `state_block` below the prompt's end, and one that moves along with the output; `all`
-every boundary; `auto` the places where a later prompt is likely to part from this one.
+every boundary; `auto` the positions where a later prompt is likely to differ from this one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from decoder.metadata import STATE_MODES
 
 NEVER = 1 << 62
 COARSE = 4
-"""`auto` also keeps the state at the last multiple of so many chunks: it survives eviction longer than the last one."""
+"""`auto` also keeps the state at the last multiple of this many chunks: it survives eviction longer than the last
+one."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,11 @@ class Placement:
     block: int
     """`state_block`: the grid of `align` and `all`."""
     chunk: int
-    """Chunk of the scan: a scan that continues from a state at its multiples gives the same bits as an uninterrupted
+    """Chunk of the scan: a scan that continues from a state at a multiple gives the same bits as an uninterrupted
     one."""
     page: int
     has_states: bool = True
-    """False for a model without Mamba layers: only whole pages are kept."""
+    """False for a model without recurrent layers: only whole pages are kept."""
 
     def prompt_marks(
         self, prompt: int, *, images: Iterable[int] = (), wanted: Iterable[int] = (), junction: int = 0
@@ -55,7 +56,7 @@ class Placement:
 
     @property
     def grid(self) -> int:
-        """Chunks of a prompt end on multiples of this, where they can."""
+        """Chunks of a prompt end on multiples of this if possible."""
         return self.block if self.has_states and self.mode in ("align", "all") else self.chunk
 
     @property
@@ -88,17 +89,16 @@ def resolve_state_block(state_block: int | None, page: int, chunk: int) -> int:
 
 
 def most_checkpoints(budget: int | None, slot_bytes: int) -> int | None:
-    """Number of state checkpoints that fit so many bytes; None: as many as the arena has room for. Models without
-    states, whose slots take 0 bytes, have no bound.
-    """
+    """Number of state checkpoints that fit this many bytes; None: as many as fit the arena. Models without states,
+    whose slots take 0 bytes, have no limit."""
     return None if budget is None or not slot_bytes else budget // slot_bytes
 
 
 def state_slots(mode: str, max_len: int, state_block: int, num_speculative: int = 0, checkpoints: int = 0) -> int:
-    """State slots that one request of `max_len` tokens can hold, its running state included.
+    """State slots that one request of `max_len` tokens can hold, including its running state.
 
-    `num_speculative`: draft tokens with a slot of their own (0 where inputs are replayed). `checkpoints`: those of the
-    request under `auto`. `ValueError` for an unknown mode or sizes below 1.
+    `num_speculative`: draft tokens with a slot of their own (0 if inputs are replayed). `checkpoints`: those of the
+    request under `auto`. Raises `ValueError` for an unknown mode or sizes below 1.
     """
     if mode not in STATE_MODES:
         raise ValueError(f"mode {mode!r} is not one of {', '.join(STATE_MODES)}")

@@ -1,4 +1,4 @@
-"""A drafting head in compiled code, a pass or all passes of a step in one call: `decoder.mtp` in short."""
+"""A drafting head in compiled code: one pass, or all passes of a step in one call. `decoder.mtp` has the maths."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class CompiledHead(Operations):
                 raise NativeUnavailable(f"a head with {type(mixer).__name__} has no compiled form")
             ops += layer
         ops += [self.norm(head.final, last), self.linear(last, Target.LOGITS)]
-        # The float rows that this leaves are the hidden states of the next pass.
+        # This leaves the hidden states of the next pass as float rows.
         ops.append(Op(Code.NORM, Kind.F32, hidden, norm=self.pointer(head.final)))
         self._all = range(len(ops))
         self.complete(ops, MAX_ROUTED)
@@ -44,9 +44,9 @@ class CompiledHead(Operations):
         self._starts, self._zeros = torch.arange(MAX_ROUTED + 1), torch.zeros(MAX_ROUTED, dtype=torch.int64)
 
     def enter(self, embedded_TD: Tensor, hidden_TD: Tensor, places_T: Tensor, positions_TA: Tensor | None) -> None:
-        """As `MtpHead.enter`, for at most `max_tokens`."""
+        """Like `MtpHead.enter`, for at most `max_tokens` tokens."""
         tokens = self._take(embedded_TD, hidden_TD)
-        lengths = self._zeros.data_ptr()  # nothing is looked at
+        lengths = self._zeros.data_ptr()  # the lengths are not used
         step = Step(tokens, tokens, self._starts.data_ptr(), lengths=lengths, places=places_T.data_ptr())
         self.run(self._enter, _with(step, positions_TA))
 
@@ -54,7 +54,7 @@ class CompiledHead(Operations):
         self, embedded_RD: Tensor, hidden_RD: Tensor, places_R: Tensor, tables_RW: Tensor, lengths_R: Tensor,
         positions_RA: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """As `MtpHead.predict`, for at most `max_tokens`."""
+        """Like `MtpHead.predict`, for at most `max_tokens` tokens."""
         rows = self._take(embedded_RD, hidden_RD)
         logits = torch.empty(rows, self.config.vocab_size)
         step = Step(
@@ -68,12 +68,12 @@ class CompiledHead(Operations):
         self, given_ND: Tensor, due: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int, int, int]],
         positions: Sequence[Sequence[tuple[int, ...]]], tables_RW: Tensor, draws: bytes,
     ) -> list[list[int]]:  # fmt: skip
-        """Makes the entries of `due`, (token, place), then the drafts of `rows`, (last token, its place, its keys with
-        itself, how many drafts); at most `max_tokens` of each.
+        """Makes the entries of `due`, (token, place), then the drafts of `rows`, (last token, its place, number of its
+        keys including itself, number of drafts); at most `max_tokens` of each.
 
-        `given`: the trunk's rows before all these tokens, before its final norm. `draws`: `Draw`s of the first drafts,
-        where later ones differ in their position alone. `positions`: of the entries of `due`, then of each pass of
-        `rows`; empty for a head that reads none. `tables`: pages from the first that each row looks at.
+        `given`: the trunk's rows before all these tokens, before its final norm. `draws`: `Draw` structs of the first
+        drafts; later ones differ in position only. `positions`: of the entries of `due`, then of each pass of `rows`;
+        empty for a head that reads none. `tables`: pages from the first that each row attends to.
         """
         count, passes = len(rows), max((row[3] for row in rows), default=0)
         first, pages, keys, counts = zip(*rows, strict=True) if rows else ((), (), (), ())

@@ -15,28 +15,28 @@ from decoder.sequence import Sequence
 from kernels.sample.compiled import Drawing, DrawRow, Wish, packed
 
 Largest = Callable[[Tensor], list[int] | None]
-"""The ids of the largest of logits, where they are known."""
+"""Returns the ids of the largest logits of rows, if they are known."""
 
 
 @dataclass
 class _SlotState:
-    """What belongs to the sequence in one batch slot."""
+    """Sampling data of the sequence in one batch slot."""
 
     admission: int
     wish: Wish
     address: int
-    """Of `wish`."""
+    """Address of `wish`."""
     kept: tuple[object, ...]
-    """What `wish` points to."""
+    """Objects that `wish` points to."""
     tokens: array[int] = field(default_factory=lambda: array("q"))
-    """The sequence's, where it is penalised for them."""
+    """The sequence's tokens, if penalties count them."""
 
 
 class CompiledSampler:
-    """As `decoder.sampler.Sampler`, of float32 logits on the host."""
+    """Like `decoder.sampler.Sampler`, for float32 logits on the host."""
 
     def __init__(self, vocab_size: int, max_seqs: int, largest: Largest) -> None:
-        """As there. Raises NativeUnavailable with the reason."""
+        """See `Sampler`. Raises NativeUnavailable with the reason."""
         self._largest = largest
         self._drawing = Drawing(vocab_size)
         self._slots: list[_SlotState | None] = [None] * max_seqs
@@ -44,7 +44,7 @@ class CompiledSampler:
     def sample(
         self, logits_LV: Tensor, sequences: SequenceOf[Sequence], ahead: SequenceOf[SequenceOf[int]]
     ) -> list[Choice]:
-        """One token for each row."""
+        """Draws one token per row."""
         if all(sequence.request.sampling.plain for sequence in sequences):
             return list(map(Choice, self._largest(logits_LV) or self._drawing(logits_LV)[0]))
         borrowed: list[array[int]] = []
@@ -62,7 +62,7 @@ class CompiledSampler:
         ]
 
     def steady(self, sequences: SequenceOf[Sequence]) -> bytes | None:
-        """As `Sampler.steady`."""
+        """See `Sampler.steady`."""
         for sequence in sequences:
             params = sequence.request.sampling
             if params.penalised or sequence.output_len < params.min_tokens:
@@ -70,7 +70,7 @@ class CompiledSampler:
         return packed([self._row(sequence, (), []) for sequence in sequences])
 
     def _row(self, sequence: Sequence, ahead: SequenceOf[int], borrowed: list[array[int]]) -> DrawRow:
-        """`borrowed` keeps what the row points to."""
+        """`borrowed` keeps the objects alive that the row points to."""
         held, params = sequence.held, sequence.request.sampling
         state = self._slots[held.batch_slot]
         if state is None or state.admission != held.admission:

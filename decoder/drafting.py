@@ -1,4 +1,4 @@
-"""Which tokens to draft, and how many. Pure policy: integers and measured seconds in, integers out.
+"""Decides which tokens to draft, and how many. Pure policy: integers and measured seconds in, integers out.
 
 A draft is a guess at what plain sampling will draw: these rules affect speed, never an answer.
 """
@@ -13,24 +13,23 @@ from statistics import fmean, median
 LONGEST, SHORTEST = 4, 2
 """Lengths of the token runs that are looked up: a single token is too unspecific."""
 LOOKED_AT = 64
-"""Most earlier occurrences of the last two tokens that are compared for the longest run."""
+"""Number of earlier occurrences of the last two tokens that are compared for the longest run."""
 
 FORGET, FORGET_ALL = 0.95, 0.98
 """Decay per verified step of the acceptance statistics of a request, and of all requests."""
 PRIOR_WEIGHT = 3.0
 """Weight, in drafts, of the acceptance of all requests in the estimate for one."""
 FIRST_RATE = 0.6
-"""Assumed until something has been measured: acceptance; and the time of a step with drafts: plain steps that it takes
-longer, and those that each draft adds.
-"""
+"""Defaults until something has been measured: acceptance rate; and the additional time of a step with drafts in plain
+steps, a fixed part and one per draft."""
 FIRST_FIXED, FIRST_EACH = 0.1, 0.1
 WORTH = 1.03
-"""Least gain in tokens a second over plain decoding that drafts must promise: measurements are inexact."""
+"""Smallest gain in tokens per second over plain decoding for which drafts are made: measurements are inexact."""
 
 FIRST_GAP, LAST_GAP = 64, 512
-"""Tokens between two probes of a request whose own drafts do not pay while others' do; each failure doubles them."""
+"""Tokens between two probes of a request whose own drafts do not pay while others' do; doubled after each failure."""
 PROBE_DISTANCE = 32
-"""Steps between the probes of two such requests: all requests wait for a probe."""
+"""Steps between the probes of two such requests, since a probe delays all requests."""
 QUIET = {"unwanted": 16, "unfound": 16, "refused": 64, "unready": 256}
 """Steps without drafts, by reason, after which drafting pauses: by the statistics of all requests drafts would not pay;
 nothing was found to propose; those here are rejected although others' were accepted; the drafter has seen too little of
@@ -58,13 +57,14 @@ class NgramIndex:
         self._last: dict[tuple[int, int], int] = {}
         """Two tokens -> the position after their last occurrence."""
         self._before: list[int] = [0, 0]
-        """By position: that of the occurrence before; 0 where there was none."""
+        """By position: position of the previous occurrence; 0 if there is none."""
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        """At most `count` tokens, none where the last ones are new. `tokens` begins with what it was before.
+        """At most `count` tokens; none if the last tokens have not occurred before. `tokens` must extend those of the
+        previous call.
 
-        The longest run is used, and of several the last one. A run that reaches the end of the sequence repeats itself:
-        the proposal continues the repetition.
+        The longest run is used, among equals the latest. A run that reaches the end of the sequence repeats itself: the
+        proposal continues the repetition.
         """
         last, before = self._last, self._before
         for end in range(len(before), len(tokens)):
@@ -106,7 +106,7 @@ class Record:
 
 
 class StepTimes:
-    """How much longer steps with drafts take than steps of as many rows without, by what was measured."""
+    """Measures how much longer steps with drafts take than steps of as many rows without."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -136,14 +136,12 @@ class StepTimes:
 
     def plain(self, rows: int) -> float:
         """Seconds of a step without drafts: the median, or that of fewer or more rows if smaller, so that a few slow
-        steps cannot distort it.
-        """
+        steps do not distort it."""
         return min(median(seconds) for count, seconds in self._plain.items() if count >= rows)
 
     def extra(self, rows: int) -> list[float]:
-        """The additional time, in plain steps, of a step of so many rows with 1, 2, ... drafts each: a fixed part and
-        one for each draft, by the line through the measurements. Of a single measurement, half counts as each.
-        """
+        """The additional time, in plain steps, of a step of `rows` rows with 1, 2, ... drafts each: a fixed part and a
+        part per draft, from a line through the measurements. With a single measurement each part gets half."""
         size = rows.bit_length()
         if size not in self._extra:
             points = [(each, median(found)) for each, found in self._longer.get(size, {}).items()]

@@ -1,4 +1,4 @@
-"""The table of token embeddings, which may be the vocabulary projection's weight."""
+"""The table of token embeddings, which may share its weight with the vocabulary projection."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from kernels.native import Kind
 
 
 class EmbeddingTable:
-    """`[vocab, d]`: a tensor, or where both are one and the projection is packed for compiled code, that alone."""
+    """`[vocab, d]`: a tensor; or, if tied to a projection that is packed for compiled code, only the packed weight."""
 
     def __init__(self, rows_VD: Tensor, tied: Linear | None = None) -> None:
-        """`tied`: the projection whose weight these rows are."""
+        """`tied`: the projection with the same weight."""
         packed = None if tied is None else tied.packed
         self.dtype = rows_VD.dtype
         self._packed: Packed | None = packed if packed is not None and packed.kind is Kind.BF16 else None
         if self._packed is not None and self._packed.descriptor.kind != Kind.BF16:
-            self._packed = None  # stored in fewer bits
+            self._packed = None  # quantised
         self._rows = None if self._packed is not None else rows_VD
 
     @property
@@ -28,7 +28,7 @@ class EmbeddingTable:
 
     @property
     def address(self) -> int:
-        """For compiled code."""
+        """Address for compiled code."""
         if self._packed is not None:
             return int(self._packed.descriptor.data)
         assert self._rows is not None
@@ -36,7 +36,8 @@ class EmbeddingTable:
 
     @property
     def packed_inputs(self) -> int:
-        """What compiled code has to know to find a row in a packed weight; 0: rows lie one behind the other."""
+        """Number of padded inputs, which compiled code needs to find a row in a packed weight; 0: rows are
+        contiguous."""
         return 0 if self._packed is None else int(self._packed.kpad)
 
     def __call__(self, ids_T: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
 """The order in which the prefix cache evicts checkpoints: GreedyDual with frequency.
 
-A checkpoint is worth the tokens it saves over the next shorter one, times how often it was used, divided by the bytes
-it takes, plus the worth of the checkpoint that had been evicted last when this one was used last. The least worthy is
-evicted first.
+A checkpoint's worth is the number of tokens it saves over the next shorter one, times its number of uses, divided by
+its bytes, plus the worth of the last evicted checkpoint at the time of its last use. The least worthy is evicted first.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from decoder.cached import Checkpoint
 
 
 class EvictionOrder:
-    """The checkpoints that are in the cache, by worth."""
+    """The checkpoints in the cache, ordered by worth."""
 
     def __init__(self, page: int, *, page_bytes: int, slot_bytes: int) -> None:
         """`page`: tokens of a page."""
@@ -35,7 +34,7 @@ class EvictionOrder:
         return self._live.get(checkpoint.ticket) is checkpoint
 
     def worth(self, gain: int, uses: int = 1) -> float:
-        """Of a checkpoint that saves `gain` tokens and has been used `uses` times, the last time just now."""
+        """Worth of a checkpoint that saves `gain` tokens and has been used `uses` times, the last time now."""
         size = self._slot_bytes + -(-gain // self._page) * self._page_bytes
         return self._clock + uses * gain * (self._slot_bytes + self._page_bytes) / size
 
@@ -54,8 +53,8 @@ class EvictionOrder:
         del self._live[checkpoint.ticket]
 
     def least(self, below: float | None, busy: Callable[[Checkpoint], bool]) -> Checkpoint | None:
-        """The checkpoint of least worth that is not busy, to be evicted; None where there is none, or none that is
-        worth less than `below`."""
+        """The checkpoint of least worth that is not busy, to be evicted; None if there is none, or none with less worth
+        than `below`."""
         passed, found = [], None
         while self._heap and found is None:
             worth, ticket, checkpoint = self._heap[0]

@@ -43,8 +43,8 @@ class Execution:
         at_once: bool,
         overlaps: bool,
     ) -> None:
-        """`at_once`: tokens are on the host as soon as they are drawn. `overlaps`: the next step may run before they
-        are read."""
+        """`at_once`: tokens are on the host when they are drawn. `overlaps`: the next step may run before they are
+        read."""
         self.scheduler, self.states = scheduler, states
         self.model, self.forward, self.sampler = model, forward, sampler
         self.speculation, self.drafter = speculation, drafter
@@ -67,7 +67,8 @@ class Execution:
         return flight
 
     def _images(self, step: Step) -> dict[str, list[tuple[int, Tensor]]]:
-        """Image rows of the step. A request whose source raises an error fails, and its row leaves the step."""
+        """Image rows of the step. If a source raises an error, its request fails and its row is removed from the
+        step."""
         found: dict[str, list[tuple[int, Tensor]]] = {}
         for row in list(step.rows):
             sequence = row.sequence
@@ -75,7 +76,7 @@ class Execution:
                 continue
             try:
                 found[sequence.request_id] = image_rows(row, self._hidden_size)
-            except Exception as error:  # an error of a source ends its own request, and no other
+            except Exception as error:  # a source's error ends its own request only
                 step.rows.remove(row)
                 step.failed.append((sequence, error))
         return found

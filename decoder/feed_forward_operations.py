@@ -1,4 +1,4 @@
-"""Operations of compiled code for MLPs and mixtures of experts; the rest is in `decoder.operations`."""
+"""Operations of compiled code for MLPs and mixtures of experts; `decoder.operations` has the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AnyMlp = MlpMixer | GatedMlpMixer
 
 
 def _first(operations: OperationParts, mlp: AnyMlp) -> tuple[Packed, Activation, bool]:
-    """Its first product, f, and whether gates and what they are for come out of the product apart from each other."""
+    """(the first product, its activation, whether gate and up are separate in the product's output)."""
     if isinstance(mlp, MlpMixer):
         return operations.packed(mlp.up), mlp.activation, False
     both = mlp.gate_up
@@ -31,9 +31,10 @@ def _first(operations: OperationParts, mlp: AnyMlp) -> tuple[Packed, Activation,
 def mlp_operations(
     operations: OperationParts, norm: Tensor, mlp: AnyMlp, scale: float, row_scale: int | None = None
 ) -> list[Op]:
-    """Adds `scale` times, and each row's number at `row_scale` times, the MLP of normed rows to the residual stream.
+    """Adds `scale` times, and per row the number at `row_scale` times, the MLP of normalised rows to the residual
+    stream.
 
-    Plain rows go from product to product; integers have to know a row's largest value first.
+    Plain rows go directly from product to product; integer rows need a row's largest value first.
     """
     (up, activation, apart), down = _first(operations, mlp), operations.packed(mlp.down)
     last = operations.residual(down, scale)
@@ -50,9 +51,8 @@ def mlp_operations(
 def experts_operations(
     operations: OperationParts, norm: Tensor, mixer: ExpertsMixer, beside: AnyMlp | None, scale: float
 ) -> list[Op]:
-    """Adds `scale` times the experts of the normed rows, and an MLP `beside` them, to the residual stream. Empty where
-    the experts' weights are stacked, for a kernel.
-    """
+    """Adds `scale` times the experts of the normalised rows, and an MLP `beside` them, to the residual stream. Empty if
+    the experts' weights are stacked for a kernel."""
     spec, experts = mixer.spec, [expert for expert in mixer.experts if isinstance(expert, AnyMlp)]
     if len(experts) < spec.n_routed_experts:
         return []

@@ -1,9 +1,9 @@
 """A step between its launch and the reading of its results.
 
-On a device that runs asynchronously the next step is launched before this one is read. Of a request that draws in both,
-the host then knows everything but the id of its last token: how many tokens it has, where its state and keys go. The id
-is taken from this step's tokens on the device. So is whether it was an end token: then the request's row in the next
-step is padding, like the spare rows of a graph, and its state stays as it was at the end.
+On an asynchronous device the next step is launched before this one is read. For a request that draws in both steps, the
+host then knows everything except the id of its last token: how many tokens it has, where its state and keys go. The id
+is taken from this step's tokens on the device. The device also knows whether it was an end token: then the request's
+row in the next step is padding, like unused rows of a graph, and its state stays as it was at the end.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Flight:
     _download: Download | None = None
 
     def send(self, device: str, drawn: Drawn | None, ended_L: Tensor | None, accepted_V: Tensor | None) -> None:
-        """Starts copying the tokens, and how many of each verified row's drafts were accepted, to the host."""
+        """Starts copying the tokens, and the number of accepted drafts of each verified row, to the host."""
         self._drawn, self.ended_L, self._accepted = drawn, ended_L, accepted_V is not None
         self.tokens_L = None if drawn is None else drawn.tokens_L
         given = (() if drawn is None else drawn.tensors, () if accepted_V is None else (accepted_V,))
@@ -50,7 +50,7 @@ class Flight:
             self._download.wait()
 
     def read(self) -> tuple[list[Choice], list[int]]:
-        """The drawn tokens, and how many drafts of each verified row were accepted. Waits for the device."""
+        """The drawn tokens, and the number of accepted drafts of each verified row. Waits for the device."""
         tensors = () if self._download is None else self._download.wait()
         if self._drawn is None:
             return self.choices, []
@@ -59,7 +59,7 @@ class Flight:
 
 
 def expect(owners: Iterable[Sequence]) -> None:
-    """Each sequence, in the order of a step's tokens, has one more token, which has not been read."""
+    """Adds one unread token to each sequence, in the order of a step's tokens."""
     for place, owner in enumerate(owners):
         owner.tokens.append(UNREAD)
         owner.unread += 1
@@ -67,9 +67,8 @@ def expect(owners: Iterable[Sequence]) -> None:
 
 
 def accepted_drafts(tokens_L: Tensor, rows: Iterable[Row]) -> Tensor:
-    """`[V]` int64: how many drafts of each verified row are accepted, given the tokens that all sampling rows of the
-    step have drawn, row after row. Computed on the device.
-    """
+    """`[V]` int64: number of accepted drafts of each verified row, given the tokens that all sampling rows of the step
+    have drawn. Computed on the device."""
     verified: list[tuple[int, Row]] = []
     first = 0
     for row in rows:

@@ -1,4 +1,4 @@
-"""Several samples of one prompt: when the first has computed it, the others continue from there."""
+"""Several samples of one prompt: when the first has computed it, the others continue from its state."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ class Forks:
         self.queues, self.memory, self.checkpointing = queues, memory, checkpointing
         self.forks = 0
         self.misses = 0
-        """Samples for which there was no batch slot or memory when their prompt had been computed, and which queue by
-        themselves."""
+        """Samples for which there was no batch slot or memory when their prompt had been computed; they are queued
+        separately."""
 
     def fork(self, row: Row, step: Step) -> list[Fork]:
         """Starts the further samples of a sequence whose prompt ends with this row: whole pages are shared, and each
-        has its own from the prompt's end on. Those for which there is no room queue by themselves.
-        """
+        has its own from the prompt's end on. Samples for which there is no memory are queued separately."""
         leader, forks = row.sequence, list[Fork]()
         for follower in list(leader.followers):
             self.queues.ungroup(follower)

@@ -1,9 +1,9 @@
 """Graphs over all layers: one for each captured size, on buffers that never move.
 
-`decode` graphs hold one token for each of so many requests and take the update path; `mixed` graphs hold so many tokens
-of any rows, all scanned; `verify` graphs hold a token and its drafts for each of so many requests, and one token for
-each of as many others. A step of drafts and prompts together is two replays. Embedding comes before a graph and logits
-after it. The buffers are those of `decoder.buffers`.
+`decode` graphs have one token for each of N requests and take the update path; `mixed` graphs have N tokens of any
+rows, all scanned; `verify` graphs have a token and its drafts for each of N requests, and one token for each of N
+others. A step with drafts and prompts is two replays. The embedding is computed before a graph and logits after it.
+`decoder.buffers` has the buffers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from kernels.graphs import GraphPool, ReplayError, StaticGraph
 log = logging.getLogger(__name__)
 
 PROGRESS = 16
-"""Captures between two log lines, on a GPU, where each takes part of a second."""
+"""Captures between two log lines on a GPU, where each takes part of a second."""
 
 Images = Mapping[str, list[tuple[int, Tensor]]]
 Checkpoints = Mapping[int, list[tuple[int, int]]]
@@ -64,9 +64,8 @@ def capture_plan(options: DecoderOptions) -> CapturePlan:
 
 
 def graph_bytes(config: DecoderConfig, options: DecoderOptions) -> int:
-    """Memory that graphs take besides the arena: their buffers, and what the layers allocate in the largest one. The
-    captures share a memory pool, and the largest, captured first, determines its size. 0 where graphs are off.
-    """
+    """Memory of graphs besides the arena: their buffers, and what the layers allocate in the largest one. Captures
+    share a memory pool, whose size the largest, captured first, determines. 0 if graphs are off."""
     if not options.graphs_on:
         return 0
     plan = capture_plan(options)
@@ -81,9 +80,8 @@ def graph_bytes(config: DecoderConfig, options: DecoderOptions) -> int:
 
 
 def _scan_bytes(config: DecoderConfig, options: DecoderOptions, size: int) -> int:
-    """States before each chunk, which kernels leave in memory between the two halves of a scan: those of the layer with
-    the largest, for the chunks that a mixed graph of `size` tokens has room for.
-    """
+    """Bytes of the states before each chunk, which kernels store between the two halves of a scan: for the layer with
+    the largest, and the chunks of a mixed graph of `size` tokens."""
     if not config.slots or not runs_kernels(options):
         return 0
     entries = scan_room(config, options, size)["entries"]
@@ -91,13 +89,13 @@ def _scan_bytes(config: DecoderConfig, options: DecoderOptions, size: int) -> in
 
 
 def _largest(plan: CapturePlan) -> list[Bucket]:
-    """For each kind of graph."""
+    """The largest bucket of each kind."""
     found = {bucket.kind: bucket for bucket in reversed(plan.buckets)}
     return list(found.values())
 
 
 def check_slots(config: DecoderConfig, options: DecoderOptions, layout: ArenaLayout, blocks: int) -> None:
-    """`ValueError` when an arena of so many superblocks has fewer state slots than the largest decode graph has
+    """Raises `ValueError` if an arena of `blocks` superblocks has fewer state slots than the largest decode graph has
     rows."""
     check_state_slots(
         options.max_seqs,
@@ -166,7 +164,7 @@ class DecoderGraphs:
         return sum(t.numel() * t.element_size() for t in (*tensors, *self.hidden.values()))
 
     def _inputs(self, bucket: Bucket) -> dict[str, Tensor]:
-        """The memory that a replay reads: the bucket's buffers, and the arena, whose address is captured too."""
+        """The memory that a replay reads: the bucket's buffers, and the arena, whose address is also captured."""
         return {**self.buffers[bucket.kind].view(bucket.size), "arena": self.arena.buffer}
 
     def _outputs(self, bucket: Bucket) -> dict[str, Tensor]:
@@ -193,9 +191,8 @@ class DecoderGraphs:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def choose(self, rows: SequenceOf[Row], checkpoints: Checkpoints) -> Bucket | None:
-        """The bucket of a step that verifies drafts or scans, not both; `None`, counted under its reason, where it has
-        to run eagerly.
-        """
+        """The bucket of a step that verifies drafts or scans, not both; `None`, with its reason counted, if the step
+        has to run eagerly."""
         count = len(rows)
         for index, row in enumerate(rows):
             self._computed[index], self._prompt[index] = row.start, row.sequence.prompt_len
@@ -220,7 +217,7 @@ class DecoderGraphs:
         return inside <= room
 
     def run(self, bucket: Bucket, x_TD: Tensor, batch: Batch) -> Tensor:
-        """`[T, d]` of the batch's own tokens, before the final norm: a view, until the next replay of its kind."""
+        """`[T, d]` of the batch's tokens, before the final norm: a view, valid until the next replay of this kind."""
         buffers, places = self.buffers[bucket.kind], None
         if bucket.kind == "verify":
             places = places_of(batch, bucket.size, self.options.num_drafts + 1)
@@ -278,13 +275,13 @@ class Computed(NamedTuple):
     hidden_TD: Tensor
     """`[T, d]` before the final norm, in memory that the next pass may overwrite."""
     samples: Tensor | None = None
-    """Tokens whose logits are wanted; `None` when all are, in order."""
+    """Tokens whose logits are needed; `None` for all, in order."""
     batch: Batch | None = None
-    """The batch; `None` for rows of one token that went to compiled code without a batch."""
+    """The batch; `None` for rows of one token that were passed to compiled code without a batch."""
 
 
 class Forward:
-    """Runs all layers for a step, by replay where there is a graph for it."""
+    """Runs all layers for a step, by replay if there is a graph for it."""
 
     def __init__(
         self, config: DecoderConfig, options: DecoderOptions, arena: Arena, model: HybridModel, builder: BatchBuilder
@@ -297,7 +294,7 @@ class Forward:
         self._native = model.native if self.graphs is None else None
 
     def _try_capture(self, config: DecoderConfig, options: DecoderOptions, arena: Arena) -> None:
-        """Under `auto` a failing capture makes every step eager, with that reason; under `on` it is an error."""
+        """Under `auto` a failed capture makes every step eager, with that reason; under `on` it is an error."""
         try:
             self.graphs = DecoderGraphs(config, options, arena, self.model)
         except RuntimeError as error:
@@ -338,7 +335,7 @@ class Forward:
     def _part(
         self, rows: SequenceOf[Row], images: Images, checkpoints: Checkpoints, unread: Unread | None
     ) -> tuple[Batch, Tensor]:
-        """Rows that are computed by one graph, or without a graph."""
+        """Computes rows by one graph, or eagerly."""
         bucket = None if self.graphs is None else self.graphs.choose(rows, checkpoints)
         scan_all = bucket is not None and bucket.kind == "mixed"
         batch = self.builder.build(rows, images, checkpoints, scan_all=scan_all, unread=unread)
@@ -349,7 +346,7 @@ class Forward:
         return batch, self.graphs.run(bucket, x_TD, batch)
 
     def stats(self) -> dict[str, int]:
-        """Where there are no graphs: every step is eager, for that reason."""
+        """Without graphs: every step is eager, for that reason."""
         return {f"eager_{self._reason}": self._eager} if self.graphs is None else self.graphs.stats()
 
     def close(self) -> None:

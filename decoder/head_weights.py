@@ -1,4 +1,4 @@
-"""The weights of a drafting head ("multi-token prediction"), laid out for every way of computing it."""
+"""The weights of a multi-token prediction head, in the layout for every implementation."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class HeadWeights:
 
     enorm: Tensor
     hnorm: Tensor
-    """Of the token's embedding and of the hidden state before it."""
+    """Norms of the token's embedding and of the hidden state before it."""
     fuse: Linear
-    """`[d, 2 d]`: both of these to one residual row."""
+    """`[d, 2 d]`: projects both, concatenated, to one residual row."""
     norms: list[Tensor]
     """One for each layer."""
     attention: AttentionMixer
     rest: list[ExpertsMixer | MlpMixer | GatedMlpMixer]
-    """Behind the attention."""
+    """Layers after the attention."""
     final: Tensor
 
     @classmethod
     def of(
         cls, config: DecoderConfig, options: DecoderOptions, weights: Mapping[str, Any], kv_B2SKP: Tensor
     ) -> HeadWeights:
-        """`weights` by the names of `DecoderConfig.mtp_weights`, as `check_mtp` wants them; `kv` are its pages."""
+        """`weights` by the names of `DecoderConfig.mtp_weights`, checked by `check_mtp`; `kv`: the head's pages."""
 
         def norm(name: str) -> Tensor:
             return float_vector(weights, name, options)

@@ -1,9 +1,9 @@
-"""The ways of stepping, each `schedule -> run -> take`.
+"""The loops that run steps, each `schedule -> run -> take`.
 
-A step leaves its tokens on the device; reading them waits for it. A plain loop reads each step before it puts the next
-one together. With drafts, what a step leaves in memory depends on what it has drawn. An overlapped loop launches the
-next step first, while the device still runs this one: see `decoder.flight`; where the next step needs to know what was
-drawn, this one is read first, and counted so.
+A step leaves its tokens on the device; reading them waits for it. A plain loop reads each step before it schedules the
+next one. With drafts, the memory after a step depends on the drawn tokens. An overlapped loop launches the next step
+first, while the device still runs this one (see `decoder.flight`); if the next step depends on the drawn tokens, this
+one is read first, and counted.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from decoder.states import States
 WAITS = ("drafts", "pooled", "prompt_logprobs", "checkpoint", "swap")
 """Reasons to read a step before the next one is launched, although steps overlap: requests that draft, whose hidden
 states or prompt log-probabilities are read, one that passes a checkpoint (whose key hashes the ids), memory that is
-moved to or from the host.
-"""
+copied to or from the host."""
 
 
 class PlainLoop:
@@ -37,14 +36,14 @@ class PlainLoop:
         self.waits = dict.fromkeys(WAITS, 0)
 
     def step(self) -> list[TokenEvent]:
-        """The results of one step, and the requests that have failed."""
+        """Runs one step; returns its results, and the requests that have failed."""
         started = self.timer.clock()
         flight = self.execution.run(self.scheduler.schedule(), started)
         self.states.commit(flight.step)
         return self.answers.failed(flight.step) + self.take(flight)
 
     def take(self, flight: Flight) -> list[TokenEvent]:
-        """The results of a step, after its memory has been taken over."""
+        """The results of a step, after its memory has been committed."""
         return self.answers.finish(flight.step, self.answers.read(flight))
 
     def drain(self) -> list[TokenEvent]:
@@ -65,7 +64,7 @@ class SpeculativeLoop(PlainLoop):
         self.speculation, self._counted = speculation, counted
 
     def step(self) -> list[TokenEvent]:
-        """The results of one step, and the requests that have failed."""
+        """Runs one step; returns its results, and the requests that have failed."""
         self.waits["drafts"] += self._counted
         started = self.timer.clock()
         self.speculation.ask(self.scheduler.running)
@@ -74,7 +73,7 @@ class SpeculativeLoop(PlainLoop):
         return self.answers.failed(flight.step) + self.take(flight)
 
     def take(self, flight: Flight) -> list[TokenEvent]:
-        """The results of a step; its memory is then taken over."""
+        """The results of a step; its memory is then committed."""
         tokens = self.answers.read(flight)
         self.states.commit(flight.step)
         return self.answers.finish(flight.step, tokens)
@@ -84,7 +83,7 @@ class OverlappedLoop(PlainLoop):
     """Launches the next step before this one is read."""
 
     def step(self) -> list[TokenEvent]:
-        """The results of one step, usually the one before, and the requests that have failed."""
+        """Launches a step; returns results, usually of the previous step, and the requests that have failed."""
         events: list[TokenEvent] = []
         if (reason := self._why_wait()) is not None:
             self.waits[reason] += 1
@@ -109,8 +108,7 @@ class OverlappedLoop(PlainLoop):
         return flight
 
     def _why_wait(self) -> str | None:
-        """The reason why the in-flight step must be read before the next one is scheduled; `None` where there is
-        none."""
+        """The reason why the in-flight step must be read before the next one is scheduled; `None` if there is none."""
         if self.flight is None:
             return None
         for sequence in self.answers.reading.values():

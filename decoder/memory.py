@@ -1,6 +1,5 @@
-"""What sequences hold: batch slots, state slots and pages of the arena, and space in host memory. The only writer of
-`Holding`. Cached memory is evicted for whatever a sequence needs.
-"""
+"""Memory of sequences: batch slots, state slots and pages of the arena, and space in host memory. The only writer of
+`Holding`. Cached memory is evicted if a sequence needs memory."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from decoder.step import Save
 
 
 class SequenceMemory:
-    """Allocates and frees memory of sequences. Who gets memory is decided elsewhere."""
+    """Allocates and frees memory of sequences. Other modules decide who gets memory."""
 
     def __init__(
         self,
@@ -32,9 +31,9 @@ class SequenceMemory:
         self.host_limit = pool.num_blocks * block_bytes // 4 if options.host_bytes is None else options.host_bytes
         self.host_used = 0
         self.advancers = 0
-        """Running sequences that can advance."""
+        """Number of running sequences that can advance."""
         self._advancing = Claims(pool.pages_per_block)
-        """The memory of these."""
+        """The memory of these sequences."""
         self._admissions = 0
         self._batch_slots = list(range(options.max_seqs - 1, -1, -1))
         self._host: dict[str, int] = {}
@@ -48,7 +47,7 @@ class SequenceMemory:
         return -(-tokens // self.page_size) if self.pool.pages_per_block else 0
 
     def reclaim(self, slots: int, pages: int) -> bool:
-        """Evicts until `slots` and `pages` fit; False, with nothing evicted, where not even an empty cache would be
+        """Evicts until `slots` and `pages` fit; False, with nothing evicted, if even an empty cache would not be
         enough."""
         if self.pool.fits(slots, pages):
             return True
@@ -62,8 +61,7 @@ class SequenceMemory:
     def leaves_room(self, tokens: int) -> bool:
         """Whether there is memory for one more sequence of `tokens` tokens, and a page for each running one to grow
         into. Otherwise it would be preempted by them, or preempt one of them, as soon as it has started. Cached memory
-        counts as free, and so does that of sequences that wait for images.
-        """
+        counts as free, and so does that of sequences that wait for images."""
         if not self.advancers:
             return True
         pages = self.pages_for(tokens) + (self.advancers if self.pool.pages_per_block else 0)
@@ -72,10 +70,8 @@ class SequenceMemory:
     # -- a sequence's memory -------------------------------------------------------------------------------------------
 
     def admit(self, sequence: Sequence, slots: list[int], pages: list[int]) -> list[int]:
-        """Gives a sequence a batch slot and the memory for all its tokens, of which it brings `slots` and `pages`; the
-        rest, whose pages are returned, is taken from free memory. Its copy in host memory is no longer counted
-        there.
-        """
+        """Gives a sequence a batch slot and the memory for all its tokens. It brings `slots` and `pages`; the rest is
+        taken from free memory and its pages are returned. Its copy in host memory is no longer counted there."""
         slots = [*slots, *self._take_slots(self.slots_per_seq - len(slots))]
         fresh = self.pool.take_pages(self.pages_for(len(sequence.tokens)) - len(pages))
         assert fresh is not None
@@ -86,9 +82,8 @@ class SequenceMemory:
 
     def share(self, leader: Sequence, follower: Sequence, tokens: int) -> list[tuple[int, int]] | None:
         """Gives a further sample what it needs to continue after the leader's first `tokens`: whole pages are shared.
-        Returns the (from, to) of a partial page, which has to be copied; `None`, with nothing done, where there is no
-        room.
-        """
+        Returns the (from, to) of a partial page, which has to be copied; `None`, with nothing done, if there is no
+        memory."""
         whole, part = divmod(tokens, self.page_size) if self.pool.pages_per_block else (0, 0)
         if not self._batch_slots or not self.reclaim(self.slots_per_seq, int(part > 0) + 1):
             return None
@@ -105,13 +100,13 @@ class SequenceMemory:
         return [slot for slot in slots if slot is not None]
 
     def _hold(self, sequence: Sequence, slots: list[int], pages: list[int]) -> None:
-        replayed = sequence.held.replayed  # comes back from host memory with the state
+        replayed = sequence.held.replayed  # restored from host memory with the state
         sequence.held = Holding(self._batch_slots.pop(), self._admissions, slots, replayed=replayed, pages=pages)
         self._admissions += 1
         self.count(sequence, True)
 
     def grow(self, sequence: Sequence, tokens: int) -> list[int] | None:
-        """Takes the pages that the first `tokens` tokens lack; `None`, with nothing done, where there is no room."""
+        """Takes the pages that the first `tokens` tokens lack; `None`, with nothing done, if there is no memory."""
         held = sequence.held
         needed = max(0, self.pages_for(tokens) - len(held.pages))
         pages = self.pool.take_pages(needed)
@@ -180,7 +175,7 @@ class SequenceMemory:
         return Save(sequence, sequence.slot, used, held.batch_slot)
 
     def forget_host(self, sequence: Sequence) -> None:
-        """Its copy in host memory is not needed any more."""
+        """Its copy in host memory is no longer needed."""
         self.host_used -= self._host.pop(sequence.request_id, 0)
 
     def check_integrity(self, running: list[Sequence], waiting: list[Sequence]) -> None:

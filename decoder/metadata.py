@@ -15,9 +15,7 @@ STATE_MODES = ("none", "align", "all", "auto")
 
 
 def prefilling_rows(computed: Sequence[int], prompt: Sequence[int], num_reqs: int) -> list[bool]:
-    """Which of the padded rows still compute their prompt. Rows from `num_reqs` on hold values of an earlier step:
-    False.
-    """
+    """Which of the padded rows are still prefilling. Rows from `num_reqs` on have values of an earlier step: False."""
     if len(computed) != len(prompt):
         raise ValueError(f"computed has {len(computed)} rows, prompt has {len(prompt)}")
     if not 0 <= num_reqs <= len(computed):
@@ -28,8 +26,8 @@ def prefilling_rows(computed: Sequence[int], prompt: Sequence[int], num_reqs: in
 def split_rows(prefilling: Sequence[bool], computed: Sequence[int], lengths: Sequence[int]) -> tuple[int, int]:
     """(decodes, prefills) of padded rows in the scheduler's order, decodes first; padded rows have length 0.
 
-    A prompt's last token on top of a state is a decode: the maths is the same. A first chunk of one token is not: as a
-    decode it would go on from whatever its slot held before.
+    A prompt's last token after a state is a decode: the maths is the same. A first chunk of one token is not: as a
+    decode it would continue from the slot's previous content.
     """
     if not len(prefilling) == len(computed) == len(lengths):
         raise ValueError(f"{len(prefilling)} flags, {len(computed)} positions and {len(lengths)} lengths differ")
@@ -42,12 +40,11 @@ def split_rows(prefilling: Sequence[bool], computed: Sequence[int], lengths: Seq
 
 
 def chunk_end(start: int, total: int, budget: int, ready: int, align: int = 1) -> int:
-    """Where a row that begins at `start` ends: `start` for a row that cannot advance.
+    """End of a row that begins at `start`; `start` for a row that cannot advance.
 
-    Alignment first: a chunk that does not reach `total` ends on a multiple of `align`, unless that is no progress. Then
-    the embeddings: it ends before `ready`, the first row that has none, wherever that is. The other way round a chunk
-    that is cut before an image and then aligned may come to nothing, for ever, with the rows that the image waits for
-    in its own hands.
+    Alignment comes first: a chunk that does not reach `total` ends on a multiple of `align`, unless that is no
+    progress. Then it ends before `ready`, the first row without an embedding. In the other order, a chunk that is cut
+    before an image and then aligned could be empty forever, while the sequence holds the rows that the image waits for.
     """
     end = min(total, start + budget)
     if end < total and end // align * align > start:

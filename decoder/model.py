@@ -36,8 +36,7 @@ class HybridModel:
         weights: Iterable[tuple[str, Tensor | Quantised]],
     ) -> None:
         """Copies, casts and lays out every tensor. `ValueError` lists names that are missing, unknown or of a wrong
-        shape.
-        """
+        shape."""
         self.config, self.options = config, options
         arriving = ArrivingWeights(config, weights)
         table = arriving.take(["model.embeddings.weight"])["model.embeddings.weight"]
@@ -61,7 +60,7 @@ class HybridModel:
             for mixer in mixers
             if isinstance(mixer, Recurrent) and (self.native is None or self.native.calls(mixer))
         ]
-        """Recurrent mixers that compiled code does not advance."""
+        """Recurrent mixers whose states compiled code does not advance."""
 
     def embed_ids(self, ids_T: Tensor) -> Tensor:
         """`[T, d]`: rows of the table, scaled."""
@@ -69,7 +68,7 @@ class HybridModel:
         return x_TD if self.config.embedding_scale == 1.0 else x_TD * self.config.embedding_scale
 
     def embed(self, batch: Batch) -> Tensor:
-        """`[T, d]`: rows of the table, images' rows in their places."""
+        """`[T, d]`: rows of the table, or images' rows where there are images."""
         x_TD = self.embed_ids(batch.ids_T)
         for first, rows in batch.splices:
             x_TD[first : first + rows.shape[0]] = rows
@@ -80,7 +79,7 @@ class HybridModel:
         return self.run_layers(self.embed(batch), batch)
 
     def run_layers(self, x_TD: Tensor, batch: Batch) -> Tensor:
-        """The same from embedded rows on, which it overwrites unless the residual stream has another dtype."""
+        """`hidden` for embedded rows, which it overwrites unless the residual stream has another dtype."""
         if self.native is not None and self.native.takes(x_TD.shape[0], batch):
             return self.native.layers(x_TD, batch)
         if self.config.residual_in_fp32:
@@ -96,9 +95,8 @@ class HybridModel:
         return x_TD
 
     def advance(self, rows: Sequence[Sequence[int]]) -> None:
-        """Rows of (batch slot, slot, target, count): in all recurrent layers the state in the slot, after the first
-        `count` inputs of the batch slot's ring, goes to the target.
-        """
+        """Rows of (batch slot, slot, target, count): in all recurrent layers, writes the state in the slot after the
+        first `count` inputs of the batch slot's ring to the target slot."""
         table = upload(rows, torch.int64, self.options.device)
         if self.native is not None:
             self.native.advance(table)
@@ -116,11 +114,11 @@ class HybridModel:
         return logits if self.config.logits_scale == 1.0 else logits * self.config.logits_scale
 
     def largest(self, logits: Tensor) -> list[int] | None:
-        """Ids of the largest of these logits, where the step that gave them has found them too."""
+        """Ids of the largest of these logits, if the step that computed them has found these too."""
         return None if self.native is None else self.native.largest(logits)
 
     def final_norm(self, hidden_TD: Tensor) -> Tensor:
-        """`[T, d]` in the compute dtype: what the vocabulary projection reads."""
+        """`[T, d]` in the compute dtype: the input of the vocabulary projection."""
         if self.native is not None and 0 < hidden_TD.shape[0] <= self.native.max_tokens:
             return self.native.final_norm(hidden_TD)
         return rms_norm(hidden_TD, self.norm_f, self.config.norm_eps, self.options.dtype)

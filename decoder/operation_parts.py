@@ -1,4 +1,4 @@
-"""Parts of lists of operations: products, norms, and what the operations point to."""
+"""Parts of lists of operations: products, norms, and the objects that operations point to."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from kernels.native import NativeUnavailable
 from kernels.native.structs import Code, Kind, Op, Target
 
 MAX_ROUTED = 512
-"""Tokens whose experts run in compiled code: it keeps a row for each token and expert."""
+"""Largest number of tokens whose experts run in compiled code, which needs a row for each token and expert."""
 
 Kept = TypeVar("Kept")
 
 
 class OperationParts:
-    """What operations are made with. Keeps what they point to."""
+    """Makes operations, and keeps the objects that they point to."""
 
     def __init__(self) -> None:
         self._picked_by_token = self._most_experts = 0
         self.shared_gates = torch.empty(MAX_ROUTED)
-        """What each token's shared expert is multiplied with."""
+        """Factor of each token's shared expert."""
         self._kept: list[object] = []
 
     def route(self, spec: Experts, *what: object) -> None:
-        """Keeps room for the picks of such a mixture, and what describes it."""
+        """Allocates memory for the picks of a mixture and its description."""
         self._picked_by_token = max(self._picked_by_token, spec.num_experts_per_tok)
         self._most_experts = max(self._most_experts, spec.n_routed_experts)
         self._kept += what
 
     def packed(self, linear: Linear | LinearParts) -> Packed:
-        """Raises NativeUnavailable for what has no compiled product of its own."""
+        """The packed weight. Raises NativeUnavailable if there is no compiled product for it."""
         if isinstance(linear, LinearParts):
             raise NativeUnavailable("gates and what they are for are stored in different ways")
         packed = linear.packed
@@ -45,7 +45,7 @@ class OperationParts:
         return self.keep(packed)
 
     def projections(self, norm: Tensor, linear: Linear | LinearParts) -> list[Op]:
-        """The product of normed rows, or products beside each other, each with rows in its own form."""
+        """The product of normalised rows, or several products, each with rows in its own form."""
         ops: list[Op] = []
         column, form = 0, None
         for part in linear.parts if isinstance(linear, LinearParts) else (linear,):
@@ -57,7 +57,7 @@ class OperationParts:
         return ops
 
     def keep(self, what: Kept) -> Kept:
-        """As long as there are operations that point to it."""
+        """Keeps an object alive as long as operations point to it."""
         self._kept.append(what)
         return what
 

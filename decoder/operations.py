@@ -1,7 +1,7 @@
 """Operations of compiled code for layers of a decoder, on the weights, states and pages of its mixers.
 
-Compiled code has one shape of Mamba-2 in each model, that of its first such layer; Mamba-2 of other shapes is called
-between its operations. `recurrence_operations` has what has a state, `attention_operations` attention,
+Compiled code has one shape of Mamba-2 per model, that of the first such layer; Mamba-2 layers of other shapes are
+called between its operations. `recurrence_operations` has layers with a state, `attention_operations` attention,
 `feed_forward_operations` MLPs and experts.
 """
 
@@ -34,10 +34,10 @@ log = logging.getLogger(__name__)
 
 
 class Operations(OperationParts):
-    """A list of operations, and the buffers that they share. One thread at a time."""
+    """A list of operations, and the buffers that they share. For one thread at a time."""
 
     def __init__(self, config: DecoderConfig, options: DecoderOptions, mixers: Sequence[MixerSpec]) -> None:
-        """`mixers`: of the layers that are to be compiled. Raises NativeUnavailable with the reason."""
+        """`mixers`: of the layers to compile. Raises NativeUnavailable with the reason."""
         if options.device != "cpu":
             raise NativeUnavailable(f"the decoder is on {options.device}")
         if options.state_dtype != torch.float32:
@@ -48,13 +48,14 @@ class Operations(OperationParts):
         self.config, self.options = config, options
         hidden = config.hidden_size
         self.mamba = next((spec for spec in mixers if isinstance(spec, Mamba2)), Mamba2(hidden))
-        """The shape that there is compiled code for."""
+        """The shape of Mamba-2 in compiled code."""
         super().__init__()
         self.on_operation: Callable[[Op, float], None] | None = None
-        """For measurements: operations then run one at a time, and this hears of each and its seconds."""
+        """For measurements: if set, operations run one at a time, and this is called with each operation and its
+        seconds."""
 
     def complete(self, ops: list[Op], max_tokens: int) -> None:
-        """These operations, for steps of at most so many tokens, experts for `MAX_ROUTED`."""
+        """Sets the operations, for steps of at most `max_tokens` tokens, experts for `MAX_ROUTED`."""
         config, options = self.config, self.options
         self._ops = (Op * len(ops))(*ops)
         self.max_tokens = max_tokens
@@ -62,11 +63,11 @@ class Operations(OperationParts):
         widest = max(
             [config.hidden_size, *(max(op.column + _outputs(op.weight), op.weight.k, op.width) for op in body)]
         )
-        widest = -(-widest // 16) * 16  # rows begin at the beginning of a cache line
+        widest = -(-widest // 16) * 16  # rows are aligned to cache lines
         groups = -(-widest // 128)
-        padded = 128 * groups + -(-4 * groups // 32) * 32  # what integers need behind a row
+        padded = 128 * groups + -(-4 * groups // 32) * 32  # values after the integers of a row
         picks = min(max_tokens, MAX_ROUTED) * self._picked_by_token
-        # Memory that no step has used yet costs nothing.
+        # Unused memory takes no physical memory.
         self.x, self._scales = torch.empty(max_tokens, config.hidden_size), torch.empty(max_tokens)
         self.wide, self._mid = torch.empty(max_tokens, widest), torch.empty(max_tokens, widest)
         self.operand = torch.empty(max_tokens, padded)
@@ -99,7 +100,7 @@ class Operations(OperationParts):
             self.on_operation(self._ops[index], time.perf_counter() - started)
 
     def layer(self, layer: BuiltLayer) -> list[Op]:
-        """Empty for a layer that has no compiled form."""
+        """The operations of a layer; empty for one without a compiled form."""
         try:
             return self._layer(layer)
         except NativeUnavailable as reason:
@@ -119,7 +120,7 @@ class Operations(OperationParts):
                 return []
 
     def mixer(self, norm: Tensor, mixer: Mixer, scale: float = 1.0) -> list[Op]:
-        """The same for one mixer without a state; adds `scale` times what it gives."""
+        """The operations of a mixer without a state, which add `scale` times its output."""
         match mixer:
             case ExpertsMixer():
                 return experts_operations(self, norm, mixer, None, scale)
@@ -142,5 +143,5 @@ class Operations(OperationParts):
 
 
 def _outputs(weight: Weight) -> int:
-    """Numbers that a row gets."""
+    """Number of outputs per row."""
     return weight.n // 2 if weight.gated else weight.n

@@ -1,7 +1,7 @@
 """The speed of recent steps, and whether a deadline can be met.
 
-Every estimate is optimistic: it takes the best speed of recent steps, needs the first tokens only, and ignores what
-other requests will still draw. A request that is refused could not have been answered in time.
+Every estimate is optimistic: it uses the best speed of recent steps, considers the first tokens only, and ignores what
+other requests will still draw. So a rejected request could not have been answered in time.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Callable
 
 RECENT = 64
-"""Number of steps that count."""
+"""Number of recent steps that are considered."""
 
 
 class DeadlineError(Exception):
-    """A request that could not have its first tokens in time, refused before anything was computed for it."""
+    """A request that could not have its first tokens in time, rejected before anything was computed for it."""
 
 
 class Pace:
@@ -30,7 +30,7 @@ class Pace:
             self._steps.append((tokens, seconds))
 
     def seconds(self, tokens: int, steps: int) -> float:
-        """The least time that `tokens` tokens and then `steps` steps take; 0 before any step.
+        """The shortest time for `tokens` tokens and then `steps` steps; 0 before any step.
 
         Tokens are computed at the best rate of a recent step, and each step takes at least as long as the shortest.
         """
@@ -64,9 +64,8 @@ class StepTimer:
         self._read = 0.0
 
     def read(self, tokens: int, started: float) -> None:
-        """A step of `tokens` tokens, launched at `started`, has been read. If it was launched while another ran, its
-        time starts when that was read.
-        """
+        """Records a step of `tokens` tokens that was launched at `started` and has been read. If it was launched while
+        another ran, its time starts when that was read."""
         now = self.clock()
         seconds, self._read = now - max(started, self._read), now
         self.pace.observe(tokens, seconds)

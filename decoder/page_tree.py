@@ -20,7 +20,7 @@ class PageTree:
         return self._nodes.get(key)
 
     def path(self, sequence: Sequence, limit: int) -> list[Node]:
-        """The nodes of the sequence's first `limit` tokens, from the root on, as far as there are any."""
+        """The nodes of the sequence's first `limit` tokens, from the root on, as far as they exist."""
         path: list[Node] = []
         node = self._nodes.get(key_at(sequence, 0, self._page))
         while node is not None:
@@ -30,8 +30,7 @@ class PageTree:
         return path
 
     def grow(self, sequence: Sequence, pages: int) -> Node:
-        """The node after the sequence's first `pages` pages; it and those before it are added where they are
-        missing."""
+        """The node after the sequence's first `pages` pages; missing nodes up to it are added."""
         parent = None
         for depth in range(pages + 1):
             key = key_at(sequence, depth * self._page, self._page)
@@ -54,9 +53,9 @@ class PageTree:
         node.tails[length] = node.tails.get(length, 0) + 1
 
     def unlink(self, checkpoint: Checkpoint) -> Checkpoint | None:
-        """Takes a checkpoint from its node and removes the nodes that then lead to no checkpoint. In a model without
-        states it removes one page only and returns a checkpoint of the pages before, which are then evicted by their
-        own worth."""
+        """Removes a checkpoint from its node, and the nodes that then lead to no checkpoint. In a model without states
+        it removes one page only and returns a checkpoint of the pages before, which are then evicted by their own
+        worth."""
         node, length = checkpoint.node, checkpoint.tokens % self._page
         del node.checkpoints[checkpoint.key]
         node.tails[length] -= 1

@@ -1,6 +1,6 @@
-"""Hidden states of a prompt, collected while it is computed: the last one and the mean of all.
+"""Hidden states of a prompt, collected during prefill: the last one and the mean of all.
 
-A prompt may be computed in chunks, and preempted in between: sums continue, and start again where the prompt does.
+A prompt may be computed in chunks, and preempted in between: sums continue, and restart when the prompt does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Sum:
 
 
 class Pools:
-    """The sums of running requests that asked for them."""
+    """The sums of running requests that need them."""
 
     def __init__(self, norm: Callable[[Tensor], Tensor]) -> None:
         """`norm`: the model's final norm."""
@@ -31,10 +31,9 @@ class Pools:
         self._sums: dict[str, _Sum] = {}
 
     def add(self, rows: Iterable[Row], hidden_TD: Tensor) -> None:
-        """Adds the rows of a step, before the final norm, in the rows' order. Without work or sync where no request
-        asked. After the first token nothing is added: not what comes after the prompt, and not what is computed again
-        after a preemption.
-        """
+        """Adds the rows of a step, before the final norm, in the rows' order. Without work or sync if no request needs
+        them. After the first generated token nothing is added, including rows that are computed again after a
+        preemption."""
         first = 0
         for row in rows:
             sequence = row.sequence
@@ -58,7 +57,7 @@ class Pools:
         self._sums[follower_id] = self._sums[leader_id]
 
     def take(self, request_id: str) -> Pooled | None:
-        """Returns and drops the sums of a request. None where it did not ask. Waits for the device."""
+        """Returns and drops the sums of a request. None if it did not ask for them. Waits for the device."""
         known = self._sums.pop(request_id, None)
         return None if known is None else Pooled(known.last.cpu(), (known.total / known.count).float().cpu())
 

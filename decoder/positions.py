@@ -8,21 +8,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Positions:
-    """Positions of one request whose tokens do not simply count up, as where images have rows and columns."""
+    """Positions of one request that differ from the tokens' indices, as with images that have rows and columns."""
 
     prompt: Sequence[tuple[int, ...]]
-    """Of each prompt token, one number for each axis."""
+    """One number per axis for each prompt token."""
     delta: int
     """A generated token at index n has position n + delta on all axes."""
 
     def at(self, index: int, axes: int) -> tuple[int, ...]:
-        """Of the token at this index of prompt and output together."""
+        """Position of the token at this index of prompt and output together."""
         return self.prompt[index] if index < len(self.prompt) else (index + self.delta,) * axes
 
     def check(self, tokens: int, last: int, axes: int, limit: int) -> None:
-        """`ValueError` unless each of a prompt's `tokens` has a number for each axis, and no number, up to that of the
-        token at index `last`, is below 0 or reaches `limit`: tables are read by them.
-        """
+        """Raises `ValueError` unless each of a prompt's `tokens` has a number for each axis, and no number, up to that
+        of the token at index `last`, is below 0 or reaches `limit`: they are used as indices."""
         if not axes:
             raise ValueError("positions are given for a model that reads none")
         if len(self.prompt) != tokens:
@@ -37,9 +36,7 @@ class Positions:
             raise ValueError(f"positions from {low} to {high} are not between 0 and {limit - 1}")
 
     def uncounted(self, start: int, end: int) -> list[int]:
-        """The numbers of the tokens from `start` to `end`, token by token; empty where they count up from 0 on all
-        axes, as without positions.
-        """
+        """The positions of the tokens from `start` to `end`, token by token; empty if they are 0, 1, 2 and so on."""
         axes = len(self.prompt[0]) if self.prompt else 1
         found = positions_of(self, start, end, axes)
         if all(at == (index,) * axes for index, at in enumerate(found, start)):
@@ -48,13 +45,13 @@ class Positions:
 
 
 def positions_before(positions: Positions | None, start: int, end: int, axes: int) -> list[tuple[int, ...]]:
-    """Of the token before each of those from `start` to `end`; 0 where there is none."""
+    """Position of the token before each of those from `start` to `end`; 0 if there is none."""
     first = [(0,) * axes] if start == 0 else []
     return first + positions_of(positions, max(start - 1, 0), end - 1, axes)
 
 
 def positions_of(positions: Positions | None, start: int, end: int, axes: int) -> list[tuple[int, ...]]:
-    """Of the tokens from `start` to `end` of one request; `None` counts up from 0."""
+    """Positions of the tokens from `start` to `end` of one request; `None`: 0, 1, 2 and so on."""
     if positions is None:
         return [(index,) * axes for index in range(start, end)]
     return [positions.at(index, axes) for index in range(start, end)]

@@ -1,10 +1,10 @@
-"""What finished and running sequences leave behind for later ones: KV pages and state checkpoints, by their content.
+"""KV pages and state checkpoints of finished and running sequences for later ones, keyed by their content.
 
-Pages form a tree (`decoder.page_tree`) whose keys are hashes of prefixes (`decoder.prefix_keys`). A node carries the
-checkpoints whose prefix ends inside its next page: at its own end, or after a tail of a few tokens. What has to go
-first when memory is short, `decoder.eviction` says.
+Pages form a tree (`decoder.page_tree`) whose keys are hashes of prefixes (`decoder.prefix_keys`). A node has the
+checkpoints whose prefix ends inside its next page: at its own end, or after a tail of a few tokens. `decoder.eviction`
+decides the order of eviction.
 
-Who owns what, and until when:
+Owners, and until when:
 
     node's page         one reference, from insertion until the node has neither children nor checkpoints
     checkpoint's slot   one reference, from insertion to eviction, or handed over to the sequence that continues it
@@ -23,7 +23,8 @@ from decoder.prefix_keys import key_at
 from decoder.sequence import Sequence
 
 COUNTERS = ("hits", "misses", "hit_tokens", "lost_tokens", "inserted", "evicted")
-"""Requests that found a prefix or none, tokens they need not compute, tokens whose pages were there without a state."""
+"""Requests that found a prefix or none, tokens that were not computed again, tokens whose pages were cached without a
+state."""
 
 
 class PrefixCache:
@@ -35,7 +36,7 @@ class PrefixCache:
         self.pool, self.placement = pool, placement
         self.page_bytes, self.slot_bytes = page_bytes, slot_bytes
         self.version = 0
-        """Changes whenever the answer of `lookup` may have."""
+        """Changes whenever the result of `lookup` may have changed."""
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.order = EvictionOrder(placement.page, page_bytes=page_bytes, slot_bytes=slot_bytes)
         self._tree = PageTree(pool, placement.page)
@@ -43,7 +44,7 @@ class PrefixCache:
     # -- looking up ----------------------------------------------------------------------------------------------------
 
     def lookup(self, sequence: Sequence) -> Hit:
-        """The longest prefix, at least one token short of the whole, that need not be computed. Changes nothing."""
+        """The longest cached prefix, at least one token shorter than the sequence. Changes nothing."""
         if sequence.lookup.version != self.version:
             sequence.lookup.hit, sequence.lookup.version = self._find(sequence, len(sequence.tokens) - 1), self.version
         assert sequence.lookup.hit is not None
@@ -68,11 +69,12 @@ class PrefixCache:
         return Hit(0, matched)
 
     def overlook(self, sequence: Sequence) -> None:
-        """`lookup` finds nothing for the sequence until the cache changes: there is no memory to start from its hit."""
+        """Makes `lookup` return nothing for the sequence until the cache changes, because there is no memory to start
+        from its hit."""
         sequence.lookup.hit = MISS
 
     def use(self, sequence: Sequence, hit: Hit) -> None:
-        """Counts the hit of a sequence that starts now, and raises the worth of what it found."""
+        """Counts the hit of a sequence that starts now, and raises the worth of its checkpoint."""
         self.counters["hits" if hit.tokens else "misses"] += 1
         self.counters["hit_tokens"] += hit.tokens
         self.counters["lost_tokens"] += max(0, hit.matched - hit.tokens)
@@ -87,7 +89,7 @@ class PrefixCache:
     # -- inserting -----------------------------------------------------------------------------------------------------
 
     def holds(self, sequence: Sequence, tokens: int) -> bool:
-        """Whether there is a checkpoint of the first `tokens` tokens; its worth is renewed then."""
+        """Whether there is a checkpoint of the first `tokens` tokens; if so its worth is renewed."""
         size = self.placement.page
         node = self._tree.get(key_at(sequence, tokens // size * size, size))
         found = node.checkpoints.get(key_at(sequence, tokens, size)) if node is not None else None
@@ -96,17 +98,16 @@ class PrefixCache:
         return found is not None
 
     def take_slot(self, gain: int) -> int | None:
-        """A slot for a checkpoint that saves `gain` tokens, of free memory or in place of less worthy checkpoints; None
-        when there is none."""
+        """A slot for a checkpoint that saves `gain` tokens, from free memory or by evicting less worthy checkpoints;
+        None if there is none."""
         while True:
             slot = self.pool.take_slot(high=True)
             if slot is not None or not self.evict(self.order.worth(gain)):
                 return slot
 
     def insert(self, sequence: Sequence, tokens: int, slot: int, gain: int) -> Checkpoint | None:
-        """The sequence's first `tokens` tokens are computed and `slot` holds the state after them: its reference
-        passes to the cache. None when an equal checkpoint was there already; the slot is then free again.
-        """
+        """Inserts a checkpoint: the sequence's first `tokens` tokens are computed and `slot` has the state after them;
+        its reference passes to the cache. None if an equal checkpoint exists; the slot is then freed."""
         size = self.placement.page
         node = self._tree.grow(sequence, tokens // size)
         key = key_at(sequence, tokens, size)
@@ -127,7 +128,8 @@ class PrefixCache:
     # -- removing ------------------------------------------------------------------------------------------------------
 
     def evict(self, below: float | None = None) -> bool:
-        """Drops the checkpoint of least worth, if that is under `below`. Those that are being copied from stay."""
+        """Drops the checkpoint of least worth, if that is below `below`. Checkpoints that are being copied from
+        stay."""
 
         def copied(checkpoint: Checkpoint) -> bool:
             return checkpoint.slot >= 0 and self.pool.slot_owners(checkpoint.slot) > 1
@@ -139,7 +141,7 @@ class PrefixCache:
         return checkpoint is not None
 
     def drop(self, checkpoint: Checkpoint) -> None:
-        """Takes a checkpoint out, if it is still in, and frees what only it needed."""
+        """Removes a checkpoint, if it is still in the cache, and frees memory that only it needed."""
         if checkpoint not in self.order:
             return
         self.pool.release_slot(checkpoint.slot, ceded=True)
@@ -148,7 +150,7 @@ class PrefixCache:
         self._unlink(checkpoint)
 
     def hand_over(self, checkpoint: Checkpoint) -> None:
-        """Takes a checkpoint out; its references to slot and tail are now the caller's."""
+        """Removes a checkpoint; its references to slot and tail pass to the caller."""
         assert checkpoint in self.order
         self.pool.claim([checkpoint.slot], [checkpoint.tail] if checkpoint.tail >= 0 else [])
         self._unlink(checkpoint)
@@ -178,7 +180,7 @@ class PrefixCache:
         return [checkpoint.tail for checkpoint in self.order if checkpoint.tail >= 0] + self._tree.pages
 
     def lengths(self) -> list[int]:
-        """Prefix lengths that hold a checkpoint, ascending; one entry for each."""
+        """Prefix lengths of all checkpoints, ascending; one entry for each."""
         return sorted(checkpoint.tokens for checkpoint in self.order)
 
     def stats(self) -> dict[str, int]:

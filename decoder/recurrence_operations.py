@@ -13,7 +13,7 @@ from kernels.linear import Packed
 from kernels.native.structs import Code, DeltaShape, Kind, Op, Target, Weight
 
 MAX_TAPS = 4
-"""Of a layer's convolution, in compiled code; more are never seen."""
+"""Largest number of taps of a layer's convolution in compiled code; models have at most this many."""
 
 Recurrence = Mamba2Mixer | GatedDeltaMixer
 
@@ -21,10 +21,10 @@ Recurrence = Mamba2Mixer | GatedDeltaMixer
 def recurrence_operations(
     mixer: Recurrence, after: Packed, pointer: Callable[[Tensor | None], int | None]
 ) -> tuple[list[Op], DeltaShape | None]:
-    """The mixer between its projections, and what makes its rows the operand of the product `after` it: itself, unless
-    a form depends on a whole row, of which the mixer sees a group of heads at a time.
+    """The mixer between its projections, and the conversion of its rows to the operand of the product `after` it: done
+    by the mixer itself, unless the form depends on a whole row, of which the mixer has a group of heads at a time.
 
-    `pointer`: addresses of tensors, which are to be kept; so is the shape that comes with the operations.
+    `pointer`: returns addresses of tensors, which must be kept; so must the shape that is returned with the operations.
     """
     itself = after.kind in (Kind.BF16, Kind.F32) and after.kpad == after.k
     shape = None

@@ -1,7 +1,7 @@
-"""Steps of rows of one token each on top of a state, as the host passes them to compiled code: without making tensors.
+"""Steps of rows of one token each after a state, passed from the host to compiled code without making tensors.
 
-A step streams all weights through the caches, after which each call of torch costs several times what it costs in a
-loop. So such a step, which most are, is a few lists that are copied to fixed memory.
+A step streams all weights through the caches, after which each torch call takes several times as long as in a loop. So
+such steps, which are most, are a few lists that are copied to fixed memory.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class Singles:
     """Keys that each token attends to, its own included."""
     batch_slots: list[int]
     places: list[int]
-    """Where each token's key and value go; empty in a model without pages."""
+    """Destination of each token's key and value; empty in a model without pages."""
     positions: list[int]
-    """Of each token on each axis; empty in a model that reads none."""
+    """Positions of each token on each axis; empty in a model that reads none."""
     greedy: bool
-    """Whether the largest logit decides in every row, and nothing else is asked for."""
+    """Whether the largest logit decides in every row, and no other output is requested."""
 
 
 def singles(rows: SequenceOf[Row], tables: PageTables | None, page_size: int, axes: int) -> Singles | None:
-    """The rows as such a step; `None` where a row is of another kind, or does not draw. `axes`: of the positions that
-    the model uses."""
+    """The rows as such a step; `None` if a row is of another kind, or does not draw. `axes`: of the positions that the
+    model uses."""
     ids, slots, lengths, batch_slots, places, positions = (list[int]() for _ in range(6))
     greedy = True
     for row in rows:
@@ -61,7 +61,7 @@ def singles(rows: SequenceOf[Row], tables: PageTables | None, page_size: int, ax
 
 
 class SinglesRoom:
-    """Memory of such steps, and the `Step` that points to it."""
+    """Memory of such steps, and the `Step` struct that points to it."""
 
     def __init__(self, options: DecoderOptions, config: DecoderConfig, x_TD: Tensor) -> None:
         """`x_TD`: the residual stream."""
@@ -100,7 +100,7 @@ class SinglesRoom:
             ctypes.memmove(target + index * size, source + batch_slot * size, 8 * used)
 
     def results(self, count: int) -> tuple[Tensor, Tensor]:
-        """Rows before the final norm and logits of a step of so many: the same tensors each time."""
+        """Rows before the final norm and logits of a step of `count` rows: the same tensors each time."""
         if count not in self._views:
             self._views[count] = self._x[:count], self._logits[:count]
         return self._views[count]

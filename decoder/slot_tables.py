@@ -1,7 +1,7 @@
-"""Tables on the device with a row for each batch slot, kept from step to step: pages, state slots, end tokens.
+"""Device tables with a row for each batch slot, kept from step to step: pages, state slots, end tokens.
 
-A row belongs to one admission and is written again for the next, so nothing of a request that has ended or was
-preempted is ever read. A row is brought up to date just before a step uses it.
+A row belongs to one admission and is rewritten for the next, so values of an ended or preempted request are never read.
+A row is updated just before a step uses it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kernels.transfer import upload
 
 
 class PageTables:
-    """Page numbers of every batch slot, `[max_seqs, width]` int64 on the device; -1 beyond what each has."""
+    """Page numbers of every batch slot, `[max_seqs, width]` int64 on the device; -1 after the last page."""
 
     def __init__(self, options: DecoderOptions) -> None:
         width = -(-options.max_len // options.page_size)
@@ -26,7 +26,7 @@ class PageTables:
         self._written: list[tuple[int, int]] = [(-1, 0)] * options.max_seqs
 
     def update(self, sequence: Sequence) -> None:
-        """Writes the pages that the batch slot's row lacks."""
+        """Writes the missing pages of the batch slot's row."""
         held = sequence.held
         slot, stamp = held.batch_slot, held.admission
         owner, count = self._written[slot]
@@ -53,7 +53,7 @@ class SlotStates:
         self._written = [-1] * options.max_seqs
 
     def update(self, sequence: Sequence) -> None:
-        """Writes a batch slot's row if another sequence has got it since."""
+        """Writes a batch slot's row if another sequence has taken the slot."""
         held = sequence.held
         if self._written[held.batch_slot] != held.admission:
             self._written[held.batch_slot] = held.admission
@@ -74,14 +74,14 @@ class SlotStates:
 
 
 class EndTokens:
-    """End and stop tokens of every batch slot, `[max_seqs, width]` int64 on the device; -1 beyond what each has."""
+    """End and stop tokens of every batch slot, `[max_seqs, width]` int64 on the device; -1 after the last one."""
 
     def __init__(self, options: DecoderOptions) -> None:
         self.ends = torch.full((options.max_seqs, 0), -1, dtype=torch.int64, device=options.device)
         self._written = [-1] * options.max_seqs
 
     def reached(self, tokens_L: Tensor, owners: SequenceOf[Sequence]) -> Tensor | None:
-        """`[L]` bool: whether each token ends its sequence. `None` where none of them can."""
+        """`[L]` bool: whether each token ends its sequence. `None` if none of them can."""
         for owner in owners:
             self._update(owner)
         width = self.ends.shape[1]

@@ -1,4 +1,4 @@
-"""Speculative decoding of the running requests: how many drafts each gets, which, and how many were accepted."""
+"""Speculative decoding of the running requests: number of drafts per request, the drafts, and acceptance counts."""
 
 from __future__ import annotations
 
@@ -51,9 +51,8 @@ class Speculation:
         """Rows, drafts and start of the last step, if its time is to be recorded."""
 
     def ask(self, running: Iterable[Sequence]) -> None:
-        """Sets how many drafts each decoding sequence is to get, and under `ngram` the drafts themselves. While
-        drafting pauses none has any, and nothing is done.
-        """
+        """Sets the number of drafts of each decoding sequence, and under `ngram` the drafts themselves. While drafting
+        pauses there are none, and nothing is done."""
         policy, head = self.policy, self.head
         awake = policy.awake()
         if head is not None:
@@ -85,7 +84,7 @@ class Speculation:
             policy.idle("unready" if unready else "unfound" if wanted else unwanted)
 
     def draft(self, rows: SequenceOf[Row]) -> None:
-        """Fills in the drafts of a step's rows, where a head makes them."""
+        """Fills in the drafts of a step's rows if a head makes them."""
         if self.head is not None:
             for sequence, tokens in self.head.draft(rows):
                 sequence.draft.tokens = tokens
@@ -110,9 +109,8 @@ class Speculation:
         self.policy.learn(self._record(sequence), len(sequence.tokens), drafted, accepted)
 
     def timed(self, step: Step, started: float) -> None:
-        """`step`, which has run, began at this time. A step lasts until the next one begins, so that the work with its
-        tokens is included. Only the times of steps in which all requests draw and go on tell what drafts cost.
-        """
+        """`step`, which has run, began at this time. A step lasts until the next one begins, so the processing of its
+        tokens is included. Only steps in which all requests draw and continue are used for timing."""
         if self._timing is not None:
             rows, drafted, before = self._timing
             self.policy.timed(rows, drafted, started - before)
@@ -126,7 +124,7 @@ class Speculation:
         self._timing = None
 
     def stats(self) -> dict[str, int]:
-        """`drafted_1`, `accepted_1`, ...: by position. A draft after a rejected one is not counted: it was not
+        """`drafted_1`, `accepted_1`, ...: by position. A draft after a rejected one is not counted, since it was not
         compared."""
         counts = (("drafted", self.drafted), ("accepted", self.accepted))
         return {f"{name}_{place}": count for name, of in counts for place, count in enumerate(of, 1)}

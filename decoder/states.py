@@ -1,4 +1,4 @@
-"""The content of the arena: what is moved before a step runs, and taken over after it."""
+"""The content of the arena: moved before a step runs, and committed after it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from decoder.step import Row, Step
 
 
 class States:
-    """Executes what a step says about memory. Holds the saved content of preempted sequences."""
+    """Executes what a step says about memory. Has the saved content of preempted sequences."""
 
     def __init__(
         self,
@@ -29,9 +29,8 @@ class States:
         empties: bool,
         at_once: bool,
     ) -> None:
-        """`empties`: a step applies the inputs in a ring to the state by itself. `at_once`: tokens are on the host as
-        soon as they are drawn.
-        """
+        """`empties`: a step applies the inputs in a ring to the state by itself. `at_once`: tokens are on the host when
+        they are drawn."""
         self.arena, self.model, self.builder = arena, model, builder
         self.scheduler, self.drafter = scheduler, drafter
         self.saved: dict[str, Saved] = {}
@@ -58,9 +57,8 @@ class States:
             self.drafter.moved(step)
 
     def empty_rings(self, running: Iterable[Sequence]) -> None:
-        """Makes room for drafts in the rings of sequences that are to get some; a sequence without drafts continues
-        without a ring. A compiled step empties rings itself, where no graph is used.
-        """
+        """Makes space for drafts in the rings of sequences that will draft; a sequence without drafts continues without
+        a ring. A compiled step empties rings itself if no graph is used."""
         full = []
         for sequence in running:
             inputs = sequence.held.replayed
@@ -75,8 +73,7 @@ class States:
 
     def advance(self, jobs: list[tuple[Sequence, int, int, int]]) -> None:
         """Advances states. (sequence, slot, target, count): the state in `slot`, advanced by the first `count` inputs
-        of the sequence's ring, goes to `target`.
-        """
+        of the sequence's ring, is written to `target`."""
         for _, slot, target, count in jobs:
             if count == 0 and slot != target:
                 self.arena.copy_slot(slot, target)
@@ -88,7 +85,7 @@ class States:
                 self.arena.carry[target] = self.arena.carry[slot]
 
     def commit(self, step: Step) -> None:
-        """Takes over what the step leaves: current states, states to keep, states of further samples."""
+        """Commits the results of the step: current states, states to keep, states of further samples."""
         first = 0
         carried: list[tuple[int, int]] = []
         for row in step.rows:
@@ -107,9 +104,8 @@ class States:
         self.scheduler.commit(step)
 
     def _settle(self, row: Row, checkpoints: SequenceOf[tuple[int, int]]) -> list[tuple[int, int]]:
-        """States after a row: which one is current, and those at `checkpoints` (position, slot) that are to be kept.
-        Returns (position, slot) of all of these.
-        """
+        """Finds the states after a row: the current one, and those at `checkpoints` (position, slot) that are kept.
+        Returns (position, slot) of all of these."""
         sequence, verified = row.sequence, row.verified
         before = 0 if self._empties else sequence.held.replayed
         end = len(sequence.tokens) - 1 if row.drafts else row.end
@@ -132,7 +128,7 @@ class States:
         return [(end, sequence.slot), *(kept for kept in checkpoints if kept[0] <= end)]
 
     def keep(self, sequence: Sequence) -> None:
-        """Leaves the state at the end of an answer to the cache."""
+        """Gives the state at the end of an answer to the cache."""
         self._flush()
         copy = self.scheduler.keep(sequence)
         if copy is not None:

@@ -17,9 +17,9 @@ class Row:
     count: int
     start: int
     drafts: int = 0
-    """How many of its tokens, at its end, are drafts."""
+    """Number of drafts at its end."""
     samples: bool = field(init=False)
-    """True when the row reaches the sequence's last token, so that the next one can be drawn."""
+    """Whether the row reaches the sequence's last token, so that the next one can be drawn."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "samples", self.end - self.drafts == len(self.sequence.tokens))
@@ -44,7 +44,7 @@ class Row:
 
     @property
     def alone(self) -> bool:
-        """Whether each of its tokens attends by itself, on top of a state. The others are scanned."""
+        """Whether each of its tokens attends separately, after a state. Other rows are scanned."""
         return self.start > 0 and (self.count == 1 or self.drafts > 0)
 
     @property
@@ -55,7 +55,7 @@ class Row:
 
 
 class Save(NamedTuple):
-    """What of a sequence is copied to host memory; it no longer holds these slots and pages."""
+    """The content of a sequence that is copied to host memory; it no longer holds these slots and pages."""
 
     sequence: Sequence
     slot: int
@@ -64,7 +64,7 @@ class Save(NamedTuple):
 
 
 class Fork(NamedTuple):
-    """A further sample that continues from another sequence's prompt: what is to be copied for it, (from, to)."""
+    """A further sample that continues from another sequence's prompt: (from, to) of what is copied for it."""
 
     leader: Sequence
     follower: Sequence
@@ -74,13 +74,13 @@ class Fork(NamedTuple):
 
 @dataclass
 class Step:
-    """What the runner is to do, in this order: save, clear, copy, load, run; failures are to be reported."""
+    """The work of one step, in this order: save, clear, copy, load, run; failures are reported."""
 
     rows: list[Row] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     """Content that is copied to host memory before anything else."""
     loads: list[Sequence] = field(default_factory=list)
-    """Sequences whose content is copied back into the slot and pages that they have now."""
+    """Sequences whose content is copied back into their present slot and pages."""
     new_pages: list[int] = field(default_factory=list)
     slot_copies: list[tuple[int, int]] = field(default_factory=list)
     page_copies: list[tuple[int, int]] = field(default_factory=list)
@@ -102,7 +102,7 @@ class Step:
 
     @property
     def sequences(self) -> Iterator[Sequence]:
-        """Those that the step computes, or starts."""
+        """Sequences that the step computes, or starts."""
         yield from (row.sequence for row in self.rows)
         yield from (fork.follower for fork in self.forks)
 

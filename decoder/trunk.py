@@ -1,4 +1,4 @@
-"""The weights of a model's trunk: what each way of computing a step reads."""
+"""The weights of a model's trunk, which all implementations of a step read."""
 
 from __future__ import annotations
 
