@@ -112,7 +112,7 @@ void add_wish(Layout& layout) {
 void add_draw(Layout& layout) {
     STRUCT(Draw);
     FIELD(Draw, wish); FIELD(Draw, position); FIELD(Draw, masked); FIELD(Draw, prompt); FIELD(Draw, known);
-    FIELD(Draw, tokens);
+    FIELD(Draw, tokens); FIELD(Draw, mask);
 }
 
 void add_drafting(Layout& layout) {

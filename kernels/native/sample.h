@@ -31,13 +31,14 @@ struct Draw {  // a row of logits
     int64_t masked;         // none of `ends` may be drawn
     int64_t prompt, known;  // for penalties: `known` tokens, of which the first `prompt` are not output
     const int64_t* tokens;
+    const uint32_t* mask;  // a bit for each token that may be drawn, [vocab / 32, rounded up]; null: any may
 };
 }
 
 namespace {
 
 constexpr int64_t DRAW_BLOCK = 256, FIRST_CANDIDATES = 64;
-constexpr float IMPOSSIBLE = -std::numeric_limits<float>::infinity();
+constexpr float IMPOSSIBLE = -std::numeric_limits<float>::infinity(), FINITE = std::numeric_limits<float>::lowest();
 
 // Sixteen values; NaN and values after the end become the lowest.
 inline __m512 comparable(const float* x, int64_t left) {
@@ -66,6 +67,19 @@ int64_t first_largest(const float* x, int64_t n) {
     for (int64_t i = begin; i < std::min(n, begin + DRAW_BLOCK); i++)
         if (x[i] == best) return i;
     return 0;
+}
+
+// `x` where the mask has a bit, IMPOSSIBLE elsewhere. Returns how many can be drawn. `out` may be `x`.
+int64_t keep_allowed(const float* x, const uint32_t* mask, int64_t n, float* out) {
+    const __m512 lowest = _mm512_set1_ps(FINITE), impossible = _mm512_set1_ps(IMPOSSIBLE);
+    int64_t possible = 0;
+    for (int64_t i = 0; i < n; i += 16) {
+        const __mmask16 here = lanes(n - i), allowed = __mmask16(mask[i / 32] >> i % 32) & here;
+        const __m512 value = _mm512_mask_loadu_ps(impossible, allowed, x + i);
+        possible += __builtin_popcount(_mm512_cmp_ps_mask(value, lowest, _CMP_GE_OQ));
+        _mm512_mask_storeu_ps(out + i, here, value);
+    }
+    return possible;
 }
 
 inline float weight_of(float below) { return below < -87.0f ? 0.0f : fast_exp(below); }
@@ -132,18 +146,19 @@ class Sampling {  // of one thread; what it keeps is memory
     int64_t choose(const float* logits, int64_t n, const Draw& job) {
         const Wish& wish = *job.wish;
         const bool adjusted = wish.bias_count || job.masked || job.known;
-        if (wish.temperature == 0 && !adjusted) return first_largest(logits, n);
+        if (wish.temperature == 0 && !adjusted && !job.mask) return first_largest(logits, n);
         row_.resize(n);
         float* x = row_.data();
-        std::copy(logits, logits + n, x);
+        if (adjusted || !job.mask) std::copy(logits, logits + n, x);
         if (adjusted) adjust(x, n, job);
-        if (wish.temperature == 0) return first_largest(x, n);
+        const int64_t possible = job.mask ? keep_allowed(adjusted ? x : logits, job.mask, n, x) : n;
+        if (wish.temperature == 0 || !possible) return first_largest(x, n);
         const float divisor = float(wish.temperature);
 #pragma omp simd
         for (int64_t i = 0; i < n; i++) x[i] = x[i] == x[i] ? x[i] / divisor : IMPOSSIBLE;
         const double uniform = uniform_of(wish.seed, job.position, wish.sample);
         const bool filtered = wish.top_k > 0 || wish.top_p < 1 || wish.min_p > 0;
-        return filtered ? among_likeliest(x, n, wish, uniform) : among_all(x, n, uniform);
+        return filtered ? among_likeliest(x, n, possible, wish, uniform) : among_all(x, n, uniform);
     }
 
     // Products are rounded before they are subtracted, as in the reference: through double, whose 53 bits hold them
@@ -188,10 +203,11 @@ class Sampling {  // of one thread; what it keeps is memory
         return place;
     }
 
-    // In the order of falling values: a prefix that all filters keep.
-    int64_t among_likeliest(const float* x, int64_t n, const Wish& wish, double share) {
-        const int64_t most = wish.top_k > 0 ? std::min(wish.top_k, n) : n, width = std::min(most, FIRST_CANDIDATES);
-        take_likeliest(x, n, width);
+    // In the order of falling values: a prefix that all filters keep. `possible`: how many are above IMPOSSIBLE, at most.
+    int64_t among_likeliest(const float* x, int64_t n, int64_t possible, const Wish& wish, double share) {
+        const int64_t most = wish.top_k > 0 ? std::min(wish.top_k, possible) : possible;
+        const int64_t width = std::min(most, FIRST_CANDIDATES);
+        take_likeliest(x, n, width, possible < n ? FINITE : IMPOSSIBLE);
         sums_.clear();
         double sum = 0;
         int64_t above = 0;  // that min_p keeps
@@ -203,8 +219,8 @@ class Sampling {  // of one thread; what it keeps is memory
         int64_t kept = width;
         bool known = most == width;
         if (wish.top_p < 1) {
-            if (!known && most < n) return among_many(x, n, wish, share, most);  // what it is a share of lies further down
-            const double mass = most < n ? sum : weight_of_all(x, n, found_[0].value);
+            if (!known && most < possible) return among_many(x, n, possible, wish, share, most);  // what it is a share of lies further down
+            const double mass = most < possible ? sum : weight_of_all(x, n, found_[0].value);
             const auto reached = std::lower_bound(sums_.begin(), sums_.end(), wish.top_p * mass);
             known |= reached != sums_.end();
             kept = std::min(kept, int64_t(reached - sums_.begin()) + 1);
@@ -213,7 +229,7 @@ class Sampling {  // of one thread; what it keeps is memory
             known |= above < width;
             kept = std::min(kept, above);
         }
-        if (!known) return among_many(x, n, wish, share, most);
+        if (!known) return among_many(x, n, possible, wish, share, most);
         kept = std::max(int64_t(1), kept);
         const auto end = sums_.begin() + kept;
         const int64_t place = std::upper_bound(sums_.begin(), end, share * end[-1]) - sums_.begin();
@@ -227,7 +243,7 @@ class Sampling {  // of one thread; what it keeps is memory
     };
 
     // The same if filters keep many: counted and summed by steps of value, and sorted within one step only.
-    int64_t among_many(const float* x, int64_t n, const Wish& wish, double share, int64_t most) {
+    int64_t among_many(const float* x, int64_t n, int64_t possible, const Wish& wish, double share, int64_t most) {
         const float top = maximum(x, n);
         std::fill(steps_.begin(), steps_.end(), Step{0, 0});
         step_of_.resize(n), weights_.resize(n);
@@ -244,7 +260,7 @@ class Sampling {  // of one thread; what it keeps is memory
             above += weights_[i] >= wish.min_p;
         }
         int64_t kept = most;
-        if (most < n) mass = first_place(x, n, [&](int64_t count, double) { return count >= most; }).mass;
+        if (most < possible) mass = first_place(x, n, [&](int64_t count, double) { return count >= most; }).mass;
         if (wish.top_p < 1) {
             const double goal = wish.top_p * mass;
             kept = std::min(kept, first_place(x, n, [&](int64_t, double mass) { return mass >= goal; }).count);
@@ -272,14 +288,13 @@ class Sampling {  // of one thread; what it keeps is memory
         return place;
     }
 
-    // The `width` largest, in order. As many maxima of sixteen values are a lower bound.
-    void take_likeliest(const float* x, int64_t n, int64_t width) {
-        float least = IMPOSSIBLE;
+    // The `width` largest, in order. As many maxima of sixteen values are a lower bound. At least so many reach `least`.
+    void take_likeliest(const float* x, int64_t n, int64_t width, float least) {
         if (width * 32 < n) {
             maxima_.clear();
             for (int64_t i = 0; i < n; i += 16) maxima_.push_back(_mm512_reduce_max_ps(comparable(x + i, n - i)));
             std::nth_element(maxima_.begin(), maxima_.begin() + width - 1, maxima_.end(), std::greater<float>());
-            least = maxima_[width - 1];
+            least = std::max(least, maxima_[width - 1]);
         }
         found_.clear();
         for (int64_t i = 0; i < n; i += 16) {
@@ -306,7 +321,7 @@ class Sampling {  // of one thread; what it keeps is memory
         const double norm = double(largest) + std::log(weight_of_all(logits, n, largest));
         *logprob = float(double(logits[token]) - norm);
         if (!(count = std::min(count, n))) return;
-        take_likeliest(logits, n, count);
+        take_likeliest(logits, n, count, IMPOSSIBLE);
         for (int64_t i = 0; i < count; i++) ids[i] = found_[i].id, top[i] = float(double(found_[i].value) - norm);
     }
 

@@ -164,7 +164,7 @@ class Draw(Structure):
 
     _fields_ = [
         ("wish", c_void_p), ("position", c_int64), ("masked", c_int64), ("prompt", c_int64), ("known", c_int64),
-        ("tokens", c_void_p),
+        ("tokens", c_void_p), ("mask", c_void_p),
     ]  # fmt: skip
 
 

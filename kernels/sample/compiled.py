@@ -18,12 +18,14 @@ from kernels.native.structs import Draw, Wish
 
 __all__ = ["DrawRow", "Drawing", "Wish", "packed"]
 
-_DRAW = struct.Struct("6q")
-"""One `Draw`, six 64-bit numbers: ten times as fast as packing through ctypes."""
+_DRAW = struct.Struct("7q")
+"""One `Draw`, seven 64-bit numbers: ten times as fast as packing through ctypes."""
 assert _DRAW.size == sizeof(Draw)
-DrawRow = tuple[int, int, int, int, int, int]
+DrawRow = tuple[int, int, int, int, int, int, int]
 """Address of the row's `Wish` (0: take the largest logit); position to draw; whether `ends` are masked; for penalties:
-number of prompt tokens, of all tokens, and their address."""
+number of prompt tokens, of all tokens, and their address; address of the row's mask (a row of `Masks.words_GW`; 0:
+none).
+"""
 
 
 def packed(rows: Sequence[DrawRow]) -> bytes:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.sample.philox import uniforms
-from kernels.sample.rows import Wishes
+from kernels.sample.rows import Masks, Wishes
 
 BLOCK = 256
 FIRST_CANDIDATES = 64
@@ -45,6 +45,17 @@ def penalise(
     scaled = torch.where(logits_RV > 0, logits_RV / factor, logits_RV * factor)
     logits_RV.copy_(torch.where(in_context_RV, scaled, logits_RV))
     logits_RV.sub_(output_counts_RV * frequency_R[:, None]).sub_((output_counts_RV > 0) * presence_R[:, None])
+
+
+def keep_allowed(logits_RV: Tensor, masks: Masks) -> Tensor:
+    """A copy of the logits that is -inf where a row's mask has no bit."""
+    rows = (masks.index_R >= 0).nonzero()[:, 0]
+    bits = torch.arange(32, dtype=torch.int32, device=logits_RV.device)
+    words = masks.words_GW.index_select(0, masks.index_R[rows])
+    forbidden = ((words[:, :, None] >> bits) & 1).flatten(1)[:, : logits_RV.shape[1]] == 0
+    out = logits_RV.clone()
+    out[rows] = logits_RV[rows].masked_fill(forbidden, float("-inf"))
+    return out
 
 
 def draw(logits_RV: Tensor, uniform_R: Tensor) -> Tensor:
@@ -145,11 +156,13 @@ def logprobs(logits_RV: Tensor, tokens_R: Tensor, count: int) -> tuple[Tensor, T
 
 
 def sample(logits_RV: Tensor, wishes: Wishes) -> Tensor:
-    """Draws a token per row, `[R]` int64: temperature, filters, draw, by the row's wishes.
+    """Draws a token per row, `[R]` int64: mask, temperature, filters, draw, by the row's wishes.
 
     A row's result depends on its own logits and wishes only.
     """
     logits = logits_RV.float()
+    if wishes.masks is not None:
+        logits = keep_allowed(logits, wishes.masks)
     out = greedy(logits)
     drawn = wishes.temperature_R > 0
     filtered = drawn & ((wishes.top_k_R > 0) | (wishes.top_p_R < 1) | (wishes.min_p_R > 0))

@@ -8,6 +8,16 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class Masks:
+    """Which tokens rows may draw. `G` masks."""
+
+    words_GW: Tensor
+    """int32 `[G, ceil(V / 32)]`: bit `t % 32` of word `t // 32` is set where token t may be drawn. At least one is."""
+    index_R: Tensor
+    """int64: which of these is a row's; -1: none, any token may be drawn."""
+
+
+@dataclass(frozen=True)
 class Wishes:
     """Parameters of each row's draw, and the counter of its random number."""
 
@@ -25,3 +35,5 @@ class Wishes:
     """int64: index of the sample within a request."""
     positions_R: Tensor
     """int64: absolute position to draw."""
+    masks: Masks | None = None
+    """`None`: no row has one."""

@@ -294,7 +294,7 @@ def test_rows_of_one_call_draft_as_many_as_each_wants(counts: list[int]) -> None
         runner.arena.clear_pages(tables[:, 0].tolist())
         kv[tables[:, 1]] = float("nan")
         rows = [(7 + row, 4 * 3 * row + 3, 4, counts[row]) for row in chosen]
-        draws = packed([(ctypes.addressof(wish), 5, 0, 0, 0, 0)] * len(chosen))
+        draws = packed([(ctypes.addressof(wish), 5, 0, 0, 0, 0, 0)] * len(chosen))
         found = compiled.draft(given[chosen], [], rows, [], tables[chosen], draws)
         return found, kv.clone()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from compiled import needs_compiled
 
-from kernels.sample import Wishes, logprobs, reference
+from kernels.sample import Masks, Wishes, logprobs, reference
 from kernels.sample.compiled import Drawing, DrawRow, Wish
 
 pytestmark = needs_compiled
@@ -35,24 +35,27 @@ FILTERS = [
 
 
 def both(
-    logits: torch.Tensor, filters: list[tuple[int, float, float]], temperature: float
+    logits: torch.Tensor, filters: list[tuple[int, float, float]], temperature: float, masks: Masks | None = None
 ) -> tuple[list[int], list[int]]:
     """What compiled code and the reference draw."""
     rows = logits.shape[0]
     seeds, positions = torch.randint(-(2**63), 2**63 - 1, (rows,)), torch.randint(0, 2**31, (rows,))
     top_k, top_p, min_p = (torch.tensor(column, dtype=torch.float64) for column in zip(*filters, strict=True))
     samples, temperatures = torch.arange(rows) % 3, torch.full((rows,), temperature)
-    asked = Wishes(temperatures, top_k.long(), top_p, min_p, seeds, samples, positions)
+    asked = Wishes(temperatures, top_k.long(), top_p, min_p, seeds, samples, positions, masks)
     wishes = [
         Wish(temperature, p, least, 1.0, 0.0, 0.0, k, sample, seed % 2**64, -1)
         for (k, p, least), sample, seed in zip(filters, samples.tolist(), seeds.tolist(), strict=True)
     ]
-    tokens, _ = Drawing(logits.shape[1])(logits, rows_of(wishes, positions.tolist()))
+    tokens, _ = Drawing(logits.shape[1])(logits, rows_of(wishes, positions.tolist(), masks))
     return tokens, reference.sample(logits, asked).tolist()
 
 
-def rows_of(wishes: list[Wish], positions: list[int]) -> list[DrawRow]:
-    return [(ctypes.addressof(wish), position, 0, 0, 0, 0) for wish, position in zip(wishes, positions, strict=True)]
+def rows_of(wishes: list[Wish], positions: list[int], masks: Masks | None = None) -> list[DrawRow]:
+    index = [-1] * len(wishes) if masks is None else masks.index_R.tolist()
+    words = [0 if masks is None or of < 0 else masks.words_GW[of].data_ptr() for of in index]
+    rows = zip(wishes, positions, words, strict=True)
+    return [(ctypes.addressof(wish), position, 0, 0, 0, 0, mask) for wish, position, mask in rows]
 
 
 @pytest.mark.parametrize("vocab", [1, 17, 300, 4097, 32000])
@@ -131,7 +134,7 @@ def asked_for(**changes: object) -> tuple[Wish, list[DrawRow], list[object]]:
     wish.bias_ids, wish.ends = (kept[name].buffer_info()[0] for name in ("bias_ids", "ends"))
     wish.bias, wish.logprobs = bias.buffer_info()[0], changes.get("logprobs", -1)
     known = len(kept["tokens"])
-    row = (ctypes.addressof(wish), 3, 1, changes.get("prompt", known), known, kept["tokens"].buffer_info()[0])
+    row = (ctypes.addressof(wish), 3, 1, changes.get("prompt", known), known, kept["tokens"].buffer_info()[0], 0)
     return wish, [row], [kept, bias]  # type: ignore[list-item]
 
 
@@ -161,3 +164,47 @@ def test_reports_stay_in_their_room() -> None:
         wish, rows, kept = asked_for(prompt=prompt)
         with pytest.raises(IndexError, match="more prompt tokens than tokens"):
             Drawing(300)(torch.zeros(1, 300), rows)
+
+
+def masked_rows(rows: int, vocab: int, share: float) -> Masks:
+    """Masks of which every third row has none, and the others about `share` of all tokens, at least one."""
+    allowed = torch.rand(rows, -(-vocab // 32) * 32) < share
+    allowed[torch.arange(rows), torch.randint(0, vocab, (rows,))] = True
+    bits = (allowed.view(rows, -1, 32).long() << torch.arange(32)).sum(-1)
+    index = torch.arange(rows)
+    return Masks(bits.to(torch.int32), torch.where(index % 3 == 0, -1, index))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0], ids=lambda share: f"{share:.0%}")
+@pytest.mark.parametrize("vocab", [17, 700, 4097])
+def test_masked_draws_are_those_of_the_reference(vocab: int, share: float) -> None:
+    """Greedy and drawn; rows without a mask beside rows with one. Bits behind the vocabulary mean nothing."""
+    filters = FILTERS * 6
+    logits = torch.randn(len(filters), vocab) * 2
+    masks = masked_rows(len(filters), vocab, share)
+    for temperature in (0.0, 0.8):
+        found, expected = both(logits, filters, temperature, masks)
+        assert found == expected
+        for token, index in zip(found, masks.index_R.tolist(), strict=True):
+            assert index < 0 or int(masks.words_GW[index, token // 32]) >> token % 32 & 1
+        free, _ = both(logits, filters, temperature)
+        if temperature == 0.0:
+            assert [found[row] == free[row] for row in range(0, len(found), 3)] == [True] * len(found[::3])
+
+
+def test_a_mask_that_leaves_only_impossible_tokens_gives_some_token() -> None:
+    for filters, temperature in itertools.product(FILTERS, (0.0, 1.0)):
+        logits = torch.full((1, 700), float("nan"))
+        masks = Masks(torch.tensor([[4, *[0] * 21]], dtype=torch.int32), torch.tensor([0]))
+        wish = Wish(temperature, filters[1], filters[2], 1.0, 0.0, 0.0, filters[0], 0, 7, 5)
+        (token,), _ = Drawing(700)(logits, rows_of([wish], [3], masks), 5)
+        assert 0 <= token < 700
+
+
+def test_log_probabilities_are_those_without_the_mask() -> None:
+    logits = torch.randn(1, 700)
+    masks = Masks(torch.tensor([[4, *[0] * 21]], dtype=torch.int32), torch.tensor([0]))
+    wish = Wish(1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, 0, 7, 3)
+    (token,), ((chosen,), (ids,), _) = Drawing(700)(logits, rows_of([wish], [3], masks), 3)
+    expected = logprobs(logits, torch.tensor([2]), 3)
+    assert token == 2 and chosen == pytest.approx(expected[0].item(), abs=1e-5) and ids == expected[1][0].tolist()
