@@ -75,7 +75,8 @@ class Answers:
         for event in tokens:
             if event.finish_reason is not None:
                 sequence = self.sequences[event.request_id]
-                self.states.keep(sequence)
+                if event.error is None:
+                    self.states.keep(sequence)
                 self.end(sequence)
         return tokens
 
@@ -126,9 +127,15 @@ class Answers:
         pooled, scores = self.pools.take(sequence.request_id), self.prompt_scores.take(sequence.request_id)
         self.reading.pop(sequence.request_id, None)  # the results for its prompt are emitted with this token
         reason, stop = _finish_reason(sequence, at + 1 - sequence.prompt_len, choice.token)
+        error = _followed(sequence, choice.token, reason)
+        if error is not None:
+            self.counters["failed"] += 1
+            reason = "error"
         if reason is not None and sequence.unread:
             del sequence.tokens[at + 1 :]
             sequence.unread, sequence.computed = 0, min(sequence.computed, at)
+        if error is not None:
+            return TokenEvent(sequence.request_id, None, finish_reason=reason, error=error)
         scheduled, sequence.scheduled = sequence.scheduled, None
         return TokenEvent(
             sequence.request_id,
@@ -178,11 +185,22 @@ def _release_spans(sequence: Sequence, end: int) -> None:
         sequence.next_span += 1
 
 
+def _followed(sequence: Sequence, token: int, reason: FinishReason | None) -> Exception | None:
+    """Tells a constraint about a token after which the sequence goes on. Returns why it has failed, if it has."""
+    guide = sequence.guide
+    if guide is None:
+        return None
+    if reason is None:
+        guide.accept(token)
+    return guide.error
+
+
 def _finish_reason(sequence: Sequence, output: int, token: int) -> tuple[FinishReason | None, int | None]:
     """Why the sequence ends with its output token number `output`, and that token if it is an end or stop token."""
     request, params = sequence.request, sequence.request.sampling
-    ends = token in params.stop_token_ids or (token in request.eos_token_ids and not params.ignore_eos)
-    if ends and output > params.min_tokens:
+    guided = sequence.guide is not None  # a constraint that leaves nothing else ends it before its time
+    ends = token in params.stop_token_ids or (token in request.eos_token_ids and (guided or not params.ignore_eos))
+    if ends and (guided or output > params.min_tokens):
         return "stop", token
     if output >= sequence.limit:
         return "length", None

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from decoder.guide import MaskBuffer
 from decoder.sampling import Choice, SamplingParams
 from decoder.sequence import Sequence
 from kernels.sample.compiled import Drawing, DrawRow, Wish, packed
@@ -38,17 +39,21 @@ class CompiledSampler:
     def __init__(self, vocab_size: int, max_seqs: int, largest: Largest) -> None:
         """See `Sampler`. Raises NativeUnavailable with the reason."""
         self._largest = largest
-        self._drawing = Drawing(vocab_size)
+        self._drawing, self._masks = Drawing(vocab_size), MaskBuffer(vocab_size)
         self._slots: list[_SlotState | None] = [None] * max_seqs
 
     def sample(
         self, logits_LV: Tensor, sequences: SequenceOf[Sequence], ahead: SequenceOf[SequenceOf[int]]
     ) -> list[Choice]:
         """Draws one token per row."""
-        if all(sequence.request.sampling.plain for sequence in sequences):
+        if all(sequence.plain for sequence in sequences):
             return list(map(Choice, self._largest(logits_LV) or self._drawing(logits_LV)[0]))
         borrowed: list[array[int]] = []
-        rows = [self._row(*row, borrowed) for row in zip(sequences, ahead, strict=True)]
+        filled, masks = self._masks.fill([(s.guide, s.output_len) for s in sequences], ahead), [0] * len(sequences)
+        if filled is not None:
+            for row, words in zip(*filled, strict=True):
+                masks[row] = words.data_ptr()
+        rows = [self._row(*row, borrowed) for row in zip(sequences, ahead, masks, strict=True)]
         wanted = [sequence.request.sampling.logprobs for sequence in sequences]
         most = max((count for count in wanted if count is not None), default=None)
         tokens, (logprobs, ids, values) = self._drawing(logits_LV, rows, most)
@@ -65,24 +70,24 @@ class CompiledSampler:
         """See `Sampler.steady`."""
         for sequence in sequences:
             params = sequence.request.sampling
-            if params.penalised or sequence.output_len < params.min_tokens:
+            if sequence.guide is not None or params.penalised or sequence.output_len < params.min_tokens:
                 return None
-        return packed([self._row(sequence, (), []) for sequence in sequences])
+        return packed([self._row(sequence, (), 0, []) for sequence in sequences])
 
-    def _row(self, sequence: Sequence, ahead: SequenceOf[int], borrowed: list[array[int]]) -> DrawRow:
-        """`borrowed` keeps the objects alive that the row points to."""
+    def _row(self, sequence: Sequence, ahead: SequenceOf[int], mask: int, borrowed: list[array[int]]) -> DrawRow:
+        """`mask`: address of the row's mask, or 0. `borrowed` keeps the objects alive that the row points to."""
         held, params = sequence.held, sequence.request.sampling
         state = self._slots[held.batch_slot]
         if state is None or state.admission != held.admission:
             state = self._slots[held.batch_slot] = _state(sequence, self._drawing.vocab_size)
         position = len(sequence.tokens) + len(ahead)
-        masked = params.min_tokens > 0 and position - sequence.prompt_len < params.min_tokens
+        masked = not mask and params.min_tokens > 0 and position - sequence.prompt_len < params.min_tokens
         if not params.penalised:
-            return state.address, position, masked, 0, 0, 0
+            return state.address, position, masked, 0, 0, 0, mask
         state.tokens.extend(sequence.tokens[len(state.tokens) :])
         tokens = state.tokens + array("q", ahead) if ahead else state.tokens
         borrowed.append(tokens)
-        return state.address, position, masked, sequence.prompt_len, position, tokens.buffer_info()[0]
+        return state.address, position, masked, sequence.prompt_len, position, tokens.buffer_info()[0], mask
 
 
 def _state(sequence: Sequence, vocab_size: int) -> _SlotState:

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     import torch
 
 
+class ConstraintError(Exception):
+    """Why a constraint cannot go on; ends its own request."""
+
+
 class Constraint(Protocol):
     """What may follow in one sample, given the tokens accepted so far. Not thread-safe, and owned by one sample.
 

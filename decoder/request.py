@@ -84,7 +84,11 @@ class DecoderRequest:
     positions: Positions | None = None
     """For models that use positions; `None`: tokens count up from 0."""
     constraint: Constraint | None = None
-    """What the output may contain; `None`: anything. It belongs to this request alone and has accepted `output_ids`."""
+    """What the output may contain; `None`: anything. It has accepted `output_ids`. The decoder works on a copy.
+
+    Before `min_tokens` end and stop tokens, and under `ignore_eos` end tokens, are drawn only where it allows nothing
+    else, and then end the request all the same.
+    """
 
     def __post_init__(self) -> None:
         """`ValueError` for numbers that could never be an id or a counter. The runner knows the vocabulary."""

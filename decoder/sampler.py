@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from decoder.compiled_sampler import CompiledSampler, Largest
+from decoder.guide import MaskBuffer
 from decoder.sampling import Choice
 from decoder.sequence import Sequence
 from kernels.dispatch import implementation
 from kernels.native import NativeUnavailable
-from kernels.sample import Wishes, greedy, logprobs, penalise, sample
-from kernels.transfer import upload
+from kernels.sample import Masks, Wishes, greedy, logprobs, penalise, sample
+from kernels.transfer import send, upload
 
 __all__ = ["Choice", "Sampler"]
 
@@ -84,6 +85,7 @@ class Sampler:
         self.vocab_size, self.max_seqs, self.device = vocab_size, max_seqs, device
         compiled = compiled and torch.device(device).type == "cpu" and implementation("cpu")[0] == "reference"
         self._compiled = _compiled(vocab_size, max_seqs, largest) if compiled else None
+        self._masks = MaskBuffer(vocab_size)
         self._slots = [_SlotState() for _ in range(max_seqs)]
         self._in_context: Tensor | None = None
         self._counts: Tensor | None = None
@@ -111,7 +113,7 @@ class Sampler:
 
         `unread_M`: the tokens of the step before, for sequences whose last token is one of them and `UNREAD`.
         """
-        if all(sequence.request.sampling.plain for sequence in sequences):
+        if all(sequence.plain for sequence in sequences):
             return Drawn(greedy(logits_LV))
         for sequence in sequences:
             self._state(sequence)
@@ -139,7 +141,7 @@ class Sampler:
             if known:
                 ids, values = zip(*known, strict=True)
                 state.bias = self._ids(ids), self._floats(list(values))
-            if params.min_tokens > 0:
+            if params.min_tokens > 0 and sequence.guide is None:  # a mask says it otherwise
                 ends = sequence.request.eos_token_ids | params.stop_token_ids
                 state.ends = self._ids(sorted(token for token in ends if token < self.vocab_size))
         return self._slots[sequence.held.batch_slot]
@@ -245,7 +247,19 @@ class Sampler:
             ]
         )
         top_k, seeds, samples, positions = whole.t().contiguous()
-        return Wishes(reals[0].float(), top_k, reals[1], reals[2], seeds, samples, positions)
+        masks = self._masks_of(sequences, ahead)
+        return Wishes(reals[0].float(), top_k, reals[1], reals[2], seeds, samples, positions, masks)
+
+    def _masks_of(self, sequences: SequenceOf[Sequence], ahead: SequenceOf[SequenceOf[int]]) -> Masks | None:
+        """What constraints allow, on the device."""
+        filled = self._masks.fill([(sequence.guide, sequence.output_len) for sequence in sequences], ahead)
+        if filled is None:
+            return None
+        rows, words_GW = filled
+        index = [-1] * len(sequences)
+        for mask, row in enumerate(rows):
+            index[row] = mask
+        return Masks(send(words_GW, self.device), self._ids(index))
 
     # -- reporting -----------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ Writers of each part:
     Lookup          `decoder.prefix_cache`
     CacheCursor     `decoder.checkpointing`
     DraftState      `decoder.speculation`
+    Guide           `decoder.answers` (accepted tokens), and itself
 
 Owners, and until when:
 
@@ -29,6 +30,7 @@ from enum import Enum
 
 from decoder.cached import Checkpoint, Hit
 from decoder.checkpoints import NEVER
+from decoder.guide import Guide
 from decoder.request import DecoderRequest
 
 UNREAD = -1
@@ -96,6 +98,8 @@ class DraftState:
     """Drafts, to be verified in the next step."""
     limit: int = 0
     """Drafts that it is to get in the next step, as far as there is room."""
+    forced: bool = False
+    """Whether these are tokens that its constraint leaves no choice about."""
 
 
 @dataclass(eq=False)
@@ -140,8 +144,15 @@ class Sequence:
     lookup: Lookup = field(default_factory=Lookup)
     cursor: CacheCursor = field(default_factory=CacheCursor)
     draft: DraftState = field(default_factory=DraftState)
+    guide: Guide | None = None
+    """Of a request with a constraint. It has accepted the output tokens that the host knows."""
+    plain: bool = field(init=False)
+    """Whether its next token is always the largest raw logit, and nothing else is asked for."""
 
     def __post_init__(self) -> None:
+        if self.request.constraint is not None:
+            self.guide = Guide(self.request)
+        self.plain = self.request.sampling.plain and self.guide is None
         if not self.tokens:
             self.tokens = [*self.request.prompt_ids, *self.request.output_ids]
 

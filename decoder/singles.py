@@ -52,7 +52,7 @@ def singles(rows: SequenceOf[Row], tables: PageTables | None, page_size: int, ax
         if axes:
             given = sequence.request.positions
             positions += (start,) * axes if given is None else given.at(start, axes)
-        greedy = greedy and sequence.request.sampling.plain
+        greedy = greedy and sequence.plain
         if tables is not None:
             tables.update(sequence)
             batch_slots.append(held.batch_slot)

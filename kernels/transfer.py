@@ -20,6 +20,15 @@ def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device | str
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
+def send(values: Tensor, device: torch.device | str) -> Tensor:
+    """A tensor of the host on a device; on a CPU itself. The copy is queued on the current stream; the host may write
+    to its tensor at once.
+    """
+    if torch.device(device).type != "cuda":
+        return values
+    return values.pin_memory().to(device, non_blocking=True)
+
+
 class Download:
     """Copies tensors of one device to the host, from its construction on."""
 

@@ -108,7 +108,7 @@ def _in_order_of_ids(p_x, n, top, target, BLOCK: tl.constexpr):  # type: ignore[
 def _filtered(  # type: ignore[no-untyped-def]
     p_x,
     n,
-    vocab,
+    possible,
     top,
     total,
     uniform,
@@ -117,15 +117,15 @@ def _filtered(  # type: ignore[no-untyped-def]
     min_p,
     BLOCK: tl.constexpr,
 ):
-    """Index of the drawn token among `n` values, by rising id, which are the row's likeliest; -1: more values are
-    needed."""
+    """Index of the drawn token among `n` values, by rising id, which are the likeliest of the row's `possible` tokens;
+    -1: more values are needed."""
     everything, mass = _reaching(p_x, n, tl.full([], -(1 << 31), tl.int32), top, BLOCK)
-    kept = tl.full([], 0, tl.int32) + vocab
-    enough = (top_p < 1.0) | (min_p > 0.0) | (n == vocab)
+    kept = tl.full([], 0, tl.int32) + possible
+    enough = (top_p < 1.0) | (min_p > 0.0) | (n >= possible)
     measured = total
-    if (top_k > 0) & (top_k < vocab):
+    if (top_k > 0) & (top_k < possible):
         kept = top_k.to(tl.int32)
-        enough = (kept <= n) | (n == vocab)
+        enough = (kept <= n) | (n >= possible)
         if (top_p < 1.0) & enough:
             _, above, mass_above, weight = _cut(p_x, n, top, kept, tl.full([], 0, tl.int64), BLOCK)
             measured = mass_above + (kept - above) * weight
@@ -137,14 +137,14 @@ def _filtered(  # type: ignore[no-untyped-def]
             reached = above + ((goal - mass_above + weight - 1) // tl.maximum(weight, 1)).to(tl.int32)
             kept = tl.minimum(kept, reached)
         else:
-            enough = n == vocab
+            enough = n >= possible
     if (min_p > 0.0) & enough:
         count = tl.full([], 0, tl.int32)
         for i in range(0, n, BLOCK):
             o = i + tl.arange(0, BLOCK)
             x = tl.load(p_x + o, mask=o < n, other=float("-inf"))
             count += tl.sum(((o < n) & (tl.exp(x - top).to(tl.float64) >= min_p)).to(tl.int32), 0)
-        enough = (count < n) | (kept <= n) | (n == vocab)
+        enough = (count < n) | (kept <= n) | (n >= possible)
         kept = tl.minimum(kept, count)
     place = tl.full([], -1, tl.int32)
     if enough:
@@ -167,11 +167,15 @@ def _sample(  # type: ignore[no-untyped-def]
     p_seeds,  # [R] int64, the bits of an unsigned one
     p_samples,  # [R] int64
     p_positions,  # [R] int64
+    p_words,  # [G, W] int32, if MASKED
+    p_masks,  # [R] int64, if MASKED
     p_scratch,  # [R, V + C] float32
     p_ids,  # [R, C] int32
     p_out,  # [R] int64
     logits_row,
+    words_row,
     vocab,
+    MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
     C: tl.constexpr,
 ):
@@ -181,10 +185,16 @@ def _sample(  # type: ignore[no-untyped-def]
     p_x = p_scratch + i_row * (vocab + C)
     top = tl.full([], float("-inf"), tl.float32)
     best = tl.full([], 0, tl.int32)
+    i_mask = tl.full([], -1, tl.int64)
+    if MASKED:
+        i_mask = tl.load(p_masks + i_row)
     for i in range(0, vocab, BLOCK):
         o = i + tl.arange(0, BLOCK)
         m = o < vocab
         x = tl.load(p_logits + i_row * logits_row + o, mask=m, other=float("-inf")).to(tl.float32)
+        if MASKED:
+            words = tl.load(p_words + i_mask * words_row + o // 32, mask=m & (i_mask >= 0), other=-1)
+            x = tl.where((words >> (o % 32)) & 1 != 0, x, float("-inf"))
         x = tl.div_rn(x, divisor + tl.zeros([BLOCK], tl.float32))
         tl.store(p_x + o, x, mask=m)
         largest = tl.max(x, 0)
@@ -212,9 +222,12 @@ def _sample(  # type: ignore[no-untyped-def]
     middle = tl.zeros([BLOCK], tl.int32)
     far = tl.zeros([BLOCK], tl.int32)
     mass = tl.zeros([BLOCK], tl.int64)
+    drawable = tl.zeros([BLOCK], tl.int32)
     for i in range(0, vocab, BLOCK):
         o = i + tl.arange(0, BLOCK)
         x = tl.load(p_x + o, mask=o < vocab, other=float("-inf"))
+        if MASKED:
+            drawable += (x > float("-inf")).to(tl.int32)
         near += (x >= top - 4).to(tl.int32)
         middle += (x >= top - 8).to(tl.int32)
         far += (x >= top - 16).to(tl.int32)
@@ -225,6 +238,9 @@ def _sample(  # type: ignore[no-untyped-def]
         tl.store(p_out + i_row, _in_order_of_ids(p_x, vocab, top, target, BLOCK).to(tl.int64))
         return
 
+    possible = vocab
+    if MASKED:
+        possible = tl.sum(drawable, 0)
     near_count = tl.sum(near, 0)
     middle_count = tl.sum(middle, 0)
     far_count = tl.sum(far, 0)
@@ -241,11 +257,11 @@ def _sample(  # type: ignore[no-untyped-def]
             tl.store(p_ids + i_row * C + place, o, mask=m)
             n += tl.sum(m.to(tl.int32), 0)
         tl.debug_barrier()
-        place = _filtered(p_x + vocab, n, vocab, top, total, uniform, top_k, top_p, min_p, BLOCK)
+        place = _filtered(p_x + vocab, n, possible, top, total, uniform, top_k, top_p, min_p, BLOCK)
         if place >= 0:
             token = tl.load(p_ids + i_row * C + place)
     if token < 0:
-        token = _filtered(p_x, vocab, vocab, top, total, uniform, top_k, top_p, min_p, BLOCK)
+        token = _filtered(p_x, vocab, possible, top, total, uniform, top_k, top_p, min_p, BLOCK)
     tl.store(p_out + i_row, token.to(tl.int64))
 
 
@@ -278,7 +294,8 @@ def sample(logits_RV: Tensor, wishes: Wishes) -> Tensor:
     out = torch.empty(rows, dtype=torch.int64, device=device)
     scratch = torch.empty(rows, vocab + CANDIDATES, dtype=torch.float32, device=device)
     ids = torch.empty(rows, CANDIDATES, dtype=torch.int32, device=device)
-    assert logits_RV.stride(1) == 1
+    masks = wishes.masks
+    assert logits_RV.stride(1) == 1 and (masks is None or masks.words_GW.is_contiguous())
     launch(
         _sample,
         (rows,),
@@ -290,11 +307,15 @@ def sample(logits_RV: Tensor, wishes: Wishes) -> Tensor:
         p_seeds=wishes.seeds_R,
         p_samples=wishes.samples_R,
         p_positions=wishes.positions_R,
+        p_words=ids if masks is None else masks.words_GW,
+        p_masks=wishes.positions_R if masks is None else masks.index_R,
         p_scratch=scratch,
         p_ids=ids,
         p_out=out,
         logits_row=logits_RV.stride(0),
+        words_row=0 if masks is None else masks.words_GW.stride(0),
         vocab=vocab,
+        MASKED=masks is not None,
         BLOCK=BLOCK,
         C=CANDIDATES,
         num_warps=16,

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton_kernels import DEVICE, poisoned
 
 from kernels.dispatch import forced
-from kernels.sample import Wishes, accept_drafts, reference, sample, uniform, uniforms
+from kernels.sample import Masks, Wishes, accept_drafts, reference, sample, uniform, uniforms
 from kernels.sample import kernel as sample_kernel
 
 # top_k, top_p and min_p of each row: none, each alone, all, wide ones, more than there are.
@@ -35,7 +35,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def wishes(temperature: float, filters: list[tuple[int, float, float]]) -> Wishes:
+def wishes(temperature: float, filters: list[tuple[int, float, float]], masks: Masks | None = None) -> Wishes:
     top_k, top_p, min_p = (torch.tensor(values, dtype=torch.float64) for values in zip(*filters, strict=True))
     return Wishes(
         temperature_R=torch.full((ROWS,), temperature),
@@ -45,6 +45,7 @@ def wishes(temperature: float, filters: list[tuple[int, float, float]]) -> Wishe
         seeds_R=torch.randint(-(2**63), 2**63 - 1, (ROWS,), device="cpu").to(DEVICE),
         samples_R=torch.arange(ROWS) % 3,
         positions_R=torch.randint(0, 2**31, (ROWS,)),
+        masks=masks,
     )
 
 
@@ -86,6 +87,25 @@ def test_impossible_tokens_are_never_drawn() -> None:
     for temperature in (0.0, 0.7):
         found, expected = both(logits, wishes(temperature, [NONE] * ROWS))
         assert torch.equal(found, expected) and bool((found % 2 == 1).all())
+
+
+@pytest.mark.parametrize("candidates", [512, 8])
+@pytest.mark.parametrize("allowed", [1, 30, 690])
+def test_masked_tokens_are_never_drawn(candidates: int, allowed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Filters that keep more tokens than there may be drawn; rows without a mask beside others."""
+    monkeypatch.setattr(sample_kernel, "CANDIDATES", candidates)
+    kept = torch.rand(ROWS, 704).argsort(-1).argsort(-1) < allowed
+    kept[:, -4:] = True  # bits behind the vocabulary
+    words = (kept.view(ROWS, -1, 32).long() << torch.arange(32)).sum(-1).to(torch.int32)
+    index = torch.tensor([6, -1, 0, 7, 5, -1, 3, 1])
+    kept[:, -4:] = False
+    kept[:, 0] |= kept.sum(-1) == 0
+    words[:, 0] |= kept[:, 0].int()
+    for temperature in (0.0, 0.8):
+        found, expected = both(torch.randn(ROWS, 700) * 3, wishes(temperature, FILTERS, Masks(words, index)))
+        assert torch.equal(found, expected)
+        for token, mask in zip(found.tolist(), index.tolist(), strict=True):
+            assert mask < 0 or kept[mask, token]
 
 
 def test_random_numbers_are_bit_for_bit_those_of_the_reference() -> None:

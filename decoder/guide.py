@@ -1,0 +1,143 @@
+"""The constraint of a sequence as the decoder uses it: masks for steps, drafts that can be drawn, errors kept apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import torch
+from torch import Tensor
+
+from decoder.constraints import ConstraintError
+from decoder.request import DecoderRequest
+
+
+class Guide:
+    """A copy of a request's constraint, which follows the output. When the constraint raises, the exception is kept in
+    `error` for whoever takes the next token, and from then on anything is allowed.
+    """
+
+    def __init__(self, request: DecoderRequest) -> None:
+        assert request.constraint is not None
+        params = request.sampling
+        self._constraint = request.constraint.copy()
+        self._eos, self._ends = request.eos_token_ids, request.eos_token_ids | params.stop_token_ids
+        self._min_tokens, self._ignore_eos = params.min_tokens, params.ignore_eos
+        self.error: ConstraintError | None = None
+
+    def fill(self, masks_NW: Tensor, ahead: SequenceOf[SequenceOf[int]], output: int, last: int) -> None:
+        """Writes the masks of consecutive positions, int32 on the CPU. `ahead`: the drafts before each of them, those
+        of a position being the first ones of the next. `output`: output tokens before the drafts. `last`: valid bits of
+        a mask's last word. After a draft that ends the text or is not allowed, anything is: no draw there is used.
+        """
+        masks_NW.fill_(-1)
+        if self.error is not None:
+            return
+        constraint, taken = self._constraint, 0
+        try:
+            for words, drafts in zip(masks_NW, ahead, strict=True):
+                for token in drafts[taken:]:
+                    if not self.cut([token]):
+                        break
+                    constraint.accept(token)
+                    taken += 1
+                if taken < len(drafts):
+                    break
+                words.zero_()
+                constraint.fill_mask(words)
+                words[-1:].bitwise_and_(last)
+                self._postpone_end(words, output + taken)
+            if taken:
+                constraint.rollback(taken)
+        except Exception as error:
+            self._fail(error)
+            masks_NW.fill_(-1)
+
+    def _postpone_end(self, words: Tensor, output: int) -> None:
+        """Forbids what must not be drawn before `min_tokens`, or under `ignore_eos`, unless nothing else is allowed.
+        `ConstraintError` where nothing is."""
+        early = self._ends if output < self._min_tokens else self._eos if self._ignore_eos else frozenset()
+        if early:
+            rest = words.clone()
+            for token in early:
+                rest[token // 32].bitwise_and_(_signed(~(1 << token % 32)))
+            if rest.any():
+                words.copy_(rest)
+        if not words.any():
+            raise ConstraintError(f"no token is allowed after {output} output tokens")
+
+    def cut(self, drafts: list[int]) -> list[int]:
+        """The drafts up to the first that is not allowed, or that ends the text: it would save nothing."""
+        if self.error is not None:
+            return drafts
+        end = next((place for place, token in enumerate(drafts) if token in self._ends), len(drafts))
+        try:
+            return drafts[: self._constraint.valid_prefix(drafts[:end])]
+        except Exception as error:
+            self._fail(error)
+            return []
+
+    def forced(self) -> list[int]:
+        """The tokens that the constraint leaves no choice about, without those that end the text."""
+        if self.error is not None:
+            return []
+        try:
+            return self.cut(self._constraint.forced())
+        except Exception as error:
+            self._fail(error)
+            return []
+
+    def accept(self, token: int) -> None:
+        """The token follows. Whether that was allowed is not asked of a constraint that has failed."""
+        if self.error is not None:
+            return
+        try:
+            self._constraint.accept(token)
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        if not isinstance(error, ConstraintError):
+            wrapped = ConstraintError(f"the constraint has failed: {type(error).__name__}: {error}")
+            wrapped.__cause__ = error
+            error = wrapped
+        self.error = error
+
+
+def valid_bits(vocab_size: int) -> int:
+    """Of the last word of a mask, as a signed number of 32 bits."""
+    return _signed((1 << (vocab_size - 1) % 32 + 1) - 1)
+
+
+def _signed(word: int) -> int:
+    return (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1)
+
+
+class MaskBuffer:
+    """The masks of one step: rows of constrained sequences alone have one."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._words, self._last = -(-vocab_size // 32), valid_bits(vocab_size)
+        self._masks_GW = torch.empty(0, self._words, dtype=torch.int32)
+
+    def fill(
+        self, guides: SequenceOf[tuple[Guide | None, int]], ahead: SequenceOf[SequenceOf[int]]
+    ) -> tuple[list[int], Tensor] | None:
+        """The rows that have a mask, and these, int32 `[G, ceil(vocab_size / 32)]` on the CPU, valid until the next
+        call. `None`, and no work, where none has. `guides`: of each row, with its sequence's output tokens; rows of one
+        sequence follow one another, with longer and longer drafts `ahead`.
+        """
+        rows = [row for row, (guide, _) in enumerate(guides) if guide is not None]
+        if not rows:
+            return None
+        if len(rows) > self._masks_GW.shape[0]:
+            self._masks_GW = torch.empty(len(rows), self._words, dtype=torch.int32)
+        masks_GW, begin = self._masks_GW[: len(rows)], 0
+        while begin < len(rows):
+            guide, output = guides[rows[begin]]
+            end = begin + 1
+            while end < len(rows) and guides[rows[end]][0] is guide:
+                end += 1
+            assert guide is not None
+            guide.fill(masks_GW[begin:end], [ahead[row] for row in rows[begin:end]], output, self._last)
+            begin = end
+        return rows, masks_GW
