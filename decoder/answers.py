@@ -174,7 +174,8 @@ class Answers:
 def _hits(row: Row, choices: SequenceOf[Choice]) -> int:
     """Number of a row's drafts that equal the tokens drawn at their positions, up to the first that differs."""
     drafts = row.sequence.draft.tokens
-    return next((place for place in range(row.drafts) if choices[place].token != drafts[place]), row.drafts)
+    acceptable = row.acceptable
+    return next((place for place in range(acceptable) if choices[place].token != drafts[place]), acceptable)
 
 
 def _release_spans(sequence: Sequence, end: int) -> None:

@@ -21,6 +21,7 @@ NATIVE_MODES = ("auto", "on", "off")
 SPECULATIVE = ("none", "ngram", "mtp")
 SPEC_STATES = ("replay", "slots")
 DRAFT_POLICIES = ("adaptive", "fixed")
+FORCED_TOKENS = ("auto", "on", "off")
 RING = 16
 """Steps of inputs that `replay` keeps for each sequence: reading more would cost more than writing a state."""
 
@@ -211,6 +212,11 @@ class DecoderOptions:
     always `draft_tokens`.
     """
 
+    forced_tokens: str = "auto"
+    """Whether tokens that a request's constraint leaves no choice about are verified together, as drafts: `on` (which
+    reserves memory for drafts), `off`, `auto` (where something else drafts too).
+    """
+
     def __post_init__(self) -> None:
         for name in ("max_seqs", "max_len", "max_batched_tokens", "page_size", "ageing"):
             value = getattr(self, name)
@@ -249,6 +255,7 @@ class DecoderOptions:
             ("speculative", SPECULATIVE),
             ("spec_state", SPEC_STATES),
             ("draft_policy", DRAFT_POLICIES),
+            ("forced_tokens", FORCED_TOKENS),
         ):
             value = getattr(self, name)
             require(value in known, f"{name} {value!r} is not one of {', '.join(known)}")
@@ -273,7 +280,12 @@ class DecoderOptions:
     @property
     def num_drafts(self) -> int:
         """Most drafts of one request in a step; 0 where nothing drafts."""
-        return 0 if self.speculative == "none" else self.draft_tokens
+        return self.draft_tokens if self.speculative != "none" or self.forced_on else 0
+
+    @property
+    def forced_on(self) -> bool:
+        """The value of `forced_tokens`, with `auto` resolved."""
+        return self.forced_tokens == "on" or (self.forced_tokens == "auto" and self.speculative != "none")
 
     @property
     def slots_per_seq(self) -> int:

@@ -83,7 +83,7 @@ def accepted_drafts(tokens_L: Tensor, rows: Iterable[Row]) -> Tensor:
         [
             *(first + min(place, row.drafts) for place in range(width + 1)),
             *(row.sequence.draft.tokens[place] if place < row.drafts else UNREAD for place in range(width)),
-            row.drafts,
+            row.acceptable,
         ]
         for first, row in verified
     ]

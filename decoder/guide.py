@@ -23,34 +23,44 @@ class Guide:
         self._eos, self._ends = request.eos_token_ids, request.eos_token_ids | params.stop_token_ids
         self._min_tokens, self._ignore_eos = params.min_tokens, params.ignore_eos
         self.error: ConstraintError | None = None
+        self.usable = 1
+        """Of the positions whose masks were written last, how many may be drawn from, from the first on."""
 
     def fill(self, masks_NW: Tensor, ahead: SequenceOf[SequenceOf[int]], output: int, last: int) -> None:
         """Writes the masks of consecutive positions, int32 on the CPU. `ahead`: the drafts before each of them, those
         of a position being the first ones of the next. `output`: output tokens before the drafts. `last`: valid bits of
-        a mask's last word. After a draft that ends the text or is not allowed, anything is: no draw there is used.
+        a mask's last word. After a draft that ends the text or is not allowed, anything is: no draw there is used. An
+        error after a draft counts when its position is reached.
         """
         masks_NW.fill_(-1)
+        self.usable = 0
         if self.error is not None:
             return
-        constraint, taken = self._constraint, 0
+        taken, failed = 0, None
         try:
             for words, drafts in zip(masks_NW, ahead, strict=True):
-                for token in drafts[taken:]:
-                    if not self.cut([token]):
-                        break
-                    constraint.accept(token)
+                for token in self.cut([*drafts[taken:]]):
+                    self._constraint.accept(token)
                     taken += 1
                 if taken < len(drafts):
                     break
-                words.zero_()
-                constraint.fill_mask(words)
-                words[-1:].bitwise_and_(last)
-                self._postpone_end(words, output + taken)
-            if taken:
-                constraint.rollback(taken)
+                self._fill(words, output + taken, last)
+                self.usable += 1
         except Exception as error:
-            self._fail(error)
-            masks_NW.fill_(-1)
+            failed = error
+        try:
+            if taken:
+                self._constraint.rollback(taken)
+        except Exception as error:
+            taken, failed = 0, error
+        if failed is not None and not taken:
+            self._fail(failed)
+
+    def _fill(self, words: Tensor, output: int, last: int) -> None:
+        words.zero_()
+        self._constraint.fill_mask(words)
+        words[-1:].bitwise_and_(last)
+        self._postpone_end(words, output)
 
     def _postpone_end(self, words: Tensor, output: int) -> None:
         """Forbids what must not be drawn before `min_tokens`, or under `ignore_eos`, unless nothing else is allowed.
@@ -67,23 +77,17 @@ class Guide:
 
     def cut(self, drafts: list[int]) -> list[int]:
         """The drafts up to the first that is not allowed, or that ends the text: it would save nothing."""
-        if self.error is not None:
-            return drafts
         end = next((place for place, token in enumerate(drafts) if token in self._ends), len(drafts))
         try:
             return drafts[: self._constraint.valid_prefix(drafts[:end])]
-        except Exception as error:
-            self._fail(error)
+        except Exception:  # whatever is wrong is found again by the mask that the next token needs
             return []
 
     def forced(self) -> list[int]:
         """The tokens that the constraint leaves no choice about, without those that end the text."""
-        if self.error is not None:
-            return []
         try:
             return self.cut(self._constraint.forced())
-        except Exception as error:
-            self._fail(error)
+        except Exception:  # as above
             return []
 
     def accept(self, token: int) -> None:

@@ -348,9 +348,9 @@ class MtpDrafter:
             for row, source in zip(rows, before, strict=True):
                 sequence, place = row.sequence, row.start
                 end = len(sequence.tokens) - 1 if row.drafts else row.end
-                # The entry of a row's first token exists already if a draft was made from it.
+                # The entry of a row's first token exists already if the head has drafted from it.
                 sources = [source, *range(first, first + row.count)]
-                for at in range(place + (row.drafts > 0), end):
+                for at in range(place + (row.drafts > 0 and not sequence.draft.forced), end):
                     where, position = self._where(sequence, at), _position(sequence, at, self.head.axes)
                     self._due.append(Due(sequence.tokens[at], where, position, sources[at - place]))
                 first += row.count

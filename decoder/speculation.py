@@ -8,7 +8,7 @@ from typing import Protocol
 
 from decoder.config import DecoderOptions
 from decoder.drafting import DraftPolicy, NgramIndex, Record
-from decoder.sequence import Sequence
+from decoder.sequence import DraftState, Sequence
 from decoder.step import Row, Step
 
 
@@ -37,7 +37,17 @@ class Speculation:
 
     def __init__(self, options: DecoderOptions, head: Head | None = None) -> None:
         self.source = options.speculative
-        self.policy = DraftPolicy(options.num_drafts, adaptive=options.draft_policy == "adaptive")
+        adaptive = options.draft_policy == "adaptive"
+        self.policy = DraftPolicy(options.num_drafts, adaptive=adaptive)
+        self._forcing: DraftPolicy | None = None
+        """Decides how many of the tokens that a constraint forces are proposed; `None`: none ever. Forced ones are
+        wrong where the model would write the same text with other tokens.
+        """
+        if options.forced_on:
+            self._forcing = DraftPolicy(options.num_drafts, adaptive=adaptive)
+            self._forcing.times = self.policy.times
+        self.forced = [0, 0]
+        """Forced drafts that were verified, and those that were accepted."""
         self.drafted = [0] * options.num_drafts
         self.accepted = [0] * options.num_drafts
         """By position in the step: how many drafts were verified, and how many were accepted."""
@@ -46,21 +56,29 @@ class Speculation:
         self.head = head
         """The drafter under `mtp`."""
         self._records: dict[int, Record] = {}
+        self._forced_records: dict[int, Record] = {}
         self._indices: dict[int, Proposer] = {}
         self._timing: tuple[int, int, float] | None = None
         """Rows, drafts and start of the last step, if its time is to be recorded."""
 
     def ask(self, running: Iterable[Sequence]) -> None:
-        """Sets the number of drafts of each decoding sequence, and under `ngram` the drafts themselves. While drafting
-        pauses there are none, and nothing is done."""
-        policy, head = self.policy, self.head
-        awake = policy.awake()
-        if head is not None:
-            head.attend(awake)
-        if not awake:
-            return
+        """Sets how many drafts each decoding sequence is to get, and under `ngram` the drafts themselves; of one with a
+        constraint those that it allows, or those that it forces.
+        """
+        awake = self.policy.awake()
+        if self.head is not None:
+            self.head.attend(awake)
         decoding = [sequence for sequence in running if sequence.decoding]
-        rows = len(decoding)
+        for sequence in decoding:
+            if sequence.guide is not None:
+                sequence.draft = DraftState()
+        if awake and self.source != "none":
+            self._propose(decoding)
+        self._constrain(decoding)
+
+    def _propose(self, decoding: list[Sequence]) -> None:
+        """Asks the drafter. While drafting pauses no sequence has drafts, and this is not called."""
+        policy, head, rows = self.policy, self.head, len(decoding)
         if policy.measures(rows):
             for sequence in decoding:
                 sequence.draft.limit = 0
@@ -83,10 +101,28 @@ class Speculation:
             unwanted = "refused" if policy.best(Record(), rows) else "unwanted"
             policy.idle("unready" if unready else "unfound" if wanted else unwanted)
 
+    def _constrain(self, decoding: list[Sequence]) -> None:
+        """Cuts drafts at the first that a constraint refuses, and proposes what constraints force instead."""
+        if self._forcing is not None:
+            self._forcing.awake()
+        for sequence in decoding:
+            if sequence.guide is None:
+                continue
+            draft = sequence.draft
+            if draft.tokens:
+                draft.tokens = sequence.guide.cut(draft.tokens)
+                draft.limit = len(draft.tokens)
+            if self._forcing is None or self._forcing.measures(len(decoding)) or not (of := sequence.guide.forced()):
+                continue
+            record = self._forced_records.setdefault(sequence.arrival, Record())
+            count = self._forcing.wanted(record, len(sequence.tokens), len(decoding))
+            if count:
+                sequence.draft = DraftState(of[:count], min(count, len(of)), forced=True)
+
     def draft(self, rows: SequenceOf[Row]) -> None:
         """Fills in the drafts of a step's rows if a head makes them."""
         if self.head is not None:
-            for sequence, tokens in self.head.draft(rows):
+            for sequence, tokens in self.head.draft([row for row in rows if not row.sequence.draft.forced]):
                 sequence.draft.tokens = tokens
 
     def _record(self, sequence: Sequence) -> Record:
@@ -103,6 +139,12 @@ class Speculation:
 
     def verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """The first `accepted` of a row's drafts were accepted."""
+        if sequence.draft.forced:
+            assert self._forcing is not None
+            self.forced[0] += min(drafted, accepted + 1)
+            self.forced[1] += accepted
+            self._forcing.learn(self._forced_records[sequence.arrival], len(sequence.tokens), drafted, accepted)
+            return
         for place in range(min(drafted, accepted + 1)):
             self.drafted[place] += 1
             self.accepted[place] += place < accepted
@@ -120,11 +162,13 @@ class Speculation:
 
     def forget(self, sequence: Sequence) -> None:
         self._records.pop(sequence.arrival, None)
+        self._forced_records.pop(sequence.arrival, None)
         self._indices.pop(sequence.arrival, None)
         self._timing = None
 
     def stats(self) -> dict[str, int]:
-        """`drafted_1`, `accepted_1`, ...: by position. A draft after a rejected one is not counted, since it was not
-        compared."""
+        """`drafted_1`, `accepted_1`, ...: by position; `forced_drafted`, `forced_accepted`: of constraints, at all
+        positions. A draft after a rejected one is not counted: it was not compared."""
         counts = (("drafted", self.drafted), ("accepted", self.accepted))
-        return {f"{name}_{place}": count for name, of in counts for place, count in enumerate(of, 1)}
+        placed = {f"{name}_{place}": count for name, of in counts for place, count in enumerate(of, 1)}
+        return placed | {"forced_drafted": self.forced[0], "forced_accepted": self.forced[1]}

@@ -29,6 +29,12 @@ class Row:
         return self.start + self.count
 
     @property
+    def acceptable(self) -> int:
+        """How many of its drafts may be accepted: those before a position that its constraint has no mask for."""
+        guide = self.sequence.guide
+        return self.drafts if guide is None else max(0, min(self.drafts, guide.usable - 1))
+
+    @property
     def kind(self) -> int:
         """Order of rows in a batch: 0 decode, 1 short extend, 2 long extend, 3 prefill."""
         if self.start == 0:

@@ -96,6 +96,12 @@ class EngineOptions:
         "draft_tokens",
         choices=("adaptive", "fixed"),
     )
+    forced_tokens: str = _option(
+        "auto",
+        "tokens that a grammar leaves no choice about are verified together, as drafts: on (reserves memory for "
+        "drafts), off, or where speculative drafts too; answers are the same",
+        choices=("auto", "on", "off"),
+    )
     handoff_bytes: int = _option(256 * 2**20, "bytes of image embeddings, in flight and cached", minimum=1, size=True)
     video_pruning_rate: float | None = _option(
         None, "share of a video's tokens that are dropped after the encoder, the most redundant ones (0.5: half); "

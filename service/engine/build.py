@@ -58,6 +58,7 @@ def decoder_options(options: EngineOptions, checkpoint: Checkpoint) -> DecoderOp
         draft_tokens=options.draft_tokens,
         spec_state=options.spec_state,
         draft_policy=options.draft_policy,
+        forced_tokens=options.forced_tokens,
         graphs=options.graphs,
         max_capture=options.max_capture,
         overlap=options.overlap,

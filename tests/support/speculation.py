@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
 import torch
+from constrained import END, constraints
 from gated_decoder import grid_positions
 from tiny_decoder import FakeSource, random_weights, run, tiny_config, tokens
 
@@ -110,6 +111,17 @@ def workload(config: DecoderConfig, seed: int, count: int, output: int) -> list[
     return made
 
 
+def _constrained(requests: list[DecoderRequest], kinds: Sequence[str | None]) -> list[DecoderRequest]:
+    if not kinds:
+        return requests
+    return [
+        item
+        if (kind := kinds[index % len(kinds)]) is None
+        else replace(item, constraint=constraints(kind), eos_token_ids=frozenset({END}))
+        for index, item in enumerate(requests)
+    ]
+
+
 def _inside(spans: list[ImageSpan], prompt: list[int]) -> tuple[ImageSpan, ...]:
     return tuple(span for span in spans if span.end <= len(prompt))
 
@@ -134,13 +146,14 @@ def answers(
     output: int = 32,
     preempted: bool = False,
     known: Mapping[str, tuple[list[int], str | None]] | None = None,
+    constrained: Sequence[str | None] = (),
     **options: Any,
 ) -> Answers:
     """Runs the workload of `seed` on a random tiny model, of the pattern or of `config`.
 
     `preempted`: memory for little more than one request; with graphs, which want a slot for each, one after the other
     is preempted instead. `known`: what the requests will draw, from which `ngram` then
-    drafts instead of from their own tokens.
+    drafts instead of from their own tokens. `constrained`: kinds of constraint that the requests have, in turn.
     """
     config = config or tiny_config(pattern, num_nextn_predict_layers=1)
     chosen = DecoderOptions(
@@ -168,7 +181,7 @@ def answers(
     if runner.forward.graphs is not None:
         runner.forward.graphs.poison()
     every = 7 if preempted and chosen.graphs_on else 0
-    events = run(runner, *workload(config, seed, count, output), preempt_every=every)
+    events = run(runner, *_constrained(workload(config, seed, count, output), constrained), preempt_every=every)
     stats = runner.stats()
     runner.close()
     runner.check_integrity()

@@ -21,7 +21,7 @@ OTHERS: dict[str, Any] = {
     "memory_bytes": 10**9, "memory_share": 0.25, "host_bytes": 12345, "weights": "int8", "native": "off",
     "state_cache": "align", "state_block": 64, "ageing": 7, "graphs": "off", "overlap": "off", "max_capture": 9,
     "speculative": "ngram", "draft_tokens": 2, "spec_state": "slots", "draft_policy": "fixed",
-    "checkpoint_bytes": 10**7,
+    "forced_tokens": "off", "checkpoint_bytes": 10**7,
 }  # fmt: skip
 
 

@@ -1,0 +1,291 @@
+"""Constraints over token ids that need no grammar, and how constraints are put together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decoder.constraints import Constraint
+
+FULL = -1
+"""A word of a mask that allows each of its tokens."""
+
+
+class AllowedTokens:
+    """Only these tokens, at every position. End-of-sequence ids end the text where they are among them."""
+
+    def __init__(self, allowed: Collection[int]) -> None:
+        """`ValueError` for none at all, or for ids below 0."""
+        if not allowed or min(allowed) < 0:
+            raise ValueError(f"allowed tokens are {sorted(allowed)[:5]}: at least one, and none below 0")
+        self._allowed = frozenset(allowed)
+        self._words: Tensor | None = None
+
+    def copy(self) -> AllowedTokens:
+        return self  # without state
+
+    def fill_mask(self, words: Tensor) -> None:
+        if self._words is None or self._words.shape != words.shape:
+            self._words = torch.zeros_like(words)
+            _set(self._words, self._allowed)
+        words.copy_(self._words)
+
+    def accept(self, token: int) -> None:
+        assert token in self._allowed, f"token {token} was not allowed"
+
+    def rollback(self, count: int) -> None:
+        pass
+
+    def valid_prefix(self, tokens: Sequence[int]) -> int:
+        return next((place for place, token in enumerate(tokens) if token not in self._allowed), len(tokens))
+
+    def forced(self) -> list[int]:
+        return []  # with a single token allowed it would never end
+
+
+class BadWords:
+    """The text never contains one of these runs of tokens. Only tokens of the output count."""
+
+    def __init__(self, words: Sequence[Sequence[int]]) -> None:
+        """`ValueError` for an empty run, or for ids below 0."""
+        for word in words:
+            if not word or min(word) < 0:
+                raise ValueError(f"a bad word has the tokens {list(word)[:5]}: at least one, and none below 0")
+        self._single = frozenset(word[0] for word in words if len(word) == 1)
+        self._endings: dict[int, list[tuple[int, ...]]] = {}
+        """Last token of a run -> what comes before it."""
+        for word in words:
+            if len(word) > 1:
+                self._endings.setdefault(word[-1], []).append(tuple(word[:-1]))
+        self._longest = max(map(len, words), default=1)
+        self._tokens: list[int] = []
+
+    def copy(self) -> BadWords:
+        made = BadWords(())
+        made._single, made._endings, made._longest = self._single, self._endings, self._longest
+        made._tokens = list(self._tokens)
+        return made
+
+    def _bad(self, token: int, before: Sequence[int]) -> bool:
+        if token in self._single:
+            return True
+        return any(tuple(before[-len(start) :]) == start for start in self._endings.get(token, ()))
+
+    def fill_mask(self, words: Tensor) -> None:
+        words.fill_(FULL)
+        before = self._tokens[-self._longest :]
+        _clear(words, [*self._single, *(token for token in self._endings if self._bad(token, before))])
+
+    def accept(self, token: int) -> None:
+        assert not self._bad(token, self._tokens[-self._longest :]), f"token {token} ends a bad word"
+        self._tokens.append(token)
+
+    def rollback(self, count: int) -> None:
+        assert count <= len(self._tokens)
+        del self._tokens[len(self._tokens) - count :]
+
+    def valid_prefix(self, tokens: Sequence[int]) -> int:
+        seen = self._tokens[-self._longest :]
+        for place, token in enumerate(tokens):
+            if self._bad(token, seen):
+                return place
+            seen.append(token)
+        return len(tokens)
+
+    def forced(self) -> list[int]:
+        return []
+
+
+class AllOf:
+    """What every one of several constraints allows."""
+
+    def __init__(self, *parts: Constraint) -> None:
+        assert parts
+        self._parts = parts
+        self._other: Tensor | None = None
+
+    def copy(self) -> AllOf:
+        return AllOf(*(part.copy() for part in self._parts))
+
+    def fill_mask(self, words: Tensor) -> None:
+        first, *rest = self._parts
+        first.fill_mask(words)
+        if self._other is None or self._other.shape != words.shape:
+            self._other = torch.empty_like(words)
+        for part in rest:
+            self._other.zero_()
+            part.fill_mask(self._other)
+            words.bitwise_and_(self._other)
+
+    def accept(self, token: int) -> None:
+        for part in self._parts:
+            part.accept(token)
+
+    def rollback(self, count: int) -> None:
+        for part in self._parts:
+            part.rollback(count)
+
+    def valid_prefix(self, tokens: Sequence[int]) -> int:
+        return min(part.valid_prefix(tokens) for part in self._parts)
+
+    def forced(self) -> list[int]:
+        tokens = next((found for part in self._parts if (found := part.forced())), [])
+        return tokens[: self.valid_prefix(tokens)]
+
+
+class ReasoningBudget:
+    """Free text up to a closing marker, which is forced after `limit` tokens; then what `inner` allows.
+
+    The text before the marker is free but for `ends`. `inner` sees the tokens after the marker alone.
+    """
+
+    def __init__(
+        self,
+        close: Sequence[int],
+        limit: int | None = None,
+        inner: Constraint | None = None,
+        *,
+        opening: Sequence[int] = (),
+        ends: Collection[int] = (),
+    ) -> None:
+        """`close`: the marker that ends reasoning. `limit`: tokens before it at most, those of `opening` not counted;
+        `None`: any number. `opening`: the marker that the output itself has to begin with for there to be reasoning;
+        empty: the prompt has opened it. `ends`: tokens that may not be drawn before the marker, such as end-of-sequence
+        ids where `inner` is a grammar. `ValueError` for an empty marker or a negative limit.
+        """
+        if not close or min((*close, *opening)) < 0:
+            raise ValueError(f"the closing marker is {list(close)}: at least one token, and none below 0")
+        if limit is not None and limit < 0:
+            raise ValueError(f"limit is {limit}: at least 0")
+        self._close, self._opening = tuple(close), tuple(opening)
+        self._limit, self._inner, self._ends = limit, inner, frozenset(ends)
+        self._matched = [-len(opening)]
+        """After each token that `inner` has not got: of the opening marker how many are missing, below 0; then how much
+        of the closing one has just been drawn."""
+        self._inside = 0
+        """Tokens that `inner` has got."""
+        self._absent = False
+        """Whether the output has begun without the opening marker, so that there is no reasoning in it."""
+
+    def copy(self) -> ReasoningBudget:
+        inner = None if self._inner is None else self._inner.copy()
+        made = ReasoningBudget(self._close, self._limit, inner, opening=self._opening, ends=self._ends)
+        made._matched, made._inside, made._absent = list(self._matched), self._inside, self._absent
+        return made
+
+    @property
+    def reasoning(self) -> bool:
+        """Whether the output is still before the closing marker, or its opening one is not complete."""
+        return not self._absent and self._matched[-1] < len(self._close)
+
+    def _must(self, matched: int, drawn: int) -> int | None:
+        """The token that has to follow in a part of the text before `inner`'s, if one has to. `drawn`: its tokens."""
+        if -len(self._opening) < matched < 0:
+            return self._opening[matched]
+        if matched >= 0 and self._limit is not None and drawn - len(self._opening) >= self._limit:
+            return self._close[matched]
+        return None
+
+    def _after(self, matched: int, token: int) -> int:
+        """How much of the marker has been drawn with this token."""
+        if matched < 0:
+            return matched + 1
+        while matched and self._close[matched] != token:
+            matched = self._border(matched)
+        return matched + 1 if self._close[matched] == token else 0
+
+    def _border(self, matched: int) -> int:
+        """The longest proper beginning of the marker that ends its first `matched` tokens."""
+        seen = self._close[:matched]
+        return next(size for size in range(matched - 1, -1, -1) if seen[matched - size :] == seen[:size])
+
+    @property
+    def _unopened(self) -> bool:
+        return bool(self._opening) and len(self._matched) == 1 and not self._absent
+
+    def fill_mask(self, words: Tensor) -> None:
+        if self._unopened or not self.reasoning:
+            if self._inner is None:
+                words.fill_(FULL)
+            else:
+                self._inner.fill_mask(words)
+            if self._unopened:
+                _set(words, [self._opening[0]])
+            return
+        must = self._must(self._matched[-1], len(self._matched) - 1)
+        if must is None:
+            words.fill_(FULL)
+            _clear(words, self._ends)
+        else:
+            words.zero_()
+            _set(words, [must])
+
+    def _outside(self, token: int) -> bool:
+        """Whether this next token belongs to the text before `inner`'s."""
+        return token == self._opening[0] if self._unopened else self.reasoning
+
+    def accept(self, token: int) -> None:
+        assert self.valid_prefix([token]), f"token {token} was not allowed"
+        if self._outside(token):
+            self._matched.append(self._after(self._matched[-1], token))
+            return
+        self._absent |= self._unopened
+        if self._inner is not None:
+            self._inner.accept(token)
+        self._inside += 1
+
+    def rollback(self, count: int) -> None:
+        inside = min(count, self._inside)
+        if inside and self._inner is not None:
+            self._inner.rollback(inside)
+        self._inside -= inside
+        self._absent &= self._inside > 0
+        assert count - inside < len(self._matched)
+        del self._matched[len(self._matched) - (count - inside) :]
+
+    def valid_prefix(self, tokens: Sequence[int]) -> int:
+        if not tokens:
+            return 0
+        matched, place = self._matched[-1], 0
+        if self._outside(tokens[0]):
+            drawn = len(self._matched) - 1
+            while place < len(tokens) and matched < len(self._close):
+                token, must = tokens[place], self._must(matched, drawn + place)
+                if (token in self._ends and must is None) or token != (token if must is None else must):
+                    return place
+                matched, place = self._after(matched, token), place + 1
+        rest = tokens[place:]
+        return len(tokens) if self._inner is None or not rest else place + self._inner.valid_prefix(rest)
+
+    def forced(self) -> list[int]:
+        if self._unopened:
+            return []
+        matched, found = self._matched[-1], list[int]()
+        while not self._absent and matched < len(self._close):
+            must = self._must(matched, len(self._matched) - 1 + len(found))
+            if must is None:
+                return found
+            found.append(must)
+            matched = self._after(matched, must)
+        return found if self._inner is None else [*found, *self._inner.forced()]
+
+
+def _set(words: Tensor, tokens: Collection[int]) -> None:
+    """Sets the bits of tokens; those beyond the mask have none."""
+    np.bitwise_or.at(words.numpy().view(np.uint32), *_bits(words, tokens))
+
+
+def _clear(words: Tensor, tokens: Collection[int]) -> None:
+    """Clears the bits of tokens."""
+    places, bits = _bits(words, tokens)
+    np.bitwise_and.at(words.numpy().view(np.uint32), places, ~bits)
+
+
+def _bits(words: Tensor, tokens: Collection[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Of each token its word, and its bit there."""
+    ids = np.fromiter(tokens, np.int64, len(tokens))
+    ids = ids[ids < 32 * words.shape[0]]
+    return ids // 32, np.uint32(1) << (ids % 32).astype(np.uint32)

@@ -1,0 +1,119 @@
+"""Small constraints over token ids for tests: machines of states, of all the kinds that grammars are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from decoder.constraints import Constraint
+from decoder.token_constraints import AllOf, AllowedTokens, BadWords, ReasoningBudget
+
+VOCAB, END = 97, 5
+"""Vocabulary of `tiny_decoder`'s models, and the end-of-sequence id of these machines."""
+
+
+@dataclass
+class Machine:
+    """A deterministic automaton over token ids. In a state of `accepting` the text may end, by `END`."""
+
+    moves: Sequence[Mapping[int, int]]
+    """Of each state: token -> next state."""
+    accepting: frozenset[int] = frozenset()
+    preferred: Mapping[int, int] = field(default_factory=dict)
+    """State -> the token that is proposed there although there are others (other spellings of a forced text)."""
+    path: list[int] = field(default_factory=lambda: [0])
+    """The states so far."""
+    fails_after: int | None = None
+    """The method that is to raise, once so many tokens have been accepted."""
+
+    def copy(self) -> Machine:
+        return Machine(self.moves, self.accepting, self.preferred, list(self.path), self.fails_after)
+
+    def allowed(self, state: int) -> list[int]:
+        return [*self.moves[state], *([END] if state in self.accepting else [])]
+
+    def fill_mask(self, words: Tensor) -> None:
+        if self.fails_after is not None and len(self.path) > self.fails_after:
+            raise RuntimeError("the machine is out of order")
+        words.zero_()
+        for token in self.allowed(self.path[-1]):
+            words[token // 32] |= torch.tensor(1 << token % 32).to(torch.int32)
+
+    def accept(self, token: int) -> None:
+        assert token in self.moves[self.path[-1]], f"token {token} is not allowed in state {self.path[-1]}"
+        self.path.append(self.moves[self.path[-1]][token])
+
+    def rollback(self, count: int) -> None:
+        assert count < len(self.path)
+        del self.path[len(self.path) - count :]
+
+    def valid_prefix(self, tokens: Sequence[int]) -> int:
+        state = self.path[-1]
+        for place, token in enumerate(tokens):
+            if token == END and state in self.accepting:
+                return place + 1
+            if token not in self.moves[state]:
+                return place
+            state = self.moves[state][token]
+        return len(tokens)
+
+    def forced(self) -> list[int]:
+        state, found = self.path[-1], list[int]()
+        while len(found) < 12 and state not in self.accepting:
+            only = next(iter(self.moves[state])) if len(self.moves[state]) == 1 else None
+            token = self.preferred.get(state, only)
+            if token is None:
+                break
+            found.append(token)
+            state = self.moves[state][token]
+        return found
+
+
+def tokens_of(draw: random.Random, count: int) -> list[int]:
+    return draw.sample([token for token in range(VOCAB) if token != END], count)
+
+
+def branching(seed: int = 0, states: int = 24) -> Machine:
+    """Some choice in every third state, none in the others; may end in one of six."""
+    draw = random.Random(seed)
+    moves = [
+        {token: draw.randrange(states) for token in tokens_of(draw, draw.choice([2, 7, 40]) if at % 3 == 0 else 1)}
+        for at in range(states)
+    ]
+    return Machine(moves, frozenset(range(0, states, 6)))
+
+
+def spelled(seed: int = 0, length: int = 60) -> Machine:
+    """One text of `length` letters, each of which has a token and each two a token of their own: the longer ones are
+    preferred."""
+    draw = random.Random(seed)
+    moves = []
+    for at in range(length):
+        one, two = tokens_of(draw, 2)
+        moves.append({one: at + 1} | ({two: at + 2} if at + 2 <= length else {}))
+    preferred = {at: list(moves[at])[-1] for at in range(length)}
+    return Machine([*moves, {}], frozenset({length}), preferred)
+
+
+def constraints(kind: str) -> Constraint:
+    """A new constraint of a kind of `KINDS`."""
+    return KINDS[kind]()
+
+
+KINDS = {
+    "branching": branching,
+    "spelled": spelled,
+    "chain": lambda: Machine([{10 + at: at + 1} for at in range(30)] + [{}], frozenset({30})),
+    "allowed": lambda: AllowedTokens(range(0, VOCAB, 2)),
+    "words": lambda: BadWords(
+        [[token] for token in range(0, VOCAB, 3)] + [[1, 2], [4, 4], *([t, 7] for t in range(50))]
+    ),
+    "both": lambda: AllOf(branching(3), BadWords([[token, token] for token in range(VOCAB)])),
+    "budget": lambda: ReasoningBudget([20, 21], 9, branching(1), ends=[END]),
+    "opened": lambda: ReasoningBudget([20, 21, 22], 5, spelled(1), opening=[30, 31], ends=[END]),
+}
+"""By name: the kinds of constraint that answers are compared with."""
