@@ -102,7 +102,7 @@ class Speculation:
             policy.idle("unready" if unready else "unfound" if wanted else unwanted)
 
     def _constrain(self, decoding: list[Sequence]) -> None:
-        """Cuts drafts at the first that a constraint refuses, and proposes what constraints force instead."""
+        """Cuts drafts at the first that a constraint does not allow, and proposes what constraints force instead."""
         if self._forcing is not None:
             self._forcing.awake()
         for sequence in decoding:

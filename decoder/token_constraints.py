@@ -21,7 +21,7 @@ class AllowedTokens:
         """`ValueError` for none at all, or for ids below 0."""
         if not allowed or min(allowed) < 0:
             raise ValueError(f"allowed tokens are {sorted(allowed)[:5]}: at least one, and none below 0")
-        self._allowed = frozenset(allowed)
+        self.allowed = frozenset(allowed)
         self._words: Tensor | None = None
 
     def copy(self) -> AllowedTokens:
@@ -30,17 +30,17 @@ class AllowedTokens:
     def fill_mask(self, words: Tensor) -> None:
         if self._words is None or self._words.shape != words.shape:
             self._words = torch.zeros_like(words)
-            _set(self._words, self._allowed)
+            _set(self._words, self.allowed)
         words.copy_(self._words)
 
     def accept(self, token: int) -> None:
-        assert token in self._allowed, f"token {token} was not allowed"
+        assert token in self.allowed, f"token {token} was not allowed"
 
     def rollback(self, count: int) -> None:
         pass
 
     def valid_prefix(self, tokens: Sequence[int]) -> int:
-        return next((place for place, token in enumerate(tokens) if token not in self._allowed), len(tokens))
+        return next((place for place, token in enumerate(tokens) if token not in self.allowed), len(tokens))
 
     def forced(self) -> list[int]:
         return []  # with a single token allowed it would never end

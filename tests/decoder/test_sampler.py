@@ -13,10 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from decoder.constraints import Constraint
 from decoder.request import DecoderRequest
 from decoder.sampler import Choice, Sampler
 from decoder.sampling import SamplingParams
 from decoder.sequence import Sequence
+from decoder.token_constraints import AllowedTokens
 from kernels.sample import uniform
 
 VOCAB = 300
@@ -46,9 +48,14 @@ def naive(logits: Tensor, of: Sequence) -> int:
         )
     for token in set(output):
         row[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
-    if len(output) < params.min_tokens:
+    constraint = of.request.constraint
+    if len(output) < params.min_tokens and constraint is None:
         for token in of.request.eos_token_ids | params.stop_token_ids:
             row[token] = -math.inf
+    if isinstance(constraint, AllowedTokens):
+        kept = constraint.allowed - (of.request.eos_token_ids | params.stop_token_ids)
+        allowed = kept if len(output) < params.min_tokens and kept else constraint.allowed
+        row = [value if token in allowed else -math.inf for token, value in enumerate(row)]
     if params.greedy:
         return row.index(max(row))
     weights = [math.exp((value - max(row)) / params.temperature) for value in row]
@@ -90,11 +97,20 @@ PARAMS = st.builds(
 )
 
 
+CONSTRAINTS = [None, *(AllowedTokens(of) for of in ([11], [2, 11], [2, 3, 7, 290], range(0, 300, 2), range(300)))]
+
+
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(PARAMS, min_size=1, max_size=5), st.sampled_from([0.3, 3.0]), st.integers(0, 1000))
+@given(
+    st.lists(st.tuples(PARAMS, st.sampled_from(CONSTRAINTS)), min_size=1, max_size=5),
+    st.sampled_from([0.3, 3.0]),
+    st.integers(0, 1000),
+)
 def test_a_batch_draws_what_each_row_draws(
-    make: Callable[..., Sampler], params: list[SamplingParams], scale: float, seed: int
+    make: Callable[..., Sampler], asked: list[tuple[SamplingParams, Constraint | None]], scale: float, seed: int
 ) -> None:
+    """With and without constraints; what is reported of a token is that of the unconstrained distribution."""
+    params = [item for item, _ in asked]
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(params), VOCAB, generator=generator) * scale
     rows = [
@@ -105,13 +121,17 @@ def test_a_batch_draws_what_each_row_draws(
             [5, 5, batch_slot][: seed % 4],
             eos_token_ids=frozenset({2}),
             sample_index=batch_slot,
+            constraint=constraint,
         )
-        for batch_slot, item in enumerate(params)
+        for batch_slot, (item, constraint) in enumerate(asked)
     ]
     choices = make(VOCAB, 8).sample(logits, rows)
     for row, choice in zip(rows, choices, strict=True):
         assert make(VOCAB, 8).sample(logits[row.held.batch_slot : row.held.batch_slot + 1], [row]) == [choice]
         assert choice.token == naive(logits[row.held.batch_slot], row)
+        if choice.logprob is not None:
+            expected = logits[row.held.batch_slot].log_softmax(-1)[choice.token].item()
+            assert choice.logprob == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("minimum", [0, 3, 4, 5])
