@@ -1,4 +1,4 @@
-"""What holds for every test: one thread, no network, the same random numbers each time."""
+"""Settings for every test: one thread, no network, the same random numbers each time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ settings.load_profile("saccade")
 
 @pytest.fixture(scope="session", autouse=True)
 def temporary_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Servers that tests kill cannot remove theirs; here pytest does."""
+    """Servers that tests kill cannot remove theirs, so pytest does."""
     os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.mktemp("tmp"))
 
 

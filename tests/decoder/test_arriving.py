@@ -1,4 +1,4 @@
-"""Weights are read as layers are built, few at a time, and what is wrong with them is said for all of them."""
+"""Weights are read as layers are built, few at a time, and an error lists all problems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled attention with all that an attention may have: the operations' maths, and the same bits however it comes."""
+"""Compiled attention with all options: the operations' maths, and the same bits however tokens are batched."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def config_of(pattern: str = "*-M*", **changes: Any) -> DecoderConfig:
 
 
 def scored(runner: DecoderRunner) -> dict[str, list[TokenEvent]]:
-    """Of prompts with images and without, in one step and in several."""
+    """Events of prompts with images and without, in one step and in several."""
     rows = torch.randn(6, runner.config.hidden_size, generator=torch.Generator().manual_seed(3))
     runner.arena.buffer.fill_(255)
 
@@ -105,7 +105,7 @@ def test_bfloat16_is_no_further_from_float32_than_the_operations() -> None:
     ],
 )
 def test_bits_do_not_depend_on_how_a_token_came(changes: str, dtype: torch.dtype, kind: str | None) -> None:
-    """Whole, in chunks, token by token, beside others, as drafts, with several threads."""
+    """Whole, in chunks, token by token, in a batch, as drafts, with several threads."""
     config = config_of(**CHANGES[changes])
     weights = dict(random_weights(config))
 

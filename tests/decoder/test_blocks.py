@@ -1,4 +1,4 @@
-"""Superblocks never get lost, shared by mistake or fragmented without bound."""
+"""Superblocks are never lost, shared by mistake or fragmented without limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from decoder.blocks import SuperblockPool
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Takes, shares and gives back slots and pages in any order, beside a plain list of who holds what."""
+    """Takes, shares and releases slots and pages in any order, compared with a plain list of owners."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(slots=st.integers(0, 3), pages=st.integers(0, 22))
     def fits_beside_what_is_needed(self, slots: int, pages: int) -> None:
-        """As a walk over what is needed would find."""
+        """Compared with a search over the needed references."""
         blocks = {page // 3 for page in self.pages}
         free = 7 - len(blocks) - len(set(self.slots))
         missing = max(0, pages - (3 * len(blocks) - len(set(self.pages))))
@@ -125,7 +125,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pool.loose_pages)
     @rule()
     def the_fullest_block_gives_the_next_page(self) -> None:
-        """Of equally full ones the highest."""
+        """Among equally full ones the highest."""
         used: dict[int, int] = {}
         for page in {*self.pages, *self.ceded_pages}:
             used[page // 3] = used.get(page // 3, 0) + 1
@@ -185,9 +185,8 @@ def test_integrity_notices_a_leak() -> None:
 
 
 def test_the_fullest_block_fills_up_first() -> None:
-    """Two blocks with one and two free pages of four: the next pages come from the fuller one, so that the other one
-    can become whole again; pages that come back change which one that is.
-    """
+    """Two blocks with one and two free pages of four: the next pages come from the fuller one, so that the other can
+    become free; released pages change which one that is."""
     pool = SuperblockPool(3, 4)
     taken = pool.take_pages(12)
     assert taken == [8, 9, 10, 11, 4, 5, 6, 7, 0, 1, 2, 3]

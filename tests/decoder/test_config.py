@@ -1,4 +1,4 @@
-"""What a configuration refuses, and the weights that it expects."""
+"""Errors of a configuration, and the weights that it expects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every option gives the plain answers on models with layers of the gated delta rule, of several shapes."""
+"""Every option gives the plain answers on models with gated delta rule layers of several shapes."""
 
 from __future__ import annotations
 

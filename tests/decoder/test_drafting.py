@@ -1,4 +1,4 @@
-"""What is drafted and how much: looked-up runs, and the rule of cost against acceptance."""
+"""Drafts and their number: looked-up runs, and the rule of cost against acceptance."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 
 
 def looked_up(tokens: list[int], count: int) -> list[int]:
-    """The rule, the slow way: the longest run that ends the tokens and came before; what followed it the last time."""
+    """A simple implementation of the rule: the longest run that ends the tokens and occurred before; what followed its
+    last occurrence."""
     for order in range(LONGEST, SHORTEST - 1, -1):
         for place in range(len(tokens) - 1, order - 1, -1):
             if order < len(tokens) and tokens[place - order : place] == tokens[-order:]:
@@ -49,7 +50,7 @@ def looked_up(tokens: list[int], count: int) -> list[int]:
 
 @given(TOKENS, st.integers(1, 6), st.data())
 def test_the_index_finds_what_a_search_finds(tokens: list[int], count: int, data: st.DataObject) -> None:
-    """Whatever the sequence was when it was asked before."""
+    """Whatever was asked for the sequence before."""
     index = NgramIndex()
     for cut in sorted(data.draw(st.sets(st.integers(1, len(tokens)), max_size=4))):
         index.propose(tokens[:cut], 2)
@@ -67,7 +68,7 @@ def test_a_run_that_came_too_often_is_looked_for_a_while() -> None:
 
 
 def policy(fixed: float, each: float, rows: int = 1, limit: int = 5, rate: float | None = None) -> DraftPolicy:
-    """One that has measured what drafts cost, in plain steps, and seen `rate` of all drafts accepted."""
+    """A policy that has measured the cost of drafts, in plain steps, and seen `rate` of all drafts accepted."""
     made = DraftPolicy(limit)
     for _ in range(BASELINE_STEPS):
         assert made.awake() and made.measures(rows)
@@ -87,7 +88,7 @@ COUNT = st.integers(1, 9)
 def test_the_number_of_drafts_gives_most_tokens_a_second(
     fixed: float, each: float, hits: int, misses: int, rows: int, limit: int
 ) -> None:
-    """No other number does, and it gives clearly more than none."""
+    """No other number is better, and it is clearly better than none."""
     made, record = policy(fixed, each, rows, limit), Record()
     for hit in [1] * hits + [0] * misses:
         made.learn(record, 0, 1, hit)
@@ -105,7 +106,7 @@ def test_one_number_of_drafts_says_half_of_what_others_cost() -> None:
 
 
 def steps(made: DraftPolicy, count: int, accepted: float, rows: int = 1) -> list[int]:
-    """The step numbers in which one request of text without end gets drafts, and what becomes of them."""
+    """The step numbers in which one endless request gets drafts, of which `accepted` are accepted."""
     record, found = Record(), []
     for length in range(count):
         if not made.awake():
@@ -169,7 +170,7 @@ def test_nothing_to_propose_is_looked_for_now_and_then() -> None:
 
 
 def test_one_request_that_loses_is_probed_alone_and_seldom() -> None:
-    """Others go on; its own probes are far apart, and no two such requests are probed at once."""
+    """The others continue; its own probes are far apart, and no two such requests are probed at once."""
     made, bad = policy(0.1, 0.1, rate=1.0), [Record(), Record()]
     for record in bad:
         for _ in range(20):
@@ -222,7 +223,7 @@ def test_a_plain_step_takes_no_longer_than_one_of_more_rows() -> None:
 
 
 def measured(*points: tuple[int, int, float], limit: int = 3) -> list[float]:
-    """What drafts add to steps of two rows, which take a second without, from (rows, drafts, seconds)."""
+    """The cost of drafts in steps of two rows, which take a second without, from (rows, drafts, seconds)."""
     times = StepTimes(limit)
     times.add(2, 0, 1.0, 1)
     times.add(3, 0, 1.0, 1)
@@ -316,7 +317,7 @@ def test_a_probe_waits_for_its_length_and_for_a_quiet_time_to_end() -> None:
 
 
 def pause_of(made: DraftPolicy, reason: str) -> int:
-    """Steps of the pause that begins after as many idle ones as that takes."""
+    """Steps of the pause that begins after enough idle steps."""
     for _ in range(QUIET[reason] - 1):
         assert made.awake()
         made.idle(reason)

@@ -1,4 +1,5 @@
-"""Which checkpoint the prefix cache gives up: the least worthy, by age and uses, and none that is being copied from."""
+"""The checkpoint that the prefix cache evicts: the least worthy, by age and uses, and none that is being copied
+from."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ SLOT_BYTES = 100
 
 
 class Shelf:
-    """A cache of states alone, each checkpoint worth its gain; `kept` says by name what is still there."""
+    """A cache of states only, each checkpoint worth its gain; `kept` returns the names of those left."""
 
     def __init__(self, slots: int = 64, *, pages: int = 0, page_bytes: int = 0) -> None:
         self.pool = SuperblockPool(slots, pages)
@@ -45,7 +46,7 @@ class Shelf:
         self.cache.use(self.sequences[name], hit)
 
     def evict(self, below: float | None = None) -> str | None:
-        """Whom it gives up."""
+        """The name of the evicted checkpoint."""
         before = self.kept
         done = self.cache.evict(below)
         self.cache.check_integrity()
@@ -86,7 +87,7 @@ def test_uses_count() -> None:
 
 
 def test_being_asked_for_is_a_use_only_of_recency() -> None:
-    """A state that would be kept again is touched; its uses stay what they were."""
+    """A state that would be kept again is touched; its number of uses does not change."""
     shelf = Shelf()
     first, _ = shelf.put("a", 10), shelf.put("b", 10)
     assert shelf.cache.holds(shelf.sequences["a"], 4) and first.uses == 1
@@ -95,9 +96,8 @@ def test_being_asked_for_is_a_use_only_of_recency() -> None:
 
 
 def test_what_is_never_used_again_ages() -> None:
-    """Each eviction raises the worth of what comes in or is used later: a large old checkpoint goes after ten small
-    ones, and not before.
-    """
+    """Each eviction raises the worth of what is added or used later: a large old checkpoint is evicted after ten small
+    ones, and not before."""
     shelf = Shelf()
     shelf.put("old", 100)
     gone = []
@@ -128,7 +128,7 @@ def test_the_clock_never_goes_back() -> None:
 
 
 def test_bytes_count_against_it() -> None:
-    """A long prefix that holds as many bytes of pages as two states is worth half of what it saves."""
+    """A long prefix whose pages take the bytes of two states is worth half of what it saves."""
     shelf = Shelf(pages=4, page_bytes=50)
     assert shelf.cache.order.worth(4) == pytest.approx(4 * 150 / 150)
     assert shelf.cache.order.worth(16) == pytest.approx(16 * 150 / 300)

@@ -1,4 +1,4 @@
-"""Compiled MLPs and experts of any kind against the layers that they stand for, and the bits of their rows."""
+"""Compiled MLPs and experts of any kind compared with the layers that they replace, and the bits of their rows."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ SHAPES = {
 
 
 class Compiled:
-    """One layer, `built` as it is called, and compiled."""
+    """One layer, `built` as a torch layer, and compiled."""
 
     def __init__(self, shape: str, options: DecoderOptions) -> None:
         self.config, self.options = SHAPES[shape].config(), options
@@ -114,7 +114,7 @@ def test_fewer_bits_are_no_further_off_than_the_layer(shape: str, weights: str |
 @pytest.mark.parametrize("weights", [None, "int8", "int4"])
 @pytest.mark.parametrize("shape", ["swiglu", "odd-swiglu", "wide", "granite", "qwen", "odd-qwen"])
 def test_a_row_is_the_same_in_any_batch_and_with_any_threads(shape: str, weights: str | None) -> None:
-    """All heights of tiles, a prompt of more than one block of rows, panels whole and (`wide`) divided."""
+    """All tile heights, a prompt of more than one block of rows, panels whole and (`wide`) divided."""
     layer = Compiled(shape, DecoderOptions(dtype=torch.bfloat16, weights=weights))
     x = layer.rows(400)
     together = layer(x).clone()

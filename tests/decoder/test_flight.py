@@ -62,7 +62,7 @@ def test_nobody_with_an_end_asks_nothing() -> None:
 
 
 def test_an_end_before_min_tokens_is_none() -> None:
-    """The token that is asked about is number `drawn` + 1 of the answer."""
+    """The token in question is number `drawn` + 1 of the answer."""
     ends = EndTokens(DecoderOptions(max_seqs=1))
     for drawn, ended in ((0, False), (3, False), (4, True), (5, True)):
         assert reached(ends, [owner(0, 0, {5}, drawn=drawn, min_tokens=4)], [5]) == [ended]
@@ -76,7 +76,8 @@ def test_what_is_expected_is_unread() -> None:
 
 
 def test_drafts_are_accepted_row_by_row_whatever_lies_between() -> None:
-    """A row that does not draw has no token; one of a prompt has one and no draft; the widest row is neither end."""
+    """A row that does not draw has no token; a prompt's row has one token and no draft; the widest row is neither first
+    nor last."""
     made = [owner(batch_slot, batch_slot, set()) for batch_slot in range(6)]
     rows = [Row(made[0], 1, 0), Row(made[5], 3, 0)]  # in the middle of a prompt, and at its end
     assert [row.samples for row in rows] == [False, True]

@@ -1,4 +1,4 @@
-"""Samples of one prompt: read once, pages shared, each as it would be by itself."""
+"""Samples of one prompt: computed once, pages shared, each equal to a separate request."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_an_image_that_fails_for_the_leader_ends_its_own_sample() -> None:
 
 
 def changed(index: int, **changes: Any) -> list[DecoderRequest]:
-    """Three samples, one of which is another."""
+    """Three samples, one of which differs."""
     group = samples(3, 19, images=False)
     group[index] = replace(group[index], **changes)
     return group
@@ -162,7 +162,7 @@ def changed(index: int, **changes: Any) -> list[DecoderRequest]:
     ],
 )
 def test_a_group_that_cannot_be_served_leaves_nothing(group: list[DecoderRequest], message: str) -> None:
-    """And does not touch what is there: the same names can be used at once."""
+    """And does not affect other requests: the same ids can be used at once."""
     runner = make_runner(CONFIGS["MM"], WEIGHTS["MM"], max_len=20)
     run(runner, request("first", [1, 2, 3]))  # so that times are known
     runner.add(request("here", [1, 2, 3]))

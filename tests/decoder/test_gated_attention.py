@@ -51,7 +51,7 @@ def logprobs(config: DecoderConfig, weights: dict[str, Tensor], x_TD: Tensor, po
 @pytest.mark.parametrize("native", ["off", "auto"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_probabilities_are_those_of_transformers(shape: Shape, native: str) -> None:
-    """Of a prompt in chunks with an image between text, and of tokens after it."""
+    """For a prompt in chunks with an image between text, and for tokens after it."""
     config = gated_config("*", head_dim=shape.head_dim)
     spec = Attention(
         config.hidden_size, shape.heads, shape.kv_heads, shape.head_dim, shape.bias,

@@ -47,7 +47,7 @@ def ints(*values: int) -> Tensor:
 
 
 class Layer:
-    """A layer of ours on pools of its own, in which whatever nobody wrote is NaN."""
+    """A layer of ours with its own pools, in which unwritten memory is NaN."""
 
     def __init__(self, shape: str, *, replayed: bool = True) -> None:
         self.spec = spec = SHAPES[shape]
@@ -122,7 +122,7 @@ def test_a_whole_row(shape: str, tokens: int) -> None:
 @pytest.mark.parametrize("cut", [1, 2, 8, 13])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_chunks_then_single_tokens(shape: str, cut: int) -> None:
-    """From any boundary, also after a first chunk of one token on a slot that holds an old state."""
+    """From any boundary, also after a first chunk of one token on a slot with an old state."""
     layer = Layer(shape)
     x = inputs(layer, 30)
     layer.scan(inputs(layer, 9, seed=1), 5, 0)
@@ -165,7 +165,7 @@ def test_checkpoints_are_states_to_go_on_from(shape: str) -> None:
 @pytest.mark.parametrize("replayed", [True, False], ids=["replay", "slots"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_drafts_that_are_rejected_leave_nothing(shape: str, replayed: bool, kept: int) -> None:
-    """Three steps of a token and three drafts, of which the first `kept` stay each time."""
+    """Three steps of a token and three drafts, of which the first `kept` are accepted each time."""
     layer = Layer(shape, replayed=replayed)
     x = inputs(layer, 30)
     expected = layer.expected(x)

@@ -1,4 +1,4 @@
-"""Drafting heads of gated, normed, rotary attention and MLPs or experts: maths, positions, and what they change."""
+"""Drafting heads with gated, normalised, rotary attention and MLPs or experts: maths, positions, and effects."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def with_image(name: str, grid: tuple[int, int], after: list[int], **rest: Any) 
 
 
 def requests() -> list[DecoderRequest]:
-    """Some share a beginning; equal images come in other grids; one is drawn at random."""
+    """Some share a beginning; equal images have different grids; one is sampled."""
     drawn = SamplingParams(max_tokens=12, seed=3, temperature=1.0)
     return [
         request("a", [*SHARED, 7, 8], greedy_params(14), checkpoint_at=(13,)),
@@ -67,7 +67,8 @@ def requests() -> list[DecoderRequest]:
 
 
 class Naive:
-    """One sequence at a time, everything anew for each draft: transformers' attention over all entries at once."""
+    """One sequence at a time, everything recomputed for each draft: transformers' attention over all entries at
+    once."""
 
     def __init__(self, config: DecoderConfig) -> None:
         self.config, weights = config, weights_of(config)
@@ -107,7 +108,7 @@ class Naive:
 
     @torch.no_grad()
     def drafts(self, item: DecoderRequest, known: list[int], count: int) -> list[int]:
-        """The likeliest tokens after those that are known."""
+        """The likeliest tokens after the known ones."""
         embedded = self.table[torch.tensor(known)].clone()
         for span in item.spans:
             embedded[span.start : span.end] = ROWS
@@ -137,7 +138,7 @@ def make(config: DecoderConfig, **options: Any) -> DecoderRunner:
 
 
 def watch(runner: DecoderRunner) -> list[tuple[DecoderRequest, list[int], list[int]]]:
-    """(request, tokens before, drafts) of everything that is drafted from now on."""
+    """(request, tokens before, drafts) of all later drafts."""
     seen: list[tuple[DecoderRequest, list[int], list[int]]] = []
     assert runner.drafter is not None
     draft = runner.drafter.draft
@@ -206,9 +207,8 @@ def test_drafts_are_those_of_a_head_written_out_and_change_nothing(kind: str, op
 
 
 def test_a_head_like_the_trunk_is_mostly_right() -> None:
-    """Its layers are the trunk's, and its entries the tokens' embeddings: it lacks the first token alone, and has the
-    positions of images shifted by one token. Without an attention that agrees it would be right one time in 97.
-    """
+    """Its layers are the trunk's, and its entries the tokens' embeddings: it only lacks the first token, and its image
+    positions are shifted by one token. With a wrong attention it would be right once in 97 times."""
     config = gated_config("*-")
     config = replace(config, mtp=tuple(config.mixers))
     weights = dict(random_weights(config, seed=5))

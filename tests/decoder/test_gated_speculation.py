@@ -1,4 +1,4 @@
-"""Every option gives the plain answers on models of gated attention, positions of images, and a head like it."""
+"""Every option gives the plain answers on models with gated attention, image positions, and a similar head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CASES = pairwise(AXES | {"pattern": (DELTA, MAMBA, ATTENTION), "draft_tokens": (
 
 
 def config_of(pattern: str) -> DecoderConfig:
-    """The mixture's head has a mixture, too."""
+    """For the mixture of experts, the head has one too."""
     config = gated_config(pattern, mtp=True)
     mixture = next((mixer for mixer in config.mixers if isinstance(mixer, Experts)), None)
     return config if mixture is None else replace(config, mtp=(config.mtp[0], mixture))

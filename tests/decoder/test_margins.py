@@ -1,4 +1,4 @@
-"""What excuses a token that differs: a margin that rounding can cross, and nothing else."""
+"""When a different token is acceptable: if rounding can exceed the margin, and in no other case."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_split_rows_refuses_rows_that_do_not_fit() -> None:
 
 @given(st.integers(0, 40), st.integers(1, 60), st.integers(1, 50), st.integers(0, 70), st.integers(1, 16))
 def test_a_chunk_advances_whenever_it_may(start: int, more: int, budget: int, ready: int, align: int) -> None:
-    """It never passes budget, prompt or readiness; it stops short of them only to end on the grid."""
+    """It never exceeds budget, prompt or readiness; it stops short of them only to end on the grid."""
     total = start + more
     end = chunk_end(start, total, budget, ready, align)
     bound = min(total, start + budget, ready)

@@ -1,6 +1,5 @@
-"""A compiled layer with a recurrence, Mamba-2 or the gated delta rule: the definition in float64, and the same bits in
-any cut of a row and any company.
-"""
+"""A compiled recurrent layer, Mamba-2 or the gated delta rule: the definition in float64, and the same bits however a
+row is divided and batched."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ SLOTS, TOKENS = 8, 160
 
 
 class Layer:
-    """One layer on pools of its own, in which whatever nobody wrote is NaN."""
+    """One layer with its own pools, in which unwritten memory is NaN."""
 
     def __init__(self, shape: str, options: DecoderOptions) -> None:
         if shape in DELTA:
@@ -75,9 +74,9 @@ class Layer:
         threads: int = 1,
         rewound: list[tuple[int, int, int]] | None = None,
     ) -> list[Tensor]:
-        """What the layer adds to rows of (inputs, slot, goes on); saves: (row, its tokens before, slot); rewound: of
-        each row the slot that it starts from, its batch slot or -1, and how many steps of that one's ring count.
-        """
+        """What the layer adds to rows of (inputs, slot, continues); saves: (row, its tokens before, slot); rewound: for
+        each row the slot that it starts from, its batch slot or -1, and the number of valid steps in that one's
+        ring."""
         lengths = [x.shape[0] for x, _, _ in rows]
         starts = torch.tensor([0, *lengths]).cumsum(0)
         slots = torch.tensor([slot for _, slot, _ in rows])
@@ -235,7 +234,7 @@ def test_a_prompt_is_the_same_token_after_token(which: tuple[str, str]) -> None:
 @pytest.mark.parametrize("kept", [1, 2, 4])
 @pytest.mark.parametrize("replayed", [True, False], ids=["replay", "slots"])
 def test_drafts_that_are_rejected_change_no_bit(which: tuple[str, str], kept: int, replayed: bool) -> None:
-    """Steps of four tokens, of which the first `kept` stay each time, beside another row."""
+    """Steps of four tokens, of which the first `kept` are accepted each time, next to another row."""
     layer = LAYERS[which]
     layer.forget()
     x, other = inputs(layer.config, 40), inputs(layer.config, 40, seed=2)

@@ -1,4 +1,4 @@
-"""Heads that draft: the maths against a head written out token by token, whatever happens to the sequence."""
+"""Drafting heads: the maths compared with a direct implementation token by token, whatever happens to the sequence."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BASE: dict[str, Any] = {
 
 
 class Naive:
-    """One sequence at a time, everything anew for each draft, on transformers' trunk."""
+    """One sequence at a time, everything recomputed for each draft, on transformers' trunk."""
 
     def __init__(self, config: DecoderConfig, trunk: NemotronHForCausalLM, weights: dict[str, Tensor]) -> None:
         self.config, self.trunk = config, trunk
@@ -101,7 +101,7 @@ def make(pattern: str, **options: Any) -> tuple[DecoderRunner, Naive]:
 
 
 def watch(runner: DecoderRunner) -> list[tuple[DecoderRequest, list[int], list[int]]]:
-    """(request, tokens before, drafts) of everything that is drafted from now on."""
+    """(request, tokens before, drafts) of all later drafts."""
     seen: list[tuple[DecoderRequest, list[int], list[int]]] = []
     assert runner.drafter is not None
     draft = runner.drafter.draft
@@ -189,7 +189,7 @@ def test_drafts_are_those_of_a_head_written_out(pattern: str, options: dict[str,
     ],
 )
 def test_after_a_rest_drafts_look_at_what_came_since(options: dict[str, Any]) -> None:
-    """And answers, whose drafts come from wherever, are the plain ones."""
+    """And the answers, whatever the drafts, are the plain ones."""
     preempted = options.pop("preempted", False)
     runner, naive = make("M*-M", **({"host_bytes": 10**9} | options))
     assert runner.speculation is not None and runner.drafter is not None
@@ -233,7 +233,7 @@ def test_after_a_rest_drafts_look_at_what_came_since(options: dict[str, Any]) ->
 
 
 def test_a_head_that_says_what_the_model_says_is_always_right() -> None:
-    """Here both say that every token is as likely as any other: with the same random number they draw the same one."""
+    """Here both give every token the same probability: with the same random number they draw the same one."""
     config = tiny_config("M", num_nextn_predict_layers=1)
     weights = dict(random_weights(config))
     weights["lm_head.weight"] = torch.zeros_like(weights["lm_head.weight"])
@@ -277,9 +277,9 @@ def test_a_compiled_pass_is_a_called_one_in_any_batch(dtype: torch.dtype, weight
 
 @pytest.mark.parametrize("counts", [[1, 3, 2], [3, 1, 1], [2, 2, 2], [1, 1, 3]], ids=str)
 def test_rows_of_one_call_draft_as_many_as_each_wants(counts: list[int]) -> None:
-    """In compiled code: what each row would draft by itself, and no entry of a draft that nobody asked for. Rows go
-    from page to page while they draft; a row that has its drafts is padding in the others' passes.
-    """
+    """In compiled code: each row's drafts equal those that it would get alone, and there are no entries of unrequested
+    drafts. Rows cross page boundaries while they draft; a row that has all its drafts is padding in the others'
+    passes."""
     runner = make("M*", native="on", dtype=torch.float32)[0]
     assert runner.drafter is not None and runner.drafter.head.compiled is not None
     compiled, size = runner.drafter.head.compiled, runner.config.hidden_size
@@ -289,7 +289,8 @@ def test_rows_of_one_call_draft_as_many_as_each_wants(counts: list[int]) -> None
     wish = Wish(0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, 0, 0, -1)
 
     def drafts(chosen: list[int]) -> tuple[list[list[int]], Tensor]:
-        """The last token of a row lies in place 3, the last of its first page: (drafts, what the pages then hold)."""
+        """The last token of a row is at place 3, the last of its first page: (drafts, content of the pages
+        afterwards)."""
         runner.arena.buffer.fill_(255)
         runner.arena.clear_pages(tables[:, 0].tolist())
         kv[tables[:, 1]] = float("nan")
@@ -311,7 +312,8 @@ def test_rows_of_one_call_draft_as_many_as_each_wants(counts: list[int]) -> None
 
 
 def test_a_head_reads_a_tied_table_out_of_the_packed_projection() -> None:
-    """Drafts of the same weights, tied and not: there the table is a packed weight, here a tensor of its own."""
+    """Drafts of the same weights, tied and untied: in one case the table is a packed weight, in the other a separate
+    tensor."""
     found = []
     for tied in (True, False):
         config = tiny_config("M*", num_nextn_predict_layers=1, tie_word_embeddings=tied)

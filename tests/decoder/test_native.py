@@ -175,7 +175,7 @@ def test_an_image_s_row_that_comes_alone_is_not_taken_for_its_id() -> None:
 
 
 def test_greedy_and_other_draws_share_a_step() -> None:
-    """The largest logits come from the step itself only where all rows are greedy; both ways give the same tokens."""
+    """The largest logits come from the step itself only if all rows are greedy; both ways give the same tokens."""
     config = tiny_config(pattern="M*-M")
     options = DecoderOptions(max_seqs=4, max_len=64, page_size=4, native="on")
     wished = [
@@ -195,9 +195,8 @@ def test_greedy_and_other_draws_share_a_step() -> None:
 @pytest.mark.parametrize("broken", [0, 2, 3])
 @pytest.mark.parametrize(("groups", "kept"), [(1, 1), (2, 1), (4, 2)])
 def test_a_router_that_gives_no_number_is_seen_in_the_answer(broken: int, groups: int, kept: int) -> None:
-    """An expert whose score is not a number is chosen first, as by the operations, and spoils what follows; experts
-    that have numbers are not chosen in its stead, as if nothing were wrong.
-    """
+    """An expert whose score is NaN is chosen first, as in the torch operations, and makes the output NaN; it must not
+    be silently replaced by experts with valid scores."""
     config = tiny_config(pattern="E", n_group=groups, topk_group=kept, num_experts_per_tok=1)
     weights = dict(random_weights(config))
     weights["model.layers.0.mixer.gate.weight"][broken] = float("nan")
@@ -212,7 +211,7 @@ def test_a_router_that_gives_no_number_is_seen_in_the_answer(broken: int, groups
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("hidden", [32, 33])
 def test_a_tied_table_is_the_packed_projection(hidden: int, dtype: torch.dtype) -> None:
-    """Its rows are those of the table that came; a step that embeds in compiled code reads the same ones."""
+    """Its rows equal those of the given table; a step that embeds in compiled code reads the same ones."""
     config = tiny_config(pattern="M*-", hidden_size=hidden, tie_word_embeddings=True, vocab_size=197)
     options = DecoderOptions(max_seqs=8, max_len=64, page_size=4, native="on", dtype=dtype)
     runner = DecoderRunner(config, options, random_weights(config))

@@ -1,4 +1,4 @@
-"""Compiled layers on their own: experts against the mixer that they stand for, attention against float64."""
+"""Single compiled layers: experts compared with their mixer, attention with float64."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 class Layer:
-    """One layer of experts: `mixer` as it is called, and compiled."""
+    """One layer of experts: `mixer` in torch, and compiled."""
 
     def __init__(self, shape: str, options: DecoderOptions) -> None:
         self.config = config = tiny_config("E", **SHAPES[shape])
@@ -115,7 +115,7 @@ def test_what_is_not_a_number_stays_in_its_row() -> None:
 
 
 class Attention:
-    """One attention operation over scattered pages; what no row of it has is NaN."""
+    """One attention operation over scattered pages; memory outside the rows is NaN."""
 
     def __init__(self, heads: tuple[int, int], width: int, dtype: torch.dtype, page: int, first_key: int = 0) -> None:
         self.q_heads, self.kv_heads = heads
@@ -147,7 +147,7 @@ class Attention:
         return x
 
     def exact(self, x: Tensor) -> Tensor:
-        """In float64 on what is stored of keys and values."""
+        """In float64, from the stored keys and values."""
         stored = x[:, self.q_heads :].to(self.pages.dtype).double()
         k, v = (part.repeat_interleave(self.q_heads // self.kv_heads, 1) for part in stored.split(self.kv_heads, dim=1))
         scores = torch.einsum("thw,shw->hts", x[:, : self.q_heads].double(), k) * self.width**-0.5
@@ -157,8 +157,7 @@ class Attention:
 
     def run(self, rows: list[tuple[Tensor, int, int, int]], scans: int) -> list[Tensor]:
         """Rows of (inputs of a whole sequence, its number, first and last token of this step); the last `scans` rows
-        are handed over as scanned ones. Each row's outputs.
-        """
+        are passed as scanned ones. Returns each row's outputs."""
         o, counts = self.operations, [end - begin for _, _, begin, end in rows]
         tokens, width = sum(counts), (self.q_heads + 2 * self.kv_heads) * self.width
         pages = 200 // (max(number for _, number, _, _ in rows) + 1)
@@ -207,7 +206,8 @@ def test_attention_of_a_prompt(heads: tuple[int, int], width: int, page: int, dt
 def test_attention_of_a_token_does_not_depend_on_how_it_came(
     heads: tuple[int, int], width: int, page: int, first_key: int, dtype: torch.dtype, threads: int
 ) -> None:
-    """Bit by bit: whole, in chunks, token by token, as a row of drafts, beside another row, with any threads."""
+    """Bit by bit: whole, in chunks, token by token, as a row of drafts, next to another row, with any number of
+    threads."""
     attention = Attention(heads, width, dtype, page, first_key)
     x, y = attention.inputs(141, deviation=4.0), attention.inputs(30)
     (whole,) = attention.run([(x, 0, 0, 141)], scans=1)

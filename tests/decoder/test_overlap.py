@@ -1,4 +1,4 @@
-"""A step launched before the one before it is read changes nothing but when the host knows."""
+"""Launching a step before the previous one is read changes only when the host gets the results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make(overlap: str = "on", pattern: str = PATTERN, **options: Any) -> Decoder
 
 
 def params(index: int) -> SamplingParams:
-    """Of all kinds, most with tokens that end them before their time."""
+    """All kinds of parameters, most with tokens that end the answer early."""
     ends = frozenset(range(index, 97, 9))
     return (
         greedy_params(18, stop_token_ids=ends, logprobs=2),
@@ -71,7 +71,7 @@ def workload(count: int = 14) -> list[DecoderRequest]:
 
 
 def told(events: dict[str, list[TokenEvent]]) -> dict[str, list[Any]]:
-    """What each request was told, in comparable form."""
+    """The events of each request, in comparable form."""
     return {
         name: [
             (
@@ -85,7 +85,7 @@ def told(events: dict[str, list[TokenEvent]]) -> dict[str, list[Any]]:
 
 
 def cached(runner: DecoderRunner) -> dict[bytes, tuple[int, torch.Tensor]]:
-    """Of every kept state: its key, its tokens, its numbers."""
+    """Key, tokens and content of every kept state."""
     assert runner.cache is not None
     return {
         c.key: (c.tokens, torch.cat([of[c.slot].flatten() for of in (*runner.arena.states, *runner.arena.windows)]))
@@ -130,9 +130,8 @@ def test_events_are_those_of_a_plain_run(pattern: str, options: dict[str, Any]) 
     ],
 )
 def test_what_is_kept_is_what_a_plain_run_keeps(options: dict[str, Any]) -> None:
-    """To the key and the number: no state behind an end that is drawn while the next step is being prepared. One
-    request can draw nothing but end tokens, from the first one on, and may not end by one before the sixth.
-    """
+    """Keys and numbers: no state after an end token that is drawn while the next step is being prepared. One request
+    can only draw end tokens, from the first one on, and must not end by one before the sixth."""
     forced = greedy_params(9, min_tokens=5, stop_token_ids=frozenset(range(97)))
     kept = []
     for overlap in ("off", "on"):
@@ -147,7 +146,7 @@ def test_what_is_kept_is_what_a_plain_run_keeps(options: dict[str, Any]) -> None
 
 
 def ending(cut: int) -> tuple[list[int], SamplingParams]:
-    """The free answer to a prompt, and parameters under which it ends by its token number `cut`."""
+    """The unconstrained answer to a prompt, and parameters with which it ends at its token number `cut`."""
     free = tokens(run(make("off"), request("a", range(9), greedy_params(12)))["a"])
     return free, greedy_params(12, stop_token_ids=frozenset({free[cut]}))
 
@@ -168,7 +167,7 @@ def test_an_answer_that_ends_in_the_step_before_goes_on_from_its_end(cut: int) -
 
 
 def test_what_comes_next_into_the_memory_of_one_that_ended_is_unharmed() -> None:
-    """One batch slot: the next request is given slot and pages while the row behind the end may still be running."""
+    """With one batch slot, the next request gets slot and pages while the row after the end may still be running."""
     _, stopping = ending(3)
     alone = told(run(make("off"), request("b", range(30, 55), greedy_params(9, frequency_penalty=0.5))))
     runner = make(max_seqs=1, state_cache="none")
@@ -207,7 +206,7 @@ def test_a_launch_reads_nothing_of_the_device(options: dict[str, Any]) -> None:
 
 
 def test_a_step_that_is_read_at_once_is_seen_to_read() -> None:
-    """The check above can fail: drawing as a plain run does it, and scores of a prompt."""
+    """The check above can fail: plain drawing, and scores of a prompt."""
     runner = make("off", native="off")
     runner.add(request("a", range(9), SamplingParams(max_tokens=4, temperature=0.0, prompt_logprobs=0)))
     with HostReads() as reads:
@@ -321,7 +320,7 @@ def test_nobody_left_leaves_nothing_in_flight() -> None:
 @pytest.mark.parametrize("host_bytes", [pytest.param(0, id="recompute"), pytest.param(10**9, id="swap")])
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_preempted_in_flight_equals_undisturbed(every: int, host_bytes: int) -> None:
-    """One is preempted whose last token has not been read, at times one that has just ended."""
+    """Preempted requests include ones whose last token has not been read, and ones that have just ended."""
     items = [item for item in workload(10) if item.sampling.prompt_logprobs is None and not item.pooled]
     plain = {name: tokens(of) for name, of in run(make("off"), *items).items()}
     items = [item for item in workload(10) if item.sampling.prompt_logprobs is None and not item.pooled]
@@ -347,7 +346,7 @@ def test_rows_of_an_image_stay_until_the_step_that_read_them_is_collected() -> N
 
 
 def test_an_image_that_fails_in_flight_ends_its_request_behind_what_it_has_drawn() -> None:
-    """The rows of the second image never come; the first chunk is in flight when that is known."""
+    """The rows of the second image never arrive; the first chunk is in flight when that becomes known."""
     runner = make()
     late = image(12, IMAGE, ready=False)
     runner.add(request("bad", range(25), greedy_params(3), [image(2, IMAGE), late]))
@@ -364,7 +363,7 @@ def test_an_image_that_fails_in_flight_ends_its_request_behind_what_it_has_drawn
 
 
 def test_rows_that_are_read_again_are_not_given_back() -> None:
-    """The request is preempted, to be computed again, before the step that read its image is collected."""
+    """The request is preempted, to be recomputed, before the step that read its image is collected."""
     runner = make(host_bytes=0, state_cache="none")
     span = image(2, IMAGE)
     runner.add(request("a", range(12), greedy_params(4), [span]))
@@ -379,7 +378,7 @@ def test_rows_that_are_read_again_are_not_given_back() -> None:
 
 
 def test_a_step_in_flight_holds_rows_that_others_wait_for() -> None:
-    """Nothing can be computed before the second image comes, and its rows may need the space of the first one's."""
+    """Nothing can be computed before the second image is ready, and its rows may need the memory of the first one's."""
     runner = make()
     spans = [image(2, IMAGE), image(12, IMAGE, ready=False)]
     first, second = (span.source for span in spans)
@@ -426,7 +425,7 @@ def test_a_step_counts_its_own_time_and_not_that_of_the_one_before() -> None:
 @pytest.mark.parametrize("spec_state", ["replay", "slots"])
 @pytest.mark.parametrize("native", ["auto", "off"])
 def test_accepted_counts_on_the_device_are_those_of_the_host(spec_state: str, native: str) -> None:
-    """Tokens and counts come together, and the counts on the device are what the host then makes of them."""
+    """Tokens and counts arrive together, and the counts on the device equal those that the host then computes."""
     drawn = tokens(run(make("off"), request("a", [4, 5] * 6, greedy_params(40)))["a"])
     given = {"speculative": "ngram", "draft_policy": "fixed", "spec_state": spec_state, "native": native}
     runners = [make(overlap, **given) for overlap in ("off", "on")]
@@ -453,7 +452,7 @@ def test_accepted_counts_on_the_device_are_those_of_the_host(spec_state: str, na
 
 
 class _Sometimes:
-    """Drafts that are right up to a place that moves."""
+    """Drafts that are right up to a varying position."""
 
     def __init__(self, drawn: list[int]) -> None:
         self.drawn = drawn
@@ -464,7 +463,7 @@ class _Sometimes:
 
 
 def test_counts_of_rows_with_and_without_drafts() -> None:
-    """Rows of 2, no and 3 drafts, the second one verified because of what its ring holds, and a plain one."""
+    """Rows of 2, 0 and 3 drafts, the second one verified because of its ring's content, and a plain one."""
     runner = make("off", speculative="ngram")
     for name in "abcd":
         runner.add(request(name, range(5), greedy_params(9)))

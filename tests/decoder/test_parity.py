@@ -70,7 +70,7 @@ def test_prefill_in_chunks(chunk: int) -> None:
 
 
 def test_logits_of_every_prompt_row() -> None:
-    """Whatever prefix ends the prompt, its next-token logits are those of the whole sequence."""
+    """For any prefix as the prompt, the next-token logits equal those of the whole sequence."""
     config = tiny_config("M*E-M")
     model = oracle(config)
     ids = torch.randint(0, config.vocab_size, (23,))
@@ -104,7 +104,7 @@ def test_image_rows_replace_embeddings(chunk: int | None) -> None:
 
 
 def test_bfloat16_stays_close_to_float32() -> None:
-    """The error of bfloat16 against float32 is no more than twice that of transformers in bfloat16."""
+    """The error of bfloat16 against float32 is at most twice that of transformers in bfloat16."""
     config = tiny_config("M-*EM-", hidden_size=64, intermediate_size=128)
     model = oracle(config)
     weights = {name: tensor.clone() for name, tensor in weights_of(model, config).items()}
@@ -123,7 +123,7 @@ def test_bfloat16_stays_close_to_float32() -> None:
 
 
 def test_time_step_limit_is_the_only_clamp() -> None:
-    """Small steps are not raised to `time_step_min`; a limit, where there is one, holds in prefill and in decode."""
+    """Small steps are not raised to `time_step_min`; a limit applies in prefill and in decode."""
     config = tiny_config("M", time_step_limit=(0.2, 0.5))
     weights = weights_of(oracle(config), config)
     prompt = torch.randint(0, config.vocab_size, (20,)).tolist()

@@ -1,8 +1,5 @@
-"""Five bugs that servers of such models have shipped, each put back into our code by changing one line of it.
-
-A check that does not fail with its bug planted guards nothing; so each has to pass on the code as it is, and to fail
-with the bug.
-"""
+"""Five bugs that servers of such models have shipped, each planted in our code by changing one line. Each check has to
+pass on the original code, and to fail with the bug; otherwise it would guard nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ def runner_of(**options: Any) -> DecoderRunner:
 
 
 def decode_steps_replay_decode_graphs() -> None:
-    """Rows that an aborted prefill has left behind do not make a decode step a mixed one."""
+    """Rows left by an aborted prefill do not turn a decode step into a mixed one."""
     runner = runner_of()
     runner.add(request("stays", [1, 2, 3], greedy_params(9)))
     runner.step()
@@ -45,7 +42,7 @@ def decode_steps_replay_decode_graphs() -> None:
 
 
 def every_kind_has_buffers_of_its_own() -> None:
-    """Storage, and values: interleaved decode and mixed steps give what eager ones do."""
+    """Storage and values: interleaved decode and mixed steps give the results of eager ones."""
     found = []
     for graphs in ("off", "on"):
         runner = runner_of(graphs=graphs, max_chunk=3)
@@ -64,7 +61,7 @@ def the_largest_size_is_captured(largest: int) -> None:
 
 
 def the_lists_are_whole() -> None:
-    """What is captured is what the options promise, and mixed sizes go beyond the number of requests."""
+    """The captured sizes are those of the options, and mixed sizes exceed the number of requests."""
     runner = runner_of(max_batched_tokens=100)
     plan = runner.forward.graphs.plan if runner.forward.graphs else None
     assert plan is not None
@@ -73,7 +70,7 @@ def the_lists_are_whole() -> None:
 
 
 def a_row_to_verify_has_a_slot_for_each_token() -> None:
-    """Under `slots` every sequence reserves 1 + K before the step."""
+    """Under `slots` every sequence reserves 1 + K slots before the step."""
     runner = make_runner(CONFIG, WEIGHTS, speculative="ngram", draft_policy="fixed", spec_state="slots", draft_tokens=3)
     run(runner, request("a", [1, 2, 3, 4] * 6, greedy_params(12, logit_bias={1: 50.0})))
     assert runner.stats()["drafted_1"] > 0, "nothing was drafted"

@@ -1,6 +1,5 @@
-"""Hidden states of a prompt: those of a request that ends with its first token, however the prompt is read and whatever
-follows it.
-"""
+"""Hidden states of a prompt equal those of a request that ends with its first token, however the prompt is computed and
+whatever follows it."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ def asked(name: str, count: int, **changes: Any) -> DecoderRequest:
 
 @pytest.fixture(scope="module")
 def expected() -> tuple[list[int], Pooled, int]:
-    """Ten tokens, and what a request of one token is told of its prompt."""
+    """Ten tokens, and the pooled states of a request with one output token."""
     runner = make()
     (event,) = run(runner, asked("a", 1))["a"]
     assert event.pooled is not None

@@ -1,4 +1,5 @@
-"""Positions that do not count up: every way of computing a request gives what it gets alone, whole and uncached."""
+"""Positions that differ from token indices: every way of computing a request gives its result alone, whole and
+uncached."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from decoder.sampling import SamplingParams
 
 CONFIG = gated_config("M*-M*")
 SHARP = {"q_norm.weight": 2.0, "k_norm.weight": 2.0}
-"""Attention looks at few tokens, so that it matters which."""
+"""Attention on few tokens, so that positions matter."""
 WEIGHTS = {
     name: tensor * SHARP.get(name.partition("mixer.")[2], 1.0) for name, tensor in random_weights(CONFIG, seed=6)
 }
@@ -29,7 +30,7 @@ OPTIONS: dict[str, Any] = {"page_size": 4, "state_block": 8, "max_len": 96, "max
 
 
 def image(start: int, rows: Tensor = ROWS) -> ImageSpan:
-    """An image whose key tells nothing of its rows and columns."""
+    """An image whose key does not depend on its grid."""
     return ImageSpan(start, rows.shape[0], b"image", FakeSource(rows))
 
 
@@ -44,7 +45,7 @@ SYSTEM = list(range(40, 50))
 
 
 def requests() -> list[DecoderRequest]:
-    """Equal tokens and keys in other grids; images in the middle and at an end; text that is given no positions."""
+    """Equal tokens and keys with different grids; images in the middle and at an end; text without given positions."""
     return [
         prompt_with("wide", SYSTEM, (3, 4), [7, 8, 9], checkpoint_at=(10,)),
         prompt_with("high", SYSTEM, (4, 3), [7, 8, 9], checkpoint_at=(10,)),
@@ -63,7 +64,7 @@ def runner_with(**options: Any) -> DecoderRunner:
 
 @cache
 def expected() -> dict[str, list[int]]:
-    """Operation by operation, alone, whole, from nothing."""
+    """Operation by operation, alone, whole, uncached."""
     return {
         item.request_id: tokens(run(runner_with(native="off", state_cache="none"), item)[item.request_id])
         for item in requests()
@@ -71,7 +72,7 @@ def expected() -> dict[str, list[int]]:
 
 
 class Knows:
-    """Drafts what will be drawn, but for every third token."""
+    """Drafts that are right except for every third token."""
 
     def __init__(self, request: DecoderRequest) -> None:
         self.answer, self.prompt = expected()[request.request_id], len(request.prompt_ids)
@@ -84,7 +85,7 @@ class Knows:
 
 
 def test_positions_matter() -> None:
-    """Otherwise these tests would say nothing."""
+    """Otherwise these tests would show nothing."""
     counted = [replace(item, positions=None) for item in requests()]
     found = {item.request_id: tokens(run(runner_with(), item)[item.request_id]) for item in counted}
     assert [name for name, of in expected().items() if of == found[name]] == ["text"]
@@ -142,7 +143,7 @@ def test_equal_images_of_other_grids_share_what_is_before_them() -> None:
 
 
 def test_what_follows_an_image_is_not_shared_either() -> None:
-    """A page of text alone: equal tokens, and before them images of one key, of as many tokens, in other grids."""
+    """A page of text only: equal tokens, after images with the same key and number of tokens but other grids."""
     runner = runner_with(state_cache="all", state_block=8)
     for grid in ((3, 4), (4, 3), (2, 6)):
         item = prompt_with("a", SYSTEM, grid, list(range(60, 80)))
@@ -153,7 +154,8 @@ def test_what_follows_an_image_is_not_shared_either() -> None:
 
 
 def test_counted_positions_are_those_of_text() -> None:
-    """A prompt of given, counted positions finds what one without left, and the other way round."""
+    """A prompt with explicit default positions shares its cache entries with one without positions, in both
+    directions."""
     runner = runner_with()
     prompt = list(range(3, 40))
     counted = Positions([(index,) * 3 for index in range(37)], 0)
@@ -187,7 +189,7 @@ def test_a_resumed_answer_goes_on(cut: int, options: dict[str, Any]) -> None:
 
 
 def test_preempted_before_its_image_is_there() -> None:
-    """It is computed up to the image, swapped out, and goes on with the image's positions."""
+    """It is computed up to the image, swapped out, and continues with the image's positions."""
     for host_bytes in (0, 10**9):
         runner = runner_with(host_bytes=host_bytes)
         source = FakeSource(ROWS, ready=False)

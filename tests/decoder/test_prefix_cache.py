@@ -1,4 +1,4 @@
-"""A cached prefix gives what computing it would have given; what is cached is exactly what can be used."""
+"""A cached prefix gives the results of computing it; exactly the usable prefixes are cached."""
 
 from __future__ import annotations
 
@@ -61,9 +61,8 @@ def after_each_step(runner: DecoderRunner, item: DecoderRequest) -> list[tuple[i
     ],
 )
 def test_prompt_of_ten_in_one_step(mode: str, expected: list[tuple[int, list[int]]]) -> None:
-    """One prefill writes its checkpoints from inside; output crosses 12 in place, and under `align` takes the last
-    boundary along while the prompt's own stays.
-    """
+    """One prefill writes checkpoints inside its row; output crosses 12 in place, and under `align` moves the last
+    boundary along while the prompt's own stays."""
     assert after_each_step(make(mode), request("a", ids(10), greedy_params(8)))[: len(expected)] == expected
 
 
@@ -79,7 +78,7 @@ def test_prompt_of_ten_in_pieces(mode: str, expected: list[list[int]]) -> None:
 @pytest.mark.parametrize(("mode", "expected"), [("align", [4, 8]), ("all", [4, 8])])
 @pytest.mark.parametrize("prompt", [5, 6])
 def test_output_that_crosses_a_boundary_leaves_it(mode: str, expected: list[int], prompt: int) -> None:
-    """5 or 6 tokens computed, boundary at 8: the state after 8 is kept once the token that makes 8 is computed."""
+    """5 or 6 tokens computed, boundary at 8: the state after 8 is kept when token 8 has been computed."""
     steps = after_each_step(make(mode), request("a", ids(prompt), greedy_params(5)))
     assert [after for _, after in steps[: 8 - prompt]] == [[4]] * (8 - prompt)
     assert steps[8 - prompt][1] == expected
@@ -92,7 +91,7 @@ def test_output_that_crosses_a_boundary_leaves_it(mode: str, expected: list[int]
 def test_a_prompt_that_parts_from_a_cached_one_leaves_a_junction(
     mode: str, after_b: list[int], cached: tuple[int, int]
 ) -> None:
-    """A has 10 tokens; B shares 7, so one page, and has no state there: it leaves one, and C finds it."""
+    """A has 10 tokens; B shares 7, so one page, but no state there: it leaves one, and C finds it."""
     runner = make(mode)
     shared = ids(7)
     run(runner, request("a", [*shared, 90, 91, 92], greedy_params(1)))
@@ -147,7 +146,7 @@ def source(span: ImageSpan) -> FakeSource:
 
 
 def test_same_image_new_question_needs_no_rows() -> None:
-    """The source of the second request never becomes ready; it is released all the same."""
+    """The source of the second request never becomes ready; it is released anyway."""
     runner = make("auto")
     rows = torch.randn(19, CONFIG.hidden_size)
     prompt = [5, 6, 7, *[96] * 19]
@@ -164,7 +163,7 @@ def test_same_image_new_question_needs_no_rows() -> None:
 
 @pytest.mark.parametrize("cached", [3, 4], ids=["up-to-it", "into-it"])
 def test_a_hit_that_ends_at_an_awaited_image_is_not_runnable(cached: int) -> None:
-    """The text before the image is cached, so there is nothing to do until the rows are there."""
+    """The text before the image is cached, so there is nothing to do until the rows are ready."""
     runner = make("auto")
     rows = torch.randn(9, CONFIG.hidden_size)
     prompt = [5, 6, 7, *[96] * 9, 1, 2]
@@ -213,7 +212,7 @@ def test_salts_share_nothing() -> None:
 
 
 def test_a_shared_partial_page_is_copied_before_it_is_written() -> None:
-    """Three prompts go on from 6 tokens, in the middle of a page, at the same time as the one that wrote it."""
+    """Three prompts continue after 6 tokens, in the middle of a page, at the same time as the request that wrote it."""
     runner, plain = make("auto"), make("none")
     prompt = ids(6)
     items = [request(str(i), [*prompt, *ids(3 + i, i)], greedy_params(12), checkpoint_at=(6,)) for i in range(4)]
@@ -230,7 +229,8 @@ def test_a_shared_partial_page_is_copied_before_it_is_written() -> None:
 
 
 def test_equal_prompts_at_once_wait_a_step_for_the_first() -> None:
-    """A state is hit no sooner than it is written: the others are let in a step later, and compute their ends only."""
+    """A state can be used when it has been written: the others are admitted a step later, and compute only their
+    ends."""
     runner = make("auto")
     prompt = ids(30)
     for index in range(5):
@@ -265,7 +265,7 @@ def test_cached_memory_is_evicted_for_running_requests(mode: str, host_bytes: in
 @pytest.mark.parametrize("mode", ["align", "all", "auto"])
 @pytest.mark.parametrize("states", [0, 1, 3])
 def test_no_more_states_are_kept_than_the_budget_has_bytes_for(mode: str, states: int) -> None:
-    """Whatever room the arena has; answers are the same."""
+    """However much memory the arena has; answers are the same."""
     budget = (states + 1) * ArenaLayout.of(CONFIG, DecoderOptions(page_size=4)).slot_bytes - 1
     runner, plain = make(mode, checkpoint_bytes=budget, max_seqs=2), make("none")
     most = 0
@@ -278,7 +278,7 @@ def test_no_more_states_are_kept_than_the_budget_has_bytes_for(mode: str, states
 
 
 def test_memory_for_one_request_alone_still_gives_hits() -> None:
-    """The state is taken out of the cache where there is no room for a copy of it."""
+    """The state is taken from the cache if there is no memory for a copy."""
     config = tiny_config("M*")
     weights = dict(random_weights(config))
     layout = ArenaLayout.of(config, DecoderOptions(page_size=4))
@@ -295,9 +295,8 @@ def test_memory_for_one_request_alone_still_gives_hits() -> None:
 
 
 def test_the_cheapest_loss_goes_first() -> None:
-    """Of a state that saves 32 tokens and one that saves 6 more, the second goes, though it was used later; and what is
-    used stays longer than what is not.
-    """
+    """Of a state that saves 32 tokens and one that saves 6 more, the second is evicted, though it was used later; used
+    states stay longer than unused ones."""
     runner = make("auto")
     run(runner, request("a", ids(39), greedy_params(1), checkpoint_at=(38,)))
     assert runner.cache is not None and lengths(runner) == [32, 38]
@@ -393,7 +392,7 @@ def test_cached_equals_uncached(
     host_bytes: int | None,
     batch: int,
 ) -> None:
-    """Every mode, chunk size and kind of model; `host_bytes` given means memory for little more than one request."""
+    """Every mode, chunk size and kind of model; with `host_bytes` there is memory for little more than one request."""
     config, weights = PATTERNS[pattern], MODELS[pattern]
     layout = ArenaLayout.of(config, DecoderOptions(page_size=4))
     memory = None if host_bytes is None else (layout.blocks_for(1, 80) + 1) * layout.block_bytes

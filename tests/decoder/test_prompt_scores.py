@@ -1,4 +1,4 @@
-"""Scores of a prompt's own tokens, held against the logits of transformers' model."""
+"""Scores of a prompt's own tokens, compared with the logits of transformers' model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request gets does not depend on company, chunks, memory or time; and nothing is left behind."""
+"""A request's result does not depend on other requests, chunks, memory or time; and no resources are left behind."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def params(index: int) -> SamplingParams:
 
 
 def workload(count: int = 12) -> list[Callable[[], DecoderRequest]]:
-    """Requests of many kinds, made afresh for each run because sources are used up."""
+    """Requests of many kinds, made anew for each run because sources are used up."""
     draw = random.Random(1)
     made: list[Callable[[], DecoderRequest]] = []
     for index in range(count):
@@ -221,7 +221,7 @@ def test_rows_of_a_wrong_shape_end_their_request_with_the_numbers() -> None:
 
 
 def test_a_stuck_request_makes_room_for_one_that_can_run() -> None:
-    """One batch slot: the first request waits for an image that is never encoded until the second one has ended."""
+    """One batch slot: the first request waits for an image that is not encoded until the second one has ended."""
     runner = make_runner(CONFIG, WEIGHTS, max_seqs=1)
     spans = spans_at((10, 5), (20, 5), ready=False)
     source(spans[0]).ready = True
@@ -379,7 +379,7 @@ def test_weights_are_copied() -> None:
 
 
 def test_a_deadline_that_cannot_be_met_is_refused_with_both_numbers() -> None:
-    """A clock of one second a step of 4 tokens: 40 prompt tokens are 10 s away."""
+    """With one second per step of 4 tokens, 40 prompt tokens are 10 s away."""
     runner = make_runner(CONFIG, WEIGHTS, max_batched_tokens=4)
     seconds = iter(range(10**6))
     runner.timer.clock = lambda: next(seconds)
@@ -393,7 +393,7 @@ def test_a_deadline_that_cannot_be_met_is_refused_with_both_numbers() -> None:
 
 
 def test_a_deadline_counts_no_token_that_will_not_be_drawn() -> None:
-    """`min_tokens` far above what `max_len` leaves room for, and output that is there already."""
+    """`min_tokens` far above what `max_len` allows, and existing output."""
     runner = make_runner(CONFIG, WEIGHTS, max_batched_tokens=4)
     seconds = iter(range(10**6))
     runner.timer.clock = lambda: next(seconds)

@@ -1,4 +1,4 @@
-"""Drawing: what filters keep, what penalties do, and that company changes nothing."""
+"""Sampling: the effects of filters and penalties, and independence of other rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VOCAB = 300
 
 @pytest.fixture(params=[True, False], ids=["compiled", "operations"])
 def make(request: pytest.FixtureRequest) -> Callable[..., Sampler]:
-    """Samplers that run compiled code where there is any, and such as do not."""
+    """Samplers with and without compiled code."""
     return functools.partial(Sampler, compiled=request.param)
 
 
@@ -136,7 +136,7 @@ def test_a_batch_draws_what_each_row_draws(
 
 @pytest.mark.parametrize("minimum", [0, 3, 4, 5])
 def test_tokens_ahead_count_as_if_they_were_drawn(make: Callable[..., Sampler], minimum: int) -> None:
-    """One of them twice; with them the answer has four tokens, so that the fifth may be an end or not."""
+    """One of them twice; with them the answer has four tokens, so the fifth may or may not be an end token."""
     params = SamplingParams(temperature=0.0, frequency_penalty=0.5, presence_penalty=0.2, min_tokens=minimum)
     logits = torch.linspace(3.0, 2.4, VOCAB)[None]
     rest = {"eos_token_ids": frozenset({8})}
@@ -168,13 +168,13 @@ EXTREME = [
     {"top_p": 1 - 2**-53},
     {"top_k": 2**31 - 1, "temperature": 1e6},
 ]
-"""The bounds of what is allowed."""
+"""The limits of the allowed values."""
 
 
 @pytest.mark.parametrize("params", EXTREME, ids=lambda params: "-".join(map(str, params.values())))
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 def test_all_back_ends_draw_the_same_at_the_bounds(params: dict[str, Any], scale: float) -> None:
-    """Of ten seeds each, on the host, in compiled code and in float64."""
+    """For ten seeds each, in torch, in compiled code and in float64."""
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3)) * scale
     for seed in range(10):
         row = sequence(0, SamplingParams(**params, seed=seed), [1, 2, 3], [5, 5, 9])
@@ -185,7 +185,7 @@ def test_all_back_ends_draw_the_same_at_the_bounds(params: dict[str, Any], scale
 
 
 def test_penalties_follow_the_tokens(make: Callable[..., Sampler]) -> None:
-    """The buffers of a batch slot keep up with its sequence, and start anew with a new one."""
+    """The buffers of a batch slot follow its sequence, and are reset for a new one."""
     params = SamplingParams(temperature=0.0, frequency_penalty=1.0, repetition_penalty=1.1)
     sampler, logits = make(VOCAB, 2), torch.linspace(3.0, -3.0, VOCAB)[None]
     for admission in range(2):
@@ -217,7 +217,7 @@ def test_greedy_takes_the_lowest_of_equals(make: Callable[..., Sampler]) -> None
 
 
 def test_frequencies_follow_probabilities(make: Callable[..., Sampler]) -> None:
-    """4,000 draws of one distribution: within 5 standard deviations of what softmax gives."""
+    """4,000 draws of one distribution: within 5 standard deviations of the softmax."""
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
     count, found = 4000, [0] * 4
     sampler = make(4, 1)

@@ -1,4 +1,4 @@
-"""The scheduler alone: every request ends, nothing is lost, the budget holds, rows are in order."""
+"""The scheduler alone: every request ends, nothing is lost, the budget is kept, rows are in order."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def source(item: ImageSpan) -> FakeSource:
 
 
 def advance(scheduler: Scheduler) -> tuple[Step, list[str]]:
-    """One step as the runner does it, with 1 for every drawn token. Who ended."""
+    """Runs one step as the runner does, with 1 for every drawn token. Returns the step and the requests that ended."""
     step = scheduler.schedule()
     check_step(scheduler, step)
     scheduler.commit(step)
@@ -132,7 +132,7 @@ def test_every_request_ends(
 
 
 def test_rows_of_a_mixed_step() -> None:
-    """Decode rows come first, in order of their slots; then the tail of a prompt, then new prompts."""
+    """Decode rows come first, in order of their slots; then the end of a prompt, then new prompts."""
     scheduler = make(blocks=16, max_batched_tokens=40)
     for name, length in (("a", 3), ("b", 3)):
         scheduler.add(request(name, length))
@@ -195,7 +195,7 @@ def test_one_that_waits_for_an_image_is_preempted_first() -> None:
 
 
 def test_consumed_images_survive_preemption_in_host_memory() -> None:
-    """Rows that were given back cannot be computed again: the state is saved although the host tier is full."""
+    """Released rows cannot be computed again: the state is saved although host memory is full."""
     scheduler = make(blocks=8, per_block=2, max_seqs=2, host_bytes=0)
     first, second = span(2, 4, True), span(10, 4, False)
     scheduler.add(request("images", 20, 4, (first, second)))
@@ -228,7 +228,7 @@ def test_budget_smaller_than_rows_starves_nobody(host_bytes: int) -> None:
 
 
 def test_requests_that_cannot_be_computed_again_never_block_each_other() -> None:
-    """Both have given their image rows back, both want a page, the host tier is full: one is swapped all the same."""
+    """Both have released their image rows, both need a page, host memory is full: one is swapped anyway."""
     scheduler = make(blocks=5, per_block=1, has_slots=False, max_seqs=2, max_len=16, host_bytes=0)
     for name in ("first", "second"):
         scheduler.add(request(name, 8, 8, (span(1, 3, True),)))
@@ -243,9 +243,8 @@ def test_requests_that_cannot_be_computed_again_never_block_each_other() -> None
 
 
 def test_a_level_of_priority_is_worth_so_many_steps() -> None:
-    """One that has waited `ageing` steps goes before one a level above it that comes now, not before one that came
-    earlier.
-    """
+    """A request that has waited `ageing` steps goes before a new one a level above it, not before one that came
+    earlier."""
     scheduler = make(ageing=3)
     ranks = {}
     for step, priority in ((0, 0), (2, 1), (3, 1), (4, 1)):
@@ -280,7 +279,7 @@ def decoding(scheduler: Scheduler, count: int, output: int = 20, length: int = 3
     [(3, [0, 0, 0]), (4, [1, 0, 0]), (5, [2, 0, 0]), (9, [4, 2, 0]), (11, [4, 4, 0]), (15, [4, 4, 4]), (16, [4, 4, 4])],
 )
 def test_drafts_take_only_what_the_others_leave(budget: int, drafts: list[int]) -> None:
-    """Each of three requests has its row first; what the budget has beyond that goes to drafts, first come first."""
+    """Each of three requests has its row first; the rest of the budget goes to drafts, in order."""
     scheduler = make(blocks=30, max_batched_tokens=16)
     sequences = decoding(scheduler, 3)
     scheduler.options = dataclasses.replace(scheduler.options, max_batched_tokens=budget)
@@ -310,7 +309,7 @@ def test_no_draft_stands_for_a_token_that_could_not_come(output: int, drafts: in
 
 
 def test_nobody_is_preempted_for_a_draft() -> None:
-    """The page that the row itself needs is there; the one that its drafts would need is not."""
+    """There is a page for the row itself, but not for its drafts."""
     scheduler = make(blocks=2 + 8, per_block=1, max_seqs=2)
     first, _ = decoding(scheduler, 2)
     scheduler.pool.take_pages(scheduler.pool.free_blocks)
@@ -320,9 +319,8 @@ def test_nobody_is_preempted_for_a_draft() -> None:
 
 
 def test_one_that_waits_for_an_image_is_preempted_before_less_urgent_ones_that_run() -> None:
-    """Four run; the second needs a page. The first waits for an image, the fourth is the least urgent: the first goes.
-    Once nobody waits, it is the least urgent of those behind it, and never one before it.
-    """
+    """Four run; the second needs a page. The first waits for an image, the fourth is the least urgent: the first is
+    preempted. If none waits, the least urgent one after it is preempted, never one before it."""
     scheduler = make(blocks=4 + 16, per_block=1, host_bytes=0, max_batched_tokens=32)
     stuck, *others = (
         scheduler.add(item)
@@ -350,7 +348,7 @@ def test_of_two_that_wait_for_images_the_less_urgent_is_preempted() -> None:
 
 
 def test_a_stream_of_urgent_requests_starves_nobody() -> None:
-    """One batch slot, a request of a level above each step: the other one ends all the same."""
+    """One batch slot, and in each step a new request of a higher level: the other one still ends."""
     scheduler = make(max_seqs=1, ageing=6)
     scheduler.add(request("patient", 4, 2))
     for number in range(100):
@@ -377,7 +375,7 @@ def test_a_request_enters_only_with_room_for_those_that_run_to_grow() -> None:
 @pytest.mark.parametrize("cache", [False, True], ids=["plain", "cache"])
 @pytest.mark.parametrize("stuck", [False, True], ids=["decoding", "waiting-for-images"])
 def test_a_step_costs_the_same_however_many_pages_are_held(cache: bool, stuck: bool) -> None:
-    """Eight requests that hold 8 or 200 pages each, and one more that finds no room."""
+    """Eight requests that hold 8 or 200 pages each, and one more for which there is no memory."""
 
     def cost(pages: int) -> int:
         options: dict[str, Any] = {"page_size": 2, "max_len": 4096, "max_batched_tokens": 8192, "max_seqs": 16}
@@ -411,7 +409,7 @@ def test_a_step_costs_the_same_however_many_pages_are_held(cache: bool, stuck: b
 
 
 def test_the_first_in_order_is_never_preempted_for_want_of_a_place_in_host_memory() -> None:
-    """The other one's image rows are consumed and the host tier is full: it leaves above the bound."""
+    """The other one's image rows are consumed and host memory is full: it is swapped above the limit."""
     scheduler = make(blocks=2 + 9, per_block=1, max_seqs=2, max_len=36, host_bytes=0)
     scheduler.add(request("first", 12, 20))
     scheduler.add(request("second", 16, 12, (span(1, 3, True),)))
@@ -493,7 +491,7 @@ def test_image_rows_lie_in_the_prompt_in_order_and_apart(spans: list[tuple[int, 
 
 @pytest.mark.parametrize(("output", "kept"), [(4, [8]), (5, [8, 12])])
 def test_an_answer_is_kept_where_it_saves_a_page(output: int, kept: list[int]) -> None:
-    """The prompt of nine tokens leaves a state after eight; the answer's is kept from four more on."""
+    """The prompt of nine tokens leaves a state after eight; the answer's state is kept from four more tokens on."""
     scheduler = cached(blocks=40, state_block=4)
     assert scheduler.cache is not None
     scheduler.cache.placement = dataclasses.replace(scheduler.cache.placement, mode="auto", chunk=4)
@@ -528,9 +526,8 @@ def test_chunk_ends(start: int, total: int, budget: int, ready: int, align: int,
 
 
 def test_two_images_in_less_room_than_both_take() -> None:
-    """Block 8, room for six rows, images at [0, 5) and [6, 11): the first is given back after [0, 6), so that the
-    second can come; the next chunk ends on the grid again.
-    """
+    """Block 8, memory for six rows, images at [0, 5) and [6, 11): the first is released after [0, 6), so that the
+    second can be encoded; the next chunk ends on the grid again."""
     scheduler = cached(state_block=8, max_batched_tokens=8, page_size=8)
     first, second = span(0, 5, True), span(6, 5, False)
     scheduler.add(request("a", 24, 1, (first, second)))
@@ -546,7 +543,7 @@ def test_two_images_in_less_room_than_both_take() -> None:
 
 
 def test_two_images_of_11844_tokens_against_16384() -> None:
-    """Each pass advances the request or gives rows back, with the whole block larger than what is left of a chunk."""
+    """Each pass advances the request or releases rows, with the whole block larger than the rest of a chunk."""
     size, bound = 11_844, 16_384
     scheduler = cached(
         blocks=4000, per_block=64, max_len=32_768, max_batched_tokens=8192, page_size=16, state_block=528

@@ -1,4 +1,4 @@
-"""Speculative = plain: the same tokens whatever is drafted, however states are taken back, whatever else is on."""
+"""Speculative = plain: the same tokens whatever is drafted, however states are restored, with all other options."""
 
 from __future__ import annotations
 
@@ -78,9 +78,8 @@ PROMPT = list(range(20, 25))
 @pytest.mark.parametrize("spec_state", ["replay", "slots"])
 @pytest.mark.parametrize("state_cache", ["align", "all"])
 def test_behind_a_refused_draft_is_the_state_of_the_last_accepted_token(spec_state: str, state_cache: str) -> None:
-    """5 tokens computed, 4 more in a step, of which 2 stay: the state goes on from 7 tokens, neither from 6 nor from 9,
-    and what the boundary at 8 keeps a step later is what a plain run keeps there.
-    """
+    """5 tokens computed, 4 more in a step, of which 2 are accepted: the state continues from 7 tokens, neither from 6
+    nor from 9, and the state kept at the boundary 8 a step later equals that of a plain run."""
     whole = PROMPT + drawn(PROMPT, greedy_params(20))
     runner = oracle(whole, right=1, draft_tokens=3, spec_state=spec_state, state_cache=state_cache)
     plain = make_runner(CONFIG, WEIGHTS, page_size=4, state_block=4, state_cache=state_cache)
@@ -126,7 +125,7 @@ def checkpoints(runner: DecoderRunner) -> list[torch.Tensor]:
 @pytest.mark.parametrize("spec_state", ["replay", "slots"])
 @pytest.mark.parametrize("cut", range(1, 9))
 def test_an_end_inside_a_step_is_an_end(spec_state: str, cut: int) -> None:
-    """Everything behind the end or stop token, or behind max_tokens, is as if it had never been drafted."""
+    """Everything after the end or stop token, or after max_tokens, is as if it had never been drafted."""
     free = drawn(PROMPT, greedy_params(9))
     end = free[cut]
     for params, rest in (
@@ -183,7 +182,7 @@ def test_slots_are_reserved_before_the_step_and_given_back() -> None:
 
 
 def test_a_step_without_a_slot_for_each_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: the scheduler reserves one slot where 1 + K are needed."""
+    """Planted bug: the scheduler reserves one slot where 1 + K are needed."""
     runner = oracle(PROMPT + drawn(PROMPT, greedy_params(9)), draft_tokens=4, spec_state="slots")
     monkeypatch.setattr(runner.scheduler.memory, "slots_per_seq", 1)
     runner.add(request("a", PROMPT, greedy_params(9)))
@@ -193,7 +192,7 @@ def test_a_step_without_a_slot_for_each_token_is_refused(monkeypatch: pytest.Mon
 
 
 def test_memory_counts_every_slot_of_a_request() -> None:
-    """Too little for 1 + K slots is refused with the number that would do; the number does."""
+    """Too little memory for 1 + K slots is an error with the number that suffices; that number works."""
     base = {"speculative": "ngram", "spec_state": "slots", "draft_tokens": 3, "max_len": 64, "page_size": 8}
     layout = ArenaLayout.of(CONFIG, DecoderOptions(**base))
     needed = layout.blocks_for(1, 64) * layout.block_bytes
@@ -208,7 +207,7 @@ def test_memory_counts_every_slot_of_a_request() -> None:
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 9])
 def test_drafts_take_no_tokens_from_others(budget: int) -> None:
-    """A step whose tokens are few gives each request one before any gets a draft."""
+    """In a step with a small token budget each request gets one token before any gets a draft."""
     wanted = {str(i): [*PROMPT, 30 + i] for i in range(3)}
     plain = {name: drawn(prompt, greedy_params(8)) for name, prompt in wanted.items()}
     runner = make_runner(CONFIG, WEIGHTS, speculative="ngram", draft_policy="fixed", max_batched_tokens=budget)
@@ -249,7 +248,7 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: st
 
 
 def speculation(**options: Any) -> tuple[Speculation, list[Sequence]]:
-    """One that always drafts, and three sequences of which the last is still reading its prompt."""
+    """A policy that always drafts, and three sequences of which the last is still prefilling."""
     made = Speculation(DecoderOptions(**({"speculative": "ngram", "draft_policy": "fixed"} | options)))
     sequences = [Sequence(request(str(index), [1, 2, 3] * 4), index, 50) for index in range(3)]
     for sequence in sequences[:2]:
@@ -273,7 +272,7 @@ def test_drafts_behind_a_refused_one_are_not_counted(accepted: int, tried: list[
 
 
 def test_a_request_that_ends_leaves_nothing_behind() -> None:
-    """Neither its index nor its record; those of others stay."""
+    """Neither its index nor its record remains; those of others do."""
     made, sequences = speculation()
     asked: list[int] = []
 
@@ -298,7 +297,7 @@ def test_a_request_that_ends_leaves_nothing_behind() -> None:
 
 
 class Heads:
-    """A head that knows enough of some sequences."""
+    """A head that has enough state of some sequences."""
 
     def __init__(self, ready: set[int]) -> None:
         self.known, self.attended = ready, list[bool]()
@@ -354,7 +353,8 @@ def test_a_step_lasts_until_the_next_one_and_only_draws_are_measured() -> None:
     [("unfound", "unfound"), ("unready", "unready"), ("refused", "refused"), ("unwanted", "unwanted")],
 )
 def test_a_step_without_drafts_says_why(source: str, reason: str) -> None:
-    """Nothing was found; the head knows too little; these are refused and others would not be; nobody wants any."""
+    """Nothing was found; the head has too little state; these drafts are rejected and others' are not; no request wants
+    any."""
     made, sequences = speculation(speculative="mtp" if source == "unready" else "ngram")
     made.head = Heads(set()) if source == "unready" else None
     policy, told = made.policy, list[str]()

@@ -33,7 +33,7 @@ def server(model: Path) -> Iterator[RunningServer]:
 
 @pytest.fixture
 def client(server: RunningServer) -> Iterator[saccade.Client]:
-    """A client of the server; after each test the server must hold nothing."""
+    """A client of the server; after each test the server must hold no resources."""
     with saccade.Client(server.address) as client:
         yield client
     server.drained()

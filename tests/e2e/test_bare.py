@@ -1,4 +1,4 @@
-"""A machine that has only what the core needs: the server starts, says what is off, and answers."""
+"""A machine with the required packages only: the server starts, logs what is missing, and answers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ sys.meta_path.insert(0, Absent())
 
 @pytest.fixture
 def bare(tmp_path: Path) -> dict[str, str]:
-    """An environment whose every Python process, children too, lacks the modules."""
+    """An environment in which every Python process, including child processes, lacks the optional modules."""
     (tmp_path / "sitecustomize.py").write_text(BLOCK)
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return kept | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{CHECKOUT}"}

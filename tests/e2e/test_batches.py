@@ -1,4 +1,5 @@
-"""Batches on the server: answered once each, over restarts, behind live calls, and apart from other tenants'."""
+"""Server-side batches: each row answered once, across restarts, at lower priority than calls, separate between
+tenants."""
 
 from __future__ import annotations
 
@@ -256,7 +257,7 @@ async def _over(server: RunningServer, tenant: str, batch_id: str) -> tuple[str,
 
 
 def test_an_upload_that_pauses_gives_its_room_back(model: Path) -> None:
-    """Neither a batch nor an image that stops in the middle may keep what was reserved for it."""
+    """Neither a batch nor an image upload that stops in the middle may keep its reservation."""
     go_on = threading.Event()
 
     def parts(make: Any, header: Any) -> Iterator[Any]:
@@ -288,7 +289,7 @@ def test_no_batch_is_taken_while_the_server_drains(model: Path) -> None:
 
 
 def test_books_can_be_read_while_a_disk_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The event loop reads them: nothing that waits for a disk may hold them."""
+    """The event loop reads it, so it must not be locked while waiting for a disk."""
     store = BatchStore(tmp_path, 10**6, 100.0)
 
     def make(name: str) -> BatchRecord:
@@ -322,7 +323,7 @@ def test_books_can_be_read_while_a_disk_is_slow(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_media_of_rows_are_on_the_account(model: Path) -> None:
-    """As those of calls are: here one that no account could ever hold, beside rows that need no media."""
+    """Like those of calls: here media that exceed every budget, next to rows without media."""
     with RunningServer(str(model), max_inflight_bytes=50_000, **LIMITS) as server:
         with saccade.Client(server.address) as client, connect(server.address) as stubs:
             data = png(8, (200, 100))

@@ -1,4 +1,4 @@
-"""What callers can make the server hold: bodies that are long in coming, one key's share, streams without an end."""
+"""Limits on what callers can make the server hold: slow bodies, one key's share, endless streams."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def stubs(bounded: RunningServer) -> Iterator[Stubs]:
 
 
 def held(running: RunningServer, size: int) -> int:
-    """Bytes on the account, once they are `size`."""
+    """Bytes in the budget, once they are `size`."""
 
     async def wait() -> int:
         async with asyncio.timeout(60):
@@ -61,7 +61,7 @@ def held(running: RunningServer, size: int) -> int:
 def test_a_body_that_is_long_in_coming_is_on_the_account_and_one_key_gets_half(
     bounded: RunningServer, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gRPC buffers what has come of it and says nothing, so the whole of what may come is counted."""
+    """gRPC buffers a message without reporting its size, so its largest possible size is counted."""
     monkeypatch.setattr(door, "QUICK_SECONDS", 0.2)
     with RawClient(bounded.address) as one, RawClient(bounded.address) as other:
         first = [one.begin(GENERATE, MESSAGE - 10, b"\n", key="sk-secret-one") for _ in range(5)]
@@ -101,7 +101,7 @@ def test_messages_of_a_stream_are_given_back_one_by_one(bounded: RunningServer, 
 
 
 def test_one_key_cannot_fill_the_server(bounded: RunningServer, stubs: Stubs) -> None:
-    """Neither its queue nor, with calls of any kind, the places of its calls; another key is served all the while."""
+    """Neither its queue nor, with calls of any kind, its limit on calls; another key is served meanwhile."""
     long = inference_pb2.StreamGenerateRequest(request=ask(max_tokens=8000))
     calls = [stubs.inference.StreamGenerate(long, metadata=bearer("one")) for _ in range(3)]
     for call in calls:
@@ -146,7 +146,7 @@ async def _calls(running: RunningServer, name: str) -> int:
 
 
 def test_tokens_are_paid_for_while_they_come(bounded: RunningServer, stubs: Stubs) -> None:
-    """The key may use 60 a minute: a stream that goes on has used them up for the calls beside it."""
+    """The key may use 60 per minute: a running stream has used them up for its other calls."""
     long = inference_pb2.StreamGenerateRequest(request=ask(max_tokens=8000))
     call = stubs.inference.StreamGenerate(long, metadata=bearer("slow"))
     seen = 0
@@ -160,7 +160,7 @@ def test_tokens_are_paid_for_while_they_come(bounded: RunningServer, stubs: Stub
 
 
 def test_each_request_of_a_stream_is_one_for_the_key_s_rate(bounded: RunningServer, model: Path) -> None:
-    """The first of them is counted as the call that the stream is."""
+    """The first of them is counted as the call."""
     message = kserve_messages.message
     with grpc.insecure_channel(bounded.address) as channel:
         stream = channel.stream_stream(

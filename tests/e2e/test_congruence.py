@@ -1,4 +1,4 @@
-"""One suite for the three clients: what one of them answers or refuses, all do, in the same words."""
+"""One suite for the three clients: all of them give the same answers and the same errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS = ["client", "async", "local"]
 
 
 class Sync:
-    """An AsyncClient with the face of the others: its coroutines run on a loop in a thread."""
+    """An AsyncClient with the interface of the others: its coroutines run on a loop in a thread."""
 
     def __init__(self, client: saccade.AsyncClient, loop: asyncio.AbstractEventLoop) -> None:
         self._client, self._loop = client, loop
@@ -93,7 +93,7 @@ def any_client(
     local: saccade.LocalClient,
     loop: asyncio.AbstractEventLoop,
 ) -> Iterator[Any]:
-    """Each of the three, typed as one. Afterwards nothing of the test is left in its engine."""
+    """Each of the three, with one type. After the test its engine must hold no resources."""
     if request.param == "client":
         with saccade.Client(server.address) as client:
             yield client
@@ -129,7 +129,7 @@ def ask(client: Any, request: Request, method: str = "generate") -> Any:
 
 
 def same(one: saccade.Generation | None, other: saccade.Generation) -> bool:
-    """Equal but for the rounding of log-probabilities, which depends on what else was in the batch."""
+    """Equal except for the rounding of log-probabilities, which depends on the rest of the batch."""
 
     def parts(answer: saccade.Generation) -> tuple[saccade.Generation, list[float]]:
         logprobs = [p.logprob for s in answer.samples for p in s.logprobs or ()]

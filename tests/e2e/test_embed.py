@@ -1,4 +1,4 @@
-"""Embed against transformers' own hidden states, and what it leaves behind."""
+"""Embed against transformers' hidden states, and resources that it leaves behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from saccade.v1 import inference_pb2
 
 @torch.no_grad()
 def oracle_hidden(tiny: TinyCheckpoint, ids: list[int], files: list[bytes]) -> torch.Tensor:
-    """`[T, d]`: what the vocabulary projection of the oracle reads."""
+    """`[T, d]`: the input of the oracle's vocabulary projection."""
     caught: list[torch.Tensor] = []
     (head,) = [module for name, module in tiny.model.named_modules() if name.endswith("lm_head")]
     handle = head.register_forward_pre_hook(lambda module, inputs: caught.append(inputs[0]))
@@ -42,7 +42,7 @@ def check(found: saccade.Embedding, wanted_TD: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("seed", [11, 12, 13])
 def test_hidden_states_are_those_of_transformers(tmp_path: Path, seed: int) -> None:
-    """Read in chunks that cut images in two, and a second time, when the whole prompt lies in the cache."""
+    """Computed in chunks that divide images, and a second time, when the whole prompt is cached."""
     tiny = make_served(tmp_path, seed)
     files = [png(seed), png(seed + 50)]
     options: dict[str, Any] = {"dtype": "float32", "threads": 1, "max_len": 600, "max_seqs": 2}
@@ -70,7 +70,7 @@ def test_hidden_states_are_those_of_transformers(tmp_path: Path, seed: int) -> N
 
 
 def test_under_load_and_memory_that_is_too_small_for_everybody(tmp_path: Path) -> None:
-    """Prompts that are preempted while they are computed, and images that wait for each other's room."""
+    """Prompts that are preempted while they are computed, and images that wait for each other's memory."""
     tiny = make_served(tmp_path, 11)
     files = [png(i) for i in range(6)]
     with RunningServer(

@@ -1,4 +1,4 @@
-"""The encoder in a process of its own on this host: same answers, and its faults stay its own."""
+"""The encoder in a separate process on this host: same answers, and its failures do not affect the engine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def of_process(stats: dict[str, Any], name: str) -> float:
 
 @contextmanager
 def largest_file(size: int, pid: int = 0) -> Iterator[None]:
-    """What a process, or this one, may have in one file, memory files among them."""
+    """Limits the size of one file of a process, or of this one, including memory files."""
     before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -75,7 +75,7 @@ def test_same_answers_and_a_kill_over_an_image(model: Path, client: saccade.Clie
 
 
 def no_shared_memory_for_a_request(client: saccade.Client, running: RunningServer) -> None:
-    """From an image worker to the engine."""
+    """Between image worker and engine."""
     (worker,) = [worker.pid for worker in running.server.image_pool.workers if worker.pid is not None]
     with client.stream("go on", max_tokens=300, ignore_eos=True, seed=1) as other:
         next(other)

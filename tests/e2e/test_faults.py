@@ -1,4 +1,4 @@
-"""A few of each fault; `make soak` runs the whole counts with the same code."""
+"""A few of each fault; `make soak` runs larger numbers with the same code."""
 
 from __future__ import annotations
 

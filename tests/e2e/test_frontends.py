@@ -1,4 +1,4 @@
-"""Several processes on one port over one engine: nobody can tell, until one of them is killed, and then hardly."""
+"""Several processes on one port over one engine: equivalent to one, and nearly so when one of them is killed."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def frontends(arguments: list[str]) -> Iterator[ServerProcess]:
 
 
 def clients(address: str, count: int, **options: Any) -> list[saccade.Client]:
-    """Each with a connection of its own, so that the kernel deals them out."""
+    """Clients with separate connections, so that the kernel distributes them."""
     return [saccade.Client(address, **options) for _ in range(count)]
 
 
 def owners(pids: list[int], port: int) -> dict[int, int]:
-    """How many connections each process holds on the port."""
+    """Process id -> number of its connections on the port."""
     held = {}
     for pid in pids:
         tables = [Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
@@ -189,7 +189,7 @@ def test_options_that_several_frontends_cannot_implement(model: Path, tmp_path: 
 
 
 def test_the_end_is_that_of_all(frontends: ServerProcess) -> None:
-    """Drained through one frontend, all refuse; SIGTERM leaves no process."""
+    """If one frontend drains, all reject calls; SIGTERM leaves no process."""
     engines, workers = (children(frontends.pid, f"service.servers.{name}_process") for name in ("engine", "frontend"))
     with connect(frontends.address) as stubs:
         stubs.admin.Drain(admin_pb2.DrainRequest())

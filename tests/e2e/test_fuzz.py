@@ -1,4 +1,4 @@
-"""Requests that nobody meant: each ends with a status that is about the request, and leaves nothing."""
+"""Random invalid requests: each ends with a status about the request, and leaves no resources."""
 
 from __future__ import annotations
 

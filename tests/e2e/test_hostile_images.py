@@ -1,4 +1,4 @@
-"""Files that somebody has broken on purpose: refused one by one, while the server goes on for everybody else."""
+"""Deliberately broken files: each is rejected, while the server continues to serve other requests."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_the_input_before_the_output_where_it_is_asked_for(client: Any, name: st
 
 
 def test_tensors_in_contents_instead_of_raw(server: RunningServer, name: str) -> None:
-    """What `buf curl` and other generic clients send."""
+    """As `buf curl` and other generic clients send them."""
     from tritonclient.grpc import service_pb2, service_pb2_grpc
 
     request = service_pb2.ModelInferRequest(model_name=name)
@@ -193,14 +193,14 @@ def test_many_requests_on_one_stream_and_errors_of_their_own(server: RunningServ
 
 
 def _id_of(error: Any) -> str:
-    """Triton's client drops the response of an error: the id is in its words."""
+    """Triton's client drops the response of an error, so the id is in the message."""
     return str(error).partition("[request id: ")[2].partition("]")[0]
 
 
 def test_what_a_request_of_a_stream_has_fetched_is_given_back_at_its_end(
     server: RunningServer, client: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not at the end of the stream, which may last for days."""
+    """Not only at the end of the stream, which may last for days."""
 
     async def resolve(spec: Any, salt: bytes) -> Any:
         current_call().hold_bytes(server.options.max_inflight_bytes - 10_000)

@@ -1,4 +1,4 @@
-"""Life and death of real processes: clients that vanish, engines that are killed, signals, ports, standard input."""
+"""Real processes: clients that vanish, engines that are killed, signals, ports, standard input."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @contextlib.contextmanager
 def supervised(model: Path, **options: Any) -> Iterator[RunningServer]:
-    """A server whose engine is started again when it dies, as `saccade serve` has it."""
+    """A server whose engine is restarted when it dies, as with `saccade serve`."""
     values = {"dtype": "float32", "threads": 1, "max_seqs": 4, "max_len": 600, **options}
     running: list[RunningServer] = []
     engine = SupervisedEngine(
@@ -74,7 +74,7 @@ def test_a_killed_engine_ends_streams_with_what_they_had_and_new_calls_at_once(m
 
 
 def test_a_killed_engine_comes_back_and_health_follows(model: Path) -> None:
-    """Streams and calls of a client with its defaults go on; nobody has to restart anything."""
+    """Streams and calls of a client with default settings continue without intervention."""
     with ServerProcess([str(model), "--dtype", "float32", "--threads", "1", "--log-level", "error"]) as server:
         with saccade.Client(server.address) as client, grpc.insecure_channel(server.address) as channel:
             before = client.generate("x", max_tokens=5, temperature=0)
@@ -132,7 +132,7 @@ def test_an_engine_that_hangs_while_it_loads_is_killed_with_a_clear_error(model:
 
 
 def test_an_engine_that_stands_still_for_a_moment_is_left_alone_and_holds_nobody_up(model: Path) -> None:
-    """More is sent to it meanwhile than the socket between takes."""
+    """More is sent to it meanwhile than the socket's buffer holds."""
     with supervised(model, hang_timeout=300.0) as running, connect(running.address) as stubs:
         health, pid = health_pb2_grpc.HealthStub(stubs.channel), running.engine.pid  # type: ignore[attr-defined]
         os.kill(pid, signal.SIGSTOP)
@@ -153,7 +153,7 @@ def test_an_engine_that_stands_still_for_a_moment_is_left_alone_and_holds_nobody
 def test_liveness_ends_with_the_last_attempt_to_start_an_engine(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not before: while an engine is being started again nobody should kill the server for it."""
+    """Not before: while an engine is being restarted, the server must not be killed for it."""
     monkeypatch.setattr(engine_client, "FIRST_PAUSE", 0.2)
     monkeypatch.setattr(engine_client, "MAX_RESTARTS", 2)
     copy = tmp_path / "model"
@@ -177,7 +177,7 @@ def test_liveness_ends_with_the_last_attempt_to_start_an_engine(
 
 
 def test_connections_have_an_age_and_running_calls_outlive_it(model: Path) -> None:
-    """Otherwise clients of a headless service would stay with the servers that they first found."""
+    """Otherwise clients of a headless service would never use servers that are added later."""
     with RunningServer(str(model), max_seqs=4, max_len=9000, max_connection_age=1.0) as running:
         host, _, port = running.address.partition(":")
         with socket.create_connection((host, int(port))) as idle, saccade.Client(running.address) as client:

@@ -1,4 +1,4 @@
-"""What an operator sees of a running server: metrics over HTTP, a line for each request, and its trace."""
+"""Observability of a running server: metrics over HTTP, a log line per request, and its trace."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_the_plain_form_has_the_same_values(server: RunningServer, caplog: pytes
 
 
 def test_the_time_in_the_queue_ends_with_the_first_scheduled_step(model: Path) -> None:
-    """Of two requests for one place, the second has waited for as long as the first took."""
+    """Of two requests for one batch slot, the second waits as long as the first takes."""
     options: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
     with RunningServer(str(model), max_seqs=1, max_len=600) as server, saccade.Client(server.address) as client:
         client.generate("warm", max_tokens=2, **options)

@@ -1,4 +1,4 @@
-"""The whole engine with steps that overlap, as on a GPU: what callers get is the same."""
+"""The whole engine with overlapping steps, as on a GPU: answers are the same."""
 
 from __future__ import annotations
 

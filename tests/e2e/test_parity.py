@@ -1,4 +1,4 @@
-"""The whole path against transformers in fp32, on random tiny models: images as files in, log-probabilities out."""
+"""The whole path against transformers in fp32, on random tiny models: from image files to log-probabilities."""
 
 from __future__ import annotations
 

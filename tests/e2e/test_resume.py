@@ -1,4 +1,4 @@
-"""Streams over the death of the engine, batches over that of their process: nothing is lost, nothing differs."""
+"""Streams across crashes of the engine, batches across crashes of their process: nothing is lost, nothing differs."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_batch_without_a_server(tmp_path: Path) -> None:
 
 
 def test_a_local_client_closed_at_any_moment_leaves_no_task(model: Path) -> None:
-    """Pending coroutines would be warned about when they are collected; warnings are errors here."""
+    """Pending coroutines would cause warnings when they are collected; warnings are errors here."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for count in (0, 1, 5):

@@ -1,5 +1,5 @@
-"""Encoders and decoders in servers of their own: the same answers, and what happens when a partner is late, gone, wrong
-or somebody else."""
+"""Encoders and decoders in separate servers: same answers, and encoders that are late, gone, wrong or of another
+model."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def decoder(model: Path, *encoders: Any, **options: Any) -> RunningServer:
 
 
 def ask(client: Any, number: int, **options: Any) -> list[int]:
-    """The tokens of an answer about an image that nothing has in a cache."""
+    """The tokens of an answer about an image that is in no cache."""
     values = {"max_tokens": 6, "ignore_eos": True, "temperature": 0, **options}
     return client.generate(f"what is {number}", images=[png(number)], **values).token_ids
 
@@ -58,7 +58,7 @@ def given(count: int) -> Any:
 
 @pytest.fixture(scope="module")
 def near(model: Path) -> Iterator[RunningEncoder]:
-    """An encoder in this process, whose handoff can be looked at."""
+    """An encoder in this process, whose handoff can be inspected."""
     with RunningEncoder(str(model)) as running:
         yield running
 
@@ -76,7 +76,7 @@ def far(model: Path) -> Iterator[ServerProcess]:
 
 
 def test_remote_equals_local(client: saccade.Client, plain: RunningServer, near: RunningEncoder) -> None:
-    """Greedy and sampled, one image, several, an image that is asked for again, and none."""
+    """Greedy and sampled, with one image, several, a repeated image, and none."""
     requests: list[dict[str, Any]] = [
         {"images": [png(1)], "temperature": 0},
         {"images": [png(2), png(3), png(1)], "seed": 7},
@@ -187,7 +187,7 @@ def test_without_an_encoder_images_are_refused_and_text_is_answered(model: Path,
 
 
 class Pool:
-    """A decoder's end without the decoder."""
+    """A decoder's encoder pool without the decoder."""
 
     def __init__(self, model: Path, *encoders: RunningEncoder, capacity: int = 1 << 20, **options: Any) -> None:
         addresses = tuple(server.address for server in encoders)
@@ -271,7 +271,7 @@ def test_images_go_where_least_is_in_progress_and_stay_when_one_stops(model: Pat
 
 
 def test_pixels_wait_for_the_window_and_rows_for_space(model: Path) -> None:
-    """Sixty images through a window of two and a store of three, on either side."""
+    """Sixty images with a window of two and memory for three on either side."""
     checkpoint = open_checkpoint(str(model))
     vision = checkpoint.config.vision
     assert vision is not None
@@ -334,7 +334,7 @@ def test_a_decoder_too_many_is_told_and_waits(model: Path) -> None:
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model's shape with other weights."""
+    """A model of the same shape with other weights."""
     return make_served(tmp_path_factory.mktemp("model") / "stranger", seed=99).path
 
 
@@ -411,7 +411,7 @@ def test_roles_that_make_no_sense_are_refused(options: dict[str, Any], message: 
 
 
 def test_sizes_are_recorded_for_tune(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two runs of either kind of server add to one file; `saccade tune` reads it."""
+    """Two runs of each kind of server add to one file; `saccade tune` reads it."""
     from service.commands.cli import main
 
     sizes = tmp_path / "sizes.json"

@@ -1,4 +1,4 @@
-"""A real server on a real socket: what comes back, in whatever way it is asked for, and what is refused."""
+"""A real server on a real socket: answers through all interfaces, and errors."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ def test_a_live_request_id_is_not_taken_twice(server: RunningServer) -> None:
 
 
 def test_images_that_fill_the_handoff_one_by_one_still_pass(model: Path, local: saccade.LocalClient) -> None:
-    """Room for one image, requests with three each, sharing some in another order: all end, with the same answers."""
+    """Memory for one image, requests with three each, sharing some in another order: all end, with the same answers."""
     shared = [png(50 + i, (64, 64)) for i in range(4)]
     requests = [
         {"prompt": f"{i}", "images": [shared[i % 4], shared[(i + 2) % 4], shared[(3 * i + 1) % 4]], "max_tokens": 6}
@@ -300,7 +300,7 @@ def test_images_that_fill_the_handoff_one_by_one_still_pass(model: Path, local: 
 
 @pytest.mark.parametrize("step", [*range(1, 10), 15, 16, 17, 31, 32, 33, 64])
 def test_any_step_size_gives_the_same(model: Path, local: saccade.LocalClient, step: int) -> None:
-    """Chunked = whole, images cut in the middle."""
+    """Chunked = whole, with images divided in the middle."""
     requests = mixed_requests(6)
     with saccade.LocalClient(
         model, dtype="float32", threads=1, max_seqs=3, max_len=600, max_batched_tokens=step
@@ -320,7 +320,7 @@ def test_encoder_graphs_change_nothing(model: Path, local: saccade.LocalClient, 
 
 @pytest.mark.parametrize("mode", ["auto", "align", "all", "none"])
 def test_the_same_image_asked_about_again(model: Path, mode: str) -> None:
-    """What is cached is not computed again, its image not encoded again, and the answers do not change."""
+    """Cached tokens are not computed again, the image is not encoded again, and the answers do not change."""
     data = png(9, (64, 64))
     questions = [f"question number {i}?" for i in range(4)]
     options: Request = {"images": [data], "max_tokens": 6, "temperature": 0, "logprobs": 1}
@@ -341,7 +341,7 @@ def test_the_same_image_asked_about_again(model: Path, mode: str) -> None:
 
 
 def test_prompt_logprobs_in_a_unary_answer_and_in_a_stream(client: saccade.Client) -> None:
-    """One for each token but the first and the image's; the sum is the same however the answer comes."""
+    """One for each token except the first and the image's; the sum is the same in both forms."""
     options: dict[str, Any] = {"images": [png(950)], "max_tokens": 3, "seed": 4, "prompt_logprobs": 2, "n": 2}
     whole = client.generate("what is it?", **options)
     stream = client.stream("what is it?", **options)

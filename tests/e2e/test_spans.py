@@ -1,4 +1,4 @@
-"""Spans as a collector gets them: a real OTLP receiver on a port of its own."""
+"""Spans as a collector gets them: a real OTLP receiver on its own port."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def spans(self) -> list[Any]:
-        """What has come so far."""
+        """The spans received so far."""
         found = []
         while not self.requests.empty():
             for resource in self.requests.get().resource_spans:

@@ -1,4 +1,4 @@
-"""No request, whatever it holds, keeps the event loop and with it everybody else waiting."""
+"""No request blocks the event loop and thereby other requests."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ HEAVY: dict[str, tuple[Callable[[], inference_pb2.GenerateRequest], str]] = {
 
 
 def with_tools(count: int) -> inference_pb2.GenerateRequest:
-    """The template of this model prints none of them."""
+    """This model's template does not print them."""
     request = ask("hi")
     tools = [{"type": "function", "function": {"name": f"f{n}", "parameters": {"a": [1, 2, 3]}}} for n in range(count)]
     request.prompt.chat_template_kwargs_json = json.dumps({"tools": tools})

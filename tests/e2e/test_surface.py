@@ -1,4 +1,4 @@
-"""The rest of the surface on a real server: tokenize, cancel, coalescing, media, and what every failure looks like."""
+"""The remaining interface of a real server: tokenize, cancel, coalescing, media, and the form of every error."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_long_errors_keep_their_code(stubs: Stubs) -> None:
 
 
 def test_a_bug_leaves_no_words(server: RunningServer, stubs: Stubs, caplog: pytest.LogCaptureFixture) -> None:
-    """A real exception in the middle of a call: the client learns its request id, the log the rest."""
+    """A real exception in the middle of a call: the client gets the request id, the log everything else."""
 
     async def breaks(spec: object, salt: bytes) -> object:
         raise KeyError("the secret of the house")
@@ -263,7 +263,7 @@ def test_a_message_budget_refuses_and_recovers(model: Path) -> None:
 
 
 def test_a_reader_that_stops_reading_is_dropped(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Logprobs make an answer of many megabytes, which flow control holds back; the next request gets the slot."""
+    """Logprobs make an answer of many megabytes, which flow control blocks; the next request gets the slot."""
     with RunningServer(str(model), max_seqs=1, max_len=900, stall_timeout=0.2) as small:
         request = ask(max_tokens=850)
         request.sampling.logprobs = 100

@@ -1,4 +1,4 @@
-"""Images that the clients upload by themselves, and what they do where a server has no room."""
+"""Automatic uploads of images by the clients, and servers without space for them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_large_images_travel_once(model: Path) -> None:
 
 
 def test_replicas_behind_one_name_need_not_share_what_is_uploaded(model: Path) -> None:
-    """Calls go to the two in turn, and each call of an upload too: the caller sees nothing of it."""
+    """Calls alternate between the two, also within an upload; the caller does not notice."""
     one, other = png(1, (40, 40)), png(2, (20, 20))
     with RunningServer(str(model), **LIMITS) as first, RunningServer(str(model), **LIMITS) as second:
         address = f"ipv4:{first.address},{second.address}"

@@ -1,4 +1,4 @@
-"""Clips through the whole service: against transformers in fp32, in every form that they come in, at their limits."""
+"""Clips through the whole service: against transformers in fp32, in all input forms, at their limits."""
 
 from __future__ import annotations
 
@@ -52,10 +52,9 @@ def vision_of(tiny: TinyCheckpoint) -> RadioVision:
 def oracle(
     tiny: TinyCheckpoint, clip: list[torch.Tensor], rate: float, words: str, answer: list[int]
 ) -> tuple[torch.Tensor, int, int]:
-    """(logits `[len(answer), V]` of the places of `answer`, prompt tokens, video tokens) by transformers' own parts.
-
-    Its forward cannot take this family's clips, so: features, retention mask with the true shape, splice, decoder.
-    """
+    """(logits `[len(answer), V]` at the positions of `answer`, prompt tokens, video tokens), computed from
+    transformers' parts, because its forward cannot take this family's clips: features, retention mask with the true
+    shape, splice, decoder."""
     vision = vision_of(tiny)
     tower = tiny.model.vision_model
     tower.summary_idxs = tower.summary_idxs[:0]  # indices of class tokens that small towers do not have; not used here
@@ -218,7 +217,7 @@ def image_bytes(image: Image.Image) -> bytes:
 
 
 def test_images_and_clips_share_a_prompt(video_client: saccade.Client) -> None:
-    """Alone or among others, in chunks or from the cache: a clip's rows go where its words are."""
+    """Alone or among others, in chunks or from the cache: a clip's rows are placed at its text."""
     clip = animation(moving_frames(6, 24, 40, 1), "GIF")
     content = [
         "first ", {"type": "image", "image": png(3)}, {"type": "video", "video": clip}, "then",
@@ -293,7 +292,7 @@ def test_a_checkpoint_without_the_projection_takes_no_clips(tmp_path: Path) -> N
 def test_an_encoder_elsewhere_gives_the_same(
     video_client: saccade.Client, video_server: RunningServer, where: str
 ) -> None:
-    """The counts of a pruned clip's rows come back with them."""
+    """The counts of a pruned clip's rows are returned with them."""
     videos = [saccade.Video([frame.numpy() for frame in moving_frames(6, 16, 24, 4)], fps=FPS)]
     videos.append(saccade.Video(animation(moving_frames(5, 40, 24, 5), "GIF")))
     options: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}

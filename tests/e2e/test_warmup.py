@@ -1,4 +1,4 @@
-"""A server that warms up listens, says so, and answers nobody yet."""
+"""A server that warms up listens, reports it, and rejects calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from service.servers.server import Server
 
 
 class SlowToStart(EngineProcess):
-    """Takes requests only once it is let."""
+    """Accepts requests only when the test allows it."""
 
     def __init__(self, options: ServerOptions) -> None:
         super().__init__(options, log_level="error")
@@ -37,7 +37,7 @@ class SlowToStart(EngineProcess):
 
 
 class Running:
-    """A server in a thread of its own, from its first moment on."""
+    """A server in a thread, observed from its start."""
 
     def __init__(self, options: ServerOptions, engine: EngineProcess) -> None:
         self.loop = asyncio.new_event_loop()

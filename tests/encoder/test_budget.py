@@ -1,4 +1,4 @@
-"""Four ways to configure the budgets, one rule set; buffers by ceiling division."""
+"""Budget options and their defaults; buffers by ceiling division."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_fit_is_the_smallest_budget_that_holds() -> None:
 
 @pytest.mark.parametrize("frames", [64, 1024, 49152])
 def test_frames_add_sequences_and_never_tokens(frames: int) -> None:
-    """Where a frame limit sized the buffers, 64 tokens replayed as 1,024 or 49,152: here it adds offsets only."""
+    """If the frame limit sized the buffers, 64 tokens would be replayed as 1,024 or 49,152: it only adds offsets."""
     for budget, images in ((64, 64), (8192, 8)):
         budgets = EncoderBudgets((budget,), images, max_frames=frames)
         shape = graph_shape(budget, budgets, prefix=10, patches_per_token=4)

@@ -1,4 +1,4 @@
-"""Frames of animations and films: every one, in order, upright, timed; limits before decoding; hostile bytes."""
+"""Frames of animations and videos: every one, in order, upright, timed; limits before decoding; hostile bytes."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_clip_at_every_limit_is_served(data: bytes) -> None:
 
 
 def test_a_frame_that_is_larger_than_the_clip_said_is_refused() -> None:
-    """GIF: a later frame reaches beyond the screen of the header."""
+    """GIF: a later frame exceeds the size in the header."""
     data = animation("GIF", [Image.new("P", (8, 8), 1), Image.new("P", (8, 8), 2)])
     second = data.rindex(b"\x2c" + bytes(4) + b"\x08\0\x08\0")
     broken = data[: second + 5] + b"\x40\0\x40\0" + data[second + 9 :]
@@ -221,7 +221,7 @@ def test_a_film_at_every_limit_is_served() -> None:
 
 @pytest.mark.parametrize("degrees", [90, 270])
 def test_a_turned_film_comes_upright(degrees: int) -> None:
-    """As a telephone marks it: the matrix of the track's header says how far to turn."""
+    """As phones record it: the matrix in the track's header gives the rotation."""
     data = bytearray(film("mp4", "mpeg4", frames=2, ramp=200))
     one = {0: b"\0\1\0\0", 1: b"\xff\xff\0\0"}
     place = data.index(b"tkhd") + 4 + 40  # version, flags, times, ids, layer, volume

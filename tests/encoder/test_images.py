@@ -36,7 +36,7 @@ def encoded(image: Image.Image, format: str, **options: Any) -> bytes:
 
 
 def white_rgb(image: Image.Image) -> torch.Tensor:
-    """The oracle: what transformers makes of a PIL image, transparency on white and the rest by Pillow."""
+    """The oracle: transformers' conversion of a PIL image, with transparency on white and the rest by Pillow."""
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, (255,) * 4), image)
@@ -216,7 +216,7 @@ def png_chunk(kind: bytes, body: bytes) -> bytes:
 
 
 def test_a_bomb_is_refused_by_its_header() -> None:
-    """200,000 pixels square in a few bytes: refused without decoding, whatever Pillow's own limit is."""
+    """200,000 pixels square in a few bytes: rejected without decoding, whatever Pillow's own limit."""
     header = struct.pack(">IIBBBBB", 200_000, 200_000, 8, 2, 0, 0, 0)
     bomb = b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + png_chunk(b"IDAT", zlib.compress(b"\0" * 1000))
     with pytest.raises(ImageError):
@@ -264,7 +264,7 @@ def test_mutated_files_decode_or_are_refused(data: bytes) -> None:
 
 
 def test_no_warning_leaks_and_no_filter_stays() -> None:
-    """A palette with a byte table and broken EXIF both make Pillow warn; decoding in threads stays silent."""
+    """A palette with a byte table and broken EXIF both make Pillow warn; decoding in threads is silent."""
     noisy = [
         encoded(PALETTE, "PNG", transparency=bytes([255, 0, 128, 7])),
         encoded(RGB, "TIFF")[:-4] + b"\xff\xff\xff\xff",

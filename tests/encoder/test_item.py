@@ -1,4 +1,4 @@
-"""An item says how its patches divide into sequences and how many rows come of them."""
+"""How an item's patches divide into sequences, and how many rows it gives."""
 
 from __future__ import annotations
 

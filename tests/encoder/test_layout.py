@@ -1,4 +1,4 @@
-"""Where rows of a launch lie, and which position embeddings are kept."""
+"""Positions of the rows of a launch, and the cache of position embeddings."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_an_exact_layout_has_no_padding() -> None:
 
 
 def cache(places: int) -> PositionCache:
-    """Of float32 rows with 2 numbers, for so many places."""
+    """A cache of float32 rows with 2 numbers, for `places` places."""
     return PositionCache(lambda grid: torch.zeros(grid[0] * grid[1], 2), places * 8)
 
 

@@ -108,7 +108,7 @@ def test_an_image_gets_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
 
 
 def test_launches_between_two_layers_change_nothing() -> None:
-    """Not even one that is larger than any for which memory was set aside."""
+    """Even a launch that is larger than the reserved scratch memory."""
     tiny = tiny_tower(3)
     runner = make(tiny, max_tokens_per_step=64)
     images = sample_items(tiny.config, torch.bfloat16, [(8, 8)])

@@ -1,4 +1,4 @@
-"""Packing under images, tokens and frames: never dearer than the greedy, optimal while small, quick when large."""
+"""Packing under images, tokens and frames: never more expensive than greedy, optimal for few images, fast for many."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS_512 = (512, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 4608, 4864)
 
 
 def greedy(counts: Sequence[int], budgets: EncoderBudgets) -> list[Packed]:
-    """Ascending first-come filling up to the largest budget, closing early where one more image would waste a step."""
+    """Fills batches in ascending order up to the largest budget, closing early if one more image would waste a step."""
     batches: list[Packed] = []
     current: list[int] = []
     total = 0
@@ -160,7 +160,7 @@ def test_never_dearer_than_the_greedy(budgets: EncoderBudgets, counts: list[int]
 @settings(deadline=None, max_examples=100)
 @given(budgets=ladders(), counts=st.lists(st.integers(1, 600), min_size=9, max_size=64))
 def test_large_batches_stay_within_the_stated_bound(budgets: EncoderBudgets, counts: list[int]) -> None:
-    """Against lower bounds of the optimum: every real token is paid for, and so is each image slot."""
+    """Against lower bounds of the optimum: every real token costs something, and so does each image slot."""
     counts = [min(count, budgets.largest) for count in counts]
     ladder = budgets.token_budgets
     ratio = max([2.0, *(ladder[i + 1] / ladder[i] for i in range(len(ladder) - 1))])
@@ -191,9 +191,8 @@ QUALITY = [
 def test_how_good_the_packing_is(
     ladder: tuple[int, ...], images: int, launch_cost: float, counts: list[int], least: int
 ) -> None:
-    """The cost of lists that one of the two ways packs better than the other, to the token: a best fit that is left
-    out, picks smaller images, stops early or aims at another budget costs more; so do runs alone, or the best fit.
-    """
+    """The exact cost of lists that one of the two methods packs better than the other, so that leaving out or weakening
+    the best-fit packing, or the runs, is noticed."""
     budgets = EncoderBudgets(ladder, images)
     got = pack(counts, budgets, launch_cost=launch_cost)
     check(got, counts, budgets, [1] * len(counts))
@@ -240,7 +239,7 @@ def test_misuse_names_the_numbers() -> None:
 
 @pytest.mark.parametrize("sizes", ["mixed", "small", "equal"])
 def test_packing_stays_cheap(sizes: str) -> None:
-    """Seconds are measured by `benchmarks.encoder --only packing`; here are the steps that they are made of."""
+    """`benchmarks.encoder --only packing` measures seconds; this counts the steps."""
 
     def steps(images: int) -> int:
         counts = {

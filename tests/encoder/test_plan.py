@@ -1,4 +1,4 @@
-"""The plan's numbers are those of the buffers that a runner then makes."""
+"""The plan's numbers match the buffers that a runner allocates."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_worked_bytes_of_the_released_tower() -> None:
 
 
 def test_one_arena_takes_less_than_buffers_apart() -> None:
-    """On doublings the largest budget is about half of all budgets together."""
+    """With doublings the largest budget is about half of all budgets together."""
     config = RadioVision(min_num_patches=256, max_num_patches=32768, max_model_len=16384)
     rows = describe(config, resolve_budgets(64, 8192), torch.bfloat16)
     assert sum(row.buffer_bytes for row in rows) > 1.9 * rows[-1].buffer_bytes
@@ -91,7 +91,8 @@ def test_bytes_grow_with_the_dtype(tiny: TinyTower) -> None:
 
 
 def test_worked_bytes_of_one_arena_against_buffers_apart() -> None:
-    """A tower of 1,152 features, temporal patches of two frames, rows of 4 x 4,096: 845 MiB apart, 424 in one."""
+    """A tower of 1,152 features, temporal patches of two frames, rows of 4 x 4,096: 845 MiB in separate buffers, 424 in
+    one."""
     config = RadioVision(hidden_size=1152, video_temporal_patch_size=2, text_hidden_size=4 * 4096)
     budgets = resolve_budgets(64, 8192)
     sizes = [

@@ -1,4 +1,4 @@
-"""Pruning keeps what transformers' own mask keeps, and how much that is depends on shapes alone."""
+"""Pruning keeps what transformers' mask keeps, and the number of rows depends on shapes only."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_worked_counts(sequences: int, tokens: int, rate: float, kept: int) -> N
 
 @pytest.mark.parametrize("seed", range(3))
 def test_half_precision_rows_are_scored_in_float32(seed: int) -> None:
-    """Frames that change little: cosines near 1 are all alike in bfloat16, and the rows that stay would be others."""
+    """Frames that change little: in bfloat16 cosines near 1 would all be equal, and other rows would be kept."""
     generator = torch.Generator().manual_seed(seed)
     frames = torch.randn(1, 12, 24, generator=generator) + 0.05 * torch.randn(6, 12, 24, generator=generator)
     rounded = frames.bfloat16()

@@ -1,4 +1,4 @@
-"""Packed = alone, graph = eager, on an arena full of NaN; counters; what is refused before anything runs."""
+"""Packed = alone, graph = eager, on an arena full of NaN; counters; errors before anything runs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def sample_items(tiny: TinyTower, grids: list[tuple[int, int]] = GRIDS) -> list[
 
 @torch.inference_mode()
 def poison(runner: EncoderRunner) -> None:
-    """Every float of the arena NaN, every index out of range: whatever a launch reads, it must have written."""
+    """Sets every float of the arena to NaN and every index out of range: a launch must have written whatever it
+    reads."""
     assert runner.lanes["image"].graphs is not None
     for buffer in runner.lanes["image"].graphs.arena.buffers.values():
         buffer.fill_(float("nan") if buffer.is_floating_point() else 10**6)
@@ -135,7 +136,7 @@ def test_each_row_of_a_static_layout_belongs_to_one_sequence() -> None:
 def test_a_planted_unwritten_padding_row_is_found(
     tiny: TinyTower, on: EncoderRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the padding sequence the offsets end early, and the attention refuses them."""
+    """Without the padding sequence the offsets end early, which the attention rejects."""
     from encoder import graphs
 
     def without_padding(*arguments: object, **options: object) -> object:
@@ -149,7 +150,7 @@ def test_a_planted_unwritten_padding_row_is_found(
 
 
 def test_a_planted_shared_buffer_is_found(tiny: TinyTower, on: EncoderRunner) -> None:
-    """An input that was swapped for an equal tensor at another address, dtype or shape does not replay."""
+    """An input that was replaced by an equal tensor at another address, dtype or shape is not replayed."""
     graphs = on.lanes["image"].graphs
     assert graphs is not None
     budget = on.budgets.largest
@@ -177,7 +178,7 @@ def test_a_planted_floor_division_is_found(tiny: TinyTower, monkeypatch: pytest.
 
 @pytest.mark.parametrize("graphs", ["on", "off"])
 def test_a_job_may_be_left_after_each_layer(tiny: TinyTower, graphs: str) -> None:
-    """No seconds at all: the least that a step can do. The rows are those of an uninterrupted job, whatever is encoded
+    """With zero seconds, the shortest possible step. The rows equal those of an uninterrupted job, whatever is encoded
     in between."""
     runner = make(tiny, graphs)
     images = sample_items(tiny)
@@ -335,7 +336,7 @@ def test_sizes_are_recorded_for_tuning(tiny: TinyTower) -> None:
 
 
 def test_a_part_filled_budget_of_a_nine_step_ladder_gives_numbers(tiny: TinyTower) -> None:
-    """1,196 tokens in the budget of 2,048, nine budgets over one poisoned arena: padding is nobody's memory."""
+    """1,196 tokens in the budget of 2,048, nine budgets over one poisoned arena: padding reads no stale memory."""
     config = replace(tiny.config, min_num_patches=256, max_num_patches=65536, max_model_len=20000)
     options = EncoderOptions(dtype=torch.float32, graphs="on", max_tokens_per_step=16384)
     runner = EncoderRunner(config, options, tiny.weights.items())

@@ -1,4 +1,4 @@
-"""The order of the queue and the stated bounds: neither large nor small images starve, in any stream of arrivals."""
+"""The order of the queue and its guarantees: neither large nor small images starve, whatever arrives."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_far_deadline_puts_nothing_off_and_a_missed_one_is_no_licence() -> Non
 
 
 def test_priorities_are_bounded_on_both_sides() -> None:
-    """A client's 2**31 is worth as much as 100, and what it costs the others ends; so does -2**31."""
+    """A client's 2**31 counts as 100, so its effect on others is limited; the same for -2**31."""
     at = {level: due(Waiting(1, 5.0, priority=level), POLICY) for level in (-(2**31), -100, -99, 0, 99, 100, 2**31)}
     assert at[2**31] == at[100] == 15.0 - 100 and at[-(2**31)] == at[-100] == 15.0 + 100
     assert at[100] < at[99] < at[0] < at[-99] < at[-100]
@@ -85,7 +85,7 @@ def test_misuse_names_the_numbers(call: object, numbers: str) -> None:
 
 @dataclass
 class Waiter:
-    """An image in the simulation, and what waited beside it that was due no later."""
+    """An image in the simulation, with the images due no later that waited at the same time."""
 
     item: Waiting
     key: tuple[float, float, int]
@@ -153,7 +153,7 @@ def test_nothing_overtakes_after_the_stated_moment() -> None:
 
 
 def test_a_step_ends_before_the_first_that_does_not_fit() -> None:
-    """What comes behind it waits as well, though it would fit: an order that may be passed over is no order."""
+    """Later images wait as well, even if they would fit, so that none can be overtaken for ever."""
     waiting = [Waiting(tokens, arrival) for arrival, tokens in enumerate((60, 50, 30))]
     assert choose(waiting, 100) == [0]
     assert choose(waiting, 110) == [0, 1]

@@ -1,4 +1,4 @@
-"""Another tower than any that is served: what the protocol says is all that runner, lanes, graphs and plans need."""
+"""A tower unlike any served one: the protocol is all that runner, lanes, graphs and plans need."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 
 @dataclass(frozen=True)
 class SumSpec:
-    """No prefix tokens, 3 x 3 patches under a token, two numbers for a position, rows of 7, and depth maps too."""
+    """No prefix tokens, 3 x 3 patches per token, position width 2, rows of width 7, and depth maps as another kind."""
 
     num_prefix_tokens: int = 0
     merge_size: int = 3
@@ -51,7 +51,7 @@ class SumSpec:
 
 @dataclass
 class SumTower:
-    """A row is the sum of what a linear layer makes of the patches under it, less the mean of its sequence."""
+    """A row is the sum of a linear layer's outputs for its patches, minus the mean of its sequence."""
 
     sizes: SumSpec
     weights: dict[str, Tensor]
@@ -89,7 +89,7 @@ def weights(spec: SumSpec) -> dict[str, Tensor]:
 
 
 def alone(spec: SumSpec, item: EncoderItem) -> Tensor:
-    """Rows of an item, written out."""
+    """Rows of an item, computed directly."""
     weight, made = weights(spec)[f"{item.kind}.weight"], []
     values = item.patches.float() / 255 if item.patches.dtype == torch.uint8 else item.patches
     places = torch.cartesian_prod(torch.arange(item.grid[0]), torch.arange(item.grid[1])).float()

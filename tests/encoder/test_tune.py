@@ -1,4 +1,4 @@
-"""The tuned ladder is the best there is, against every ladder; the waste of the usual ladders; a bounded histogram."""
+"""The tuned ladder is optimal, compared with every ladder; the waste of the usual ladders; a bounded histogram."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_budget_for_each_size_wastes_nothing() -> None:
 
 
 def test_tuning_takes_a_bounded_number_of_steps_for_each_size_and_budget() -> None:
-    """Seconds are measured by `benchmarks.encoder --only packing`."""
+    """`benchmarks.encoder --only packing` measures seconds."""
     for sizes, budgets in ((256, 4), (256, 16), (1024, 16)):
         histogram = {size: 1 + size * 7919 % 97 for size in range(1, sizes + 1)}
         assert lines_run(tuned_ladder, histogram, budgets) < 50 * sizes * budgets
@@ -165,7 +165,7 @@ def test_a_ladder_for_packed_batches_is_no_worse_than_the_others(
 
 
 def test_tuning_for_packed_batches_pays() -> None:
-    """Images of 200 to 3,320 tokens, sixteen waiting: the launches are larger than the images."""
+    """Images of 200 to 3,320 tokens, sixteen waiting: launches are larger than images."""
     histogram = dict.fromkeys(range(200, 3329, 40), 1)
     alone = tuned_ladder(histogram, 5, floor=13, hi=3328)
     packed = packed_ladder(histogram, 5, images=13, hi=3328)

@@ -58,7 +58,7 @@ def prepared(tiny: TinyTower) -> list[EncoderItem]:
 
 @torch.no_grad()
 def oracle(tiny: TinyTower) -> list[tuple[torch.Tensor, list[int]]]:
-    """Rows of each clip and how many of each temporal patch: video features, masked with the true grid."""
+    """Rows of each clip and number of rows of each temporal patch: video features, masked with the true grid."""
     results = []
     config = video_config(tiny)
     for i, (frames, height, width, rate) in enumerate(CLIPS):
@@ -193,7 +193,7 @@ def test_a_clip_that_does_not_fit_the_model_is_named(tiny: TinyTower) -> None:
 
 
 def test_a_launch_never_holds_more_sequences_than_its_graph(tiny: TinyTower) -> None:
-    """Five clips of sixteen temporal patches whose tokens fit one launch, and whose sequences do not."""
+    """Five clips of sixteen temporal patches whose tokens fit one launch, but whose sequences do not."""
     config = replace(video_config(tiny), video_target_num_patches=4)
     runner = make(tiny, "on", graph_kinds=None, token_budgets=(40,), max_images=8, max_tokens_per_step=64)
     clips = [OmniVideoRule(config).patchify(clip(32, 8, 8, seed=i), torch.float32) for i in range(5)]
@@ -209,7 +209,7 @@ def test_a_launch_never_holds_more_sequences_than_its_graph(tiny: TinyTower) -> 
 
 @pytest.mark.parametrize("graphs", ["off", "on"])
 def test_bytes_and_floats_share_a_launch(tiny: TinyTower, graphs: str) -> None:
-    """What needed no resize comes as bytes, beside what did: the same rows."""
+    """Items that need no resize are bytes, next to others: the same rows."""
     runner = make(tiny, graphs, graph_kinds=None)
     config = video_config(tiny)
     fitting = clip(5, 16, 24, seed=3)

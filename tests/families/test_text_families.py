@@ -50,7 +50,7 @@ OPTIONS = pairwise(
 
 
 def whole(runner: DecoderRunner) -> bool:
-    """Whether compiled code, where a step has it, has every layer; a convolution of more taps is never seen."""
+    """Whether compiled code, if available, covers every layer; convolutions of more taps do not occur."""
     native, mixers = runner.model.native, [mixer for layer in runner.model.layers for mixer in layer.mixers]
     called = [] if native is None else [mixer for mixer in mixers if native.calls(mixer)]
     return all(isinstance(mixer, Mamba2Mixer) and mixer.spec.conv_kernel > MAX_TAPS for mixer in called)
@@ -59,7 +59,7 @@ def whole(runner: DecoderRunner) -> bool:
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_and_logprobs_with_any_options(tmp_path: Path, family: str, seed: int) -> None:
-    """Two prompts with a common beginning, one after the other: the second finds what the first has left."""
+    """Two prompts with a common beginning, one after the other: the second uses the cached prefix of the first."""
     tiny = make_text_checkpoint(tmp_path, family, seed)
     checkpoint = Checkpoint(tmp_path)
     chosen: dict[str, Any] = dict(OPTIONS[seed % len(OPTIONS)])
@@ -95,7 +95,7 @@ def test_tokens_and_logprobs_with_any_options(tmp_path: Path, family: str, seed:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_quantised_files_are_read_back(tmp_path: Path, family: str) -> None:
-    """Fused tensors are quantised as they are stored and split when they are read."""
+    """Fused tensors are quantised as stored and split when they are read."""
     make_text_checkpoint(tmp_path / "model", family, 0)
     checkpoint = Checkpoint(tmp_path / "model")
     quantise_checkpoint(checkpoint, tmp_path / "small", "int8")

@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation: each kernel for sm_90 at the sizes of the embedded model, held against its table."""
+"""Ahead-of-time compilation: each kernel for sm_90 at the sizes of the embedded model, compared with its table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHECKOUT = Path(__file__).parents[2]
 
 
 def test_every_kernel_compiles_for_sm_90() -> None:
-    """In a process without the interpreter, which has replaced the compiler in this one."""
+    """In a separate process, since the interpreter has replaced the compiler in this one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ran = subprocess.run(
         [sys.executable, "-m", "kernels.aot", "--quick"], cwd=CHECKOUT, env=environment, capture_output=True, text=True
@@ -40,7 +40,7 @@ def test_tables_hold_every_target_and_model_without_spills(operation: str) -> No
 
 @pytest.mark.parametrize("operation", operations())
 def test_tables_hold_every_case(operation: str) -> None:
-    """What is added to a model's shape or to a folder's cases is compiled before it is committed."""
+    """Additions to a model's shape or to a folder's cases must be compiled before they are committed."""
     table = json.loads((CHECKOUT / "kernels" / operation / "aot.json").read_text())
     keys = {key for key, _ in launches_of(operation, "sm_90", MODELS)}
     assert keys == {key for key in table if key.startswith("sm_90 ")}

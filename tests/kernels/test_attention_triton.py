@@ -1,5 +1,5 @@
-"""Attention kernels under Triton's interpreter against the same maths in float64, held to what torch loses in the same
-dtype."""
+"""Attention kernels under Triton's interpreter compared with float64, with the error of torch in the same dtype as the
+limit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def on_device_and_unwritten_is_nan() -> Iterator[None]:
 
 
 class Pages:
-    """Rows of given lengths in scattered pages of a strided pool whose other memory is NaN."""
+    """Rows of given lengths in scattered pages of a strided pool; other memory is NaN."""
 
     def __init__(self, lengths: list[int], kv_heads: int, width: int, dtype: torch.dtype) -> None:
         self.lengths = lengths
@@ -59,7 +59,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, dtype: torch.dtype) ->
 
 @pytest.fixture
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Splits of 32 keys, so that a short row has several and other rows leave theirs empty."""
+    """Splits of 32 keys, so that a short row has several and other rows have empty ones."""
     monkeypatch.setattr(paged, "SPLIT_KEYS", 32)
 
 

@@ -1,8 +1,6 @@
-"""What CUDA graphs are captured of looks at no value: it runs on tensors that have none.
-
-On torch's "meta" device every read by the host raises, and so does an operation that also takes a CPU tensor; kernels
-are recorded in place of launched. What passes here needs no host sync and no copy from the host.
-"""
+"""Code that is captured in CUDA graphs reads no values: it runs on tensors without values. On torch's "meta" device
+every read by the host raises, and so does an operation that also takes a CPU tensor; kernels are recorded instead of
+launched. Code that passes here needs no host sync and no copy from the host."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def test_packed_rows(taps: int, biased: bool, lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("continues", [False, True])
 def test_windows_are_saved_on_the_way(continues: bool) -> None:
-    """After 1, 2 and 130 tokens of the second row; the slots of the rows themselves end as they would have."""
+    """After 1, 2 and 130 tokens of the second row; the rows' own slots get the same final windows."""
     weight, pool = torch.randn(4, CHANNELS), torch.randn(9, 3, CHANNELS)
     before, x = pool.clone(), torch.randn(145, CHANNELS)
     starts = torch.tensor([0, 5, 145])

@@ -1,4 +1,4 @@
-"""Packed attention in compiled code against one sequence at a time in float64, and against itself."""
+"""Packed attention in compiled code compared with float64, one sequence at a time, and with itself."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_float32_stays_float32(lengths: list[int], width: int, deviation: float)
     st.integers(1, 3),
 )
 def test_a_sequence_gets_what_it_gets_alone(lengths: list[int], width: int, dtype: torch.dtype, threads: int) -> None:
-    """Bit by bit, with any number of threads, and from views as from copies."""
+    """Bit by bit, with any number of threads, and for views as for copies."""
     qkv = packed(lengths, dtype, width=width, deviation=4.0)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -104,7 +104,7 @@ def test_a_sequence_gets_what_it_gets_alone(lengths: list[int], width: int, dtyp
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scores_of_any_size(dtype: torch.dtype) -> None:
-    """Far keys come late, in the order in which each has to become the reference of what follows."""
+    """Keys with large scores come late, so that each has to become the new reference."""
     length, width = 300, 16
     qkv = torch.zeros(length, 3, 1, width, dtype=dtype)
     qkv[:, 0, 0, 0] = 20.0

@@ -53,7 +53,7 @@ def test_scan(chunk: int, lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("bias", [-60.0, 0.0, 60.0])
 def test_a_scan_with_equal_keys_and_extreme_gates(bias: float) -> None:
-    """Decays of 1 and of nearly 0, changes that cancel each other: nothing overflows, nothing is lost."""
+    """Decays of 1 and of nearly 0, changes that cancel each other: no overflow, no loss."""
     i = Inputs(64)
     i.k[:], i.bias[:], i.b[:] = i.k[:1], bias, 30.0
     pool = i.pool()
@@ -63,7 +63,7 @@ def test_a_scan_with_equal_keys_and_extreme_gates(bias: float) -> None:
 
 
 def test_a_static_batch_of_a_scan_is_padded() -> None:
-    """Tables with lines of -1, tokens behind the last chunk: those give zeros, and nobody's state is touched."""
+    """Tables with lines of -1, tokens after the last chunk: those give zeros, and no state is changed."""
     i = Inputs(12)
     chunks = plan_chunks([4, 5], [3, 0], 4, [[5], []])
     pool, table = i.pool(5), torch.full((9, 4), -1, dtype=torch.int64)

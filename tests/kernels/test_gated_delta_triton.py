@@ -1,4 +1,4 @@
-"""The gated delta rule in Triton against its definition in float64, and against itself where bits are meant."""
+"""The gated delta rule in Triton compared with its definition in float64, and with itself bit by bit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def places(values: list[Any]) -> Tensor:
 
 
 def apart(pool: Tensor) -> Tensor:
-    """The same states in slots that lie apart in memory, as in the arena."""
+    """The same states in non-contiguous slots, as in the arena."""
     wide = pool.new_full((pool.shape[0], pool[0].numel() + 64), NAN)
     wide[:, : pool[0].numel()] = pool.flatten(1)
     return wide[:, : pool[0].numel()].unflatten(1, pool.shape[1:])
@@ -61,7 +61,7 @@ def test_update(shape: tuple[int, int, int, int]) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_several_tokens(shape: tuple[int, int, int, int]) -> None:
-    """Bitwise what single tokens give, a state behind each; none for what lies behind a row's length."""
+    """Bitwise equal to single tokens, with a state after each; none after a row's length."""
     i = Inputs(9, *shape).to(DEVICE)
     before, slots = i.pool(9).to(DEVICE), [[3, 1, 6, 2], [5, 8, 0, -1], [-1, -1, -1, -1]]
     pool, singles = apart(before), apart(before)
@@ -113,9 +113,8 @@ def scanned(
     i: Inputs, pool: Tensor, slots: list[int], lengths: list[int], computed: list[int], chunk: int,
     saves: list[tuple[int, int, int]], choice: str, spare: int = 0,
 ) -> Tensor:  # fmt: skip
-    """`gated_delta_scan` with what each side needs; `saves`: (row, packed end, slot); `spare` tokens and two rows pad
-    it.
-    """
+    """`gated_delta_scan` with the arguments of each implementation; `saves`: (row, packed end, slot); `spare` tokens
+    and two rows are padding."""
     begins = [sum(lengths[:row]) for row in range(len(lengths))]
     stops = [
         [end - begins[row] + computed[row] for owner, end, _ in saves if owner == row] for row in range(len(slots))
@@ -172,7 +171,7 @@ def test_scan(shape: tuple[int, int, int, int], lengths: list[int], computed: li
 
 @pytest.mark.parametrize("bias", [-60.0, 0.0, 60.0])
 def test_a_scan_with_equal_keys_and_extreme_gates(bias: float) -> None:
-    """Decays of 1 and of nearly 0, changes that cancel each other: nothing overflows, nothing is lost."""
+    """Decays of 1 and of nearly 0, changes that cancel each other: no overflow, no loss."""
     i = Inputs(64, 1, 2).to(DEVICE)
     i.k[:], i.bias[:], i.b[:] = i.k[:1], bias, 30.0
     pool = i.pool(1).to(DEVICE)
@@ -246,7 +245,7 @@ class Replay:
         self.batch_slots, self.slots = places([2, 0, -1]), places([3, 1, -1])
 
     def exact(self, ring: Tensor, slot: int) -> tuple[Tensor, Tensor]:
-        """(outputs, state behind them) of a ring's steps on top of a slot, float64."""
+        """(outputs, state after them) of a ring's steps, starting from a slot, float64."""
         conv_in, b, a = ring.split([ring.shape[1] - 8, 4, 4], dim=1)
         i = Inputs(1)
         i.A, i.bias, i.b, i.a = self.i.A, self.i.bias, b, a
@@ -272,7 +271,7 @@ def test_replayed_tokens() -> None:
 
 
 def test_replay_advances_a_state() -> None:
-    """Into another slot, and for a row without steps into its own."""
+    """To another slot, and for a row without steps to its own."""
     made = Replay()
     state = made.exact(made.rings[2, :3], 3)[1]
     plain = made.states.clone(), made.windows.clone()

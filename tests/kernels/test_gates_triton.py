@@ -1,4 +1,4 @@
-"""Norms and rotation of heads, and products with a gate, in Triton against the same maths in float64."""
+"""Norms and rotation of heads, and gated products, in Triton compared with float64."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def on_device() -> Iterator[None]:
 
 
 def exact_turn(x_THP: Tensor, rope: Rope, positions_TA: Tensor) -> Tensor:
-    """Each pair as a complex number, turned."""
+    """Each pair as a complex number, rotated."""
     x, half = x_THP.double(), rope.dims // 2
     out = x.clone()
     for i in range(half):

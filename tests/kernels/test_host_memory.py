@@ -1,4 +1,4 @@
-"""Freed activations stay with the process once it says so."""
+"""Freed activations stay with the process if it asks for it."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def linear_of(kind: str, weight: Tensor) -> tuple[Linear | Packed, torch.dtype]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(100, 1100), (70, 77), (200, 256), (64, 3)], ids=str)
 def test_a_row_is_the_same_in_any_company_and_with_any_threads(kind: str, shape: tuple[int, int]) -> None:
-    """All heights of tiles, one and more blocks of rows, panels whole and (few outputs of many inputs) divided."""
+    """All tile heights, one and more blocks of rows, panels whole and (few outputs of many inputs) divided."""
     generator = torch.Generator().manual_seed(8)
     linear, dtype = linear_of(kind, torch.randn(shape, generator=generator))
     x = torch.randn(600, shape[1], generator=generator).to(dtype)

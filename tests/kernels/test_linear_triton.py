@@ -1,4 +1,4 @@
-"""Products with quantised weights in Triton against those of the expanded weights in float64."""
+"""Products with quantised weights in Triton compared with those of the expanded weights in float64."""
 
 from __future__ import annotations
 

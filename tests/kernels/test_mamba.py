@@ -1,4 +1,4 @@
-"""The Mamba-2 recurrence: the update and the chunked scan against a loop in float64, and against each other."""
+"""The Mamba-2 recurrence: the update and the chunked scan compared with a loop in float64, and with each other."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_scan(chunk: int, lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_scan_does_not_touch_what_it_does_not_own(dtype: torch.dtype) -> None:
-    """Padding has slot -1, in Python the last one; the last of the rows has one of its own or is padding itself."""
+    """Padding has slot -1, the last index in Python; the last of the rows has a slot or is padding itself."""
     i = Inputs(12)
     for slots in ([2, -1, -1], [-1, 2, -1], [-1, -1, 2]):
         pool = i.pool(4).to(dtype)
@@ -79,7 +79,7 @@ def test_scan_does_not_touch_what_it_does_not_own(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_static_batch_of_a_scan_is_padded(dtype: torch.dtype) -> None:
-    """Tables with lines of -1, tokens behind the last chunk: those give zeros, and nobody's state is touched."""
+    """Tables with lines of -1, tokens after the last chunk: those give zeros, and no state is changed."""
     i = Inputs(12)
     chunks = plan_chunks([4, 5], [3, 0], 4, [[5], []])
     pool, table = i.pool(5).to(dtype), torch.full((9, 4), -1, dtype=torch.int64)
@@ -109,7 +109,7 @@ def test_a_scan_rounds_a_bfloat16_state_once(computed: int) -> None:
 
 @pytest.mark.parametrize("split", [4, 8, 20])
 def test_a_split_at_a_multiple_of_the_chunk_is_bitwise_the_same(split: int) -> None:
-    """Head counts of real models fill the vector registers; a remainder would take other instructions."""
+    """Head counts of real models fill the vector registers; a remainder would use other instructions."""
     i = Inputs(30, heads=16, width=16, groups=2, state=16)
     whole, parts = i.pool(1), i.pool(1)
     expected = scan(i, whole, [0], [0, 30], [0], 4)
@@ -160,7 +160,7 @@ def test_many_steps_do_not_drift() -> None:
 
 
 def test_small_steps_do_not_vanish() -> None:
-    """softplus as log(1 + exp) would give 0 from -17 on."""
+    """softplus as log(1 + exp) would give 0 below -17."""
     assert discretise(torch.tensor([[-30.0]]), torch.zeros(1), NO_LIMIT).item() == pytest.approx(9.3576e-14, rel=1e-4)
     assert discretise(torch.tensor([[50.0]]), torch.zeros(1), NO_LIMIT).item() == 50.0
 

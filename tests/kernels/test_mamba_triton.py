@@ -1,4 +1,4 @@
-"""The Mamba-2 kernels in Triton against the definitions in float64, and against the references where bits are meant."""
+"""The Mamba-2 kernels in Triton compared with the definitions in float64, and with the references bit by bit."""
 
 from __future__ import annotations
 
@@ -226,7 +226,8 @@ def scanned(
     i: Inputs, dt: Tensor, pool: Tensor, slots: list[int], lengths: list[int], computed: list[int], chunk: int,
     saves: list[tuple[int, int, int]], choice: str, spare: int = 0,
 ) -> Tensor:  # fmt: skip
-    """`chunk_scan` with what each side needs; `saves`: (row, packed end, slot); `spare` tokens and two rows pad it."""
+    """`chunk_scan` with the arguments of each implementation; `saves`: (row, packed end, slot); `spare` tokens and two
+    rows are padding."""
     begins = [sum(lengths[:row]) for row in range(len(lengths))]
     stops = [
         [end - begins[row] + computed[row] for owner, end, _ in saves if owner == row] for row in range(len(slots))
@@ -329,7 +330,7 @@ class Replay:
         self.batch_slots, self.slots = places([2, 0, -1]), places([3, 1, -1])
 
     def exact(self, ring: Tensor, slot: int) -> tuple[Tensor, Tensor]:
-        """(outputs, state behind them) of a ring's steps on top of a slot, float64."""
+        """(outputs, state after them) of a ring's steps, starting from a slot, float64."""
         conv_in, dt = ring.split([ring.shape[1] - 4, 4], dim=1)
         mixed = by_definition(conv_in, self.windows[slot], self.terms.conv_WC, self.terms.conv_bias_C)
         i = Inputs(ring.shape[0], 4, 6, 2, 8)
@@ -357,7 +358,7 @@ def test_replayed_tokens() -> None:
 
 
 def test_replay_advances_a_state() -> None:
-    """Into another slot, and for a row without steps into its own."""
+    """To another slot, and for a row without steps to its own."""
     made = Replay()
     y, state = made.exact(made.rings[2, :3], 3)
     plain = made.states.clone(), made.windows.clone()

@@ -1,4 +1,4 @@
-"""Both runners on Triton kernels: the same answers as on the reference operations."""
+"""Both runners on Triton kernels: the same answers as with the reference operations."""
 
 from __future__ import annotations
 

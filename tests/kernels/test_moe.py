@@ -1,4 +1,4 @@
-"""Router and experts against loops over their definitions."""
+"""Router and experts compared with loops over their definitions."""
 
 from __future__ import annotations
 

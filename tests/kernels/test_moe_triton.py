@@ -1,4 +1,4 @@
-"""Experts: the kernels against loops over the definition, in float64."""
+"""Experts: the kernels compared with loops over the definition, in float64."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ SHAPES = [(False, "relu2"), (True, "silu"), (True, "relu"), (True, "gelu"), (Fal
     ],
 )
 def test_run_experts(tokens: int, gated: bool, activation: str, dtype: torch.dtype) -> None:
-    """Both paths, with an expert that nobody chose and one that everybody chose."""
+    """Both paths, with an expert that no token chose and one that all chose."""
     count, width, inner = 6, 40, 52
     x = torch.randn(tokens, width).to(dtype)
     up, down = (torch.randn(count, *size).to(dtype) / 6 for size in ((inner, width), (width, inner)))

@@ -1,4 +1,4 @@
-"""A machine that cannot build the compiled code says why, once, and products go on without it."""
+"""A machine that cannot build the compiled code logs the reason once, and products work without it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_without_more_threads_the_caller_does_the_work() -> None:
 
 
 def test_structs_that_differ_from_the_compiled_ones_are_named() -> None:
-    """A field that has moved, one that is new, a size, an enum's value, a constant."""
+    """A field that has moved, a new one, a size, an enum's value, a constant."""
     lines = {name: " ".join(map(str, numbers)) for name, numbers in mirrored().items()}
     check_layout("\n".join(f"{name} {numbers}" for name, numbers in lines.items()))
     changes = {
@@ -141,7 +141,7 @@ print(all(torch.equal(packed(x), alone) for _ in range(2)))
 
 @pytest.mark.skipif(not FEATURES <= processor_features(), reason="the processor has no AVX-512 BF16")
 def test_a_phase_may_have_more_than_a_million_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two jobs: the number of one of them is odd, that of the other is even."""
+    """Two jobs: one with an odd number, one with an even number."""
     monkeypatch.delenv("XDG_CACHE_HOME")
     done = subprocess.run([sys.executable, "-c", MANY_UNITS], capture_output=True, text=True, check=False, timeout=100)
     assert done.stdout.split() == ["True"], done.stderr

@@ -50,7 +50,7 @@ def functions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Function]:
 
 
 def ulps(found: Tensor, exact: Tensor) -> float:
-    """The largest distance, in units of the last place of what is exact."""
+    """The largest distance, in units of the last place of the exact value."""
     rounded = exact.float()
     step = torch.nextafter(rounded.abs(), torch.tensor(torch.inf)).double() - rounded.abs().double()
     return ((found.double() - exact).abs() / step).max().item()
@@ -58,7 +58,7 @@ def ulps(found: Tensor, exact: Tensor) -> float:
 
 @pytest.mark.parametrize(("low", "high", "bound"), [(-87.0, 88.0, 2.0), (-0.3, 0.0, 0.9), (-1e-3, 1e-3, 0.51)], ids=str)
 def test_exp(functions: dict[str, Function], low: float, high: float, bound: float) -> None:
-    """Decays lie below 1, mostly near it, and multiply over thousands of tokens."""
+    """Decays are below 1, mostly near it, and are multiplied over thousands of tokens."""
     x = torch.linspace(low, high, 1_000_003)
     found = functions["exponential"](x)
     assert ulps(found, x.double().exp()) <= bound

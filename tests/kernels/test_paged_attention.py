@@ -23,7 +23,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 class Rows:
-    """Rows of given lengths whose keys lie in scattered pages of a pool that is otherwise NaN."""
+    """Rows of given lengths whose keys are in scattered pages of a pool that is otherwise NaN."""
 
     def __init__(self, lengths: list[int], kv_heads: int) -> None:
         self.lengths = lengths

@@ -1,4 +1,4 @@
-"""Patch rows against the sum written out."""
+"""Patch rows compared with the explicit sum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Patches into the tower and tokens out of it: the kernels against the same maths in float64."""
+"""Patch embedding and token merging: the kernels compared with float64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def kernels_run() -> Iterator[None]:
 
 
 def embedded(patches: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor, table: Tensor) -> Tensor:
-    """All rows that a source may name."""
+    """All rows that `source` may refer to."""
     found = patches @ weight.T + positions
     return torch.cat((table, found if bias is None else found + bias))
 
@@ -80,7 +80,7 @@ def test_shuffle_norm(dtype: torch.dtype, merge: int, final: bool, rms: bool) ->
 
 
 def set_aside(order: Tensor, rows: int) -> Tensor:
-    """Rows that no token names: prefix and padding, whose numbers must not matter."""
+    """Rows that no token uses: prefix and padding, whose values must not matter."""
     return torch.tensor([row for row in range(rows) if row not in set(order.flatten().tolist())])
 
 

@@ -1,4 +1,4 @@
-"""Both runners on a GPU that is not there: nothing mixes devices, and captures hold what a replay needs and no more."""
+"""Both runners on a simulated GPU: devices are never mixed, and captures hold exactly what a replay needs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kernels.streams import behind, mark, on, side_stream
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter, not a GPU")
 SMALL: dict[str, Any] = {"count": 2, "output": 5, "max_seqs": 2, "max_batched_tokens": 16, "native": "off"}
 MODELS: dict[str, dict[str, Any]] = {"plain": {"pattern": "M*E"}, "delta": {"config": gated_config("G*-", mtp=True)}}
-"""With the gated delta rule, attention is gated, normed and has the positions of images."""
+"""With the gated delta rule, attention is gated, normalised and uses image positions."""
 
 
 @pytest.fixture
@@ -127,7 +127,8 @@ def test_what_no_capture_may_hold(step: Any, gpu: None) -> None:
 
 
 def test_streams_are_in_no_order_but_by_events(gpu: None) -> None:
-    """What one stream has written, allocated or read, another one may use, or write, behind an event or a wait only."""
+    """Memory that one stream has written, allocated or read may be used or written by another only after an event or a
+    wait."""
     x = torch.ones(4, device="cuda")
     side = torch.cuda.Stream()
     with torch.cuda.stream(side), pytest.raises(RuntimeError, match="behind no event"):

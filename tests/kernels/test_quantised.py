@@ -1,4 +1,4 @@
-"""Quantised products against float64, within the bound that rounding has."""
+"""Quantised products compared with float64, within the limit of rounding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHAPES = st.tuples(st.integers(1, 20), st.integers(1, 300), st.integers(1, 140))
 
 
 def step_of(packed: Quantised) -> torch.Tensor:
-    """`[n, k]`: the distance between two values that a weight can have."""
+    """`[n, k]`: the distance between two representable values of a weight."""
     scale = packed.scale.abs()
     return scale[:, None] if packed.kind == "int8" else scale.repeat_interleave(128, 1)[:, : packed.in_features]
 
@@ -63,7 +63,7 @@ def test_the_product_is_that_of_the_quantised_weight(
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_long_sums_do_not_overflow(kind: str, sign: int) -> None:
-    """As many inputs as there may be, each as large as it can be."""
+    """The largest number of inputs, each with the largest value."""
     inner = MOST_INPUTS
     values = (
         torch.full((3, inner), -128, dtype=torch.int8) if kind == "int8" else torch.zeros(3, (inner + 1) // 2).byte()
@@ -107,7 +107,7 @@ def test_parts_are_joined_as_they_are() -> None:
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_part_of_each_group_of_rows_is_taken_as_of_the_plain_weight(kind: str, place: int) -> None:
-    """As where heads hold a query and a gate: of 3 heads, 2 parts of 5 rows each."""
+    """For example if heads have a query and a gate: of 3 heads, 2 parts of 5 rows each."""
     weight = torch.randn(30, 130)
     whole = quantise(weight, kind).dequantise()
     expected = whole.view(3, 2, 5, 130)[:, place].reshape(15, 130)

@@ -1,4 +1,4 @@
-"""The counter-based generator against published numbers, and the draws against their definitions."""
+"""The counter-based generator compared with published numbers, and the draws with their definitions."""
 
 from __future__ import annotations
 

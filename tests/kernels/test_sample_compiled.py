@@ -1,4 +1,4 @@
-"""Compiled draws: the tokens that the reference draws, row by row, and the log-probabilities that it reports."""
+"""Compiled sampling: the reference's tokens, row by row, and its log-probabilities."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FILTERS = [
 def both(
     logits: torch.Tensor, filters: list[tuple[int, float, float]], temperature: float, masks: Masks | None = None
 ) -> tuple[list[int], list[int]]:
-    """What compiled code and the reference draw."""
+    """The tokens of compiled code and of the reference."""
     rows = logits.shape[0]
     seeds, positions = torch.randint(-(2**63), 2**63 - 1, (rows,)), torch.randint(0, 2**31, (rows,))
     top_k, top_p, min_p = (torch.tensor(column, dtype=torch.float64) for column in zip(*filters, strict=True))
@@ -104,7 +104,7 @@ def test_rows_are_what_they_are_alone(threads: int) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_rows_that_are_no_distribution_give_some_token(value: float) -> None:
-    """A broken model must not bring the server down."""
+    """A broken model must not crash the server."""
     for place, filters in itertools.product((slice(None), slice(3, 4)), FILTERS):
         logits = torch.randn(1, 700)
         logits[:, place] = value
@@ -125,7 +125,7 @@ def test_reported_log_probabilities_are_the_reference_s(count: int) -> None:
 
 
 def asked_for(**changes: object) -> tuple[Wish, list[DrawRow], list[object]]:
-    """A row that is biased, penalised and masked, with one of its numbers changed; and what it points to."""
+    """A row with bias, penalties and mask, with one of its numbers changed; and the objects that it points to."""
     given: dict[str, list[int]] = {"bias_ids": [3], "ends": [5], "tokens": [1, 2]}
     given |= {name: [value] for name, value in changes.items() if name in given}  # type: ignore[list-item]
     kept = {name: array("q", values) for name, values in given.items()}

@@ -1,4 +1,4 @@
-"""Draws: the kernel gives the tokens that the reference gives, row by row and number by number."""
+"""Sampling: the kernel gives the reference's tokens, row by row and number by number."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def both(logits: Tensor, asked: Wishes) -> tuple[Tensor, Tensor]:
 def test_draws_are_those_of_the_reference(
     candidates: int, filters: list[tuple[int, float, float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the likeliest tokens set apart, and with too many of them for that."""
+    """With the likeliest tokens copied to scratch memory, and with too many of them for that."""
     monkeypatch.setattr(sample_kernel, "CANDIDATES", candidates)
     found, expected = both(torch.randn(ROWS, 700) * 3, wishes(0.8, filters))
     assert torch.equal(found, expected)
@@ -109,7 +109,7 @@ def test_masked_tokens_are_never_drawn(candidates: int, allowed: int, monkeypatc
 
 
 def test_random_numbers_are_bit_for_bit_those_of_the_reference() -> None:
-    """A row whose cumulative weights are 2^-k apart tells u to the last bit that a draw can show."""
+    """A row whose cumulative weights are 2^-k apart determines u to the last bit that a draw can show."""
     seeds = [0, 1, 2**63 + 5, 2**64 - 1]
     signed = [seed - (seed >> 63 << 64) for seed in seeds]
     rows = uniforms(torch.tensor(signed), torch.arange(4), torch.tensor([0, 7, 2**31, 2**20]))

@@ -1,4 +1,4 @@
-"""Steps of several tokens: written out slot by slot, or from a ring of inputs; both are the plain recurrence."""
+"""Steps of several tokens, with a state per token or from a ring of inputs; both equal the plain recurrence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHANNELS = HEADS * WIDTH + 2 * GROUPS * STATE
 
 
 class Layer:
-    """A random layer, and pools in which everything that nobody wrote is NaN."""
+    """A random layer, and pools in which unwritten memory is NaN."""
 
     def __init__(self, seed: int, slots: int) -> None:
         self.draw = torch.Generator().manual_seed(seed)
@@ -61,7 +61,7 @@ def ints(*values: int) -> Tensor:
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 99), st.lists(st.tuples(st.integers(0, 4), st.integers(1, 4)), min_size=1, max_size=4))
 def test_a_state_for_each_token_is_that_of_the_plain_recurrence(seed: int, wanted: list[tuple[int, int]]) -> None:
-    """Rows of (accepted, length) with 4 slots each, in one call; accepted 0 stands for a row of padding."""
+    """Rows of (accepted, length) with 4 slots each, in one call; accepted 0 means a row of padding."""
     layer = Layer(seed, 4 * len(wanted))
     inputs = layer.randn(len(wanted), 4, CHANNELS + HEADS)
     slots, expected = [], []
@@ -98,9 +98,8 @@ def test_a_state_for_each_token_is_that_of_the_plain_recurrence(seed: int, wante
     st.lists(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), max_size=5), min_size=1, max_size=3),
 )
 def test_a_ring_of_inputs_gives_what_states_would(seed: int, steps: list[list[tuple[int, int]]]) -> None:
-    """Each row goes through steps of (tokens, accepted of them), advances when its ring would not hold the next one,
-    and in the end its state is that after all that was accepted. Rows with fewer steps are padding in the others'.
-    """
+    """Each row goes through steps of (tokens, accepted of them) and advances when its ring would not hold the next one;
+    at the end its state is that after all accepted tokens. Rows with fewer steps are padding in the others' calls."""
     rows = len(steps)
     layer = Layer(seed, 2 * rows)
     given_to: list[Tensor] = [torch.empty(0, CHANNELS + HEADS) for _ in steps]
@@ -155,7 +154,7 @@ def test_a_ring_of_inputs_gives_what_states_would(seed: int, steps: list[list[tu
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_ring_is_read_in_its_own_dtype(dtype: torch.dtype) -> None:
-    """Inputs go into the ring as they are, so that what is replayed is what was computed first."""
+    """Inputs are stored in the ring unrounded, so the replayed values are those computed first."""
     layer = Layer(0, 1)
     layer.fill(0)
     layer.rings = layer.rings.to(dtype)

@@ -1,4 +1,4 @@
-"""Packed attention in torch against one sequence at a time in float64."""
+"""Packed attention in torch compared with float64, one sequence at a time."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_each_sequence_gets_what_it_gets_alone(lengths: list[int]) -> None:
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("deviation", [1.0, 4.0, 30.0])
 def test_bfloat16_error_is_near_that_of_the_fused_kernel(lengths: list[int], deviation: float) -> None:
-    """Sampling the shift costs something over rounding no scores at all: within three times, and far below rounding
-    the scores themselves, which is checked at the large deviations."""
+    """Sampling the shift costs accuracy compared with not rounding scores at all: within three times, and far below
+    rounding the scores themselves, which is checked for large deviations."""
     qkv = packed(lengths, torch.bfloat16, deviation, width=64)
     truth = exact(qkv, lengths, 0.125)
     got = varlen_attention(*qkv.unbind(1), offsets(lengths), max(lengths), scale=0.125)
@@ -72,7 +72,7 @@ def test_bfloat16_error_is_near_that_of_the_fused_kernel(lengths: list[int], dev
 
 
 def test_a_key_that_the_sample_missed_does_not_overflow() -> None:
-    """One key scores 300 above every other, at a position that is not sampled: exp would be infinite."""
+    """One key scores 300 above every other, at a position that is not sampled: exp would overflow."""
     length, width = 128, 16
     qkv = torch.zeros(length, 3, 1, width, dtype=torch.bfloat16)
     qkv[:, 0, 0, 0] = 20.0

@@ -40,13 +40,13 @@ def encoded(image: Image.Image) -> bytes:
 
 
 def pieces(images: list[Image.Image]) -> list[Image.Image | str]:
-    """Images and words in turn, with things in the words that only look like images."""
+    """Images and text alternately, including text that only looks like an image."""
     words = ["What is 0<1", "the thing\n", "in 42", "?"]
     return [part for pair in zip([*images, None, None, None], words) for part in pair if part is not None]
 
 
 def rendered(content: list[Image.Image | str]) -> str:
-    """As the checkpoint's template writes one message of a user."""
+    """One user message, as the checkpoint's template writes it."""
     inner = "".join(part if isinstance(part, str) else IMAGE + "\n" for part in content)
     return f"<|im_start|>user\n{inner}<|im_end|>\n<|im_start|>assistant\n"
 
@@ -155,7 +155,7 @@ def items(tiny: TinyMiniCPM, seed: int) -> list[EncoderItem]:
 
 @pytest.mark.parametrize("where", ["process", "host"])
 def test_slices_cross_between_processes(tmp_path: Path, where: str) -> None:
-    """Image workers, frontend, engine, and an encoder in a process of its own or in another server."""
+    """Image workers, frontend, engine, and an encoder in a separate process or another server."""
     make_minicpm(tmp_path, 7, slice_mode=True, max_slice_nums=9)
     rng = random.Random(7)
     images = [encoded(random_image(rng)) for _ in range(3)]

@@ -45,7 +45,7 @@ def test_worked_rows_of_a_small_model(height: int, width: int, grid: tuple[int, 
 
 @functools.cache
 def released_rule() -> Callable[..., tuple[int, int]]:
-    """transformers' own function, cut out of its module, which needs torchvision for other things."""
+    """transformers' own function, extracted from its module, which needs torchvision for other purposes."""
     spec = importlib.util.find_spec("transformers.models.nemotron_h_omni.image_processing_nemotron_h_omni")
     assert spec is not None and spec.origin is not None
     source = Path(spec.origin).read_text(encoding="utf-8")
@@ -156,7 +156,7 @@ def test_misuse_names_the_numbers() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_become_the_same_numbers(dtype: torch.dtype) -> None:
-    """An image or clip that needs no resize stays uint8 on its way, and nothing is lost or gained by it."""
+    """An image or clip that needs no resize stays uint8 in transit, without changing the result."""
     config = RadioVision(
         patch_size=4, min_num_patches=4, max_num_patches=64, video_target_num_patches=24, video_temporal_patch_size=2
     )  # fmt: skip

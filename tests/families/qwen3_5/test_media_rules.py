@@ -1,4 +1,4 @@
-"""Images and clips become the pixels and sizes that transformers' processors make of them."""
+"""Pixels and sizes of images and clips equal those of transformers' processors."""
 
 from __future__ import annotations
 

@@ -62,7 +62,8 @@ def test_compiled_towers_equal_the_operations(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_an_image_gets_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
-    """Alone, packed with others in any order, in a graph's padding, with any number of threads, left between layers."""
+    """Alone, packed with others in any order, in a graph's padding, with any number of threads, interrupted between
+    layers."""
     tiny = tiny_qwen(7, **SIZES[1])
     items = mixed(tiny, 2)
     runner = make(tiny, dtype)

@@ -15,7 +15,7 @@ from families.qwen3_5.positions import prompt_positions
 
 
 def oracle(merge: int) -> SimpleNamespace:
-    """What `get_rope_index` reads of a model."""
+    """The attributes of a model that `get_rope_index` reads."""
     made = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=merge)))
     made.get_vision_position_ids = Qwen3_5Model.get_vision_position_ids.__get__(made)
     return made

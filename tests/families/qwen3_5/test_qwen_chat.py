@@ -24,7 +24,7 @@ ANSWER = 12
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_conversation_with_an_image_and_a_clip(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the messages become, and greedy tokens of two samples; then a follow-up, which begins where the first answer
+    """The ids of the messages, and greedy tokens of two samples; then a follow-up, which begins where the first answer
     ended."""
     tokenizer = write_prompting(tmp_path)
     names = zip(("vision_start", "vision_end", "image", "video"), SPECIAL[3:], strict=True)

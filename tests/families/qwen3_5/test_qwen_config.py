@@ -1,4 +1,4 @@
-"""Published configurations, in the nesting that they are published in, and what is refused."""
+"""Published configurations, in their published nesting, and configurations that are errors."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_axes_of_frequencies_are_those_of_transformers(tmp_path: Path) -> None:
 
 
 def change(config: dict[str, Any], section: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """The same configuration with other fields at the top or in a section; None takes one away."""
+    """The configuration with other fields at the top level or in a section; None removes a field."""
     part = config if section == "" else config[section]
     for name, value in fields.items():
         part.pop(name, None)
@@ -196,7 +196,7 @@ def test_experts_that_are_refused(tmp_path: Path, fields: dict[str, Any], messag
 def test_the_plan_says_what_each_needs_before_its_weights_are_there(
     tmp_path: Path, name: str, states: int, page: str, parameters: int
 ) -> None:
-    """States of one sequence in MiB, decoder parameters in millions; a budget in bytes bounds the states that are
+    """States of one sequence in MiB, decoder parameters in millions; a budget in bytes limits the states that are
     kept."""
     (tmp_path / "config.json").write_text(json.dumps(published(name)))
     common: dict[str, Any] = {"model": str(tmp_path), "max_seqs": 4, "max_len": 4096, "memory_bytes": 16 * 2**30}

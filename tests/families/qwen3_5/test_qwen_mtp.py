@@ -1,4 +1,4 @@
-"""The prediction head of published files: drafts against transformers' own layer, and answers that stay the same."""
+"""The prediction head of published files: drafts compared with transformers' own layer, and unchanged answers."""
 
 from __future__ import annotations
 

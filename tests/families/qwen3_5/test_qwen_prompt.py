@@ -1,4 +1,4 @@
-"""Prompts against transformers' tokenizer, template renderer and processor: ids are the same, whatever they hold."""
+"""Prompts compared with transformers' tokenizer, template renderer and processor: equal ids for any content."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TOOLS = [
 
 
 class Oracle:
-    """One directory, as this server reads it and as transformers does."""
+    """One directory, as read by this server and by transformers."""
 
     def __init__(self, path: Path) -> None:
         self.tokenizer = write_prompting(path)
@@ -74,7 +74,7 @@ class Oracle:
         return widen(read(GenerateSpec("r", "", given), media, self.assets), media, 0, self.assets, INFO)
 
     def chat(self, turns: list[tuple[str, Any]], items: list[dict[str, Any]], **arguments: Any) -> None:
-        """Holds the ids of a conversation, whose contents are text or lists of text, `image` and `video`, against
+        """Compares the ids of a conversation, whose contents are text or lists of text, `image` and `video`, with
         transformers'."""
         kinds = {"image": {"type": "image"}, "video": {"type": "video"}}
         conversation, messages = [], []
@@ -135,13 +135,13 @@ def test_conversations(
 @settings(max_examples=150, deadline=None)
 @given(st.text(max_size=60))
 def test_any_text(oracle: Oracle, text: str) -> None:
-    """But for the code points that stand for nothing, which mark what is literal here."""
+    """Except for private-use code points, which mark literal text here."""
     text = text.replace("\ufdd0", "").replace("\ufdd1", "")
     oracle.chat([("user", text), ("assistant", text), ("user", "x" + text)], [])
 
 
 def test_placeholders_in_somebody_s_text_are_text(oracle: Oracle) -> None:
-    """Where transformers would take them for an image, or fail."""
+    """Where transformers would treat them as images, or fail."""
     plain = oracle.found(ChatInput((Message("user", ("<|video_pad|> <|image_pad|>",)),)), [])
     assert oracle.assets.image_token_id not in plain.ids and oracle.assets.video_token_id not in plain.ids
     mixed = oracle.found(ChatInput((Message("user", (None, "<|video_pad|>", None, "<|image_pad|>")),)), [CLIP, SMALL])
@@ -151,7 +151,7 @@ def test_placeholders_in_somebody_s_text_are_text(oracle: Oracle) -> None:
 
 @pytest.mark.parametrize("items", [[WIDE], [CLIP], [SHORT], [SMALL, CLIP, WIDE], [SHORT, CLIP]], ids=str)
 def test_raw_text_and_ids_of_it(oracle: Oracle, items: list[dict[str, Any]]) -> None:
-    """A rendered template, as text, as its ids, and as the ids that this server says that it has."""
+    """A rendered template, as text, as its ids, and as the ids that this server returns for it."""
     pads = ["<|video_pad|>" if len(item["grid"]) == 3 else "<|image_pad|>" for item in items]
     text = "".join(f"look:{i} {pad} <|vision_start|>" for i, pad in enumerate(pads)) + "?"
     whole = oracle.found(RawInput(text), items)
@@ -203,7 +203,7 @@ def test_a_clip_ends_what_the_system_prompt_shares(oracle: Oracle) -> None:
 
 
 def test_rows_of_clips_are_where_their_ids_are(oracle: Oracle) -> None:
-    """Words between the temporal patches are known from the start, since nothing is pruned."""
+    """The text between the temporal patches is known from the start, since nothing is pruned."""
     prompt = oracle.found(ChatInput((Message("user", (None, "what?")),)), [CLIP])
     [image] = prompt.take_images()
     assert len(image.between) == 2

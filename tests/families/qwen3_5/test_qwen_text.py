@@ -64,7 +64,7 @@ def runner_of(checkpoint: Checkpoint, **options: Any) -> DecoderRunner:
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_tokens_and_logprobs_with_any_options(tmp_path: Path, seed: int) -> None:
-    """Prompts with a common beginning, one after the other: the second shows where they part."""
+    """Prompts with a common beginning, one after the other: the second shows where they differ."""
     chosen: dict[str, Any] = dict(OPTIONS[seed % len(OPTIONS)])
     heads = seed % 2 == 0 or chosen["speculative"] == "mtp"
     tiny = make_qwen(tmp_path, seed, naming=NAMINGS[seed % len(NAMINGS)], mtp=heads)
@@ -98,7 +98,7 @@ def test_tokens_and_logprobs_with_any_options(tmp_path: Path, seed: int) -> None
 
 @pytest.mark.parametrize("moe", [False, True])
 def test_every_naming_is_the_same_model(tmp_path: Path, moe: bool) -> None:
-    """Also with experts one by one; and norms get their 1 in float32, whatever they are stored in."""
+    """Also with experts one by one; and norms get their 1 in float32, whatever their stored dtype."""
     tensors = []
     for index, naming in enumerate(NAMINGS):
         path = tmp_path / str(index)
@@ -147,7 +147,7 @@ def test_leftover_tensors_are_errors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("moe", [False, True])
 def test_quantised_files_are_read_back(tmp_path: Path, moe: bool) -> None:
-    """Fused tensors are quantised as they are stored and split when they are read."""
+    """Fused tensors are quantised as stored and split when they are read."""
     make_qwen(tmp_path / "model", 5, moe=moe, text={"layer_types": ["linear_attention", "full_attention"],
               "num_hidden_layers": 2})  # fmt: skip
     checkpoint = Checkpoint(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""Images and clips as files in, log-probabilities out, through the real engine: against transformers in float32."""
+"""From image and clip files to log-probabilities, through the real engine: against transformers in float32."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SEEDS = 24
 GREEDY = 32
 IMAGE, VIDEO = IDS["image_token_id"], IDS["video_token_id"]
 NEVER = {IMAGE: -1e9, VIDEO: -1e9}
-"""The oracle takes one of these in an answer for one more image."""
+"""In an answer the oracle would take one of these for one more image."""
 
 
 def compiled() -> list[str]:
@@ -55,20 +55,20 @@ OPTIONS = pairwise(
 
 @dataclass
 class Asked:
-    """A prompt with its media, and what transformers is given for it."""
+    """A prompt with its media, and the oracle's inputs for it."""
 
     ids: list[int]
     """With one placeholder for each image and each temporal patch of the clip."""
     files: list[bytes]
     clip: list[bytes]
-    """Its frames; empty for none."""
+    """Its frames; empty for no clip."""
     widened: list[int]
     kinds: list[int]
     inputs: dict[str, Any]
 
 
 def ask(rng: random.Random, config: QwenVision, monkeypatch: pytest.MonkeyPatch) -> Asked:
-    """0 to 3 images of different shapes, and a clip in a third of all."""
+    """0 to 3 images of different shapes, and in a third of all cases a clip."""
     files = [png(rng.randint(0, 999)) for _ in range(rng.randint(0, 3))]
     frames = rng.choice([0, 0, 1, 2, 5])
     clip = [png(rng.randint(0, 999), (40, 24)) for _ in range(frames)]
@@ -103,7 +103,7 @@ def ask(rng: random.Random, config: QwenVision, monkeypatch: pytest.MonkeyPatch)
 
 @torch.no_grad()
 def oracle(tiny: TinyCheckpoint, asked: Asked, more: list[int]) -> torch.Tensor:
-    """Logits of the prompt's last token and of those of `more`."""
+    """Logits of the prompt's last token and of the tokens of `more`."""
     kinds = torch.tensor([asked.kinds + [0] * len(more)])
     found = tiny.model(
         input_ids=torch.tensor([asked.widened + more]), mm_token_type_ids=kinds, use_cache=False, **asked.inputs
@@ -112,7 +112,7 @@ def oracle(tiny: TinyCheckpoint, asked: Asked, more: list[int]) -> torch.Tensor:
 
 
 def compare(answer: saccade.Generation, logits: torch.Tensor) -> None:
-    """Within 1e-4 of the logits' scale, and each token the oracle's choice where that has a margin."""
+    """Within 1e-4 of the logits' scale; each token is the oracle's choice if that has a margin."""
     expected = torch.log_softmax(logits, -1)
     found = torch.empty_like(expected)
     assert answer.logprobs is not None
@@ -143,7 +143,8 @@ def made(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[TinyCh
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_logits_and_greedy_tokens(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt, and then the same with another question: what it finds of the first is the same, images included."""
+    """A prompt, and then the same with another question: what is cached of the first gives the same result, images
+    included."""
     tiny, _, asked = made(tmp_path, seed, monkeypatch)
     chosen = OPTIONS[seed % len(OPTIONS)]
     options: dict[str, Any] = {"max_seqs": 4, "max_len": 400, "threads": 1, "dtype": "float32", **chosen}
@@ -186,8 +187,8 @@ STEPS = pairwise(
 def test_positions_survive_whatever_happens_to_a_request(
     tmp_path: Path, place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two prompts of the same images, several samples of one of them, preempted all the time, swapped or computed
-    again: tokens are transformers'."""
+    """Two prompts with the same images, several samples of one of them, preempted all the time, swapped or recomputed:
+    tokens equal transformers'."""
     tiny, vision, asked = made(tmp_path, 100 + place, monkeypatch)
     checkpoint = Checkpoint(tmp_path)
     tower = EncoderRunner(

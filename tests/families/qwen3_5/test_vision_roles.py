@@ -1,4 +1,4 @@
-"""Images and clips that cross processes and hosts: engine process, image workers, encoders elsewhere."""
+"""Images and clips across processes and hosts: engine process, image workers, remote encoders."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def server(folder: Path) -> Iterator[RunningServer]:
 
 
 def test_answers_are_the_same_wherever_images_are_encoded(folder: Path, server: RunningServer) -> None:
-    """In this process, behind the engine's process boundary, and by an encoder that a gRPC stream leads to."""
+    """In this process, in the engine process, and by an encoder behind a gRPC stream."""
     rng = random.Random(4)
     words = [rng.randint(3, VOCAB - 8) for _ in range(12)]
     asked: dict[str, Any] = {
@@ -67,7 +67,7 @@ def test_answers_are_the_same_wherever_images_are_encoded(folder: Path, server: 
 
 @pytest.mark.parametrize(("form", "taken"), [("GIF", [0, 2, 4, 7, 9]), ("PNG", [0, 2, 4, 7, 9])])
 def test_frames_of_a_file_are_taken_at_the_model_s_rate(server: RunningServer, form: str, taken: list[int]) -> None:
-    """By an image worker, of ten frames at four a second: as if somebody had chosen five of them."""
+    """By an image worker, for ten frames at four per second: as if five of them had been sent."""
     file = animation(moving_frames(10, 40, 24), form)
     frames = [frame.numpy() for frame in open_video(file).frames(range(10))]
     asked: dict[str, Any] = {

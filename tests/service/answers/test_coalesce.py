@@ -1,4 +1,4 @@
-"""Coalescing changes how an answer is cut, and nothing else."""
+"""Coalescing changes how an answer is divided into deltas, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages to requests: what every field may hold, from both sides of its bound."""
+"""Conversion of messages to requests: allowed values of every field, from both sides of its limits."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_frames_keep_their_order_and_where_they_are() -> None:
 @pytest.mark.parametrize("name", ["messages", "add_generation_prompt"])
 @pytest.mark.parametrize("form", ["chat", "prompt"])
 def test_what_a_template_is_told_by_this_server_is_not_the_client_s_to_say(name: str, form: str) -> None:
-    """Without its generation prompt a model goes on with the user's own words."""
+    """Without the generation prompt, a model would continue the user's text."""
     request = inference_pb2.GenerateRequest()
     if form == "chat":
         request.chat.messages.add(role=types_pb2.ROLE_USER).parts.add(text="a")

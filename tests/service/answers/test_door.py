@@ -1,4 +1,4 @@
-"""The door without any transport: who is let in, what each refusal says, and what is left of a call at its end."""
+"""The door without a transport: which calls are admitted, the errors of the others, and what a call leaves behind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ONE, SLOW = {"authorization": "Bearer sk-one"}, {"x-api-key": "sk-slow"}
 
 
 class Entrance:
-    """A door with two keys, and what it has counted and logged."""
+    """A door with two keys, its counters and its log."""
 
     def __init__(self, path: Path, caplog: pytest.LogCaptureFixture) -> None:
         keys = "".join(

@@ -1,4 +1,4 @@
-"""The frontend over an engine that says what it is told: who may end what, where answers end, both sides of bounds."""
+"""The frontend over a scripted engine: cancellation, ends of answers, limits from both sides."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from service.telemetry.call_context import CallInfo, set_current_call
 
 
 class Told(FakeEngine):
-    """Keeps what it is given, and says what the test says."""
+    """An engine that records requests and sends the events of the test."""
 
     def __init__(self, max_len: int = 1000) -> None:
         super().__init__(vocabulary=64, max_len=max_len)
@@ -77,7 +77,7 @@ async def collect(events: AsyncGenerator[Event, None]) -> list[Event]:
 
 
 async def asked(frontend: Frontend, engine: Told, given: GenerateSpec, **options: Any) -> asyncio.Task[list[Event]]:
-    """The answer that is being written, once the engine has the request."""
+    """Starts an answer and waits until the engine has the request."""
     engine.submitted.clear()
     task = asyncio.create_task(collect(frontend.stream(given, **options)))
     waiting = asyncio.create_task(engine.submitted.wait())
@@ -325,7 +325,7 @@ def test_chunks_end_exactly_where_they_are_full() -> None:
 
 
 def test_the_delay_runs_from_the_first_that_is_held() -> None:
-    """Deltas that go on coming do not put it off."""
+    """Later deltas do not extend it."""
 
     async def run() -> None:
         async def steady() -> AsyncGenerator[Event, None]:

@@ -1,4 +1,4 @@
-"""Calls that end while a thread still works for them: what it has taken is given back."""
+"""Calls that end while a thread still works for them release what the thread has taken."""
 
 from __future__ import annotations
 

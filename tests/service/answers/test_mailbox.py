@@ -1,4 +1,4 @@
-"""Events are kept in order and none is lost; ends wait for nothing, tokens for no longer than the pace."""
+"""Events are kept in order and none is lost; ends are delivered at once, tokens after at most the pace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request may hold while it is prepared, and after: bounds, accounts, and who waits for whom."""
+"""Resources that a request holds while it is prepared and after: limits, accounting, and waiting."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def assets() -> ModelAssets:
 
 
 class Held(Clip):
-    """Two frames, the second of which comes when it is told to."""
+    """Two frames; the second is delivered when the test allows it."""
 
     def __init__(self, decoder: Controlled, frames: Sequence[Pixels]) -> None:
         self._decoder, self._frames = decoder, frames
@@ -76,7 +76,7 @@ class Held(Clip):
 
 
 class Controlled:
-    """A decoder whose files wait until they are told to go on; `bad` ones fail at once."""
+    """A decoder whose files wait until the test lets them continue; `bad` ones fail at once."""
 
     def __init__(self) -> None:
         self.begun, self.go_on = threading.Semaphore(0), threading.Event()
@@ -215,7 +215,7 @@ def test_only_frames_that_are_looked_at_are_fetched(assets: ModelAssets) -> None
 
 
 def test_a_bad_image_ends_its_call_when_the_others_are_over(assets: ModelAssets) -> None:
-    """Those that had begun are waited for and accounted for, those that had not never begin."""
+    """Started files are waited for and accounted for; the others are never started."""
 
     async def body(frontend: Frontend, decoder: Controlled) -> None:
         sources = (image(b"slow 0", 0), image(b"bad", 1), *(image(b"slow %d" % i, i) for i in range(2, 8)))
@@ -232,7 +232,7 @@ def test_a_bad_image_ends_its_call_when_the_others_are_over(assets: ModelAssets)
 
 
 def test_errors_of_several_files_are_all_looked_at(assets: ModelAssets) -> None:
-    """One is told; asyncio must not report the others as never retrieved when they are collected."""
+    """One error is raised; asyncio must not report the others as never retrieved."""
     reported: list[dict[str, Any]] = []
 
     async def body(frontend: Frontend, decoder: Controlled) -> None:
@@ -273,7 +273,7 @@ def test_a_call_that_is_cancelled_keeps_its_room_until_its_images_are_over(asset
 
 
 class Keeper(FakeEngine):
-    """Takes requests and remembers their pixels as weakly as can be."""
+    """An engine that takes requests and keeps weak references to their pixels."""
 
     def __init__(self) -> None:
         super().__init__(vocabulary=64)
@@ -327,7 +327,7 @@ def test_room_for_pixels_is_given_back_with_the_first_tokens(assets: ModelAssets
 
 
 def test_what_decodes_a_video_is_free_at_once_when_it_is_refused(assets: ModelAssets) -> None:
-    """Frames of two sizes: the error comes from behind the decoder, which is in the middle of the clip."""
+    """With frames of two sizes the error is raised after decoding, in the middle of the clip."""
 
     async def body(frontend: Frontend, decoder: Controlled) -> None:
         decoder.go_on.set()
@@ -375,7 +375,7 @@ def sizes(assets: ModelAssets, max_len: int) -> list[tuple[Any, dict[str, Any], 
 
 @pytest.mark.parametrize("case", range(6))
 def test_what_no_context_holds_is_refused_by_its_count(assets: ModelAssets, case: int) -> None:
-    """Before it is read: an image of the same request is not decoded."""
+    """Rejected before images of the same request are decoded."""
     engine = FakeEngine(vocabulary=64, max_len=50)
     given, fields, words = sizes(assets, 50)[case]
 
@@ -424,7 +424,7 @@ def test_ids_that_the_model_does_not_have(assets: ModelAssets, fields: dict[str,
 
 @pytest.mark.parametrize(("size", "apart"), [(10, False), (3000, True)])
 def test_long_definitions_of_tools_are_rendered_off_the_event_loop(assets: ModelAssets, size: int, apart: bool) -> None:
-    """However short the messages are: templates print them."""
+    """Also if the messages are short: templates print the definitions."""
     where: list[int] = []
     probing = copy.copy(assets)
     probing.template = ChatTemplate(

@@ -1,4 +1,4 @@
-"""What images and clips become: keys that tell apart what must not be shared, and the most that they can take."""
+"""Preparing images and clips: keys that separate what must not be shared, and upper bounds of sizes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def frames(*files: bytes, fps: float | None = None) -> Video:
 
 
 def test_equal_keys_are_for_equal_rows_of_one_tenant() -> None:
-    """And for nothing else: rows are shared by them."""
+    """Rows are shared by key, so equal keys must mean equal rows of the same tenant."""
     one, gif = preparer(), animation(moving_frames(6, 32, 32), "GIF")
     different: list[tuple[Preparer, MediaSource, bytes]] = [
         (one, Image(STILL, "f"), b""), (one, Image(STILL, "f"), b"a"), (one, Image(STILL, "f"), b"b"),

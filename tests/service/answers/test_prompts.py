@@ -1,4 +1,4 @@
-"""From a request to the ids that the decoder reads, and where the system prompt of a chat ends."""
+"""Converting a request to the decoder's ids, and the end of a chat's system prompt."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def chat(*messages: tuple[str, str]) -> GenerateSpec:
 
 
 def end(spec: GenerateSpec, assets: ModelAssets) -> tuple[int, str]:
-    """The number, and the text of so many tokens."""
+    """The number of ids, and their text."""
     ids = read(spec, [], assets)
     length = system_end(spec, ids, assets)
     assert assets.tokenizer is not None
@@ -62,7 +62,7 @@ def test_raw_text_has_none(assets: ModelAssets) -> None:
 
 
 def test_an_image_in_the_question_ends_it(assets: ModelAssets) -> None:
-    """Also where the stand-in question would have gone on alike."""
+    """Even if the stand-in question would have the same ids."""
     spec = GenerateSpec("r", "", ChatInput((Message("system", ("be",)), Message("user", (None, "what?")))))
     ids = read(spec, [prepared()], assets)
     assert assets.image_token_id in ids
@@ -70,7 +70,7 @@ def test_an_image_in_the_question_ends_it(assets: ModelAssets) -> None:
 
 
 def prepared(tokens: int = 4, labels: tuple[str, ...] = ()) -> PreparedItem:
-    """An image of so many tokens in two rows, or a clip of a group of them for each label."""
+    """An image of `tokens` tokens in two rows of the grid, or a clip with one group for each label."""
     groups = max(1, len(labels))
     item = EncoderItem((4, 2 * tokens // groups // 2), torch.zeros(4 * tokens, 3), num_sequences=groups)
     return PreparedItem(item, None, "prompt.images[0]", b"key", labels, len(labels))
@@ -89,7 +89,7 @@ def test_ids_are_below_the_vocabulary(assets: ModelAssets) -> None:
 
 
 def test_prompt_and_answer_share_the_context(assets: ModelAssets) -> None:
-    """The prompt, what continues and one more token: exactly that much fits."""
+    """The prompt, its continuation and one more token fit exactly."""
     ids = [7, 8, assets.image_token_id, 9]
     wide = [7, 8, *[assets.image_token_id] * 4, 9]
     assert widen(ids, [prepared()], 2, assets, info(max_len=10)).ids == wide

@@ -1,4 +1,4 @@
-"""Batches on disk: what fits exactly fits, who is whose, what a restart finds, when things go."""
+"""Batches on disk: limits, tenants, restarts and expiry."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_an_upload_that_is_left_or_wrong_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_one_request_id_of_two_tenants_makes_two_batches(tmp_path: Path) -> None:
-    """And of one tenant the same batch again, or an error where the file is another."""
+    """The same id of one tenant returns the same batch, or an error if the file differs."""
     store = BatchStore(tmp_path, 10**6, 100.0)
 
     one, two = (make(store, *values, "same").batch_id for values in (("a", b"first"), ("b", b"other")))

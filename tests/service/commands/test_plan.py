@@ -1,4 +1,4 @@
-"""The plan says what the engine then does."""
+"""The plan matches what the engine does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`saccade tune`: the table, the option it ends with, and what a bad file is told."""
+"""`saccade tune`: the table, the suggested option, and errors for bad files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""API keys: who is let in, as what, and what a wrong key file says."""
+"""API keys: which callers are admitted, with which rights, and errors of wrong key files."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_tenants_have_salts_of_their_own(tmp_path: Path) -> None:
 
 
 def test_keys_of_one_name_share_its_rate(tmp_path: Path) -> None:
-    """A second key, as when one is replaced by another, is no second helping."""
+    """A second key of the same name, as during a rotation, does not add to the rate."""
     keys = tmp_path / "keys.toml"
     keys.write_text("".join(entry("a", key, requests_per_minute=3) for key in ("old", "new")) + entry("b", "b"))
     guard = Guard(watch_keys(str(keys)))

@@ -1,4 +1,4 @@
-"""Messages that leave by a thread of their own: in order, and each is sent or told to be lost."""
+"""Messages sent from a separate thread: in order, and each is sent or reported as lost."""
 
 from __future__ import annotations
 

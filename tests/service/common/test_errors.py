@@ -1,4 +1,4 @@
-"""Statuses: every class has one, no foreign text leaves, and texts are cut and made writable."""
+"""Statuses: every class has one, no foreign text is sent, and texts are shortened and made valid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a process that starts is waited for, and what is said of one that does not get ready."""
+"""How long a starting helper process is waited for, and the errors if it does not become ready."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rates and budgets: sums that must come out, on a clock of the test's own."""
+"""Rates and budgets: the totals are right, on the test's own clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way to encoders: a key only over TLS or within this machine, a certificate only with its key."""
+"""Credentials for encoders: a key only over TLS or within this machine, a certificate only with its key."""
 
 from __future__ import annotations
 

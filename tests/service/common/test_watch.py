@@ -1,4 +1,5 @@
-"""Files that are replaced under a running server: each way of doing so is noticed, and a slip changes nothing."""
+"""Files that are replaced while the server runs: every way of replacing is noticed, and an invalid file changes
+nothing."""
 
 from __future__ import annotations
 

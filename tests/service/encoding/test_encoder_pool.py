@@ -1,4 +1,4 @@
-"""Which encoder gets an image, and what becomes of images whose encoder is late, full or gone. Links are fakes."""
+"""Assignment of images to encoders, and handling of encoders that are late, full or gone. Links are fakes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FOREVER = 1000.0
 
 
 class FakeLink:
-    """An encoder that is told what to do by the test."""
+    """A scripted encoder."""
 
     def __init__(self, name: str, elsewhere: int = 0) -> None:
         self.name, self.alive, self.reason, self.elsewhere = name, True, "", elsewhere
@@ -81,7 +81,7 @@ def ask(handoff: Handoff, names: str, tokens: int = 10) -> list[Lease]:
 
 
 def test_the_encoder_with_the_least_to_do_gets_the_next_image() -> None:
-    """What its other decoders have given it counts."""
+    """Work from its other decoders counts."""
     one, two = FakeLink("one", elsewhere=15), FakeLink("two")
     pool, handoff = make(one, two)
     ask(handoff, "abcd")

@@ -1,4 +1,4 @@
-"""Who may attach to an encoder, when several come at once and when it stops meanwhile."""
+"""Admission of decoders to an encoder: several at once, and while the encoder stops."""
 
 from __future__ import annotations
 

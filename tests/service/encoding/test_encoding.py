@@ -1,4 +1,4 @@
-"""The encoder in the engine's process: taken, written, published; an image that fails does so alone."""
+"""The encoder in the engine's process: taking, writing, publishing; an image that fails does not affect others."""
 
 from __future__ import annotations
 
@@ -109,9 +109,8 @@ def test_a_thread_of_its_own_works_until_it_is_closed(handoff: Handoff) -> None:
 
 @pytest.mark.parametrize("graphs", ["on", "off"])
 def test_on_a_gpu_the_encoder_works_beside_the_decoder(graphs: str) -> None:
-    """Memory comes from the decoder's stream, rows are written on another, and read on the decoder's again: each behind
-    an event, or the pretended GPU refuses it. The host waits for neither stream.
-    """
+    """Memory is allocated on the decoder's stream, rows are written on another stream, and read on the decoder's: each
+    after an event, otherwise the pretended GPU raises an error. The host waits for neither stream."""
     images = [random_image(TINY.config, 4, 4, seed=seed) for seed in range(2)]
     expected = [alone(image) for image in images]
     with pretended():

@@ -1,4 +1,4 @@
-"""What a decoder sends to an encoder elsewhere: never beyond its window, and a revocation always."""
+"""What a decoder sends to a remote encoder: never beyond its window, and every revocation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def told(message: encoder_pb2.AttachRequest) -> tuple[str, int]:
 
 
 def test_a_revocation_reaches_the_encoder() -> None:
-    """After the pixels have been sent, and in the middle of them: the rest stays here, and the cancellation goes."""
+    """After the pixels have been sent, and in the middle of them: the rest is not sent, but the cancellation is."""
     session, messages, counts = opened(1 << 30)
     whole, large, last = work_for(1), work_for(2, 4, PIECE_BYTES // 16), work_for(3)
     for work in (whole, large, last):
@@ -69,7 +69,7 @@ def test_what_was_never_sent_needs_no_cancellation() -> None:
 
 
 def test_the_window_bounds_what_is_sent() -> None:
-    """To the byte, and in order: a small image does not pass the large one that waits for room."""
+    """Exactly and in order: a small image does not overtake a large one that waits."""
     session, messages, _ = opened(3 * SMALL - 1)
     for work in (work_for(1, 1), work_for(2, 2), work_for(3, 1)):
         session.add(work, None)

@@ -130,7 +130,8 @@ def test_the_encoder_takes_at_most_its_step_but_always_one() -> None:
 
 
 def test_two_requests_with_two_large_images_each_do_not_lock_each_other_out() -> None:
-    """11,844 tokens twice against a bound of 16,384: each request holds one image and waits for the other's room."""
+    """Twice 11,844 tokens with a capacity of 16,384: each request holds one image and waits for the memory of the
+    other."""
     handoff = Handoff(16_384 * ROW, HIDDEN, torch.float32)
     leases: dict[str, list[Lease]] = {}
     for owner, keys in (("r1", (b"a", b"b")), ("r2", (b"b", b"a"))):
@@ -158,7 +159,7 @@ class Clock:
 
 
 def test_the_most_urgent_is_taken_first() -> None:
-    """Deadlines and priorities are those of who waits at present."""
+    """Deadlines and priorities are those of the requests that wait at present."""
     clock = Clock()
     handoff = Handoff(100 * ROW, HIDDEN, torch.float32, clock=clock)
     handoff.lease(b"a", image(10), "r1")
@@ -196,7 +197,7 @@ def test_the_space_of_a_writer_that_is_late_is_not_used_until_it_is_over() -> No
 
 
 def test_what_is_taken_back_from_late_writers_goes_on_in_order_of_arrival() -> None:
-    """Two that were being written and one that waited for their space: the oldest is first, the newcomer last."""
+    """Two that were being written and one that waited for their memory: the oldest is first, the newest last."""
     clock = Clock()
     handoff = Handoff(12 * ROW, HIDDEN, torch.float32, clock=clock)
     leases = []
@@ -259,7 +260,7 @@ def test_pixels_are_kept_while_they_may_be_needed_and_freed_once_the_rows_are_ca
 
 
 def test_a_second_encoding_keeps_the_first_one_s_counts() -> None:
-    """Requests have been laid out by them: other counts would put rows in other places."""
+    """Prompts have been laid out by them: other counts would move rows."""
     handoff = Handoff(12 * ROW, HIDDEN, torch.float32)
     clip, other = handoff.lease(b"a", image(6), "r1"), handoff.lease(b"b", image(6), "r2")
     blocked = handoff.lease(b"c", image(6), "r1")
@@ -347,8 +348,8 @@ def test_without_an_encoder_those_who_wait_are_told_and_what_is_there_stays() ->
 
 
 class HandoffMachine(RuleBasedStateMachine):
-    """Random clients and random encoders, some of them late, dead or wrong; afterwards everything is consumed in
-    order. Every row that a client sees is of its own image."""
+    """Random clients and random encoders, some of them late, dead or wrong; at the end everything is consumed in order.
+    Every row that a client reads belongs to its own image."""
 
     def __init__(self) -> None:
         super().__init__()

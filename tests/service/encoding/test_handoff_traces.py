@@ -15,13 +15,13 @@ SIZES = {b"A": 4, b"B": 5, b"C": 6}
 
 
 class Cache:
-    """A handoff of ten rows whose encoder keeps up."""
+    """A handoff of ten rows with a fast encoder."""
 
     def __init__(self) -> None:
         self.handoff = Handoff(10 * ROW, HIDDEN, torch.float32)
 
     def hold(self, key: bytes, owner: str) -> Lease:
-        """A lease, encoded at once where there is room."""
+        """A lease, encoded at once if there is memory."""
         tokens = SIZES[key]
         lease = self.handoff.lease(key, EncoderItem((2, 2 * tokens), torch.zeros(4 * tokens, 3)), owner)
         self.handoff.publish(self.handoff.take())
@@ -36,7 +36,7 @@ class Cache:
 
     @property
     def freeable_rows(self) -> int:
-        """Rows that nobody holds: free, or cached."""
+        """Rows without leases: free, or cached."""
         return self.free_rows + self.handoff.stats()["cached_bytes"] // ROW
 
 

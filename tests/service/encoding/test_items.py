@@ -1,4 +1,4 @@
-"""Images and clips cross as messages and come out as they went in."""
+"""Images and clips survive conversion to messages and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared segments: which one is used again, and what the bound does."""
+"""Shared segments: reuse, and the limit on their bytes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def test_sizes_are_powers_of_two(size: int, segment: int) -> None:
 def test_a_segment_serves_again_for_images_of_about_its_size(
     pool: SegmentPool, left: int, wanted: int, again: bool
 ) -> None:
-    """From its own size down to half of it: a small image must not hold a large segment."""
+    """A segment is reused for images from its own size down to half of it: a small image must not hold a large
+    segment."""
     first = take(pool, left * KIB)
     pool.give_back(first)
     found = pool.take(wanted * KIB)
@@ -66,7 +67,8 @@ def test_a_segment_is_in_one_hand_at_a_time(pool: SegmentPool) -> None:
 
 
 def test_the_bound_holds_for_all_together(pool: SegmentPool) -> None:
-    """Segments that are taken make others wait; free ones of another size go, oldest first, and no more than needed."""
+    """Segments in use make others wait; free ones of another size are closed, oldest first, and no more than
+    necessary."""
     taken = take(pool, 512 * KIB)
     small = [take(pool, 128 * KIB) for _ in range(4)]
     assert pool.bytes == pool.taken_bytes == 1024 * KIB and pool.take(64 * KIB) is None

@@ -1,4 +1,4 @@
-"""What an operator sets is what the decoder gets."""
+"""The operator's options reach the decoder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from service.engine.build import decoder_options
 from service.model.checkpoint import open_checkpoint
 
 FIXED = {"page_size", "state_dtype"}
-"""Options that tests of the decoder set, and no operator."""
+"""Options that are set by tests of the decoder only."""
 OTHERS: dict[str, Any] = {
     "dtype": "bfloat16", "device": "cpu", "max_seqs": 3, "max_len": 99, "max_batched_tokens": 77, "max_chunk": 5,
     "memory_bytes": 10**9, "memory_share": 0.25, "host_bytes": 12345, "weights": "int8", "native": "off",

@@ -1,4 +1,4 @@
-"""The engine's loop over a tiny model: what becomes of requests that the decoder refuses, and of several samples."""
+"""The engine's loop over a tiny model: requests that the decoder rejects, and several samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from service.engine.types import EngineEvent, EngineRequest
 
 
 class Running:
-    """An engine in a thread of its own, and what it has said."""
+    """An engine in a thread, and its events."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.events = engine, list[EngineEvent]()
@@ -33,7 +33,7 @@ class Running:
             self._told.notify_all()
 
     def wait(self, names: set[str]) -> dict[str, list[EngineEvent]]:
-        """Events by request, once all of these have ended."""
+        """Events by request, after all of these have ended."""
         with self._told:
             ended = self._told.wait_for(
                 lambda: names <= {e.request_id for e in self.events if e.finish_reason is not None}, timeout=60
@@ -61,7 +61,7 @@ def greedy(tokens: int = 4) -> SamplingParams:
 
 
 def test_a_deadline_out_of_reach_is_refused_and_leaves_nothing(running: Running) -> None:
-    """A step has taken a thousand seconds: what has five left is not begun."""
+    """A step has taken a thousand seconds: a request with five seconds left is not started."""
     running.engine._decoder.timer.pace.observe(1, 1000.0)
     running.engine.submit(EngineRequest("late", [1] * 50, greedy(), timeout=5.0))
     (event,) = running.wait({"late"})["late"]
@@ -73,7 +73,7 @@ def test_a_deadline_out_of_reach_is_refused_and_leaves_nothing(running: Running)
 
 
 def test_samples_of_one_request_read_its_prompt_once(running: Running) -> None:
-    """The same tokens as from requests of their own, and one prompt's worth of work."""
+    """The same tokens as from separate requests, with one prompt computed."""
     prompt, sampling = [1 + i % 90 for i in range(70)], SamplingParams(max_tokens=5, seed=3, ignore_eos=True)
     for index in range(3):
         running.engine.submit(EngineRequest(f"alone {index}", prompt, sampling, sample_index=index))
@@ -103,7 +103,7 @@ def test_a_sample_that_is_aborted_leaves_the_others(running: Running) -> None:
 
 
 def test_a_sign_of_life_is_one_of_the_loop_itself(tmp_path: Path) -> None:
-    """A thread beside a loop that hangs would always answer."""
+    """A separate thread would answer even if the loop hangs."""
     make_served(tmp_path / "model", vision=False)
     engine = build_engine(EngineOptions(str(tmp_path / "model"), dtype="float32", threads=1, max_seqs=4, max_len=200))
     reached, go_on = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""The near end of an engine, without one: what becomes of requests, queries and descriptors when the far end goes."""
+"""The client of an engine, without an engine: requests, queries and descriptors when the other end closes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files on their way in, and disks that are full: limits from both sides."""
+"""Receiving files, and full disks: limits from both sides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Files by URL, from a real TLS server: which are fetched, and all that must not be reached by way of this server."""
+"""Files by URL, from a real TLS server: which are fetched, and addresses that must not be reachable through this
+server."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 class Site:
-    """A web server on the loopback that says what it is told to, and remembers what it was asked."""
+    """A scripted web server on the loopback interface, which records its requests."""
 
     def __init__(self, authority: Authority) -> None:
         self.requests: list[bytes] = []
@@ -137,7 +138,7 @@ def test_a_file_comes_whole_under_the_host_s_own_name(authority: Authority) -> N
 
 
 def test_the_name_is_resolved_once_and_the_connection_goes_there(authority: Authority) -> None:
-    """A name server that answers differently the second time never gets to."""
+    """A second, different answer of a name server is never asked for."""
     asked: list[str] = []
 
     async def rebinding(host: str, port: int) -> Sequence[str]:
@@ -156,7 +157,7 @@ def test_the_name_is_resolved_once_and_the_connection_goes_there(authority: Auth
 
 
 def test_the_connection_goes_to_the_address_that_was_checked(authority: Authority) -> None:
-    """Not to the name, which a name server may answer for differently a moment later."""
+    """Not to the name, whose address may have changed since."""
 
     async def body(site: Site, fetcher: Callable[..., Fetcher]) -> None:
         site.says("/a.png", FILE)

@@ -1,4 +1,4 @@
-"""Room for pixels: in order, never more than there is, and nothing lost to those who stop waiting."""
+"""The limit on pixels in memory: in order, never exceeded, and nothing lost by requests that stop waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoding in other processes: the same pixels, limits that hold, and workers that lie."""
+"""Decoding in other processes: the same pixels, enforced limits, and workers that send invalid replies."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def make_pool(limits: MediaLimits = LIMITS, seconds: float = 60) -> ImagePool:
 
 
 def image(pool: ImagePool, data: bytes) -> EncoderItem:
-    """As the engine sees it."""
+    """The item as the engine gets it."""
     return opened(pool.image(data, Stopwatch()))
 
 
@@ -235,7 +235,7 @@ def test_another_takes_the_place_of_one_that_lies() -> None:
 
 @contextmanager
 def lying(pool: ImagePool, said: bytes, file: int | None) -> Iterator[None]:
-    """Puts a process in the place of the pool's worker that has said this, and sent a file, before it was asked."""
+    """Replaces the pool's worker by a process that has sent this reply and file in advance."""
     worker = pool.workers[0]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with theirs:

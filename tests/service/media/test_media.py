@@ -1,4 +1,4 @@
-"""The media spool on a real disk: its books, its clock, its refusals."""
+"""The media spool on a real disk: accounting, expiry and errors."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_refusals(tmp_path: Path) -> None:
 
 
 def test_uploads_of_one_tenant_share_its_part(tmp_path: Path) -> None:
-    """Two at a time cannot each have what is left; another tenant has its own part, and all together the whole."""
+    """Two concurrent uploads cannot each take the rest; another tenant has its own share, and all share the total."""
     clock = Clock()
     spool = Spool(tmp_path, 5000, 100.0, ImageLimits(max_bytes=10**5), clock, tenant_capacity=2000)
     with spool.upload("a", 1500):
@@ -184,7 +184,7 @@ def test_frontends_share_their_files(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_an_error_of_its_own(tmp_path: Path) -> None:
-    """/dev/full is a disk without room."""
+    """/dev/full acts as a full disk."""
     spool, data = make(tmp_path), png(1)
     with pytest.raises(errors.ResourceExhausted) as error, spool.upload("t", len(data)) as upload:
         upload.close()

@@ -1,4 +1,4 @@
-"""Model directories as they are published: both namings, shards, everything that can be wrong with them."""
+"""Model directories as published: both naming schemes, shards, and everything that can be wrong with them."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_what_two_hosts_compare_follows_the_numbers_of_the_vision_weights(tmp_pa
 
 
 def test_experts_are_stacked_by_their_numbers(tmp_path: Path) -> None:
-    """A file lists its tensors by name, in which 10 comes before 2."""
+    """A file lists its tensors by name, so 10 comes before 2."""
     tiny = make_checkpoint(tmp_path, 4, naming="released", text={"pattern": "E", "n_routed_experts": 12})
     name = "model.layers.0.mixer.experts.up_proj"
     found = dict(Checkpoint(tmp_path).decoder_weights())[name]
@@ -304,7 +304,7 @@ def test_hub_ids_resolve_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("prefix", ["mtp.", "language_model.mtp.", "language_model.backbone.mtp.", "model.mtp."])
 def test_heads_that_predict_further_tokens_are_found_by_every_name(tmp_path: Path, prefix: str) -> None:
-    """Experts one by one, as released, or stacked; read in the model's own names."""
+    """Experts one by one, as released, or stacked; mapped to the model's own names."""
     make_checkpoint(tmp_path, 3, mtp=True, text={"pattern": "M*"})
     wanted = Checkpoint(tmp_path).config.decoder.mtp_weights()
     assert not [name for name, _ in Checkpoint(tmp_path).decoder_weights() if name.startswith("mtp.")]
@@ -331,7 +331,7 @@ def test_the_pattern_of_those_heads_is_read_either_way(field: str) -> None:
 
 
 def test_a_weight_that_is_there_twice_is_an_error(tmp_path: Path) -> None:
-    """Under two of the names that it may have: which of them would be served?"""
+    """Under two of its possible names: which of them should be used?"""
     make_checkpoint(tmp_path, 2, vision=False, text={"pattern": "M"})
     weights = load_file(tmp_path / "model.safetensors")
     [known] = [name for name in weights if name.endswith("norm_f.weight")]

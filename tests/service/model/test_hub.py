@@ -1,4 +1,4 @@
-"""Models that are named by their hub ids, downloaded from a hub on this host."""
+"""Downloads of models by hub id, from a hub on this host."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TOKEN = "hf_aSecretThatNobodyMaySee"
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of several weight files, with what a repository holds besides."""
+    """A model with several weight files, and further files of a repository."""
     folder = tmp_path_factory.mktemp("hub") / "tiny"
     make_checkpoint(folder, 1, text={"pattern": "M*-"}, shard="60KB")
     for name in (
@@ -143,7 +143,7 @@ def test_what_arrives_damaged_is_not_kept(hub: HubServer, tiny: Path) -> None:
 
 
 def test_a_file_that_fails_stops_the_others(hub: HubServer, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first never comes to its end; the second is damaged."""
+    """The first download never finishes; the second is damaged."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 2)
     first, second = shards(tiny)
     hub.hold_after, hub.hold_only = 20_000, first
@@ -325,7 +325,7 @@ def test_a_full_disk_is_refused_with_both_numbers(hub: HubServer, tiny: Path, mo
 
 
 def test_a_disk_that_fills_up_is_named(hub: HubServer, tiny: Path) -> None:
-    """A limit on the size of files stands for it: the system refuses the write in the same way."""
+    """Simulated by a limit on file sizes, for which the system rejects the write in the same way."""
     code = (
         "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (40000, 40000))\n"

@@ -1,4 +1,4 @@
-"""Published quantised formats: numbers as they are meant, answers of the dequantised model, and what is refused."""
+"""Published quantised formats: correct numbers, answers of the dequantised model, and errors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def matrix(rows: int, inner: int, seed: int = 0) -> np.ndarray:
 
 
 def read_back(tensors: dict[str, torch.Tensor], config: dict[str, object]) -> Quantised:
-    """Through recognition, agreement with the configuration and unpacking."""
+    """Through detection, comparison with the configuration and unpacking."""
     declared = read_declared({"quantization_config": config}, {})
     assert declared is not None
     found, _ = find_weights(entries(tensors), block=declared.block)
@@ -80,7 +80,7 @@ def test_products_are_those_of_the_numbers_and_of_each_row_alone(form: str, dtyp
 
 
 def test_compiled_products_keep_weights_packed() -> None:
-    """Bytes that stay, against two for each number in bfloat16."""
+    """Bytes in memory, compared with two per number in bfloat16."""
     shares = {"block-fp8": 0.53, "modelopt-nvfp4": 0.29, "awq": 0.5, "packed-int4": 0.4}
     for form, share in shares.items():
         write, config = FORMATS[form]

@@ -1,4 +1,4 @@
-"""A saved quantised checkpoint is the same model as one quantised at load, and is refused where it cannot be that."""
+"""A saved quantised checkpoint is the same model as one quantised at load; otherwise it is an error."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_a_character_among_bytes_of_none_is_not_cut_in_two(tokenizer: Tokenizer)
 
 @pytest.mark.parametrize("token", ["\u0122", "<|im_end|>", None], ids=["half a character", "special", "no entry"])
 def test_a_long_answer_of_no_text_costs_no_more_for_each_token(tokenizer: Tokenizer, token: str | None) -> None:
-    """Going on with one of 8,000 tokens took two seconds."""
+    """Continuing an answer of 8,000 tokens took two seconds."""
     decoded = 0
 
     class Counting:
@@ -213,7 +213,7 @@ def test_the_default_template_is_chosen_by_its_name(tmp_path: Path) -> None:
     ],
 )
 def test_what_templates_see_and_how_they_are_read(source: str, arguments: dict[str, object], text: str) -> None:
-    """As transformers does it; and a caller's arguments are not the messages."""
+    """As in transformers; and a caller's arguments cannot replace the messages."""
     assert template(source).render([Message("user", ("a",))], arguments) == text
 
 
@@ -267,7 +267,7 @@ def test_a_file_s_truncation_padding_and_own_tokens_are_not_applied(tmp_path: Pa
 
 
 def test_a_token_s_text_may_depend_on_what_is_before_it(tmp_path: Path) -> None:
-    """A decoder that drops the space before the first word: it is dropped once, however the ids come."""
+    """A decoder that drops the space before the first word: it is dropped once, however the ids are divided."""
     raw = RawTokenizer(models.WordLevel({"\u2581one": 0, "\u2581two": 1}, unk_token="\u2581one"))
     raw.decoder = decoders.Metaspace()
     raw.save(str(tmp_path / "tokenizer.json"))
@@ -297,7 +297,7 @@ def test_a_file_that_is_no_tokenizer(tmp_path: Path) -> None:
     cuts=st.lists(st.integers(1, 4), min_size=1, max_size=10),
 )
 def test_stop_strings_however_the_text_is_cut(text: str, stops: list[str], cuts: list[int]) -> None:
-    """What is shown is the text before the stop string that is complete first; nothing of it ever shows."""
+    """The shown text is that before the stop string that is complete first; no part of the stop string is shown."""
     matcher = StopMatcher(stops)
     shown, position, i = "", 0, 0
     while position < len(text) and matcher.matched is None:

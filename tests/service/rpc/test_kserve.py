@@ -1,4 +1,4 @@
-"""The KServe contract itself: fresh, private, and the same on the wire as Triton's."""
+"""The KServe contract: fresh, in a private pool, and identical to Triton's on the wire."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_what_makes_sense_is_taken() -> None:
 
 
 def test_the_input_is_in_the_output_only_where_that_is_asked_for() -> None:
-    """As Triton's own back end for vLLM has it, but for its default."""
+    """As in Triton's own vLLM back end, except for the default."""
     for value, prefix in ((b"\x01", ""), (b"\x00", "a")):
         message = prompt()
         message.inputs.add(name="exclude_input_in_output", datatype="BOOL", shape=[1])
@@ -188,7 +188,7 @@ def test_the_input_is_in_the_output_only_where_that_is_asked_for() -> None:
 
 
 def test_random_requests_are_taken_or_refused_by_name() -> None:
-    """Neither reading nor what is told afterwards ever ends in an exception of another kind."""
+    """Neither reading nor the error message ever raises another kind of exception."""
     rng, taken = random.Random(7), 0
     for _ in range(3000):
         try:

@@ -1,4 +1,4 @@
-"""Errors as gRPC sends them: details that can be read back, and trailers that stay small whatever is in them."""
+"""gRPC statuses: details that can be read back, and trailers of limited size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What health says of a server as its engine comes and goes, over an engine that is only pretended."""
+"""A server's health as its engine starts and dies, with a fake engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics: what is counted, under which names, and what happens where there is nothing to ask."""
+"""Metrics: what is counted, under which names, and without an engine."""
 
 from __future__ import annotations
 

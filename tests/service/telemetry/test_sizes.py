@@ -1,4 +1,4 @@
-"""The file of image sizes: added to, whole or not at all, and never a reason to fail."""
+"""The file of image sizes: counts are added atomically, and failures do not stop the server."""
 
 from __future__ import annotations
 

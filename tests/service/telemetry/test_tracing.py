@@ -1,4 +1,4 @@
-"""The traceparent header, as the W3C recommendation reads it."""
+"""The traceparent header, according to the W3C recommendation."""
 
 from __future__ import annotations
 
