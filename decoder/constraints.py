@@ -1,7 +1,7 @@
-"""Constraints on what a sample may contain: the interface between the decoder and grammars.
+"""Constraints on the tokens of a sample: the interface between the decoder and grammars.
 
-A constraint is host state that belongs to one request. The decoder asks it which tokens may follow, tells it which
-token was drawn, and never asks why: a free phase is a full mask.
+A constraint is host state that belongs to one request. The decoder asks it which tokens may follow and tells it which
+token was drawn; where the constraint does not restrict the text, its mask is full.
 """
 
 from __future__ import annotations
@@ -14,33 +14,34 @@ if TYPE_CHECKING:
 
 
 class ConstraintError(Exception):
-    """Why a constraint cannot go on; ends its own request."""
+    """The reason why a constraint cannot continue. It ends its own request only."""
 
 
 class Constraint(Protocol):
-    """What may follow in one sample, given the tokens accepted so far. Not thread-safe, and owned by one sample.
+    """What may follow in one sample, given the tokens accepted so far; a function of these tokens alone. Not
+    thread-safe; each sample has its own.
 
-    What it allows is a function of these tokens alone. Any method may raise: that ends the request of this constraint
-    with the error, and no other.
+    Any method may raise. This ends the request of this constraint with the error, and no other.
     """
 
     def copy(self) -> Constraint:
         """An independent constraint in the same state, for another sample."""
 
     def fill_mask(self, words: torch.Tensor) -> None:
-        """Writes which tokens may follow: bit `token % 32` of `words[token // 32]`. `words`: int32
-        `[ceil(vocab_size / 32)]` on the CPU, contiguous. End-of-sequence ids are allowed exactly where the text may
-        end. At least one bit is set, unless accepted tokens have ended the sample.
+        """Writes which tokens may follow: bit `token % 32` of `words[token // 32]`.
+
+        `words`: int32 `[ceil(vocab_size / 32)]` on the CPU, contiguous. End-of-sequence ids are allowed exactly where
+        the text may end. At least one bit is set, unless the accepted tokens have ended the sample.
         """
 
     def accept(self, token: int) -> None:
-        """The token follows; it was allowed (asserted)."""
+        """Appends a token, which must be allowed (asserted)."""
 
     def rollback(self, count: int) -> None:
-        """Takes the last `count` accepted tokens back."""
+        """Removes the last `count` accepted tokens."""
 
     def valid_prefix(self, tokens: Sequence[int]) -> int:
-        """How many of `tokens`, one after another, are allowed from here. Leaves the state as it is."""
+        """How many of `tokens`, in sequence, are allowed from the current state, which does not change."""
 
     def forced(self) -> list[int]:
-        """The tokens that must follow, as far as there is no choice; may be empty. Leaves the state as it is."""
+        """The tokens that must follow because there is no alternative; may be empty. The state does not change."""

@@ -1,4 +1,5 @@
-"""The constraint of a sequence as the decoder uses it: masks for steps, drafts that can be drawn, errors kept apart."""
+"""The constraint of a sequence as the decoder uses it: masks for a step, drafts that may be drawn, errors of the
+constraint."""
 
 from __future__ import annotations
 
@@ -12,9 +13,8 @@ from decoder.request import DecoderRequest
 
 
 class Guide:
-    """A copy of a request's constraint, which follows the output. When the constraint raises, the exception is kept in
-    `error` for whoever takes the next token, and from then on anything is allowed.
-    """
+    """A copy of a request's constraint that follows the output. When the constraint raises, the exception is kept in
+    `error`, which the caller checks with the next token, and from then on every token is allowed."""
 
     def __init__(self, request: DecoderRequest) -> None:
         assert request.constraint is not None
@@ -24,13 +24,16 @@ class Guide:
         self._min_tokens, self._ignore_eos = params.min_tokens, params.ignore_eos
         self.error: ConstraintError | None = None
         self.usable = 1
-        """Of the positions whose masks were written last, how many may be drawn from, from the first on."""
+        """How many of the positions whose masks were written last may be drawn from, counted from the first."""
 
     def fill(self, masks_NW: Tensor, ahead: SequenceOf[SequenceOf[int]], output: int, last: int) -> None:
-        """Writes the masks of consecutive positions, int32 on the CPU. `ahead`: the drafts before each of them, those
-        of a position being the first ones of the next. `output`: output tokens before the drafts. `last`: valid bits of
-        a mask's last word. After a draft that ends the text or is not allowed, anything is: no draw there is used. An
-        error after a draft counts when its position is reached.
+        """Writes the masks of consecutive positions, int32 on the CPU.
+
+        `ahead`: for each position, the drafts before it; each list extends the one before. `output`: output tokens
+        before the drafts. `last`: valid bits of the last word of a mask.
+
+        After a draft that ends the text or is not allowed, every token is allowed, because no draw there is used. An
+        error after a draft is reported when its position is reached.
         """
         masks_NW.fill_(-1)
         self.usable = 0
@@ -63,8 +66,8 @@ class Guide:
         self._postpone_end(words, output)
 
     def _postpone_end(self, words: Tensor, output: int) -> None:
-        """Forbids what must not be drawn before `min_tokens`, or under `ignore_eos`, unless nothing else is allowed.
-        `ConstraintError` where nothing is."""
+        """Forbids the tokens that must not be drawn before `min_tokens` or under `ignore_eos`, unless nothing else is
+        allowed. `ConstraintError` if nothing is allowed."""
         early = self._ends if output < self._min_tokens else self._eos if self._ignore_eos else frozenset()
         if early:
             rest = words.clone()
@@ -76,7 +79,7 @@ class Guide:
             raise ConstraintError(f"no token is allowed after {output} output tokens")
 
     def cut(self, drafts: list[int]) -> list[int]:
-        """The drafts up to the first that is not allowed, or that ends the text: it would save nothing."""
+        """The drafts before the first one that is not allowed or that ends the text (drafting an end saves nothing)."""
         end = next((place for place, token in enumerate(drafts) if token in self._ends), len(drafts))
         try:
             return drafts[: self._constraint.valid_prefix(drafts[:end])]
@@ -84,14 +87,14 @@ class Guide:
             return []
 
     def forced(self) -> list[int]:
-        """The tokens that the constraint leaves no choice about, without those that end the text."""
+        """The tokens that the constraint forces next, up to one that ends the text."""
         try:
             return self.cut(self._constraint.forced())
         except Exception:  # as above
             return []
 
     def accept(self, token: int) -> None:
-        """The token follows. Whether that was allowed is not asked of a constraint that has failed."""
+        """Appends the token to the constraint's state. After an error of the constraint it is not checked."""
         if self.error is not None:
             return
         try:
@@ -108,7 +111,7 @@ class Guide:
 
 
 def valid_bits(vocab_size: int) -> int:
-    """Of the last word of a mask, as a signed number of 32 bits."""
+    """The mask that has a bit for each token in the last word, as a signed 32-bit number."""
     return _signed((1 << (vocab_size - 1) % 32 + 1) - 1)
 
 
@@ -117,7 +120,7 @@ def _signed(word: int) -> int:
 
 
 class MaskBuffer:
-    """The masks of one step: rows of constrained sequences alone have one."""
+    """The masks of one step. Only rows of constrained sequences have one."""
 
     def __init__(self, vocab_size: int) -> None:
         self._words, self._last = -(-vocab_size // 32), valid_bits(vocab_size)
@@ -126,9 +129,11 @@ class MaskBuffer:
     def fill(
         self, guides: SequenceOf[tuple[Guide | None, int]], ahead: SequenceOf[SequenceOf[int]]
     ) -> tuple[list[int], Tensor] | None:
-        """The rows that have a mask, and these, int32 `[G, ceil(vocab_size / 32)]` on the CPU, valid until the next
-        call. `None`, and no work, where none has. `guides`: of each row, with its sequence's output tokens; rows of one
-        sequence follow one another, with longer and longer drafts `ahead`.
+        """The rows that have a mask, and their masks: int32 `[G, ceil(vocab_size / 32)]` on the CPU, valid until the
+        next call. None (and no work) if no row has one.
+
+        `guides`: for each row, its guide (None if unconstrained) and the number of its sequence's output tokens. Rows
+        of one sequence are consecutive, each with one more draft in `ahead`.
         """
         rows = [row for row, (guide, _) in enumerate(guides) if guide is not None]
         if not rows:
