@@ -161,7 +161,7 @@ class Answers:
         """Frees everything that a request holds. No step in flight may still read its images."""
         self.states.finish(sequence)
         for span in sequence.request.spans[sequence.next_span :]:
-            span.source.release()
+            span.release()
         sequence.next_span = len(sequence.request.spans)
         self.pools.drop(sequence.request_id)
         self.prompt_scores.take(sequence.request_id)
@@ -182,7 +182,7 @@ def _release_spans(sequence: Sequence, end: int) -> None:
     """Releases the rows of images that lie in the first `end` tokens."""
     spans = sequence.request.spans
     while sequence.next_span < len(spans) and spans[sequence.next_span].end <= end:
-        spans[sequence.next_span].source.release()
+        spans[sequence.next_span].release()
         sequence.next_span += 1
 
 

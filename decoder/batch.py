@@ -394,10 +394,11 @@ def image_rows(row: Row, hidden_size: int) -> list[tuple[int, Tensor]]:
         begin, end = max(span.start, row.start), min(span.end, row.end)
         if begin >= end:
             continue
-        rows = span.source.rows()
-        if rows.shape != (span.length, hidden_size):
+        rows = span.rows()
+        length = span.end - span.start
+        if rows.shape != (length, hidden_size):
             raise ValueError(
-                f"an image of {span.length} tokens of width {hidden_size} came with rows of shape {tuple(rows.shape)}"
+                f"an image of {length} tokens of width {hidden_size} came with rows of shape {tuple(rows.shape)}"
             )
         found.append((begin - row.start, rows[begin - span.start : end - span.start]))
     return found

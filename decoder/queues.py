@@ -120,7 +120,7 @@ class Queues:
 def _check_spans(request: DecoderRequest) -> None:
     last, prompt = 0, len(request.prompt_ids)
     for span in request.spans:
-        if span.length < 1 or span.start < last or span.end > prompt:
+        if span.end <= span.start or span.start < last or span.end > prompt:
             raise ValueError(
                 f"image rows {span.start} to {span.end} do not lie in the prompt of {prompt} tokens, after row {last}"
             )

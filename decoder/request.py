@@ -21,7 +21,24 @@ SAMPLE_LIMIT = 1 << 32
 
 
 class EmbeddingSource(Protocol):
-    """Where the rows of one image come from. The decoder polls it from its own thread and never blocks on it."""
+    """Rows of an image: the embeddings of prompt rows `[start, end)`, in place of those of the embedding table. The
+    decoder polls it from its own thread and never waits for it."""
+
+    @property
+    def start(self) -> int:
+        """First row of the prompt."""
+
+    @property
+    def end(self) -> int:
+        """Row of the prompt after the last."""
+
+    @property
+    def key(self) -> bytes:
+        """Content key: equal keys mean equal rows."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether the image ends here: False for all but the last temporal patch of a clip."""
 
     @property
     def ready(self) -> bool:
@@ -32,27 +49,10 @@ class EmbeddingSource(Protocol):
         """Why there will be no rows, or `None`."""
 
     def rows(self) -> torch.Tensor:
-        """`[n, hidden]` in the decoder's dtype; the decoder only reads it."""
+        """`[end - start, hidden]` in the decoder's dtype; the decoder only reads it."""
 
     def release(self) -> None:
         """Releases the rows. Idempotent."""
-
-
-@dataclass(frozen=True)
-class ImageSpan:
-    """Prompt rows `[start, start + length)`, whose embeddings come from `source` instead of the embedding table."""
-
-    start: int
-    length: int
-    key: bytes
-    """Content key: equal keys mean equal rows."""
-    source: EmbeddingSource
-    complete: bool = True
-    """Whether the image ends here: False for all but the last temporal patch of a clip."""
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class DecoderRequest:
     request_id: str
     prompt_ids: SequenceOf[int]
     sampling: SamplingParams
-    spans: tuple[ImageSpan, ...] = ()
+    spans: tuple[EmbeddingSource, ...] = ()
     output_ids: SequenceOf[int] = ()
     """Output that exists already (of a resumed answer): counted as output everywhere, not reported again."""
     eos_token_ids: frozenset[int] = frozenset()

@@ -237,5 +237,5 @@ def _check_sample(first: DecoderRequest, sample: DecoderRequest, vocab: int) -> 
         assert sample.prompt_ids == first.prompt_ids and not sample.output_ids and not first.output_ids
         assert sample.salt == first.salt and sample.pooled == first.pooled
         assert sample.positions == first.positions, "samples of one prompt have the same positions"
-        spans = [[(span.start, span.length, span.key) for span in each.spans] for each in (first, sample)]
+        spans = [[(span.start, span.end, span.key) for span in each.spans] for each in (first, sample)]
         assert spans[0] == spans[1], "samples of one prompt have the same images"

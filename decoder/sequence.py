@@ -211,13 +211,13 @@ class Sequence:
         """
         done = self.computed if computed is None else computed
         for span in self.request.spans[self.next_span :]:
-            if span.end > done and not span.source.ready:
+            if span.end > done and not span.ready:
                 return span.start
         return len(self.tokens)
 
     def source_error(self) -> Exception | None:
         """The error of the first span that has one."""
         for span in self.request.spans[self.next_span :]:
-            if span.source.error is not None:
-                return span.source.error
+            if span.error is not None:
+                return span.error
         return None

@@ -4,6 +4,7 @@ errors of encoding. `service.encoding.handoff` describes the states."""
 from __future__ import annotations
 
 import enum
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,19 @@ class EncodingFailed(RuntimeError):
 
 class EncoderUnavailable(EncodingFailed):
     """There is no encoder at present."""
+
+
+def separate(error: Exception) -> Exception:
+    """An error of the same kind and message, since raising an exception modifies it."""
+    kinds = (ValueError, EncoderUnavailable)
+    made = next((kind for kind in kinds if isinstance(error, kind)), EncodingFailed)(str(error))
+    made.__cause__ = error
+    return made
+
+
+Run = tuple[int, int, int]
+"""(start, first, count): `count` rows of an image, from its row `first`, are the embeddings of the prompt's ids from
+index `start`."""
 
 
 class EntryState(enum.Enum):
@@ -81,34 +95,52 @@ class Entry:
 
 
 class Lease:
-    """One request's hold on one image's rows; an embedding source for the decoder."""
+    """One request's hold on an image's rows, or on a run of them; an embedding source for the decoder."""
 
     def __init__(
         self, give_back: Callable[[Lease, Entry], None], entry: Entry, owner: str, priority: int,
-        deadline: float | None,
+        deadline: float | None, run: Run | None = None,
     ) -> None:  # fmt: skip
-        """`give_back` is called by `release`."""
+        """`give_back` is called by `release`. `run`: None for all rows, before their place in the prompt is known."""
         self._give_back = give_back
-        self._entry = entry
+        self.entry = entry
         self.owner, self.priority, self.deadline = owner, priority, deadline
+        self.start, self._first, self._count = run or (0, 0, entry.tokens)
+        """`start`: as in `Run`."""
         self.error: Exception | None = None
         """Why there will be no rows. A separate object per lease, because raising an exception modifies it."""
 
     @property
+    def end(self) -> int:
+        """Index of the prompt's id after its rows."""
+        return self.start + self._count
+
+    @property
+    def complete(self) -> bool:
+        """Whether it has the last of the image's rows."""
+        return self._first + self._count == self.entry.tokens
+
+    @property
+    def key(self) -> bytes:
+        """Content key of its rows."""
+        whole = self._count == self.entry.tokens
+        return self.entry.key if whole else self.entry.key + struct.pack("<qq", self._first, self._count)
+
+    @property
     def ready(self) -> bool:
-        return self._entry.state is EntryState.READY
+        return self.entry.state is EntryState.READY
 
     @property
     def counts(self) -> tuple[int, ...] | None:
         """Rows of each attention sequence of the image or clip; None until it has been encoded once."""
-        return self._entry.counts
+        return self.entry.counts
 
     def rows(self) -> torch.Tensor:
-        """`[tokens, hidden]`, for the current stream, which waits for the encoder's; valid until `release`."""
-        rows = self._entry.rows
+        """`[end - start, hidden]`, for the current stream, which waits for the encoder's; valid until `release`."""
+        rows = self.entry.rows
         assert self.ready and rows is not None, "rows() of an image that is not READY"
-        return behind(self._entry.written, rows)
+        return behind(self.entry.written, rows)[self._first : self._first + self._count]
 
     def release(self) -> None:
         """Ends the hold. Idempotent."""
-        self._give_back(self, self._entry)
+        self._give_back(self, self.entry)

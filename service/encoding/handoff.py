@@ -39,7 +39,7 @@ import torch
 from encoder.item import EncoderItem
 from encoder.schedule import choose
 from kernels.streams import mark
-from service.encoding.entries import EncoderUnavailable, EncodingFailed, Entry, EntryState, Lease, Work
+from service.encoding.entries import EncodingFailed, Entry, EntryState, Lease, Run, Work, separate
 
 MAX_ATTEMPTS = 3
 """Encoders that may fail on an image before its requests get an error: an image that crashes encoders must not crash
@@ -201,6 +201,18 @@ class Handoff:
 
     # -- for the decoder -----------------------------------------------------------------------------------------------
 
+    def split(self, lease: Lease, runs: Sequence[Run]) -> list[Lease]:
+        """Replaces a lease by one for each of `runs`, which have all of its rows."""
+        with self._lock:
+            entry = lease.entry
+            parts = [Lease(self._release, entry, lease.owner, lease.priority, lease.deadline, run) for run in runs]
+            for part in parts:
+                part.error = lease.error and separate(lease.error)
+            if lease in entry.leases:
+                entry.leases.remove(lease)
+                entry.leases.update(parts)
+        return parts
+
     def unblock(self) -> bool:
         """Makes space for the image that has waited longest by evicting READY rows that requests have leased.
 
@@ -339,11 +351,8 @@ class _Entries:
 
     def fail(self, entry: Entry, error: Exception) -> None:
         """Removes the entry; each lease gets an error of its own with the message of `error`."""
-        kinds = (ValueError, EncoderUnavailable)
-        kind = next((kind for kind in kinds if isinstance(error, kind)), EncodingFailed)
         for lease in entry.leases:
-            lease.error = kind(str(error))
-            lease.error.__cause__ = error
+            lease.error = separate(error)
         self.counters["failures"] += 1
         self.drop(entry)
         entry.state = EntryState.FAILED

@@ -10,7 +10,6 @@ clip has been encoded for the first time.
 
 from __future__ import annotations
 
-import struct
 import time
 from collections.abc import Iterable, Sequence
 
@@ -18,11 +17,11 @@ import torch
 
 from decoder.pace import DeadlineError
 from decoder.positions import Positions
-from decoder.request import DecoderRequest, ImageSpan, TokenEvent
+from decoder.request import DecoderRequest, TokenEvent
 from decoder.runner import DecoderRunner
 from encoder.item import Grid
 from families import VisionSpec
-from service.encoding.entries import EncoderUnavailable, Lease
+from service.encoding.entries import EncoderUnavailable, Lease, Run
 from service.encoding.handoff import Handoff
 from service.engine.types import EngineEvent, EngineRequest, ErrorKind, EventSink
 from service.media.prepared import PreparedItem
@@ -134,15 +133,19 @@ class Requests:
         DeadlineError if not in time."""
         made: list[DecoderRequest] = []
         for name in names:
-            prompt_ids, spans = _place(request, self._leases[name])
+            leases = self._leases[name]
+            prompt_ids, runs = _lay_out(request, leases)
             # equal for all samples
-            positions = made[0].positions if made else self._positions(request, self._leases[name], len(prompt_ids))
+            positions = made[0].positions if made else self._positions(request, leases, len(prompt_ids))
+            if self._handoff is not None:
+                leases = [part for lease, own in zip(leases, runs) for part in self._handoff.split(lease, own)]
+                self._leases[name] = leases
             made.append(
                 DecoderRequest(
                     request_id=name,
                     prompt_ids=prompt_ids,
                     sampling=request.sampling,
-                    spans=spans,
+                    spans=tuple(leases),
                     output_ids=request.output_ids,
                     eos_token_ids=request.eos_token_ids,
                     sample_index=request.sample_index + request.names.index(name),
@@ -220,28 +223,6 @@ def _kind(error: Exception) -> ErrorKind:
     return "unavailable" if isinstance(error, EncoderUnavailable) else "internal"
 
 
-class _Part:
-    """A run of one lease's rows, as an embedding source of its own. The runs of a lease are released in order."""
-
-    def __init__(self, lease: Lease, first: int, count: int, complete: bool) -> None:
-        self._lease, self._first, self._count, self._complete = lease, first, count, complete
-
-    @property
-    def ready(self) -> bool:
-        return self._lease.ready
-
-    @property
-    def error(self) -> Exception | None:
-        return self._lease.error
-
-    def rows(self) -> torch.Tensor:
-        return self._lease.rows()[self._first : self._first + self._count]
-
-    def release(self) -> None:
-        if self._complete:
-            self._lease.release()
-
-
 def _is_settled(request: EngineRequest, leases: Sequence[Lease]) -> bool:
     """Whether the place of every row is known, or an image has failed so that its rows will never come."""
     return any(lease.error is not None for lease in leases) or all(
@@ -249,28 +230,27 @@ def _is_settled(request: EngineRequest, leases: Sequence[Lease]) -> bool:
     )
 
 
-def _place(request: EngineRequest, leases: Sequence[Lease]) -> tuple[list[int], tuple[ImageSpan, ...]]:
-    """The prompt's ids, and its image spans in order for `DecoderRequest`. The request must be settled."""
+def _lay_out(request: EngineRequest, leases: Sequence[Lease]) -> tuple[list[int], list[list[Run]]]:
+    """The prompt's ids, and the runs of each image's rows in order. The request must be settled."""
     ids = list(request.prompt_ids)
-    spans: list[ImageSpan] = []
+    runs: list[list[Run]] = []
     for image, lease in zip(request.images, leases, strict=True):
         if not image.between:
-            spans.append(ImageSpan(image.start, image.length, image.key, lease))
+            runs.append([(image.start, 0, image.length)])
             continue
         # A clip that failed is one run: the decoder finds its error there.
         counts = _counts(image, lease) or (image.layout.tokens, *[0] * len(image.between))
         token, laid, row = ids[image.start], list[int](), 0
+        own: list[Run] = []
         for count, words in zip(counts, (*image.between, ()), strict=True):
             if count:
-                last = row + count == image.layout.tokens
-                key = image.key + struct.pack("<qq", row, count)
-                part = _Part(lease, row, count, last)
-                spans.append(ImageSpan(image.start + len(laid), count, key, part, complete=last))
+                own.append((image.start + len(laid), row, count))
             laid += [token] * count
             laid += words
             row += count
         ids[image.start : image.start + image.length] = laid
-    return ids, tuple(spans)
+        runs.append(own)
+    return ids, runs
 
 
 def _blocks(request: EngineRequest, leases: Sequence[Lease]) -> list[tuple[int, Grid]]:

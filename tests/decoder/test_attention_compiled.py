@@ -14,7 +14,7 @@ from tiny_decoder import FakeSource, make_runner, random_weights, request, run
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.layers.descriptions import Attention
 from decoder.layers.spec import Layer
-from decoder.request import DecoderRequest, ImageSpan, TokenEvent
+from decoder.request import DecoderRequest, TokenEvent
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
 from kernels.rope import Rope
@@ -54,7 +54,7 @@ def scored(runner: DecoderRunner) -> dict[str, list[TokenEvent]]:
         prompt = [(7 * index + bias) % 97 for index in range(before + 6 * bool(grid) + after)]
         if grid is None:
             return request(name, prompt, params)
-        spans = [ImageSpan(before, 6, name.encode(), FakeSource(rows))]
+        spans = [FakeSource(before, 6, name.encode(), rows)]
         return request(name, prompt, params, spans, positions=grid_positions(len(prompt), (before, *grid)))
 
     return run(

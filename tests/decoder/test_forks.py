@@ -121,15 +121,16 @@ def test_one_that_leaves_takes_nobody_along(when: str, who: str) -> None:
         assert tokens(events[name]) == alone[name]
     for sample in group:
         for span in sample.spans:
-            assert isinstance(span.source, FakeSource) and span.source.releases == 1
+            assert isinstance(span, FakeSource) and span.releases == 1
 
 
 def test_an_image_that_fails_for_the_leader_ends_its_own_sample() -> None:
     pattern = "M-*EM*"
     runner = make_runner(CONFIGS[pattern], WEIGHTS[pattern])
     group = samples(3)
-    broken = replace(group[0].spans[0], source=FakeSource(ROWS, ready=False))
-    broken.source.error = OSError("gone")  # type: ignore[attr-defined]
+    (broken,) = group[0].spans
+    assert isinstance(broken, FakeSource)
+    broken.ready, broken.error = False, OSError("gone")
     group[0] = replace(group[0], spans=(broken,))
     found = drive(runner, group)
     assert found["s0"][-1].finish_reason == "error"

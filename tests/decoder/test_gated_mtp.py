@@ -19,7 +19,7 @@ from decoder.config import DecoderConfig, DecoderOptions
 from decoder.layers.descriptions import Attention, Experts, Mlp
 from decoder.layers.experts import ExpertsMixer
 from decoder.layers.mlp import mlp_of
-from decoder.request import DecoderRequest, ImageSpan
+from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
 
@@ -49,7 +49,7 @@ def weights_of(config: DecoderConfig) -> dict[str, Tensor]:
 
 def with_image(name: str, grid: tuple[int, int], after: list[int], **rest: Any) -> DecoderRequest:
     prompt = [30, 31, *[1] * 12, *after]
-    spans = [ImageSpan(2, 12, b"image", FakeSource(ROWS))]
+    spans = [FakeSource(2, 12, b"image", ROWS)]
     return request(name, prompt, greedy_params(10), spans, positions=grid_positions(len(prompt), (2, *grid)), **rest)
 
 
@@ -127,8 +127,8 @@ class Naive:
         return found
 
 
-def spans_of(item: DecoderRequest) -> tuple[ImageSpan, ...]:
-    return tuple(replace(span, source=FakeSource(ROWS)) for span in item.spans)
+def spans_of(item: DecoderRequest) -> tuple[FakeSource, ...]:
+    return tuple(span.again() for span in item.spans if isinstance(span, FakeSource))
 
 
 def make(config: DecoderConfig, **options: Any) -> DecoderRunner:

@@ -293,7 +293,7 @@ def test_an_abort_in_flight_takes_nobody_along(after: int, speculative: str) -> 
         assert here != bool(events[gone] and events[gone][-1].finish_reason)
         runner.check_integrity()
         for span in made[index].spans:
-            assert isinstance(span.source, FakeSource) and span.source.releases == 1
+            assert isinstance(span, FakeSource) and span.releases == 1
         before = len(events[gone])
         runner.add(items[index]())
         for name, more in run(runner).items():
@@ -338,10 +338,10 @@ def test_rows_of_an_image_stay_until_the_step_that_read_them_is_collected() -> N
     span = image(2, IMAGE)
     runner.add(request("a", range(12), greedy_params(1), [span]))
     releases = []
-    assert isinstance(span.source, FakeSource)
+    assert isinstance(span, FakeSource)
     while runner.has_work:
         runner.step()
-        releases.append((runner.stats()["batched_tokens"], span.source.releases))
+        releases.append((runner.stats()["batched_tokens"], span.releases))
     assert releases == [(4, 0), (8, 0), (12, 0), (12, 1)]
 
 
@@ -353,8 +353,8 @@ def test_an_image_that_fails_in_flight_ends_its_request_behind_what_it_has_drawn
     runner.add(request("good", range(9), greedy_params(3)))
     assert runner.step() == []
     failure = OSError("the encoder is gone")
-    assert isinstance(late.source, FakeSource)
-    late.source.error = failure
+    assert isinstance(late, FakeSource)
+    late.error = failure
     events = [event for _ in range(6) for event in runner.step()]
     assert [(e.finish_reason, e.error) for e in events if e.request_id == "bad"] == [("error", failure)]
     assert [e.finish_reason for e in events if e.request_id == "good"] == [None, None, "length"]
@@ -370,18 +370,18 @@ def test_rows_that_are_read_again_are_not_given_back() -> None:
     runner.step()
     preempt(runner, "a")
     runner.step()
-    assert isinstance(span.source, FakeSource) and span.source.releases == 0
+    assert isinstance(span, FakeSource) and span.releases == 0
     assert runner.stats()["recomputes"] == 1
     plain = run(make("off"), request("a", range(12), greedy_params(4), [image(2, IMAGE)]))
     assert tokens(run(runner)["a"]) == tokens(plain["a"])[1:]
-    assert span.source.releases == 1
+    assert span.releases == 1
 
 
 def test_a_step_in_flight_holds_rows_that_others_wait_for() -> None:
     """Nothing can be computed before the second image is ready, and its rows may need the memory of the first one's."""
     runner = make()
     spans = [image(2, IMAGE), image(12, IMAGE, ready=False)]
-    first, second = (span.source for span in spans)
+    first, second = spans
     assert isinstance(first, FakeSource) and isinstance(second, FakeSource)
     runner.add(request("a", range(25), greedy_params(1), spans))
     runner.step()

@@ -100,7 +100,7 @@ def test_image_rows_replace_embeddings(chunk: int | None) -> None:
     event = run(runner, request("a", ids.tolist(), greedy_params(1, logprobs=0), spans))["a"][0]
     assert event.token_id == expected.argmax().item()
     assert event.logprob == pytest.approx(expected.amax().item(), abs=1e-4)
-    assert [span.source.releases for span in spans] == [1, 1]
+    assert [span.releases for span in spans] == [1, 1]
 
 
 def test_bfloat16_stays_close_to_float32() -> None:

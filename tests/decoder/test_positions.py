@@ -15,7 +15,7 @@ from tiny_decoder import FakeSource, greedy_params, make_runner, preempt, random
 from torch import Tensor
 
 from decoder.positions import Positions
-from decoder.request import DecoderRequest, ImageSpan
+from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
 
@@ -29,9 +29,9 @@ ROWS = torch.randn(12, CONFIG.hidden_size, generator=torch.Generator().manual_se
 OPTIONS: dict[str, Any] = {"page_size": 4, "state_block": 8, "max_len": 96, "max_seqs": 4}
 
 
-def image(start: int, rows: Tensor = ROWS) -> ImageSpan:
+def image(start: int, rows: Tensor = ROWS) -> FakeSource:
     """An image whose key does not depend on its grid."""
-    return ImageSpan(start, rows.shape[0], b"image", FakeSource(rows))
+    return FakeSource(start, rows.shape[0], b"image", rows)
 
 
 def prompt_with(name: str, before: list[int], grid: tuple[int, int], after: list[int], **rest: Any) -> DecoderRequest:
@@ -192,8 +192,8 @@ def test_preempted_before_its_image_is_there() -> None:
     """It is computed up to the image, swapped out, and continues with the image's positions."""
     for host_bytes in (0, 10**9):
         runner = runner_with(host_bytes=host_bytes)
-        source = FakeSource(ROWS, ready=False)
-        item = replace(requests()[0], spans=(ImageSpan(10, 12, b"image", source),))
+        source = FakeSource(10, 12, b"image", ROWS, ready=False)
+        item = replace(requests()[0], spans=(source,))
         runner.add(item)
         runner.step()
         preempt(runner, "wide")

@@ -14,7 +14,7 @@ from tiny_decoder import FakeSource, greedy_params, make_runner, random_weights,
 
 from decoder.arena import ArenaLayout
 from decoder.config import DecoderConfig, DecoderOptions
-from decoder.request import DecoderRequest, ImageSpan, TokenEvent
+from decoder.request import DecoderRequest, EmbeddingSource, TokenEvent
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
 
@@ -136,13 +136,13 @@ def test_positions_the_caller_names_are_kept() -> None:
 # -- images ------------------------------------------------------------------------------------------------------------
 
 
-def image_span(start: int, rows: torch.Tensor, *, ready: bool = True) -> ImageSpan:
-    return ImageSpan(start, rows.shape[0], rows.numpy().tobytes(), FakeSource(rows, ready=ready))
+def image_span(start: int, rows: torch.Tensor, *, ready: bool = True) -> FakeSource:
+    return FakeSource(start, rows.shape[0], rows.numpy().tobytes(), rows, ready=ready)
 
 
-def source(span: ImageSpan) -> FakeSource:
-    assert isinstance(span.source, FakeSource)
-    return span.source
+def source(span: EmbeddingSource) -> FakeSource:
+    assert isinstance(span, FakeSource)
+    return span
 
 
 def test_same_image_new_question_needs_no_rows() -> None:
@@ -368,7 +368,7 @@ def answers(runner: DecoderRunner, wanted: Sequence[tuple[list[tuple[int, int]],
         events: dict[str, list[TokenEvent]] = run(runner, *items)
         for item in items:
             of = events[item.request_id]
-            found.append((tokens(of), [e.logprob for e in of], [span.source.releases for span in item.spans]))  # type: ignore[attr-defined]
+            found.append((tokens(of), [e.logprob for e in of], [span.releases for span in item.spans]))  # type: ignore[attr-defined]
     return found
 
 

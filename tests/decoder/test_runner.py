@@ -23,7 +23,7 @@ from tiny_decoder import (
 from decoder.arena import ArenaLayout
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.pace import DeadlineError
-from decoder.request import DecoderRequest, ImageSpan
+from decoder.request import DecoderRequest, EmbeddingSource
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
 
@@ -154,13 +154,13 @@ def test_samples_of_one_request_differ_and_repeat() -> None:
 # -- images ------------------------------------------------------------------------------------------------------------
 
 
-def spans_at(*places: tuple[int, int], ready: bool = True) -> list[ImageSpan]:
+def spans_at(*places: tuple[int, int], ready: bool = True) -> list[FakeSource]:
     return [image(start, torch.randn(length, CONFIG.hidden_size), ready=ready) for start, length in places]
 
 
-def source(span: ImageSpan) -> FakeSource:
-    assert isinstance(span.source, FakeSource)
-    return span.source
+def source(span: EmbeddingSource) -> FakeSource:
+    assert isinstance(span, FakeSource)
+    return span
 
 
 def test_text_before_an_image_is_computed_while_it_is_awaited() -> None:
@@ -213,7 +213,7 @@ def test_a_failed_image_ends_its_request_and_no_other() -> None:
 
 def test_rows_of_a_wrong_shape_end_their_request_with_the_numbers() -> None:
     runner = make_runner(CONFIG, WEIGHTS)
-    wrong = ImageSpan(2, 6, b"k", FakeSource(torch.randn(5, CONFIG.hidden_size)))
+    wrong = FakeSource(2, 6, b"k", torch.randn(5, CONFIG.hidden_size))
     events = run(runner, request("a", range(12), greedy_params(2), [wrong]), request("b", range(5), greedy_params(2)))
     assert events["a"][0].finish_reason == "error"
     assert "6 tokens" in str(events["a"][0].error) and "(5, 32)" in str(events["a"][0].error)

@@ -17,7 +17,7 @@ from decoder.config import DecoderOptions
 from decoder.metadata import chunk_end
 from decoder.pace import Pace
 from decoder.prefix_cache import PrefixCache
-from decoder.request import DecoderRequest, ImageSpan
+from decoder.request import DecoderRequest, EmbeddingSource
 from decoder.sampling import SamplingParams
 from decoder.scheduler import Scheduler
 from decoder.sequence import Sequence
@@ -32,18 +32,18 @@ def make(blocks: int = 12, per_block: int = 2, has_slots: bool = True, **options
 
 
 def request(
-    name: str, length: int, output: int = 4, spans: tuple[ImageSpan, ...] = (), priority: int = 0
+    name: str, length: int, output: int = 4, spans: tuple[EmbeddingSource, ...] = (), priority: int = 0
 ) -> DecoderRequest:
     return DecoderRequest(name, [1] * length, SamplingParams(max_tokens=output), spans, priority=priority)
 
 
-def span(start: int, length: int, ready: bool) -> ImageSpan:
-    return ImageSpan(start, length, b"key", FakeSource(ready=ready))
+def span(start: int, length: int, ready: bool) -> FakeSource:
+    return FakeSource(start, length, b"key", ready=ready)
 
 
-def source(item: ImageSpan) -> FakeSource:
-    assert isinstance(item.source, FakeSource)
-    return item.source
+def source(item: EmbeddingSource) -> FakeSource:
+    assert isinstance(item, FakeSource)
+    return item
 
 
 def advance(scheduler: Scheduler) -> tuple[Step, list[str]]:
@@ -58,7 +58,7 @@ def advance(scheduler: Scheduler) -> tuple[Step, list[str]]:
             item = sequence.request.spans[sequence.next_span]
             if item.end > sequence.computed:
                 break
-            item.source.release()
+            item.release()
             sequence.next_span += 1
         if row.samples:
             sequence.tokens.append(1)
@@ -81,7 +81,7 @@ def check_step(scheduler: Scheduler, step: Step) -> None:
         assert row.sequence.held.batch_slot >= 0
         for item in row.sequence.request.spans:
             if item.start < row.end and item.end > row.start:
-                assert item.source.ready and source(item).releases == 0
+                assert item.ready and source(item).releases == 0
     slots = [row.sequence.slot for row in step.rows]
     assert len(set(slots)) == len(slots) or not scheduler.pool.has_slots
 
@@ -113,7 +113,7 @@ def test_every_request_ends(
     """Random prompts, images that become ready only when nothing else can be done, memory for little more than one."""
     blocks = max(blocks, 1 + -(-12 // per_block))
     scheduler = make(blocks, per_block, max_seqs=max_seqs, max_batched_tokens=budget, host_bytes=host_bytes)
-    spans: list[ImageSpan] = []
+    spans: list[FakeSource] = []
     for index, (length, output, images, priority) in enumerate(wanted):
         own = tuple(span(3 + 8 * i, 5, False) for i in range(images) if 8 + 8 * i <= length)
         spans += own

@@ -30,7 +30,7 @@ from decoder.config import DecoderOptions
 from decoder.flight import expect
 from decoder.positions import positions_of
 from decoder.prefix_cache import PrefixCache
-from decoder.request import DecoderRequest, ImageSpan
+from decoder.request import DecoderRequest, EmbeddingSource
 from decoder.sampling import SamplingParams
 from decoder.scheduler import Scheduler
 from decoder.sequence import UNREAD, Sequence, Status
@@ -107,7 +107,7 @@ def contents(sequence: Sequence) -> Prefix:
     """What each token is: its salt, its id or its row of an image, and its positions."""
     units: list[Any] = [drawn(sequence, at) if id_ == UNREAD else id_ for at, id_ in enumerate(sequence.tokens)]
     for span in sequence.request.spans:
-        for row in range(span.length):
+        for row in range(span.end - span.start):
             units[span.start + row] = (span.key, row)
     positions = positions_of(sequence.request.positions, 0, len(units), 3)
     return tuple((sequence.request.salt, unit, at) for unit, at in zip(units, positions, strict=True))
@@ -213,11 +213,11 @@ class CacheMachine(RuleBasedStateMachine):
         prompt = [prefix] * (length - 1) + [50 + end]
         leader: Sequence | None = None
         for _ in range(samples):
-            spans: tuple[ImageSpan, ...] = ()
+            spans: tuple[EmbeddingSource, ...] = ()
             if image is not None and length >= 12:
-                source = FakeSource(ready=image == "ready")
+                source = FakeSource(3, 6, b"image%d" % image_key, ready=image == "ready")
                 self.sources.append(source)
-                spans = (ImageSpan(3, 6, b"image%d" % image_key, source),)
+                spans = (source,)
             positions = grid_positions(length, (3, *grid)) if spans and grid is not None else None
             self.names += 1
             item = DecoderRequest(
@@ -232,7 +232,7 @@ class CacheMachine(RuleBasedStateMachine):
     def end(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)
         for span in sequence.request.spans[sequence.next_span :]:
-            span.source.release()
+            span.release()
         self.memory.host.pop(sequence.request_id, None)
         del self.alive[sequence.request_id], self.waits[sequence.request_id]
 
@@ -272,7 +272,7 @@ class CacheMachine(RuleBasedStateMachine):
                 span = sequence.request.spans[sequence.next_span]
                 if span.end > min(end, sequence.computed):
                     break
-                span.source.release()
+                span.release()
                 sequence.next_span += 1
             if not samples:
                 continue
@@ -291,7 +291,7 @@ class CacheMachine(RuleBasedStateMachine):
         alive = self.alive.values()
         for name, sequence in self.alive.items():
             group = [sequence] if sequence.leader is None else [sequence, sequence.leader]
-            ready = all(span.source.ready for one in group for span in one.request.spans[one.next_span :])
+            ready = all(span.ready for one in group for span in one.request.spans[one.next_span :])
             wait = self.waits[name]
             wait.count(other for other in alive if other.order <= sequence.order)
             if sequence.status is not Status.RUNNING or not ready:

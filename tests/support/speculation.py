@@ -19,7 +19,7 @@ from tiny_decoder import FakeSource, random_weights, run, tiny_config, tokens
 
 from decoder.arena import ArenaLayout
 from decoder.config import DecoderConfig, DecoderOptions
-from decoder.request import DecoderRequest, ImageSpan
+from decoder.request import DecoderRequest
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
 
@@ -100,7 +100,7 @@ def workload(config: DecoderConfig, seed: int, count: int, output: int) -> list[
             prompt += draw.choice(runs)
             if draw.random() < 0.6:
                 rows = draw.choice(images)
-                spans.append(ImageSpan(len(prompt), rows.shape[0], rows.numpy().tobytes(), FakeSource(rows)))
+                spans.append(FakeSource(len(prompt), rows.shape[0], rows.numpy().tobytes(), rows))
                 prompt += [1] * rows.shape[0]
                 boxes.append((spans[-1].start, *grids.choice(GRIDS[rows.shape[0]])))
         while len(prompt) < 8 + 5 * (index % 3):
@@ -122,7 +122,7 @@ def _constrained(requests: list[DecoderRequest], kinds: Sequence[str | None]) ->
     ]
 
 
-def _inside(spans: list[ImageSpan], prompt: list[int]) -> tuple[ImageSpan, ...]:
+def _inside(spans: list[FakeSource], prompt: list[int]) -> tuple[FakeSource, ...]:
     return tuple(span for span in spans if span.end <= len(prompt))
 
 

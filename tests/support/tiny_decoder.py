@@ -13,7 +13,7 @@ from transformers import NemotronHConfig, NemotronHForCausalLM
 from decoder.config import DecoderConfig, DecoderOptions
 from decoder.layers.descriptions import GatedDelta
 from decoder.layers.spec import Layer
-from decoder.request import DecoderRequest, ImageSpan, TokenEvent
+from decoder.request import DecoderRequest, EmbeddingSource, TokenEvent
 from decoder.runner import DecoderRunner
 from decoder.sampling import SamplingParams
 from decoder.sequence import Sequence as Running
@@ -134,7 +134,11 @@ def greedy_params(max_tokens: int = 8, **changes: Any) -> SamplingParams:
 
 
 def request(
-    name: str, prompt: Sequence[int], params: SamplingParams | None = None, spans: Sequence[ImageSpan] = (), **rest: Any
+    name: str,
+    prompt: Sequence[int],
+    params: SamplingParams | None = None,
+    spans: Sequence[EmbeddingSource] = (),
+    **rest: Any,
 ) -> DecoderRequest:
     return DecoderRequest(name, list(prompt), params or greedy_params(), tuple(spans), **rest)
 
@@ -142,7 +146,10 @@ def request(
 class FakeSource:
     """Image rows that become ready, fail, and are given back when the test says so."""
 
-    def __init__(self, rows: Tensor | None = None, *, ready: bool = True) -> None:
+    complete = True
+
+    def __init__(self, start: int, length: int, key: bytes, rows: Tensor | None = None, *, ready: bool = True) -> None:
+        self.start, self.length, self.end, self.key = start, length, start + length, key
         self._rows, self.ready = rows, ready
         self.error: Exception | None = None
         self.releases = 0
@@ -155,10 +162,14 @@ class FakeSource:
     def release(self) -> None:
         self.releases += 1
 
+    def again(self) -> FakeSource:
+        """Another of the same rows, which are ready."""
+        return FakeSource(self.start, self.length, self.key, self._rows)
 
-def image(start: int, rows: Tensor, *, ready: bool = True) -> ImageSpan:
-    """A span of `rows`, with a content key of its own."""
-    return ImageSpan(start, rows.shape[0], rows.numpy().tobytes()[:32], FakeSource(rows, ready=ready))
+
+def image(start: int, rows: Tensor, *, ready: bool = True) -> FakeSource:
+    """`rows` with a content key of their own."""
+    return FakeSource(start, rows.shape[0], rows.numpy().tobytes()[:32], rows, ready=ready)
 
 
 def run(

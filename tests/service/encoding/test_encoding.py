@@ -126,7 +126,7 @@ def test_on_a_gpu_the_encoder_works_beside_the_decoder(graphs: str) -> None:
         while encoder.turn():
             pass
         with pytest.raises(RuntimeError, match="behind no event"):  # what `rows()` is for
-            leases[0]._entry.rows + 1  # type: ignore[operator]
+            leases[0].entry.rows + 1  # type: ignore[operator]
         for lease, exact in zip(leases, expected, strict=True):
             rows = lease.rows()
             assert {stream for address, stream in recorded() if address == rows.data_ptr()} == {

@@ -67,6 +67,34 @@ def test_space_is_granted_in_order_and_small_ones_do_not_overtake() -> None:
     handoff.check_integrity(idle=True)
 
 
+def test_a_lease_in_runs_has_its_rows_until_each_of_them_is_released() -> None:
+    handoff = Handoff(10 * ROW, HIDDEN, torch.float32)
+    whole = handoff.lease(b"a", image(5), "r")
+    first, second = handoff.split(whole, [(3, 0, 2), (7, 2, 3)])
+    (work,) = handoff.take()
+    work.rows.copy_(torch.arange(5.0)[:, None].expand(5, HIDDEN))
+    handoff.publish([work])
+    assert [(part.start, part.end, part.complete) for part in (first, second)] == [(3, 5, False), (7, 10, True)]
+    assert [part.rows()[:, 0].tolist() for part in (first, second)] == [[0, 1], [2, 3, 4]]
+    assert len({whole.key, first.key, second.key}) == 3 and whole.key == b"a"
+    whole.release()  # the runs have taken its place
+    second.release()
+    assert handoff.stats()["leases"] == 1 and first.rows().shape == (2, HIDDEN)
+    first.release()
+    handoff.check_integrity(idle=True)
+
+
+def test_runs_of_an_image_that_fails_have_errors_of_their_own() -> None:
+    handoff = Handoff(10 * ROW, HIDDEN, torch.float32)
+    parts = handoff.split(handoff.lease(b"a", image(5), "r"), [(0, 0, 2), (3, 2, 3)])
+    handoff.fail(handoff.take()[0], ValueError("bad"))
+    later = handoff.split(parts[0], [(0, 0, 1), (1, 1, 1)])
+    found = [part.error for part in (*parts, *later)]
+    assert all(isinstance(error, ValueError) and str(error) == "bad" for error in found)
+    assert len(set(map(id, found))) == 4
+    handoff.check_integrity(idle=True)
+
+
 def test_least_recently_used_rows_go_first() -> None:
     handoff = Handoff(10 * ROW, HIDDEN, torch.float32)
     for key in (b"a", b"b"):
