@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,47 +36,45 @@ class Guide:
         After a draft that ends the text or is not allowed, every token is allowed, because no draw there is used. An
         error after a draft is reported when its position is reached.
         """
-        masks_NW.fill_(-1)
         self.usable = 0
-        if self.error is not None:
-            return
-        taken, failed = 0, None
-        try:
-            for words, drafts in zip(masks_NW, ahead, strict=True):
-                for token in self.cut([*drafts[taken:]]):
-                    self._constraint.accept(token)
-                    taken += 1
-                if taken < len(drafts):
-                    break
-                self._fill(words, output + taken, last)
-                self.usable += 1
-        except Exception as error:
-            failed = error
-        try:
-            if taken:
-                self._constraint.rollback(taken)
-        except Exception as error:
-            taken, failed = 0, error
-        if failed is not None and not taken:
-            self._fail(failed)
+        words_NW = masks_NW.numpy()
+        if self.error is None:
+            taken, failed = 0, None
+            try:
+                for mask_W, words_W, drafts in zip(masks_NW, words_NW, ahead, strict=True):
+                    for token in self.cut([*drafts[taken:]]) if len(drafts) > taken else ():
+                        self._constraint.accept(token)
+                        taken += 1
+                    if taken < len(drafts):
+                        break
+                    words_W.fill(0)
+                    self._constraint.fill_mask(mask_W)
+                    words_W[-1] &= last
+                    self._postpone_end(words_W, output + taken)
+                    self.usable += 1
+            except Exception as error:
+                failed = error
+            try:
+                if taken:
+                    self._constraint.rollback(taken)
+            except Exception as error:
+                taken, failed = 0, error
+            if failed is not None and not taken:
+                self._fail(failed)
+        if self.usable < len(words_NW):
+            words_NW[self.usable :] = -1
 
-    def _fill(self, words: Tensor, output: int, last: int) -> None:
-        words.zero_()
-        self._constraint.fill_mask(words)
-        words[-1:].bitwise_and_(last)
-        self._postpone_end(words, output)
-
-    def _postpone_end(self, words: Tensor, output: int) -> None:
+    def _postpone_end(self, words_W: np.ndarray, output: int) -> None:
         """Forbids the tokens that must not be drawn before `min_tokens` or under `ignore_eos`, unless nothing else is
         allowed. `ConstraintError` if nothing is allowed."""
         early = self._ends if output < self._min_tokens else self._eos if self._ignore_eos else frozenset()
         if early:
-            rest = words.clone()
+            rest = words_W.copy()
             for token in early:
-                rest[token // 32].bitwise_and_(_signed(~(1 << token % 32)))
+                rest[token // 32] &= _signed(~(1 << token % 32))
             if rest.any():
-                words.copy_(rest)
-        if not words.any():
+                words_W[:] = rest
+        if not words_W.any():
             raise ConstraintError(f"no token is allowed after {output} output tokens")
 
     def cut(self, drafts: list[int]) -> list[int]:

@@ -87,7 +87,9 @@ class DecoderRunner:
         if self.speculation is not None:
             if self.options.overlap == "on":
                 log.warning(
-                    "overlap 'on' has no effect with speculative %r: every step waits", self.options.speculative
+                    "overlap 'on' has no effect with speculative %r and forced_tokens %r: every step waits",
+                    self.options.speculative,
+                    self.options.forced_tokens,
                 )
             return SpeculativeLoop(*parts, self.speculation, counted=self.options.overlap_on)
         return OverlappedLoop(*parts) if self.options.overlap_on else PlainLoop(*parts)

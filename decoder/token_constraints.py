@@ -15,7 +15,9 @@ FULL = -1
 
 
 class AllowedTokens:
-    """Only these tokens, at every position. End-of-sequence ids end the text where they are among them."""
+    """Only these tokens, at every position. An end-of-sequence id can be drawn only if it is one of them: beside a
+    grammar, which decides by itself where the text ends, it has to be.
+    """
 
     def __init__(self, allowed: Collection[int]) -> None:
         """`ValueError` for none at all, or for ids below 0."""

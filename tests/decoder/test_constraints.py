@@ -23,6 +23,8 @@ from tiny_decoder import (
     weights_of,
 )  # fmt: skip
 
+from decoder.arena import ArenaLayout
+from decoder.config import DecoderOptions
 from decoder.constraints import ConstraintError
 from decoder.request import DecoderRequest
 from decoder.sampling import SamplingParams
@@ -263,6 +265,22 @@ def test_forced_tokens_that_are_refused_are_not_proposed_for_long() -> None:
     runner = make_runner(CONFIG, WEIGHTS, forced_tokens="on")
     run(runner, request("a", [3, 4], params, constraint=letters, eos_token_ids=EOS))
     assert runner.stats()["forced_drafted"] < 40
+
+
+def test_memory_for_forced_tokens_is_planned() -> None:
+    """`on` takes what n-gram drafts take; `auto` nothing where nothing drafts."""
+
+    def planned(**options: Any) -> tuple[int, int]:
+        layout = ArenaLayout.of(CONFIG, DecoderOptions(**options))
+        return layout.ring_bytes, layout.slots_per_seq
+
+    assert planned() == planned(forced_tokens="off") == (0, 1)
+    for spec_state in ("replay", "slots"):
+        drafting = planned(speculative="ngram", spec_state=spec_state)
+        assert planned(forced_tokens="on", spec_state=spec_state) == drafting != (0, 1)
+    assert not DecoderOptions(speculative="ngram", forced_tokens="off").forced_on
+    with pytest.raises(ValueError, match="forced_tokens 'yes' is not one of auto, on, off"):
+        DecoderOptions(forced_tokens="yes")
 
 
 def test_only_constrained_rows_wait_when_steps_overlap() -> None:
